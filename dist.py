@@ -1,0 +1,196 @@
+"""Processes, the device mesh, and a strategy as a way to lay a model out on it. Knows nothing of files or text.
+
+    dp_replicate x dp_shard        single (1, 1)    ddp (N, 1)    fsdp (1, N)    hsdp (R, S)
+
+Ranks that differ in dp_shard hold different parts of the weights; ranks that differ in dp_replicate hold the same part.
+All of them read different data: dp_rank = replicate_rank * S + shard_rank covers 0 ... R * S - 1.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+
+
+class MeshError(ValueError):
+    """Processes, devices or mesh sizes that do not fit together; the user can mend it."""
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int  # on this host
+    local_size: int
+    device: torch.device
+
+
+def start(device: str = "auto", timeout: float = 600.0) -> World:
+    """Join the process group that torchrun's environment describes, or form one of this process alone.
+
+    There is always a group, so that no code below needs a case for one process: gloo carries CPU tensors and objects,
+    nccl CUDA tensors. `timeout` in seconds. Raises MeshError where the device is not there.
+    """
+    rank, size, local_rank, local_size = (
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+    )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu or auto")
+        if local_size > torch.cuda.device_count():
+            raise MeshError(f"{local_size} processes on this host but {torch.cuda.device_count()} GPUs: lower --nproc_per_node to the number of GPUs")
+        target = torch.device("cuda", local_rank)
+        torch.cuda.set_device(target)
+    else:
+        target = torch.device("cpu")
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout),
+        device_id=target if device == "cuda" else None,
+        **alone,
+    )
+    return World(rank, size, local_rank, local_size, target)
+
+
+def stop() -> None:
+    dist.destroy_process_group()
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and return its result on all; an exception is raised on all, so that none is left waiting."""
+    box: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = work()
+        except Exception as error:
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The mesh
+
+
+def mesh_shape(strategy: str, world_size: int, local_size: int, replicate: int | None, shard: int | None) -> tuple[int, int]:
+    """(dp_replicate, dp_shard) of a strategy; None: the strategy's own choice. Raises MeshError with the arithmetic."""
+    if strategy == "hsdp" and replicate is None and shard is None:
+        shard = local_size  # shard within a host, where links are fast; replicate across hosts
+    if strategy == "single" and world_size > 1:
+        raise MeshError(f"--strategy single is one process, but {world_size} were started: use ddp, fsdp or hsdp")
+    one = {"single": (1, 1), "ddp": (None, 1), "fsdp": (1, None), "hsdp": (None, None)}[strategy]
+    for name, given, own in (("dp_replicate", replicate, one[0]), ("dp_shard", shard, one[1])):
+        if given is not None and own is not None and given != own:
+            raise MeshError(f"--strategy {strategy} has {name} {own}, not {given}: leave --{name} out or use --strategy hsdp")
+    replicate, shard = replicate or one[0], shard or one[1]
+    replicate = replicate or world_size // shard
+    shard = shard or world_size // replicate
+    if replicate * shard != world_size:
+        raise MeshError(
+            f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but {world_size} processes were started: "
+            f"choose --dp_replicate and --dp_shard whose product is {world_size}"
+        )
+    return replicate, shard
+
+
+def make_mesh(device: torch.device, shape: tuple[int, int]) -> DeviceMesh:
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def dp_rank(mesh: DeviceMesh) -> int:
+    """Which part of the data this rank reads: unique, and complete over 0 ... dp_size - 1."""
+    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+
+
+def dp_size(mesh: DeviceMesh) -> int:
+    return mesh["dp_replicate"].size() * mesh["dp_shard"].size()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A model on the mesh
+
+
+def parallelize(
+    model: nn.Module, units: nn.ModuleList, mesh: DeviceMesh, strategy: str, dtype: torch.dtype, device: torch.device, init: Callable[[str, Tensor], None]
+) -> nn.Module:
+    """Lay a model that was built on the meta device out on the mesh, fill it, and return what to call in its place.
+
+    `units` are the submodules whose weights FSDP gathers one at a time; what is left, embedding and head, is one more.
+    Weights are kept in float32, FSDP gathers them in `dtype`, gradients are averaged in float32 over all dp ranks.
+    `init(name, tensor)` fills one whole tensor; see `materialize`. The model's parameters keep their own names.
+    """
+    if strategy in ("fsdp", "hsdp"):
+        # fully_shard reads a 2-D mesh by position: replicate first, then shard. Inputs are left as they are: the model
+        # casts its own, and its table of rotations stays float32.
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for module in chain(units, [model]):
+            fully_shard(module, mesh=mesh if strategy == "hsdp" else mesh["dp_shard"], mp_policy=policy)
+    materialize(model, device, init)
+    if strategy == "ddp":
+        return DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            process_group=mesh.get_group("dp_replicate"),
+            broadcast_buffers=False,  # the same everywhere, and constant
+            gradient_as_bucket_view=True,  # no second copy of the gradients
+        )
+    return model
+
+
+def materialize(model: nn.Module, device: torch.device, init: Callable[[str, Tensor], None]) -> None:
+    """Give the meta tensors of a model memory and values; a rank never holds more than its shard and one whole tensor.
+
+    Every rank fills the same whole tensor and keeps its part: no communication, and the same weights on every mesh.
+    """
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if isinstance(tensor, DTensor):
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                init(name, whole)
+                tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+            else:
+                init(name, tensor)
+
+
+@contextmanager
+def gradient_sync(model: nn.Module, on: bool) -> Iterator[None]:
+    """Around forward *and* backward of a micro-batch: whether its gradients are averaged over the ranks (DDP decides at forward).
+
+    Without, they add up on each rank, under FSDP unsharded in float32: 4 bytes x all parameters, the price of sending
+    gradients once per step instead of once per micro-batch.
+    """
+    if isinstance(model, DistributedDataParallel) and not on:
+        with model.no_sync():
+            yield
+    else:
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(on)
+        yield
+
+
+def gather(values: Tensor) -> Tensor:
+    """Every rank's 1-D tensor (k,) as one (world size, k), on every rank: one small collective."""
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, values)
+    return torch.stack(rows)
+
+
