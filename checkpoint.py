@@ -37,6 +37,8 @@ class MetadataUnpickler(pickle.Unpickler):
         },
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "collections": {"OrderedDict"},
+        "pathlib": {"PosixPath", "WindowsPath"},
+        "pathlib._local": {"PosixPath", "WindowsPath"},  # as Python 3.13 names them
     }  # fmt: skip
 
     def find_class(self, module: str, name: str):
@@ -46,9 +48,15 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
+    """DCP's reader, with its metadata read safely, and at once: DCP would retry after an error, with a traceback for each try."""
+
+    def __init__(self, path: Path):
+        super().__init__(str(path))
+        with open(path / ".metadata", "rb") as file:
+            self.metadata = MetadataUnpickler(file).load()
+
     def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            return MetadataUnpickler(file).load()
+        return self.metadata
 
 
 def directory(run: Path) -> Path:
@@ -84,7 +92,7 @@ def save(run: Path, state: dict, manifest: dict, keep_last: int = 0) -> dict:
         work.mkdir(parents=True)
     dist.barrier()
     try:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(work, sync_files=True))
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(str(work), sync_files=True))
     except (dcp.CheckpointException, OSError) as error:
         raise CheckpointError(f"cannot write {path}: {str(error).strip().splitlines()[-1]}") from None
     size = sum(file.stat().st_size for file in work.iterdir()) if first else 0

@@ -12,6 +12,7 @@ workers, the micro-batch or the step a run was resumed at. So a checkpoint needs
 
 import argparse
 import base64
+import codecs
 import hashlib
 import json
 import os
@@ -72,9 +73,25 @@ def tokenizer(name: str) -> tiktoken.Encoding:
         raise DataError(f"--tokenizer {name}: not a .tiktoken file (lines of a base64 token, a space, its rank)") from None
 
 
-def decode(name: str | None, tokens: list[int]) -> str:
-    """Their text; without a tokenizer their numbers."""
-    return tokenizer(name).decode(tokens) if name else " ".join(map(str, tokens)) + " "
+def encode(name: str | None, text: str) -> list[int]:
+    """The tokens of a text, end-of-text for an empty one; without a tokenizer (None) the text is their numbers."""
+    if name is None:
+        try:
+            return [int(number) for number in text.split()] or [0]
+        except ValueError:
+            raise DataError(f"this data's tokenizer is unknown, so a prompt is token ids such as '17 4 52', not {text!r}") from None
+    encoding = tokenizer(name)
+    return encoding.encode_ordinary(text) or [encoding.eot_token]
+
+
+def decode(name: str | None, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens as they come; a character of several tokens appears with its last one."""
+    if name is None:
+        yield from (f"{token} " for token in tokens)
+        return
+    encoding, decoder = tokenizer(name), codecs.getincrementaldecoder("utf-8")("replace")
+    yield from (decoder.decode(encoding.decode_single_token_bytes(token)) for token in tokens)
+    yield decoder.decode(b"", final=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------

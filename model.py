@@ -143,9 +143,8 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.d_model)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.norm = RMSNorm(c.d_model)
-        self.head = Linear(c.d_model, c.vocab_size)
-        if c.tied:
-            self.head.weight = self.embed.weight
+        # Tied: no parameter of its own, rather than one shared by two modules, which a move off the meta device would part.
+        self.head = None if c.tied else Linear(c.d_model, c.vocab_size)
         self.register_buffer("rope", torch.empty(2, c.seq_len, c.d_model // c.n_head // 2), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -153,7 +152,9 @@ class Transformer(nn.Module):
         rope = self.rope[:, : tokens.size(1)]
         for block in self.blocks:
             x = block(x, rope)
-        logits = self.head(self.norm(x)).float()  # (B, T, vocab_size)
+        x = self.norm(x)
+        logits = self.head(x) if self.head else F.linear(x, self.embed.weight.to(x.dtype))  # (B, T, vocab_size)
+        logits = logits.float()
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()

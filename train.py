@@ -67,8 +67,8 @@ class Config:
     num_workers: int | None = flag(None, "processes per rank that read ahead (default: 2 with GPUs, none without)")
     seed: int = flag(0, "of the initial weights and of the order of the data")
     # optimizer
-    max_steps: int = flag(1000, "optimizer steps in all")
-    lr: float = flag(3e-3, "highest learning rate")
+    max_steps: int = flag(600, "optimizer steps in all")
+    lr: float | None = flag(None, "highest learning rate (default: 0.5 / d_model, close to GPT-3's table: 6.5e-4 at 768 wide, 1.2e-4 at 4096)")
     min_lr: float = flag(0.0, "learning rate that the schedule ends at")
     warmup_steps: int = flag(50, "steps of linear warm-up from 0 to lr")
     schedule: Literal[tuple(optim.SCHEDULES)] = flag("cosine", "from lr to min_lr; wsd stays at lr and falls over the last fifth")
@@ -81,6 +81,7 @@ class Config:
     log_interval: int = flag(10, "steps between log rows; only these wait for the device")
     eval_interval: int = flag(250, "steps between evaluations; 0 is only at the end")
     eval_sequences: int = flag(512, "validation sequences of an evaluation, the same at each")
+    sample_tokens: int = flag(256, "tokens of text written at the end of the run; 0 is none")
     save_interval: int = flag(250, "steps between checkpoints; 0 is only at the end")
     keep_last: int = flag(2, "checkpoints kept; 0 keeps all")
     # checkpoints
@@ -112,7 +113,7 @@ def parse(argv: list[str] | None = None) -> Config:
     for name in ("global_batch_size", "micro_batch_size", "seq_len", "max_steps", "log_interval", "eval_sequences", "dp_replicate", "dp_shard", "max_grad_norm", "timeout"):
         if (value := getattr(config, name)) is not None and not value > 0:
             raise UsageError(f"--{name} {value} must be above 0")
-    for name in ("seed", "warmup_steps", "eval_interval", "save_interval", "keep_last", "num_workers", "lr", "min_lr", "weight_decay"):
+    for name in ("seed", "warmup_steps", "eval_interval", "save_interval", "sample_tokens", "keep_last", "num_workers", "lr", "min_lr", "weight_decay"):
         if (value := getattr(config, name)) is not None and not value >= 0:
             raise UsageError(f"--{name} {value} must not be negative")
     return dataclasses.replace(config, out=config.out or f"runs/{config.model}")
@@ -193,6 +194,8 @@ def starting_point(config: Config, manifest: dict) -> tuple[Path | None, int]:
     if saved:
         path = saved[-1]
     elif config.resume == "auto":
+        if (out / "config.json").exists() and json.loads((out / "config.json").read_text())["checkpoint"] == "none":
+            raise UsageError(f"--out {out} holds a run that saved no checkpoints, so it cannot be continued: choose another --out")
         return None, 0
     else:
         path = Path(config.resume)
@@ -215,7 +218,7 @@ class Log:
     def __init__(self, out: Path, step: int, first: bool):
         self.path, self.first = out / "metrics.jsonl", first
         if first:
-            # What was logged after the checkpoint that the run begins with will come again.
+            # What was logged after the checkpoint that the run continues from will come again, the same.
             lines = self.path.read_text().splitlines() if self.path.exists() else []
             kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
             replace(self.path, "".join(f"{line}\n" for line in kept))
@@ -284,7 +287,7 @@ class Run:
         self.state = {"model": {name: p.detach() for name, p in self.model.named_parameters()}, "optimizer": self.optimizer.state()}
         if self.path:
             checkpoint.load(self.path, self.state)
-        if self.rank == 0:
+        if world.rank == 0:
             Path(c.out).mkdir(parents=True, exist_ok=True)
             replace(Path(c.out) / "config.json", json.dumps(dataclasses.asdict(c), indent=2) + "\n")
         self.log = Log(Path(c.out), self.step, world.rank == 0)
@@ -335,7 +338,7 @@ class Run:
             loss += part.detach()
         c = self.config
         self.lr = optim.learning_rate(
-            self.step, schedule=c.schedule, lr=c.lr, min_lr=c.min_lr, warmup_steps=c.warmup_steps, max_steps=c.max_steps
+            self.step, schedule=c.schedule, lr=c.lr if c.lr is not None else 0.5 / self.model.config.d_model, min_lr=c.min_lr, warmup_steps=c.warmup_steps, max_steps=c.max_steps
         )
         metrics = self.optimizer.step(self.lr)
         self.step += 1
@@ -371,13 +374,14 @@ class Run:
         tokens = self.step * self.config.global_batch_size * self.seq_len
         return checkpoint.save(Path(self.config.out), self.state, {"step": self.step, "tokens": tokens, **self.manifest}, self.config.keep_last)
 
-    def sample(self, n: int = 256) -> str:
-        """What the model makes of the first tokens of the validation set; the forward is collective, so all ranks take part."""
-        prompt = self.folder.tokens("val")[: self.seq_len // 4].tolist()
+    def sample(self) -> str:
+        """How the model continues the first tokens of the validation set; the forward is collective, so all ranks take part."""
+        prompt = self.folder.tokens("val")[: max(1, self.seq_len // 4)].tolist()
         tokens = generate(
-            self.forward, prompt, n, seq_len=self.seq_len, vocab_size=self.folder.vocab_size, device=self.world.device, temperature=0.8
-        )
-        return data.decode(self.folder.tokenizer, prompt) + data.decode(self.folder.tokenizer, list(tokens))
+            self.forward, prompt, self.config.sample_tokens, seq_len=self.seq_len, vocab_size=self.folder.vocab_size,
+            device=self.world.device, temperature=0.8,
+        )  # fmt: skip
+        return "".join(data.decode(self.folder.tokenizer, prompt + list(tokens)))
 
 
 def train(run: Run) -> int:
@@ -417,8 +421,8 @@ def train(run: Run) -> int:
             log.say(f"interrupted after step {step}; the same command continues")
             return 130
         logged, mark = step, time.perf_counter()
-    text = run.sample()
-    log.say(f"sample  {'-' * 72}\n{text}\n{'-' * 80}")
+    if c.sample_tokens:
+        log.say(f"sample  {'-' * 72}\n{run.sample()}\n{'-' * 80}")
     return 0
 
 
@@ -456,11 +460,13 @@ def main(argv: list[str] | None = None) -> int:
         return status
     except (UsageError, data.DataError, dist.MeshError) as error:
         return fail(error, 2)
-    except checkpoint.CheckpointError as error:
+    except (checkpoint.CheckpointError, OSError) as error:
         return fail(error, 1)
+    except torch.OutOfMemoryError as error:
+        return fail(f"{str(error).splitlines()[0]} Lower --micro_batch_size or --seq_len, or use more ranks with --strategy fsdp", 1)
 
 
-def fail(error: Exception, status: int) -> int:
+def fail(error: object, status: int) -> int:
     """Say what is wrong in one line. Rank 0 speaks first: an error that all ranks meet is printed once, since torchrun ends
     the others when one exits, and a rank that is still there after three seconds has an error of its own."""
     rank = int(os.environ.get("RANK", 0))
