@@ -99,11 +99,12 @@ def decode(name: str | None, tokens: Iterable[int]) -> Iterator[str]:
 
 
 def builtin_sources() -> list[Path]:
-    """The installed Python's own library: sources, and documentation (pydoc_data, idlelib's help); no network, about 13 MB."""
-    root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = (path for suffix in ("py", "txt", "html", "rst") for path in root.rglob(f"*.{suffix}"))
-    return sorted(path for path in files if not left_out & set(path.relative_to(root).parts))
+    """The installed Python's own library: sources, and documentation (pydoc_data, idlelib's help); no network, about 12 MB."""
+    files = []
+    for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
+        inside[:] = set(inside) - {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+        files += [Path(folder, name) for name in names if name.endswith((".py", ".txt", ".html", ".rst"))]
+    return sorted(files)
 
 
 def source_files(sources: list[str]) -> list[Path]:
@@ -184,7 +185,7 @@ def prepare(sources: list[str] | None, out: Path, name: str = "bytes", val_fract
         itemsize = np.dtype(meta["dtype"]).itemsize
         train, val = work / "train.bin", work / "val.bin"
         if val_fraction and not val.stat().st_size:
-            hold_out_tail(train, val, int(train.stat().st_size // itemsize * val_fraction) * itemsize)
+            hold_out_tail(train, val, max(1, int(train.stat().st_size // itemsize * val_fraction)) * itemsize)
             progress(f"no document fell to validation: it gets the last {val_fraction:.0%} of the tokens")
         if Path(name).suffix == ".tiktoken":  # the folder keeps its tokenizer
             meta["tokenizer"] = shutil.copyfile(name, work / "tokenizer.tiktoken").name

@@ -139,7 +139,7 @@ def parallelize(
     """
     if strategy in ("fsdp", "hsdp"):
         # fully_shard reads a 2-D mesh by position: replicate first, then shard. Inputs are left as they are: the model
-        # casts its own, and its table of rotations stays float32.
+        # casts its own, and keeps its rotations in float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for module in chain(units, [model]):
             fully_shard(module, mesh=mesh if strategy == "hsdp" else mesh["dp_shard"], mp_policy=policy)
@@ -149,7 +149,6 @@ def parallelize(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             process_group=mesh.get_group("dp_replicate"),
-            broadcast_buffers=False,  # the same everywhere, and constant
             gradient_as_bucket_view=True,  # no second copy of the gradients
         )
     return model
@@ -162,7 +161,7 @@ def materialize(model: nn.Module, device: torch.device, init: Callable[[str, Ten
     """
     model.to_empty(device=device)
     with torch.no_grad():
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        for name, tensor in model.named_parameters():
             if isinstance(tensor, DTensor):
                 whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 init(name, whole)

@@ -72,12 +72,16 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), eps=1e-5)
 
 
-def rope_table(c: ModelConfig, out: Tensor) -> None:
-    """Fill `out` (2, seq_len, d_head / 2) with cos and sin of position x frequency (Su et al. 2021)."""
+def rotations(c: ModelConfig, T: int, device: torch.device) -> Tensor:
+    """cos and sin of position x frequency (Su et al. 2021), float32 (2, T, d_head / 2).
+
+    Made anew for each forward: T x d_head / 2 angles are nothing beside a block, and a model without buffers has nothing
+    but parameters to place.
+    """
     d_head = c.d_model // c.n_head
-    frequency = c.rope_theta ** (-torch.arange(0, d_head, 2, device=out.device, dtype=torch.float32) / d_head)
-    angle = torch.outer(torch.arange(c.seq_len, device=out.device, dtype=torch.float32), frequency)
-    out[0], out[1] = angle.cos(), angle.sin()
+    frequency = c.rope_theta ** (-torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head)
+    angle = torch.outer(torch.arange(T, device=device, dtype=torch.float32), frequency)
+    return torch.stack((angle.cos(), angle.sin()))
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
@@ -145,11 +149,10 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(c.d_model)
         # Tied: no parameter of its own, rather than one shared by two modules, which a move off the meta device would part.
         self.head = None if c.tied else Linear(c.d_model, c.vocab_size)
-        self.register_buffer("rope", torch.empty(2, c.seq_len, c.d_model // c.n_head // 2), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embed(tokens).to(self.dtype)  # (B, T, d_model)
-        rope = self.rope[:, : tokens.size(1)]
+        rope = rotations(self.config, tokens.size(1), tokens.device)
         for block in self.blocks:
             x = block(x, rope)
         x = self.norm(x)
@@ -159,19 +162,18 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
-        """Fill the full-size parameter or buffer `name` in place, a function of (seed, name) and the kind of device alone.
+        """Fill the full-size parameter `name` in place, a function of (seed, name) and the kind of device alone.
 
         Normal with deviation 0.02; 0.02 / sqrt(2 * n_layer) where a layer writes to the residual stream, which adds
         up 2 * n_layer of them (GPT-2, Radford et al. 2019); ones for norms.
         """
-        if name == "rope":
-            rope_table(self.config, tensor)
-        elif tensor.dim() == 1:
+        if tensor.dim() == 1:
             tensor.fill_(1.0)
         else:
             residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
             std = 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02
-            generator = torch.Generator(tensor.device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+            # hashed together: a CPU generator looks at no more than 32 bits of its seed
+            generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             tensor.normal_(0.0, std, generator=generator)
 
     def decays(self, name: str) -> bool:

@@ -1,0 +1,131 @@
+"""What the tests share: a small corpus, and a pool of processes that play the ranks.
+
+Starting torch costs seconds, so four workers are started once and form a new gloo group for every case.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import socket
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+import data
+
+TINY = "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 --global_batch_size 8 --sample_tokens 0"
+QUIET = "--device cpu --eval_sequences 10 --eval_interval 0 --save_interval 0 --log_interval 1 --lr 3e-3 --warmup_steps 3"
+
+
+def worker(pipe) -> None:
+    torch.set_num_threads(1)
+    while True:
+        environment, function, arguments = pipe.recv()
+        os.environ.update(environment)
+        try:
+            result, error = function(*arguments), None
+        except BaseException:
+            result, error = None, traceback.format_exc()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        pipe.send((result, error))
+
+
+class Pool:
+    """pool(n, function, *arguments): the results of calling `function` on n ranks at once, in the order of ranks."""
+
+    def __init__(self):
+        self.workers = []
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(4):
+            here, there = context.Pipe()
+            process = context.Process(target=worker, args=(there,), daemon=False)
+            process.start()
+            self.workers.append((process, here))
+
+    def stop(self) -> None:
+        for process, _ in self.workers:
+            process.kill()
+            process.join()
+        self.workers = []
+
+    def __call__(self, size: int, function, *arguments, local_size: int | None = None, timeout: float = 60) -> list:
+        if not self.workers:
+            self.start()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        local_size = local_size or size
+        for rank, (_, pipe) in enumerate(self.workers[:size]):
+            numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local_size, "LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": port}
+            pipe.send(({**{name: str(n) for name, n in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}, function, arguments))
+        results, errors = [], []
+        for rank, (_, pipe) in enumerate(self.workers[:size]):
+            result, error = pipe.recv() if pipe.poll(5 if errors else timeout) else (None, f"no answer within {timeout} s")
+            results.append(result)
+            errors += [f"rank {rank}: {error}"] if error else []
+        if errors:
+            self.stop()  # some may hang in a collective: the next case gets new ones
+            raise AssertionError("\n".join(errors))
+        return results
+
+
+@pytest.fixture(scope="session")
+def pool():
+    os.environ["OMP_NUM_THREADS"] = "1"
+    ranks = Pool()
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory) -> Path:
+    """A token folder of 40 documents of invented words: about 30,000 bytes."""
+    root, rng = tmp_path_factory.mktemp("corpus"), random.Random(1)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
+    (root / "text").mkdir()
+    for i in range(40):
+        (root / "text" / f"{i:02}.txt").write_text(" ".join(rng.choices(words, k=150)))
+    data.prepare([str(root / "text")], root / "tokens", val_fraction=0.2, progress=lambda line: None)
+    return root / "tokens"
+
+
+def call_train(argv: list[str]) -> int:
+    import train
+
+    return train.main(argv)
+
+
+def flags(text: str) -> list[str]:
+    return f"{TINY} {QUIET} {text}".split()
+
+
+def rows(run: Path, key: str = "loss") -> list[dict]:
+    """The rows of a run's metrics.jsonl that hold `key`."""
+    return [row for line in (run / "metrics.jsonl").read_text().splitlines() if key in (row := json.loads(line))]
+
+
+def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole."""
+    reader = checkpoint.Reader(path)
+    state = {name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in reader.metadata.state_dict_metadata.items() if name.startswith(prefix)}
+    torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+@pytest.fixture
+def run(pool, tokens, tmp_path):
+    """run(ranks, "--strategy ...", name): train and return the run folder."""
+
+    def start(size: int, text: str, name: str = "run", status: int = 0, **options) -> Path:
+        out = tmp_path / name
+        assert pool(size, call_train, flags(f"--data {tokens} --out {out} {text}"), **options) == [status] * size
+        return out
+
+    return start
