@@ -33,13 +33,14 @@ class MetadataUnpickler(pickle.Unpickler):
         "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
         "torch.serialization": {"_get_layout"},
         "torch.distributed.checkpoint.metadata": {
-            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
         },
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "collections": {"OrderedDict"},
         "pathlib": {"PosixPath", "WindowsPath"},
         "pathlib._local": {"PosixPath", "WindowsPath"},  # as Python 3.13 names them
-    }  # fmt: skip
+    }
 
     def find_class(self, module: str, name: str):
         if name not in self.ALLOWED.get(module, ()):
@@ -52,8 +53,12 @@ class Reader(dcp.FileSystemReader):
 
     def __init__(self, path: Path):
         super().__init__(str(path))
-        with open(path / ".metadata", "rb") as file:
-            self.metadata = MetadataUnpickler(file).load()
+        try:
+            with open(path / ".metadata", "rb") as file:
+                self.metadata = MetadataUnpickler(file).load()
+        except Exception as error:  # a damaged pickle can raise anything
+            reason = str(error) or type(error).__name__
+            raise CheckpointError(f"cannot read {path}: its .metadata is damaged or hostile: {reason}") from None
 
     def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
         return self.metadata
@@ -100,8 +105,6 @@ def save(run: Path, state: dict, manifest: dict, keep_last: int = 0) -> dict:
         with open(work / "manifest.json", "w") as file:
             json.dump({**manifest, "bytes": size, "torch": torch.__version__}, file, indent=2)
             os.fsync(file.fileno())
-        if path.exists():  # the same step once more, after a resume from an earlier one
-            shutil.rmtree(path)
         fsync_directory(work)
         os.rename(work, path)
         fsync_directory(path.parent)
@@ -119,8 +122,8 @@ def fsync_directory(path: Path) -> None:
 
 
 def load(path: Path, state: dict) -> None:
-    """Fill the tensors of `state` in place, each rank reading its parts only, whatever mesh wrote them. Raises CheckpointError."""
+    """Fill the tensors of `state` in place, whatever mesh wrote them; a rank reads its parts only. Raises CheckpointError."""
     try:
         dcp.load(state, storage_reader=Reader(path))
-    except (dcp.CheckpointException, OSError, ValueError, pickle.UnpicklingError) as error:
+    except (dcp.CheckpointException, OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {str(error).strip().splitlines()[-1]}") from None

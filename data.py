@@ -58,8 +58,8 @@ def tokenizer(name: str) -> tiktoken.Encoding:
             return tiktoken.get_encoding("gpt2")
         except OSError as error:  # requests' exceptions are OSErrors
             raise DataError(
-                "the gpt2 tokenizer's merges are not in tiktoken's cache and cannot be downloaded: run once with a network, "
-                f"or point TIKTOKEN_CACHE_DIR to a cache copied from a machine that has them, or use --tokenizer bytes ({type(error).__name__})"
+                f"the gpt2 tokenizer's merges are not in tiktoken's cache and cannot be downloaded ({type(error).__name__}): run "
+                "once with a network, point TIKTOKEN_CACHE_DIR to a cache copied from elsewhere, or use --tokenizer bytes"
             ) from None
     try:
         lines = Path(name).read_bytes().splitlines()
@@ -79,7 +79,7 @@ def encode(name: str | None, text: str) -> list[int]:
         try:
             return [int(number) for number in text.split()] or [0]
         except ValueError:
-            raise DataError(f"this data's tokenizer is unknown, so a prompt is token ids such as '17 4 52', not {text!r}") from None
+            raise DataError(f"this data's tokenizer is unknown: a prompt is token ids such as '17 4 52', not {text!r}") from None
     encoding = tokenizer(name)
     return encoding.encode_ordinary(text) or [encoding.eot_token]
 
@@ -252,7 +252,8 @@ def open_folder(path: Path) -> TokenFolder:
         file = path / f"{split}.bin"
         size = file.stat().st_size
         if size % dtype.itemsize or counts and size != counts[split] * dtype.itemsize:
-            raise DataError(f"{file} holds {size:,} bytes, not the {counts and counts[split]:,} x {dtype.itemsize} of its meta.json")
+            want = f"{counts[split]:,} tokens" if counts else "whole tokens"
+            raise DataError(f"{file} is torn: {size:,} bytes are not {want} of {dtype.itemsize} bytes; prepare it anew")
         survey(file, dtype, vocab_size, digest)
     return TokenFolder(path, dtype.name, vocab_size, name, digest.hexdigest()[:16])
 
@@ -301,7 +302,7 @@ def permute(n: int, size: int, key: bytes) -> int:
 
 
 class Windows(Dataset):
-    """The windows of one split. `windows[[n, ...]]` is the batch of sequences n, ...: int64 (len, T + 1), inputs and targets overlapping.
+    """The windows of one split; `windows[[n, ...]]` is the batch of sequences n, ..., int64 (len, T + 1).
 
     With a seed, sequence n is the window of the seed's permutation of its epoch; without one, window n itself.
     """
@@ -312,7 +313,7 @@ class Windows(Dataset):
         n_tokens = self.file.stat().st_size // np.dtype(folder.dtype).itemsize
         self.count = (n_tokens - 1) // seq_len
         if self.count < 1:
-            raise DataError(f"{self.file} holds {n_tokens:,} tokens, less than one sequence: --seq_len {seq_len} needs {seq_len + 1:,}")
+            raise DataError(f"{self.file} holds {n_tokens:,} tokens: one sequence of --seq_len {seq_len} needs {seq_len + 1:,}")
 
     def __len__(self) -> int:
         return self.count
@@ -361,11 +362,12 @@ def val_numbers(count: int, windows: int, micro_batch: int, rank: int, ranks: in
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Turn text into a token folder that train.py reads.")
-    parser.add_argument("--source", nargs="+", metavar="FILE|DIR", help="text to read; a directory is read whole, in sorted order; "
-                        "a document is a file, or what <|endoftext|> separates in it (default: the installed Python's library)")  # fmt: skip
-    parser.add_argument("--tokenizer", default="bytes", metavar="NAME", help="bytes, gpt2 or PATH.tiktoken (default: bytes)")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new token folder")
-    parser.add_argument("--val_fraction", type=float, default=0.05, metavar="F", help="share of the documents kept for validation (default: 0.05)")
+    add = parser.add_argument
+    add("--source", nargs="+", metavar="FILE|DIR", help="text to read; a directory is read whole, in sorted order; a document is "
+        "a file, or what <|endoftext|> separates in it (default: the installed Python's library)")
+    add("--tokenizer", default="bytes", metavar="NAME", help="bytes, gpt2 or PATH.tiktoken (default: bytes)")
+    add("--out", required=True, type=Path, metavar="DIR", help="the new token folder")
+    add("--val_fraction", type=float, default=0.05, metavar="F", help="share of documents kept for validation (default: 0.05)")
     args = parser.parse_args()
     try:
         if not 0 < args.val_fraction < 1:

@@ -7,6 +7,9 @@ All of them read different data: dp_rank = replicate_rank * S + shard_rank cover
 """
 
 import os
+import platform
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,16 +47,16 @@ def start(device: str = "auto", timeout: float = 600.0) -> World:
     There is always a group, so that no code below needs a case for one process: gloo carries CPU tensors and objects,
     nccl CUDA tensors. `timeout` in seconds. Raises MeshError where the device is not there.
     """
-    rank, size, local_rank, local_size = (
-        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-    )
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # and their values without torchrun
+    rank, size, local_rank, local_size = (int(os.environ.get(name, alone)) for name, alone in names.items())
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         if not torch.cuda.is_available():
             raise MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu or auto")
         if local_size > torch.cuda.device_count():
-            raise MeshError(f"{local_size} processes on this host but {torch.cuda.device_count()} GPUs: lower --nproc_per_node to the number of GPUs")
+            gpus = torch.cuda.device_count()
+            raise MeshError(f"{local_size} processes on this host, which has {gpus} GPUs: start it with --nproc_per_node {gpus}")
         target = torch.device("cuda", local_rank)
         torch.cuda.set_device(target)
     else:
@@ -84,6 +87,53 @@ def on_first_rank(work: Callable[[], T]) -> T:
     if box[1] is not None:
         raise box[1]
     return box[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a device can do
+
+# Dense bfloat16 FLOP/s, from NVIDIA's data sheets (SXM parts, without sparsity). A device that is not here has no MFU.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that MFU divides by; None where it is not known."""
+    known = device.type == "cuda" and dtype == torch.bfloat16
+    return next((peak for name, peak in PEAK_FLOPS.items() if known and name in device_name(device)), None)
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware multiplies in it, else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    capabilities = torch.cpu.get_capabilities()
+    return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
+
+
+def choose_attention(device: torch.device, seq_len: int) -> None:
+    """On CPUs the backward pass of SDPA's flash kernel is slow: up to 512 tokens plain softmax(q k) v takes half its time.
+
+    That is SDPA's "math" form, here in the dtype of its inputs. (The switches hold for CPUs too, despite their name.)
+    """
+    if device.type == "cpu":
+        torch.backends.cuda.enable_flash_sdp(seq_len > 512)
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+
+
+def peak_device_memory(device: torch.device) -> int:
+    """Bytes, at most, that tensors took on the device so far; 0 on a CPU, where the host's memory is all there is."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def peak_host_memory() -> int:
+    """Bytes, at most, that this process had resident so far (Linux counts in KiB, macOS in bytes)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -129,7 +179,8 @@ def dp_size(mesh: DeviceMesh) -> int:
 
 
 def parallelize(
-    model: nn.Module, units: nn.ModuleList, mesh: DeviceMesh, strategy: str, dtype: torch.dtype, device: torch.device, init: Callable[[str, Tensor], None]
+    model: nn.Module, units: nn.ModuleList, mesh: DeviceMesh, strategy: str, dtype: torch.dtype, device: torch.device,
+    init: Callable[[str, Tensor], None],
 ) -> nn.Module:
     """Lay a model that was built on the meta device out on the mesh, fill it, and return what to call in its place.
 

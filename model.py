@@ -196,7 +196,9 @@ class Transformer(nn.Module):
 
 
 @torch.no_grad()
-def generate(model, tokens: list[int], n: int, *, seq_len: int, vocab_size: int, device, temperature=1.0, top_k=0, seed=0) -> Iterator[int]:
+def generate(
+    model, tokens: list[int], n: int, *, seq_len: int, vocab_size: int, device, temperature=1.0, top_k=0, seed=0
+) -> Iterator[int]:
     """Yield n tokens that continue `tokens` (not empty), each drawn from the model's distribution over the last seq_len.
 
     temperature 0 takes the most likely token; top_k > 0 leaves only the k most likely; vocab_size leaves out the rows

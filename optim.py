@@ -1,4 +1,4 @@
-"""AdamW, clipping, schedule, a guard against non-finite gradients and their metrics as one object. Knows nothing of files or text.
+"""AdamW, clipping, schedule, a guard against non-finite gradients, and metrics, as one object. Knows nothing of files or text.
 
 Nothing here waits for the device: norms, decisions and counters are tensors on it, and the host only queues work.
 """
@@ -35,22 +35,24 @@ def local(tensor: Tensor) -> Tensor:
 class Optimizer:
     """Clips by global norm, skips non-finite updates and applies torch's fused AdamW (Loshchilov & Hutter 2019).
 
-    `parameters` are (name, parameter) pairs, sharded or not; `decays(name)` tells which get weight decay. Clipping costs
-    no pass of its own: AdamW's kernel divides each gradient by `grad_scale` and does nothing where `found_inf` is
-    set, both tensors on the device (they are what torch.amp's GradScaler hands it).
+    `parameters` are (name, parameter) pairs, sharded or not; `decays(name)` tells which get weight decay; `lr_at(step)`
+    is the learning rate of update number `step`, counted from 0. Clipping costs no pass of its own: AdamW's kernel
+    divides each gradient by `grad_scale` and does nothing where `found_inf` is set, both tensors on the device (they
+    are what torch.amp's GradScaler hands it).
     """
 
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         decays: Callable[[str], bool],
+        lr_at: Callable[[int], float],
         *,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         max_grad_norm: float = 1.0,
     ):
-        self.parameters = dict(parameters)
+        self.parameters, self.lr_at = dict(parameters), lr_at
         self.max_grad_norm = max_grad_norm
         groups: dict[bool, list] = {True: [], False: []}
         for name, parameter in self.parameters.items():
@@ -58,7 +60,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(
             [{"params": params, "weight_decay": weight_decay * decay} for decay, params in groups.items() if params],
             lr=0.0, betas=betas, eps=eps, fused=True,
-        )  # fmt: skip
+        )
         device = local(next(iter(self.parameters.values()))).device
         # AdamW's state now and not at the first step: a run that does not fit fails before it starts, and a checkpoint
         # has tensors to load into.
@@ -70,7 +72,7 @@ class Optimizer:
             }
         self.skipped_steps = torch.zeros((), device=device)
 
-    def step(self, lr: float) -> dict[str, Tensor]:
+    def step(self, step: int) -> dict[str, Tensor]:
         """Update the weights from their gradients and drop these. Metrics are 0-d tensors on the device, the same on all ranks:
 
         grad_norm: of the whole gradient, before clipping; clipped: 1 where it was above max_grad_norm; skipped_steps:
@@ -81,8 +83,9 @@ class Optimizer:
         found_inf = (~norm.isfinite()).float()
         self.adamw.found_inf = found_inf
         self.adamw.grad_scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)  # as torch.nn.utils.clip_grad_norm_
+        self.lr = self.lr_at(step)
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = self.lr
         self.adamw.step()
         self.adamw.zero_grad()
         self.skipped_steps += found_inf
@@ -109,5 +112,6 @@ class Optimizer:
 
     def state(self) -> dict:
         """The live tensors, by name, for a checkpoint to save and to load in place."""
-        slots = {slot: {name: self.adamw.state[p][slot] for name, p in self.parameters.items()} for slot in ("step", "exp_avg", "exp_avg_sq")}
-        return {"skipped_steps": self.skipped_steps, **slots}
+        slots = ("step", "exp_avg", "exp_avg_sq")
+        adamw = {slot: {name: self.adamw.state[p][slot] for name, p in self.parameters.items()} for slot in slots}
+        return {"skipped_steps": self.skipped_steps, **adamw}

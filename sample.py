@@ -19,7 +19,7 @@ def load(run: Path, device: torch.device) -> tuple[Transformer, dict]:
     """(model in float32, manifest) of a checkpoint, or of the newest one of a run."""
     saved = [run] if (run / "manifest.json").exists() else checkpoint.saved(run)
     if not saved:
-        raise checkpoint.CheckpointError(f"--run {run}: no checkpoint there; give a run folder such as runs/tiny, or one of its checkpoints")
+        raise checkpoint.CheckpointError(f"--run {run}: no checkpoint there; give a run such as runs/tiny or its checkpoint")
     manifest = checkpoint.read_manifest(saved[-1])
     with torch.device("meta"):
         model = Transformer(ModelConfig(**manifest["model"]))
@@ -30,14 +30,15 @@ def load(run: Path, device: torch.device) -> tuple[Transformer, dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Continue a prompt with a model that train.py has saved.")
-    parser.add_argument("--run", required=True, type=Path, metavar="DIR", help="run folder, or one of its checkpoints")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: the start of a document); "
-                        "for data without a known tokenizer, token ids")  # fmt: skip
-    parser.add_argument("--max_new_tokens", type=int, default=500, metavar="N", help="tokens to write (default: 500)")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 takes the most likely token each time, 1 the model's own odds (default: 0.8)")
-    parser.add_argument("--top_k", type=int, default=0, metavar="K", help="draw from the K most likely tokens; 0 is from all (default: 0)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed writes the same text (default: 0)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
+    add = parser.add_argument
+    add("--run", required=True, type=Path, metavar="DIR", help="run folder, or one of its checkpoints")
+    add("--prompt", default="", metavar="TEXT", help="text to continue; token ids where the tokenizer is unknown "
+        "(default: the start of a document)")
+    add("--max_new_tokens", type=int, default=500, metavar="N", help="tokens to write (default: 500)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default: 0.8)")
+    add("--top_k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens only (default: all)")
+    add("--seed", type=int, default=0, metavar="S", help="the same seed writes the same text (default: 0)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
     args = parser.parse_args()
     try:
         device = dist.start(args.device).device
@@ -46,9 +47,9 @@ def main() -> int:
         tokens = data.encode(name, args.prompt)
         print(args.prompt, end="", flush=True)
         new = generate(
-            model, tokens, args.max_new_tokens, seq_len=model.config.seq_len, vocab_size=manifest["tokens_in_vocabulary"], device=device,
-            temperature=args.temperature, top_k=args.top_k, seed=args.seed,
-        )  # fmt: skip
+            model, tokens, args.max_new_tokens, seq_len=model.config.seq_len, vocab_size=manifest["tokens_in_vocabulary"],
+            device=device, temperature=args.temperature, top_k=args.top_k, seed=args.seed,
+        )
         for text in data.decode(name, new):
             print(text, end="", flush=True)
         print()

@@ -17,8 +17,12 @@ import torch
 import checkpoint
 import data
 
-TINY = "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 --global_batch_size 8 --sample_tokens 0"
-QUIET = "--device cpu --eval_sequences 10 --eval_interval 0 --save_interval 0 --log_interval 1 --lr 3e-3 --warmup_steps 3"
+TINY = (
+    "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 --global_batch_size 8 --sample_tokens 0"
+)
+QUIET = (
+    "--device cpu --eval_sequences 10 --eval_interval 0 --save_interval 0 --log_interval 1 --lr 3e-3 --warmup_steps 3"
+)
 
 
 def worker(pipe) -> None:
@@ -63,11 +67,21 @@ class Pool:
             port = probe.getsockname()[1]
         local_size = local_size or size
         for rank, (_, pipe) in enumerate(self.workers[:size]):
-            numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local_size, "LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": port}
-            pipe.send(({**{name: str(n) for name, n in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}, function, arguments))
+            numbers = {
+                "RANK": rank,
+                "WORLD_SIZE": size,
+                "LOCAL_RANK": rank % local_size,
+                "LOCAL_WORLD_SIZE": local_size,
+                "MASTER_PORT": port,
+            }
+            pipe.send(
+                ({**{name: str(n) for name, n in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}, function, arguments)
+            )
         results, errors = [], []
         for rank, (_, pipe) in enumerate(self.workers[:size]):
-            result, error = pipe.recv() if pipe.poll(5 if errors else timeout) else (None, f"no answer within {timeout} s")
+            result, error = (
+                pipe.recv() if pipe.poll(5 if errors else timeout) else (None, f"no answer within {timeout} s")
+            )
             results.append(result)
             errors += [f"rank {rank}: {error}"] if error else []
         if errors:
@@ -114,7 +128,11 @@ def rows(run: Path, key: str = "loss") -> list[dict]:
 def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole."""
     reader = checkpoint.Reader(path)
-    state = {name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in reader.metadata.state_dict_metadata.items() if name.startswith(prefix)}
+    state = {
+        name: torch.empty(m.size, dtype=m.properties.dtype)
+        for name, m in reader.metadata.state_dict_metadata.items()
+        if name.startswith(prefix)
+    }
     torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
     return state
 

@@ -71,7 +71,9 @@ def test_a_tiktoken_file_is_a_tokenizer_and_goes_with_the_folder(tmp_path):
     import base64
 
     ranks = [bytes([i]) for i in range(256)] + [b"th", b"the"]
-    (tmp_path / "mine.tiktoken").write_text("".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(ranks)))
+    (tmp_path / "mine.tiktoken").write_text(
+        "".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(ranks))
+    )
     folder = prepare(tmp_path, {"a": "the thing" * 50}, name=str(tmp_path / "mine.tiktoken"))
     (tmp_path / "mine.tiktoken").unlink()
     tokens = folder.tokens("train").tolist()
@@ -153,7 +155,9 @@ def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
     tokens.tofile(tmp_path / "train.bin")
     tokens[:100].tofile(tmp_path / "val.bin")
     (tmp_path / "meta.json").write_text(
-        json.dumps({"dtype": "uint16", "vocab_size": 257, "tokenizer": "bytes", "train_tokens": len(tokens), "val_tokens": 100})
+        json.dumps(
+            {"dtype": "uint16", "vocab_size": 257, "tokenizer": "bytes", "train_tokens": len(tokens), "val_tokens": 100}
+        )
     )
     windows = data.Windows(data.open_folder(tmp_path), "train", 8, None)
     for workers in (0, 1):

@@ -14,5 +14,9 @@ def test_ground_floor_files_import_only_torch_numpy_tiktoken_and_the_standard_li
     tree = ast.parse((ROOT / f"{name}.py").read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    foreign = {module for module in imported if module.split(".")[0] not in {"torch", "numpy", "tiktoken", *sys.stdlib_module_names}}
+    foreign = {
+        module
+        for module in imported
+        if module.split(".")[0] not in {"torch", "numpy", "tiktoken", *sys.stdlib_module_names}
+    }
     assert not foreign

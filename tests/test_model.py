@@ -53,7 +53,11 @@ def test_forward_is_the_published_formula():
 
     x = weights["embed.weight"][tokens]
     for i in range(c.n_layer):
-        w = {name.removeprefix(f"blocks.{i}."): weight for name, weight in weights.items() if name.startswith(f"blocks.{i}.")}
+        w = {
+            name.removeprefix(f"blocks.{i}."): weight
+            for name, weight in weights.items()
+            if name.startswith(f"blocks.{i}.")
+        }
         h, heads = norm(x, w["attention_norm.weight"]), []
         for head in range(c.n_head):
             rows = slice(head * d_head, (head + 1) * d_head)
@@ -91,13 +95,15 @@ def test_initial_weights_depend_on_seed_and_name_alone():
 
 
 def test_flops_are_counted_as_the_matrix_products_that_run():
-    """6 N + 6 * n_layer * d_model * T against torch's own counter of forward and backward, whose attention is not halved by the mask."""
+    """6 N + 6 * n_layer * d_model * T against torch's own counter, in which the mask does not halve attention."""
     net, tokens = build(), torch.randint(64, (1, 16))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         net(tokens, tokens).backward()
     norms = sum(p.numel() for name, p in net.named_parameters() if name.endswith("norm.weight"))
     masked_half = 6 * SMALL.n_layer * SMALL.d_model * 16
-    assert counter.get_total_flops() == pytest.approx(16 * (net.flops_per_token(16) - 6 * norms + masked_half), rel=1e-9)
+    assert counter.get_total_flops() == pytest.approx(
+        16 * (net.flops_per_token(16) - 6 * norms + masked_half), rel=1e-9
+    )
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_gradients_in_float32():

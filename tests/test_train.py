@@ -1,0 +1,315 @@
+"""The command: what it prints, logs, refuses and survives."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import call_train, flags, rows
+from test_checkpoint import assert_same
+
+import checkpoint
+import data
+import dist
+import train
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
+def spawn(command: list, **options) -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        **options,
+    )
+
+
+def test_the_command_of_the_readme(tmp_path):
+    """Shortened to 60 steps; it prepares the built-in data where it is started."""
+    command = [
+        *TORCHRUN,
+        "2",
+        ROOT / "train.py",
+        "--strategy",
+        "fsdp",
+        "--device",
+        "cpu",
+        "--max_steps",
+        "60",
+        "--eval_interval",
+        "0",
+    ]
+    process = spawn(command, cwd=tmp_path)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    assert (tmp_path / "tokens/python/meta.json").exists()
+    assert "fsdp: dp_replicate 1 x dp_shard 2 = 2 x cpu" in out
+    assert "32 sequences = micro-batch 16 x accumulation 1 x 2 ranks; x 128 tokens = 4,096 tokens a step" in out
+    assert re.search(r"^step 60/60 +100%  loss \d\.\d{4}", out, re.M)
+    assert len(out.split("- sample -")[1]) > 256
+    log = rows(tmp_path / "runs/tiny")
+    assert [row["step"] for row in log] == [1, 10, 20, 30, 40, 50, 60]
+    assert log[-1]["tokens"] == 60 * 32 * 128 and log[-1]["loss"] < 3
+    fields = """step tokens loss grad_norm lr clipped skipped_steps step_time tokens_per_second tokens_per_second_per_device
+        mfu data_wait peak_device_memory peak_host_memory"""
+    assert log[-1].keys() == set(fields.split())
+    assert log[-1]["mfu"] is None and log[-1]["tokens_per_second"] == pytest.approx(4096 / log[-1]["step_time"])
+    assert rows(tmp_path / "runs/tiny", "val_loss")[-1]["val_loss"] < 3
+
+    sample = [
+        sys.executable,
+        ROOT / "sample.py",
+        "--run",
+        tmp_path / "runs/tiny",
+        "--prompt",
+        "import",
+        "--max_new_tokens",
+        "20",
+        "--seed",
+        "3",
+    ]
+    texts = [subprocess.run(sample, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert texts[0] == texts[1] and texts[0].startswith("import") and len(texts[0]) > 20
+
+
+def test_ctrl_c_saves_and_the_same_command_continues(run, tokens, tmp_path):
+    text = "--max_steps 400 --keep_last 0 --save_interval 400 --strategy ddp"
+    whole = run(2, text, "whole")
+    stopped = tmp_path / "stopped"
+    process = spawn([*TORCHRUN, "2", ROOT / "train.py", *flags(f"--data {tokens} --out {stopped} {text}")])
+    deadline = time.monotonic() + 60
+    while not (stopped / "metrics.jsonl").exists() or len(rows(stopped)) < 5:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal does: torchrun and both ranks get it
+    out, _ = process.communicate(timeout=60)
+    (saved,) = checkpoint.saved(stopped)
+    step = checkpoint.read_manifest(saved)["step"]
+    assert 5 <= step < 400 and f"interrupted after step {step}" in out
+    run(2, text, "stopped")
+    assert_same(whole, stopped)
+
+
+def train_and_listen(argv: list[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = call_train(argv)
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_a_finished_run_says_so(run, tokens, pool):
+    out = run(1, "--max_steps 3")
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    ((status, said, _),) = pool(1, train_and_listen, flags(f"--data {tokens} --out {out} --max_steps 3"))
+    assert status == 0 and "is finished, step 3 of 3" in said
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_config_json_starts_the_same_run(run, tokens, pool, tmp_path):
+    first = run(1, "--max_steps 3 --dtype float32 --beta2 0.99")
+    assert pool(
+        1, call_train, ["--config", str(first / "config.json"), "--out", str(tmp_path / "again"), "--min_lr", "1e-5"]
+    ) == [0]
+    assert rows(first)[0]["loss"] == rows(tmp_path / "again")[0]["loss"]
+    then, now = (json.loads((run / "config.json").read_text()) for run in (first, tmp_path / "again"))
+    assert now == {**then, "out": str(tmp_path / "again"), "min_lr": 1e-5} and then["beta2"] == 0.99
+
+
+BAD = {  # flags -> what the line says; {...} are folders of the fixture
+    "--no_such_flag 1": "unrecognized arguments: --no_such_flag 1",
+    "--max_steps ten": "argument --max_steps: invalid int value: 'ten'",
+    "--strategy zero": "invalid choice: 'zero'",
+    "--max_steps 0": "--max_steps 0 must be at least 1",
+    "--lr -1": "--lr -1.0 must be at least 0",
+    "--lr nan": "--lr nan must be at least 0",
+    "--data {root}/nowhere": "no train.bin there; make one with: python data.py",
+    "--seq_len 100000": "one sequence of --seq_len 100000 needs 100,001",
+    "--data {high}": "train.bin holds token 300, above its vocabulary of 257",
+    "--data {torn}": "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes",
+    "--d_model 30": "d_model 30 / n_head 4 must be a whole, even number",
+    "--n_kv_head 3": "n_head 4 must be a multiple of n_kv_head 3",
+    "--global_batch_size 6 --micro_batch_size 4": "6 is not a multiple of micro_batch_size 4 x 1 data-parallel ranks = 4",
+    "--strategy fsdp --dp_replicate 2": "--strategy fsdp has dp_replicate 1, not 2",
+    "--strategy hsdp --dp_shard 2": "dp_replicate 0 x dp_shard 2 = 0, but 1 processes",
+    "--out {other} --resume never": "is not empty, and --resume never would overwrite it",
+    "--out {other} --seed 7": "seed was 0 and is now 7",
+    "--out {other} --data {changed}": "data was",
+    "--out {other} --d_ff 80": "d_ff was 64 and is now 80",
+    "--resume {root}": "no checkpoint there",
+    "--device cuda": "PyTorch finds no CUDA device here",
+    "--config {root}/nothing.json": "--config",
+}
+
+
+def write_tokens(folder: Path, tokens: np.ndarray) -> str:
+    folder.mkdir()
+    for split in ("train", "val"):
+        tokens.astype("<u2").tofile(folder / f"{split}.bin")
+    meta = {
+        "dtype": "uint16",
+        "vocab_size": 257,
+        "tokenizer": "bytes",
+        "train_tokens": len(tokens),
+        "val_tokens": len(tokens),
+    }
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(pool, tokens, tmp_path_factory) -> dict:
+    root = tmp_path_factory.mktemp("bad")
+    assert pool(1, call_train, flags(f"--data {tokens} --out {root}/other --max_steps 2")) == [0]
+    ramp = np.arange(1000) % 256
+    found = {"root": root, "other": root / "other", "changed": write_tokens(root / "changed", ramp)}
+    found["high"] = write_tokens(root / "high", np.where(ramp == 200, 300, ramp))
+    found["torn"] = write_tokens(root / "torn", ramp)
+    with open(root / "torn" / "train.bin", "r+b") as file:
+        file.truncate(1999)
+    return found
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_input_is_one_clear_line_and_exit_status_2(text, folders, tokens, pool):
+    if text == "--device cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    before = {path: path.read_bytes() for path in folders["root"].rglob("*") if path.is_file()}
+    argv = flags(f"--data {tokens} --out {folders['root']}/new --max_steps 4 {text.format(**folders)}")
+    ((status, out, err),) = pool(1, train_and_listen, argv)
+    assert status == 2 and err.count("\n") == 1 and out == ""
+    assert err.startswith("train.py: error: ") and BAD[text] in err
+    assert {path: path.read_bytes() for path in folders["root"].rglob("*") if path.is_file()} == before
+
+
+def test_a_mesh_that_does_not_fit_the_world_is_refused_on_every_rank(pool, tokens, tmp_path):
+    answers = pool(3, train_and_listen, flags(f"--data {tokens} --out {tmp_path}/new --strategy fsdp --dp_shard 2"))
+    assert [status for status, _, _ in answers] == [2, 2, 2]
+    line = "dp_replicate 1 x dp_shard 2 = 2, but 3 processes were started: choose"
+    assert answers[0][2].startswith(f"train.py: error: {line}") and answers[0][2].count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, shape",
+    [
+        (("single", 1, 1, None, None), (1, 1)),
+        (("ddp", 6, 2, None, None), (6, 1)),
+        (("fsdp", 6, 2, None, None), (1, 6)),
+        (("hsdp", 8, 4, None, None), (2, 4)),  # two hosts of four
+        (("hsdp", 8, 8, None, None), (1, 8)),
+        (("hsdp", 8, 8, 4, None), (4, 2)),
+        (("hsdp", 8, 4, None, 8), (1, 8)),
+        (("hsdp", 8, 4, 2, 4), (2, 4)),
+    ],
+)
+def test_mesh_shapes(arguments, shape):
+    assert dist.mesh_shape(*arguments) == shape
+
+
+def count_syncs(argv: list[str]) -> tuple[int, int]:
+    """(reads of a tensor's value by the host in three steps, and in one log row)"""
+    config = train.parse(argv)
+    run = train.Run(config, dist.start("cpu"))
+    run.build()
+    numbers = data.train_numbers(range(4), config.global_batch_size, run.micro, run.rank, run.ranks)
+    batches = run.fetch(run.train_windows, numbers)
+    run.train_step(batches)
+
+    def reads(work) -> int:
+        with torch.profiler.profile() as profile:
+            work()
+        return sum(
+            event.name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal") and not in_adamw(event)
+            for event in profile.events()
+        )
+
+    def in_adamw(event) -> bool:  # whose CPU kernel reads its own counts of steps: there the host is the device
+        return event.cpu_parent is not None and (
+            event.cpu_parent.name == "aten::_fused_adamw_" or in_adamw(event.cpu_parent)
+        )
+
+    metrics = {}
+    return reads(lambda: metrics.update([run.train_step(batches) for _ in range(3)][-1])), reads(
+        lambda: metrics["loss"].item()
+    )
+
+
+@pytest.mark.parametrize("mesh", ["single", "ddp", "fsdp", "hsdp --dp_shard 2 --dp_replicate 2"])
+def test_a_step_that_does_not_log_never_waits_for_the_device(pool, tokens, tmp_path, mesh):
+    ranks = {"single": 1, "ddp": 2, "fsdp": 2}.get(mesh, 4)
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {mesh} --micro_batch_size 1")
+    assert pool(ranks, count_syncs, argv) == [(0, 1)] * ranks  # and the counter does count
+
+
+class Still(torch.optim.SGD):
+    def __init__(self, groups, **options):
+        super().__init__(groups)
+
+    def step(self):
+        pass
+
+
+def test_no_value_leaves_the_device_in_a_step(tokens, monkeypatch):
+    """On the meta device a tensor has no data: a copy to the host, or a decision by it, raises. (AdamW itself is torch's.)"""
+    net = train.Transformer(
+        train.ModelConfig(320, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=64, seq_len=16)
+    ).to("meta")
+    monkeypatch.setattr(torch.optim, "AdamW", Still)
+    run = object.__new__(train.Run)
+    run.config, run.device, run.step, run.accumulation = train.Config(), torch.device("meta"), 0, 2
+    run.model = run.forward = net
+    run.optimizer = train.optim.Optimizer(net.named_parameters(), net.decays, lambda step: 0.1)
+    metrics = run.train_step(iter(torch.zeros(2, 4, 17, dtype=torch.long, device="meta")))
+    assert {value.device.type for value in metrics.values()} == {"meta"}
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        metrics["loss"].item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_no_sync_on_cuda(pool, tokens, tmp_path, strategy):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --micro_batch_size 2") + [
+        "--device",
+        "cuda",
+    ]
+    assert pool(1, cuda_steps, argv) == [0]
+
+
+def cuda_steps(argv: list[str]) -> int:
+    config = train.parse(argv)
+    run = train.Run(config, dist.start("cuda"))
+    run.build()
+    batches = run.fetch(
+        run.train_windows, data.train_numbers(range(6), config.global_batch_size, run.micro, run.rank, run.ranks)
+    )
+    for _ in range(3):  # the first step allocates
+        run.train_step(batches)
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(3):
+        run.train_step(batches)
+    torch.cuda.set_sync_debug_mode("default")
+    return 0
+
+
+@pytest.mark.slow
+def test_the_default_run_learns_in_three_minutes(tmp_path):
+    began = time.monotonic()
+    subprocess.run([*TORCHRUN, "2", ROOT / "train.py", "--strategy", "fsdp"], cwd=tmp_path, check=True, timeout=400)
+    assert time.monotonic() - began < 180
+    assert rows(tmp_path / "runs/tiny", "val_loss")[-1]["val_loss"] <= 1.6
