@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -31,6 +31,10 @@ BUILTIN = "tokens/python"
 
 class UsageError(ValueError):
     """Flags that do not fit together, or with what is on disk."""
+
+
+class Diverged(RuntimeError):
+    """Training that no longer makes progress."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -81,9 +85,17 @@ class Config:
     beta1: float = flag(0.9, "AdamW's memory of gradients", 0)
     beta2: float = flag(0.95, "AdamW's memory of their squares", 0)
     eps: float = flag(1e-8, "AdamW's", 0)
-    max_grad_norm: float = flag(1.0, "a gradient of larger norm is scaled down to it; inf is no clipping", 1e-9)
+    clip: Literal[tuple(optim.CLIPS)] = flag(
+        "norm", "norm: the whole gradient to max_grad_norm; adaptive: each parameter's to max_grad_norm_ratio x the moving "
+        "average of its own norm; value: each element to +- max_grad_norm")
+    max_grad_norm: float = flag(1.0, "limit of --clip norm and value", 1e-9)
+    max_grad_norm_ratio: float = flag(2.0, "limit of --clip adaptive", 1e-9)
+    skip_spikes: float | None = flag(
+        None, "skip updates whose loss or gradient norm is more than so many standard deviations above their last 128", 1e-9)
+    max_skipped: int = flag(100, "updates skipped in a row that end the run; 0 never does", 0)
     # cadence, in optimizer steps
     log_interval: int = flag(10, "steps between log rows; only these wait for the device", 1)
+    optim_metrics_interval: int = flag(0, "steps between rows of every parameter's statistics in optim.jsonl; 0 is never", 0)
     eval_interval: int = flag(250, "steps between evaluations; 0 is only at the end", 0)
     eval_sequences: int = flag(512, "validation sequences of an evaluation, the same at each", 1)
     sample_tokens: int = flag(256, "tokens of text written at the end; 0 is none", 0)
@@ -193,21 +205,24 @@ def starting_point(config: Config, manifest: dict) -> tuple[Path | None, int]:
 
 
 class Log:
-    """Rows of metrics.jsonl and lines of the console, from rank 0 alone."""
+    """Rows of metrics.jsonl and optim.jsonl, and lines of the console, from rank 0 alone."""
 
     def __init__(self, out: Path, step: int, steps: int, first: bool):
-        self.path, self.steps, self.first = out / "metrics.jsonl", steps, first
-        if first:
-            # What was logged after the checkpoint that the run continues from will come again, the same.
-            lines = self.path.read_text().splitlines() if self.path.exists() else []
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-            replace_file(self.path, "".join(f"{line}\n" for line in kept))
+        self.out, self.steps, self.first = out, steps, first
+        for path in (out / "metrics.jsonl", out / "optim.jsonl"):
+            if first and path.exists():  # what came after the checkpoint that the run continues from will come again, the same
+                lines = (line for line in path.read_text().splitlines() if line.endswith("}"))
+                replace_file(path, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
+
+    def write(self, name: str, rows: Iterable[dict]) -> None:
+        if self.first:
+            with open(self.out / name, "a") as file:  # opened for each: what is logged is on its way to disk
+                for row in rows:
+                    row = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+                    file.write(json.dumps(row) + "\n")
 
     def row(self, **values) -> None:
-        if self.first:
-            finite = {key: None if value in (math.inf, -math.inf) or value != value else value for key, value in values.items()}
-            with open(self.path, "a") as file:  # opened for each row: what is logged is on its way to disk
-                file.write(json.dumps(finite) + "\n")
+        self.write("metrics.jsonl", [values])
 
     def say(self, line: str, step: int | None = None) -> None:
         if self.first:
@@ -271,7 +286,8 @@ class Run:
         lr_at = functools.partial(optim.learning_rate, schedule=c.schedule, lr=lr, min_lr=c.min_lr,
                                   warmup_steps=c.warmup_steps, max_steps=c.max_steps)
         self.optimizer = optim.Optimizer(model.named_parameters(), model.decays, lr_at, weight_decay=c.weight_decay,
-                                         betas=(c.beta1, c.beta2), eps=c.eps, max_grad_norm=c.max_grad_norm)
+                                         betas=(c.beta1, c.beta2), eps=c.eps, clip=c.clip, max_grad_norm=c.max_grad_norm,
+                                         max_grad_norm_ratio=c.max_grad_norm_ratio, skip_spikes=c.skip_spikes)
         self.state = {"model": {name: p.detach() for name, p in model.named_parameters()}, "optimizer": self.optimizer.state()}
         if self.path:
             checkpoint.load(self.path, self.state)
@@ -325,8 +341,9 @@ class Run:
                 part = self.forward(tokens[:, :-1], tokens[:, 1:]) / self.accumulation
                 part.backward()
             loss += part.detach()
-        metrics = self.optimizer.step(self.step)
         self.step += 1
+        interval = self.config.optim_metrics_interval
+        metrics = self.optimizer.step(self.step - 1, loss, measure=bool(interval) and self.step % interval == 0)
         return {"loss": loss, **metrics}
 
     def collect(self, metrics: dict[str, Tensor]) -> dict:
@@ -339,7 +356,18 @@ class Run:
         self.data_wait = 0.0
         self.interrupted = any(columns.pop("interrupted"))  # now all ranks know
         row = {name: max(column) for name, column in columns.items()} | {"loss": sum(columns["loss"]) / len(ranks)}
+        skipped, most = row.pop("skipped_in_a_row"), self.config.max_skipped
+        if most and skipped >= most:
+            raise Diverged(f"{skipped:.0f} updates in a row were skipped up to step {self.step}, since their gradients were not "
+                           "finite or spiked: the checkpoints in --out are from before; lower --lr or look at the data")
         return row | {name: int(row[name]) for name in ("clipped", "skipped_steps", "peak_device_memory", "peak_host_memory")}
+
+    def log_parameters(self, table: Tensor) -> None:
+        """One row of optim.jsonl for each parameter; waits for the device on rank 0."""
+        if self.world.rank == 0:
+            names, columns = self.optimizer.parameters, self.optimizer.COLUMNS
+            rows = ({"step": self.step, "parameter": name, **dict(zip(columns, row))} for name, row in zip(names, table.tolist()))
+            self.log.write("optim.jsonl", rows)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -386,6 +414,8 @@ def train(run: Run) -> int:
     first, logged, mark = run.step + 1, run.step, time.perf_counter()
     while run.step < c.max_steps:
         metrics = run.train_step(batches)
+        if "parameters" in metrics:
+            run.log_parameters(metrics.pop("parameters"))
         step, last = run.step, run.step == c.max_steps
         evaluates, saves = (last or (interval and step % interval == 0) for interval in (c.eval_interval, c.save_interval))
         if not (evaluates or saves or step == first or step % c.log_interval == 0):
@@ -439,7 +469,7 @@ def main(argv: list[str]) -> int:
         return fail(str(error), 2)
     except torch.OutOfMemoryError as error:
         return fail(f"{str(error).splitlines()[0]} Lower --micro_batch_size, or use more ranks with --strategy fsdp", 1)
-    except (checkpoint.CheckpointError, OSError) as error:
+    except (checkpoint.CheckpointError, Diverged, OSError) as error:
         return fail(str(error), 1)
 
 
