@@ -218,8 +218,8 @@ class Log:
         if self.first:
             with open(self.out / name, "a") as file:  # opened for each: what is logged is on its way to disk
                 for row in rows:
-                    row = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-                    file.write(json.dumps(row) + "\n")
+                    infinite = {key: None for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+                    file.write(json.dumps(row | infinite) + "\n")
 
     def row(self, **values) -> None:
         self.write("metrics.jsonl", [values])

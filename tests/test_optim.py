@@ -26,7 +26,8 @@ def lr_at(step: int) -> float:
 def build(strategy: str, **options) -> tuple:
     """(what to call, optimizer, this rank's part of a batch of 8) of a small decoder on the mesh of this process's world"""
     world = dist.start("cpu")
-    mesh = dist.make_mesh(world.device, dist.mesh_shape(strategy, world.size, world.local_size, None, 2 if strategy == "hsdp" else None))
+    shape = dist.mesh_shape(strategy, world.size, world.local_size, None, 2 if strategy == "hsdp" else None)
+    mesh = dist.make_mesh(world.device, shape)
     with torch.device("meta"):
         net = model.Transformer(SMALL)
     net.get_parameter(FROZEN).requires_grad_(False)
@@ -125,7 +126,8 @@ def test_clipping_is_its_formula_on_every_mesh(pool, clip):
     assert clip == "none" or {clipped for _, clipped in want} == {0, 1}
     for mesh, ranks in MESHES.items():
         for log, whole in pool(ranks, steps_with, mesh, 8, {"clip": clip, **options}):
-            assert [row["grad_norm"] for row in log] == pytest.approx([norm for norm, _ in want], rel=1e-6 if clip == "norm" else 1e-5)
+            norms, close = [norm for norm, _ in want], 1e-6 if clip == "norm" else 1e-5
+            assert [row["grad_norm"] for row in log] == pytest.approx(norms, rel=close)
             if clip != "value" or ranks == 1:  # by value a rank knows only of its own elements; the log takes the greatest
                 assert [row["clipped"] for row in log] == [clipped for _, clipped in want]
             for name, weight in weights.items():
@@ -174,7 +176,8 @@ def faulty_run(argv: list[str], fault: str, rank: int, at: int, count: int) -> l
     optim.Optimizer.WINDOW = 8
     run = train.Run(train.parse(argv), dist.start("cpu"))
     run.build()
-    batches = run.fetch(run.train_windows, data.train_numbers(range(count), run.config.global_batch_size, run.micro, run.rank, run.ranks))
+    numbers = data.train_numbers(range(count), run.config.global_batch_size, run.micro, run.rank, run.ranks)
+    batches = run.fetch(run.train_windows, numbers)
     forward, losses = run.forward, []
     for step in range(count):
         factor = {"nan": math.nan, "spike": 1e4}.get(fault, 1.0) if (step, run.rank) == (at, rank) else 1.0
@@ -279,7 +282,8 @@ def cost(strategy: str, options: dict) -> list[tuple[int, int]]:
         with torch.profiler.profile() as profile:
             optimizer.step(step, loss.detach(), measure)
         events = [event for event in profile.events() if not inside(event, "aten::_fused_adamw_")]
-        counts.append((sum(e.name.startswith("c10d::") for e in events), sum(e.name == "aten::_local_scalar_dense" for e in events)))
+        names = [event.name for event in events]
+        counts.append((sum(name.startswith("c10d::") for name in names), names.count("aten::_local_scalar_dense")))
     return counts[1:]
 
 
@@ -302,8 +306,8 @@ def test_collectives_and_host_reads_of_a_step(pool, mesh):
 def test_metrics_are_the_same_on_every_mesh_and_are_what_they_say(pool, run):
     logs = {}
     for mesh, ranks in MESHES.items():
-        text = f"--strategy {mesh} {'--dp_shard 2' * (mesh == 'hsdp')} --dtype float32 --max_steps 6 --optim_metrics_interval 3 --clip value"
-        out = run(ranks, f"{text} --max_grad_norm 0.05", mesh)
+        text = f"--strategy {mesh} {'--dp_shard 2' * (mesh == 'hsdp')} --dtype float32 --max_steps 6"
+        out = run(ranks, f"{text} --optim_metrics_interval 3 --clip value --max_grad_norm 0.05", mesh)
         lines = (out / "optim.jsonl").read_text().splitlines()
         logs[mesh] = {(row.pop("step"), row.pop("parameter")): row for row in map(json.loads, lines)}
     single = logs["single"]
@@ -317,9 +321,10 @@ def test_metrics_are_the_same_on_every_mesh_and_are_what_they_say(pool, run):
     for (step, name), row in single.items():
         if step == 6:
             for kind, tensor in (("weight", weights[f"model.{name}"]), ("exp_avg", weights[f"optimizer.exp_avg.{name}"])):
-                want = {"norm": tensor.norm(), "mean": tensor.mean(), "min": tensor.min(), "max": tensor.max()}
-                assert {what: row[f"{kind}_{what}"] for what in want} == pytest.approx({k: v.item() for k, v in want.items()}, rel=1e-3, abs=1e-6)
-            assert row["update_ratio"] == pytest.approx(row["update_norm"] / row["weight_norm"], rel=1e-5) and row["update_norm"] > 0
+                want = [value.item() for value in (tensor.norm(), tensor.mean(), tensor.min(), tensor.max())]
+                assert [row[f"{kind}_{what}"] for what in ("norm", "mean", "min", "max")] == pytest.approx(want, rel=1e-3, abs=1e-6)
+            assert row["update_ratio"] == pytest.approx(row["update_norm"] / row["weight_norm"], rel=1e-5)
+            assert row["update_norm"] > 0
     norms = [row["grad_norm"] for (step, _), row in single.items() if step == 6]
     assert math.hypot(*norms) == pytest.approx(rows(out)[-1]["grad_norm"], rel=1e-3)
 
