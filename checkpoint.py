@@ -75,9 +75,12 @@ def saved(run: Path) -> list[Path]:
 
 def read_manifest(path: Path) -> dict:
     try:
-        return json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no complete checkpoint: {error}") from None
+        manifest = json.loads((path / "manifest.json").read_text())
+        if not isinstance(manifest["step"], int):
+            raise ValueError(f"step {manifest['step']!r}")
+        return manifest
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no complete checkpoint: its manifest.json is damaged: {error!r}") from None
 
 
 def save(run: Path, state: dict, manifest: dict, keep_last: int = 0) -> dict:

@@ -64,13 +64,15 @@ def tokenizer(name: str) -> tiktoken.Encoding:
     try:
         lines = Path(name).read_bytes().splitlines()
         ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
+        if not all(bytes([i]) in ranks for i in range(256)):
+            raise ValueError("a byte without a token")
         return tiktoken.Encoding(
             Path(name).stem, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: max(ranks.values()) + 1}
         )
     except OSError as error:
         raise DataError(f"--tokenizer {name}: {error.strerror}; it must be bytes, gpt2 or the path of a .tiktoken file") from None
     except ValueError:
-        raise DataError(f"--tokenizer {name}: not a .tiktoken file (lines of a base64 token, a space, its rank)") from None
+        raise DataError(f"--tokenizer {name}: no .tiktoken file (lines of base64 token and rank, all bytes among them)") from None
 
 
 def encode(name: str | None, text: str) -> list[int]:
@@ -130,9 +132,8 @@ def pieces(path: Path) -> Iterator[tuple[str, bool]]:
         while text := file.read(PIECE):
             *ended, rest = (rest + text).split(END_OF_TEXT)
             yield from ((document, True) for document in ended)
-            # Cut after a line, where merges do not cross; without one hold back at most a piece, and half a separator.
-            cut = rest.rfind("\n") + 1 or max(0, len(rest) - len(END_OF_TEXT)) * (len(rest) > PIECE)
-            if cut:
+            if len(rest) >= PIECE:  # cut after a line, where merges do not cross; without one, not through a separator
+                cut = rest.rfind("\n") + 1 or max(0, len(rest) - len(END_OF_TEXT))
                 yield rest[:cut], False
                 rest = rest[cut:]
     yield rest, True
@@ -184,10 +185,15 @@ def prepare(sources: list[str] | None, out: Path, name: str = "bytes", val_fract
         meta = tokenize(files, name, work, val_fraction, progress)
         itemsize = np.dtype(meta["dtype"]).itemsize
         train, val = work / "train.bin", work / "val.bin"
-        if val_fraction and not val.stat().st_size:
+        if not train.stat().st_size:  # the only documents there are fell to validation
+            os.replace(val, train)
+            val.touch()
+        if not train.stat().st_size:
+            raise DataError("no text in the sources")
+        if not val.stat().st_size:
             hold_out_tail(train, val, max(1, int(train.stat().st_size // itemsize * val_fraction)) * itemsize)
-            progress(f"no document fell to validation: it gets the last {val_fraction:.0%} of the tokens")
-        if Path(name).suffix == ".tiktoken":  # the folder keeps its tokenizer
+            progress(f"too few documents to part: validation gets the last {val_fraction:.0%} of the tokens")
+        if name not in ("bytes", "gpt2"):  # the folder keeps its tokenizer
             meta["tokenizer"] = shutil.copyfile(name, work / "tokenizer.tiktoken").name
         for path in (train, val):
             meta[f"{path.stem}_tokens"] = path.stat().st_size // itemsize
@@ -240,14 +246,14 @@ def open_folder(path: Path) -> TokenFolder:
         dtype, vocab_size, name = np.dtype(meta["dtype"]), int(meta["vocab_size"]), meta["tokenizer"]
         counts = {split: int(meta[f"{split}_tokens"]) for split in ("train", "val")}
     except FileNotFoundError:  # nanoGPT: with a meta.pkl a vocabulary of its own, without one GPT-2's
-        dtype, counts = np.dtype("<u2"), None
+        meta, dtype, counts = {}, np.dtype("<u2"), None
         own = (path / "meta.pkl").exists()
         vocab_size, name = (1 + max_token(path, dtype), None) if own else (50257, "gpt2")
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path / 'meta.json'} is damaged ({error!r}): prepare the folder anew with data.py") from None
     if name and name.endswith(".tiktoken"):
         name = str((path / name).resolve())
-    digest = hashlib.sha256(f"{dtype.name} {vocab_size}".encode())
+    digest = hashlib.sha256(f"{dtype.name} {vocab_size} {[meta.get(f'{split}_sha256') for split in ('train', 'val')]}".encode())
     for split in ("train", "val"):
         file = path / f"{split}.bin"
         size = file.stat().st_size
@@ -373,9 +379,9 @@ def main() -> int:
         if not 0 < args.val_fraction < 1:
             raise DataError(f"--val_fraction {args.val_fraction} must be between 0 and 1")
         prepare(args.source, args.out, args.tokenizer, args.val_fraction)
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(f"data.py: error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, DataError) else 1
     return 0
 
 

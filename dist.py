@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +39,7 @@ class World:
     local_rank: int  # on this host
     local_size: int
     device: torch.device
+    timeout: timedelta = dist.default_pg_timeout  # of collectives
 
 
 def start(device: str = "auto", timeout: float = 600.0) -> World:
@@ -62,13 +63,14 @@ def start(device: str = "auto", timeout: float = 600.0) -> World:
     else:
         target = torch.device("cpu")
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    limit = timedelta(seconds=timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout),
+        timeout=limit,
         device_id=target if device == "cuda" else None,
         **alone,
     )
-    return World(rank, size, local_rank, local_size, target)
+    return World(rank, size, local_rank, local_size, target, limit)
 
 
 def stop() -> None:
@@ -92,8 +94,11 @@ def on_first_rank(work: Callable[[], T]) -> T:
 # ---------------------------------------------------------------------------------------------------------------
 # What a device can do
 
-# Dense bfloat16 FLOP/s, from NVIDIA's data sheets (SXM parts, without sparsity). A device that is not here has no MFU.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+# Dense bfloat16 FLOP/s, from NVIDIA's data sheets, without sparsity. A device that is not here has no MFU.
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,
+}
 
 
 def device_name(device: torch.device) -> str:
@@ -104,8 +109,7 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s that MFU divides by; None where it is not known."""
-    known = device.type == "cuda" and dtype == torch.bfloat16
-    return next((peak for name, peak in PEAK_FLOPS.items() if known and name in device_name(device)), None)
+    return PEAK_FLOPS.get(device_name(device)) if dtype == torch.bfloat16 else None
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -161,8 +165,14 @@ def mesh_shape(strategy: str, world_size: int, local_size: int, replicate: int |
     return replicate, shard
 
 
-def make_mesh(device: torch.device, shape: tuple[int, int]) -> DeviceMesh:
-    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
+    """The mesh over all ranks, dp_replicate x dp_shard, with the world's timeout for the collectives of every axis."""
+    grid = torch.arange(world.size).view(shape)
+    groups = []
+    for axis, size in enumerate(shape):  # one group for each line of ranks along the axis; each rank keeps its own
+        lines = grid.movedim(axis, -1).reshape(-1, size).tolist()
+        groups.append(dist.new_subgroups_by_enumeration(lines, timeout=world.timeout)[0])
+    return DeviceMesh.from_group(groups, world.device.type, mesh=grid, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def dp_rank(mesh: DeviceMesh) -> int:
@@ -235,6 +245,26 @@ def gradient_sync(model: nn.Module, on: bool) -> Iterator[None]:
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(on)
         yield
+
+
+class Agreement:
+    """Whether any rank raised a flag, told to all ranks at the same step: the one after, so that no host waits for it.
+
+    The flags travel between hosts, on a group of their own: the devices know nothing of them.
+    """
+
+    def __init__(self, world: World):
+        self.group = dist.new_group(backend="gloo", timeout=world.timeout)
+        self.flag, self.sent = torch.zeros(1), None
+
+    def __call__(self, flag: bool) -> bool:
+        """Send this step's flag; return whether any rank sent one in the step before."""
+        if self.sent:
+            self.sent.wait()
+        raised = self.flag.numpy()[0] > 0
+        self.flag = torch.tensor([float(flag)])
+        self.sent = dist.all_reduce(self.flag, group=self.group, async_op=True)
+        return raised
 
 
 def gather(values: Tensor) -> Tensor:

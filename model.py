@@ -208,7 +208,7 @@ def generate(
     tokens = list(tokens)
     for _ in range(n):
         window = torch.tensor([tokens[-seq_len:]], device=device)
-        logits = model(window)[0, -1, :vocab_size].float().cpu()
+        logits = model(window)[0, -1, :vocab_size].cpu().double()  # so that no temperature above 0 divides to infinity
         if temperature == 0:
             token = int(logits.argmax())
         else:

@@ -192,7 +192,7 @@ class Optimizer:
         count = known.sum(1)
         mean = self.window.nansum(1) / count
         deviation = (((self.window - mean[:, None]) ** 2).nansum(1) / (count - 1)).sqrt()
-        spike = ((latest > mean + self.skip_spikes * deviation) & (count >= self.WINDOW // 2)).any()
+        spike = ((latest > mean + self.skip_spikes * deviation) & (count >= self.window.size(1) // 2)).any()
         moved = torch.cat((self.window[:, 1:], latest[:, None]), 1)
         self.window.copy_(torch.where(latest.isfinite().all(), moved, self.window))
         return spike

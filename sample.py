@@ -21,8 +21,12 @@ def load(run: Path, device: torch.device) -> tuple[Transformer, dict]:
     if not saved:
         raise checkpoint.CheckpointError(f"--run {run}: no checkpoint there; give a run such as runs/tiny or its checkpoint")
     manifest = checkpoint.read_manifest(saved[-1])
+    try:
+        config = ModelConfig(**manifest["model"])
+    except (KeyError, TypeError) as error:
+        raise checkpoint.CheckpointError(f"{saved[-1]} is no checkpoint of train.py: its manifest.json lacks {error}") from None
     with torch.device("meta"):
-        model = Transformer(ModelConfig(**manifest["model"]))
+        model = Transformer(config)
     dist.materialize(model, device, lambda name, tensor: model.init_tensor(name, tensor, seed=0))
     checkpoint.load(saved[-1], {"model": {name: parameter.detach() for name, parameter in model.named_parameters()}})
     return model, manifest
@@ -41,10 +45,15 @@ def main() -> int:
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
     args = parser.parse_args()
     try:
+        for option in ("max_new_tokens", "temperature", "top_k", "seed"):
+            if not 0 <= getattr(args, option) < 2**32:
+                raise data.DataError(f"--{option} {getattr(args, option)} must be at least 0, and a number")
         device = dist.start(args.device).device
         model, manifest = load(args.run, device)
         name = manifest["tokenizer"]
         tokens = data.encode(name, args.prompt)
+        if not 0 <= min(tokens) <= max(tokens) < manifest["tokens_in_vocabulary"]:
+            raise data.DataError(f"--prompt: token ids are 0 to {manifest['tokens_in_vocabulary'] - 1}")
         print(args.prompt, end="", flush=True)
         new = generate(
             model, tokens, args.max_new_tokens, seq_len=model.config.seq_len, vocab_size=manifest["tokens_in_vocabulary"],

@@ -41,8 +41,8 @@ class Diverged(RuntimeError):
 # Configuration
 
 
-def flag(default, help: str, least: float | None = None):
-    return field(default=default, metadata={"help": help, "least": least})
+def flag(default, help: str, least: float | None = None, below: float = math.inf):
+    return field(default=default, metadata={"help": help, "least": least, "below": below})
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto takes the GPUs where there are any")
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto", "compute dtype; auto is bfloat16 where the hardware has it; weights and reductions stay float32")
-    timeout: float = flag(600.0, "seconds after which a collective that does not finish ends the run", 1)
+    timeout: float = flag(600.0, "seconds after which a collective that does not finish ends the run", 1, 1e9)
     # batch: global_batch_size = micro_batch_size x accumulation x data-parallel ranks
     global_batch_size: int = flag(32, "sequences per optimizer step over all ranks", 1)
     micro_batch_size: int | None = flag(
@@ -74,7 +74,7 @@ class Config:
     grad_sync: Literal["batch", "micro_batch"] = flag(
         "batch", "average gradients once per step, or after every micro-batch: more traffic, under fsdp less memory")
     num_workers: int | None = flag(None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0)
-    seed: int = flag(0, "of the initial weights and of the order of the data", 0)
+    seed: int = flag(0, "of the initial weights and of the order of the data", 0, 2**32)
     # optimizer
     max_steps: int = flag(600, "optimizer steps in all", 1)
     lr: float | None = flag(None, "highest learning rate (default: 0.5 / d_model, which is close to GPT-3's table)", 0)
@@ -82,8 +82,8 @@ class Config:
     warmup_steps: int = flag(50, "steps of linear warm-up from 0 to lr", 0)
     schedule: Literal[tuple(optim.SCHEDULES)] = flag("cosine", "way from lr to min_lr; wsd falls over the last fifth only")
     weight_decay: float = flag(0.1, "AdamW's, on matrices only", 0)
-    beta1: float = flag(0.9, "AdamW's memory of gradients", 0)
-    beta2: float = flag(0.95, "AdamW's memory of their squares", 0)
+    beta1: float = flag(0.9, "AdamW's memory of gradients", 0, 1)
+    beta2: float = flag(0.95, "AdamW's memory of their squares", 0, 1)
     eps: float = flag(1e-8, "AdamW's", 0)
     clip: Literal[tuple(optim.CLIPS)] = flag(
         "norm", "norm: the whole gradient to max_grad_norm; adaptive: each parameter's to max_grad_norm_ratio x the moving "
@@ -126,9 +126,9 @@ def parse(argv: list[str]) -> Config:
     args = vars(parser.parse_args((config_flags(file) if file else []) + argv))
     del args["config"]
     for f in dataclasses.fields(Config):
-        value, least = args[f.name], f.metadata["least"]
-        if least is not None and value is not None and not value >= least:
-            raise UsageError(f"--{f.name} {value} must be at least {least}")
+        value, least, below = args[f.name], f.metadata["least"], f.metadata["below"]
+        if least is not None and value is not None and not (least <= value < below or value == below == math.inf):
+            raise UsageError(f"--{f.name} {value} must be at least {least}" + f" and below {below}" * (below < math.inf))
     return Config(**args | {"out": args["out"] or f"runs/{args['model']}"})
 
 
@@ -174,27 +174,43 @@ def identity(manifest: dict) -> dict:
     return {**manifest["model"], "data": manifest["data"], **order}
 
 
+def steps_without_checkpoint(out: Path, max_steps: int) -> int:
+    """0, or the steps of a run in `out` that was to save nothing: it can be finished, but not continued."""
+    try:
+        before = json.loads((out / "config.json").read_text())
+        if before["checkpoint"] != "none":
+            return 0
+        steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        if steps and steps[-1] >= max_steps:
+            return steps[-1]
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--out {out} holds files that are not train.py's ({error!r}): choose another --out") from None
+    raise UsageError(f"--out {out} holds a run that saved no checkpoints and cannot be continued: choose another --out")
+
+
 def starting_point(config: Config, manifest: dict) -> tuple[Path | None, int]:
     """(checkpoint to continue from, its step), or (None, 0) for a new run. Raises UsageError where they do not fit.
 
     The run's own newest checkpoint comes before --resume PATH, so that the same command can be given again.
     """
-    out, path = Path(config.out), None
-    if config.resume == "never":
-        if out.exists() and any(out.iterdir()):
-            raise UsageError(f"--out {out} is not empty, and --resume never would overwrite it: choose another --out")
-    elif saved := checkpoint.saved(out):
-        path = saved[-1]
-    elif config.resume != "auto":
-        path = Path(config.resume)
-        if not (path / "manifest.json").is_file():
-            raise UsageError(f"--resume {path}: no checkpoint there; give one like runs/tiny/checkpoints/step-00000250")
-    elif (out / "config.json").exists() and json.loads((out / "config.json").read_text())["checkpoint"] == "none":
-        raise UsageError(f"--out {out} holds a run that saved no checkpoints and cannot be continued: choose another --out")
+    out, own = Path(config.out), checkpoint.saved(Path(config.out))
+    named = None if config.resume in ("auto", "never") else Path(config.resume)
+    if config.resume == "never" and out.exists() and any(out.iterdir()):
+        raise UsageError(f"--out {out} is not empty, and --resume never would overwrite it: choose another --out")
+    if named and not (named / "manifest.json").is_file():
+        raise UsageError(f"--resume {named}: no checkpoint there; give one like runs/tiny/checkpoints/step-00000250")
+    if named and own and named.resolve() in [path.resolve() for path in own[:-1]]:
+        raise UsageError(f"--resume {named} is not the newest checkpoint of --out {out}: choose another --out for a branch")
+    path = own[-1] if own else named
     if path is None:
-        return None, 0
+        return None, steps_without_checkpoint(out, config.max_steps)
     then = checkpoint.read_manifest(path)
-    was, now = identity(then), identity(manifest)
+    try:
+        was, now = identity(then), identity(manifest)
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no checkpoint of train.py: its manifest.json lacks {error}") from None
     if changed := [f"{key} was {was.get(key)} and is now {now[key]}" for key in now if now[key] != was.get(key)]:
         raise UsageError(f"{path} cannot be continued: {', '.join(changed)}; change that back or choose another --out")
     return path, then["step"]
@@ -259,6 +275,9 @@ class Run:
         self.ranks = math.prod(self.shape)
         self.micro, self.accumulation = batch_shape(c, self.ranks)
         self.dtype = dist.fast_dtype(self.device) if c.dtype == "auto" else getattr(torch, c.dtype)
+        model_config(c, vocab_size=1)  # shapes that do not fit are refused before any data are prepared
+        if c.data == BUILTIN:
+            prepare_builtin(world)
         folder = data.open_folder(Path(c.data))
         self.model_config = model_config(c, folder.vocab_size)
         self.seq_len = self.model_config.seq_len
@@ -275,7 +294,7 @@ class Run:
     def build(self) -> None:
         """Model, optimizer and state, on the mesh; from here on the run folder is this run's."""
         c = self.config
-        self.mesh = dist.make_mesh(self.device, self.shape)
+        self.mesh = dist.make_mesh(self.world, self.shape)
         self.rank = dist.dp_rank(self.mesh)
         dist.choose_attention(self.device, self.seq_len)
         with torch.device("meta"):
@@ -349,12 +368,11 @@ class Run:
     def collect(self, metrics: dict[str, Tensor]) -> dict:
         """The metrics as numbers, over all ranks: one small collective and one copy to the host, which waits for it."""
         of_rank = {"data_wait": self.data_wait, "peak_device_memory": dist.peak_device_memory(self.device),
-                   "peak_host_memory": dist.peak_host_memory(), "interrupted": self.interrupted}
+                   "peak_host_memory": dist.peak_host_memory()}
         values = [*metrics.values(), *torch.tensor(list(of_rank.values()), dtype=torch.float64, device=self.device)]
         ranks = dist.gather(torch.stack([value.double() for value in values])).tolist()
         columns = dict(zip([*metrics, *of_rank], zip(*ranks)))  # name -> the values of all ranks
         self.data_wait = 0.0
-        self.interrupted = any(columns.pop("interrupted"))  # now all ranks know
         row = {name: max(column) for name, column in columns.items()} | {"loss": sum(columns["loss"]) / len(ranks)}
         skipped, most = row.pop("skipped_in_a_row"), self.config.max_skipped
         if most and skipped >= most:
@@ -370,8 +388,8 @@ class Run:
             self.log.write("optim.jsonl", rows)
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss over the fixed validation set. All ranks take part, since every forward is a collective."""
+    def evaluate(self) -> None:
+        """Log the mean loss over the fixed validation set. All ranks take part, since every forward is a collective."""
         count, waited = min(self.config.eval_sequences, len(self.val_windows)), self.data_wait
         lists = list(data.val_numbers(count, len(self.val_windows), self.micro, self.rank, self.ranks))
         total = torch.zeros(1, device=self.device)
@@ -379,9 +397,13 @@ class Run:
         for numbers, tokens in zip(lists, self.fetch(self.val_windows, (numbers or [0] for numbers in lists))):
             total += self.forward(tokens[:, :-1], tokens[:, 1:]) * len(numbers)
         self.data_wait = waited
-        return dist.gather(total).double().sum().item() / count
+        val_loss = dist.gather(total).double().sum().item() / count
+        self.log.row(step=self.step, val_loss=val_loss)
+        self.log.say(f"val_loss {val_loss:.4f}", self.step)
 
     def save(self) -> None:
+        if self.config.checkpoint == "none":
+            return
         tokens = self.step * self.config.global_batch_size * self.seq_len
         manifest = {"step": self.step, "tokens": tokens, **self.manifest}
         saved = checkpoint.save(Path(self.config.out), self.state, manifest, self.config.keep_last)
@@ -390,14 +412,18 @@ class Run:
         self.log.say(f"saved {saved['path']}: {saved['bytes'] / 1e6:,.1f} MB in {saved['seconds']:.2f} s", self.step)
 
     def sample(self) -> str:
-        """The first tokens of the validation set, and how the model goes on; a collective like every forward."""
+        """The first tokens of the validation set, and how the model goes on; a collective like every forward. Text on rank 0."""
         prompt = self.folder.tokens("val")[: max(1, self.seq_len // 4)].tolist()
         tokens = generate(self.forward, prompt, self.config.sample_tokens, seq_len=self.seq_len,
                           vocab_size=self.folder.vocab_size, device=self.device, temperature=0.8)
-        return "".join(data.decode(self.folder.tokenizer, prompt + list(tokens)))
+        tokens = prompt + list(tokens)
+        try:
+            return "".join(data.decode(self.folder.tokenizer, tokens)) if self.world.rank == 0 else ""
+        except data.DataError as error:  # trained all the same
+            return f"no text: {error}"
 
     def interrupt(self, number: int, frame) -> None:
-        """SIGINT: stop at the next log step, where the ranks agree on it; a second one ends a run without torchrun at once."""
+        """SIGINT: stop after the next step, when all ranks know; a second one ends a run without torchrun at once."""
         self.interrupted = True
         if "RANK" not in os.environ:  # torchrun passes on the one that the terminal has sent already
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -410,6 +436,7 @@ def train(run: Run) -> int:
     flops, peak = run.model.flops_per_token(run.seq_len), dist.peak_flops(run.device, run.dtype)
     numbers = data.train_numbers(range(run.step, c.max_steps), c.global_batch_size, run.micro, run.rank, run.ranks)
     batches = run.fetch(run.train_windows, numbers)
+    agreement = dist.Agreement(run.world)
     signal.signal(signal.SIGINT, run.interrupt)
     first, logged, mark = run.step + 1, run.step, time.perf_counter()
     while run.step < c.max_steps:
@@ -417,8 +444,9 @@ def train(run: Run) -> int:
         if "parameters" in metrics:
             run.log_parameters(metrics.pop("parameters"))
         step, last = run.step, run.step == c.max_steps
+        stop = agreement(run.interrupted) and not last
         evaluates, saves = (last or (interval and step % interval == 0) for interval in (c.eval_interval, c.save_interval))
-        if not (evaluates or saves or step == first or step % c.log_interval == 0):
+        if not (stop or evaluates or saves or step == first or step % c.log_interval == 0):
             continue
 
         row = {"tokens": step * step_tokens, **run.collect(metrics), "lr": run.optimizer.lr}
@@ -427,15 +455,15 @@ def train(run: Run) -> int:
         row["tokens_per_second_per_device"] = row["tokens_per_second"] / run.world.size
         row["mfu"] = row["tokens_per_second_per_device"] * flops / peak if peak else None
         log.training(step, row)
-        if evaluates and not run.interrupted:
-            val_loss = run.evaluate()
-            log.row(step=step, val_loss=val_loss)
-            log.say(f"val_loss {val_loss:.4f}", step)
-        if (saves or run.interrupted) and c.checkpoint != "none":
-            run.save()
-        if run.interrupted:
-            log.say(f"interrupted after step {step}; the same command continues")
+        if stop:
+            run.save()  # first: whoever stops a run does not wait long
+        if evaluates:
+            run.evaluate()
+        if stop:
+            log.say(f"interrupted after step {step}" + "; the same command continues" * (c.checkpoint != "none"))
             return 130
+        if saves:
+            run.save()
         logged, mark = step, time.perf_counter()
     if c.sample_tokens:
         log.say(f"{' sample ':-^80}\n{run.sample()}\n{'-' * 80}")
@@ -454,8 +482,6 @@ def main(argv: list[str]) -> int:
     try:
         config = parse(argv)
         world = dist.start(config.device, config.timeout)
-        if config.data == BUILTIN:
-            prepare_builtin(world)
         run, status = Run(config, world), 0
         if not run.finished:
             run.build()
@@ -467,10 +493,14 @@ def main(argv: list[str]) -> int:
         return status
     except (UsageError, data.DataError, dist.MeshError) as error:
         return fail(str(error), 2)
-    except torch.OutOfMemoryError as error:
-        return fail(f"{str(error).splitlines()[0]} Lower --micro_batch_size, or use more ranks with --strategy fsdp", 1)
     except (checkpoint.CheckpointError, Diverged, OSError) as error:
         return fail(str(error), 1)
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "allocate memory" not in str(error):  # on CUDA, on CPU
+            raise
+        return fail(f"{str(error).splitlines()[0]} Lower --micro_batch_size, or share the weights with --strategy fsdp", 1)
+    except KeyboardInterrupt:
+        return 130
 
 
 def fail(message: str, status: int) -> int:

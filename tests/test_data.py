@@ -13,7 +13,7 @@ import data
 
 def prepare(tmp_path: Path, texts: dict[str, str | bytes], **options) -> data.TokenFolder:
     source = tmp_path / "text"
-    source.mkdir()
+    source.mkdir(parents=True)
     for name, text in texts.items():
         (source / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     data.prepare([str(source)], tmp_path / "tokens", progress=lambda line: None, **options)
@@ -47,6 +47,17 @@ def test_one_document_gives_its_tail_to_validation(tmp_path):
     folder = prepare(tmp_path, {"a": text}, val_fraction=0.1)
     both = np.concatenate([folder.tokens("train"), folder.tokens("val")])
     assert bytes(both[:-1].astype(np.uint8)).decode() == text and len(folder.tokens("val")) == 500
+
+
+def test_a_corpus_of_one_document_is_never_all_validation(tmp_path):
+    """Its hash would put one in twenty there."""
+    for i in range(60):
+        folder = prepare(tmp_path / str(i), {"a": f"\n\n{i} text " * 20}, val_fraction=0.3)
+        tokens = np.concatenate([folder.tokens("train"), folder.tokens("val")])
+        assert bytes(tokens[:-1].astype(np.uint8)).decode() == f"\n\n{i} text " * 20
+        assert len(folder.tokens("train")) > len(folder.tokens("val")) > 0
+    with pytest.raises(data.DataError, match="no text"):
+        prepare(tmp_path / "none", {"a": " \n "})
 
 
 @pytest.mark.parametrize("separator", ["\n", " "])

@@ -2,6 +2,7 @@ import contextlib
 import io
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def build(strategy: str, **options) -> tuple:
     """(what to call, optimizer, this rank's part of a batch of 8) of a small decoder on the mesh of this process's world"""
     world = dist.start("cpu")
     shape = dist.mesh_shape(strategy, world.size, world.local_size, None, 2 if strategy == "hsdp" else None)
-    mesh = dist.make_mesh(world.device, shape)
+    mesh = dist.make_mesh(world, shape)
     with torch.device("meta"):
         net = model.Transformer(SMALL)
     net.get_parameter(FROZEN).requires_grad_(False)
@@ -147,8 +148,8 @@ def halve(o, grads, norms):  # a strategy of one's own, as in the README
 
 
 def steps_of_a_fork(mesh: str) -> tuple:
-    optim.CLIPS["halve"] = halve
-    return steps(mesh, 4, clip="halve")
+    with mock.patch.dict(optim.CLIPS, halve=halve):
+        return steps(mesh, 4, clip="halve")
 
 
 def test_a_fork_adds_a_strategy_in_a_few_lines(pool):
@@ -173,9 +174,9 @@ def faulty_run(argv: list[str], fault: str, rank: int, at: int, count: int) -> l
 
     fault: "nan" or "spike" spoil the gradient, and in the log the loss; "none" leaves the update of that step out by hand.
     """
-    optim.Optimizer.WINDOW = 8
     run = train.Run(train.parse(argv), dist.start("cpu"))
-    run.build()
+    with mock.patch.object(optim.Optimizer, "WINDOW", 8):
+        run.build()
     numbers = data.train_numbers(range(count), run.config.global_batch_size, run.micro, run.rank, run.ranks)
     batches = run.fetch(run.train_windows, numbers)
     forward, losses = run.forward, []
@@ -256,17 +257,15 @@ def test_too_many_skips_end_the_run_with_a_line_and_leave_the_checkpoint(run, to
 
 
 def diverging_run(argv: list[str]) -> tuple[int, str]:
-    step = train.Run.train_step
+    step, err = train.Run.train_step, io.StringIO()
 
     def broken(run, batches):
-        run.forward.register_forward_hook(lambda *arguments: arguments[2] * math.nan) if run.step == 5 else None
+        if run.step == 5:
+            run.forward.register_forward_hook(lambda module, inputs, loss: loss * math.nan)
         return step(run, batches)
 
-    train.Run.train_step, err = broken, io.StringIO()
-    with contextlib.redirect_stderr(err):
-        status = call_train(argv)
-    train.Run.train_step = step
-    return status, err.getvalue()
+    with mock.patch.object(train.Run, "train_step", broken), contextlib.redirect_stderr(err):
+        return call_train(argv), err.getvalue()
 
 
 # ---- cost
@@ -322,7 +321,8 @@ def test_metrics_are_the_same_on_every_mesh_and_are_what_they_say(pool, run):
         if step == 6:
             for kind, tensor in (("weight", weights[f"model.{name}"]), ("exp_avg", weights[f"optimizer.exp_avg.{name}"])):
                 want = [value.item() for value in (tensor.norm(), tensor.mean(), tensor.min(), tensor.max())]
-                assert [row[f"{kind}_{what}"] for what in ("norm", "mean", "min", "max")] == pytest.approx(want, rel=1e-3, abs=1e-6)
+                logged = [row[f"{kind}_{what}"] for what in ("norm", "mean", "min", "max")]
+                assert logged == pytest.approx(want, rel=1e-3, abs=1e-6)
             assert row["update_ratio"] == pytest.approx(row["update_norm"] / row["weight_norm"], rel=1e-5)
             assert row["update_norm"] > 0
     norms = [row["grad_norm"] for (step, _), row in single.items() if step == 6]

@@ -87,7 +87,7 @@ def initial_weights(mesh: str) -> tuple[int, dict]:
             model.ModelConfig(64, n_layer=2, n_head=2, n_kv_head=1, d_model=16, d_ff=24, seq_len=8, tied=False)
         )
     dist.parallelize(
-        net, net.blocks, dist.make_mesh(world.device, shape), mesh.split()[0], torch.float32, world.device,
+        net, net.blocks, dist.make_mesh(world, shape), mesh.split()[0], torch.float32, world.device,
         lambda name, tensor: net.init_tensor(name, tensor, 7),
     )  # fmt: skip
     held = sum(optim.local(p).numel() for p in net.parameters())
@@ -106,7 +106,7 @@ def test_initial_weights_are_the_same_on_every_mesh_and_no_rank_holds_more_than_
 
 
 def own_dp_rank(shape: tuple[int, int]) -> int:
-    return dist.dp_rank(dist.make_mesh(dist.start("cpu").device, shape))
+    return dist.dp_rank(dist.make_mesh(dist.start("cpu"), shape))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4)])

@@ -88,7 +88,7 @@ def test_the_command_of_the_readme(tmp_path):
 
 
 def test_ctrl_c_saves_and_the_same_command_continues(run, tokens, tmp_path):
-    text = "--max_steps 400 --keep_last 0 --save_interval 400 --strategy ddp"
+    text = "--max_steps 400 --keep_last 0 --save_interval 400 --eval_interval 1 --eval_sequences 1 --strategy ddp"
     whole = run(2, text, "whole")
     stopped = tmp_path / "stopped"
     process = spawn([*TORCHRUN, "2", ROOT / "train.py", *flags(f"--data {tokens} --out {stopped} {text}")])
@@ -118,6 +118,28 @@ def test_a_finished_run_says_so(run, tokens, pool):
     ((status, said, _),) = pool(1, train_and_listen, flags(f"--data {tokens} --out {out} --max_steps 3"))
     assert status == 0 and "is finished, step 3 of 3" in said
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_a_finished_run_without_checkpoints_says_so_and_an_unfinished_one_cannot_go_on(run, tokens, pool):
+    out = run(1, "--max_steps 3 --checkpoint none")
+    (answer,) = pool(1, train_and_listen, flags(f"--data {tokens} --out {out} --max_steps 3 --checkpoint none"))
+    assert answer[0] == 0 and "is finished, step 3 of 3" in answer[1]
+    (answer,) = pool(1, train_and_listen, flags(f"--data {tokens} --out {out} --max_steps 5"))
+    assert answer[0] == 2 and "cannot be continued" in answer[2]
+    assert len(rows(out)) == 3
+
+
+def test_a_folder_without_a_known_tokenizer_trains_to_the_end(run, tmp_path, monkeypatch):
+    """nanoGPT's, without network: what lacks is the text of the sample."""
+    np.tile(np.arange(50, dtype="<u2"), 100).tofile(tmp_path / "train.bin")
+    np.tile(np.arange(50, dtype="<u2"), 100).tofile(tmp_path / "val.bin")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    out = tmp_path / "out"
+    command = [sys.executable, ROOT / "train.py", *flags(f"--data {tmp_path} --out {out} --max_steps 2 --sample_tokens 4")]
+    process = spawn(command, cwd=tmp_path)
+    said, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "no text: the gpt2 tokenizer" in said or " sample " in said
 
 
 def test_config_json_starts_the_same_run(run, tokens, pool, tmp_path):
@@ -151,6 +173,11 @@ BAD = {  # flags -> what the line says; {...} are folders of the fixture
     "--out {other} --data {changed}": "data was",
     "--out {other} --d_ff 80": "d_ff was 64 and is now 80",
     "--resume {root}": "no checkpoint there",
+    "--out {other} --resume {other}/checkpoints/step-00000001": "is not the newest checkpoint of --out",
+    "--out {foreign}": "holds files that are not train.py's",
+    "--beta2 1": "--beta2 1.0 must be at least 0 and below 1",
+    "--timeout inf": "--timeout inf must be at least 1 and below",
+    "--seed 9999999999": "--seed 9999999999 must be at least 0 and below",
     "--device cuda": "PyTorch finds no CUDA device here",
     "--config {root}/nothing.json": "--config",
 }
@@ -174,11 +201,14 @@ def write_tokens(folder: Path, tokens: np.ndarray) -> str:
 @pytest.fixture(scope="module")
 def folders(pool, tokens, tmp_path_factory) -> dict:
     root = tmp_path_factory.mktemp("bad")
-    assert pool(1, call_train, flags(f"--data {tokens} --out {root}/other --max_steps 2")) == [0]
+    assert pool(1, call_train, flags(f"--data {tokens} --out {root}/other --max_steps 2 --save_interval 1")) == [0]
     ramp = np.arange(1000) % 256
     found = {"root": root, "other": root / "other", "changed": write_tokens(root / "changed", ramp)}
     found["high"] = write_tokens(root / "high", np.where(ramp == 200, 300, ramp))
     found["torn"] = write_tokens(root / "torn", ramp)
+    found["foreign"] = root / "foreign"
+    found["foreign"].mkdir()
+    (found["foreign"] / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with open(root / "torn" / "train.bin", "r+b") as file:
         file.truncate(1999)
     return found
@@ -221,39 +251,69 @@ def test_mesh_shapes(arguments, shape):
     assert dist.mesh_shape(*arguments) == shape
 
 
-def count_syncs(argv: list[str]) -> tuple[int, int]:
-    """(reads of a tensor's value by the host in three steps, and in one log row)"""
-    config = train.parse(argv)
-    run = train.Run(config, dist.start("cpu"))
+def count_reads(argv: list[str]) -> dict[str, int]:
+    """How often the host asked for a tensor's value, in the whole loop of a run, by the name of the method.
+
+    On a CPU nothing waits, so every way to ask is replaced by one that counts; the profiler adds what asks from inside
+    (but for AdamW's CPU kernel, which reads its own counts of steps: there the host is the device).
+    """
+    reads: dict[str, int] = {}
+
+    def counting(name: str, method):
+        def ask(tensor, *arguments, **options):
+            reads[name] = reads.get(name, 0) + 1
+            return method(tensor, *arguments, **options)
+
+        return ask
+
+    run = train.Run(train.parse(argv), dist.start("cpu"))
     run.build()
-    numbers = data.train_numbers(range(4), config.global_batch_size, run.micro, run.rank, run.ranks)
-    batches = run.fetch(run.train_windows, numbers)
-    run.train_step(batches)
+    names = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__", "__format__", "__repr__", "nonzero")
+    methods = {name: getattr(torch.Tensor, name) for name in names}
+    run.evaluate = lambda: None  # evaluations wait
+    for name, method in methods.items():
+        setattr(torch.Tensor, name, counting(name, method))
+    with torch.profiler.profile() as profile:
+        assert train.train(run) == 0
+    for name, method in methods.items():
+        setattr(torch.Tensor, name, method)
+    inner = sum(event.name == "aten::_local_scalar_dense" and not in_adamw(event) for event in profile.events())
+    return reads | {"inner": inner}
 
-    def reads(work) -> int:
-        with torch.profiler.profile() as profile:
-            work()
-        return sum(
-            event.name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal") and not in_adamw(event)
-            for event in profile.events()
-        )
 
-    def in_adamw(event) -> bool:  # whose CPU kernel reads its own counts of steps: there the host is the device
-        return event.cpu_parent is not None and (
-            event.cpu_parent.name == "aten::_fused_adamw_" or in_adamw(event.cpu_parent)
-        )
-
-    metrics = {}
-    return reads(lambda: metrics.update([run.train_step(batches) for _ in range(3)][-1])), reads(
-        lambda: metrics["loss"].item()
-    )
+def in_adamw(event) -> bool:
+    return event.cpu_parent is not None and (event.cpu_parent.name == "aten::_fused_adamw_" or in_adamw(event.cpu_parent))
 
 
 @pytest.mark.parametrize("mesh", ["single", "ddp", "fsdp", "hsdp --dp_shard 2 --dp_replicate 2"])
-def test_a_step_that_does_not_log_never_waits_for_the_device(pool, tokens, tmp_path, mesh):
+def test_the_host_reads_from_the_device_on_log_steps_only(pool, tokens, tmp_path, mesh):
+    """Steps 1, 5 and 6 of 6 log: one read each. Before them DataLoader reads a seed of its own, on the host."""
     ranks = {"single": 1, "ddp": 2, "fsdp": 2}.get(mesh, 4)
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {mesh} --micro_batch_size 1")
-    assert pool(ranks, count_syncs, argv) == [(0, 1)] * ranks  # and the counter does count
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {mesh} --micro_batch_size 1 --max_steps 6 --checkpoint none")
+    assert pool(ranks, count_reads, [*argv, "--log_interval", "5"]) == [{"item": 1, "tolist": 3, "inner": 1}] * ranks
+
+
+def count_collectives(argv: list[str]) -> dict[str, int]:
+    """Collectives of one step, by their name."""
+    run = train.Run(train.parse(argv), dist.start("cpu"))
+    run.build()
+    numbers = data.train_numbers(range(3), run.config.global_batch_size, run.micro, run.rank, run.ranks)
+    batches = run.fetch(run.train_windows, numbers)
+    run.train_step(batches)
+    run.train_step(batches)  # DDP arranges its buckets anew after the first
+    with torch.profiler.profile() as profile:
+        run.train_step(batches)
+    names = [event.name.removeprefix("c10d::") for event in profile.events() if event.name.startswith("c10d::")]
+    return {name: names.count(name) for name in set(names)}
+
+
+@pytest.mark.parametrize("mesh, name, per_sync, more", [("ddp", "allreduce_", 1, 0), ("fsdp", "_reduce_scatter_base_", 3, 0)])
+def test_gradients_travel_once_per_step_or_once_per_micro_batch(pool, tokens, tmp_path, mesh, name, per_sync, more):
+    """Four micro-batches; ddp has one bucket, fsdp two blocks and the rest."""
+    for sync, times in (("batch", 1), ("micro_batch", 4)):
+        argv = flags(f"--data {tokens} --out {tmp_path}/{sync} --strategy {mesh} --micro_batch_size 1 --grad_sync {sync}")
+        for counts in pool(2, count_collectives, argv):
+            assert counts[name] == per_sync * times + more, counts
 
 
 class Still(torch.optim.SGD):
