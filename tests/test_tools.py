@@ -1,0 +1,76 @@
+"""compare.py and bench.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import rows
+
+import compare
+
+ROOT = Path(__file__).parent.parent
+
+
+def tool(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT)
+
+
+def cells(table: str) -> dict[str, list[str]]:
+    lines = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {line[0]: line[1:] for line in lines}
+
+
+def test_compare_prints_what_the_logs_say(run):
+    text = "--max_steps 20 --eval_interval 4 --dtype float32"
+    a, b = run(1, f"{text} --clip norm", "a"), run(1, f"{text} --clip adaptive --lr 1e-2 --max_steps 16", "b")
+    answer = tool("compare.py", a, b)
+    assert answer.returncode == 0, answer.stderr
+    found = cells(answer.stdout)
+    losses = [[row["val_loss"] for row in rows(out, "val_loss")] for out in (a, b)]
+    assert found["final validation loss"] == [f"{part[-1]:.4f}" for part in losses]
+    assert found["best validation loss"] == [f"{min(part):.4f}" for part in losses]
+    tokens = 16 * 8 * 16
+    last = [[row["loss"] for row in rows(out) if row["tokens"] <= tokens][-1] for out in (a, b)]  # a tenth of 16 is one row
+    assert found[f"training loss at {tokens:,} tokens"] == [f"{loss:.4f}" for loss in last]
+    target = max(min(part) for part in losses)
+    (speed,) = (found[name] for name in found if name.startswith(f"seconds to validation loss {target:.4f}"))
+    total = [sum(row["step_time"] for row in rows(out)) for out in (a, b)]
+    assert all(0 <= float(seconds) <= whole + 0.1 for seconds, whole in zip(speed, total, strict=True))
+    assert {"`--clip`": ["norm", "adaptive"], "`--lr`": ["0.003", "0.01"], "`--max_steps`": ["20", "16"]}.items() <= found.items()
+    assert "`--out`" not in found and "`--model`" not in found
+    assert "never" in cells(tool("compare.py", a, "--loss", "0.1").stdout)["seconds to validation loss 0.1000"]
+
+
+def test_time_to_a_loss_lies_on_the_line_between_two_evaluations():
+    val = [{"val_loss": 3.0, "time": 10.0}, {"val_loss": 2.0, "time": 20.0}, {"val_loss": 1.0, "time": 40.0}]
+    log = compare.Log("a", {}, [], val)
+    assert [log.time_to(loss) for loss in (3.5, 2.5, 2.0, 1.5, 0.5)] == [10.0, 15.0, 20.0, 30.0, None]
+
+
+@pytest.mark.parametrize("arguments, message", [(["nowhere"], "nowhere is no run folder"), ([], "required: RUN")])
+def test_compare_refuses_what_is_no_run(arguments, message):
+    answer = tool("compare.py", *arguments)
+    assert answer.returncode == 2 and message in answer.stderr and "Traceback" not in answer.stderr
+
+
+def test_compare_plots_or_says_what_to_install(run, tmp_path):
+    out = run(1, "--max_steps 4 --eval_interval 2")
+    answer = tool("compare.py", out, "--plot", tmp_path / "ab.png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert answer.returncode == 2 and "pip install matplotlib" in answer.stderr
+    else:
+        assert answer.returncode == 0 and (tmp_path / "ab.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_bench_optimizer_compares_the_two():
+    answer = tool("bench.py", "optimizer", "--model", "tiny", "--rounds", "20", "--device", "cpu", "--json")
+    assert answer.returncode == 0, answer.stderr
+    result = json.loads(answer.stdout)
+    bare, ours = result["rows"]
+    assert (bare["step"], ours["step"], len(ours["milliseconds"])) == ("bare", "nanoshard", 20)
+    # the goal is 1.05; this allows for a noisy machine
+    assert sorted(ours["ratio"])[10] < 1.3
