@@ -76,6 +76,7 @@ class Config:
     num_workers: int | None = flag(None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0)
     seed: int = flag(0, "of the initial weights and of the order of the data", 0, 2**32)
     # optimizer
+    time_limit: float = flag(0.0, "seconds after which the run saves and stops, early enough to be done by then; 0 is none", 0)
     max_steps: int = flag(600, "optimizer steps in all", 1)
     lr: float | None = flag(None, "highest learning rate (default: 0.5 / d_model, which is close to GPT-3's table)", 0)
     min_lr: float = flag(0.0, "learning rate at the end of the schedule", 0)
@@ -100,9 +101,12 @@ class Config:
     eval_sequences: int = flag(512, "validation sequences of an evaluation, the same at each", 1)
     sample_tokens: int = flag(256, "tokens of text written at the end; 0 is none", 0)
     save_interval: int = flag(250, "steps between checkpoints; 0 is only at the end", 0)
-    keep_last: int = flag(2, "checkpoints kept; 0 keeps all", 0)
+    keep_last: int = flag(2, "newest checkpoints kept; 0 keeps all", 0)
+    keep_every: int = flag(0, "keep those of every so many steps too; 0 is none", 0)
     # checkpoints
-    checkpoint: Literal["sharded", "none"] = flag("sharded", "each rank writes its own part, or nothing is saved")
+    checkpoint: Literal["sharded", "full", "none"] = flag(
+        "sharded", "sharded: each rank writes its own part; full: one file, assembled in the first host's memory")
+    async_save: bool = flag(False, "copy to host memory, and write while training goes on")
     resume: str = flag("auto", "auto continues the run in --out; never wants an empty --out; PATH of a checkpoint begins there")
 
 
@@ -120,8 +124,9 @@ def parse(argv: list[str]) -> Config:
         choices = get_args(f.type) if get_origin(f.type) is Literal else None
         kind = str if choices else next((t for t in get_args(f.type) if t is not type(None)), f.type)  # int | None -> int
         default = "" if f.default is None else f" (default: {f.default})"
-        parser.add_argument(f"--{f.name}", type=kind, choices=choices, default=f.default, help=f.metadata["help"] + default,
-                            metavar=None if choices else kind.__name__.upper())
+        bare = {"nargs": "?", "const": True} if kind is bool else {}  # --async_save is --async_save true
+        parser.add_argument(f"--{f.name}", type=boolean if kind is bool else kind, choices=choices, default=f.default, **bare,
+                            metavar=None if choices else kind.__name__.upper(), help=f.metadata["help"] + default)
     file = parser.parse_known_args(argv)[0].config
     args = vars(parser.parse_args((config_flags(file) if file else []) + argv))
     del args["config"]
@@ -130,6 +135,12 @@ def parse(argv: list[str]) -> Config:
         if least is not None and value is not None and not (least <= value < below or value == below == math.inf):
             raise UsageError(f"--{f.name} {value} must be at least {least}" + f" and below {below}" * (below < math.inf))
     return Config(**args | {"out": args["out"] or f"runs/{args['model']}"})
+
+
+def boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
 
 
 def config_flags(file: str) -> list[str]:
@@ -190,20 +201,22 @@ def steps_without_checkpoint(out: Path, max_steps: int) -> int:
     raise UsageError(f"--out {out} holds a run that saved no checkpoints and cannot be continued: choose another --out")
 
 
-def starting_point(config: Config, manifest: dict) -> tuple[Path | None, int]:
+def starting_point(config: Config, manifest: dict, newest: Path | None) -> tuple[Path | None, int]:
     """(checkpoint to continue from, its step), or (None, 0) for a new run. Raises UsageError where they do not fit.
 
-    The run's own newest checkpoint comes before --resume PATH, so that the same command can be given again.
+    The run's own `newest` one comes before --resume PATH, so that the same command can be given again.
     """
-    out, own = Path(config.out), checkpoint.saved(Path(config.out))
+    out = Path(config.out)
     named = None if config.resume in ("auto", "never") else Path(config.resume)
     if config.resume == "never" and out.exists() and any(out.iterdir()):
         raise UsageError(f"--out {out} is not empty, and --resume never would overwrite it: choose another --out")
     if named and not (named / "manifest.json").is_file():
         raise UsageError(f"--resume {named}: no checkpoint there; give one like runs/tiny/checkpoints/step-00000250")
-    if named and own and named.resolve() in [path.resolve() for path in own[:-1]]:
+    if named and newest and named.resolve() != newest.resolve() and named.resolve().parent == newest.resolve().parent:
         raise UsageError(f"--resume {named} is not the newest checkpoint of --out {out}: choose another --out for a branch")
-    path = own[-1] if own else named
+    if named and not newest and (problem := checkpoint.verify(named)):
+        raise checkpoint.CheckpointError(f"--resume {named}: {problem}")
+    path = newest or named
     if path is None:
         return None, steps_without_checkpoint(out, config.max_steps)
     then = checkpoint.read_manifest(path)
@@ -225,17 +238,28 @@ class Log:
 
     def __init__(self, out: Path, step: int, steps: int, first: bool):
         self.out, self.steps, self.first = out, steps, first
+        self.unwritten: dict[str, bytes] = {}
         for path in (out / "metrics.jsonl", out / "optim.jsonl"):
             if first and path.exists():  # what came after the checkpoint that the run continues from will come again, the same
                 lines = (line for line in path.read_text().splitlines() if line.endswith("}"))
                 replace_file(path, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
 
     def write(self, name: str, rows: Iterable[dict]) -> None:
-        if self.first:
-            with open(self.out / name, "a") as file:  # opened for each: what is logged is on its way to disk
-                for row in rows:
-                    infinite = {key: None for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-                    file.write(json.dumps(row | infinite) + "\n")
+        """Append; what a full disk does not take waits for the next time."""
+        if not self.first:
+            return
+        for row in rows:
+            infinite = {key: None for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+            self.unwritten[name] = self.unwritten.get(name, b"") + json.dumps(row | infinite).encode() + b"\n"
+        with open(self.out / name, "ab", buffering=0) as file:  # opened for each: what is logged is on its way to disk
+            size = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(self.unwritten[name]) < len(self.unwritten[name]):
+                    raise OSError("no room for a whole row")
+                del self.unwritten[name]
+            except OSError as error:
+                file.truncate(size)
+                self.say(f"cannot write {self.out / name} now: {error}")
 
     def row(self, **values) -> None:
         self.write("metrics.jsonl", [values])
@@ -286,9 +310,10 @@ class Run:
         self.folder = folder
         self.manifest = {"config": dataclasses.asdict(c), "model": dataclasses.asdict(self.model_config),
                          "data": folder.fingerprint, "tokenizer": folder.tokenizer, "tokens_in_vocabulary": folder.vocab_size}
-        self.path, self.step = dist.on_first_rank(lambda: starting_point(c, self.manifest))
+        newest, self.passed_over = checkpoint.newest(Path(c.out))
+        self.path, self.step = dist.on_first_rank(lambda: starting_point(c, self.manifest, newest))
         self.finished = self.step >= c.max_steps
-        self.interrupted = False
+        self.interrupted, self.deadline = False, time.monotonic() + (c.time_limit or math.inf)
         self.data_wait = 0.0
 
     def build(self) -> None:
@@ -299,6 +324,8 @@ class Run:
         dist.choose_attention(self.device, self.seq_len)
         with torch.device("meta"):
             self.model = model = Transformer(self.model_config, self.dtype)
+        if c.checkpoint == "full":
+            dist.on_first_rank(lambda: checkpoint.check_full(model.parameter_count()))
         self.forward = dist.parallelize(model, model.blocks, self.mesh, self.strategy, self.dtype, self.device,
                                         lambda name, tensor: model.init_tensor(name, tensor, c.seed))
         lr = 0.5 / self.model_config.d_model if c.lr is None else c.lr
@@ -315,6 +342,7 @@ class Run:
             out.mkdir(parents=True, exist_ok=True)
             replace_file(out / "config.json", json.dumps(dataclasses.asdict(c), indent=2) + "\n")
         self.log = Log(out, self.step, c.max_steps, self.world.rank == 0)
+        self.saver = checkpoint.Saver(out, c.checkpoint, c.async_save, c.keep_last, c.keep_every, self.world.timeout)
 
     def introduce(self) -> None:
         """Say what runs where, with the arithmetic."""
@@ -333,6 +361,7 @@ class Run:
             f"data    {c.data}: {len(self.train_windows):,} sequences; {c.max_steps:,} steps read {epochs:.2f} epochs",
             # float32: weight 4 + gradient 4 + AdamW's two moments 8 = 16 bytes
             f"memory  16 bytes x {own:,} parameters on this rank = {16 * own / 1e6:,.1f} MB for training state, and activations",
+            *(f"        passed over {problem}" for problem in self.passed_over),
             f"out     {c.out}" + (f", continuing from {self.path}" if self.path else ""),
         ):
             self.log.say(line)
@@ -405,11 +434,23 @@ class Run:
         if self.config.checkpoint == "none":
             return
         tokens = self.step * self.config.global_batch_size * self.seq_len
-        manifest = {"step": self.step, "tokens": tokens, **self.manifest}
-        saved = checkpoint.save(Path(self.config.out), self.state, manifest, self.config.keep_last)
-        self.log.row(step=self.step, event="checkpoint", **saved, blocking_seconds=saved["seconds"],
-                     peak_host_memory=dist.peak_host_memory())
-        self.log.say(f"saved {saved['path']}: {saved['bytes'] / 1e6:,.1f} MB in {saved['seconds']:.2f} s", self.step)
+        self.saver.save(self.state, {"step": self.step, "tokens": tokens, **self.manifest})
+        self.log_saves()
+
+    def log_saves(self, last: bool = False) -> None:
+        """Log the saves that have ended; the last one is waited for, and one that failed then fails the run."""
+        if last:
+            self.saver.wait()
+        for row in self.saver.done():
+            self.log.row(**row)
+            if row["event"] == "checkpoint":
+                size, seconds, blocking = row["bytes"] / 1e6, row["seconds"], row["blocking_seconds"]
+                held = "" if blocking == seconds else f", of which training waited {blocking:.2f} s"
+                self.log.say(f"saved {row['path']}: {size:,.1f} MB in {seconds:.2f} s{held}", row["step"])
+            elif last:
+                raise checkpoint.CheckpointError(f"cannot write {row['path']}: {row['error']}")
+            else:
+                self.log.say(f"NOT SAVED, and going on: cannot write {row['path']}: {row['error']}", row["step"])
 
     def sample(self) -> str:
         """The first tokens of the validation set, and how the model goes on; a collective like every forward. Text on rank 0."""
@@ -423,10 +464,14 @@ class Run:
             return f"no text: {error}"
 
     def interrupt(self, number: int, frame) -> None:
-        """SIGINT: stop after the next step, when all ranks know; a second one ends a run without torchrun at once."""
+        """A signal: stop after the next step, when all ranks know. A second Ctrl-C ends a run without torchrun at once."""
         self.interrupted = True
         if "RANK" not in os.environ:  # torchrun passes on the one that the terminal has sent already
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def must_stop(self, step_time: float, pause: float) -> bool:
+        """Whether this rank has to stop: it got a signal, or the time that is left is what the last things may take twice."""
+        return self.interrupted or time.monotonic() > self.deadline - 2 * (step_time + pause)
 
 
 def train(run: Run) -> int:
@@ -437,14 +482,16 @@ def train(run: Run) -> int:
     numbers = data.train_numbers(range(run.step, c.max_steps), c.global_batch_size, run.micro, run.rank, run.ranks)
     batches = run.fetch(run.train_windows, numbers)
     agreement = dist.Agreement(run.world)
-    signal.signal(signal.SIGINT, run.interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C, torchrun and schedulers, Slurm before its limit
+        signal.signal(number, run.interrupt)
     first, logged, mark = run.step + 1, run.step, time.perf_counter()
+    row, pause = {"step_time": 0.0}, 0.0  # the longest that evaluations and checkpoints took
     while run.step < c.max_steps:
         metrics = run.train_step(batches)
         if "parameters" in metrics:
             run.log_parameters(metrics.pop("parameters"))
         step, last = run.step, run.step == c.max_steps
-        stop = agreement(run.interrupted) and not last
+        stop = agreement(run.must_stop(row["step_time"], pause)) and not last
         evaluates, saves = (last or (interval and step % interval == 0) for interval in (c.eval_interval, c.save_interval))
         if not (stop or evaluates or saves or step == first or step % c.log_interval == 0):
             continue
@@ -455,19 +502,29 @@ def train(run: Run) -> int:
         row["tokens_per_second_per_device"] = row["tokens_per_second"] / run.world.size
         row["mfu"] = row["tokens_per_second_per_device"] * flops / peak if peak else None
         log.training(step, row)
-        if stop:
-            run.save()  # first: whoever stops a run does not wait long
+        run.log_saves()
+        began = time.perf_counter()
+        if stop:  # save first: whoever stops a run does not wait long
+            run.save()
+            run.log_saves(last=True)
         if evaluates:
             run.evaluate()
         if stop:
-            log.say(f"interrupted after step {step}" + "; the same command continues" * (c.checkpoint != "none"))
-            return 130
+            log.say(f"stopped after step {step}" + "; the same command continues" * (c.checkpoint != "none"))
+            return stopped_status()
         if saves:
             run.save()
         logged, mark = step, time.perf_counter()
+        pause = max(pause, mark - began)
+    run.log_saves(last=True)
     if c.sample_tokens:
         log.say(f"{' sample ':-^80}\n{run.sample()}\n{'-' * 80}")
     return 0
+
+
+def stopped_status() -> int:
+    """75, sysexits' EX_TEMPFAIL: "try again". But 0 under torchrun --max-restarts, which would try again at once."""
+    return 0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 75
 
 
 def prepare_builtin(world: dist.World) -> None:

@@ -3,6 +3,8 @@
 Starting torch costs seconds, so four workers are started once and form a new gloo group for every case.
 """
 
+import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -114,6 +116,14 @@ def call_train(argv: list[str]) -> int:
     import train
 
     return train.main(argv)
+
+
+def listen(argv: list[str]) -> tuple[int, str, str]:
+    """(status, standard output, standard error) of train.py"""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = call_train(argv)
+    return status, out.getvalue(), err.getvalue()
 
 
 def flags(text: str) -> list[str]:

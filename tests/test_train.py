@@ -1,7 +1,5 @@
 """The command: what it prints, logs, refuses and survives."""
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -14,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import call_train, flags, rows
+from conftest import call_train, flags, listen, rows
 from test_checkpoint import assert_same
 
 import checkpoint
@@ -100,31 +98,24 @@ def test_ctrl_c_saves_and_the_same_command_continues(run, tokens, tmp_path):
     out, _ = process.communicate(timeout=60)
     (saved,) = checkpoint.saved(stopped)
     step = checkpoint.read_manifest(saved)["step"]
-    assert 5 <= step < 400 and f"interrupted after step {step}" in out
+    assert 5 <= step < 400 and f"stopped after step {step}; the same command continues" in out
     run(2, text, "stopped")
     assert_same(whole, stopped)
-
-
-def train_and_listen(argv: list[str]) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = call_train(argv)
-    return status, out.getvalue(), err.getvalue()
 
 
 def test_a_finished_run_says_so(run, tokens, pool):
     out = run(1, "--max_steps 3")
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    ((status, said, _),) = pool(1, train_and_listen, flags(f"--data {tokens} --out {out} --max_steps 3"))
+    ((status, said, _),) = pool(1, listen, flags(f"--data {tokens} --out {out} --max_steps 3"))
     assert status == 0 and "is finished, step 3 of 3" in said
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
 def test_a_finished_run_without_checkpoints_says_so_and_an_unfinished_one_cannot_go_on(run, tokens, pool):
     out = run(1, "--max_steps 3 --checkpoint none")
-    (answer,) = pool(1, train_and_listen, flags(f"--data {tokens} --out {out} --max_steps 3 --checkpoint none"))
+    (answer,) = pool(1, listen, flags(f"--data {tokens} --out {out} --max_steps 3 --checkpoint none"))
     assert answer[0] == 0 and "is finished, step 3 of 3" in answer[1]
-    (answer,) = pool(1, train_and_listen, flags(f"--data {tokens} --out {out} --max_steps 5"))
+    (answer,) = pool(1, listen, flags(f"--data {tokens} --out {out} --max_steps 5"))
     assert answer[0] == 2 and "cannot be continued" in answer[2]
     assert len(rows(out)) == 3
 
@@ -220,14 +211,14 @@ def test_bad_input_is_one_clear_line_and_exit_status_2(text, folders, tokens, po
         pytest.skip("there is a CUDA device here")
     before = {path: path.read_bytes() for path in folders["root"].rglob("*") if path.is_file()}
     argv = flags(f"--data {tokens} --out {folders['root']}/new --max_steps 4 {text.format(**folders)}")
-    ((status, out, err),) = pool(1, train_and_listen, argv)
+    ((status, out, err),) = pool(1, listen, argv)
     assert status == 2 and err.count("\n") == 1 and out == ""
     assert err.startswith("train.py: error: ") and BAD[text] in err
     assert {path: path.read_bytes() for path in folders["root"].rglob("*") if path.is_file()} == before
 
 
 def test_a_mesh_that_does_not_fit_the_world_is_refused_on_every_rank(pool, tokens, tmp_path):
-    answers = pool(3, train_and_listen, flags(f"--data {tokens} --out {tmp_path}/new --strategy fsdp --dp_shard 2"))
+    answers = pool(3, listen, flags(f"--data {tokens} --out {tmp_path}/new --strategy fsdp --dp_shard 2"))
     assert [status for status, _, _ in answers] == [2, 2, 2]
     line = "dp_replicate 1 x dp_shard 2 = 2, but 3 processes were started: choose"
     assert answers[0][2].startswith(f"train.py: error: {line}") and answers[0][2].count("\n") == 1
