@@ -185,7 +185,9 @@ class Saver:
         try:
             row |= self.write(path, state, manifest, before)
         except (dcp.CheckpointException, OSError, RuntimeError) as error:
-            row |= {"event": "checkpoint_failed", "error": str(error).strip().splitlines()[-1]}
+            free = shutil.disk_usage(self.run).free / 1e6  # torch hides a full disk behind its own errors
+            reason = f"{str(error).strip().splitlines()[-1]} ({free:,.1f} MB were free on its disk)"
+            row |= {"event": "checkpoint_failed", "error": reason}
             if self.first:
                 self.remove_leftovers()
         seconds = time.perf_counter() - began

@@ -62,13 +62,16 @@ def start(device: str = "auto", timeout: float = 600.0) -> World:
         torch.cuda.set_device(target)
     else:
         target = torch.device("cpu")
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     limit = timedelta(seconds=timeout)
+    if "RANK" in os.environ:
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        # torchrun --max-restarts keeps its store, and in it the addresses of ranks that died: each attempt gets its own part
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    else:
+        store = dist.HashStore()
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        timeout=limit,
-        device_id=target if device == "cuda" else None,
-        **alone,
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size,
+        timeout=limit, device_id=target if device == "cuda" else None,
     )
     return World(rank, size, local_rank, local_size, target, limit)
 

@@ -314,7 +314,7 @@ class Run:
         self.path, self.step = dist.on_first_rank(lambda: starting_point(c, self.manifest, newest))
         self.finished = self.step >= c.max_steps
         self.interrupted, self.deadline = False, time.monotonic() + (c.time_limit or math.inf)
-        self.data_wait = 0.0
+        self.data_wait, self.unsaved = 0.0, None
 
     def build(self) -> None:
         """Model, optimizer and state, on the mesh; from here on the run folder is this run's."""
@@ -437,20 +437,25 @@ class Run:
         self.saver.save(self.state, {"step": self.step, "tokens": tokens, **self.manifest})
         self.log_saves()
 
-    def log_saves(self, last: bool = False) -> None:
-        """Log the saves that have ended; the last one is waited for, and one that failed then fails the run."""
-        if last:
-            self.saver.wait()
+    def finish_saves(self) -> None:
+        """Wait for the save under way. Raises CheckpointError where the last one failed: the run would be lost."""
+        self.saver.wait()
+        self.log_saves()
+        if self.unsaved:
+            raise checkpoint.CheckpointError(self.unsaved)
+
+    def log_saves(self) -> None:
+        """Log the saves that have ended."""
         for row in self.saver.done():
             self.log.row(**row)
             if row["event"] == "checkpoint":
                 size, seconds, blocking = row["bytes"] / 1e6, row["seconds"], row["blocking_seconds"]
                 held = "" if blocking == seconds else f", of which training waited {blocking:.2f} s"
                 self.log.say(f"saved {row['path']}: {size:,.1f} MB in {seconds:.2f} s{held}", row["step"])
-            elif last:
-                raise checkpoint.CheckpointError(f"cannot write {row['path']}: {row['error']}")
+                self.unsaved = None
             else:
-                self.log.say(f"NOT SAVED, and going on: cannot write {row['path']}: {row['error']}", row["step"])
+                self.unsaved = f"cannot write {row['path']}: {row['error']}"
+                self.log.say(f"NOT SAVED: {self.unsaved}; the checkpoints before are whole", row["step"])
 
     def sample(self) -> str:
         """The first tokens of the validation set, and how the model goes on; a collective like every forward. Text on rank 0."""
@@ -506,7 +511,7 @@ def train(run: Run) -> int:
         began = time.perf_counter()
         if stop:  # save first: whoever stops a run does not wait long
             run.save()
-            run.log_saves(last=True)
+            run.finish_saves()
         if evaluates:
             run.evaluate()
         if stop:
@@ -516,7 +521,7 @@ def train(run: Run) -> int:
             run.save()
         logged, mark = step, time.perf_counter()
         pause = max(pause, mark - began)
-    run.log_saves(last=True)
+    run.finish_saves()
     if c.sample_tokens:
         log.say(f"{' sample ':-^80}\n{run.sample()}\n{'-' * 80}")
     return 0
