@@ -66,6 +66,17 @@ def test_compare_plots_or_says_what_to_install(run, tmp_path):
         assert answer.returncode == 0 and (tmp_path / "ab.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_bench_checkpoint_measures_every_form(tmp_path):
+    options = ["--model", "tiny", "--nproc", "2", "--rounds", "2", "--json"]
+    answer = subprocess.run([sys.executable, ROOT / "bench.py", "checkpoint", *options], capture_output=True, text=True, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    rows = {row["form"]: row for row in json.loads(answer.stdout)["rows"]}
+    assert list(rows) == ["sharded", "sharded, async", "full"] and all(len(row["seconds"]) == 2 for row in rows.values())
+    assert rows["sharded"]["seconds"] == rows["sharded"]["blocking seconds"]
+    assert max(rows["sharded, async"]["blocking seconds"]) < min(rows["sharded, async"]["seconds"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_bench_optimizer_compares_the_two():
     answer = tool("bench.py", "optimizer", "--model", "tiny", "--rounds", "20", "--device", "cpu", "--json")
     assert answer.returncode == 0, answer.stderr
