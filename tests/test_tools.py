@@ -68,7 +68,8 @@ def test_compare_plots_or_says_what_to_install(run, tmp_path):
 
 def test_bench_checkpoint_measures_every_form(tmp_path):
     options = ["--model", "tiny", "--nproc", "2", "--rounds", "2", "--json"]
-    answer = subprocess.run([sys.executable, ROOT / "bench.py", "checkpoint", *options], capture_output=True, text=True, cwd=tmp_path)
+    command = [sys.executable, ROOT / "bench.py", "checkpoint", *options]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     rows = {row["form"]: row for row in json.loads(answer.stdout)["rows"]}
     assert list(rows) == ["sharded", "sharded, async", "full"] and all(len(row["seconds"]) == 2 for row in rows.values())

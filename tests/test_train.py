@@ -18,6 +18,7 @@ from test_checkpoint import assert_same
 import checkpoint
 import data
 import dist
+import model
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -318,7 +319,7 @@ class Still(torch.optim.SGD):
 def test_no_value_leaves_the_device_in_a_step(tokens, monkeypatch):
     """On the meta device a tensor has no data: a copy to the host, or a decision by it, raises. (AdamW itself is torch's.)"""
     net = train.Transformer(
-        train.ModelConfig(320, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=64, seq_len=16)
+        model.ModelConfig(320, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=64, seq_len=16)
     ).to("meta")
     monkeypatch.setattr(torch.optim, "AdamW", Still)
     run = object.__new__(train.Run)
