@@ -43,6 +43,10 @@ class Config:
         "auto", "what the ranks share; auto is single on one process and ddp on several")
     dp_replicate: int | None = flag(None, "copies of the weights (default: the strategy's; hsdp: one per host)", 1)
     dp_shard: int | None = flag(None, "ranks that share a copy (default: the strategy's; hsdp: those of a host)", 1)
+    wrap: str = flag("block", "what fsdp gathers at once: block, block_group:K (K blocks), none (the whole model)")
+    reshard_after_forward: bool = flag(True, "drop gathered weights after forward and gather them again; false is SHARD_GRAD_OP")
+    activation_checkpointing: Literal["none", "selective", "full"] = flag(
+        "none", "compute again in backward: selective all but matrix products and attention, full whole blocks")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto takes the GPUs where there are any")
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto", "compute dtype; auto is bfloat16 where the hardware has it; weights and reductions stay float32")
@@ -51,8 +55,9 @@ class Config:
     global_batch_size: int = flag(32, "sequences per optimizer step over all ranks", 1)
     micro_batch_size: int | None = flag(
         None, "sequences per rank and forward (default: the rank's whole share of the step; less accumulates)", 1)
-    grad_sync: Literal["batch", "micro_batch"] = flag(
-        "batch", "average gradients once per step, or after every micro-batch: more traffic, under fsdp less memory")
+    grad_sync: Literal["batch", "micro_batch", "shard"] = flag(
+        "batch", "average gradients once per step, or after every micro-batch: more traffic, under fsdp less memory; shard, "
+        "for hsdp: scatter them every time, average between replicas once")
     num_workers: int | None = flag(None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0)
     seed: int = flag(0, "of the initial weights and of the order of the data", 0, 2**32)
     # optimizer

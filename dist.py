@@ -6,15 +6,16 @@ Ranks that differ in dp_shard hold different parts of the weights; ranks that di
 All of them read different data: dp_rank = replicate_rank * S + shard_rank covers 0 ... R * S - 1.
 """
 
+import functools
+import itertools
 import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -24,6 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode  # the one place where DDP's and FSDP's collectives both pass
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 T = TypeVar("T")
 
@@ -192,21 +196,29 @@ def dp_size(mesh: DeviceMesh) -> int:
 
 
 def parallelize(
-    model: nn.Module, units: nn.ModuleList, mesh: DeviceMesh, strategy: str, dtype: torch.dtype, device: torch.device,
-    init: Callable[[str, Tensor], None],
+    model: nn.Module, units: list[list[nn.Module]], mesh: DeviceMesh, strategy: str, dtype: torch.dtype, device: torch.device,
+    init: Callable[[str, Tensor], None], reshard_after_forward: bool = True,
 ) -> nn.Module:
     """Lay a model that was built on the meta device out on the mesh, fill it, and return what to call in its place.
 
-    `units` are the submodules whose weights FSDP gathers one at a time; what is left, embedding and head, is one more.
-    Weights are kept in float32, FSDP gathers them in `dtype`, gradients are averaged in float32 over all dp ranks.
-    `init(name, tensor)` fills one whole tensor; see `materialize`. The model's parameters keep their own names.
+    `units` are the groups of submodules, in the order of the forward pass, whose weights FSDP gathers together; what is
+    left is one more. `reshard_after_forward` drops the gathered weights of a unit after its forward and gathers them
+    again for its backward; without, they stay, which is SHARD_GRAD_OP. Weights are kept in float32, FSDP gathers them in
+    `dtype`, gradients are averaged in float32 over all dp ranks. `init(name, tensor)` fills one whole tensor; see
+    `materialize`. The model's parameters keep their own names.
     """
     if strategy in ("fsdp", "hsdp"):
         # fully_shard reads a 2-D mesh by position: replicate first, then shard. Inputs are left as they are: the model
         # casts its own, and keeps its rotations in float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for module in chain(units, [model]):
-            fully_shard(module, mesh=mesh if strategy == "hsdp" else mesh["dp_shard"], mp_policy=policy)
+        shard = functools.partial(fully_shard, mesh=mesh if strategy == "hsdp" else mesh["dp_shard"], mp_policy=policy)
+        for unit in units:
+            shard(unit, reshard_after_forward=reshard_after_forward)
+        shard(model)
+        # The next unit's weights travel while this one computes. In the backward pass FSDP does so by itself, and the
+        # forward pass of a GPU too, whose host runs ahead; saying it here brings it to CPUs.
+        for unit, following in itertools.pairwise(units):
+            unit[-1].set_modules_to_forward_prefetch([following[0]])
     materialize(model, device, init)
     if strategy == "ddp":
         return DistributedDataParallel(
@@ -234,20 +246,95 @@ def materialize(model: nn.Module, device: torch.device, init: Callable[[str, Ten
                 init(name, tensor)
 
 
-@contextmanager
-def gradient_sync(model: nn.Module, on: bool) -> Iterator[None]:
-    """Around forward *and* backward of a micro-batch: whether its gradients are averaged over the ranks (DDP decides at forward).
+def wrap_units(blocks: list[nn.Module], ends: list[nn.Module], wrap: str) -> list[list[nn.Module]]:
+    """FSDP's units for `--wrap`: each block, each K blocks, or none; `ends` come before and after them and are units too.
 
-    Without, they add up on each rank, under FSDP unsharded in float32: 4 bytes x all parameters, the price of sending
-    gradients once per step instead of once per micro-batch.
+    A unit is gathered at once. Larger ones send fewer, longer messages, and hold K blocks' weights: bytes of dtype x
+    parameters of the unit, twice where the next one is on its way. Raises MeshError.
     """
-    if isinstance(model, DistributedDataParallel) and not on:
+    kind, _, size = wrap.partition(":")
+    if kind == "none" and not size:
+        return []
+    if (kind, size) != ("block", "") and (kind != "block_group" or not size.isdecimal() or int(size) < 1):
+        raise MeshError(f"--wrap {wrap}: choose block, block_group:K (K blocks at a time) or none")
+    step = int(size or 1)
+    groups = [list(blocks[start : start + step]) for start in range(0, len(blocks), step)]
+    return [*([end] for end in ends[:1]), *groups, *([end] for end in ends[1:])]
+
+
+@contextmanager
+def gradient_sync(model: nn.Module, mode: str, last: bool) -> Iterator[None]:
+    """Around forward *and* backward of a micro-batch, since DDP decides at forward: when its gradients are averaged over ranks.
+
+    batch: after the `last` one of the step. Until then they add up on each rank, under FSDP unsharded in float32: 4 bytes
+    x all parameters. micro_batch: each time, sharded: 4 bytes x parameters / dp_shard, for as many times the traffic.
+    shard, for hsdp: scattered within the shard group each time, where links are fast, and averaged over dp_replicate after
+    the last one: the memory of the second, and between hosts the traffic of the first.
+    """
+    if isinstance(model, DistributedDataParallel) and mode == "batch" and not last:
         with model.no_sync():
             yield
     else:
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(on)
+            model.set_requires_gradient_sync(last or mode != "batch")
+            model.set_requires_all_reduce(last or mode == "micro_batch")
         yield
+
+
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
+    """Keep less of each block's forward pass and compute it again in the backward pass (Chen et al. 2016).
+
+    full keeps a block's input only: a third more compute. selective keeps what costs most to compute, matrix products and
+    attention, and computes norms, rotations and activations again (Korthikanti et al. 2022).
+    """
+    if mode == "none":
+        return
+    options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, SAVED_OPERATIONS)
+    for block in blocks:  # in place, so that parameters keep their names
+        block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+SAVED_OPERATIONS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,  # attention on CPUs
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What was communicated
+
+
+class CommunicationCounter(TorchDispatchMode):
+    """Counts the collectives under it, DDP's buckets and FSDP's own too: {(kind, axis): [calls, bytes]}.
+
+    `kind` is all_gather, reduce_scatter, all_reduce ...; `axis` the mesh axis whose ranks took part, or "world". Bytes
+    are those of the whole tensor: what is gathered, scattered or reduced. A ring sends (n - 1) / n of it from each rank
+    for a gather or a scatter, and twice that for an all-reduce.
+    """
+
+    KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+
+    def __init__(self, mesh: DeviceMesh):
+        super().__init__()
+        self.axes = {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names}
+        self.counts: dict[tuple[str, str], list[int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            name = function._schema.name.removeprefix("c10d::")
+            leaves = tree_leaves(args)
+            group = next(dist.ProcessGroup.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject))
+            size = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+            key = (self.KINDS.get(name, name), self.axes.get(group.group_name, "world"))
+            calls, total = self.counts.get(key, (0, 0))
+            self.counts[key] = [calls + 1, total + size]
+        return function(*args, **(kwargs or {}))
 
 
 class Agreement:

@@ -176,6 +176,10 @@ class Transformer(nn.Module):
             generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             tensor.normal_(0.0, std, generator=generator)
 
+    def ends(self) -> list[nn.Module]:
+        """The layers before and after the blocks, where each has weights of its own: not where the head is the embedding."""
+        return [self.embed, self.head] if self.head else []
+
     def decays(self, name: str) -> bool:
         """Whether weight decay applies: to the matrices, not to the norms nor to the embedding, which is a table of vectors."""
         return name != "embed.weight" and not name.endswith("norm.weight")

@@ -153,7 +153,9 @@ class Run:
         self.ranks = math.prod(self.shape)
         self.micro, self.accumulation = batch_shape(c, self.ranks)
         self.dtype = dist.fast_dtype(self.device) if c.dtype == "auto" else getattr(torch, c.dtype)
-        model_config(c, vocab_size=1)  # shapes that do not fit are refused before any data are prepared
+        dist.wrap_units([], [], c.wrap), model_config(c, vocab_size=1)  # refused before any data are prepared
+        if c.grad_sync == "shard" and self.strategy != "hsdp":
+            raise UsageError(f"--grad_sync shard is for --strategy hsdp, not {self.strategy}: use batch or micro_batch")
         if c.data == BUILTIN:
             prepare_builtin(world)
         folder = data.open_folder(Path(c.data))
@@ -180,8 +182,10 @@ class Run:
             self.model = model = Transformer(self.model_config, self.dtype)
         if c.checkpoint == "full":
             dist.on_first_rank(lambda: checkpoint.check_full(model.parameter_count()))
-        self.forward = dist.parallelize(model, model.blocks, self.mesh, self.strategy, self.dtype, self.device,
-                                        lambda name, tensor: model.init_tensor(name, tensor, c.seed))
+        dist.checkpoint_activations(model.blocks, c.activation_checkpointing)
+        self.forward = dist.parallelize(model, dist.wrap_units(model.blocks, model.ends(), c.wrap), self.mesh, self.strategy,
+                                        self.dtype, self.device, lambda name, tensor: model.init_tensor(name, tensor, c.seed),
+                                        c.reshard_after_forward)
         lr = 0.5 / self.model_config.d_model if c.lr is None else c.lr
         lr_at = functools.partial(optim.learning_rate, schedule=c.schedule, lr=lr, min_lr=c.min_lr,
                                   warmup_steps=c.warmup_steps, max_steps=c.max_steps)
@@ -237,8 +241,7 @@ class Run:
         loss = torch.zeros((), device=self.device)
         for micro in range(self.accumulation):
             tokens = next(batches)
-            sync = micro == self.accumulation - 1 or self.config.grad_sync == "micro_batch"
-            with dist.gradient_sync(self.forward, sync):
+            with dist.gradient_sync(self.forward, self.config.grad_sync, last=micro == self.accumulation - 1):
                 # mean over the micro-batch / accumulation: their sum, averaged over ranks, is the mean over the global batch
                 part = self.forward(tokens[:, :-1], tokens[:, 1:]) / self.accumulation
                 part.backward()

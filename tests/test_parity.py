@@ -87,7 +87,7 @@ def initial_weights(mesh: str) -> tuple[int, dict]:
             model.ModelConfig(64, n_layer=2, n_head=2, n_kv_head=1, d_model=16, d_ff=24, seq_len=8, tied=False)
         )
     dist.parallelize(
-        net, net.blocks, dist.make_mesh(world, shape), mesh.split()[0], torch.float32, world.device,
+        net, [[block] for block in net.blocks], dist.make_mesh(world, shape), mesh.split()[0], torch.float32, world.device,
         lambda name, tensor: net.init_tensor(name, tensor, 7),
     )  # fmt: skip
     held = sum(optim.local(p).numel() for p in net.parameters())
