@@ -40,7 +40,7 @@ class Config:
     seq_len: int | None = flag(None, "tokens in a sequence", 1)
     # what runs where
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = flag(
-        "auto", "what the ranks share; auto is single on one process and ddp on several")
+        "auto", "what the ranks share; auto: ddp where all of it fits a device, else fsdp, across hosts hsdp")
     dp_replicate: int | None = flag(None, "copies of the weights (default: the strategy's; hsdp: one per host)", 1)
     dp_shard: int | None = flag(None, "ranks that share a copy (default: the strategy's; hsdp: those of a host)", 1)
     wrap: str = flag("block", "what fsdp gathers at once: block, block_group:K (K blocks), none (the whole model)")

@@ -172,6 +172,26 @@ def mesh_shape(strategy: str, world_size: int, local_size: int, replicate: int |
     return replicate, shard
 
 
+def device_memory(world: World) -> int:
+    """Bytes that one rank may fill: its GPU's, or its share of what the host has free."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_properties(world.device).total_memory
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world.local_size
+
+
+def choose_strategy(world: World, parameters: int, activations: int) -> tuple[str, str]:
+    """(strategy, the sum that decided): ddp where everything fits with a fifth to spare, else fsdp, across hosts hsdp.
+
+    A whole copy takes 16 bytes a parameter: float32 weight and gradient, and AdamW's two moments. ddp sends least.
+    """
+    need, have = 16 * parameters + activations, device_memory(world)
+    fits = need <= 0.8 * have
+    several = "hsdp" if world.size > world.local_size else "fsdp"
+    strategy = "single" if world.size == 1 else "ddp" if fits else several
+    total = f"16 bytes x {parameters:,} parameters + {activations / 1e9:,.2f} GB activations = {need / 1e9:,.2f} GB"
+    return strategy, f"{total}, {'at most' if fits else 'more than'} 80% of {have / 1e9:,.1f} GB"
+
+
 def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
     """The mesh over all ranks, dp_replicate x dp_shard, with the world's timeout for the collectives of every axis."""
     grid = torch.arange(world.size).view(shape)
@@ -355,6 +375,33 @@ class Agreement:
         self.flag = torch.tensor([float(flag)])
         self.sent = dist.all_reduce(self.flag, group=self.group, async_op=True)
         return raised
+
+
+def handshake(mesh: DeviceMesh, same: dict[str, object], weights: Iterable[Tensor], reads: Iterable[int]) -> None:
+    """Prove, before the first step, that the ranks are one run: one small gather. Raises MeshError with the ranks.
+
+    What is in `same` is the same on all; `weights`, this rank's parts, are on all ranks that hold the same ones; and no
+    sequence of `reads`, the first that a rank will read, is read by another.
+    """
+    # Sums of the weights' bits as integers: exact in any order, so equal on any two devices.
+    bits = [int(part.detach().view(torch.int32).sum(dtype=torch.int64)) for part in weights]
+    ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (same, mesh.get_local_rank("dp_shard"), bits, list(reads)))
+    first, reader, holder = ranks[0][0], {}, {}
+    for rank, (facts, part, sums, numbers) in enumerate(ranks):
+        for name, value in facts.items():
+            if value != first[name]:
+                others = [other for other, row in enumerate(ranks) if row[0][name] == value]
+                raise MeshError(f"{name} is {first[name]} on rank 0 and {value} on {names(others)}: start all ranks alike")
+        if sums != ranks[holder.setdefault(part, rank)][2]:
+            raise MeshError(f"{names([holder[part], rank])} hold the same part of the model, but with different weights")
+        for number in numbers:
+            if reader.setdefault(number, rank) != rank:
+                raise MeshError(f"{names([reader[number], rank])} both read sequence {number}: they would learn the same twice")
+
+
+def names(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}"
 
 
 def gather(values: Tensor) -> Tensor:

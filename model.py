@@ -180,6 +180,19 @@ class Transformer(nn.Module):
         """The layers before and after the blocks, where each has weights of its own: not where the head is the embedding."""
         return [self.embed, self.head] if self.head else []
 
+    def activation_bytes(self, sequences: int, checkpointing: str = "none") -> int:
+        """An estimate of what a forward pass of so many sequences of seq_len keeps for the backward pass.
+
+        Per token and block, in elements of the compute dtype: inputs of both norms, their outputs, q, k, v, attention's
+        output, the projections' (7 d_model + 2 kv) and gate, up, silu and product (4 d_ff); "selective" keeps about half,
+        "full" the block's input. The logits and their gradient are float32.
+        """
+        c, tokens = self.config, sequences * self.config.seq_len
+        kv = c.n_kv_head * c.d_model // c.n_head
+        block = 7 * c.d_model + 2 * kv + 4 * c.d_ff
+        block = {"none": block, "selective": block // 2, "full": c.d_model}[checkpointing]
+        return tokens * (c.n_layer * block * self.dtype.itemsize + 2 * 4 * c.vocab_size)
+
     def decays(self, name: str) -> bool:
         """Whether weight decay applies: to the matrices, not to the norms nor to the embedding, which is a table of vectors."""
         return name != "embed.weight" and not name.endswith("norm.weight")

@@ -5,6 +5,8 @@
 
 import dataclasses
 import functools
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -22,7 +24,7 @@ import data
 import dist
 import optim
 from config import BUILTIN, Config, UsageError, batch_shape, model_config, parse
-from model import Transformer, generate
+from model import SIZES, Transformer, generate
 
 
 class Diverged(RuntimeError):
@@ -81,6 +83,12 @@ def starting_point(config: Config, manifest: dict, newest: Path | None) -> tuple
     if changed := [f"{key} was {was.get(key)} and is now {now[key]}" for key in now if now[key] != was.get(key)]:
         raise UsageError(f"{path} cannot be continued: {', '.join(changed)}; change that back or choose another --out")
     return path, then["step"]
+
+
+def source_hash() -> str:
+    """Of the Python files that a run is made of."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -148,11 +156,11 @@ class Run:
     def __init__(self, config: Config, world: dist.World):
         self.config = c = config
         self.world, self.device = world, world.device
-        self.strategy = c.strategy if c.strategy != "auto" else "ddp" if world.size > 1 else "single"
+        self.dtype = dist.fast_dtype(self.device) if c.dtype == "auto" else getattr(torch, c.dtype)
+        self.strategy, self.why = (c.strategy, "as asked") if c.strategy != "auto" else self.choose_strategy()
         self.shape = dist.mesh_shape(self.strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard)
         self.ranks = math.prod(self.shape)
         self.micro, self.accumulation = batch_shape(c, self.ranks)
-        self.dtype = dist.fast_dtype(self.device) if c.dtype == "auto" else getattr(torch, c.dtype)
         dist.wrap_units([], [], c.wrap), model_config(c, vocab_size=1)  # refused before any data are prepared
         if c.grad_sync == "shard" and self.strategy != "hsdp":
             raise UsageError(f"--grad_sync shard is for --strategy hsdp, not {self.strategy}: use batch or micro_batch")
@@ -171,6 +179,15 @@ class Run:
         self.finished = self.step >= c.max_steps
         self.interrupted, self.deadline = False, time.monotonic() + (c.time_limit or math.inf)
         self.data_wait, self.unsaved = 0.0, None
+
+    def choose_strategy(self) -> tuple[str, str]:
+        """For --strategy auto, with the vocabulary of the named size: the data need not be there yet."""
+        c = self.config
+        with torch.device("meta"):
+            model = Transformer(model_config(c, SIZES[c.model].vocab_size), self.dtype)
+        micro = c.micro_batch_size or max(1, c.global_batch_size // self.world.size)
+        activations = model.activation_bytes(micro, c.activation_checkpointing)
+        return dist.on_first_rank(lambda: dist.choose_strategy(self.world, model.parameter_count(), activations))
 
     def build(self) -> None:
         """Model, optimizer and state, on the mesh; from here on the run folder is this run's."""
@@ -195,6 +212,10 @@ class Run:
         self.state = {"model": {name: p.detach() for name, p in model.named_parameters()}, "optimizer": self.optimizer.state()}
         if self.path:
             checkpoint.load(self.path, self.state)
+        same = {f"--{name}": value for name, value in self.manifest["config"].items()}
+        same |= {"the code": source_hash(), "the data's fingerprint": self.manifest["data"]}
+        numbers = data.train_numbers(range(self.step, self.step + 1), c.global_batch_size, self.micro, self.rank, self.ranks)
+        dist.handshake(self.mesh, same, map(optim.local, model.parameters()), itertools.chain(*numbers))
         out = Path(c.out)
         if self.world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
@@ -213,6 +234,7 @@ class Run:
             f"model   {c.model}: {m.n_layer} layers x {m.d_model} wide, vocabulary {m.vocab_size:,}: {total:,} parameters",
             f"mesh    {self.strategy}: dp_replicate {replicate} x dp_shard {shard} = {self.world.size} x {self.device.type} "
             f"({dist.device_name(self.device)})",
+            *([f"        --strategy auto: {self.why}"] if c.strategy == "auto" else []),
             f"dtype   {str(self.dtype).removeprefix('torch.')}{why}; weights, reductions and optimizer in float32",
             f"batch   {c.global_batch_size} sequences = micro-batch {self.micro} x accumulation {self.accumulation} "
             f"x {self.ranks} ranks; x {self.seq_len} tokens = {step_tokens:,} tokens a step",

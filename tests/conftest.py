@@ -137,6 +137,9 @@ def rows(run: Path, key: str = "loss") -> list[dict]:
 
 def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole."""
+    if (path / "full.pt").exists():
+        state = dict(checkpoint.flatten(torch.load(path / "full.pt", weights_only=True)))
+        return {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
     reader = checkpoint.Reader(path)
     state = {
         name: torch.empty(m.size, dtype=m.properties.dtype)

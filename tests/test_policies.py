@@ -116,7 +116,7 @@ def test_recomputing_saves_memory_and_changes_no_number(pool):
     (answers,) = pool(1, held)
     (full, *a), (selective, *b), (none, *c) = (answers[mode] for mode in ("full", "selective", "none"))
     # full keeps 6 inputs of blocks, 4 * 256 * 256 * 4 = 1 MB each, and the logits; a block's activations are 30 times an input
-    assert full < 0.25 * none and full < selective < 0.8 * none, answers
+    assert full < 0.5 * none and full < 0.8 * selective and selective < 0.75 * none, answers
     assert a == pytest.approx(c, rel=1e-6) and b == pytest.approx(c, rel=1e-6)
 
 
