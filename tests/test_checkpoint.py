@@ -92,7 +92,7 @@ def test_rows_and_manifest_of_a_checkpoint(run, form):
     assert row["bytes"] == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
     assert 0 < row["blocking_seconds"] <= row["seconds"]
     assert ("async" in form) == (row["blocking_seconds"] < row["seconds"])
-    assert row["peak_host_memory"] >= row["host_memory_before"] > 1e7 < row["host_memory_after"]
+    assert row["peak_host_memory"] > 0.99 * row["host_memory_before"] > 1e7 < row["host_memory_after"]  # Linux counts roughly
     assert row["available_host_memory"] > 1e6
     manifest = checkpoint.read_manifest(path)
     assert (manifest["step"], manifest["tokens"]) == (4, 4 * 8 * 16)

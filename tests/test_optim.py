@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags, listen, rows, tensors
+from conftest import Scalars, flags, listen, rows, tensors
 
 import checkpoint
 import data
@@ -23,7 +23,7 @@ def lr_at(step: int) -> float:
 
 
 def build(strategy: str, **options) -> tuple:
-    """(what to call, optimizer, this rank's part of a batch of 8) of a small decoder on the mesh of this process's world"""
+    """(what to call, optimizer, this rank's part of a batch of 8, mesh) of a small decoder in this process's world"""
     world = dist.start("cpu")
     shape = dist.mesh_shape(strategy, world.size, world.local_size, None, 2 if strategy == "hsdp" else None)
     mesh = dist.make_mesh(world, shape)
@@ -34,7 +34,7 @@ def build(strategy: str, **options) -> tuple:
     forward = dist.parallelize(net, [[block] for block in net.blocks], mesh, strategy, torch.float32, world.device, init)
     optimizer = optim.Optimizer(net.named_parameters(), net.decays, lr_at, **options)
     share = 8 // world.size
-    return forward, optimizer, slice(dist.dp_rank(mesh) * share, (dist.dp_rank(mesh) + 1) * share)
+    return forward, optimizer, slice(dist.dp_rank(mesh) * share, (dist.dp_rank(mesh) + 1) * share), mesh
 
 
 def batch(step: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def batch(step: int) -> torch.Tensor:
 
 def steps(strategy: str, count: int, **options) -> tuple[list, dict]:
     """(metrics of each step, the weights after the last)"""
-    forward, optimizer, part = build(strategy, **options)
+    forward, optimizer, part, _ = build(strategy, **options)
     log = []
     for step in range(count):
         tokens = batch(step)[part]
@@ -272,21 +272,15 @@ def diverging_run(argv: list[str]) -> tuple[int, str]:
 
 def cost(strategy: str, options: dict) -> list[tuple[int, int]]:
     """(collectives, reads by the host) of an ordinary step and of one with metrics"""
-    forward, optimizer, part = build(strategy, **options)
+    forward, optimizer, part, mesh = build(strategy, **options)
     counts = []
-    for step, measure in enumerate((False, False, True)):
+    for step, measure in enumerate((False, True)):
         loss = forward(batch(step)[part, :-1], batch(step)[part, 1:])
         loss.backward()
-        with torch.profiler.profile() as profile:
+        with dist.CommunicationCounter(mesh) as sent, Scalars() as scalars:
             optimizer.step(step, loss.detach(), measure)
-        events = [event for event in profile.events() if not inside(event, "aten::_fused_adamw_")]
-        names = [event.name for event in events]
-        counts.append((sum(name.startswith("c10d::") for name in names), names.count("aten::_local_scalar_dense")))
-    return counts[1:]
-
-
-def inside(event, name: str) -> bool:
-    return event.cpu_parent is not None and (event.cpu_parent.name == name or inside(event.cpu_parent, name))
+        counts.append((sum(calls for calls, _ in sent.counts.values()), scalars.count))
+    return counts
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import call_train, flags, listen, rows
+from conftest import Scalars, call_train, flags, listen, rows
 from test_checkpoint import assert_same
 
 import checkpoint
@@ -39,55 +39,34 @@ def spawn(command: list, **options) -> subprocess.Popen:
 
 
 def test_the_command_of_the_readme(tmp_path):
-    """Shortened to 60 steps; it prepares the built-in data where it is started."""
-    command = [
-        *TORCHRUN,
-        "2",
-        ROOT / "train.py",
-        "--strategy",
-        "fsdp",
-        "--device",
-        "cpu",
-        "--max_steps",
-        "60",
-        "--eval_interval",
-        "0",
-    ]
+    """Shortened to 30 steps; it prepares the built-in data where it is started."""
+    short = ["--max_steps", "30", "--eval_interval", "0"]
+    command = [*TORCHRUN, "2", ROOT / "train.py", "--strategy", "fsdp", "--device", "cpu", *short]
     process = spawn(command, cwd=tmp_path)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
     assert (tmp_path / "tokens/python/meta.json").exists()
     assert "fsdp: dp_replicate 1 x dp_shard 2 = 2 x cpu" in out
     assert "32 sequences = micro-batch 16 x accumulation 1 x 2 ranks; x 128 tokens = 4,096 tokens a step" in out
-    assert re.search(r"^step 60/60 +100%  loss \d\.\d{4}", out, re.M)
+    assert re.search(r"^step 30/30 +100%  loss \d\.\d{4}", out, re.M)
     assert len(out.split("- sample -")[1]) > 256
     log = rows(tmp_path / "runs/tiny")
-    assert [row["step"] for row in log] == [1, 10, 20, 30, 40, 50, 60]
-    assert log[-1]["tokens"] == 60 * 32 * 128 and log[-1]["loss"] < 3
+    assert [row["step"] for row in log] == [1, 10, 20, 30]
+    assert log[-1]["tokens"] == 30 * 32 * 128 and log[-1]["loss"] < 4
     fields = """step tokens loss grad_norm lr clipped skipped_steps step_time tokens_per_second tokens_per_second_per_device
         mfu data_wait peak_device_memory peak_host_memory"""
     assert log[-1].keys() == set(fields.split())
     assert log[-1]["mfu"] is None and log[-1]["tokens_per_second"] == pytest.approx(4096 / log[-1]["step_time"])
-    assert rows(tmp_path / "runs/tiny", "val_loss")[-1]["val_loss"] < 3
+    assert rows(tmp_path / "runs/tiny", "val_loss")[-1]["val_loss"] < 4
 
-    sample = [
-        sys.executable,
-        ROOT / "sample.py",
-        "--run",
-        tmp_path / "runs/tiny",
-        "--prompt",
-        "import",
-        "--max_new_tokens",
-        "20",
-        "--seed",
-        "3",
-    ]
+    prompt = ["--prompt", "import", "--max_new_tokens", "20", "--seed", "3"]
+    sample = [sys.executable, ROOT / "sample.py", "--run", tmp_path / "runs/tiny", *prompt]
     texts = [subprocess.run(sample, capture_output=True, text=True, check=True).stdout for _ in range(2)]
     assert texts[0] == texts[1] and texts[0].startswith("import") and len(texts[0]) > 20
 
 
 def test_ctrl_c_saves_and_the_same_command_continues(run, tokens, tmp_path):
-    text = "--max_steps 400 --keep_last 0 --save_interval 400 --eval_interval 1 --eval_sequences 1 --strategy ddp"
+    text = "--max_steps 200 --keep_last 0 --strategy ddp"
     whole = run(2, text, "whole")
     stopped = tmp_path / "stopped"
     process = spawn([*TORCHRUN, "2", ROOT / "train.py", *flags(f"--data {tokens} --out {stopped} {text}")])
@@ -99,7 +78,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(run, tokens, tmp_path):
     out, _ = process.communicate(timeout=60)
     (saved,) = checkpoint.saved(stopped)
     step = checkpoint.read_manifest(saved)["step"]
-    assert 5 <= step < 400 and f"stopped after step {step}; the same command continues" in out
+    assert 5 <= step < 200 and f"stopped after step {step}; the same command continues" in out
     run(2, text, "stopped")
     assert_same(whole, stopped)
 
@@ -246,8 +225,7 @@ def test_mesh_shapes(arguments, shape):
 def count_reads(argv: list[str]) -> dict[str, int]:
     """How often the host asked for a tensor's value, in the whole loop of a run, by the name of the method.
 
-    On a CPU nothing waits, so every way to ask is replaced by one that counts; the profiler adds what asks from inside
-    (but for AdamW's CPU kernel, which reads its own counts of steps: there the host is the device).
+    On a CPU nothing waits, so every way to ask is replaced by one that counts; a dispatch mode adds what asks from inside.
     """
     reads: dict[str, int] = {}
 
@@ -265,16 +243,11 @@ def count_reads(argv: list[str]) -> dict[str, int]:
     run.evaluate = lambda: None  # evaluations wait
     for name, method in methods.items():
         setattr(torch.Tensor, name, counting(name, method))
-    with torch.profiler.profile() as profile:
+    with Scalars() as scalars:
         assert train.train(run) == 0
     for name, method in methods.items():
         setattr(torch.Tensor, name, method)
-    inner = sum(event.name == "aten::_local_scalar_dense" and not in_adamw(event) for event in profile.events())
-    return reads | {"inner": inner}
-
-
-def in_adamw(event) -> bool:
-    return event.cpu_parent is not None and (event.cpu_parent.name == "aten::_fused_adamw_" or in_adamw(event.cpu_parent))
+    return reads | {"inner": scalars.count}
 
 
 @pytest.mark.parametrize("mesh", ["single", "ddp", "fsdp", "hsdp --dp_shard 2 --dp_replicate 2"])
@@ -283,29 +256,6 @@ def test_the_host_reads_from_the_device_on_log_steps_only(pool, tokens, tmp_path
     ranks = {"single": 1, "ddp": 2, "fsdp": 2}.get(mesh, 4)
     argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {mesh} --micro_batch_size 1 --max_steps 6 --checkpoint none")
     assert pool(ranks, count_reads, [*argv, "--log_interval", "5"]) == [{"item": 1, "tolist": 3, "inner": 1}] * ranks
-
-
-def count_collectives(argv: list[str]) -> dict[str, int]:
-    """Collectives of one step, by their name."""
-    run = train.Run(train.parse(argv), dist.start("cpu"))
-    run.build()
-    numbers = data.train_numbers(range(3), run.config.global_batch_size, run.micro, run.rank, run.ranks)
-    batches = run.fetch(run.train_windows, numbers)
-    run.train_step(batches)
-    run.train_step(batches)  # DDP arranges its buckets anew after the first
-    with torch.profiler.profile() as profile:
-        run.train_step(batches)
-    names = [event.name.removeprefix("c10d::") for event in profile.events() if event.name.startswith("c10d::")]
-    return {name: names.count(name) for name in set(names)}
-
-
-@pytest.mark.parametrize("mesh, name, per_sync, more", [("ddp", "allreduce_", 1, 0), ("fsdp", "_reduce_scatter_base_", 3, 0)])
-def test_gradients_travel_once_per_step_or_once_per_micro_batch(pool, tokens, tmp_path, mesh, name, per_sync, more):
-    """Four micro-batches; ddp has one bucket, fsdp two blocks and the rest."""
-    for sync, times in (("batch", 1), ("micro_batch", 4)):
-        argv = flags(f"--data {tokens} --out {tmp_path}/{sync} --strategy {mesh} --micro_batch_size 1 --grad_sync {sync}")
-        for counts in pool(2, count_collectives, argv):
-            assert counts[name] == per_sync * times + more, counts
 
 
 class Still(torch.optim.SGD):
