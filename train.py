@@ -161,7 +161,8 @@ class Run:
         self.shape = dist.mesh_shape(self.strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard)
         self.ranks = math.prod(self.shape)
         self.micro, self.accumulation = batch_shape(c, self.ranks)
-        dist.wrap_units([], [], c.wrap), model_config(c, vocab_size=1)  # refused before any data are prepared
+        dist.wrap_units([], [], c.wrap)  # this and the next: what does not fit is refused before any data are prepared
+        model_config(c, vocab_size=1)
         if c.grad_sync == "shard" and self.strategy != "hsdp":
             raise UsageError(f"--grad_sync shard is for --strategy hsdp, not {self.strategy}: use batch or micro_batch")
         if c.data == BUILTIN:
