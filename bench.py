@@ -2,27 +2,36 @@
 
     python bench.py optimizer
     python bench.py checkpoint --nproc 4
+    python bench.py cluster --hosts 2 --nproc 2 --bandwidth 200mbit
 """
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import json
 import os
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 import checkpoint
+import data
 import dist
 import optim
 from model import SIZES, Transformer
+
+
+class CannotMeasure(RuntimeError):
+    """What a benchmark needs is not here."""
 
 
 def alternate(work: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -129,27 +138,168 @@ def reset_peak() -> int:
     return checkpoint.host_memory()["resident"]
 
 
-TABLES = {"optimizer": optimizer, "checkpoint": checkpoints}
+# ---------------------------------------------------------------------------------------------------------------
+# A cluster in a box
+
+STRATEGIES = {"ddp": "--strategy ddp", "fsdp": "--strategy fsdp",
+              "SHARD_GRAD_OP": "--strategy fsdp --reshard_after_forward false", "hsdp": "--strategy hsdp"}
+ACCUMULATION = 8
+# 2.4 million parameters: enough for the network to matter, while a run takes seconds
+RUN = ("--model tiny --d_model 192 --d_ff 768 --seq_len 64 --micro_batch_size 1 --device cpu --log_interval 1 "
+       "--eval_interval 0 --eval_sequences 1 --sample_tokens 0 --checkpoint none")
+ADDRESS = "10.0.0.{}"  # of host 1, 2 ...: no other network sees them
 
 
-def main() -> int:
+def cluster(args) -> tuple[list[dict], str]:
+    """Training on hosts that a slow network joins, all on this machine: each strategy, with its gradients averaged once a
+    step and after every micro-batch. Needs Linux, root and iproute2.
+
+    gloo's reduce-scatter sends as much as an all-reduce, twice what nccl's does: micro_batch is that much slower under fsdp.
+    """
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, hosts(args.hosts, args.bandwidth) as names:
+        sources = sorted(str(path) for path in Path(__file__).parent.glob("*.py"))
+        data.prepare(sources, Path(folder, "tokens"), progress=lambda line: None)
+        for strategy in args.strategies:
+            for sync in ("batch", "micro_batch"):
+                out = Path(folder, f"{strategy}-{sync}")
+                print(f"{strategy}, {sync} ...", file=sys.stderr, flush=True)
+                flags = f"{RUN} {STRATEGIES[strategy]} --grad_sync {sync} --data {folder}/tokens --out {out} "
+                flags += f"--global_batch_size {ACCUMULATION * args.hosts * args.nproc} --max_steps {args.steps + 1}"
+                run_on(names, args.nproc, 29500 + len(rows), flags.split(), out)
+                logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+                # the first step sets buckets and buffers up
+                speeds = [row["tokens_per_second_per_device"] for row in logged if row.get("step_time") and row["step"] > 1]
+                rows.append({"strategy": strategy, "grad_sync": sync, "tokens/s/device": speeds})
+    unit = statistics.median(rows[0]["tokens/s/device"])
+    for row in rows:
+        row[f"ratio to {rows[0]['strategy']}, batch"] = [speed / unit for speed in row["tokens/s/device"]]
+    return rows, (f"{args.hosts} hosts x {args.nproc} processes, {args.bandwidth} each way between hosts, 2.4 million "
+                  f"parameters, accumulation {ACCUMULATION}, {args.steps} steps")
+
+
+def ip(*words: str, tool: str = "ip") -> str:
+    """Run iproute2's `ip` or `tc`; returns what it prints. Raises CannotMeasure with what it complains of."""
+    answer = subprocess.run([tool, *words], capture_output=True, text=True)
+    if answer.returncode:
+        said = " ".join(answer.stderr.split())
+        rights = ": a container needs --privileged for that" if "not permitted" in said else ""
+        raise CannotMeasure(f"{tool} {' '.join(words)}: {said}{rights}")
+    return answer.stdout
+
+
+@contextlib.contextmanager
+def hosts(count: int, bandwidth: str) -> Iterator[list[str]]:
+    """Network namespaces that play hosts on one switch; their names. They go when the block ends, with all that runs in them.
+
+    The limit is on both ends of a host's link, which makes it one of each direction, as a cable has.
+    """
+    if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
+        raise CannotMeasure(f"there is no {' and no '.join(missing)} here: install iproute2 (apt-get install iproute2)")
+    if os.geteuid():
+        raise CannotMeasure("only root may make network namespaces: run it with sudo, or in a container with --privileged")
+    switch, *names = [f"bench-{os.getpid()}-{part}" for part in ("switch", *range(count))]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that what follows cleans up
+    try:
+        for name in (switch, *names):
+            ip("netns", "add", name)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for i, name in enumerate(names):
+            port = f"port{i}"
+            ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+            ip("-n", switch, "link", "set", port, "master", "bridge")
+            ip("-n", name, "address", "add", f"{ADDRESS.format(i + 1)}/24", "dev", "eth0")
+            for namespace, device in ((name, "lo"), (name, "eth0"), (switch, port)):
+                ip("-n", namespace, "link", "set", device, "up")
+                if device != "lo":  # 256 kB at once: four of the largest packets, 10 ms of 200mbit
+                    limit = ("rate", bandwidth, "burst", "256kb", "latency", "50ms")
+                    ip("-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limit, tool="tc")
+        yield names
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):  # an impatient second Ctrl-C leaves nothing behind either
+            signal.signal(number, signal.SIG_IGN)
+        for name in {switch, *names} & {line.split()[0] for line in ip("netns", "list").splitlines()}:
+            kill_all(name)
+            ip("netns", "delete", name)  # and with it the links
+
+
+def kill_all(namespace: str) -> None:
+    """Kill what runs in a namespace. No process group has them all: torchrun gives each worker a session of its own."""
+    while pids := ip("netns", "pids", namespace).split():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def run_on(names: list[str], nproc: int, port: int, flags: list[str], out: Path) -> None:
+    """train.py with `flags`, under one torchrun on each host; its output goes to files beside `out`."""
+    here = {"OMP_NUM_THREADS": "1", "TMPDIR": str(out.parent),  # where torchrun leaves folders of its own
+            "GLOO_SOCKET_IFNAME": "eth0"}  # by itself gloo takes the address of the machine's name
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(names)}", f"--nproc_per_node={nproc}",
+                f"--master_addr={ADDRESS.format(1)}", f"--master_port={port}"]
+    agents = []
+    logs = [out.with_name(f"{out.name}-host{i}.txt") for i in range(len(names))]
+    for i, name in enumerate(names):
+        options = [f"--node_rank={i}", f"--local_addr={ADDRESS.format(i + 1)}", str(Path(__file__).with_name("train.py"))]
+        with open(logs[i], "w") as log:
+            agents.append(subprocess.Popen(["ip", "netns", "exec", name, *torchrun, *options, *flags], env=os.environ | here,
+                                           stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True))
+    while None in (statuses := [agent.poll() for agent in agents]) and not any(statuses):
+        time.sleep(0.1)
+    if any(statuses):  # the other hosts may wait for this one
+        failed = next(i for i, status in enumerate(statuses) if status)
+        sys.exit(f"{logs[failed].read_text()[-4000:]}\nbench.py: error: host {failed} failed: train.py {' '.join(flags)}")
+
+
+TABLES = {"optimizer": optimizer, "checkpoint": checkpoints, "cluster": cluster}
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure nanoshard on this machine.")
     tables = parser.add_subparsers(dest="table", required=True, metavar="TABLE")
     for name, table in TABLES.items():
         sub = tables.add_parser(name, help=table.__doc__, description=table.__doc__)
-        sub.add_argument("--model", default="gpt2-124m", choices=SIZES, help="(default: gpt2-124m)")
-        sub.add_argument("--rounds", type=int, default=15, metavar="N", help="counted rounds (default: 15)")
-        sub.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (default: 1)")
-        sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
+        if table is cluster:
+            sub.add_argument("--hosts", type=positive, default=2, metavar="N", help="(default: 2)")
+            sub.add_argument("--nproc", type=positive, default=2, metavar="N", help="processes on each host (default: 2)")
+            sub.add_argument("--bandwidth", default="200mbit", metavar="RATE",
+                             help="of each host's link, in each direction, as tc writes it (default: 200mbit)")
+            sub.add_argument("--steps", type=positive, default=3, metavar="N", help="counted steps of each run (default: 3)")
+            sub.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES, metavar="NAME",
+                             help=f"those to measure, of {', '.join(STRATEGIES)} (default: all)")
+        else:
+            sub.add_argument("--model", default="gpt2-124m", choices=SIZES, help="(default: gpt2-124m)")
+            sub.add_argument("--rounds", type=positive, default=15, metavar="N", help="counted rounds (default: 15)")
+            sub.add_argument("--nproc", type=positive, default=1, metavar="N", help="processes (default: 1)")
+            sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
         sub.add_argument("--json", action="store_true", help="print numbers instead of the table")
-    args = parser.parse_args()
-    if args.nproc > 1 and "RANK" not in os.environ:
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    if args.table != "cluster" and args.nproc > 1 and "RANK" not in os.environ:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.nproc), sys.argv[0], args.table]
         # spelled out anew: torchrun would take --nproc for one of its own
         options = [f"--{name}={value}" for name, value in vars(args).items() if name not in ("table", "nproc", "json")]
         os.execv(sys.executable, [sys.executable, *torchrun, *options, *["--json"] * args.json])
-    rows, subject = TABLES[args.table](args)
-    dist.stop()
+    try:
+        rows, subject = TABLES[args.table](args)
+    except CannotMeasure as error:
+        print(f"bench.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if torch.distributed.is_initialized():
+        dist.stop()
     if int(os.environ.get("RANK", 0)):
         return 0
     if args.json:
