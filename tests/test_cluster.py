@@ -1,0 +1,94 @@
+"""bench.py cluster: training on hosts that a slow network joins, as namespaces of this machine."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench.py"
+
+
+def start(folder: Path, *options: str, **more) -> subprocess.Popen:
+    """bench.py cluster in a process group of its own, with its temporary files under `folder`."""
+    return subprocess.Popen(
+        [sys.executable, BENCH, "cluster", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env=os.environ | {"TMPDIR": str(folder), **more})
+
+
+def namespaces(pid: int) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"bench-{pid}-")]
+
+
+def processes(folder: Path) -> list[str]:
+    """Command lines that name `folder`: torchrun's and those of its ranks."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue  # it has ended meanwhile
+    return [line for line in found if str(folder) in line]
+
+
+@pytest.fixture
+def box(tmp_path):
+    """A folder for the benchmark's files, where namespaces can be made; afterwards nothing is left of it."""
+    if os.name != "posix" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("network namespaces need root, and ip and tc of iproute2")
+    if subprocess.run(["ip", "netns", "add", probe := f"probe-{os.getpid()}"], capture_output=True).returncode:
+        pytest.skip("this root may not make network namespaces")
+    subprocess.run(["ip", "netns", "delete", probe], check=True)
+    yield tmp_path
+    assert not processes(tmp_path) and not list(tmp_path.iterdir())
+
+
+def speeds(folder: Path, *options: str) -> dict[tuple[str, str], float]:
+    """(strategy, grad_sync) -> median tokens per second and device"""
+    process = start(folder, "--json", *options)
+    out, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, errors
+    assert not namespaces(process.pid)
+    return {(row["strategy"], row["grad_sync"]): median(row["tokens/s/device"]) for row in json.loads(out)["rows"]}
+
+
+def test_ddp_across_hosts_is_faster_when_gradients_travel_once_a_step(box):
+    found = speeds(box, "--nproc", "1", "--strategies", "ddp", "--steps", "1")
+    assert found["ddp", "batch"] > 1.5 * found["ddp", "micro_batch"]
+
+
+@pytest.mark.slow
+def test_all_strategies_across_hosts(box):
+    found = speeds(box, "--steps", "2")
+    assert len(found) == 8
+    assert found["ddp", "batch"] > 2 * found["ddp", "micro_batch"]
+    assert found["ddp", "batch"] > 1.5 * found["fsdp", "batch"]
+    assert found["hsdp", "batch"] > found["fsdp", "micro_batch"]
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_nothing_behind(box, number, status):
+    process = start(box, "--strategies", "ddp")
+    until = time.monotonic() + 60
+    while sum("train.py" in line for line in processes(box)) < 4:  # both torchruns and ranks of theirs
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.1)
+    assert len(namespaces(process.pid)) == 3
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=30) == status
+    assert not namespaces(process.pid)
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_without_iproute2_it_says_what_to_install(tmp_path):
+    process = start(tmp_path, PATH=str(tmp_path))
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert "install iproute2" in errors and errors.count("\n") == 1
