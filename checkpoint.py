@@ -267,7 +267,8 @@ class Saver:
         older = [other for other in saved(self.run) if other.name <= path.name]
         for other in older[: -self.keep_last] if self.keep_last else []:
             if not self.keep_every or int(other.name.removeprefix("step-")) % self.keep_every:
-                shutil.rmtree(other)
+                # Renamed first: killed while it removes files, the run leaves no checkpoint that lacks some.
+                shutil.rmtree(other.rename(other.with_name(f".{other.name}.removed.tmp")))
 
     def on_first(self, work: Callable[[], None]) -> None:
         """Do it on rank 0, and raise its error on all."""

@@ -59,6 +59,7 @@ def speeds(folder: Path, *options: str) -> dict[tuple[str, str], float]:
     return {(row["strategy"], row["grad_sync"]): median(row["tokens/s/device"]) for row in json.loads(out)["rows"]}
 
 
+@pytest.mark.slow
 def test_ddp_across_hosts_is_faster_when_gradients_travel_once_a_step(box):
     found = speeds(box, "--nproc", "1", "--strategies", "ddp", "--steps", "1")
     assert found["ddp", "batch"] > 1.5 * found["ddp", "micro_batch"]
