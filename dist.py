@@ -207,10 +207,6 @@ def dp_rank(mesh: DeviceMesh) -> int:
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
 
 
-def dp_size(mesh: DeviceMesh) -> int:
-    return mesh["dp_replicate"].size() * mesh["dp_shard"].size()
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # A model on the mesh
 
@@ -355,6 +351,10 @@ class CommunicationCounter(TorchDispatchMode):
             calls, total = self.counts.get(key, (0, 0))
             self.counts[key] = [calls + 1, total + size]
         return function(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What the ranks tell one another
 
 
 class Agreement:
