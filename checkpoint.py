@@ -209,8 +209,9 @@ class Saver:
             return self.stager.stage(state)
         if self.copy is None:
             self.copy = clone(state)
-        for (_, target), (_, source) in zip(flatten(self.copy), flatten(state)):
-            target.copy_(source)
+        else:
+            for (_, target), (_, source) in zip(flatten(self.copy), flatten(state)):
+                target.copy_(source)
         return self.copy
 
     def done(self) -> list[dict]:
@@ -243,7 +244,7 @@ class Saver:
             "peak_host_memory": max(memory["peak"] for _, memory in reports),
             "host_memory_before": before["resident"], "host_memory_after": host_memory()["resident"],
             "available_host_memory": min(memory["available"] for _, memory in reports),
-        }  # fmt: skip
+        }
 
     def remove_leftovers(self) -> None:
         """What killed or failed saves of this run left half-written."""
@@ -356,9 +357,9 @@ def load(path: Path, state: dict) -> None:
             load_full(path / "full.pt", state)
         else:
             dcp.load(state, storage_reader=Reader(path), no_dist=not dist.is_initialized())
+    except CheckpointError:
+        raise
     except (dcp.CheckpointException, OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"cannot read {path}: {str(error).strip().splitlines()[-1]}") from None
 
 

@@ -51,6 +51,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto", "compute dtype; auto is bfloat16 where the hardware has it; weights and reductions stay float32")
     timeout: float = flag(600.0, "seconds after which a collective that does not finish ends the run", 1, 1e9)
+    time_limit: float = flag(0.0, "seconds after which the run saves and stops, early enough to be done by then; 0 is none", 0)
     # batch: global_batch_size = micro_batch_size x accumulation x data-parallel ranks
     global_batch_size: int = flag(32, "sequences per optimizer step over all ranks", 1)
     micro_batch_size: int | None = flag(
@@ -61,7 +62,6 @@ class Config:
     num_workers: int | None = flag(None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0)
     seed: int = flag(0, "of the initial weights and of the order of the data", 0, 2**32)
     # optimizer
-    time_limit: float = flag(0.0, "seconds after which the run saves and stops, early enough to be done by then; 0 is none", 0)
     max_steps: int = flag(600, "optimizer steps in all", 1)
     lr: float | None = flag(None, "highest learning rate (default: 0.5 / d_model, which is close to GPT-3's table)", 0)
     min_lr: float = flag(0.0, "learning rate at the end of the schedule", 0)

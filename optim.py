@@ -201,7 +201,7 @@ class Optimizer:
 
     KINDS = ("grad", "weight", "exp_avg", "exp_avg_sq")
     COLUMNS = (*(f"{kind}_{what}" for kind in KINDS for what in ("norm", "mean", "max", "min")),
-               "update_norm", "update_ratio", "clipped")  # fmt: skip
+               "update_norm", "update_ratio", "clipped")
 
     @staticmethod
     def statistics(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,7 @@ def initial_weights(mesh: str) -> tuple[int, dict]:
     dist.parallelize(
         net, [[block] for block in net.blocks], dist.make_mesh(world, shape), mesh.split()[0], torch.float32, world.device,
         lambda name, tensor: net.init_tensor(name, tensor, 7),
-    )  # fmt: skip
+    )
     held = sum(optim.local(p).numel() for p in net.parameters())
     return held, {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in net.named_parameters()
