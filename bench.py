@@ -95,11 +95,11 @@ def plain_write(path: Path, size: int) -> None:
 def checkpoints(args) -> tuple[list[dict], str]:
     """Saving a model and its AdamW state under fsdp: each form against a plain write of as many bytes, in turn."""
     world = dist.start("cpu")
-    mesh = dist.make_mesh(world, (1, world.size))
+    mesh = dist.make_mesh(world, (1, world.size, 1))
     with torch.device("meta"):
         net = Transformer(SIZES[args.model])
     init = lambda name, tensor: net.init_tensor(name, tensor, 0)  # noqa: E731
-    dist.parallelize(net, [[block] for block in net.blocks], mesh, "fsdp", torch.float32, world.device, init)
+    dist.parallelize(net, {}, [[block] for block in net.blocks], mesh, "fsdp", torch.float32, world.device, init)
     slots = ("model", "exp_avg", "exp_avg_sq")
     state = {slot: {name: p.detach().clone() for name, p in net.named_parameters()} for slot in slots}
     shard = sum(4 * optim.local(tensor).numel() for slot in state.values() for tensor in slot.values())

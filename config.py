@@ -43,6 +43,7 @@ class Config:
         "auto", "what the ranks share; auto: ddp where all of it fits a device, else fsdp, across hosts hsdp")
     dp_replicate: int | None = flag(None, "copies of the weights (default: the strategy's; hsdp: one per host)", 1)
     dp_shard: int | None = flag(None, "ranks that share a copy (default: the strategy's; hsdp: those of a host)", 1)
+    tp: int = flag(1, "tensor parallelism: ranks that share every layer of one forward pass, with any strategy", 1)
     wrap: str = flag("block", "what fsdp gathers at once: block, block_group:K (K blocks), none (the whole model)")
     reshard_after_forward: bool = flag(True, "drop gathered weights after forward and gather them again; false is SHARD_GRAD_OP")
     activation_checkpointing: Literal["none", "selective", "full"] = flag(
@@ -145,7 +146,9 @@ def model_config(config: Config, vocab_size: int) -> ModelConfig:
     if size.n_kv_head == size.n_head:  # a size without grouped queries gets them only when asked
         overrides.setdefault("n_kv_head", config.n_head or size.n_head)
     try:
-        return dataclasses.replace(size, vocab_size=math.ceil(vocab_size / 64) * 64, **overrides)
+        model = dataclasses.replace(size, vocab_size=math.ceil(vocab_size / 64) * 64, **overrides)
+        model.check_tensor_parallel(config.tp)
+        return model
     except ValueError as error:
         raise UsageError(str(error)) from None
 

@@ -1,9 +1,10 @@
 """Processes, the device mesh, and a strategy as a way to lay a model out on it. Knows nothing of files or text.
 
-    dp_replicate x dp_shard        single (1, 1)    ddp (N, 1)    fsdp (1, N)    hsdp (R, S)
+    dp_replicate x dp_shard x tp        single (1, 1, T)    ddp (R, 1, T)    fsdp (1, S, T)    hsdp (R, S, T)
 
-Ranks that differ in dp_shard hold different parts of the weights; ranks that differ in dp_replicate hold the same part.
-All of them read different data: dp_rank = replicate_rank * S + shard_rank covers 0 ... R * S - 1.
+Ranks that differ in dp_shard or tp hold different parts of the weights; ranks that differ in dp_replicate hold the same part.
+The T ranks of a tp group read the same data and compute one forward pass together; all others read different data:
+dp_rank = replicate_rank * S + shard_rank covers 0 ... R * S - 1.
 """
 
 import functools
@@ -12,6 +13,7 @@ import os
 import platform
 import resource
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode  # the one place where DDP's and FSDP's collectives both pass
 from torch.utils._pytree import tree_leaves
@@ -151,25 +154,30 @@ def peak_host_memory() -> int:
 # The mesh
 
 
-def mesh_shape(strategy: str, world_size: int, local_size: int, replicate: int | None, shard: int | None) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) of a strategy; None: the strategy's own choice. Raises MeshError with the arithmetic."""
+def mesh_shape(
+    strategy: str, world_size: int, local_size: int, replicate: int | None, shard: int | None, tp: int = 1
+) -> tuple[int, int, int]:
+    """(dp_replicate, dp_shard, tp) of a strategy; None: the strategy's own choice. Raises MeshError with the arithmetic."""
+    if world_size % tp:
+        raise MeshError(f"{world_size} processes / tp {tp} is not a whole number: start a multiple of {tp} or change --tp")
+    ranks = world_size // tp  # that read different data
     if strategy == "hsdp" and replicate is None and shard is None:
-        shard = local_size  # shard within a host, where links are fast; replicate across hosts
-    if strategy == "single" and world_size > 1:
-        raise MeshError(f"--strategy single is one process, but {world_size} were started: use ddp, fsdp or hsdp")
+        shard = max(1, local_size // tp)  # shard within a host, where links are fast; replicate across hosts
+    if strategy == "single" and ranks > 1:
+        processes = f"one process is {tp} with --tp {tp}" if tp > 1 else "one process"
+        raise MeshError(f"--strategy single is {processes}, but {world_size} were started: use ddp, fsdp or hsdp")
     one = {"single": (1, 1), "ddp": (None, 1), "fsdp": (1, None), "hsdp": (None, None)}[strategy]
     for name, given, own in (("dp_replicate", replicate, one[0]), ("dp_shard", shard, one[1])):
         if given is not None and own is not None and given != own:
             raise MeshError(f"--strategy {strategy} has {name} {own}, not {given}: leave --{name} out or use --strategy hsdp")
     replicate, shard = replicate or one[0], shard or one[1]
-    replicate = replicate or world_size // shard
-    shard = shard or world_size // replicate
-    if replicate * shard != world_size:
-        raise MeshError(
-            f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but {world_size} processes were started: "
-            f"choose --dp_replicate and --dp_shard whose product is {world_size}"
-        )
-    return replicate, shard
+    replicate = replicate or ranks // shard
+    shard = shard or ranks // replicate
+    if replicate * shard != ranks:
+        product, of = f"dp_replicate {replicate} x dp_shard {shard}", f" / tp {tp} = {ranks}" if tp > 1 else ""
+        raise MeshError(f"{product} = {replicate * shard}, but {world_size} processes{of} were started: "
+                        f"choose --dp_replicate and --dp_shard whose product is {ranks}")
+    return replicate, shard, tp
 
 
 def device_memory(world: World) -> int:
@@ -179,27 +187,31 @@ def device_memory(world: World) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world.local_size
 
 
-def choose_strategy(world: World, parameters: int, activations: int) -> tuple[str, str]:
+def choose_strategy(world: World, parameters: int, activations: int, tp: int = 1) -> tuple[str, str]:
     """(strategy, the sum that decided): ddp where everything fits with a fifth to spare, else fsdp, across hosts hsdp.
 
     A whole copy takes 16 bytes a parameter: float32 weight and gradient, and AdamW's two moments. ddp sends least.
     """
-    need, have = 16 * parameters + activations, device_memory(world)
+    need, have = 16 * parameters // tp + activations, device_memory(world)
     fits = need <= 0.8 * have
     several = "hsdp" if world.size > world.local_size else "fsdp"
-    strategy = "single" if world.size == 1 else "ddp" if fits else several
-    total = f"16 bytes x {parameters:,} parameters + {activations / 1e9:,.2f} GB activations = {need / 1e9:,.2f} GB"
+    strategy = "single" if world.size == tp else "ddp" if fits else several
+    weights = f"16 bytes x {parameters:,} parameters" + f" / tp {tp}" * (tp > 1)
+    total = f"{weights} + {activations / 1e9:,.2f} GB activations = {need / 1e9:,.2f} GB"
     return strategy, f"{total}, {'at most' if fits else 'more than'} 80% of {have / 1e9:,.1f} GB"
 
 
-def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
-    """The mesh over all ranks, dp_replicate x dp_shard, with the world's timeout for the collectives of every axis."""
+AXES = ("dp_replicate", "dp_shard", "tp")  # tp last: its ranks are neighbours on one host, since they talk in every layer
+
+
+def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
+    """The mesh over all ranks, dp_replicate x dp_shard x tp, with the world's timeout for the collectives of every axis."""
     grid = torch.arange(world.size).view(shape)
     groups = []
     for axis, size in enumerate(shape):  # one group for each line of ranks along the axis; each rank keeps its own
         lines = grid.movedim(axis, -1).reshape(-1, size).tolist()
         groups.append(dist.new_subgroups_by_enumeration(lines, timeout=world.timeout)[0])
-    return DeviceMesh.from_group(groups, world.device.type, mesh=grid, mesh_dim_names=("dp_replicate", "dp_shard"))
+    return DeviceMesh.from_group(groups, world.device.type, mesh=grid, mesh_dim_names=AXES)
 
 
 def dp_rank(mesh: DeviceMesh) -> int:
@@ -212,22 +224,27 @@ def dp_rank(mesh: DeviceMesh) -> int:
 
 
 def parallelize(
-    model: nn.Module, units: list[list[nn.Module]], mesh: DeviceMesh, strategy: str, dtype: torch.dtype, device: torch.device,
-    init: Callable[[str, Tensor], None], reshard_after_forward: bool = True,
+    model: nn.Module, plan: dict[str, ParallelStyle], units: list[list[nn.Module]], mesh: DeviceMesh, strategy: str,
+    dtype: torch.dtype, device: torch.device, init: Callable[[str, Tensor], None], reshard_after_forward: bool = True,
 ) -> nn.Module:
     """Lay a model that was built on the meta device out on the mesh, fill it, and return what to call in its place.
 
+    `plan` tells how the ranks of a tp group split which submodules (torch's parallelize_module; Shoeybi et al. 2019).
     `units` are the groups of submodules, in the order of the forward pass, whose weights FSDP gathers together; what is
     left is one more. `reshard_after_forward` drops the gathered weights of a unit after its forward and gathers them
     again for its backward; without, they stay, which is SHARD_GRAD_OP. Weights are kept in float32, FSDP gathers them in
     `dtype`, gradients are averaged in float32 over all dp ranks. `init(name, tensor)` fills one whole tensor; see
     `materialize`. The model's parameters keep their own names.
     """
-    if strategy in ("fsdp", "hsdp"):
+    tp = mesh["tp"].size() > 1
+    if tp:
+        parallelize_module(model, mesh["tp"], plan)
+    if strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp):  # DDP knows no DTensors: one shard per replica is the same
         # fully_shard reads a 2-D mesh by position: replicate first, then shard. Inputs are left as they are: the model
         # casts its own, and keeps its rotations in float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        shard = functools.partial(fully_shard, mesh=mesh if strategy == "hsdp" else mesh["dp_shard"], mp_policy=policy)
+        axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
+        shard = functools.partial(fully_shard, mesh=axes, mp_policy=policy)
         for unit in units:
             shard(unit, reshard_after_forward=reshard_after_forward)
         shard(model)
@@ -236,7 +253,7 @@ def parallelize(
         for unit, following in itertools.pairwise(units):
             unit[-1].set_modules_to_forward_prefetch([following[0]])
     materialize(model, device, init)
-    if strategy == "ddp":
+    if strategy == "ddp" and not tp:
         return DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -319,6 +336,7 @@ SAVED_OPERATIONS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.all_reduce.default,  # of tp: what was received need not be sent again
 ]
 
 
@@ -334,23 +352,29 @@ class CommunicationCounter(TorchDispatchMode):
     for a gather or a scatter, and twice that for an all-reduce.
     """
 
-    KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+    KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
+             "all_reduce": "all_reduce"}  # the last one is tp's
 
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
-        self.axes = {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names}
+        # None: an axis of one rank, to which nothing is sent
+        self.axes = {mesh.get_group(axis).group_name: axis if mesh[axis].size() > 1 else None for axis in mesh.mesh_dim_names}
         self.counts: dict[tuple[str, str], list[int]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            name = function._schema.name.removeprefix("c10d::")
-            leaves = tree_leaves(args)
-            group = next(dist.ProcessGroup.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject))
-            size = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-            key = (self.KINDS.get(name, name), self.axes.get(group.group_name, "world"))
-            calls, total = self.counts.get(key, (0, 0))
-            self.counts[key] = [calls + 1, total + size]
-        return function(*args, **(kwargs or {}))
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it breaks itself up into operations on its parts, which come by here again
+        result = function(*args, **(kwargs or {}))
+        namespace, _, name = function._schema.name.partition("::")
+        if namespace == "c10d" or namespace == "_c10d_functional" and name in self.KINDS:
+            leaves = tree_leaves((args, result))
+            boxes = (dist.ProcessGroup.unbox(leaf).group_name for leaf in leaves if isinstance(leaf, torch.ScriptObject))
+            axis = self.axes.get(next(boxes, args[-1]), "world")
+            if axis:
+                calls, total = self.counts.get((self.KINDS.get(name, name), axis), (0, 0))
+                size = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+                self.counts[self.KINDS.get(name, name), axis] = [calls + 1, total + size]
+        return result
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -380,24 +404,39 @@ class Agreement:
 def handshake(mesh: DeviceMesh, same: dict[str, object], weights: Iterable[Tensor], reads: Iterable[int]) -> None:
     """Prove, before the first step, that the ranks are one run: one small gather. Raises MeshError with the ranks.
 
-    What is in `same` is the same on all; `weights`, this rank's parts, are on all ranks that hold the same ones; and no
-    sequence of `reads`, the first that a rank will read, is read by another.
+    What is in `same` is the same on all; of `weights`, the parameters, ranks that hold the same part hold the same bits;
+    and the sequences `reads`, the first that a rank will read, are those of its tp group and of no other rank.
     """
     # Sums of the weights' bits as integers: exact in any order, so equal on any two devices.
-    bits = [int(part.detach().view(torch.int32).sum(dtype=torch.int64)) for part in weights]
+    bits: Counter = Counter()  # one for each way to cut a parameter: norms are cut by dp_shard alone
+    for weight in weights:
+        parts = weight.to_local() if isinstance(weight, DTensor) else weight
+        bits[part_of(weight)] += int(parts.detach().view(torch.int32).sum(dtype=torch.int64))
     ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (same, mesh.get_local_rank("dp_shard"), bits, list(reads)))
-    first, reader, holder = ranks[0][0], {}, {}
-    for rank, (facts, part, sums, numbers) in enumerate(ranks):
+    dist.all_gather_object(ranks, (same, dict(bits), mesh.get_coordinate(), list(reads)))
+    first, reader, holder, groups = ranks[0][0], {}, {}, {}
+    for rank, (facts, sums, (replicate, shard, _), numbers) in enumerate(ranks):
         for name, value in facts.items():
             if value != first[name]:
                 others = [other for other, row in enumerate(ranks) if row[0][name] == value]
                 raise MeshError(f"{name} is {first[name]} on rank 0 and {value} on {names(others)}: start all ranks alike")
-        if sums != ranks[holder.setdefault(part, rank)][2]:
-            raise MeshError(f"{names([holder[part], rank])} hold the same part of the model, but with different weights")
+        for part, total in sums.items():
+            if total != ranks[holder.setdefault(part, rank)][1][part]:
+                raise MeshError(f"{names([holder[part], rank])} hold the same part of the model, but with different weights")
+        leader = groups.setdefault((replicate, shard), rank)
+        if numbers != ranks[leader][3]:
+            raise MeshError(f"{names([leader, rank])} are one tp group, but read different sequences")
         for number in numbers:
-            if reader.setdefault(number, rank) != rank:
+            if reader.setdefault(number, leader) != leader:
                 raise MeshError(f"{names([reader[number], rank])} both read sequence {number}: they would learn the same twice")
+
+
+def part_of(weight: Tensor) -> tuple:
+    """Which part of a weight this rank holds: (axis, place on it) for each axis of the mesh that cuts it."""
+    if not isinstance(weight, DTensor):
+        return ()
+    axes = zip(weight.device_mesh.mesh_dim_names, weight.device_mesh.get_coordinate(), weight.placements)
+    return tuple((axis, place) for axis, place, placement in axes if not placement.is_replicate())
 
 
 def names(ranks: list[int]) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleOutput, RowwiseParallel
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,13 @@ class ModelConfig:
             raise ValueError(f"d_model {self.d_model} / n_head {self.n_head} must be a whole, even number (RoPE turns pairs)")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}")
+
+    def check_tensor_parallel(self, tp: int) -> None:
+        """Raises ValueError where the ranks of a tp group could not take equal parts."""
+        for name in ("n_kv_head", "n_head", "d_ff", "vocab_size"):
+            if (size := getattr(self, name)) % tp:
+                raise ValueError(f"{name} {size} / tp {tp} = {size / tp:.3g}, but each rank of a tp group takes a whole number: "
+                                 f"choose a --tp that divides {size}")
 
 
 SIZES = {
@@ -158,7 +167,9 @@ class Transformer(nn.Module):
         x = self.norm(x)
         logits = self.head(x) if self.head else F.linear(x, self.embed.weight.to(x.dtype))  # (B, T, vocab_size)
         logits = logits.float()
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if targets is None:
+            return whole(logits)
+        return whole(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
     @torch.no_grad()
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
@@ -179,6 +190,24 @@ class Transformer(nn.Module):
     def ends(self) -> list[nn.Module]:
         """The layers before and after the blocks, where each has weights of its own: not where the head is the embedding."""
         return [self.embed, self.head] if self.head else []
+
+    def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
+        """How the T ranks of a tp group share each layer (Shoeybi et al. 2019), for torch's parallelize_module.
+
+        Column-wise, a rank has the rows of the weight that make its n_head / T heads, its d_ff / T of the hidden layer,
+        its vocab_size / T of the logits; row-wise, the columns that read those, so that each sums a part of the output and
+        one all-reduce of (B, T, d_model) adds the parts: one forward and one backward per attention, per MLP and at each
+        end. Norms and the residual stream are whole on each rank. The loss never sees whole logits: under torch's
+        loss_parallel() the ranks exchange a maximum, a sum and the target's logit for each token.
+        """
+        rows, columns = RowwiseParallel(), ColwiseParallel()
+        # From here on x is a replicated DTensor, whose gradients from q, k and v (gate and up) are added before they are sent.
+        shared = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False)
+        blocks = {"attention_norm": shared, "attention.q": columns, "attention.k": columns, "attention.v": columns,
+                  "attention.out": rows, "mlp_norm": shared, "mlp.gate": columns, "mlp.up": columns, "mlp.down": rows}
+        head = {"head": ColwiseParallel(use_local_output=False)} if self.head else {}
+        return {"embed": RowwiseParallel(input_layouts=Replicate()), "norm": shared, **head,
+                **{f"blocks.*.{name}": style for name, style in blocks.items()}}
 
     def activation_bytes(self, sequences: int, checkpointing: str = "none") -> int:
         """An estimate of what a forward pass of so many sequences of seq_len keeps for the backward pass.
@@ -210,6 +239,11 @@ class Transformer(nn.Module):
         c = self.config
         n = self.parameter_count() - (0 if c.tied else c.vocab_size * c.d_model)
         return 6 * n + 6 * c.n_layer * c.d_model * seq_len
+
+
+def whole(x: Tensor) -> Tensor:
+    """What the ranks of a tp group share, on each of them; without tp, x itself."""
+    return x.full_tensor().clone() if isinstance(x, DTensor) else x  # a copy, since FSDP could lose its hook on a view
 
 
 @torch.no_grad()

@@ -86,7 +86,7 @@ def shards(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape)
-    return math.prod(size for placement, size in sizes if placement.is_shard())
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 class Optimizer:
@@ -118,11 +118,11 @@ class Optimizer:
     ):
         self.parameters, self.lr_at, self.clip = dict(parameters), lr_at, CLIPS[clip]
         self.max_grad_norm, self.max_grad_norm_ratio, self.skip_spikes = max_grad_norm, max_grad_norm_ratio, skip_spikes
-        groups: dict[bool, list] = {True: [], False: []}
+        groups: dict[tuple, list] = {}  # one kernel takes no two meshes: under tp the norms are on a smaller one
         for name, parameter in self.parameters.items():
-            groups[decays(name)].append(parameter)
+            groups.setdefault((decays(name), getattr(parameter, "device_mesh", None)), []).append(parameter)
         self.adamw = torch.optim.AdamW(
-            [{"params": params, "weight_decay": weight_decay * decay} for decay, params in groups.items() if params],
+            [{"params": params, "weight_decay": weight_decay * decay} for (decay, _), params in groups.items()],
             lr=0.0, betas=betas, eps=eps, fused=True,
         )
         parts = [local(parameter) for parameter in self.parameters.values()]

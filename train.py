@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
 import data
@@ -158,8 +159,8 @@ class Run:
         self.world, self.device = world, world.device
         self.dtype = dist.fast_dtype(self.device) if c.dtype == "auto" else getattr(torch, c.dtype)
         self.strategy, self.why = (c.strategy, "as asked") if c.strategy != "auto" else self.choose_strategy()
-        self.shape = dist.mesh_shape(self.strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard)
-        self.ranks = math.prod(self.shape)
+        self.shape = dist.mesh_shape(self.strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard, c.tp)
+        self.ranks = math.prod(self.shape[:2])  # that read different data
         self.micro, self.accumulation = batch_shape(c, self.ranks)
         dist.wrap_units([], [], c.wrap)  # this and the next: what does not fit is refused before any data are prepared
         model_config(c, vocab_size=1)
@@ -186,9 +187,9 @@ class Run:
         c = self.config
         with torch.device("meta"):
             model = Transformer(model_config(c, SIZES[c.model].vocab_size), self.dtype)
-        micro = c.micro_batch_size or max(1, c.global_batch_size // self.world.size)
+        micro = c.micro_batch_size or max(1, c.global_batch_size // max(1, self.world.size // c.tp))
         activations = model.activation_bytes(micro, c.activation_checkpointing)
-        return dist.on_first_rank(lambda: dist.choose_strategy(self.world, model.parameter_count(), activations))
+        return dist.on_first_rank(lambda: dist.choose_strategy(self.world, model.parameter_count(), activations, c.tp))
 
     def build(self) -> None:
         """Model, optimizer and state, on the mesh; from here on the run folder is this run's."""
@@ -201,9 +202,9 @@ class Run:
         if c.checkpoint == "full":
             dist.on_first_rank(lambda: checkpoint.check_full(model.parameter_count()))
         dist.checkpoint_activations(model.blocks, c.activation_checkpointing)
-        self.forward = dist.parallelize(model, dist.wrap_units(model.blocks, model.ends(), c.wrap), self.mesh, self.strategy,
-                                        self.dtype, self.device, lambda name, tensor: model.init_tensor(name, tensor, c.seed),
-                                        c.reshard_after_forward)
+        self.forward = dist.parallelize(
+            model, model.tensor_parallel_plan(), dist.wrap_units(model.blocks, model.ends(), c.wrap), self.mesh, self.strategy,
+            self.dtype, self.device, lambda name, tensor: model.init_tensor(name, tensor, c.seed), c.reshard_after_forward)
         lr = 0.5 / self.model_config.d_model if c.lr is None else c.lr
         lr_at = functools.partial(optim.learning_rate, schedule=c.schedule, lr=lr, min_lr=c.min_lr,
                                   warmup_steps=c.warmup_steps, max_steps=c.max_steps)
@@ -216,7 +217,7 @@ class Run:
         same = {f"--{name}": value for name, value in self.manifest["config"].items()}
         same |= {"the code": source_hash(), "the data's fingerprint": self.manifest["data"]}
         numbers = data.train_numbers(range(self.step, self.step + 1), c.global_batch_size, self.micro, self.rank, self.ranks)
-        dist.handshake(self.mesh, same, map(optim.local, model.parameters()), itertools.chain(*numbers))
+        dist.handshake(self.mesh, same, model.parameters(), itertools.chain(*numbers))
         out = Path(c.out)
         if self.world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
@@ -226,15 +227,15 @@ class Run:
 
     def introduce(self) -> None:
         """Say what runs where, with the arithmetic."""
-        c, m, (replicate, shard) = self.config, self.model_config, self.shape
+        c, m = self.config, self.model_config
         total, own = self.model.parameter_count(), sum(optim.local(p).numel() for p in self.model.parameters())
         step_tokens = c.global_batch_size * self.seq_len
         epochs = c.max_steps * c.global_batch_size / len(self.train_windows)
         why = " (--dtype auto: what this hardware is fast in)" if c.dtype == "auto" else ""
         for line in (
             f"model   {c.model}: {m.n_layer} layers x {m.d_model} wide, vocabulary {m.vocab_size:,}: {total:,} parameters",
-            f"mesh    {self.strategy}: dp_replicate {replicate} x dp_shard {shard} = {self.world.size} x {self.device.type} "
-            f"({dist.device_name(self.device)})",
+            f"mesh    {self.strategy}: {' x '.join(f'{axis} {size}' for axis, size in zip(dist.AXES, self.shape))} = "
+            f"{self.world.size} x {self.device.type} ({dist.device_name(self.device)})",
             *([f"        --strategy auto: {self.why}"] if c.strategy == "auto" else []),
             f"dtype   {str(self.dtype).removeprefix('torch.')}{why}; weights, reductions and optimizer in float32",
             f"batch   {c.global_batch_size} sequences = micro-batch {self.micro} x accumulation {self.accumulation} "
@@ -306,7 +307,7 @@ class Run:
         for numbers, tokens in zip(lists, self.fetch(self.val_windows, (numbers or [0] for numbers in lists))):
             total += self.forward(tokens[:, :-1], tokens[:, 1:]) * len(numbers)
         self.data_wait = waited
-        val_loss = dist.gather(total).double().sum().item() / count
+        val_loss = dist.gather(total).double().sum().item() / self.config.tp / count  # the ranks of a tp group say the same
         self.log.row(step=self.step, val_loss=val_loss)
         self.log.say(f"val_loss {val_loss:.4f}", self.step)
 
@@ -428,7 +429,8 @@ def main(argv: list[str]) -> int:
         if not run.finished:
             run.build()
             run.introduce()
-            status = train(run)
+            with loss_parallel():  # for --tp, whose ranks hold parts of the logits
+                status = train(run)
         elif world.rank == 0:
             print(f"{config.out} is finished, step {run.step} of {config.max_steps}: raise --max_steps, or choose another --out")
         dist.stop()

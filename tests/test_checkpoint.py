@@ -16,7 +16,7 @@ import checkpoint
 
 ROOT = Path(__file__).parent.parent
 LONG = "--max_steps 20 --dtype float32 --save_interval 10 --keep_last 0"
-MESHES = {"single": 1, "ddp": 2, "fsdp": 4, "hsdp --dp_shard 2": 4}
+MESHES = {"single": 1, "ddp": 2, "fsdp": 4, "hsdp --dp_shard 2": 4, "fsdp --tp 2": 4}
 FORMS = ["sharded", "sharded --async_save", "full"]
 
 
@@ -31,7 +31,7 @@ def whole(pool, tokens, tmp_path_factory) -> dict[str, Path]:
     """A run of 20 steps on every mesh, never stopped, with a checkpoint at step 10."""
     root, runs = tmp_path_factory.mktemp("whole"), {}
     for (mesh, ranks), form in zip(MESHES.items(), itertools.cycle(FORMS), strict=False):
-        runs[mesh] = root / mesh.split()[0]
+        runs[mesh] = root / mesh.replace(" ", "")
         argv = flags(f"--data {tokens} --out {runs[mesh]} {LONG} --strategy {mesh} --checkpoint {form}")
         assert pool(ranks, call_train, argv) == [0] * ranks
     return runs
@@ -49,7 +49,7 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(run, whole, tmp_path, mes
     assert_same(whole[mesh], half)
 
 
-@pytest.mark.parametrize("start, goal", itertools.permutations(MESHES, 2))
+@pytest.mark.parametrize("start, goal", list(itertools.permutations(MESHES, 2)))
 def test_a_checkpoint_of_any_mesh_continues_on_any_other(run, whole, start, goal):
     """Sharded, saved in the background, or in one file: those are the forms of `whole`."""
     out = run(MESHES[goal], f"{LONG} --strategy {goal} --resume {whole[start]}/checkpoints/step-00000010")

@@ -31,7 +31,7 @@ def build(strategy: str, **options) -> tuple:
         net = model.Transformer(SMALL)
     net.get_parameter(FROZEN).requires_grad_(False)
     init = lambda name, tensor: net.init_tensor(name, tensor, 7)  # noqa: E731
-    forward = dist.parallelize(net, [[block] for block in net.blocks], mesh, strategy, torch.float32, world.device, init)
+    forward = dist.parallelize(net, {}, [[block] for block in net.blocks], mesh, strategy, torch.float32, world.device, init)
     optimizer = optim.Optimizer(net.named_parameters(), net.decays, lr_at, **options)
     share = 8 // world.size
     return forward, optimizer, slice(dist.dp_rank(mesh) * share, (dist.dp_rank(mesh) + 1) * share), mesh

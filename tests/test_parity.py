@@ -13,22 +13,29 @@ import dist
 import model
 import optim
 
-MESHES = {"single": 1, "ddp 2": 2, "ddp 4": 4, "fsdp 2": 2, "fsdp 4": 4, "hsdp 2x2": 4}
+MESHES = {"single": 1, "ddp 2": 2, "ddp 4": 4, "fsdp 2": 2, "fsdp 4": 4, "hsdp 2x2": 4,
+          "single tp 2": 2, "ddp 2 tp 2": 4, "fsdp 2 tp 2": 4}
 BATCHES = {1: "", 4: "--global_batch_size 16"}  # accumulation -> flags
 DTYPES = {"float32": 1e-5, "bfloat16": 1e-2}  # -> relative tolerance
+# What runs long, many processes or tp's many small collectives, in fewer combinations.
+SHORT = {(1, "bfloat16"), (4, "float32")}
+CASES = [case for case in itertools.product(MESHES, BATCHES, DTYPES)
+         if "tp" not in case[0] and (MESHES[case[0]] < 4 or case[2] == "float32") or case[1:] in SHORT]
 
 
 def strategy(mesh: str) -> str:
-    return mesh.split()[0] + (" --dp_shard 2" if mesh.startswith("hsdp") else "")
+    tp = " --tp 2 --checkpoint full" if "tp" in mesh else ""  # where whole tensors come together from two axes
+    return mesh.split()[0] + (" --dp_shard 2" if mesh.startswith("hsdp") else "") + tp
 
 
 @pytest.fixture(scope="module")
 def results(pool, tokens, tmp_path_factory) -> dict:
     """The run folder for every mesh, accumulation and dtype: 20 steps each."""
     root, runs = tmp_path_factory.mktemp("parity"), {}
-    for (mesh, ranks), accumulation, dtype in itertools.product(MESHES.items(), BATCHES, DTYPES):
+    for mesh, accumulation, dtype in CASES:
+        ranks = MESHES[mesh]
         out = root / f"{mesh}-{accumulation}-{dtype}".replace(" ", "")
-        micro = (8 if accumulation == 1 else 16) // ranks // accumulation
+        micro = (8 if accumulation == 1 else 16) // (ranks // 2 if "tp" in mesh else ranks) // accumulation
         argv = f"--data {tokens} --out {out} --max_steps 20 --max_grad_norm 2 --dtype {dtype}"
         argv += f" --strategy {strategy(mesh)} {BATCHES[accumulation]} --micro_batch_size {micro}"
         assert pool(ranks, call_train, flags(argv)) == [0] * ranks
@@ -36,9 +43,7 @@ def results(pool, tokens, tmp_path_factory) -> dict:
     return runs
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("accumulation", BATCHES)
-@pytest.mark.parametrize("mesh", list(MESHES)[1:])
+@pytest.mark.parametrize("mesh, accumulation, dtype", [case for case in CASES if case[0] != "single"])
 def test_every_mesh_gives_the_numbers_of_a_single_process(results, mesh, accumulation, dtype):
     one, many, close = results["single", accumulation, dtype], results[mesh, accumulation, dtype], DTYPES[dtype]
     assert len(rows(many)) == 20
@@ -81,14 +86,15 @@ def test_micro_batch_size_and_grad_sync_do_not_change_the_numbers(run, mesh):
 def initial_weights(mesh: str) -> tuple[int, dict]:
     """(parameters this rank holds, the whole weights)"""
     world = dist.start("cpu")
-    shape = dist.mesh_shape(mesh.split()[0], world.size, world.local_size, None, 2 if mesh == "hsdp 2x2" else None)
+    tp = 2 if "tp" in mesh else 1
+    shape = dist.mesh_shape(mesh.split()[0], world.size, world.local_size, None, 2 if mesh == "hsdp 2x2" else None, tp)
     with torch.device("meta"):
         net = model.Transformer(
-            model.ModelConfig(64, n_layer=2, n_head=2, n_kv_head=1, d_model=16, d_ff=24, seq_len=8, tied=False)
+            model.ModelConfig(64, n_layer=2, n_head=4, n_kv_head=2, d_model=16, d_ff=24, seq_len=8, tied=False)
         )
     dist.parallelize(
-        net, [[block] for block in net.blocks], dist.make_mesh(world, shape), mesh.split()[0], torch.float32, world.device,
-        lambda name, tensor: net.init_tensor(name, tensor, 7),
+        net, net.tensor_parallel_plan(), [[block] for block in net.blocks], dist.make_mesh(world, shape), mesh.split()[0],
+        torch.float32, world.device, lambda name, tensor: net.init_tensor(name, tensor, 7),
     )
     held = sum(optim.local(p).numel() for p in net.parameters())
     return held, {
@@ -98,18 +104,21 @@ def initial_weights(mesh: str) -> tuple[int, dict]:
 
 def test_initial_weights_are_the_same_on_every_mesh_and_no_rank_holds_more_than_its_shard(pool):
     ((total, whole),) = pool(1, initial_weights, "single")
-    parts = {"single": 1, "ddp 2": 1, "ddp 4": 1, "fsdp 2": 2, "fsdp 4": 4, "hsdp 2x2": 2}
+    parts = {"single": 1, "ddp 2": 1, "ddp 4": 1, "fsdp 2": 2, "fsdp 4": 4, "hsdp 2x2": 2,
+             "single tp 2": 2, "ddp 2 tp 2": 2, "fsdp 2 tp 2": 4}
+    norms = sum(weight.numel() for name, weight in whole.items() if name.endswith("norm.weight"))
     for mesh, ranks in MESHES.items():
         for held, weights in pool(ranks, initial_weights, mesh):
-            assert held == total / parts[mesh]  # every first dimension here divides by 4
+            uncut = norms if "tp" in mesh else 0  # by tp
+            assert held == (total + uncut) / parts[mesh]  # every first dimension here divides by 4
             assert weights.keys() == whole.keys() and all(torch.equal(weights[name], whole[name]) for name in whole)
 
 
-def own_dp_rank(shape: tuple[int, int]) -> int:
+def own_dp_rank(shape: tuple[int, int, int]) -> int:
     return dist.dp_rank(dist.make_mesh(dist.start("cpu"), shape))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 1, 1), (1, 3, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)])
 def test_dp_rank_is_unique_and_complete(pool, shape):
-    ranks = math.prod(shape)
-    assert pool(ranks, own_dp_rank, shape) == list(range(ranks))
+    ranks, tp = math.prod(shape), shape[-1]
+    assert pool(ranks, own_dp_rank, shape) == [rank // tp for rank in range(ranks)]  # one for all of a tp group

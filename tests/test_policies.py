@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 from conftest import call_train, flags, rows
+from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
 import data
@@ -27,6 +28,8 @@ POLICIES = [
     "--strategy hsdp --dp_shard 2 --grad_sync micro_batch",
     "--strategy hsdp --dp_shard 2 --grad_sync shard",
     "--strategy hsdp --dp_shard 2 --grad_sync shard --reshard_after_forward false --activation_checkpointing full",
+    "--strategy fsdp --tp 2 --activation_checkpointing selective --wrap block_group:2",
+    "--strategy ddp --tp 2 --activation_checkpointing full --grad_sync micro_batch",
 ]
 
 
@@ -39,7 +42,7 @@ def single(pool, tokens, tmp_path_factory):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_gives_the_numbers_of_a_single_process(run, single, policy):
-    out = run(4 if "hsdp" in policy else 2, f"{BASE} {policy} --micro_batch_size 1")
+    out = run(4 if "hsdp" in policy or "tp" in policy else 2, f"{BASE} {policy} --micro_batch_size 1")
     for a, b in zip(rows(single), rows(out), strict=True):
         assert (b["loss"], b["grad_norm"]) == (pytest.approx(a["loss"], rel=1e-5), pytest.approx(a["grad_norm"], rel=1e-5))
     last = [rows(at, "val_loss")[-1]["val_loss"] for at in (single, out)]
@@ -52,10 +55,11 @@ def count(argv: list[str]) -> tuple[dict, list[int]]:
     run.build()
     numbers = data.train_numbers(range(3), run.config.global_batch_size, run.micro, run.rank, run.ranks)
     batches = run.fetch(run.train_windows, numbers)
-    run.train_step(batches)
-    run.train_step(batches)  # DDP arranges its buckets after the first
-    with dist.CommunicationCounter(run.mesh) as counter:
+    with loss_parallel():
         run.train_step(batches)
+        run.train_step(batches)  # DDP arranges its buckets after the first
+        with dist.CommunicationCounter(run.mesh) as counter:
+            run.train_step(batches)
     blocks = sum(p.numel() for p in run.model.blocks.parameters())
     return counter.counts, [blocks, run.model.parameter_count() - blocks]
 
@@ -91,6 +95,17 @@ def test_bytes_of_hsdp(pool, tokens, tmp_path, sync, scatters, reduces):
     for counts, (blocks, rest) in pool(4, count, flags(f"--data {tokens} --out {tmp_path}/run {text}")):
         assert counts["reduce_scatter", "dp_shard"] == [3 * scatters, 4 * scatters * (blocks + rest)]
         assert counts["all_reduce", "dp_replicate"] == [3 * reduces, 4 * reduces * (blocks + rest) // 2]
+
+
+@pytest.mark.parametrize("checkpointing, again", [("none", 0), ("selective", 0), ("full", 1)])
+def test_bytes_of_tensor_parallelism(pool, tokens, tmp_path, checkpointing, again):
+    """Per layer and micro-batch two all-reduces of (B, T, d_model) forward and two backward, and one at each end."""
+    text = f"--strategy single --tp 2 --dtype float32 --micro_batch_size 2 --activation_checkpointing {checkpointing}"
+    each = 2 * (4 + again)  # two layers; full recomputes attention's sum of parts, and not the last of a block
+    tensor, loss = 4 * 2 * 16 * 32, 3 * 4 * 2 * 16  # the loss: a maximum, a sum and the target's logit for each token
+    for counts, _ in pool(2, count, flags(f"--data {tokens} --out {tmp_path}/run {text}")):
+        assert counts.pop(("all_reduce", "world")) == [1, 4 * (20 + 1)]
+        assert counts == {("all_reduce", "tp"): [A * (each + 2 + 3), A * ((each + 2) * tensor + loss)]}
 
 
 def held() -> dict[str, tuple[int, float]]:

@@ -23,6 +23,8 @@ def start_with_a_fault(argv: list[str], fault: str, other: str) -> tuple[int, st
         "data": mock.patch.object(data, "open_folder", lambda path, open=data.open_folder: open(Path(other) if odd else path)),
         "weights": mock.patch.object(model.Transformer, "init_tensor", lambda net, name, t, seed: init(net, name, t, seed + odd)),
         "order": mock.patch.object(dist, "dp_rank", lambda mesh: 1),
+        "group": mock.patch.object(dist, "dp_rank", lambda mesh, own=dist.dp_rank: own(mesh) - (os.environ["RANK"] == "3")),
+        "norm": mock.patch.object(model.Transformer, "init_tensor", lambda net, name, t, seed: t.fill_(1 + odd * (t.dim() == 1))),
     }
     with patches[fault]:
         return listen(argv)
@@ -34,6 +36,8 @@ LINES = {
     "data": "on rank 2: start all ranks alike",
     "weights": "ranks 0 and 2 hold the same part of the model, but with different weights",
     "order": "ranks 0 and 1 both read sequence",
+    "group": "ranks 2 and 3 are one tp group, but read different sequences",
+    "norm": "ranks 2 and 3 hold the same part of the model, but with different weights",
 }
 
 
@@ -41,7 +45,8 @@ LINES = {
 def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path, fault):
     (tmp_path / "text").write_text("another text " * 400)
     data.prepare([str(tmp_path / "text")], tmp_path / "other", progress=lambda line: None)
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy hsdp --dp_shard 2 --max_steps 2")
+    strategy = "fsdp --tp 2" if fault in ("group", "norm") else "hsdp --dp_shard 2"
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --max_steps 2")
     answers = pool(4, start_with_a_fault, argv, fault, str(tmp_path / "other"))
     assert [status for status, _, _ in answers] == [2] * 4
     assert LINES[fault] in answers[0][2] and answers[0][2].count("\n") == 1

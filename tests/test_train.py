@@ -46,7 +46,7 @@ def test_the_command_of_the_readme(tmp_path):
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
     assert (tmp_path / "tokens/python/meta.json").exists()
-    assert "fsdp: dp_replicate 1 x dp_shard 2 = 2 x cpu" in out
+    assert "fsdp: dp_replicate 1 x dp_shard 2 x tp 1 = 2 x cpu" in out
     assert "32 sequences = micro-batch 16 x accumulation 1 x 2 ranks; x 128 tokens = 4,096 tokens a step" in out
     assert re.search(r"^step 30/30 +100%  loss \d\.\d{4}", out, re.M)
     assert len(out.split("- sample -")[1]) > 256
@@ -135,6 +135,8 @@ BAD = {  # flags -> what the line says; {...} are folders of the fixture
     "--data {high}": "train.bin holds token 300, above its vocabulary of 257",
     "--data {torn}": "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes",
     "--d_model 30": "d_model 30 / n_head 4 must be a whole, even number",
+    "--tp 4": "n_kv_head 2 / tp 4 = 0.5, but each rank of a tp group takes a whole number: choose a --tp that divides 2",
+    "--tp 2": "1 processes / tp 2 is not a whole number: start a multiple of 2 or change --tp",
     "--n_kv_head 3": "n_head 4 must be a multiple of n_kv_head 3",
     "--global_batch_size 6 --micro_batch_size 4": "6 is not a multiple of micro_batch_size 4 x 1 data-parallel ranks = 4",
     "--strategy fsdp --dp_replicate 2": "--strategy fsdp has dp_replicate 1, not 2",
@@ -208,14 +210,17 @@ def test_a_mesh_that_does_not_fit_the_world_is_refused_on_every_rank(pool, token
 @pytest.mark.parametrize(
     "arguments, shape",
     [
-        (("single", 1, 1, None, None), (1, 1)),
-        (("ddp", 6, 2, None, None), (6, 1)),
-        (("fsdp", 6, 2, None, None), (1, 6)),
-        (("hsdp", 8, 4, None, None), (2, 4)),  # two hosts of four
-        (("hsdp", 8, 8, None, None), (1, 8)),
-        (("hsdp", 8, 8, 4, None), (4, 2)),
-        (("hsdp", 8, 4, None, 8), (1, 8)),
-        (("hsdp", 8, 4, 2, 4), (2, 4)),
+        (("single", 1, 1, None, None), (1, 1, 1)),
+        (("ddp", 6, 2, None, None), (6, 1, 1)),
+        (("fsdp", 6, 2, None, None), (1, 6, 1)),
+        (("hsdp", 8, 4, None, None), (2, 4, 1)),  # two hosts of four
+        (("hsdp", 8, 8, None, None), (1, 8, 1)),
+        (("hsdp", 8, 8, 4, None), (4, 2, 1)),
+        (("hsdp", 8, 4, None, 8), (1, 8, 1)),
+        (("hsdp", 8, 4, 2, 4), (2, 4, 1)),
+        (("single", 4, 4, None, None, 4), (1, 1, 4)),
+        (("fsdp", 256, 8, None, None, 8), (1, 32, 8)),  # Llama-3 70B's
+        (("hsdp", 16, 8, None, None, 2), (2, 4, 2)),
     ],
 )
 def test_mesh_shapes(arguments, shape):
