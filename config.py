@@ -51,7 +51,8 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto takes the GPUs where there are any")
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto", "compute dtype; auto is bfloat16 where the hardware has it; weights and reductions stay float32")
-    timeout: float = flag(600.0, "seconds after which a collective that does not finish ends the run", 1, 1e9)
+    timeout: float = flag(120.0, "seconds after which a rank that is lost or gets nowhere ends the run; ten times as many while "
+                          "it starts and saves", 1, 1e9)
     time_limit: float = flag(0.0, "seconds after which the run saves and stops, early enough to be done by then; 0 is none", 0)
     # batch: global_batch_size = micro_batch_size x accumulation x data-parallel ranks
     global_batch_size: int = flag(32, "sequences per optimizer step over all ranks", 1)

@@ -13,14 +13,17 @@ import os
 import platform
 import resource
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch._C._distributed_c10d as c10d  # for the flight recorder
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,13 +50,18 @@ class World:
     local_size: int
     device: torch.device
     timeout: timedelta = dist.default_pg_timeout  # of collectives
+    watch: "Watch | None" = None
 
 
-def start(device: str = "auto", timeout: float = 600.0) -> World:
+PATIENCE = 10  # starting, compiling and saving may take so many times --timeout
+
+
+def start(device: str = "auto", timeout: float = 120.0) -> World:
     """Join the process group that torchrun's environment describes, or form one of this process alone.
 
     There is always a group, so that no code below needs a case for one process: gloo carries CPU tensors and objects,
-    nccl CUDA tensors. `timeout` in seconds. Raises MeshError where the device is not there.
+    nccl CUDA tensors. `timeout`, in seconds, is the Watch's; collectives have PATIENCE times as much. Raises MeshError
+    where the device is not there.
     """
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # and their values without torchrun
     rank, size, local_rank, local_size = (int(os.environ.get(name, alone)) for name, alone in names.items())
@@ -69,7 +77,8 @@ def start(device: str = "auto", timeout: float = 600.0) -> World:
         torch.cuda.set_device(target)
     else:
         target = torch.device("cpu")
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=PATIENCE * timeout)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://", timeout=limit))
         # torchrun --max-restarts keeps its store, and in it the addresses of ranks that died: each attempt gets its own part
@@ -80,7 +89,7 @@ def start(device: str = "auto", timeout: float = 600.0) -> World:
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size,
         timeout=limit, device_id=target if device == "cuda" else None,
     )
-    return World(rank, size, local_rank, local_size, target, limit)
+    return World(rank, size, local_rank, local_size, target, limit, Watch(store, rank, size, timeout))
 
 
 def stop() -> None:
@@ -99,6 +108,107 @@ def on_first_rank(work: Callable[[], T]) -> T:
     if box[1] is not None:
         raise box[1]
     return box[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Ranks that hang or are lost
+
+
+class Watch:
+    """Ends the job when a rank stops, dies or gets nowhere, with one line that names it: a context around all that ranks do.
+
+    A thread of each rank tells the store, in every beat, that the rank lives and how far it has come, and reads the same
+    of the next rank: three small messages a beat, whatever the size of the world. When a rank is silent for `timeout`
+    seconds, gets nowhere for so long (PATIENCE times that where it is slow by nature), or has a collective fail, one of
+    them looks at all, and tells all what it found. Each leaves its part of torch's flight recorder in `traces`: the last
+    collectives, which of them were in flight, and from where they were called.
+    """
+
+    LOOK = 3  # beats that tell who is silent
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float):
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.beat = min(1.0, timeout / 20)
+        self.moves, self.place, self.slow = 0, "before the first step", True
+        self.traces: Path | None = None
+        self.alarm, self.over, self.cleared = False, threading.Event(), threading.Event()
+
+    def at(self, place: str, slow: bool = False) -> None:
+        """This rank has come to `place`, which reads well after "last seen" and "is"."""
+        self.moves, self.place, self.slow = self.moves + 1, place, slow
+
+    def __enter__(self) -> "Watch":
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        if self.size > 1:
+            self.thread.start()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self.size == 1:
+            return
+        if error is None:
+            dist.barrier()  # so that none takes another's end for a loss
+        elif kind is RuntimeError or isinstance(error, dist.DistError):
+            self.alarm = True  # a collective may have failed since another rank was lost: then the thread says so and exits
+            self.cleared.wait(10 * self.LOOK * self.beat)
+        self.over.set()
+        self.thread.join()
+
+    def run(self) -> None:
+        store, others = self.store.clone(), [f"beat {rank}" for rank in range(self.size)]
+        store.set_timeout(timedelta(seconds=self.timeout))
+        store.compare_set("verdict", "", "")
+        limit = self.timeout / self.beat - 2 * self.LOOK  # so that the line comes within `timeout`
+        beats, silent, idle = 0, 0, 0  # time counted in beats: a job that is suspended has none
+        seen, moves, before = None, 0, None
+        while not self.over.wait(self.beat):
+            beats += 1
+            try:
+                store.set(others[self.rank], f"{beats} {self.moves} {self.place}")
+                beat, verdict = store.multi_get([others[(self.rank + 1) % self.size], "verdict"])
+            except RuntimeError:
+                self.leave("the store in which the ranks meet no longer answers: its host, rank 0's, was lost")
+            if verdict:
+                self.leave()
+            silent, seen = silent + 1 if beat == seen else 0, beat
+            idle, moves = idle + 1 if self.moves == moves else 0, self.moves
+            late = max(silent, idle / PATIENCE if self.slow else idle) - limit
+            if before is None and (self.alarm or late > 0):
+                if store.add("looking", 1) == 1 or late > 5 * self.LOOK:  # one is enough, unless it is lost too
+                    before, since = store.multi_get(others), beats
+            elif before and beats == since + self.LOOK:
+                line = self.find(before, store.multi_get(others))
+                if line:
+                    self.leave(line if store.compare_set("verdict", "", line).decode() == line else None)
+                before, self.alarm = None, False
+                store.set("looking", "0")
+                self.cleared.set()
+
+    def find(self, before: list[bytes], after: list[bytes]) -> str | None:
+        """Who is to blame, from all ranks' beats at two times; None where it is not another rank."""
+        silent = [rank for rank, (a, b) in enumerate(zip(before, after)) if a == b and rank != self.rank]
+        moves = [int(beat.split()[1]) for beat in after]
+        behind = [rank for rank, count in enumerate(moves) if count == min(moves)]
+        place = {rank: after[rank].decode().split(maxsplit=2)[2] for rank in range(self.size)}
+        if silent:
+            return f"{names(silent)} stopped or died, last seen {place[silent[0]]}; rank {self.rank} is {place[self.rank]}"
+        if self.alarm:
+            return None
+        if len(behind) == self.size:
+            return f"no rank got anywhere for {self.timeout:g} s: all are {place[0]}"
+        last, first = behind[0], moves.index(max(moves))
+        return f"{names(behind)} did not arrive within {self.timeout:g} s: still {place[last]}; rank {first} is {place[first]}"
+
+    def leave(self, line: str | None = None) -> None:
+        """End this process, from whatever it hangs in."""
+        if line:
+            print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+        if self.traces:
+            # Private, since the public way, NCCL's own time-out, would come too late and not at all for gloo.
+            dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+            self.traces.mkdir(exist_ok=True)
+            (self.traces / f"rank_{self.rank}").write_bytes(dump())
+        os._exit(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ class Run:
                          "data": folder.fingerprint, "tokenizer": folder.tokenizer, "tokens_in_vocabulary": folder.vocab_size}
         newest, self.passed_over = checkpoint.newest(Path(c.out))
         self.path, self.step = dist.on_first_rank(lambda: starting_point(c, self.manifest, newest))
-        self.finished = self.step >= c.max_steps
+        self.began, self.finished = self.step, self.step >= c.max_steps
         self.interrupted, self.deadline = False, time.monotonic() + (c.time_limit or math.inf)
         self.data_wait, self.unsaved = 0.0, None
 
@@ -222,6 +222,7 @@ class Run:
         if self.world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             replace_file(out / "config.json", json.dumps(dataclasses.asdict(c), indent=2) + "\n")
+        self.world.watch.traces = out / "flight"
         self.log = Log(out, self.step, c.max_steps, self.world.rank == 0)
         self.saver = checkpoint.Saver(out, c.checkpoint, c.async_save, c.keep_last, c.keep_every, self.world.timeout)
 
@@ -254,11 +255,17 @@ class Run:
         batches = data.loader(windows, numbers, workers if workers is not None else 2 * cuda, pin=cuda)
         while True:
             began = time.perf_counter()
+            self.at("reading data")
             batch = next(batches, None)
+            self.at("computing", slow=self.step == self.began)
             self.data_wait += time.perf_counter() - began
             if batch is None:
                 return
             yield batch.to(self.device, non_blocking=True)
+
+    def at(self, doing: str, slow: bool = False) -> None:
+        """Tell the other ranks how far this one is."""
+        self.world.watch.at(f"after step {self.step}, {doing}", slow)
 
     def train_step(self, batches: Iterator[Tensor]) -> dict[str, Tensor]:
         """One optimizer step over global_batch_size sequences. Returns 0-d tensors on the device and does not wait for it."""
@@ -275,15 +282,29 @@ class Run:
         metrics = self.optimizer.step(self.step - 1, loss, measure=bool(interval) and self.step % interval == 0)
         return {"loss": loss, **metrics}
 
-    def collect(self, metrics: dict[str, Tensor]) -> dict:
-        """The metrics as numbers, over all ranks: one small collective and one copy to the host, which waits for it."""
-        of_rank = {"data_wait": self.data_wait, "peak_device_memory": dist.peak_device_memory(self.device),
+    def own_time(self) -> float:
+        """Seconds of this process without those in which it waited for other ranks: a clock for differences.
+
+        On a CPU that is when its thread ran or waited for data. What a GPU waits for, its host does not know: there it is
+        every second.
+        """
+        return time.thread_time() + self.data_wait if self.device.type == "cpu" else time.perf_counter()
+
+    def collect(self, metrics: dict[str, Tensor], own_time: float) -> dict:
+        """The metrics as numbers, over all ranks: one small collective and one copy to the host, which waits for it.
+
+        `own_time`: this rank's, of a step.
+        """
+        of_rank = {"step_time": own_time, "data_wait": self.data_wait, "peak_device_memory": dist.peak_device_memory(self.device),
                    "peak_host_memory": dist.peak_host_memory()}
         values = [*metrics.values(), *torch.tensor(list(of_rank.values()), dtype=torch.float64, device=self.device)]
         ranks = dist.gather(torch.stack([value.double() for value in values])).tolist()
         columns = dict(zip([*metrics, *of_rank], zip(*ranks)))  # name -> the values of all ranks
         self.data_wait = 0.0
-        row = {name: max(column) for name, column in columns.items()} | {"loss": sum(columns["loss"]) / len(ranks)}
+        times = columns.pop("step_time")
+        balance = {"step_time_min": min(times), "step_time_max": max(times), "slowest_rank": times.index(max(times)),
+                   "data_wait_min": min(columns["data_wait"])}
+        row = {name: max(column) for name, column in columns.items()} | {"loss": sum(columns["loss"]) / len(ranks)} | balance
         skipped, most = row.pop("skipped_in_a_row"), self.config.max_skipped
         if most and skipped >= most:
             raise Diverged(f"{skipped:.0f} updates in a row were skipped up to step {self.step}, since their gradients were not "
@@ -314,12 +335,14 @@ class Run:
     def save(self) -> None:
         if self.config.checkpoint == "none":
             return
+        self.at("saving", slow=True)
         tokens = self.step * self.config.global_batch_size * self.seq_len
         self.saver.save(self.state, {"step": self.step, "tokens": tokens, **self.manifest})
         self.log_saves()
 
     def finish_saves(self) -> None:
         """Wait for the save under way. Raises CheckpointError where the last one failed: the run would be lost."""
+        self.at("saving", slow=True)
         self.saver.wait()
         self.log_saves()
         if self.unsaved:
@@ -340,6 +363,7 @@ class Run:
 
     def sample(self) -> str:
         """The first tokens of the validation set, and how the model goes on; a collective like every forward. Text on rank 0."""
+        self.at("writing text", slow=True)
         prompt = self.folder.tokens("val")[: max(1, self.seq_len // 4)].tolist()
         tokens = generate(self.forward, prompt, self.config.sample_tokens, seq_len=self.seq_len,
                           vocab_size=self.folder.vocab_size, device=self.device, temperature=0.8)
@@ -370,7 +394,7 @@ def train(run: Run) -> int:
     agreement = dist.Agreement(run.world)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C, torchrun and schedulers, Slurm before its limit
         signal.signal(number, run.interrupt)
-    first, logged, mark = run.step + 1, run.step, time.perf_counter()
+    first, logged, mark, own = run.step + 1, run.step, time.perf_counter(), run.own_time()
     row, pause = {"step_time": 0.0}, 0.0  # the longest that evaluations and checkpoints took
     while run.step < c.max_steps:
         metrics = run.train_step(batches)
@@ -382,7 +406,8 @@ def train(run: Run) -> int:
         if not (stop or evaluates or saves or step == first or step % c.log_interval == 0):
             continue
 
-        row = {"tokens": step * step_tokens, **run.collect(metrics), "lr": run.optimizer.lr}
+        own_step = (run.own_time() - own) / (step - logged)
+        row = {"tokens": step * step_tokens, **run.collect(metrics, own_step), "lr": run.optimizer.lr}
         row["step_time"] = (time.perf_counter() - mark) / (step - logged)  # read after collect, which waited
         row["tokens_per_second"] = step_tokens / row["step_time"]
         row["tokens_per_second_per_device"] = row["tokens_per_second"] / run.world.size
@@ -400,7 +425,7 @@ def train(run: Run) -> int:
             return stopped_status()
         if saves:
             run.save()
-        logged, mark = step, time.perf_counter()
+        logged, mark, own = step, time.perf_counter(), run.own_time()
         pause = max(pause, mark - began)
     run.finish_saves()
     if c.sample_tokens:
@@ -425,14 +450,15 @@ def main(argv: list[str]) -> int:
     try:
         config = parse(argv)
         world = dist.start(config.device, config.timeout)
-        run, status = Run(config, world), 0
-        if not run.finished:
-            run.build()
-            run.introduce()
-            with loss_parallel():  # for --tp, whose ranks hold parts of the logits
+        with world.watch, loss_parallel():  # the second for --tp, whose ranks hold parts of the logits
+            run, status = Run(config, world), 0
+            if not run.finished:
+                run.build()
+                run.introduce()
                 status = train(run)
-        elif world.rank == 0:
-            print(f"{config.out} is finished, step {run.step} of {config.max_steps}: raise --max_steps, or choose another --out")
+            elif world.rank == 0:
+                print(f"{config.out} is finished, step {run.step} of {config.max_steps}: raise --max_steps, "
+                      "or choose another --out")
         dist.stop()
         return status
     except (UsageError, data.DataError, dist.MeshError) as error:

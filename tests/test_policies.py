@@ -28,8 +28,8 @@ POLICIES = [
     "--strategy hsdp --dp_shard 2 --grad_sync micro_batch",
     "--strategy hsdp --dp_shard 2 --grad_sync shard",
     "--strategy hsdp --dp_shard 2 --grad_sync shard --reshard_after_forward false --activation_checkpointing full",
-    "--strategy fsdp --tp 2 --activation_checkpointing selective --wrap block_group:2",
-    "--strategy ddp --tp 2 --activation_checkpointing full --grad_sync micro_batch",
+    "--strategy fsdp --tp 2 --activation_checkpointing selective --wrap block_group:2 --micro_batch_size 4",
+    "--strategy ddp --tp 2 --activation_checkpointing full --grad_sync micro_batch --micro_batch_size 4",
 ]
 
 
@@ -42,7 +42,7 @@ def single(pool, tokens, tmp_path_factory):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_gives_the_numbers_of_a_single_process(run, single, policy):
-    out = run(4 if "hsdp" in policy or "tp" in policy else 2, f"{BASE} {policy} --micro_batch_size 1")
+    out = run(4 if "hsdp" in policy or "tp" in policy else 2, f"{BASE} --micro_batch_size 1 {policy}")
     for a, b in zip(rows(single), rows(out), strict=True):
         assert (b["loss"], b["grad_norm"]) == (pytest.approx(a["loss"], rel=1e-5), pytest.approx(a["grad_norm"], rel=1e-5))
     last = [rows(at, "val_loss")[-1]["val_loss"] for at in (single, out)]
