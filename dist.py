@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import platform
+import re
 import resource
 import sys
 import threading
@@ -53,11 +54,29 @@ class World:
     watch: "Watch | None" = None
 
 
+def read_slurm() -> None:
+    """Where srun has started this process and torchrun has not, give srun's variables the names of torchrun's.
+
+    The ranks meet on the first host of the step, at a port that comes from the job's number; MASTER_ADDR and MASTER_PORT
+    override both.
+    """
+    slurm = {name.removeprefix("SLURM_"): value for name, value in os.environ.items() if name.startswith("SLURM_")}
+    if "RANK" in os.environ or "STEP_NUM_TASKS" not in slurm:
+        return
+    hosts = re.finditer(r"(\d+)(?:\(x(\d+)\))?", slurm["STEP_TASKS_PER_NODE"])  # "4(x2),3": 4, 4 and 3 tasks
+    tasks = [int(number) for number, times in (host.groups() for host in hosts) for _ in range(int(times or 1))]
+    prefix, first = re.match(r"([^\[,]+)(?:\[([^],-]+))?", slurm["STEP_NODELIST"]).groups("")  # "gpu[07-09,12]": gpu07
+    os.environ |= {"RANK": slurm["PROCID"], "WORLD_SIZE": slurm["STEP_NUM_TASKS"], "LOCAL_RANK": slurm["LOCALID"],
+                   "LOCAL_WORLD_SIZE": str(tasks[int(slurm["NODEID"])])}
+    os.environ.setdefault("MASTER_ADDR", prefix + first)
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(slurm["JOB_ID"]) % 10000))
+
+
 PATIENCE = 10  # starting, compiling and saving may take so many times --timeout
 
 
 def start(device: str = "auto", timeout: float = 120.0) -> World:
-    """Join the process group that torchrun's environment describes, or form one of this process alone.
+    """Join the process group that torchrun's variables describe, or form one of this process alone.
 
     There is always a group, so that no code below needs a case for one process: gloo carries CPU tensors and objects,
     nccl CUDA tensors. `timeout`, in seconds, is the Watch's; collectives have PATIENCE times as much. Raises MeshError
@@ -167,6 +186,8 @@ class Watch:
                 store.set(others[self.rank], f"{beats} {self.moves} {self.place}")
                 beat, verdict = store.multi_get([others[(self.rank + 1) % self.size], "verdict"])
             except RuntimeError:
+                if self.over.wait(2 * self.LOOK * self.beat):
+                    return  # rank 0, which keeps it without torchrun, was through a moment before this one
                 self.leave("the store in which the ranks meet no longer answers: its host, rank 0's, was lost")
             if verdict:
                 self.leave()

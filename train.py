@@ -447,6 +447,7 @@ def prepare_builtin(world: dist.World) -> None:
 
 
 def main(argv: list[str]) -> int:
+    dist.read_slurm()
     try:
         config = parse(argv)
         world = dist.start(config.device, config.timeout)

@@ -70,10 +70,3 @@ def test_auto_says_what_decided(pool, tokens, tmp_path):
     ((status, said, _), _) = pool(2, listen, flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1"))
     assert status == 0 and "mesh    ddp: dp_replicate 2 x dp_shard 1" in said
     assert "--strategy auto: 16 bytes x " in said and "at most 80% of" in said
-
-
-def test_two_hosts_of_two_replicate_across_and_shard_within(run):
-    """As torchrun tells it: LOCAL_WORLD_SIZE 2 of WORLD_SIZE 4."""
-    out = run(4, "--strategy hsdp --max_steps 3 --dtype float32", "hosts", local_size=2)
-    single = run(1, "--strategy single --max_steps 3 --dtype float32", "single")
-    assert [r["loss"] for r in rows(out)] == pytest.approx([r["loss"] for r in rows(single)], rel=1e-5)
