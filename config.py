@@ -90,6 +90,7 @@ class Config:
     save_interval: int = flag(250, "steps between checkpoints; 0 is only at the end", 0)
     keep_last: int = flag(2, "newest checkpoints kept; 0 keeps all", 0)
     keep_every: int = flag(0, "keep those of every so many steps too; 0 is none", 0)
+    profile: str | None = flag(None, "START:STOP: trace the steps after START up to STOP, and say where their time goes")
     # checkpoints
     checkpoint: Literal["sharded", "full", "none"] = flag(
         "sharded", "sharded: each rank writes its own part; full: one file, assembled in the first host's memory")
@@ -152,6 +153,17 @@ def model_config(config: Config, vocab_size: int) -> ModelConfig:
         return model
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def profile_window(config: Config) -> tuple[int, int] | None:
+    """(start, stop) of --profile"""
+    if config.profile is None:
+        return None
+    start, _, stop = config.profile.partition(":")
+    if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop) < config.max_steps):
+        raise UsageError(f"--profile {config.profile}: give START:STOP with START < STOP < max_steps {config.max_steps}, "
+                         "like 10:13")
+    return int(start), int(stop)
 
 
 def batch_shape(config: Config, ranks: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
     torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -24,7 +25,8 @@ import checkpoint
 import data
 import dist
 import optim
-from config import BUILTIN, Config, UsageError, batch_shape, model_config, parse
+import profiling
+from config import BUILTIN, Config, UsageError, batch_shape, model_config, parse, profile_window
 from model import SIZES, Transformer, generate
 
 
@@ -162,7 +164,8 @@ class Run:
         self.shape = dist.mesh_shape(self.strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard, c.tp)
         self.ranks = math.prod(self.shape[:2])  # that read different data
         self.micro, self.accumulation = batch_shape(c, self.ranks)
-        dist.wrap_units([], [], c.wrap)  # this and the next: what does not fit is refused before any data are prepared
+        profile_window(c)
+        dist.wrap_units([], [], c.wrap)  # these three: what does not fit is refused before any data are prepared
         model_config(c, vocab_size=1)
         if c.grad_sync == "shard" and self.strategy != "hsdp":
             raise UsageError(f"--grad_sync shard is for --strategy hsdp, not {self.strategy}: use batch or micro_batch")
@@ -180,7 +183,7 @@ class Run:
         self.path, self.step = dist.on_first_rank(lambda: starting_point(c, self.manifest, newest))
         self.began, self.finished = self.step, self.step >= c.max_steps
         self.interrupted, self.deadline = False, time.monotonic() + (c.time_limit or math.inf)
-        self.data_wait, self.unsaved = 0.0, None
+        self.data_wait, self.unsaved, self.window = 0.0, None, None
 
     def choose_strategy(self) -> tuple[str, str]:
         """For --strategy auto, with the vocabulary of the named size: the data need not be there yet."""
@@ -223,6 +226,9 @@ class Run:
             out.mkdir(parents=True, exist_ok=True)
             replace_file(out / "config.json", json.dumps(dataclasses.asdict(c), indent=2) + "\n")
         self.world.watch.traces = out / "flight"
+        if window := profile_window(c):
+            counter = dist.CommunicationCounter(self.mesh)
+            self.window = profiling.Window(*window, out / "profile", self.world.rank, self.device, counter)
         self.log = Log(out, self.step, c.max_steps, self.world.rank == 0)
         self.saver = checkpoint.Saver(out, c.checkpoint, c.async_save, c.keep_last, c.keep_every, self.world.timeout)
 
@@ -282,25 +288,25 @@ class Run:
         metrics = self.optimizer.step(self.step - 1, loss, measure=bool(interval) and self.step % interval == 0)
         return {"loss": loss, **metrics}
 
-    def own_time(self) -> float:
-        """Seconds of this process without those in which it waited for other ranks: a clock for differences.
+    def clocks(self) -> tuple[float, float, float]:
+        """Three clocks for differences, in seconds: all time; this rank's own; that in which it waited for data.
 
-        On a CPU that is when its thread ran or waited for data. What a GPU waits for, its host does not know: there it is
-        every second.
+        On a CPU the own time is that in which its thread ran or waited for data, not for other ranks. What a GPU waits for
+        its host does not know: there it is all time.
         """
-        return time.thread_time() + self.data_wait if self.device.type == "cpu" else time.perf_counter()
+        wall = time.perf_counter()
+        return wall, time.thread_time() + self.data_wait if self.device.type == "cpu" else wall, self.data_wait
 
-    def collect(self, metrics: dict[str, Tensor], own_time: float) -> dict:
+    def collect(self, metrics: dict[str, Tensor], own_time: float, data_wait: float) -> dict:
         """The metrics as numbers, over all ranks: one small collective and one copy to the host, which waits for it.
 
-        `own_time`: this rank's, of a step.
+        This rank's `own_time` is that of a step, `data_wait` of all steps since the last row.
         """
-        of_rank = {"step_time": own_time, "data_wait": self.data_wait, "peak_device_memory": dist.peak_device_memory(self.device),
+        of_rank = {"step_time": own_time, "data_wait": data_wait, "peak_device_memory": dist.peak_device_memory(self.device),
                    "peak_host_memory": dist.peak_host_memory()}
         values = [*metrics.values(), *torch.tensor(list(of_rank.values()), dtype=torch.float64, device=self.device)]
         ranks = dist.gather(torch.stack([value.double() for value in values])).tolist()
         columns = dict(zip([*metrics, *of_rank], zip(*ranks)))  # name -> the values of all ranks
-        self.data_wait = 0.0
         times = columns.pop("step_time")
         balance = {"step_time_min": min(times), "step_time_max": max(times), "slowest_rank": times.index(max(times)),
                    "data_wait_min": min(columns["data_wait"])}
@@ -394,10 +400,14 @@ def train(run: Run) -> int:
     agreement = dist.Agreement(run.world)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C, torchrun and schedulers, Slurm before its limit
         signal.signal(number, run.interrupt)
-    first, logged, mark, own = run.step + 1, run.step, time.perf_counter(), run.own_time()
+    first, logged, mark = run.step + 1, run.step, run.clocks()
     row, pause = {"step_time": 0.0}, 0.0  # the longest that evaluations and checkpoints took
     while run.step < c.max_steps:
-        metrics = run.train_step(batches)
+        with run.window.around(run.step + 1, run.data_wait) if run.window else contextlib.nullcontext():
+            metrics = run.train_step(batches)
+        if run.window and run.window.stop + 1 == run.step > run.began + 1:
+            for line in run.window.report():
+                log.say(line)
         if "parameters" in metrics:
             run.log_parameters(metrics.pop("parameters"))
         step, last = run.step, run.step == c.max_steps
@@ -406,9 +416,9 @@ def train(run: Run) -> int:
         if not (stop or evaluates or saves or step == first or step % c.log_interval == 0):
             continue
 
-        own_step = (run.own_time() - own) / (step - logged)
-        row = {"tokens": step * step_tokens, **run.collect(metrics, own_step), "lr": run.optimizer.lr}
-        row["step_time"] = (time.perf_counter() - mark) / (step - logged)  # read after collect, which waited
+        _, own, waited = (now - then for now, then in zip(run.clocks(), mark))
+        row = {"tokens": step * step_tokens, **run.collect(metrics, own / (step - logged), waited), "lr": run.optimizer.lr}
+        row["step_time"] = (time.perf_counter() - mark[0]) / (step - logged)  # read after collect, which waited
         row["tokens_per_second"] = step_tokens / row["step_time"]
         row["tokens_per_second_per_device"] = row["tokens_per_second"] / run.world.size
         row["mfu"] = row["tokens_per_second_per_device"] * flops / peak if peak else None
@@ -425,8 +435,8 @@ def train(run: Run) -> int:
             return stopped_status()
         if saves:
             run.save()
-        logged, mark, own = step, time.perf_counter(), run.own_time()
-        pause = max(pause, mark - began)
+        logged, mark = step, run.clocks()
+        pause = max(pause, mark[0] - began)
     run.finish_saves()
     if c.sample_tokens:
         log.say(f"{' sample ':-^80}\n{run.sample()}\n{'-' * 80}")

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags, listen, rows
+from conftest import flags, listen
 
 import data
 import dist

@@ -136,6 +136,8 @@ BAD = {  # flags -> what the line says; {...} are folders of the fixture
     "--data {high}": "train.bin holds token 300, above its vocabulary of 257",
     "--data {torn}": "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes",
     "--d_model 30": "d_model 30 / n_head 4 must be a whole, even number",
+    "--profile 2:2": "--profile 2:2: give START:STOP with START < STOP < max_steps 4, like 10:13",
+    "--profile 1-3": "--profile 1-3: give START:STOP",
     "--tp 4": "n_kv_head 2 / tp 4 = 0.5, but each rank of a tp group takes a whole number: choose a --tp that divides 2",
     "--tp 2": "1 processes / tp 2 is not a whole number: start a multiple of 2 or change --tp",
     "--n_kv_head 3": "n_head 4 must be a multiple of n_kv_head 3",

@@ -1,0 +1,70 @@
+"""--profile: a trace for each rank, and true answers."""
+
+import json
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import flags, listen
+
+import data
+import optim
+import profiling
+
+
+def profiled(argv: list[str], fault: str) -> tuple[int, str, str]:
+    """train.py, whose steps 4 to 6 ask for a value on the host, or wait for data."""
+    step, get = optim.Optimizer.step, data.Windows.__getitem__
+
+    def asking(self, number, loss, measure=False):
+        if fault == "sync" and number > 2:
+            loss.item()  # here
+        return step(self, number, loss, measure)
+
+    def waiting(windows, number):
+        threading.Event().wait(0.05 * (fault == "data"))  # time.sleep is quiet here
+        return get(windows, number)
+
+    with mock.patch.object(optim.Optimizer, "step", asking), mock.patch.object(data.Windows, "__getitem__", waiting):
+        return listen(argv)
+
+
+@pytest.mark.parametrize("fault", ["sync", "data"])
+def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 8 --profile 3:6")
+    ((status, out, _), _) = pool(2, profiled, argv, fault)
+    assert status == 0
+    for rank in range(2):
+        answers = json.loads((tmp_path / f"run/profile/rank_{rank}.json").read_text())
+        trace = json.loads((tmp_path / f"run/profile/rank_{rank}.trace.json").read_text())
+        calls = sum(event["name"] == "aten::embedding" for event in trace["traceEvents"] if event.get("cat") == "cpu_op")
+        assert calls == 3  # one forward a step
+        sent = {(row["kind"], row["axis"]): row["calls"] for row in answers["communicated"]}
+        assert sent == {("all_gather", "dp_shard"): 5, ("reduce_scatter", "dp_shard"): 3, ("all_reduce", "world"): 1}
+        shares = [answers[name] for name in ("busy", "exposed_communication", "data_wait")]
+        assert all(0 <= share <= 1 for share in shares) and sum(shares) == pytest.approx(1, abs=0.1)
+        assert len(answers["operations"]) == 10 and "aten::mm" in {row["name"] for row in answers["operations"]}
+        if fault == "sync":
+            source = Path(__file__).read_text().splitlines()
+            line = next(i for i, text in enumerate(source, 1) if text.endswith("# here"))
+            assert answers["host_syncs"] == {f"test_profile.py:{line}": 1}
+        else:
+            assert answers["host_syncs"] == {} and answers["data_wait"] > 0.5
+    assert "profile steps 4 to 6, " in out and "5 x all_gather over dp_shard" in out
+    assert "host syncs: " + ("1 x test_profile.py:" if fault == "sync" else "none") in out
+
+
+@pytest.mark.parametrize("spans, total", [([], 0), ([(0, 2), (1, 3)], 3), ([(5, 6), (0, 1)], 2), ([(0, 9), (1, 2), (3, 4)], 9)])
+def test_overlapping_spans_count_once(spans, total):
+    assert profiling.covered(spans) == total
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_the_answers_of_a_gpu(pool, tokens, tmp_path):
+    argv = [*flags(f"--data {tokens} --out {tmp_path}/run --max_steps 8 --profile 3:6"), "--device", "cuda"]
+    ((status, out, _),) = pool(1, profiled, argv, "sync")
+    answers = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
+    assert status == 0 and 0 < answers["busy"] <= 1 and any("test_profile.py" in place for place in answers["host_syncs"])
