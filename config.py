@@ -48,6 +48,9 @@ class Config:
     reshard_after_forward: bool = flag(True, "drop gathered weights after forward and gather them again; false is SHARD_GRAD_OP")
     activation_checkpointing: Literal["none", "selective", "full"] = flag(
         "none", "compute again in backward: selective all but matrix products and attention, full whole blocks")
+    loss_chunks: int = flag(1, "parts of a micro-batch whose logits are made one after the other, and again in backward: less "
+                            "memory for large vocabularies", 1)
+    compile: bool = flag(False, "let torch.compile make fast kernels of the blocks, in the first step")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto takes the GPUs where there are any")
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto", "compute dtype; auto is bfloat16 where the hardware has it; weights and reductions stay float32")

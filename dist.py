@@ -261,16 +261,6 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
 
 
-def choose_attention(device: torch.device, seq_len: int) -> None:
-    """On CPUs the backward pass of SDPA's flash kernel is slow: up to 512 tokens plain softmax(q k) v takes half its time.
-
-    That is SDPA's "math" form, here in the dtype of its inputs. (The switches hold for CPUs too, despite their name.)
-    """
-    if device.type == "cpu":
-        torch.backends.cuda.enable_flash_sdp(seq_len > 512)
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-
-
 def peak_device_memory(device: torch.device) -> int:
     """Bytes, at most, that tensors took on the device so far; 0 on a CPU, where the host's memory is all there is."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -460,9 +450,19 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
         block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Have torch.compile make kernels of each layer's forward and backward: once for all blocks, since they are alike.
+
+    Before FSDP wraps them, so that what it gathers and drops stays outside. In place, so that parameters keep their names.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)
+
+
 SAVED_OPERATIONS = [
     torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,  # attention on CPUs
+    torch.ops.aten.bmm.default,  # attention written out
+    torch.ops.aten.baddbmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleOutput, RowwiseParallel
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,20 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax(q k^T / sqrt(d_head)) v: q (B, H, T, d_head), k and v (B, H or fewer, T, d_head) -> (B, H, T, d_head).
+
+    Written out for short sequences on a CPU, where the backward pass of torch's kernel takes twice as long.
+    """
+    (B, H, T, d_head), group = q.shape, q.size(1) // k.size(1)
+    if q.device.type != "cpu" or T > 512:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
+    k, v = (x.repeat_interleave(group, 1).reshape(B * H, T, d_head) for x in (k, v))
+    future = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
+    scores = torch.baddbmm(future, q.reshape(B * H, T, d_head), k.mT, alpha=d_head**-0.5)  # (B * H, T, T)
+    return (scores.softmax(-1) @ v).view(B, H, T, d_head)
+
+
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -113,9 +128,7 @@ class Attention(nn.Module):
         q, k, v = (  # each (B, T, heads * d_head) -> (B, heads, T, d_head)
             layer(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
-        y = F.scaled_dot_product_attention(
-            rotate(q, rope), rotate(k, rope), v, is_causal=True, enable_gqa=q.size(1) != k.size(1)
-        )
+        y = attend(rotate(q, rope), rotate(k, rope), v)
         return self.out(y.transpose(1, 2).flatten(-2))  # (B, T, d_model)
 
 
@@ -143,6 +156,34 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class Head(Linear):
+    """x (B, T, d_model) -> logits (B, T, vocab_size) in float32, or with targets (B, T) their mean cross-entropy.
+
+    With `chunks` the loss is that of so many runs of tokens, one after the other, of which each makes its logits again in
+    the backward pass: in memory are 1 / chunks of them, for one more matrix product. Tied to the embedding it has no
+    parameter of its own, rather than one shared by two modules, which a move off the meta device would part.
+    """
+
+    def __init__(self, c: ModelConfig, chunks: int):
+        super().__init__(c.d_model, c.vocab_size)
+        self.chunks = chunks
+        if c.tied:
+            self.weight = None
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        weight = (self.weight if weight is None else weight).to(x.dtype)
+        if targets is None:
+            return F.linear(x, weight).float()
+
+        def loss(x: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+
+        if self.chunks == 1:
+            return loss(x.flatten(0, 1), targets.flatten()) / targets.numel()
+        parts = zip(x.flatten(0, 1).chunk(self.chunks), targets.flatten().chunk(self.chunks))
+        return sum(checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts) / targets.numel()
+
+
 class Transformer(nn.Module):
     """tokens (B, T) -> logits (B, T, vocab_size), or with targets (B, T) -> mean cross-entropy in nats, a float32 scalar.
 
@@ -150,26 +191,20 @@ class Transformer(nn.Module):
     hold one whole tensor at a time and keep its shard.
     """
 
-    def __init__(self, c: ModelConfig, dtype: torch.dtype = torch.float32):
+    def __init__(self, c: ModelConfig, dtype: torch.dtype = torch.float32, loss_chunks: int = 1):
         super().__init__()
         self.config, self.dtype = c, dtype  # of the activations; the weights' is the caller's choice
         self.embed = nn.Embedding(c.vocab_size, c.d_model)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.norm = RMSNorm(c.d_model)
-        # Tied: no parameter of its own, rather than one shared by two modules, which a move off the meta device would part.
-        self.head = None if c.tied else Linear(c.d_model, c.vocab_size)
+        self.head = Head(c, loss_chunks)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embed(tokens).to(self.dtype)  # (B, T, d_model)
         rope = rotations(self.config, tokens.size(1), tokens.device)
         for block in self.blocks:
             x = block(x, rope)
-        x = self.norm(x)
-        logits = self.head(x) if self.head else F.linear(x, self.embed.weight.to(x.dtype))  # (B, T, vocab_size)
-        logits = logits.float()
-        if targets is None:
-            return whole(logits)
-        return whole(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+        return whole(self.head(self.norm(x), targets=targets, weight=self.embed.weight if self.config.tied else None))
 
     @torch.no_grad()
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
@@ -189,7 +224,7 @@ class Transformer(nn.Module):
 
     def ends(self) -> list[nn.Module]:
         """The layers before and after the blocks, where each has weights of its own: not where the head is the embedding."""
-        return [self.embed, self.head] if self.head else []
+        return [] if self.config.tied else [self.embed, self.head]
 
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
         """How the T ranks of a tp group share each layer (Shoeybi et al. 2019), for torch's parallelize_module.
@@ -205,7 +240,7 @@ class Transformer(nn.Module):
         shared = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False)
         blocks = {"attention_norm": shared, "attention.q": columns, "attention.k": columns, "attention.v": columns,
                   "attention.out": rows, "mlp_norm": shared, "mlp.gate": columns, "mlp.up": columns, "mlp.down": rows}
-        head = {"head": ColwiseParallel(use_local_output=False)} if self.head else {}
+        head = {} if self.config.tied else {"head": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)}
         return {"embed": RowwiseParallel(input_layouts=Replicate()), "norm": shared, **head,
                 **{f"blocks.*.{name}": style for name, style in blocks.items()}}
 
@@ -220,7 +255,7 @@ class Transformer(nn.Module):
         kv = c.n_kv_head * c.d_model // c.n_head
         block = 7 * c.d_model + 2 * kv + 4 * c.d_ff
         block = {"none": block, "selective": block // 2, "full": c.d_model}[checkpointing]
-        return tokens * (c.n_layer * block * self.dtype.itemsize + 2 * 4 * c.vocab_size)
+        return tokens * (c.n_layer * block * self.dtype.itemsize + 2 * 4 * c.vocab_size // self.head.chunks)
 
     def decays(self, name: str) -> bool:
         """Whether weight decay applies: to the matrices, not to the norms nor to the embedding, which is a table of vectors."""

@@ -189,7 +189,7 @@ class Run:
         """For --strategy auto, with the vocabulary of the named size: the data need not be there yet."""
         c = self.config
         with torch.device("meta"):
-            model = Transformer(model_config(c, SIZES[c.model].vocab_size), self.dtype)
+            model = Transformer(model_config(c, SIZES[c.model].vocab_size), self.dtype, c.loss_chunks)
         micro = c.micro_batch_size or max(1, c.global_batch_size // max(1, self.world.size // c.tp))
         activations = model.activation_bytes(micro, c.activation_checkpointing)
         return dist.on_first_rank(lambda: dist.choose_strategy(self.world, model.parameter_count(), activations, c.tp))
@@ -199,12 +199,13 @@ class Run:
         c = self.config
         self.mesh = dist.make_mesh(self.world, self.shape)
         self.rank = dist.dp_rank(self.mesh)
-        dist.choose_attention(self.device, self.seq_len)
         with torch.device("meta"):
-            self.model = model = Transformer(self.model_config, self.dtype)
+            self.model = model = Transformer(self.model_config, self.dtype, c.loss_chunks)
         if c.checkpoint == "full":
             dist.on_first_rank(lambda: checkpoint.check_full(model.parameter_count()))
         dist.checkpoint_activations(model.blocks, c.activation_checkpointing)
+        if c.compile:
+            dist.compile_layers([*model.blocks, model.head])
         self.forward = dist.parallelize(
             model, model.tensor_parallel_plan(), dist.wrap_units(model.blocks, model.ends(), c.wrap), self.mesh, self.strategy,
             self.dtype, self.device, lambda name, tensor: model.init_tensor(name, tensor, c.seed), c.reshard_after_forward)
