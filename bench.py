@@ -1,5 +1,7 @@
 """Benchmarks: each prints one table in Markdown, or with --json its numbers.
 
+    python bench.py strategies --nproc 2
+    python bench.py nanogpt --path ~/nanoGPT
     python bench.py optimizer
     python bench.py checkpoint --nproc 4
     python bench.py cluster --hosts 2 --nproc 2 --bandwidth 200mbit
@@ -9,8 +11,11 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import itertools
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -27,6 +32,7 @@ import checkpoint
 import data
 import dist
 import optim
+from config import BUILTIN
 from model import SIZES, Transformer
 
 
@@ -53,6 +59,176 @@ def cell(value) -> str:
     if not isinstance(value, list):
         return str(value)
     return f"{statistics.median(value):.4g} ({min(value):.4g} ... {max(value):.4g})"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Whole runs of train.py
+
+FLAGS = "--eval_interval 0 --eval_sequences 1 --sample_tokens 0 --checkpoint none --log_interval 1"
+WARM_UP = 3  # steps that are not counted
+STRATEGIES = {"ddp": "--strategy ddp", "fsdp": "--strategy fsdp",
+              "SHARD_GRAD_OP": "--strategy fsdp --reshard_after_forward false", "hsdp": "--strategy hsdp"}
+
+
+def run(nproc: int, flags: str, steps: int) -> dict:
+    """What `steps` steps of train.py on `nproc` processes of one thread gave: tokens/s/device of each, and the profile's answers."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+        command = [sys.executable, *torchrun, str(Path(__file__).with_name("train.py")), "--out", folder, *FLAGS.split()]
+        window = ["--max_steps", str(WARM_UP + steps + 2), "--profile", f"{WARM_UP + steps}:{WARM_UP + steps + 1}"]
+        answer = subprocess.run([*command, *window, *flags.split()], capture_output=True, text=True,
+                                env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if answer.returncode:
+            sys.exit(f"{answer.stderr[-4000:]}\nbench.py: error: {' '.join(command[1:])} {flags} failed")
+        logged = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        counted = [row for row in logged if "loss" in row and WARM_UP < row["step"] <= WARM_UP + steps]
+        profile = json.loads(Path(folder, "profile/rank_0.json").read_text())
+    memory = max(row["peak_device_memory"] or row["peak_host_memory"] for row in counted)
+    return {"tokens/s/device": [row["tokens_per_second_per_device"] for row in counted], "memory": memory,
+            "bytes": {axis: sum(row["bytes"] for row in profile["communicated"] if row["axis"] == axis)
+                      for axis in dict.fromkeys(row["axis"] for row in profile["communicated"])}}
+
+
+def in_turn(runs: dict[tuple[int, str], tuple[int, str]], args) -> dict[tuple, dict]:
+    """Each of `runs`, name -> (processes, flags), --rounds times, A B A B; the median of a run counts as one measurement."""
+    found: dict[tuple, dict] = {}
+    for turn in range(args.rounds):
+        for name, (nproc, flags) in runs.items():
+            print(f"round {turn + 1} of {args.rounds}: {', '.join(map(str, name))} ...", file=sys.stderr, flush=True)
+            answer = run(nproc, f"--model {args.model} --device {args.device} {flags} {args.flags}", args.steps)
+            row = found.setdefault(name, {**answer, "tokens/s/device": []})
+            row["tokens/s/device"].append(statistics.median(answer["tokens/s/device"]))
+    return found
+
+
+def sent(row: dict) -> str:
+    """MB that a rank's collectives handle in a step, by axis of the mesh."""
+    return ", ".join(f"{axis} {size / 1e6:,.2f}" for axis, size in row["bytes"].items()) or "none"
+
+
+def ratios(row: dict, to: dict) -> list[float]:
+    return [a / b for a, b in zip(row["tokens/s/device"], to["tokens/s/device"])]
+
+
+def strategies(args) -> tuple[list[dict], str]:
+    """Speed, communication and memory of every strategy on N processes, with one process beside it. (hsdp: two replicas.)"""
+    size = f"--micro_batch_size {args.micro_batch_size} --global_batch_size {args.micro_batch_size * args.nproc}"
+    runs = {("single",): (1, f"--strategy single --global_batch_size {args.micro_batch_size}")}
+    for name, flags in STRATEGIES.items():
+        replicas = " --dp_replicate 2" if name == "hsdp" else ""
+        runs[name,] = args.nproc, f"{flags}{replicas} {size}"
+    found = in_turn(runs, args)
+    rows = [{"strategy": name, "processes": runs[name,][0], "tokens/s/device": row["tokens/s/device"],
+             "ratio to single": ratios(row, found["single",]), "MB communicated a step": sent(row),
+             "peak memory of a rank, MB": f"{row['memory'] / 1e6:,.0f}"} for (name,), row in found.items()]
+    return rows, f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process, {args.steps} steps x {args.rounds} rounds"
+
+
+def accumulation(args) -> tuple[list[dict], str]:
+    """What A micro-batches a step cost with gradients averaged once, and after each of them."""
+    runs = {}
+    for strategy, count, sync in itertools.product(("ddp", "fsdp"), (1, 4, 8), ("batch", "micro_batch")):
+        size = f"--micro_batch_size {args.micro_batch_size} --global_batch_size {args.micro_batch_size * args.nproc * count}"
+        if count > 1 or sync == "batch":  # the same where there is one
+            runs[strategy, count, sync] = args.nproc, f"--strategy {strategy} --grad_sync {sync} {size}"
+    found = in_turn(runs, args)
+    rows = [{"strategy": strategy, "micro-batches": count, "grad_sync": sync, "tokens/s/device": row["tokens/s/device"],
+             "ratio to one micro-batch": ratios(row, found[strategy, 1, "batch"]), "MB communicated a step": sent(row)}
+            for (strategy, count, sync), row in found.items()]
+    return rows, f"{args.model} on {args.nproc} processes, micro-batch {args.micro_batch_size}, {args.steps} steps x {args.rounds} rounds"
+
+
+def scaling(args) -> tuple[list[dict], str]:
+    """Weak scaling: 1 to N processes of one thread, each with the same micro-batch, against one."""
+    runs = {("single", 1): (1, f"--strategy single --global_batch_size {args.micro_batch_size}")}
+    for strategy, n in itertools.product(("ddp", "fsdp"), range(2, args.nproc + 1)):
+        runs[strategy, n] = n, f"--strategy {strategy} --global_batch_size {args.micro_batch_size * n}"
+    found = in_turn(runs, args)
+    rows = [{"strategy": strategy, "processes": n, "tokens/s/device": row["tokens/s/device"],
+             "ratio to one process": ratios(row, found["single", 1])} for (strategy, n), row in found.items()]
+    return rows, f"{args.model}, micro-batch {args.micro_batch_size} a process, {args.steps} steps x {args.rounds} rounds"
+
+
+def loader(args) -> tuple[list[dict], str]:
+    """The data path alone, read, checked and made into tensors in one process, against what the model consumes."""
+    folder = data.open_folder(Path(BUILTIN)) if Path(BUILTIN).exists() else None
+    if folder is None:
+        data.prepare(None, Path(BUILTIN))
+        folder = data.open_folder(Path(BUILTIN))
+    seq_len, size = SIZES[args.model].seq_len, args.micro_batch_size
+    windows = data.Windows(folder, "train", seq_len, 0)
+    lists, speeds = itertools.cycle([list(range(i * size, (i + 1) * size)) for i in range(100)]), []
+    for _ in range(args.rounds + 1):
+        batches, began = data.loader(windows, itertools.islice(lists, 200)), time.perf_counter()
+        tokens = sum(batch[:, 1:].numel() for batch in batches)
+        speeds.append(tokens / (time.perf_counter() - began))
+    model = in_turn({("model",): (1, f"--strategy single --global_batch_size {size}")}, args)["model",]["tokens/s/device"]
+    used = [a / statistics.median(model) for a in speeds[1:]]
+    return [{"what": "data path", "tokens/s": speeds[1:], "ratio to the model": used},
+            {"what": f"{args.model} on one process", "tokens/s": model, "ratio to the model": [1.0]}], f"micro-batch {size} x {seq_len}"
+
+
+# nanoGPT's command for a CPU, from its README
+NANOGPT = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12, "steps": 200}
+
+
+def nanogpt(args) -> tuple[list[dict], str]:
+    """nanoGPT's trainer and this one in turn: same data, layers, width, heads and tokens, and as many parameters in the blocks.
+
+    Needs a checkout of github.com/karpathy/nanoGPT with a prepared data set. SwiGLU's d_ff is 8/3 of the width, as many
+    parameters as GPT-2's MLP has. With --target also the seconds from start to a validation loss, imports and compilation
+    included: ours in a third of the steps, at its own learning rate.
+    """
+    path = args.path.resolve()
+    folder = path / "data" / args.dataset
+    if not (path / "train.py").exists() or not (folder / "train.bin").exists():
+        raise CannotMeasure(f"--path {args.path}: no nanoGPT there with data/{args.dataset}/train.bin; clone it and run its prepare.py")
+    shape = f"--n_layer={args.n_layer} --n_head={args.n_head}"
+    evals = f"--eval_interval={args.steps // 8 if args.target else 10**9}"
+    theirs = [sys.executable, "train.py", "config/train_shakespeare_char.py", *shape.split(), f"--n_embd={args.n_embd}",
+              f"--block_size={args.block_size}", f"--batch_size={args.batch_size}", f"--max_iters={args.steps}", evals,
+              f"--dataset={args.dataset}", f"--lr_decay_iters={args.steps}", "--eval_iters=20", "--log_interval=1", "--dropout=0.0",
+              f"--device={args.device}", f"--compile={args.device == 'cuda'}"]
+    steps = args.steps // 3 if args.target else args.steps
+    ours = [sys.executable, str(Path(__file__).with_name("train.py")), *shape.split(), f"--n_kv_head={args.n_head}",
+            f"--d_model={args.n_embd}", f"--d_ff={round(args.n_embd * 8 / 3)}", f"--seq_len={args.block_size}",
+            f"--global_batch_size={args.batch_size}", f"--max_steps={steps}", f"--data={folder}", f"--device={args.device}",
+            f"--eval_interval={steps // 8 if args.target else 0}", *FLAGS.split()[2:], "--eval_sequences=240", *args.flags.split()]
+    names, tokens = {"nanoGPT": (theirs, path), "nanoshard": (ours, None)}, args.batch_size * args.block_size
+    rows = {name: {"trainer": name, "tokens/s": [], "ratio": [], f"seconds to {args.target}": []} for name in names}
+    for turn in range(args.rounds):
+        for name, (command, where) in names.items():
+            print(f"round {turn + 1} of {args.rounds}: {name} ...", file=sys.stderr, flush=True)
+            with tempfile.TemporaryDirectory(prefix="bench-") as out:
+                speeds, reached = follow([*command, f"--out{'_dir' if where else ''}={out}"], where, args.target, tokens)
+            speed = statistics.median(speeds[len(speeds) // 5 :])
+            rows[name]["tokens/s"].append(speed)
+            rows[name]["ratio"].append(speed / rows["nanoGPT"]["tokens/s"][turn])
+            rows[name][f"seconds to {args.target}"].append(reached)
+    if not args.target:
+        for row in rows.values():
+            del row["seconds to None"]
+    return list(rows.values()), (f"{args.n_layer} layers x {args.n_embd}, {args.n_head} heads, block {args.block_size}, batch "
+                                 f"{args.batch_size}, {args.steps} steps x {args.rounds} rounds, {args.dataset} {args.flags}")
+
+
+def follow(command: list[str], where: Path | None, target: float | None, tokens: int) -> tuple[list[float], float]:
+    """(tokens per second of each step, of `tokens`; seconds from start to a validation loss of `target`), as either prints."""
+    began, speeds, reached = time.perf_counter(), [], math.inf
+    with subprocess.Popen(command, cwd=where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=os.environ | {"PYTHONUNBUFFERED": "1"}) as process:
+        for line in process.stdout:
+            if step := re.search(r"time ([\d.]+)ms|ms  ([\d,]+) tok/s", line):
+                speeds.append(tokens / float(step[1]) * 1e3 if step[1] else float(step[2].replace(",", "")))
+            if (found := re.search(r"val(?:_| )loss ([\d.]+)", line)) and target and float(found[1]) <= target:
+                reached = min(reached, time.perf_counter() - began)
+        if process.wait():
+            sys.exit(f"{process.stderr.read()[-4000:]}\nbench.py: error: {' '.join(command)} failed")
+    return speeds, reached
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Parts
 
 
 def optimizer(args) -> tuple[list[dict], str]:
@@ -141,8 +317,6 @@ def reset_peak() -> int:
 # ---------------------------------------------------------------------------------------------------------------
 # A cluster in a box
 
-STRATEGIES = {"ddp": "--strategy ddp", "fsdp": "--strategy fsdp",
-              "SHARD_GRAD_OP": "--strategy fsdp --reshard_after_forward false", "hsdp": "--strategy hsdp"}
 ACCUMULATION = 8
 # 2.4 million parameters: enough for the network to matter, while a run takes seconds
 RUN = ("--model tiny --d_model 192 --d_ff 768 --seq_len 64 --micro_batch_size 1 --device cpu --log_interval 1 "
@@ -253,7 +427,9 @@ def run_on(names: list[str], nproc: int, port: int, flags: list[str], out: Path)
         sys.exit(f"{logs[failed].read_text()[-4000:]}\nbench.py: error: host {failed} failed: train.py {' '.join(flags)}")
 
 
-TABLES = {"optimizer": optimizer, "checkpoint": checkpoints, "cluster": cluster}
+RUNS = {"strategies": strategies, "accumulation": accumulation, "scaling": scaling, "loader": loader}
+PARTS = {"optimizer": optimizer, "checkpoint": checkpoints}
+TABLES = {**RUNS, **PARTS, "cluster": cluster, "nanogpt": nanogpt}
 
 
 def positive(text: str) -> int:
@@ -267,7 +443,24 @@ def parse() -> argparse.Namespace:
     tables = parser.add_subparsers(dest="table", required=True, metavar="TABLE")
     for name, table in TABLES.items():
         sub = tables.add_parser(name, help=table.__doc__, description=table.__doc__)
-        if table is cluster:
+        if name != "cluster":
+            sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
+            rounds = 15 if name in PARTS else 3
+            sub.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=f"counted rounds (default: {rounds})")
+        if name in RUNS:
+            sub.add_argument("--model", default="tiny", choices=SIZES, help="(default: tiny)")
+            sub.add_argument("--nproc", type=positive, default=2, metavar="N", help="processes (default: 2)")
+            sub.add_argument("--micro_batch_size", type=positive, default=16, metavar="N", help="(default: 16)")
+            sub.add_argument("--steps", type=positive, default=10, metavar="N", help="counted steps of each run (default: 10)")
+            sub.add_argument("--flags", default="", help="more flags for train.py, in one pair of quotes")
+        elif name == "nanogpt":
+            sub.add_argument("--path", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT")
+            sub.add_argument("--dataset", default="shakespeare_char", help="a folder of its data/ (default: shakespeare_char)")
+            for option, default in NANOGPT.items():
+                sub.add_argument(f"--{option}", type=positive, default=default, metavar="N", help=f"(default: {default})")
+            sub.add_argument("--target", type=float, metavar="LOSS", help="also measure the time to this validation loss")
+            sub.add_argument("--flags", default="", help="more flags for our train.py, in one pair of quotes")
+        elif table is cluster:
             sub.add_argument("--hosts", type=positive, default=2, metavar="N", help="(default: 2)")
             sub.add_argument("--nproc", type=positive, default=2, metavar="N", help="processes on each host (default: 2)")
             sub.add_argument("--bandwidth", default="200mbit", metavar="RATE",
@@ -277,16 +470,14 @@ def parse() -> argparse.Namespace:
                              help=f"those to measure, of {', '.join(STRATEGIES)} (default: all)")
         else:
             sub.add_argument("--model", default="gpt2-124m", choices=SIZES, help="(default: gpt2-124m)")
-            sub.add_argument("--rounds", type=positive, default=15, metavar="N", help="counted rounds (default: 15)")
             sub.add_argument("--nproc", type=positive, default=1, metavar="N", help="processes (default: 1)")
-            sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
         sub.add_argument("--json", action="store_true", help="print numbers instead of the table")
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse()
-    if args.table != "cluster" and args.nproc > 1 and "RANK" not in os.environ:
+    if args.table in PARTS and args.nproc > 1 and "RANK" not in os.environ:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.nproc), sys.argv[0], args.table]
         # spelled out anew: torchrun would take --nproc for one of its own
         options = [f"--{name}={value}" for name, value in vars(args).items() if name not in ("table", "nproc", "json")]

@@ -14,6 +14,7 @@ import argparse
 import base64
 import codecs
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -344,6 +345,25 @@ def loader(windows: Windows, numbers: Iterable[list[int]], workers: int = 0, pin
         yield from DataLoader(windows, batch_size=None, sampler=numbers, num_workers=workers, pin_memory=pin)
     except DataError as error:  # from a worker it comes with the worker's traceback before it
         raise DataError(str(error).strip().splitlines()[-1].removeprefix("data.DataError: ")) from None
+
+
+def on_device(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """The batches on a device. A GPU gets the next one, from pinned memory, on a stream of its own while this one is used."""
+    if device.type != "cuda":
+        yield from batches
+        return
+    stream, ahead = torch.cuda.Stream(device), None
+    for batch in itertools.chain(batches, [None]):
+        used = torch.cuda.current_stream(device)
+        if ahead is not None:
+            used.wait_stream(stream)
+            ahead.record_stream(used)  # its memory is not used again before `used` is through with it
+        ready, ahead = ahead, None
+        if batch is not None:
+            with torch.cuda.stream(stream):
+                ahead = batch.to(device, non_blocking=True)
+        if ready is not None:
+            yield ready
 
 
 def train_numbers(steps: range, global_batch: int, micro_batch: int, rank: int, ranks: int) -> Iterator[list[int]]:

@@ -15,6 +15,7 @@ import re
 import resource
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -259,6 +260,29 @@ def fast_dtype(device: torch.device) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     capabilities = torch.cpu.get_capabilities()
     return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
+
+
+class Moment:
+    """When the device gets to where the host is now in what it asks of it. The host waits only in `wait`."""
+
+    def __init__(self, device: torch.device):
+        self.time, self.event = time.perf_counter(), None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event:
+            self.event.synchronize()
+
+    def since(self, earlier: "Moment") -> float:
+        """Seconds from another moment to this one, on the device; both have passed."""
+        return earlier.event.elapsed_time(self.event) / 1e3 if self.event else self.time - earlier.time
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on the device; the host does not wait for a GPU."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def peak_device_memory(device: torch.device) -> int:

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import itertools
 import json
@@ -183,7 +184,7 @@ class Run:
         self.path, self.step = dist.on_first_rank(lambda: starting_point(c, self.manifest, newest))
         self.began, self.finished = self.step, self.step >= c.max_steps
         self.interrupted, self.deadline = False, time.monotonic() + (c.time_limit or math.inf)
-        self.data_wait, self.unsaved, self.window = 0.0, None, None
+        self.data_wait, self.step_time, self.sent, self.unsaved, self.window = 0.0, 0.0, None, None, None
 
     def choose_strategy(self) -> tuple[str, str]:
         """For --strategy auto, with the vocabulary of the named size: the data need not be there yet."""
@@ -257,9 +258,12 @@ class Run:
             self.log.say(line)
 
     def fetch(self, windows: data.Windows, numbers: Iterator[list[int]]) -> Iterator[Tensor]:
-        """Batches (m, T + 1) on the device; the copy from pinned memory does not hold the host up."""
+        """Batches (m, T + 1) on the device."""
         cuda, workers = self.device.type == "cuda", self.config.num_workers
         batches = data.loader(windows, numbers, workers if workers is not None else 2 * cuda, pin=cuda)
+        return data.on_device(self.timed(batches), self.device)
+
+    def timed(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
         while True:
             began = time.perf_counter()
             self.at("reading data")
@@ -268,7 +272,7 @@ class Run:
             self.data_wait += time.perf_counter() - began
             if batch is None:
                 return
-            yield batch.to(self.device, non_blocking=True)
+            yield batch
 
     def at(self, doing: str, slow: bool = False) -> None:
         """Tell the other ranks how far this one is."""
@@ -289,34 +293,50 @@ class Run:
         metrics = self.optimizer.step(self.step - 1, loss, measure=bool(interval) and self.step % interval == 0)
         return {"loss": loss, **metrics}
 
-    def clocks(self) -> tuple[float, float, float]:
-        """Three clocks for differences, in seconds: all time; this rank's own; that in which it waited for data.
+    def restart_clocks(self) -> None:
+        """From here on the next row of the log counts.
 
-        On a CPU the own time is that in which its thread ran or waited for data, not for other ranks. What a GPU waits for
-        its host does not know: there it is all time.
+        Beside the moment it notes this rank's own time, in which its thread ran or waited for data, not for other ranks,
+        and the data wait in it. What a GPU waits for its host does not know: there own time is all time.
         """
-        wall = time.perf_counter()
-        return wall, time.thread_time() + self.data_wait if self.device.type == "cpu" else wall, self.data_wait
+        clock = time.thread_time() if self.device.type == "cpu" else time.perf_counter()
+        self.mark = self.step, dist.Moment(self.device), clock + self.data_wait * (self.device.type == "cpu"), self.data_wait
 
-    def collect(self, metrics: dict[str, Tensor], own_time: float, data_wait: float) -> dict:
-        """The metrics as numbers, over all ranks: one small collective and one copy to the host, which waits for it.
+    def send(self, metrics: dict[str, Tensor]) -> None:
+        """Start the metrics of all ranks on their way to the host: one small collective and a copy, for which no GPU waits."""
+        step, began, own, waited = self.mark
+        self.restart_clocks()
+        _, _, own_now, waited_now = self.mark
+        of_rank = {"step_time": (own_now - own) / (self.step - step), "data_wait": waited_now - waited,
+                   "peak_device_memory": dist.peak_device_memory(self.device), "peak_host_memory": dist.peak_host_memory()}
+        values = torch.stack([value.double() for value in metrics.values()])
+        values = torch.cat((values, dist.to_device(torch.tensor(list(of_rank.values()), dtype=torch.float64), self.device)))
+        ranks = dist.gather(values).to("cpu", non_blocking=True)
+        ended = dist.Moment(self.device)
+        self.sent = [*metrics, *of_rank], ranks, self.step, self.step - step, self.optimizer.lr, began, ended
+        self.mark = self.step, ended, *self.mark[2:]
 
-        This rank's `own_time` is that of a step, `data_wait` of all steps since the last row.
-        """
-        of_rank = {"step_time": own_time, "data_wait": data_wait, "peak_device_memory": dist.peak_device_memory(self.device),
-                   "peak_host_memory": dist.peak_host_memory()}
-        values = [*metrics.values(), *torch.tensor(list(of_rank.values()), dtype=torch.float64, device=self.device)]
-        ranks = dist.gather(torch.stack([value.double() for value in values])).tolist()
-        columns = dict(zip([*metrics, *of_rank], zip(*ranks)))  # name -> the values of all ranks
-        times = columns.pop("step_time")
-        balance = {"step_time_min": min(times), "step_time_max": max(times), "slowest_rank": times.index(max(times)),
-                   "data_wait_min": min(columns["data_wait"])}
-        row = {name: max(column) for name, column in columns.items()} | {"loss": sum(columns["loss"]) / len(ranks)} | balance
-        skipped, most = row.pop("skipped_in_a_row"), self.config.max_skipped
+    def receive(self) -> None:
+        """Log the row that is on its way, if one is. Raises Diverged where training no longer makes progress."""
+        if self.sent is None:
+            return
+        (names, ranks, step, steps, lr, began, ended), self.sent = self.sent, None
+        ended.wait()
+        columns = dict(zip(names, zip(*ranks.tolist())))  # name -> the values of all ranks
+        times, skipped, most = columns.pop("step_time"), max(columns.pop("skipped_in_a_row")), self.config.max_skipped
+        row = {name: max(column) for name, column in columns.items()} | {"loss": sum(columns["loss"]) / self.world.size, "lr": lr}
+        row |= {name: int(row[name]) for name in ("clipped", "skipped_steps", "peak_device_memory", "peak_host_memory")}
+        row |= {"step_time_min": min(times), "step_time_max": max(times), "slowest_rank": times.index(max(times)),
+                "data_wait_min": min(columns["data_wait"])}
+        step_tokens, peak = self.config.global_batch_size * self.seq_len, dist.peak_flops(self.device, self.dtype)
+        row["step_time"] = self.step_time = ended.since(began) / steps
+        row["tokens_per_second"] = step_tokens / self.step_time
+        row["tokens_per_second_per_device"] = per_device = row["tokens_per_second"] / self.world.size
+        row["mfu"] = per_device * self.model.flops_per_token(self.seq_len) / peak if peak else None
+        self.log.training(step, {"tokens": step * step_tokens, **row})
         if most and skipped >= most:
-            raise Diverged(f"{skipped:.0f} updates in a row were skipped up to step {self.step}, since their gradients were not "
+            raise Diverged(f"{skipped:.0f} updates in a row were skipped up to step {step}, since their gradients were not "
                            "finite or spiked: the checkpoints in --out are from before; lower --lr or look at the data")
-        return row | {name: int(row[name]) for name in ("clipped", "skipped_steps", "peak_device_memory", "peak_host_memory")}
 
     def log_parameters(self, table: Tensor) -> None:
         """One row of optim.jsonl for each parameter; waits for the device on rank 0."""
@@ -386,23 +406,21 @@ class Run:
         if "RANK" not in os.environ:  # torchrun passes on the one that the terminal has sent already
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def must_stop(self, step_time: float, pause: float) -> bool:
+    def must_stop(self, pause: float) -> bool:
         """Whether this rank has to stop: it got a signal, or the time that is left is what the last things may take twice."""
-        return self.interrupted or time.monotonic() > self.deadline - 2 * (step_time + pause)
+        return self.interrupted or time.monotonic() > self.deadline - 2 * (self.step_time + pause)
 
 
 def train(run: Run) -> int:
-    """The loop; returns the exit status. The host waits for the device on log steps only, and evaluates or saves after one."""
+    """The loop; returns the exit status. The host waits for the device only to evaluate, to save and to end."""
     c, log = run.config, run.log
-    step_tokens = c.global_batch_size * run.seq_len
-    flops, peak = run.model.flops_per_token(run.seq_len), dist.peak_flops(run.device, run.dtype)
     numbers = data.train_numbers(range(run.step, c.max_steps), c.global_batch_size, run.micro, run.rank, run.ranks)
     batches = run.fetch(run.train_windows, numbers)
     agreement = dist.Agreement(run.world)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C, torchrun and schedulers, Slurm before its limit
         signal.signal(number, run.interrupt)
-    first, logged, mark = run.step + 1, run.step, run.clocks()
-    row, pause = {"step_time": 0.0}, 0.0  # the longest that evaluations and checkpoints took
+    first, pause = run.step + 1, 0.0  # the longest that evaluations and checkpoints took
+    run.restart_clocks()
     while run.step < c.max_steps:
         with run.window.around(run.step + 1, run.data_wait) if run.window else contextlib.nullcontext():
             metrics = run.train_step(batches)
@@ -411,20 +429,22 @@ def train(run: Run) -> int:
                 log.say(line)
         if "parameters" in metrics:
             run.log_parameters(metrics.pop("parameters"))
+        run.receive()  # the row before this one, which came while this step was queued
         step, last = run.step, run.step == c.max_steps
-        stop = agreement(run.must_stop(row["step_time"], pause)) and not last
+        if step % 100 == 0:
+            gc.collect(1)  # on all ranks in the same step, so that none waits for another's
+        stop = agreement(run.must_stop(pause)) and not last
         evaluates, saves = (last or (interval and step % interval == 0) for interval in (c.eval_interval, c.save_interval))
-        if not (stop or evaluates or saves or step == first or step % c.log_interval == 0):
+        pauses = stop or evaluates or saves
+        if not (pauses or step == first or step % c.log_interval == 0):
             continue
 
-        _, own, waited = (now - then for now, then in zip(run.clocks(), mark))
-        row = {"tokens": step * step_tokens, **run.collect(metrics, own / (step - logged), waited), "lr": run.optimizer.lr}
-        row["step_time"] = (time.perf_counter() - mark[0]) / (step - logged)  # read after collect, which waited
-        row["tokens_per_second"] = step_tokens / row["step_time"]
-        row["tokens_per_second_per_device"] = row["tokens_per_second"] / run.world.size
-        row["mfu"] = row["tokens_per_second_per_device"] * flops / peak if peak else None
-        log.training(step, row)
+        run.send(metrics)
+        if pauses or run.device.type == "cpu":  # where it is there already
+            run.receive()
         run.log_saves()
+        if not pauses:
+            continue
         began = time.perf_counter()
         if stop:  # save first: whoever stops a run does not wait long
             run.save()
@@ -436,8 +456,8 @@ def train(run: Run) -> int:
             return stopped_status()
         if saves:
             run.save()
-        logged, mark = step, run.clocks()
-        pause = max(pause, mark[0] - began)
+        run.restart_clocks()
+        pause = max(pause, time.perf_counter() - began)
     run.finish_saves()
     if c.sample_tokens:
         log.say(f"{' sample ':-^80}\n{run.sample()}\n{'-' * 80}")
@@ -447,6 +467,16 @@ def train(run: Run) -> int:
 def stopped_status() -> int:
     """75, sysexits' EX_TEMPFAIL: "try again". But 0 under torchrun --max-restarts, which would try again at once."""
     return 0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 75
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Python's collector would stop a rank now and then, and all others with it: the loop collects, on all at once."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def prepare_builtin(world: dist.World) -> None:
@@ -462,7 +492,7 @@ def main(argv: list[str]) -> int:
     try:
         config = parse(argv)
         world = dist.start(config.device, config.timeout)
-        with world.watch, loss_parallel():  # the second for --tp, whose ranks hold parts of the logits
+        with world.watch, loss_parallel(), no_garbage_collection():  # the second is for --tp, whose ranks hold parts of logits
             run, status = Run(config, world), 0
             if not run.finished:
                 run.build()
