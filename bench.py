@@ -71,7 +71,7 @@ STRATEGIES = {"ddp": "--strategy ddp", "fsdp": "--strategy fsdp",
 
 
 def run(nproc: int, flags: str, steps: int) -> dict:
-    """What `steps` steps of train.py on `nproc` processes of one thread gave: tokens/s/device of each, and the profile's answers."""
+    """What `steps` steps of train.py on `nproc` processes of one thread gave: tokens/s/device of each, bytes sent, memory."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
         command = [sys.executable, *torchrun, str(Path(__file__).with_name("train.py")), "--out", folder, *FLAGS.split()]
@@ -121,21 +121,24 @@ def strategies(args) -> tuple[list[dict], str]:
     rows = [{"strategy": name, "processes": runs[name,][0], "tokens/s/device": row["tokens/s/device"],
              "ratio to single": ratios(row, found["single",]), "MB communicated a step": sent(row),
              "peak memory of a rank, MB": f"{row['memory'] / 1e6:,.0f}"} for (name,), row in found.items()]
-    return rows, f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process, {args.steps} steps x {args.rounds} rounds"
+    return rows, (f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process, {args.steps} steps x "
+                  f"{args.rounds} rounds")
 
 
 def accumulation(args) -> tuple[list[dict], str]:
     """What A micro-batches a step cost with gradients averaged once, and after each of them."""
     runs = {}
     for strategy, count, sync in itertools.product(("ddp", "fsdp"), (1, 4, 8), ("batch", "micro_batch")):
-        size = f"--micro_batch_size {args.micro_batch_size} --global_batch_size {args.micro_batch_size * args.nproc * count}"
+        size = f"--micro_batch_size {args.micro_batch_size} "
+        size += f"--global_batch_size {args.micro_batch_size * args.nproc * count}"
         if count > 1 or sync == "batch":  # the same where there is one
             runs[strategy, count, sync] = args.nproc, f"--strategy {strategy} --grad_sync {sync} {size}"
     found = in_turn(runs, args)
     rows = [{"strategy": strategy, "micro-batches": count, "grad_sync": sync, "tokens/s/device": row["tokens/s/device"],
              "ratio to one micro-batch": ratios(row, found[strategy, 1, "batch"]), "MB communicated a step": sent(row)}
             for (strategy, count, sync), row in found.items()]
-    return rows, f"{args.model} on {args.nproc} processes, micro-batch {args.micro_batch_size}, {args.steps} steps x {args.rounds} rounds"
+    return rows, (f"{args.model} on {args.nproc} processes, micro-batch {args.micro_batch_size}, {args.steps} steps x "
+                  f"{args.rounds} rounds")
 
 
 def scaling(args) -> tuple[list[dict], str]:
@@ -151,10 +154,9 @@ def scaling(args) -> tuple[list[dict], str]:
 
 def loader(args) -> tuple[list[dict], str]:
     """The data path alone, read, checked and made into tensors in one process, against what the model consumes."""
-    folder = data.open_folder(Path(BUILTIN)) if Path(BUILTIN).exists() else None
-    if folder is None:
+    if not Path(BUILTIN).exists():
         data.prepare(None, Path(BUILTIN))
-        folder = data.open_folder(Path(BUILTIN))
+    folder = data.open_folder(Path(BUILTIN))
     seq_len, size = SIZES[args.model].seq_len, args.micro_batch_size
     windows = data.Windows(folder, "train", seq_len, 0)
     lists, speeds = itertools.cycle([list(range(i * size, (i + 1) * size)) for i in range(100)]), []
@@ -165,7 +167,7 @@ def loader(args) -> tuple[list[dict], str]:
     model = in_turn({("model",): (1, f"--strategy single --global_batch_size {size}")}, args)["model",]["tokens/s/device"]
     used = [a / statistics.median(model) for a in speeds[1:]]
     return [{"what": "data path", "tokens/s": speeds[1:], "ratio to the model": used},
-            {"what": f"{args.model} on one process", "tokens/s": model, "ratio to the model": [1.0]}], f"micro-batch {size} x {seq_len}"
+            {"what": f"{args.model} on one process", "tokens/s": model, "ratio to the model": [1.0]}], f"batches of {size}"
 
 
 # nanoGPT's command for a CPU, from its README
@@ -182,13 +184,14 @@ def nanogpt(args) -> tuple[list[dict], str]:
     path = args.path.resolve()
     folder = path / "data" / args.dataset
     if not (path / "train.py").exists() or not (folder / "train.bin").exists():
-        raise CannotMeasure(f"--path {args.path}: no nanoGPT there with data/{args.dataset}/train.bin; clone it and run its prepare.py")
+        raise CannotMeasure(f"--path {args.path}: no nanoGPT there with data/{args.dataset}/train.bin: clone it and run "
+                            "its prepare.py")
     shape = f"--n_layer={args.n_layer} --n_head={args.n_head}"
     evals = f"--eval_interval={args.steps // 8 if args.target else 10**9}"
     theirs = [sys.executable, "train.py", "config/train_shakespeare_char.py", *shape.split(), f"--n_embd={args.n_embd}",
               f"--block_size={args.block_size}", f"--batch_size={args.batch_size}", f"--max_iters={args.steps}", evals,
-              f"--dataset={args.dataset}", f"--lr_decay_iters={args.steps}", "--eval_iters=20", "--log_interval=1", "--dropout=0.0",
-              f"--device={args.device}", f"--compile={args.device == 'cuda'}"]
+              f"--dataset={args.dataset}", f"--lr_decay_iters={args.steps}", "--eval_iters=20", "--log_interval=1",
+              "--dropout=0.0", f"--device={args.device}", f"--compile={args.device == 'cuda'}"]
     steps = args.steps // 3 if args.target else args.steps
     ours = [sys.executable, str(Path(__file__).with_name("train.py")), *shape.split(), f"--n_kv_head={args.n_head}",
             f"--d_model={args.n_embd}", f"--d_ff={round(args.n_embd * 8 / 3)}", f"--seq_len={args.block_size}",

@@ -130,7 +130,8 @@ class Window:
         syncs = [f"{times} x {place}" for place, times in a["host_syncs"].items()]
         return [
             f"profile steps {a['steps'][0]} to {a['steps'][1]}, {a['step_time'] * 1e3:,.1f} ms each, on this rank: "
-            f"{a['busy']:.0%} busy, {a['exposed_communication']:.0%} exposed communication, {a['data_wait']:.0%} waiting for data",
+            f"{a['busy']:.0%} busy, {a['exposed_communication']:.0%} exposed communication, "
+            f"{a['data_wait']:.0%} waiting for data",
             f"        host syncs: {', '.join(syncs) or 'none'}",
             *(f"        {row['calls']:.0f} x {row['kind']} over {row['axis']}: {row['bytes'] / 1e6:,.2f} MB a step"
               for row in a["communicated"]),

@@ -2,6 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import SIZES, ModelConfig, Transformer, generate
@@ -135,3 +137,32 @@ def test_generate_is_greedy_at_temperature_0_and_repeats_itself_with_one_seed():
 def test_numbers_that_do_not_fit_together_are_refused(change):
     with pytest.raises(ValueError, match="must be"):
         ModelConfig(**{**vars(SMALL), **change})
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))])
+        return result
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_loss_in_chunks_is_the_same_and_never_has_all_logits(tied):
+    c = ModelConfig(640, n_layer=1, n_head=2, n_kv_head=1, d_model=16, d_ff=24, seq_len=32, tied=tied)
+    tokens, found = torch.arange(4 * 33).view(4, 33) % 640, {}
+    for chunks in (1, 5):  # 128 tokens in parts of 26, the last of 24
+        net = Transformer(c, loss_chunks=chunks)
+        for name, parameter in net.named_parameters():
+            net.init_tensor(name, parameter.data, 0)
+        with Largest() as largest:
+            loss = net(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+        found[chunks] = loss, [parameter.grad for parameter in net.parameters()], largest.elements
+    (loss, grads, most), (chunked, others, least) = found[1], found[5]
+    assert chunked.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert all((a - b).norm() <= 1e-6 * a.norm() for a, b in zip(grads, others, strict=True))
+    assert most == 128 * 640 and least == 26 * 640

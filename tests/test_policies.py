@@ -139,3 +139,25 @@ def test_recomputing_saves_memory_and_changes_no_number(pool):
 def test_a_wrap_that_does_not_exist_is_refused(wrap):
     with pytest.raises(dist.MeshError, match="choose block, block_group:K"):
         dist.wrap_units([], [], wrap)
+
+
+def compiled(argv: list[str]) -> tuple[list[tuple], list[int]]:
+    """((loss, gradient norm, learning rate) of each step, graphs that torch.compile has made after each)"""
+    torch._dynamo.reset()
+    run = train.Run(train.parse(argv), dist.start("cpu"))
+    run.build()
+    numbers = data.train_numbers(range(4), run.config.global_batch_size, run.micro, run.rank, run.ranks)
+    batches, found, graphs = run.fetch(run.train_windows, numbers), [], []
+    for _ in range(4):
+        metrics = run.train_step(batches)
+        found.append((metrics["loss"].item(), metrics["grad_norm"].item(), run.optimizer.lr))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return found, graphs
+
+
+def test_compiled_blocks_give_the_same_numbers_and_one_compilation_serves_all_blocks_and_learning_rates(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --dtype float32 --micro_batch_size 4")
+    ((plain, none),), ((fast, graphs),) = (pool(1, compiled, [*argv, *more], timeout=120) for more in ([], ["--compile"]))
+    assert len({lr for _, _, lr in plain}) > 2 and not any(none)
+    assert all(a == pytest.approx(b, rel=1e-5) for a, b in zip(fast, plain, strict=True))
+    assert graphs == [2] * 4  # that of the two blocks, and the head's

@@ -312,8 +312,10 @@ def cuda_steps(argv: list[str]) -> int:
         run.train_step(batches)
     torch.cuda.set_sync_debug_mode("error")
     for _ in range(3):
-        run.train_step(batches)
+        metrics = run.train_step(batches)
+        run.send(metrics)  # a row of the log in every step
     torch.cuda.set_sync_debug_mode("default")
+    run.receive()
     return 0
 
 
