@@ -179,7 +179,7 @@ def nanogpt(args) -> tuple[list[dict], str]:
 
     Needs a checkout of github.com/karpathy/nanoGPT with a prepared data set. SwiGLU's d_ff is 8/3 of the width, as many
     parameters as GPT-2's MLP has. With --target also the seconds from start to a validation loss, imports and compilation
-    included: ours in a third of the steps, at its own learning rate.
+    included (inf: the run ends above it): ours in a third of the steps, at its own learning rate.
     """
     path = args.path.resolve()
     folder = path / "data" / args.dataset
@@ -187,36 +187,35 @@ def nanogpt(args) -> tuple[list[dict], str]:
         raise CannotMeasure(f"--path {args.path}: no nanoGPT there with data/{args.dataset}/train.bin: clone it and run "
                             "its prepare.py")
     shape = f"--n_layer={args.n_layer} --n_head={args.n_head}"
-    evals = f"--eval_interval={args.steps // 8 if args.target else 10**9}"
+    interval, sequences = (args.steps // 8, 20) if args.target else (10**9, 1)
     theirs = [sys.executable, "train.py", "config/train_shakespeare_char.py", *shape.split(), f"--n_embd={args.n_embd}",
-              f"--block_size={args.block_size}", f"--batch_size={args.batch_size}", f"--max_iters={args.steps}", evals,
-              f"--dataset={args.dataset}", f"--lr_decay_iters={args.steps}", "--eval_iters=20", "--log_interval=1",
-              "--dropout=0.0", f"--device={args.device}", f"--compile={args.device == 'cuda'}"]
+              f"--block_size={args.block_size}", f"--batch_size={args.batch_size}", f"--max_iters={args.steps}",
+              f"--lr_decay_iters={args.steps}", f"--eval_interval={interval}", f"--eval_iters={sequences}", "--log_interval=1",
+              f"--dataset={args.dataset}", "--dropout=0.0", f"--device={args.device}", f"--compile={args.device == 'cuda'}"]
     steps = args.steps // 3 if args.target else args.steps
     ours = [sys.executable, str(Path(__file__).with_name("train.py")), *shape.split(), f"--n_kv_head={args.n_head}",
             f"--d_model={args.n_embd}", f"--d_ff={round(args.n_embd * 8 / 3)}", f"--seq_len={args.block_size}",
             f"--global_batch_size={args.batch_size}", f"--max_steps={steps}", f"--data={folder}", f"--device={args.device}",
-            f"--eval_interval={steps // 8 if args.target else 0}", *FLAGS.split()[2:], "--eval_sequences=240", *args.flags.split()]
+            f"--eval_interval={steps // 8 if args.target else 0}", *FLAGS.split()[2:], f"--eval_sequences={12 * sequences}",
+            *args.flags.split()]
     names, tokens = {"nanoGPT": (theirs, path), "nanoshard": (ours, None)}, args.batch_size * args.block_size
-    rows = {name: {"trainer": name, "tokens/s": [], "ratio": [], f"seconds to {args.target}": []} for name in names}
+    columns = ("tokens/s", "ratio", "seconds", f"seconds to {args.target}")[: 4 if args.target else 2]
+    rows = {name: {"trainer": name, **{column: [] for column in columns}} for name in names}
     for turn in range(args.rounds):
         for name, (command, where) in names.items():
             print(f"round {turn + 1} of {args.rounds}: {name} ...", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(prefix="bench-") as out:
-                speeds, reached = follow([*command, f"--out{'_dir' if where else ''}={out}"], where, args.target, tokens)
+                speeds, *seconds = follow([*command, f"--out{'_dir' if where else ''}={out}"], where, args.target, tokens)
             speed = statistics.median(speeds[len(speeds) // 5 :])
-            rows[name]["tokens/s"].append(speed)
-            rows[name]["ratio"].append(speed / rows["nanoGPT"]["tokens/s"][turn])
-            rows[name][f"seconds to {args.target}"].append(reached)
-    if not args.target:
-        for row in rows.values():
-            del row["seconds to None"]
+            unit = rows["nanoGPT"]["tokens/s"][turn] if name != "nanoGPT" else speed
+            for column, value in zip(columns, (speed, speed / unit, *seconds)):
+                rows[name][column].append(value)
     return list(rows.values()), (f"{args.n_layer} layers x {args.n_embd}, {args.n_head} heads, block {args.block_size}, batch "
                                  f"{args.batch_size}, {args.steps} steps x {args.rounds} rounds, {args.dataset} {args.flags}")
 
 
-def follow(command: list[str], where: Path | None, target: float | None, tokens: int) -> tuple[list[float], float]:
-    """(tokens per second of each step, of `tokens`; seconds from start to a validation loss of `target`), as either prints."""
+def follow(command: list[str], where: Path | None, target: float | None, tokens: int) -> tuple[list[float], float, float]:
+    """(tokens per second of each step, of `tokens`; seconds in all; seconds to a validation loss of `target`)"""
     began, speeds, reached = time.perf_counter(), [], math.inf
     with subprocess.Popen(command, cwd=where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                           env=os.environ | {"PYTHONUNBUFFERED": "1"}) as process:
@@ -227,7 +226,7 @@ def follow(command: list[str], where: Path | None, target: float | None, tokens:
                 reached = min(reached, time.perf_counter() - began)
         if process.wait():
             sys.exit(f"{process.stderr.read()[-4000:]}\nbench.py: error: {' '.join(command)} failed")
-    return speeds, reached
+    return speeds, time.perf_counter() - began, reached
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -299,8 +299,8 @@ class Run:
         Beside the moment it notes this rank's own time, in which its thread ran or waited for data, not for other ranks,
         and the data wait in it. What a GPU waits for its host does not know: there own time is all time.
         """
-        clock = time.thread_time() if self.device.type == "cpu" else time.perf_counter()
-        self.mark = self.step, dist.Moment(self.device), clock + self.data_wait * (self.device.type == "cpu"), self.data_wait
+        own = time.thread_time() + self.data_wait if self.device.type == "cpu" else time.perf_counter()
+        self.mark = self.step, dist.Moment(self.device), own, self.data_wait
 
     def send(self, metrics: dict[str, Tensor]) -> None:
         """Start the metrics of all ranks on their way to the host: one small collective and a copy, for which no GPU waits."""
