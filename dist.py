@@ -105,11 +105,13 @@ def start(device: str = "auto", timeout: float = 120.0) -> World:
         store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     else:
         store = dist.HashStore()
+    # A connection of the watch's own, now: later, rank 0 might have left already, and the store with it.
+    watch = Watch(store.clone() if size > 1 else store, rank, size, timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size,
         timeout=limit, device_id=target if device == "cuda" else None,
     )
-    return World(rank, size, local_rank, local_size, target, limit, Watch(store, rank, size, timeout))
+    return World(rank, size, local_rank, local_size, target, limit, watch)
 
 
 def stop() -> None:
@@ -152,6 +154,8 @@ class Watch:
         self.moves, self.place, self.slow = 0, "before the first step", True
         self.traces: Path | None = None
         self.alarm, self.over, self.cleared = False, threading.Event(), threading.Event()
+        store.set(f"beat {rank}", f"0 0 {self.place}")  # so that nobody waits for the first
+        store.compare_set("verdict", "", "")
 
     def at(self, place: str, slow: bool = False) -> None:
         """This rank has come to `place`, which reads well after "last seen" and "is"."""
@@ -172,12 +176,11 @@ class Watch:
             self.alarm = True  # a collective may have failed since another rank was lost: then the thread says so and exits
             self.cleared.wait(10 * self.LOOK * self.beat)
         self.over.set()
-        self.thread.join()
+        self.thread.join(2 * self.beat)  # no longer: it may wait for an answer of a store that is gone
 
     def run(self) -> None:
-        store, others = self.store.clone(), [f"beat {rank}" for rank in range(self.size)]
+        store, others = self.store, [f"beat {rank}" for rank in range(self.size)]
         store.set_timeout(timedelta(seconds=self.timeout))
-        store.compare_set("verdict", "", "")
         limit = self.timeout / self.beat - 2 * self.LOOK  # so that the line comes within `timeout`
         beats, silent, idle = 0, 0, 0  # time counted in beats: a job that is suspended has none
         seen, moves, before = None, 0, None

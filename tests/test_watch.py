@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from conftest import call_train, flags, rows
 
 import data
@@ -134,6 +135,6 @@ def test_the_slowest_rank_is_named_in_the_log(pool, tokens, tmp_path):
     ],
 )
 def test_who_is_to_blame(after, alarm, line):
-    watch = dist.Watch(None, 0, 3, timeout=60)
+    watch = dist.Watch(torch.distributed.HashStore(), 0, 3, timeout=60)
     watch.alarm = alarm
     assert watch.find([b"2 9 a", b"4 9 a", b"4 9 b"], [beat.encode() for beat in after.split("|")]) == line
