@@ -155,6 +155,7 @@ def compiled(argv: list[str]) -> tuple[list[tuple], list[int]]:
     return found, graphs
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_numbers_and_one_compilation_serves_all_blocks_and_learning_rates(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run --dtype float32 --micro_batch_size 4")
     ((plain, none),), ((fast, graphs),) = (pool(1, compiled, [*argv, *more], timeout=120) for more in ([], ["--compile"]))
