@@ -19,7 +19,8 @@ def start(folder: Path, *options: str, **more) -> subprocess.Popen:
     """bench.py cluster in a process group of its own, with its temporary files under `folder`."""
     return subprocess.Popen(
         [sys.executable, BENCH, "cluster", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, env=os.environ | {"TMPDIR": str(folder), **more})
+        start_new_session=True, env=os.environ | {"TMPDIR": str(folder), **more},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # what runs in the background ignores it
 
 
 def namespaces(pid: int) -> list[str]:
