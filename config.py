@@ -85,7 +85,7 @@ class Config:
         None, "skip updates whose loss or gradient norm is more than so many standard deviations above their last 128", 1e-9)
     max_skipped: int = flag(100, "updates skipped in a row that end the run; 0 never does", 0)
     # cadence, in optimizer steps
-    log_interval: int = flag(10, "steps between log rows; only these wait for the device", 1)
+    log_interval: int = flag(10, "steps between log rows", 1)
     optim_metrics_interval: int = flag(0, "steps between rows of every parameter's statistics in optim.jsonl; 0 is never", 0)
     eval_interval: int = flag(250, "steps between evaluations; 0 is only at the end", 0)
     eval_sequences: int = flag(512, "validation sequences of an evaluation, the same at each", 1)

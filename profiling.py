@@ -125,8 +125,10 @@ class Window:
         self.path.with_suffix(".json").write_text(json.dumps(self.answers, indent=2) + "\n")
 
     def report(self) -> list[str]:
-        """The answers in words, a line each, once the window and the step after it are over."""
+        """The answers in words, a line each; none where the run was continued inside the window, which then never began."""
         a = self.answers
+        if not a:
+            return []
         syncs = [f"{times} x {place}" for place, times in a["host_syncs"].items()]
         return [
             f"profile steps {a['steps'][0]} to {a['steps'][1]}, {a['step_time'] * 1e3:,.1f} ms each, on this rank: "

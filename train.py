@@ -293,20 +293,22 @@ class Run:
         metrics = self.optimizer.step(self.step - 1, loss, measure=bool(interval) and self.step % interval == 0)
         return {"loss": loss, **metrics}
 
-    def restart_clocks(self) -> None:
-        """From here on the next row of the log counts.
+    def clocks(self) -> tuple[float, float]:
+        """(this rank's own time, in which its thread ran or waited for data, not for other ranks; the data wait in it).
 
-        Beside the moment it notes this rank's own time, in which its thread ran or waited for data, not for other ranks,
-        and the data wait in it. What a GPU waits for its host does not know: there own time is all time.
+        What a GPU waits for its host does not know: there own time is all time.
         """
         own = time.thread_time() + self.data_wait if self.device.type == "cpu" else time.perf_counter()
-        self.mark = self.step, dist.Moment(self.device), own, self.data_wait
+        return own, self.data_wait
+
+    def restart_clocks(self) -> None:
+        """From here on the next row of the log counts."""
+        self.mark = self.step, dist.Moment(self.device), *self.clocks()
 
     def send(self, metrics: dict[str, Tensor]) -> None:
         """Start the metrics of all ranks on their way to the host: one small collective and a copy, for which no GPU waits."""
         step, began, own, waited = self.mark
-        self.restart_clocks()
-        _, _, own_now, waited_now = self.mark
+        own_now, waited_now = self.clocks()
         of_rank = {"step_time": (own_now - own) / (self.step - step), "data_wait": waited_now - waited,
                    "peak_device_memory": dist.peak_device_memory(self.device), "peak_host_memory": dist.peak_host_memory()}
         values = torch.stack([value.double() for value in metrics.values()])
@@ -314,7 +316,7 @@ class Run:
         ranks = dist.gather(values).to("cpu", non_blocking=True)
         ended = dist.Moment(self.device)
         self.sent = [*metrics, *of_rank], ranks, self.step, self.step - step, self.optimizer.lr, began, ended
-        self.mark = self.step, ended, *self.mark[2:]
+        self.mark = self.step, ended, own_now, waited_now
 
     def receive(self) -> None:
         """Log the row that is on its way, if one is. Raises Diverged where training no longer makes progress."""
@@ -424,7 +426,7 @@ def train(run: Run) -> int:
     while run.step < c.max_steps:
         with run.window.around(run.step + 1, run.data_wait) if run.window else contextlib.nullcontext():
             metrics = run.train_step(batches)
-        if run.window and run.window.stop + 1 == run.step > run.began + 1:
+        if run.window and run.step == run.window.stop + 1:
             for line in run.window.report():
                 log.say(line)
         if "parameters" in metrics:

@@ -56,6 +56,12 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
     assert "host syncs: " + ("1 x test_profile.py:" if fault == "sync" else "none") in out
 
 
+def test_a_run_that_is_continued_inside_the_window_has_nothing_to_say(run):
+    run(1, "--max_steps 4 --save_interval 4")
+    out = run(1, "--max_steps 9 --profile 2:6")
+    assert not (out / "profile").exists()
+
+
 @pytest.mark.parametrize("spans, total", [([], 0), ([(0, 2), (1, 3)], 3), ([(5, 6), (0, 1)], 2), ([(0, 9), (1, 2), (3, 4)], 9)])
 def test_overlapping_spans_count_once(spans, total):
     assert profiling.covered(spans) == total
