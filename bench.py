@@ -55,10 +55,11 @@ def alternate(work: dict[str, Callable[[], None]], rounds: int, device: torch.de
 
 
 def cell(value) -> str:
-    """Text as it is; measurements as median (smallest ... largest)."""
+    """Text as it is; measurements as median (smallest ... largest), in three digits or whole."""
     if not isinstance(value, list):
         return str(value)
-    return f"{statistics.median(value):.4g} ({min(value):.4g} ... {max(value):.4g})"
+    median, *ends = (f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (statistics.median(value), min(value), max(value)))
+    return f"{median} ({' ... '.join(ends)})" if len(value) > 1 else median
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -70,35 +71,48 @@ STRATEGIES = {"ddp": "--strategy ddp", "fsdp": "--strategy fsdp",
               "SHARD_GRAD_OP": "--strategy fsdp --reshard_after_forward false", "hsdp": "--strategy hsdp"}
 
 
-def run(nproc: int, flags: str, steps: int) -> dict:
-    """What `steps` steps of train.py on `nproc` processes of one thread gave: tokens/s/device of each, bytes sent, memory."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-        command = [sys.executable, *torchrun, str(Path(__file__).with_name("train.py")), "--out", folder, *FLAGS.split()]
-        window = ["--max_steps", str(WARM_UP + steps + 2), "--profile", f"{WARM_UP + steps}:{WARM_UP + steps + 1}"]
-        answer = subprocess.run([*command, *window, *flags.split()], capture_output=True, text=True,
-                                env=os.environ | {"OMP_NUM_THREADS": "1"})
-        if answer.returncode:
-            sys.exit(f"{answer.stderr[-4000:]}\nbench.py: error: {' '.join(command[1:])} {flags} failed")
-        logged = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-        counted = [row for row in logged if "loss" in row and WARM_UP < row["step"] <= WARM_UP + steps]
-        profile = json.loads(Path(folder, "profile/rank_0.json").read_text())
-    memory = max(row["peak_device_memory"] or row["peak_host_memory"] for row in counted)
-    return {"tokens/s/device": [row["tokens_per_second_per_device"] for row in counted], "memory": memory,
-            "bytes": {axis: sum(row["bytes"] for row in profile["communicated"] if row["axis"] == axis)
-                      for axis in dict.fromkeys(row["axis"] for row in profile["communicated"])}}
+def run(nproc: int, flags: str, steps: int, jobs: int = 1) -> dict:
+    """What train.py on `nproc` processes of one thread did in `steps` steps: the first of so many `jobs` at once.
+
+    Medians of tokens/s/device and of MFU (None: unknown); bytes sent in a step, by axis of the mesh; peak memory of a rank.
+    """
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    window = ["--max_steps", str(WARM_UP + steps + 2), "--profile", f"{WARM_UP + steps}:{WARM_UP + steps + 1}"]
+    command = [sys.executable, *torchrun, str(Path(__file__).with_name("train.py")), *FLAGS.split(), *window, *flags.split()]
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        here = os.environ | {"OMP_NUM_THREADS": "1"}
+        started = [subprocess.Popen([*command, "--out", f"{folder}/{i}"], env=here, **quiet) for i in range(jobs)]
+        for process in map(stack.enter_context, started):
+            complaint = process.communicate()[1]
+            if process.returncode:
+                sys.exit(f"{complaint[-4000:]}\nbench.py: error: {' '.join(command[1:])} failed")
+        logged = [json.loads(line) for line in Path(folder, "0/metrics.jsonl").read_text().splitlines()]
+        profile = json.loads(Path(folder, "0/profile/rank_0.json").read_text())
+    counted = [row for row in logged if "loss" in row and WARM_UP < row["step"] <= WARM_UP + steps]
+    sent: dict[str, int] = {}
+    for row in profile["communicated"]:
+        sent[row["axis"]] = sent.get(row["axis"], 0) + row["bytes"]
+    return {"tokens/s/device": statistics.median(row["tokens_per_second_per_device"] for row in counted),
+            "MFU": counted[0]["mfu"] and statistics.median(row["mfu"] for row in counted), "bytes": sent,
+            "memory": max(row["peak_device_memory"] or row["peak_host_memory"] for row in counted)}
 
 
-def in_turn(runs: dict[tuple[int, str], tuple[int, str]], args) -> dict[tuple, dict]:
-    """Each of `runs`, name -> (processes, flags), --rounds times, A B A B; the median of a run counts as one measurement."""
+def in_turn(runs: dict[tuple, tuple], args) -> dict[tuple, dict]:
+    """Each of `runs`, name -> (processes, flags) or (processes, flags, jobs), --rounds times, A B A B."""
     found: dict[tuple, dict] = {}
     for turn in range(args.rounds):
-        for name, (nproc, flags) in runs.items():
+        for name, (nproc, flags, *jobs) in runs.items():
             print(f"round {turn + 1} of {args.rounds}: {', '.join(map(str, name))} ...", file=sys.stderr, flush=True)
-            answer = run(nproc, f"--model {args.model} --device {args.device} {flags} {args.flags}", args.steps)
-            row = found.setdefault(name, {**answer, "tokens/s/device": []})
-            row["tokens/s/device"].append(statistics.median(answer["tokens/s/device"]))
+            answer = run(nproc, f"--model {args.model} --device {args.device} {flags} {args.flags}", args.steps, *jobs)
+            row = found.setdefault(name, {**answer, "tokens/s/device": [], "MFU": []})
+            for column in ("tokens/s/device", "MFU"):
+                row[column].append(answer[column])
     return found
+
+
+def on_gpu(args) -> bool:
+    return args.device != "cpu" and torch.cuda.is_available()
 
 
 def sent(row: dict) -> str:
@@ -111,18 +125,26 @@ def ratios(row: dict, to: dict) -> list[float]:
 
 
 def strategies(args) -> tuple[list[dict], str]:
-    """Speed, communication and memory of every strategy on N processes, with one process beside it. (hsdp: two replicas.)"""
+    """Speed, communication and memory of every strategy on N processes, with one process beside it. (hsdp: two replicas.)
+
+    MFU divides by the peak of the data sheet, dense bfloat16 without sparsity, which no program reaches; empty where the
+    device's is not known.
+    """
     size = f"--micro_batch_size {args.micro_batch_size} --global_batch_size {args.micro_batch_size * args.nproc}"
     runs = {("single",): (1, f"--strategy single --global_batch_size {args.micro_batch_size}")}
     for name, flags in STRATEGIES.items():
         replicas = " --dp_replicate 2" if name == "hsdp" else ""
-        runs[name,] = args.nproc, f"{flags}{replicas} {size}"
+        if not replicas or args.nproc % 2 == 0:
+            runs[name,] = args.nproc, f"{flags}{replicas} {size}"
     found = in_turn(runs, args)
     rows = [{"strategy": name, "processes": runs[name,][0], "tokens/s/device": row["tokens/s/device"],
-             "ratio to single": ratios(row, found["single",]), "MB communicated a step": sent(row),
-             "peak memory of a rank, MB": f"{row['memory'] / 1e6:,.0f}"} for (name,), row in found.items()]
+             "ratio to single": ratios(row, found["single",]), "MFU": row["MFU"] if row["MFU"][0] else "",
+             "MB communicated a step": sent(row), "peak memory of a rank, MB": f"{row['memory'] / 1e6:,.0f}"}
+            for (name,), row in found.items()]
+    peak = dist.peak_flops(torch.device("cuda"), torch.bfloat16) if on_gpu(args) else None
+    of = f", MFU of {peak / 1e12:,.0f} TFLOP/s" if peak else ""
     return rows, (f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process, {args.steps} steps x "
-                  f"{args.rounds} rounds")
+                  f"{args.rounds} rounds{of}")
 
 
 def accumulation(args) -> tuple[list[dict], str]:
@@ -142,10 +164,18 @@ def accumulation(args) -> tuple[list[dict], str]:
 
 
 def scaling(args) -> tuple[list[dict], str]:
-    """Weak scaling: 1 to N processes of one thread, each with the same micro-batch, against one."""
-    runs = {("single", 1): (1, f"--strategy single --global_batch_size {args.micro_batch_size}")}
-    for strategy, n in itertools.product(("ddp", "fsdp"), range(2, args.nproc + 1)):
-        runs[strategy, n] = n, f"--strategy {strategy} --global_batch_size {args.micro_batch_size * n}"
+    """Weak scaling: 1 to N processes of one thread, each with the same micro-batch, against one.
+
+    On CPUs also as many runs of one process at once, which share nothing but the machine: what its memory and its caches
+    leave of a core's speed, before any communication.
+    """
+    alone = f"--strategy single --global_batch_size {args.micro_batch_size}"
+    runs: dict[tuple, tuple] = {("single", 1): (1, alone)}
+    for n in range(2, args.nproc + 1):
+        if not on_gpu(args):
+            runs["independent", n] = 1, alone, n
+        for strategy in ("ddp", "fsdp"):
+            runs[strategy, n] = n, f"--strategy {strategy} --global_batch_size {args.micro_batch_size * n}"
     found = in_turn(runs, args)
     rows = [{"strategy": strategy, "processes": n, "tokens/s/device": row["tokens/s/device"],
              "ratio to one process": ratios(row, found["single", 1])} for (strategy, n), row in found.items()]
@@ -177,25 +207,25 @@ NANOGPT = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_si
 def nanogpt(args) -> tuple[list[dict], str]:
     """nanoGPT's trainer and this one in turn: same data, layers, width, heads and tokens, and as many parameters in the blocks.
 
-    Needs a checkout of github.com/karpathy/nanoGPT with a prepared data set. SwiGLU's d_ff is 8/3 of the width, as many
-    parameters as GPT-2's MLP has. With --target also the seconds from start to a validation loss, imports and compilation
-    included (inf: the run ends above it): ours in a third of the steps, at its own learning rate.
+    Needs a checkout of github.com/karpathy/nanoGPT with a prepared data set. SwiGLU's d_ff is 8/3 of the width, in whole
+    eights: as many parameters as GPT-2's MLP has. With --target also the seconds from start to a validation loss, imports
+    and compilation included (inf: the run ends above it): ours in a third of the steps, at its own learning rate.
     """
     path = args.path.resolve()
     folder = path / "data" / args.dataset
     if not (path / "train.py").exists() or not (folder / "train.bin").exists():
         raise CannotMeasure(f"--path {args.path}: no nanoGPT there with data/{args.dataset}/train.bin: clone it and run "
                             "its prepare.py")
-    shape = f"--n_layer={args.n_layer} --n_head={args.n_head}"
+    shape, device = f"--n_layer={args.n_layer} --n_head={args.n_head}", "cuda" if on_gpu(args) else "cpu"
     interval, sequences = (args.steps // 8, 20) if args.target else (10**9, 1)
     theirs = [sys.executable, "train.py", "config/train_shakespeare_char.py", *shape.split(), f"--n_embd={args.n_embd}",
               f"--block_size={args.block_size}", f"--batch_size={args.batch_size}", f"--max_iters={args.steps}",
               f"--lr_decay_iters={args.steps}", f"--eval_interval={interval}", f"--eval_iters={sequences}", "--log_interval=1",
-              f"--dataset={args.dataset}", "--dropout=0.0", f"--device={args.device}", f"--compile={args.device == 'cuda'}"]
+              f"--dataset={args.dataset}", "--dropout=0.0", f"--device={device}", f"--compile={device == 'cuda'}"]
     steps = args.steps // 3 if args.target else args.steps
     ours = [sys.executable, str(Path(__file__).with_name("train.py")), *shape.split(), f"--n_kv_head={args.n_head}",
-            f"--d_model={args.n_embd}", f"--d_ff={round(args.n_embd * 8 / 3)}", f"--seq_len={args.block_size}",
-            f"--global_batch_size={args.batch_size}", f"--max_steps={steps}", f"--data={folder}", f"--device={args.device}",
+            f"--d_model={args.n_embd}", f"--d_ff={8 * round(args.n_embd / 3)}", f"--seq_len={args.block_size}",
+            f"--global_batch_size={args.batch_size}", f"--max_steps={steps}", f"--data={folder}", f"--device={device}",
             f"--eval_interval={steps // 8 if args.target else 0}", *FLAGS.split()[2:], f"--eval_sequences={12 * sequences}",
             *args.flags.split()]
     names, tokens = {"nanoGPT": (theirs, path), "nanoshard": (ours, None)}, args.batch_size * args.block_size
