@@ -1,6 +1,7 @@
 """compare.py and bench.py."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import rows
 
+import bench
 import compare
+import train
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,3 +89,65 @@ def test_bench_optimizer_compares_the_two():
     assert (bare["step"], ours["step"], len(ours["milliseconds"])) == ("bare", "nanoshard", 20)
     # the goal is 1.05; this allows for a noisy machine
     assert sorted(ours["ratio"])[10] < 1.3
+
+
+SMALL = ["--device=cpu", "--micro_batch_size=2", "--steps=2", "--rounds=1", "--json", "--flags=--n_layer 1 --seq_len 16"]
+SENT = "MB communicated a step"
+
+
+def bench_rows(*arguments) -> list[dict]:
+    answer = tool("bench.py", *arguments, *SMALL)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)["rows"]
+
+
+def megabytes(row: dict) -> dict[str, float]:
+    """By axis of the mesh."""
+    return {} if row[SENT] == "none" else {axis: float(size) for axis, size in map(str.split, row[SENT].split(", "))}
+
+
+@pytest.mark.slow
+def test_bench_strategies_has_all_and_what_they_send():
+    found = {row["strategy"]: row for row in bench_rows("strategies", "--nproc", "2")}
+    assert list(found) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP", "hsdp"]
+    assert [row["processes"] for row in found.values()] == [1, 2, 2, 2, 2]
+    assert found["single"]["ratio to single"] == [1.0] and megabytes(found["single"]) == {}
+    assert megabytes(found["SHARD_GRAD_OP"])["dp_shard"] < megabytes(found["fsdp"])["dp_shard"]  # gathers once, not twice
+    assert list(megabytes(found["ddp"])) == list(megabytes(found["hsdp"])) == ["dp_replicate"]
+    alone = [row["strategy"] for row in bench_rows("strategies", "--nproc", "1")]
+    assert alone == ["single", "ddp", "fsdp", "SHARD_GRAD_OP"]  # one process is no two replicas
+
+
+@pytest.mark.slow
+def test_bench_accumulation_counts_what_a_reduction_after_every_micro_batch_sends():
+    found = {(row["strategy"], row["micro-batches"], row["grad_sync"]): row for row in bench_rows("accumulation")}
+    sent = {name: megabytes(row) for name, row in found.items()}
+    assert sent["ddp", 8, "batch"] == sent["ddp", 1, "batch"]
+    assert sent["ddp", 8, "micro_batch"]["dp_replicate"] == pytest.approx(8 * sent["ddp", 1, "batch"]["dp_replicate"], abs=0.05)
+    assert sent["fsdp", 4, "batch"]["dp_shard"] < sent["fsdp", 4, "micro_batch"]["dp_shard"]
+
+
+@pytest.mark.slow
+def test_bench_scaling_and_loader_compare_with_one_process():
+    found = bench_rows("scaling")
+    assert [(row["strategy"], row["processes"]) for row in found] == [
+        ("single", 1), ("independent", 2), ("ddp", 2), ("fsdp", 2)]
+    for row in found:
+        assert row["ratio to one process"] == [row["tokens/s/device"][0] / found[0]["tokens/s/device"][0]]
+    path, model = bench_rows("loader")
+    assert path["ratio to the model"] == [path["tokens/s"][0] / model["tokens/s"][0]]
+
+
+def test_bench_follows_both_trainers(tmp_path, capsys):
+    """Speeds and losses as nanoGPT's and this log print them; the log's line is the real one."""
+    row = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "step_time": 0.5, "tokens_per_second": 12345.6, "mfu": None}
+    log = train.Log(tmp_path, 0, 10, True)
+    log.training(7, row)
+    log.say("val_loss 1.8712", 7)
+    theirs = "step 0: train loss 4.2, val loss 4.1\niter 0: loss 4.2, time 250.00ms, mfu -100.00%\n"
+    script = f"import time; print({theirs!r}); time.sleep(0.5); print({capsys.readouterr().out!r})"
+    speeds, seconds, reached = bench.follow([sys.executable, "-c", script], None, 1.88, 1000)
+    assert speeds == [4000, 12346] and 0.5 < reached <= seconds
+    assert bench.follow([sys.executable, "-c", script], None, 1.8, 1000)[2] == math.inf
+    with pytest.raises(SystemExit, match="no such data"):
+        bench.follow([sys.executable, "-c", "raise SystemExit('no such data')"], None, None, 1)
