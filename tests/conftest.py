@@ -29,6 +29,10 @@ QUIET = (
 )
 
 
+# torch's store asks for the name of every peer: where no name server answers, that shall take one second, not five.
+os.environ["RES_OPTIONS"] = "timeout:1"
+
+
 def worker(pipe) -> None:
     torch.set_num_threads(1)
     while True:

@@ -24,6 +24,7 @@ def single(pool, tokens, tmp_path_factory) -> list[float]:
     return [row["loss"] for row in rows(out)]
 
 
+@pytest.mark.slow
 def test_two_agents_meet_and_hsdp_shards_within_each_and_replicates_across(tokens, tmp_path, single):
     """Two hosts of two ranks, as torchrun --nnodes 2 starts them on each."""
     with socket.socket() as probe:

@@ -69,6 +69,7 @@ def test_compare_plots_or_says_what_to_install(run, tmp_path):
         assert answer.returncode == 0 and (tmp_path / "ab.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_bench_checkpoint_measures_every_form(tmp_path):
     options = ["--model", "tiny", "--nproc", "2", "--rounds", "2", "--json"]
     command = [sys.executable, ROOT / "bench.py", "checkpoint", *options]
