@@ -220,7 +220,8 @@ def nanogpt(args) -> tuple[list[dict], str]:
     interval, sequences = (args.steps // 8, 20) if args.target else (10**9, 1)
     theirs = [sys.executable, "train.py", "config/train_shakespeare_char.py", *shape.split(), f"--n_embd={args.n_embd}",
               f"--block_size={args.block_size}", f"--batch_size={args.batch_size}", f"--max_iters={args.steps}",
-              f"--lr_decay_iters={args.steps}", f"--eval_interval={interval}", f"--eval_iters={sequences}", "--log_interval=1",
+              f"--lr_decay_iters={args.steps + 1}",  # not its warm-up's 100, by whose difference it divides
+              f"--eval_interval={interval}", f"--eval_iters={sequences}", "--log_interval=1",
               f"--dataset={args.dataset}", "--dropout=0.0", f"--device={device}", f"--compile={device == 'cuda'}"]
     steps = args.steps // 3 if args.target else args.steps
     ours = [sys.executable, str(Path(__file__).with_name("train.py")), *shape.split(), f"--n_kv_head={args.n_head}",
