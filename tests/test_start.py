@@ -1,6 +1,8 @@
 """The start proves itself: what the ranks must share is compared, what they must not is too."""
 
 import os
+import platform
+import resource
 from pathlib import Path
 from unittest import mock
 
@@ -70,3 +72,19 @@ def test_auto_says_what_decided(pool, tokens, tmp_path):
     ((status, said, _), _) = pool(2, listen, flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1"))
     assert status == 0 and "mesh    ddp: dp_replicate 2 x dp_shard 1" in said
     assert "--strategy auto: 16 bytes x " in said and "at most 80% of" in said
+
+
+def page_faults_of_a_large_tensor() -> int:
+    dist.start("cpu")
+    faults = []
+    for _ in range(30):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)  # 64 MB: 16,384 pages
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(faults)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
+def test_memory_that_a_tensor_freed_comes_again_without_the_kernel(pool):
+    (faults,) = pool(1, page_faults_of_a_large_tensor)
+    assert faults < 100
