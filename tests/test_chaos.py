@@ -57,8 +57,7 @@ def kill_and_restart(out: Path, argv: list[str], times: int, rng: random.Random)
     """Kill a run `times` times, all of it or one rank, between its start and its end; let it end the last time."""
     for _ in range(times):
         process, before = start(argv), steps(out)
-        while process.poll() is None and steps(out) in (0, before):  # until it steps, or has nothing left to do
-            time.sleep(0.01)
+        wait_for(lambda before=before: steps(out) not in (0, before), 60, process)
         time.sleep(rng.uniform(0, 0.4))
         victims = rng.choice(["all", 0, 1])
         with contextlib.suppress(ProcessLookupError, IndexError, FileNotFoundError):  # it had just ended
@@ -83,7 +82,7 @@ def test_killed_at_random_the_run_ends_with_the_same_weights(whole, tokens, tmp_
 
 @pytest.mark.chaos
 def test_killed_a_hundred_times(pool, tokens, tmp_path):
-    long = f"{RUN} 200"
+    long = f"{RUN} 600"  # more than 40 kills leave time for
     whole = never_killed(pool, tokens, tmp_path, long)
     for form, times in {"sharded": 40, "sharded --async_save": 40, "full": 20}.items():
         chaos(whole, tokens, tmp_path / form.replace(" ", ""), f"{long} --checkpoint {form}", times, 0)
