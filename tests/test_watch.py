@@ -56,7 +56,9 @@ class Job:
         os.kill(int(children[rank]), number)
 
     def trains(self) -> bool:
-        return (self.out / "metrics.jsonl").exists() and len(rows(self.out)) >= 20
+        """For more than a second, and so for more than a beat: what ranks have last said is of a step."""
+        log = self.out / "metrics.jsonl"
+        return log.exists() and sum(row["step_time"] for row in rows(self.out)) > 1.2
 
     def line(self) -> str:
         """What train.py said of the end."""
