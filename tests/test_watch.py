@@ -39,7 +39,7 @@ class Job:
     """train.py, or a script like it, under torchrun: in a session of its own, with its errors in a file."""
 
     def __init__(self, script: Path, ranks: int, out: Path, argv: list[str]):
-        self.out, self.errors = out, out.with_suffix(".errors")
+        self.out, self.errors, self.ranks = out, out.with_suffix(".errors"), []
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         with open(self.errors, "w") as file:
             self.process = subprocess.Popen([*torchrun, script, "--out", out, *argv], stdout=subprocess.DEVNULL, stderr=file,
@@ -52,8 +52,9 @@ class Job:
             time.sleep(0.05)
 
     def signal(self, rank: int, number: int) -> None:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        os.kill(int(children[rank]), number)
+        if not self.ranks:  # later some may be gone
+            self.ranks = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        os.kill(int(self.ranks[rank]), number)
 
     def trains(self) -> bool:
         """For more than a second, and so for more than a beat: what ranks have last said is of a step."""
