@@ -90,11 +90,11 @@ def run(nproc: int, flags: str, steps: int, jobs: int = 1) -> dict:
         logged = [json.loads(line) for line in Path(folder, "0/metrics.jsonl").read_text().splitlines()]
         profile = json.loads(Path(folder, "0/profile/rank_0.json").read_text())
     counted = [row for row in logged if "loss" in row and WARM_UP < row["step"] <= WARM_UP + steps]
-    sent: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for row in profile["communicated"]:
-        sent[row["axis"]] = sent.get(row["axis"], 0) + row["bytes"]
+        sizes[row["axis"]] = sizes.get(row["axis"], 0) + row["bytes"]
     return {"tokens/s/device": statistics.median(row["tokens_per_second_per_device"] for row in counted),
-            "MFU": counted[0]["mfu"] and statistics.median(row["mfu"] for row in counted), "bytes": sent,
+            "MFU": counted[0]["mfu"] and statistics.median(row["mfu"] for row in counted), "bytes": sizes,
             "memory": max(row["peak_device_memory"] or row["peak_host_memory"] for row in counted)}
 
 
