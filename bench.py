@@ -1,10 +1,10 @@
 """Benchmarks: each prints one table in Markdown, or with --json its numbers.
 
-    python bench.py strategies --nproc 2
-    python bench.py nanogpt --path ~/nanoGPT
-    python bench.py optimizer
-    python bench.py checkpoint --nproc 4
-    python bench.py cluster --hosts 2 --nproc 2 --bandwidth 200mbit
+python bench.py strategies --nproc 2
+python bench.py nanogpt --path ~/nanoGPT
+python bench.py optimizer
+python bench.py checkpoint --nproc 4
+python bench.py cluster --hosts 2 --nproc 2 --bandwidth 200mbit
 """
 
 import argparse
@@ -40,7 +40,9 @@ class CannotMeasure(RuntimeError):
     """What a benchmark needs is not here."""
 
 
-def alternate(work: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+def alternate(
+    work: dict[str, Callable[[], None]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
     """Seconds of each piece of work in turn, A B A B ...: what drifts, drifts for all. One round before is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(rounds + 1):
@@ -58,7 +60,10 @@ def cell(value) -> str:
     """Text as it is; measurements as median (smallest ... largest), in three digits or whole."""
     if not isinstance(value, list):
         return str(value)
-    median, *ends = (f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (statistics.median(value), min(value), max(value)))
+    median, *ends = (
+        f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+        for x in (statistics.median(value), min(value), max(value))
+    )
     return f"{median} ({' ... '.join(ends)})" if len(value) > 1 else median
 
 
@@ -67,8 +72,12 @@ def cell(value) -> str:
 
 FLAGS = "--eval_interval 0 --eval_sequences 1 --sample_tokens 0 --checkpoint none --log_interval 1"
 WARM_UP = 3  # steps that are not counted
-STRATEGIES = {"ddp": "--strategy ddp", "fsdp": "--strategy fsdp",
-              "SHARD_GRAD_OP": "--strategy fsdp --reshard_after_forward false", "hsdp": "--strategy hsdp"}
+STRATEGIES = {
+    "ddp": "--strategy ddp",
+    "fsdp": "--strategy fsdp",
+    "SHARD_GRAD_OP": "--strategy fsdp --reshard_after_forward false",
+    "hsdp": "--strategy hsdp",
+}
 
 
 def run(nproc: int, flags: str, steps: int, jobs: int = 1) -> dict:
@@ -77,25 +86,47 @@ def run(nproc: int, flags: str, steps: int, jobs: int = 1) -> dict:
     Medians of tokens/s/device and of MFU (None: unknown); bytes sent in a step, by axis of the mesh; peak memory of a rank.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-    window = ["--max_steps", str(WARM_UP + steps + 2), "--profile", f"{WARM_UP + steps}:{WARM_UP + steps + 1}"]
-    command = [sys.executable, *torchrun, str(Path(__file__).with_name("train.py")), *FLAGS.split(), *window, *flags.split()]
+    window = [
+        "--max_steps",
+        str(WARM_UP + steps + 2),
+        "--profile",
+        f"{WARM_UP + steps}:{WARM_UP + steps + 1}",
+    ]
+    command = [
+        sys.executable,
+        *torchrun,
+        str(Path(__file__).with_name("train.py")),
+        *FLAGS.split(),
+        *window,
+        *flags.split(),
+    ]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         here = os.environ | {"OMP_NUM_THREADS": "1"}
-        started = [subprocess.Popen([*command, "--out", f"{folder}/{i}"], env=here, **quiet) for i in range(jobs)]
+        started = [
+            subprocess.Popen([*command, "--out", f"{folder}/{i}"], env=here, **quiet)
+            for i in range(jobs)
+        ]
         for process in map(stack.enter_context, started):
             complaint = process.communicate()[1]
             if process.returncode:
                 sys.exit(f"{complaint[-4000:]}\nbench.py: error: {' '.join(command[1:])} failed")
-        logged = [json.loads(line) for line in Path(folder, "0/metrics.jsonl").read_text().splitlines()]
+        logged = [
+            json.loads(line) for line in Path(folder, "0/metrics.jsonl").read_text().splitlines()
+        ]
         profile = json.loads(Path(folder, "0/profile/rank_0.json").read_text())
     counted = [row for row in logged if "loss" in row and WARM_UP < row["step"] <= WARM_UP + steps]
     sizes: dict[str, int] = {}
     for row in profile["communicated"]:
         sizes[row["axis"]] = sizes.get(row["axis"], 0) + row["bytes"]
-    return {"tokens/s/device": statistics.median(row["tokens_per_second_per_device"] for row in counted),
-            "MFU": counted[0]["mfu"] and statistics.median(row["mfu"] for row in counted), "bytes": sizes,
-            "memory": max(row["peak_device_memory"] or row["peak_host_memory"] for row in counted)}
+    return {
+        "tokens/s/device": statistics.median(
+            row["tokens_per_second_per_device"] for row in counted
+        ),
+        "MFU": counted[0]["mfu"] and statistics.median(row["mfu"] for row in counted),
+        "bytes": sizes,
+        "memory": max(row["peak_device_memory"] or row["peak_host_memory"] for row in counted),
+    }
 
 
 def in_turn(runs: dict[tuple, tuple], args) -> dict[tuple, dict]:
@@ -103,8 +134,17 @@ def in_turn(runs: dict[tuple, tuple], args) -> dict[tuple, dict]:
     found: dict[tuple, dict] = {}
     for turn in range(args.rounds):
         for name, (nproc, flags, *jobs) in runs.items():
-            print(f"round {turn + 1} of {args.rounds}: {', '.join(map(str, name))} ...", file=sys.stderr, flush=True)
-            answer = run(nproc, f"--model {args.model} --device {args.device} {flags} {args.flags}", args.steps, *jobs)
+            print(
+                f"round {turn + 1} of {args.rounds}: {', '.join(map(str, name))} ...",
+                file=sys.stderr,
+                flush=True,
+            )
+            answer = run(
+                nproc,
+                f"--model {args.model} --device {args.device} {flags} {args.flags}",
+                args.steps,
+                *jobs,
+            )
             row = found.setdefault(name, {**answer, "tokens/s/device": [], "MFU": []})
             for column in ("tokens/s/device", "MFU"):
                 row[column].append(answer[column])
@@ -137,30 +177,55 @@ def strategies(args) -> tuple[list[dict], str]:
         if not replicas or args.nproc % 2 == 0:
             runs[name,] = args.nproc, f"{flags}{replicas} {size}"
     found = in_turn(runs, args)
-    rows = [{"strategy": name, "processes": runs[name,][0], "tokens/s/device": row["tokens/s/device"],
-             "ratio to single": ratios(row, found["single",]), "MFU": row["MFU"] if row["MFU"][0] else "",
-             "MB communicated a step": sent(row), "peak memory of a rank, MB": f"{row['memory'] / 1e6:,.0f}"}
-            for (name,), row in found.items()]
+    rows = [
+        {
+            "strategy": name,
+            "processes": runs[name,][0],
+            "tokens/s/device": row["tokens/s/device"],
+            "ratio to single": ratios(row, found["single",]),
+            "MFU": row["MFU"] if row["MFU"][0] else "",
+            "MB communicated a step": sent(row),
+            "peak memory of a rank, MB": f"{row['memory'] / 1e6:,.0f}",
+        }
+        for (name,), row in found.items()
+    ]
     peak = dist.peak_flops(torch.device("cuda"), torch.bfloat16) if on_gpu(args) else None
     of = f", MFU of {peak / 1e12:,.0f} TFLOP/s" if peak else ""
-    return rows, (f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process, {args.steps} steps x "
-                  f"{args.rounds} rounds{of}")
+    return rows, (
+        f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process, {args.steps} steps x "
+        f"{args.rounds} rounds{of}"
+    )
 
 
 def accumulation(args) -> tuple[list[dict], str]:
     """What A micro-batches a step cost with gradients averaged once, and after each of them."""
     runs = {}
-    for strategy, count, sync in itertools.product(("ddp", "fsdp"), (1, 4, 8), ("batch", "micro_batch")):
+    for strategy, count, sync in itertools.product(
+        ("ddp", "fsdp"), (1, 4, 8), ("batch", "micro_batch")
+    ):
         size = f"--micro_batch_size {args.micro_batch_size} "
         size += f"--global_batch_size {args.micro_batch_size * args.nproc * count}"
         if count > 1 or sync == "batch":  # the same where there is one
-            runs[strategy, count, sync] = args.nproc, f"--strategy {strategy} --grad_sync {sync} {size}"
+            runs[strategy, count, sync] = (
+                args.nproc,
+                f"--strategy {strategy} --grad_sync {sync} {size}",
+            )
     found = in_turn(runs, args)
-    rows = [{"strategy": strategy, "micro-batches": count, "grad_sync": sync, "tokens/s/device": row["tokens/s/device"],
-             "ratio to one micro-batch": ratios(row, found[strategy, 1, "batch"]), "MB communicated a step": sent(row)}
-            for (strategy, count, sync), row in found.items()]
-    return rows, (f"{args.model} on {args.nproc} processes, micro-batch {args.micro_batch_size}, {args.steps} steps x "
-                  f"{args.rounds} rounds")
+    rows = [
+        {
+            "strategy": strategy,
+            "micro-batches": count,
+            "grad_sync": sync,
+            "tokens/s/device": row["tokens/s/device"],
+            "ratio to one micro-batch": ratios(row, found[strategy, 1, "batch"]),
+            "MB communicated a step": sent(row),
+        }
+        for (strategy, count, sync), row in found.items()
+    ]
+    return rows, (
+        f"{args.model} on {args.nproc} processes, micro-batch {args.micro_batch_size}, {args.steps} steps x "
+        f"{args.rounds} rounds"
+    )
 
 
 def scaling(args) -> tuple[list[dict], str]:
@@ -175,11 +240,24 @@ def scaling(args) -> tuple[list[dict], str]:
         if not on_gpu(args):
             runs["independent", n] = 1, alone, n
         for strategy in ("ddp", "fsdp"):
-            runs[strategy, n] = n, f"--strategy {strategy} --global_batch_size {args.micro_batch_size * n}"
+            runs[strategy, n] = (
+                n,
+                f"--strategy {strategy} --global_batch_size {args.micro_batch_size * n}",
+            )
     found = in_turn(runs, args)
-    rows = [{"strategy": strategy, "processes": n, "tokens/s/device": row["tokens/s/device"],
-             "ratio to one process": ratios(row, found["single", 1])} for (strategy, n), row in found.items()]
-    return rows, f"{args.model}, micro-batch {args.micro_batch_size} a process, {args.steps} steps x {args.rounds} rounds"
+    rows = [
+        {
+            "strategy": strategy,
+            "processes": n,
+            "tokens/s/device": row["tokens/s/device"],
+            "ratio to one process": ratios(row, found["single", 1]),
+        }
+        for (strategy, n), row in found.items()
+    ]
+    return (
+        rows,
+        f"{args.model}, micro-batch {args.micro_batch_size} a process, {args.steps} steps x {args.rounds} rounds",
+    )
 
 
 def loader(args) -> tuple[list[dict], str]:
@@ -194,14 +272,25 @@ def loader(args) -> tuple[list[dict], str]:
         batches, began = data.loader(windows, itertools.islice(lists, 200)), time.perf_counter()
         tokens = sum(batch[:, 1:].numel() for batch in batches)
         speeds.append(tokens / (time.perf_counter() - began))
-    model = in_turn({("model",): (1, f"--strategy single --global_batch_size {size}")}, args)["model",]["tokens/s/device"]
+    model = in_turn({("model",): (1, f"--strategy single --global_batch_size {size}")}, args)[
+        "model",
+    ]["tokens/s/device"]
     used = [a / statistics.median(model) for a in speeds[1:]]
-    return [{"what": "data path", "tokens/s": speeds[1:], "ratio to the model": used},
-            {"what": f"{args.model} on one process", "tokens/s": model, "ratio to the model": [1.0]}], f"batches of {size}"
+    return [
+        {"what": "data path", "tokens/s": speeds[1:], "ratio to the model": used},
+        {"what": f"{args.model} on one process", "tokens/s": model, "ratio to the model": [1.0]},
+    ], f"batches of {size}"
 
 
 # nanoGPT's command for a CPU, from its README
-NANOGPT = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12, "steps": 200}
+NANOGPT = {
+    "n_layer": 4,
+    "n_head": 4,
+    "n_embd": 128,
+    "block_size": 64,
+    "batch_size": 12,
+    "steps": 200,
+}
 
 
 def nanogpt(args) -> tuple[list[dict], str]:
@@ -214,49 +303,104 @@ def nanogpt(args) -> tuple[list[dict], str]:
     path = args.path.resolve()
     folder = path / "data" / args.dataset
     if not (path / "train.py").exists() or not (folder / "train.bin").exists():
-        raise CannotMeasure(f"--path {args.path}: no nanoGPT there with data/{args.dataset}/train.bin: clone it and run "
-                            "its prepare.py")
-    shape, device = f"--n_layer={args.n_layer} --n_head={args.n_head}", "cuda" if on_gpu(args) else "cpu"
+        raise CannotMeasure(
+            f"--path {args.path}: no nanoGPT there with data/{args.dataset}/train.bin: clone it and run "
+            "its prepare.py"
+        )
+    shape, device = (
+        f"--n_layer={args.n_layer} --n_head={args.n_head}",
+        "cuda" if on_gpu(args) else "cpu",
+    )
     interval, sequences = (args.steps // 8, 20) if args.target else (10**9, 1)
-    theirs = [sys.executable, "train.py", "config/train_shakespeare_char.py", *shape.split(), f"--n_embd={args.n_embd}",
-              f"--block_size={args.block_size}", f"--batch_size={args.batch_size}", f"--max_iters={args.steps}",
-              f"--lr_decay_iters={args.steps + 1}",  # not its warm-up's 100, by whose difference it divides
-              f"--eval_interval={interval}", f"--eval_iters={sequences}", "--log_interval=1",
-              f"--dataset={args.dataset}", "--dropout=0.0", f"--device={device}", f"--compile={device == 'cuda'}"]
+    theirs = [
+        sys.executable,
+        "train.py",
+        "config/train_shakespeare_char.py",
+        *shape.split(),
+        f"--n_embd={args.n_embd}",
+        f"--block_size={args.block_size}",
+        f"--batch_size={args.batch_size}",
+        f"--max_iters={args.steps}",
+        f"--lr_decay_iters={args.steps + 1}",  # not its warm-up's 100, by whose difference it divides
+        f"--eval_interval={interval}",
+        f"--eval_iters={sequences}",
+        "--log_interval=1",
+        f"--dataset={args.dataset}",
+        "--dropout=0.0",
+        f"--device={device}",
+        f"--compile={device == 'cuda'}",
+    ]
     steps = args.steps // 3 if args.target else args.steps
-    ours = [sys.executable, str(Path(__file__).with_name("train.py")), *shape.split(), f"--n_kv_head={args.n_head}",
-            f"--d_model={args.n_embd}", f"--d_ff={8 * round(args.n_embd / 3)}", f"--seq_len={args.block_size}",
-            f"--global_batch_size={args.batch_size}", f"--max_steps={steps}", f"--data={folder}", f"--device={device}",
-            f"--eval_interval={steps // 8 if args.target else 0}", *FLAGS.split()[2:], f"--eval_sequences={12 * sequences}",
-            *args.flags.split()]
-    names, tokens = {"nanoGPT": (theirs, path), "nanoshard": (ours, None)}, args.batch_size * args.block_size
-    columns = ("tokens/s", "ratio", "seconds", f"seconds to {args.target}")[: 4 if args.target else 2]
+    ours = [
+        sys.executable,
+        str(Path(__file__).with_name("train.py")),
+        *shape.split(),
+        f"--n_kv_head={args.n_head}",
+        f"--d_model={args.n_embd}",
+        f"--d_ff={8 * round(args.n_embd / 3)}",
+        f"--seq_len={args.block_size}",
+        f"--global_batch_size={args.batch_size}",
+        f"--max_steps={steps}",
+        f"--data={folder}",
+        f"--device={device}",
+        f"--eval_interval={steps // 8 if args.target else 0}",
+        *FLAGS.split()[2:],
+        f"--eval_sequences={12 * sequences}",
+        *args.flags.split(),
+    ]
+    names, tokens = (
+        {"nanoGPT": (theirs, path), "nanoshard": (ours, None)},
+        args.batch_size * args.block_size,
+    )
+    columns = ("tokens/s", "ratio", "seconds", f"seconds to {args.target}")[
+        : 4 if args.target else 2
+    ]
     rows = {name: {"trainer": name, **{column: [] for column in columns}} for name in names}
     for turn in range(args.rounds):
         for name, (command, where) in names.items():
             print(f"round {turn + 1} of {args.rounds}: {name} ...", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(prefix="bench-") as out:
-                speeds, *seconds = follow([*command, f"--out{'_dir' if where else ''}={out}"], where, args.target, tokens)
+                speeds, *seconds = follow(
+                    [*command, f"--out{'_dir' if where else ''}={out}"], where, args.target, tokens
+                )
             speed = statistics.median(speeds[len(speeds) // 5 :])
             unit = rows["nanoGPT"]["tokens/s"][turn] if name != "nanoGPT" else speed
             for column, value in zip(columns, (speed, speed / unit, *seconds)):
                 rows[name][column].append(value)
-    return list(rows.values()), (f"{args.n_layer} layers x {args.n_embd}, {args.n_head} heads, block {args.block_size}, batch "
-                                 f"{args.batch_size}, {args.steps} steps x {args.rounds} rounds, {args.dataset} {args.flags}")
+    return list(rows.values()), (
+        f"{args.n_layer} layers x {args.n_embd}, {args.n_head} heads, block {args.block_size}, batch "
+        f"{args.batch_size}, {args.steps} steps x {args.rounds} rounds, {args.dataset} {args.flags}"
+    )
 
 
-def follow(command: list[str], where: Path | None, target: float | None, tokens: int) -> tuple[list[float], float, float]:
+def follow(
+    command: list[str], where: Path | None, target: float | None, tokens: int
+) -> tuple[list[float], float, float]:
     """(tokens per second of each step, of `tokens`; seconds in all; seconds to a validation loss of `target`)"""
     began, speeds, reached = time.perf_counter(), [], math.inf
-    with subprocess.Popen(command, cwd=where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env=os.environ | {"PYTHONUNBUFFERED": "1"}) as process:
+    with subprocess.Popen(
+        command,
+        cwd=where,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    ) as process:
         for line in process.stdout:
             if step := re.search(r"time ([\d.]+)ms|ms  ([\d,]+) tok/s", line):
-                speeds.append(tokens / float(step[1]) * 1e3 if step[1] else float(step[2].replace(",", "")))
-            if (found := re.search(r"val(?:_| )loss ([\d.]+)", line)) and target and float(found[1]) <= target:
+                speeds.append(
+                    tokens / float(step[1]) * 1e3 if step[1] else float(step[2].replace(",", ""))
+                )
+            if (
+                (found := re.search(r"val(?:_| )loss ([\d.]+)", line))
+                and target
+                and float(found[1]) <= target
+            ):
                 reached = min(reached, time.perf_counter() - began)
         if process.wait():
-            sys.exit(f"{process.stderr.read()[-4000:]}\nbench.py: error: {' '.join(command)} failed")
+            sys.exit(
+                f"{process.stderr.read()[-4000:]}\nbench.py: error: {' '.join(command)} failed"
+            )
     return speeds, time.perf_counter() - began, reached
 
 
@@ -279,17 +423,28 @@ def optimizer(args) -> tuple[list[dict], str]:
     ours, bare = model(), model()
     wrapper = optim.Optimizer(ours.named_parameters(), ours.decays, lambda step: 1e-4)
     wrapper.adamw.zero_grad = lambda: None  # both keep their gradients, to step again
-    adamw, loss = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True), torch.zeros((), device=world.device)
+    adamw, loss = (
+        torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True),
+        torch.zeros((), device=world.device),
+    )
 
     def bare_step() -> None:
         torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
         adamw.step()
 
-    seconds = alternate({"bare": bare_step, "nanoshard": lambda: wrapper.step(0, loss)}, args.rounds, world.device)
+    seconds = alternate(
+        {"bare": bare_step, "nanoshard": lambda: wrapper.step(0, loss)}, args.rounds, world.device
+    )
     ratios = [a / b for a, b in zip(seconds["nanoshard"], seconds["bare"])]
-    rows = [{"step": name, "milliseconds": [1e3 * s for s in times], "ratio": [1.0]} for name, times in seconds.items()]
+    rows = [
+        {"step": name, "milliseconds": [1e3 * s for s in times], "ratio": [1.0]}
+        for name, times in seconds.items()
+    ]
     rows[1]["ratio"] = ratios
-    return rows, f"{args.model}, {ours.parameter_count():,} parameters, {args.rounds} rounds, {dist.device_name(world.device)}"
+    return (
+        rows,
+        f"{args.model}, {ours.parameter_count():,} parameters, {args.rounds} rounds, {dist.device_name(world.device)}",
+    )
 
 
 def plain_write(path: Path, size: int) -> None:
@@ -308,14 +463,29 @@ def checkpoints(args) -> tuple[list[dict], str]:
     with torch.device("meta"):
         net = Transformer(SIZES[args.model])
     init = lambda name, tensor: net.init_tensor(name, tensor, 0)  # noqa: E731
-    dist.parallelize(net, {}, [[block] for block in net.blocks], mesh, "fsdp", torch.float32, world.device, init)
+    dist.parallelize(
+        net, {}, [[block] for block in net.blocks], mesh, "fsdp", torch.float32, world.device, init
+    )
     slots = ("model", "exp_avg", "exp_avg_sq")
-    state = {slot: {name: p.detach().clone() for name, p in net.named_parameters()} for slot in slots}
-    shard = sum(4 * optim.local(tensor).numel() for slot in state.values() for tensor in slot.values())
+    state = {
+        slot: {name: p.detach().clone() for name, p in net.named_parameters()} for slot in slots
+    }
+    shard = sum(
+        4 * optim.local(tensor).numel() for slot in state.values() for tensor in slot.values()
+    )
     folder = Path(dist.on_first_rank(lambda: tempfile.mkdtemp(prefix="bench-", dir=".")))
-    forms = {"sharded": ("sharded", False), "sharded, async": ("sharded", True), "full": ("full", False)}
-    savers = {name: checkpoint.Saver(folder / name, *form, 0, 0, world.timeout) for name, form in forms.items()}
-    extra: dict[str, float] = {}  # the most of all rounds, the first too: it makes the copy that async saves keep
+    forms = {
+        "sharded": ("sharded", False),
+        "sharded, async": ("sharded", True),
+        "full": ("full", False),
+    }
+    savers = {
+        name: checkpoint.Saver(folder / name, *form, 0, 0, world.timeout)
+        for name, form in forms.items()
+    }
+    extra: dict[
+        str, float
+    ] = {}  # the most of all rounds, the first too: it makes the copy that async saves keep
     columns = ("seconds", "blocking seconds", "MB/s", "of plain write")
     rows: dict[str, dict] = {name: {column: [] for column in columns} for name in forms}
     size = 12 * net.parameter_count()
@@ -337,7 +507,10 @@ def checkpoints(args) -> tuple[list[dict], str]:
                 rows[name][column] += [value] if turn else []  # the first round is not counted
     dist.on_first_rank(lambda: shutil.rmtree(folder))
     subject = f"{args.model}, {size / 1e6:,.0f} MB on {world.size} ranks, shards of {shard / 1e6:,.0f} MB, {args.rounds} rounds"
-    return [{"form": name, **rows[name], "peak extra host memory / shard": f"{extra[name]:.3f}"} for name in forms], subject
+    return [
+        {"form": name, **rows[name], "peak extra host memory / shard": f"{extra[name]:.3f}"}
+        for name in forms
+    ], subject
 
 
 def reset_peak() -> int:
@@ -352,8 +525,10 @@ def reset_peak() -> int:
 
 ACCUMULATION = 8
 # 2.4 million parameters: enough for the network to matter, while a run takes seconds
-RUN = ("--model tiny --d_model 192 --d_ff 768 --seq_len 64 --micro_batch_size 1 --device cpu --log_interval 1 "
-       "--eval_interval 0 --eval_sequences 1 --sample_tokens 0 --checkpoint none")
+RUN = (
+    "--model tiny --d_model 192 --d_ff 768 --seq_len 64 --micro_batch_size 1 --device cpu --log_interval 1 "
+    "--eval_interval 0 --eval_sequences 1 --sample_tokens 0 --checkpoint none"
+)
 ADDRESS = "10.0.0.{}"  # of host 1, 2 ...: no other network sees them
 
 
@@ -364,7 +539,10 @@ def cluster(args) -> tuple[list[dict], str]:
     gloo's reduce-scatter sends as much as an all-reduce, twice what nccl's does: micro_batch is that much slower under fsdp.
     """
     rows: list[dict] = []
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, hosts(args.hosts, args.bandwidth) as names:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        hosts(args.hosts, args.bandwidth) as names,
+    ):
         sources = sorted(str(path) for path in Path(__file__).parent.glob("*.py"))
         data.prepare(sources, Path(folder, "tokens"), progress=lambda line: None)
         for strategy in args.strategies:
@@ -374,15 +552,25 @@ def cluster(args) -> tuple[list[dict], str]:
                 flags = f"{RUN} {STRATEGIES[strategy]} --grad_sync {sync} --data {folder}/tokens --out {out} "
                 flags += f"--global_batch_size {ACCUMULATION * args.hosts * args.nproc} --max_steps {args.steps + 1}"
                 run_on(names, args.nproc, 29500 + len(rows), flags.split(), out)
-                logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+                logged = [
+                    json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()
+                ]
                 # the first step sets buckets and buffers up
-                speeds = [row["tokens_per_second_per_device"] for row in logged if row.get("step_time") and row["step"] > 1]
+                speeds = [
+                    row["tokens_per_second_per_device"]
+                    for row in logged
+                    if row.get("step_time") and row["step"] > 1
+                ]
                 rows.append({"strategy": strategy, "grad_sync": sync, "tokens/s/device": speeds})
     unit = statistics.median(rows[0]["tokens/s/device"])
     for row in rows:
-        row[f"ratio to {rows[0]['strategy']}, batch"] = [speed / unit for speed in row["tokens/s/device"]]
-    return rows, (f"{args.hosts} hosts x {args.nproc} processes, {args.bandwidth} each way between hosts, 2.4 million "
-                  f"parameters, accumulation {ACCUMULATION}, {args.steps} steps")
+        row[f"ratio to {rows[0]['strategy']}, batch"] = [
+            speed / unit for speed in row["tokens/s/device"]
+        ]
+    return rows, (
+        f"{args.hosts} hosts x {args.nproc} processes, {args.bandwidth} each way between hosts, 2.4 million "
+        f"parameters, accumulation {ACCUMULATION}, {args.steps} steps"
+    )
 
 
 def ip(*words: str, tool: str = "ip") -> str:
@@ -402,11 +590,17 @@ def hosts(count: int, bandwidth: str) -> Iterator[list[str]]:
     The limit is on both ends of a host's link, which makes it one of each direction, as a cable has.
     """
     if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
-        raise CannotMeasure(f"there is no {' and no '.join(missing)} here: install iproute2 (apt-get install iproute2)")
+        raise CannotMeasure(
+            f"there is no {' and no '.join(missing)} here: install iproute2 (apt-get install iproute2)"
+        )
     if os.geteuid():
-        raise CannotMeasure("only root may make network namespaces: run it with sudo, or in a container with --privileged")
+        raise CannotMeasure(
+            "only root may make network namespaces: run it with sudo, or in a container with --privileged"
+        )
     switch, *names = [f"bench-{os.getpid()}-{part}" for part in ("switch", *range(count))]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that what follows cleans up
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # an exception, so that what follows cleans up
     try:
         for name in (switch, *names):
             ip("netns", "add", name)
@@ -414,19 +608,48 @@ def hosts(count: int, bandwidth: str) -> Iterator[list[str]]:
         ip("-n", switch, "link", "set", "bridge", "up")
         for i, name in enumerate(names):
             port = f"port{i}"
-            ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+            ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                switch,
+            )
             ip("-n", switch, "link", "set", port, "master", "bridge")
             ip("-n", name, "address", "add", f"{ADDRESS.format(i + 1)}/24", "dev", "eth0")
             for namespace, device in ((name, "lo"), (name, "eth0"), (switch, port)):
                 ip("-n", namespace, "link", "set", device, "up")
                 if device != "lo":  # 256 kB at once: four of the largest packets, 10 ms of 200mbit
                     limit = ("rate", bandwidth, "burst", "256kb", "latency", "50ms")
-                    ip("-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limit, tool="tc")
+                    ip(
+                        "-n",
+                        namespace,
+                        "qdisc",
+                        "add",
+                        "dev",
+                        device,
+                        "root",
+                        "tbf",
+                        *limit,
+                        tool="tc",
+                    )
         yield names
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):  # an impatient second Ctrl-C leaves nothing behind either
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # an impatient second Ctrl-C leaves nothing behind either
             signal.signal(number, signal.SIG_IGN)
-        for name in {switch, *names} & {line.split()[0] for line in ip("netns", "list").splitlines()}:
+        for name in {switch, *names} & {
+            line.split()[0] for line in ip("netns", "list").splitlines()
+        }:
             kill_all(name)
             ip("netns", "delete", name)  # and with it the links
 
@@ -442,25 +665,54 @@ def kill_all(namespace: str) -> None:
 
 def run_on(names: list[str], nproc: int, port: int, flags: list[str], out: Path) -> None:
     """train.py with `flags`, under one torchrun on each host; its output goes to files beside `out`."""
-    here = {"OMP_NUM_THREADS": "1", "TMPDIR": str(out.parent),  # where torchrun leaves folders of its own
-            "GLOO_SOCKET_IFNAME": "eth0"}  # by itself gloo takes the address of the machine's name
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(names)}", f"--nproc_per_node={nproc}",
-                f"--master_addr={ADDRESS.format(1)}", f"--master_port={port}"]
+    here = {
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(out.parent),  # where torchrun leaves folders of its own
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }  # by itself gloo takes the address of the machine's name
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={len(names)}",
+        f"--nproc_per_node={nproc}",
+        f"--master_addr={ADDRESS.format(1)}",
+        f"--master_port={port}",
+    ]
     agents = []
     logs = [out.with_name(f"{out.name}-host{i}.txt") for i in range(len(names))]
     for i, name in enumerate(names):
-        options = [f"--node_rank={i}", f"--local_addr={ADDRESS.format(i + 1)}", str(Path(__file__).with_name("train.py"))]
+        options = [
+            f"--node_rank={i}",
+            f"--local_addr={ADDRESS.format(i + 1)}",
+            str(Path(__file__).with_name("train.py")),
+        ]
         with open(logs[i], "w") as log:
-            agents.append(subprocess.Popen(["ip", "netns", "exec", name, *torchrun, *options, *flags], env=os.environ | here,
-                                           stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True))
+            agents.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", name, *torchrun, *options, *flags],
+                    env=os.environ | here,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
     while None in (statuses := [agent.poll() for agent in agents]) and not any(statuses):
         time.sleep(0.1)
     if any(statuses):  # the other hosts may wait for this one
         failed = next(i for i, status in enumerate(statuses) if status)
-        sys.exit(f"{logs[failed].read_text()[-4000:]}\nbench.py: error: host {failed} failed: train.py {' '.join(flags)}")
+        sys.exit(
+            f"{logs[failed].read_text()[-4000:]}\nbench.py: error: host {failed} failed: train.py {' '.join(flags)}"
+        )
 
 
-RUNS = {"strategies": strategies, "accumulation": accumulation, "scaling": scaling, "loader": loader}
+RUNS = {
+    "strategies": strategies,
+    "accumulation": accumulation,
+    "scaling": scaling,
+    "loader": loader,
+}
 PARTS = {"optimizer": optimizer, "checkpoint": checkpoints}
 TABLES = {**RUNS, **PARTS, "cluster": cluster, "nanogpt": nanogpt}
 
@@ -477,33 +729,98 @@ def parse() -> argparse.Namespace:
     for name, table in TABLES.items():
         sub = tables.add_parser(name, help=table.__doc__, description=table.__doc__)
         if name != "cluster":
-            sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
+            sub.add_argument(
+                "--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)"
+            )
             rounds = 15 if name in PARTS else 3
-            sub.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=f"counted rounds (default: {rounds})")
+            sub.add_argument(
+                "--rounds",
+                type=positive,
+                default=rounds,
+                metavar="N",
+                help=f"counted rounds (default: {rounds})",
+            )
         if name in RUNS:
             sub.add_argument("--model", default="tiny", choices=SIZES, help="(default: tiny)")
-            sub.add_argument("--nproc", type=positive, default=2, metavar="N", help="processes (default: 2)")
-            sub.add_argument("--micro_batch_size", type=positive, default=16, metavar="N", help="(default: 16)")
-            sub.add_argument("--steps", type=positive, default=10, metavar="N", help="counted steps of each run (default: 10)")
-            sub.add_argument("--flags", default="", help="more flags for train.py, in one pair of quotes")
+            sub.add_argument(
+                "--nproc", type=positive, default=2, metavar="N", help="processes (default: 2)"
+            )
+            sub.add_argument(
+                "--micro_batch_size", type=positive, default=16, metavar="N", help="(default: 16)"
+            )
+            sub.add_argument(
+                "--steps",
+                type=positive,
+                default=10,
+                metavar="N",
+                help="counted steps of each run (default: 10)",
+            )
+            sub.add_argument(
+                "--flags", default="", help="more flags for train.py, in one pair of quotes"
+            )
         elif name == "nanogpt":
-            sub.add_argument("--path", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT")
-            sub.add_argument("--dataset", default="shakespeare_char", help="a folder of its data/ (default: shakespeare_char)")
+            sub.add_argument(
+                "--path", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"
+            )
+            sub.add_argument(
+                "--dataset",
+                default="shakespeare_char",
+                help="a folder of its data/ (default: shakespeare_char)",
+            )
             for option, default in NANOGPT.items():
-                sub.add_argument(f"--{option}", type=positive, default=default, metavar="N", help=f"(default: {default})")
-            sub.add_argument("--target", type=float, metavar="LOSS", help="also measure the time to this validation loss")
-            sub.add_argument("--flags", default="", help="more flags for our train.py, in one pair of quotes")
+                sub.add_argument(
+                    f"--{option}",
+                    type=positive,
+                    default=default,
+                    metavar="N",
+                    help=f"(default: {default})",
+                )
+            sub.add_argument(
+                "--target",
+                type=float,
+                metavar="LOSS",
+                help="also measure the time to this validation loss",
+            )
+            sub.add_argument(
+                "--flags", default="", help="more flags for our train.py, in one pair of quotes"
+            )
         elif table is cluster:
             sub.add_argument("--hosts", type=positive, default=2, metavar="N", help="(default: 2)")
-            sub.add_argument("--nproc", type=positive, default=2, metavar="N", help="processes on each host (default: 2)")
-            sub.add_argument("--bandwidth", default="200mbit", metavar="RATE",
-                             help="of each host's link, in each direction, as tc writes it (default: 200mbit)")
-            sub.add_argument("--steps", type=positive, default=3, metavar="N", help="counted steps of each run (default: 3)")
-            sub.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES, metavar="NAME",
-                             help=f"those to measure, of {', '.join(STRATEGIES)} (default: all)")
+            sub.add_argument(
+                "--nproc",
+                type=positive,
+                default=2,
+                metavar="N",
+                help="processes on each host (default: 2)",
+            )
+            sub.add_argument(
+                "--bandwidth",
+                default="200mbit",
+                metavar="RATE",
+                help="of each host's link, in each direction, as tc writes it (default: 200mbit)",
+            )
+            sub.add_argument(
+                "--steps",
+                type=positive,
+                default=3,
+                metavar="N",
+                help="counted steps of each run (default: 3)",
+            )
+            sub.add_argument(
+                "--strategies",
+                nargs="+",
+                default=list(STRATEGIES),
+                choices=STRATEGIES,
+                metavar="NAME",
+                help=f"those to measure, of {', '.join(STRATEGIES)} (default: all)",
+            )
         else:
-            sub.add_argument("--model", default="gpt2-124m", choices=SIZES, help="(default: gpt2-124m)")
-            sub.add_argument("--nproc", type=positive, default=1, metavar="N", help="processes (default: 1)")
+            sub.add_argument(
+                "--model", default="gpt2-124m", choices=SIZES, help="(default: gpt2-124m)"
+            )
+            sub.add_argument(
+                "--nproc", type=positive, default=1, metavar="N", help="processes (default: 1)"
+            )
         sub.add_argument("--json", action="store_true", help="print numbers instead of the table")
     return parser.parse_args()
 
@@ -511,9 +828,21 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     if args.table in PARTS and args.nproc > 1 and "RANK" not in os.environ:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.nproc), sys.argv[0], args.table]
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(args.nproc),
+            sys.argv[0],
+            args.table,
+        ]
         # spelled out anew: torchrun would take --nproc for one of its own
-        options = [f"--{name}={value}" for name, value in vars(args).items() if name not in ("table", "nproc", "json")]
+        options = [
+            f"--{name}={value}"
+            for name, value in vars(args).items()
+            if name not in ("table", "nproc", "json")
+        ]
         os.execv(sys.executable, [sys.executable, *torchrun, *options, *["--json"] * args.json])
     try:
         rows, subject = TABLES[args.table](args)
@@ -527,7 +856,11 @@ def main() -> int:
     if int(os.environ.get("RANK", 0)):
         return 0
     if args.json:
-        print(json.dumps({"table": args.table, "subject": subject, "torch": torch.__version__, "rows": rows}))
+        print(
+            json.dumps(
+                {"table": args.table, "subject": subject, "torch": torch.__version__, "rows": rows}
+            )
+        )
         return 0
     print(f"{args.table}: {subject}, torch {torch.__version__}; median (smallest ... largest)\n")
     print(f"| {' | '.join(rows[0])} |\n|{' --- |' * len(rows[0])}")

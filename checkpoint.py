@@ -29,7 +29,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode  # the one way to describe a file of tensors without holding them
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode,
+)  # the one way to describe a file of tensors without holding them
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -58,7 +60,9 @@ def read_manifest(path: Path) -> dict:
             raise ValueError("its fields have other types")
         return manifest
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no complete checkpoint: its manifest.json is damaged: {error!r}") from None
+        raise CheckpointError(
+            f"{path} is no complete checkpoint: its manifest.json is damaged: {error!r}"
+        ) from None
 
 
 def checksum(path: Path, progress: Callable[[int], None] = lambda size: None) -> str:
@@ -71,7 +75,9 @@ def checksum(path: Path, progress: Callable[[int], None] = lambda size: None) ->
     return f"{crc:08x}"
 
 
-def verify(path: Path, part: int = 0, parts: int = 1, progress: Callable[[int], None] = lambda size: None) -> str | None:
+def verify(
+    path: Path, part: int = 0, parts: int = 1, progress: Callable[[int], None] = lambda size: None
+) -> str | None:
     """What is wrong with a checkpoint, or None. Of `parts` readers each checks the contents of its part of the files."""
     try:
         files = read_manifest(path)["files"]
@@ -109,7 +115,9 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
 def host_memory() -> dict[str, int]:
     """Bytes: resident in this process now and at most so far, and available on its host; 0 where the system does not tell."""
     try:
-        lines = (Path("/proc/self/status").read_text() + Path("/proc/meminfo").read_text()).splitlines()
+        lines = (
+            Path("/proc/self/status").read_text() + Path("/proc/meminfo").read_text()
+        ).splitlines()
     except OSError:
         return {"resident": 0, "peak": 0, "available": 0}
     fields = (line.partition(":") for line in lines)
@@ -150,7 +158,10 @@ def assemble(state: dict) -> dict:
 
 
 def clone(state: dict) -> dict:
-    return {key: clone(value) if isinstance(value, dict) else value.clone() for key, value in state.items()}
+    return {
+        key: clone(value) if isinstance(value, dict) else value.clone()
+        for key, value in state.items()
+    }
 
 
 class Saver:
@@ -162,11 +173,27 @@ class Saver:
     thread, on a process group of its own, one at a time.
     """
 
-    def __init__(self, run: Path, form: str, asynchronous: bool, keep_last: int, keep_every: int, timeout: timedelta):
-        self.run, self.form, self.asynchronous, self.keep_last, self.keep_every = run, form, asynchronous, keep_last, keep_every
+    def __init__(
+        self,
+        run: Path,
+        form: str,
+        asynchronous: bool,
+        keep_last: int,
+        keep_every: int,
+        timeout: timedelta,
+    ):
+        self.run, self.form, self.asynchronous, self.keep_last, self.keep_every = (
+            run,
+            form,
+            asynchronous,
+            keep_last,
+            keep_every,
+        )
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.first = dist.get_rank() == 0
-        torch.serialization.set_crc32_options(False)  # torch.save's own, at half the speed; the manifest's cover its files
+        torch.serialization.set_crc32_options(
+            False
+        )  # torch.save's own, at half the speed; the manifest's cover its files
         self.thread: threading.Thread | None = None
         self.stager, self.copy = BlockingAsyncStager(cache_staged_state_dict=True), None
         self.rows: list[dict] = []
@@ -181,24 +208,33 @@ class Saver:
             state = self.copy_to_host(state)
         if self.asynchronous:
             blocking = time.perf_counter() - began
-            self.thread = threading.Thread(target=self.finish, args=(state, manifest, before, began, blocking), daemon=True)
+            self.thread = threading.Thread(
+                target=self.finish, args=(state, manifest, before, began, blocking), daemon=True
+            )
             self.thread.start()
         else:
             self.finish(state, manifest, before, began, None)
 
-    def finish(self, state: dict, manifest: dict, before: dict, began: float, blocking: float | None) -> None:
+    def finish(
+        self, state: dict, manifest: dict, before: dict, began: float, blocking: float | None
+    ) -> None:
         path = directory(self.run) / f"step-{manifest['step']:08d}"
         row = {"step": manifest["step"], "event": "checkpoint", "path": str(path)}
         try:
             row |= self.write(path, state, manifest, before)
         except (dcp.CheckpointException, OSError, RuntimeError) as error:
-            free = shutil.disk_usage(self.run).free / 1e6  # torch hides a full disk behind its own errors
+            free = (
+                shutil.disk_usage(self.run).free / 1e6
+            )  # torch hides a full disk behind its own errors
             reason = f"{str(error).strip().splitlines()[-1]} ({free:,.1f} MB were free on its disk)"
             row |= {"event": "checkpoint_failed", "error": reason}
             if self.first:
                 self.remove_leftovers()
         seconds = time.perf_counter() - began
-        self.rows.append(row | {"seconds": seconds, "blocking_seconds": seconds if blocking is None else blocking})
+        self.rows.append(
+            row
+            | {"seconds": seconds, "blocking_seconds": seconds if blocking is None else blocking}
+        )
 
     def copy_to_host(self, state: dict) -> dict:
         """A copy of this rank's parts, in memory that is kept for the next: fresh pages would cost most of the time.
@@ -229,8 +265,15 @@ class Saver:
         work = path.with_name(f".{path.name}.tmp")
         self.on_first(lambda: self.clear(work))
         if self.form == "sharded":  # DCP lets one of the ranks that hold a copy write it
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(str(work), sync_files=False), process_group=self.group)
-            own = [*work.glob(f"__{dist.get_rank()}_*.distcp"), *([work / ".metadata"] if self.first else [])]
+            dcp.save(
+                state,
+                storage_writer=dcp.FileSystemWriter(str(work), sync_files=False),
+                process_group=self.group,
+            )
+            own = [
+                *work.glob(f"__{dist.get_rank()}_*.distcp"),
+                *([work / ".metadata"] if self.first else []),
+            ]
         else:
             self.on_first(lambda: torch.save(state, work / "full.pt"))
             own = [work / "full.pt"] if self.first else []
@@ -238,11 +281,16 @@ class Saver:
         reports: list = [None] * dist.get_world_size()
         dist.all_gather_object(reports, (mine, host_memory()), group=self.group)
         files = {name: entry for entries, _ in reports for name, entry in entries.items()}
-        self.on_first(lambda: self.complete(work, path, manifest | {"files": files, "torch": torch.__version__}))
+        self.on_first(
+            lambda: self.complete(
+                work, path, manifest | {"files": files, "torch": torch.__version__}
+            )
+        )
         return {
             "bytes": sum(entry["bytes"] for entry in files.values()),
             "peak_host_memory": max(memory["peak"] for _, memory in reports),
-            "host_memory_before": before["resident"], "host_memory_after": host_memory()["resident"],
+            "host_memory_before": before["resident"],
+            "host_memory_after": host_memory()["resident"],
             "available_host_memory": min(memory["available"] for _, memory in reports),
         }
 
@@ -311,10 +359,25 @@ class MetadataUnpickler(pickle.Unpickler):
     """
 
     ALLOWED = {
-        "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
+        "torch": {
+            "Size",
+            "float32",
+            "float64",
+            "bfloat16",
+            "float16",
+            "int64",
+            "int32",
+            "uint8",
+            "bool",
+        },
         "torch.serialization": {"_get_layout"},
         "torch.distributed.checkpoint.metadata": {
-            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
             "_MEM_FORMAT_ENCODING",
         },
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -325,7 +388,9 @@ class MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str):
         if name not in self.ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint's metadata")
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which has no place in a checkpoint's metadata"
+            )
         return super().find_class(module, name)
 
 
@@ -340,11 +405,16 @@ class Reader(dcp.FileSystemReader):
             if not isinstance(self.metadata, dcp.Metadata):
                 raise ValueError(f"it holds a {type(self.metadata).__name__}")
             for place in self.metadata.storage_data.values():
-                if Path(place.relative_path).name != place.relative_path or place.transform_descriptors:
+                if (
+                    Path(place.relative_path).name != place.relative_path
+                    or place.transform_descriptors
+                ):
                     raise ValueError(f"it points to {place.relative_path}")
         except Exception as error:  # a damaged pickle can raise anything
             reason = str(error) or type(error).__name__
-            raise CheckpointError(f"cannot read {path}: its .metadata is damaged or hostile: {reason}") from None
+            raise CheckpointError(
+                f"cannot read {path}: its .metadata is damaged or hostile: {reason}"
+            ) from None
 
     def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
         return self.metadata
@@ -359,8 +429,16 @@ def load(path: Path, state: dict) -> None:
             dcp.load(state, storage_reader=Reader(path), no_dist=not dist.is_initialized())
     except CheckpointError:
         raise
-    except (dcp.CheckpointException, OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"cannot read {path}: {str(error).strip().splitlines()[-1]}") from None
+    except (
+        dcp.CheckpointException,
+        OSError,
+        ValueError,
+        RuntimeError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise CheckpointError(
+            f"cannot read {path}: {str(error).strip().splitlines()[-1]}"
+        ) from None
 
 
 def load_full(path: Path, state: dict) -> None:
@@ -371,7 +449,9 @@ def load_full(path: Path, state: dict) -> None:
             raise ValueError(f"it lacks {name} {tuple(target.shape)}")
         source = whole[name]
         if isinstance(target, DTensor):
-            source = distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
+            source = distribute_tensor(
+                source, target.device_mesh, target.placements, src_data_rank=None
+            )
         target.copy_(source)
 
 
@@ -386,17 +466,24 @@ def consolidate(path: Path, out: Path, progress: Callable[[str], None]) -> None:
     reader, state = Reader(path), {}
     metadata = reader.metadata.state_dict_metadata
     with FakeTensorMode() as fake:
-        for name, (*keys, last) in reader.metadata.planner_data.items():  # dotted name -> the keys of the nested dicts
+        for name, (
+            *keys,
+            last,
+        ) in reader.metadata.planner_data.items():  # dotted name -> the keys of the nested dicts
             inner = state
             for key in keys:
                 inner = inner.setdefault(key, {})
             inner[last] = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
     work = out.with_name(f".{out.name}.tmp")
-    with torch.serialization.skip_data(materialize_fake_tensors=True):  # the file with room for the values, but none yet
+    with torch.serialization.skip_data(
+        materialize_fake_tensors=True
+    ):  # the file with room for the values, but none yet
         torch.save(state, work)
     with fake:
         empty = torch.load(work, weights_only=True)
-        places = {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in flatten(empty)}
+        places = {
+            name: tensor.untyped_storage()._checkpoint_offset for name, tensor in flatten(empty)
+        }
     with open(work, "r+b") as file:
         for i, (name, offset) in enumerate(places.items()):
             tensor = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
@@ -416,11 +503,17 @@ def list_run(run: Path) -> None:
     for path in paths:
         manifest = read_manifest(path)
         size = sum(entry["bytes"] for entry in manifest["files"].values())
-        print(f"{path}  step {manifest['step']:,}  {manifest.get('tokens', 0):,} tokens  {size / 1e6:,.1f} MB")
+        print(
+            f"{path}  step {manifest['step']:,}  {manifest.get('tokens', 0):,} tokens  {size / 1e6:,.1f} MB"
+        )
 
 
 def verify_with_progress(path: Path) -> None:
-    size, seen, shown = sum(entry["bytes"] for entry in read_manifest(path)["files"].values()), 0, 0.0
+    size, seen, shown = (
+        sum(entry["bytes"] for entry in read_manifest(path)["files"].values()),
+        0,
+        0.0,
+    )
 
     def progress(block: int) -> None:
         nonlocal seen, shown
@@ -435,17 +528,25 @@ def verify_with_progress(path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Look at checkpoints, check them, and turn sharded ones into one file.")
+    parser = argparse.ArgumentParser(
+        description="Look at checkpoints, check them, and turn sharded ones into one file."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("list", help="the checkpoints of a run, with step, tokens and size")
     add.add_argument("path", metavar="RUN", type=Path)
-    add = commands.add_parser("verify", help="read a checkpoint and compare sizes and checksums with its manifest")
+    add = commands.add_parser(
+        "verify", help="read a checkpoint and compare sizes and checksums with its manifest"
+    )
     add.add_argument("path", metavar="CKPT", type=Path)
-    add = commands.add_parser("consolidate", help="write a sharded checkpoint as one file for torch.load")
+    add = commands.add_parser(
+        "consolidate", help="write a sharded checkpoint as one file for torch.load"
+    )
     add.add_argument("path", metavar="CKPT", type=Path)
     add.add_argument("out", metavar="OUT.pt", type=Path)
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what these commands are for
+    warnings.filterwarnings(
+        "ignore", "torch.distributed is disabled"
+    )  # one process is what these commands are for
     try:
         if args.command == "list":
             list_run(args.path)

@@ -1,6 +1,6 @@
 """The answer of an A/B test: runs side by side, from their logs.
 
-    python compare.py runs/a runs/b --plot ab.png
+python compare.py runs/a runs/b --plot ab.png
 """
 
 import argparse
@@ -26,7 +26,11 @@ class Log:
 
     def loss_at(self, tokens: int) -> float:
         """Training loss around a number of tokens: the mean over the tenth of the log that ends there."""
-        before = [row["loss"] for row in self.training if row["tokens"] <= tokens and row["loss"] is not None]
+        before = [
+            row["loss"]
+            for row in self.training
+            if row["tokens"] <= tokens and row["loss"] is not None
+        ]
         return fmean(before[-max(1, len(before) // 10) :]) if before else float("nan")
 
     def time_to(self, loss: float) -> float | None:
@@ -52,11 +56,17 @@ def read(folder: str) -> Log:
     training, step, time = [], 0, 0.0
     for row in rows:
         if "loss" in row:
-            time += (row["step"] - step) * row["step_time"]  # the mean over the steps since the row before
+            time += (row["step"] - step) * row[
+                "step_time"
+            ]  # the mean over the steps since the row before
             step = row["step"]
             training.append(row | {"time": time})
     at = {row["step"]: {"tokens": row["tokens"], "time": row["time"]} for row in training}
-    val = [row | at[row["step"]] for row in rows if row.get("val_loss") is not None and row["step"] in at]
+    val = [
+        row | at[row["step"]]
+        for row in rows
+        if row.get("val_loss") is not None and row["step"] in at
+    ]
     if not val:
         raise CompareError(f"{folder} has no evaluation yet: let it run to its first")
     return Log(path.name, config, training, val)
@@ -66,22 +76,57 @@ def table(logs: list[Log], loss: float | None) -> str:
     """Markdown: a row for each quantity, a column for each run, the best in bold where there is a best."""
     tokens = min(log.training[-1]["tokens"] for log in logs)
     # A loss that all reached, and as late as possible: the worst of their best.
-    target = loss if loss is not None else max(min(row["val_loss"] for row in log.val) for log in logs)
+    target = (
+        loss if loss is not None else max(min(row["val_loss"] for row in log.val) for log in logs)
+    )
     rows = [
         ("final validation loss", [log.val[-1]["val_loss"] for log in logs], "{:.4f}", min),
-        ("best validation loss", [min(row["val_loss"] for row in log.val) for log in logs], "{:.4f}", min),
-        (f"training loss at {tokens:,} tokens", [log.loss_at(tokens) for log in logs], "{:.4f}", min),
-        (f"seconds to validation loss {target:.4f}", [log.time_to(target) for log in logs], "{:,.1f}", min),
-        ("tokens per second, median", [median(row["tokens_per_second"] for row in log.training) for log in logs], "{:,.0f}", max),
-        ("steps clipped, of those logged", [fmean(row["clipped"] for row in log.training) for log in logs], "{:.1%}", None),
-        ("steps skipped", [log.training[-1]["skipped_steps"] / log.training[-1]["step"] for log in logs], "{:.1%}", None),
+        (
+            "best validation loss",
+            [min(row["val_loss"] for row in log.val) for log in logs],
+            "{:.4f}",
+            min,
+        ),
+        (
+            f"training loss at {tokens:,} tokens",
+            [log.loss_at(tokens) for log in logs],
+            "{:.4f}",
+            min,
+        ),
+        (
+            f"seconds to validation loss {target:.4f}",
+            [log.time_to(target) for log in logs],
+            "{:,.1f}",
+            min,
+        ),
+        (
+            "tokens per second, median",
+            [median(row["tokens_per_second"] for row in log.training) for log in logs],
+            "{:,.0f}",
+            max,
+        ),
+        (
+            "steps clipped, of those logged",
+            [fmean(row["clipped"] for row in log.training) for log in logs],
+            "{:.1%}",
+            None,
+        ),
+        (
+            "steps skipped",
+            [log.training[-1]["skipped_steps"] / log.training[-1]["step"] for log in logs],
+            "{:.1%}",
+            None,
+        ),
     ]
     lines = [["", *(log.name for log in logs)], ["---"] * (len(logs) + 1)]
     for name, values, form, best in rows:
         cells = ["never" if value is None else form.format(value) for value in values]
         known = [value for value in values if value is not None]
         if best and len(set(cells)) > 1:
-            cells = [f"**{cell}**" if value == best(known) else cell for cell, value in zip(cells, values)]
+            cells = [
+                f"**{cell}**" if value == best(known) else cell
+                for cell, value in zip(cells, values)
+            ]
         lines.append([name, *cells])
     fields = sorted({field for log in logs for field in log.config} - {"out"})
     for field in fields:
@@ -100,13 +145,20 @@ def plot(logs: list[Log], file: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), sharex="col", sharey="row", layout="constrained")
+    figure, axes = pyplot.subplots(
+        2, 2, figsize=(12, 8), sharex="col", sharey="row", layout="constrained"
+    )
     for column, (x, label) in enumerate((("tokens", "tokens"), ("time", "seconds of training"))):
         for log in logs:
             for row, key in enumerate(("loss", "grad_norm")):
                 points = [(r[x], r[key]) for r in log.training if r[key] is not None]
                 (line,) = axes[row, column].plot(*zip(*points), linewidth=0.8, label=log.name)
-            axes[0, column].plot([r[x] for r in log.val], [r["val_loss"] for r in log.val], "o--", color=line.get_color())
+            axes[0, column].plot(
+                [r[x] for r in log.val],
+                [r["val_loss"] for r in log.val],
+                "o--",
+                color=line.get_color(),
+            )
         axes[1, column].set_xlabel(label)
         axes[1, column].set_yscale("log")
     axes[0, 0].set_ylabel("loss (dots: validation)")
@@ -119,10 +171,19 @@ def plot(logs: list[Log], file: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare runs in a Markdown table: losses, speed, and which flags differ.")
+    parser = argparse.ArgumentParser(
+        description="Compare runs in a Markdown table: losses, speed, and which flags differ."
+    )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
-    parser.add_argument("--loss", type=float, metavar="L", help="time to this validation loss (default: one that all reached)")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw loss and gradient norm too (needs matplotlib)")
+    parser.add_argument(
+        "--loss",
+        type=float,
+        metavar="L",
+        help="time to this validation loss (default: one that all reached)",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="draw loss and gradient norm too (needs matplotlib)"
+    )
     args = parser.parse_args()
     try:
         logs = [read(run) for run in args.runs]

@@ -33,7 +33,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 END_OF_TEXT = "<|endoftext|>"
-PIECE = 1 << 20  # characters read and encoded at a time: memory stays flat whatever the size of a document
+PIECE = (
+    1 << 20
+)  # characters read and encoded at a time: memory stays flat whatever the size of a document
 # How text is cut before byte-pair merging, for PATH.tiktoken: the pattern of Llama 3 and cl100k_base.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -53,7 +55,9 @@ def tokenizer(name: str) -> tiktoken.Encoding:
     """`bytes` (256 bytes and end-of-text), `gpt2`, or the path of a `.tiktoken` file (lines of base64 token and rank)."""
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
-        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256})
+        return tiktoken.Encoding(
+            "bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
+        )
     if name == "gpt2":
         try:
             return tiktoken.get_encoding("gpt2")
@@ -64,16 +68,26 @@ def tokenizer(name: str) -> tiktoken.Encoding:
             ) from None
     try:
         lines = Path(name).read_bytes().splitlines()
-        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
+        ranks = {
+            base64.b64decode(token): int(rank)
+            for token, rank in (line.split() for line in lines if line)
+        }
         if not all(bytes([i]) in ranks for i in range(256)):
             raise ValueError("a byte without a token")
         return tiktoken.Encoding(
-            Path(name).stem, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: max(ranks.values()) + 1}
+            Path(name).stem,
+            pat_str=LLAMA3_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens={END_OF_TEXT: max(ranks.values()) + 1},
         )
     except OSError as error:
-        raise DataError(f"--tokenizer {name}: {error.strerror}; it must be bytes, gpt2 or the path of a .tiktoken file") from None
+        raise DataError(
+            f"--tokenizer {name}: {error.strerror}; it must be bytes, gpt2 or the path of a .tiktoken file"
+        ) from None
     except ValueError:
-        raise DataError(f"--tokenizer {name}: no .tiktoken file (lines of base64 token and rank, all bytes among them)") from None
+        raise DataError(
+            f"--tokenizer {name}: no .tiktoken file (lines of base64 token and rank, all bytes among them)"
+        ) from None
 
 
 def encode(name: str | None, text: str) -> list[int]:
@@ -82,7 +96,9 @@ def encode(name: str | None, text: str) -> list[int]:
         try:
             return [int(number) for number in text.split()] or [0]
         except ValueError:
-            raise DataError(f"this data's tokenizer is unknown: a prompt is token ids such as '17 4 52', not {text!r}") from None
+            raise DataError(
+                f"this data's tokenizer is unknown: a prompt is token ids such as '17 4 52', not {text!r}"
+            ) from None
     encoding = tokenizer(name)
     return encoding.encode_ordinary(text) or [encoding.eot_token]
 
@@ -105,8 +121,17 @@ def builtin_sources() -> list[Path]:
     """The installed Python's own library: sources, and documentation (pydoc_data, idlelib's help); no network, about 12 MB."""
     files = []
     for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
-        inside[:] = set(inside) - {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-        files += [Path(folder, name) for name in names if name.endswith((".py", ".txt", ".html", ".rst"))]
+        inside[:] = set(inside) - {
+            "test",
+            "tests",
+            "idle_test",
+            "site-packages",
+            "dist-packages",
+            "__pycache__",
+        }
+        files += [
+            Path(folder, name) for name in names if name.endswith((".py", ".txt", ".html", ".rst"))
+        ]
     return sorted(files)
 
 
@@ -116,7 +141,11 @@ def source_files(sources: list[str]) -> list[Path]:
     for source in map(Path, sources):
         if not source.exists():
             raise DataError(f"--source {source}: no such file or directory")
-        found = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+        found = (
+            [source]
+            if source.is_file()
+            else sorted(path for path in source.rglob("*") if path.is_file())
+        )
         files += [path for path in found if path.stat().st_size]
     if not files:
         raise DataError(f"--source {' '.join(sources)}: no text in it")
@@ -133,7 +162,9 @@ def pieces(path: Path) -> Iterator[tuple[str, bool]]:
         while text := file.read(PIECE):
             *ended, rest = (rest + text).split(END_OF_TEXT)
             yield from ((document, True) for document in ended)
-            if len(rest) >= PIECE:  # cut after a line, where merges do not cross; without one, not through a separator
+            if (
+                len(rest) >= PIECE
+            ):  # cut after a line, where merges do not cross; without one, not through a separator
                 cut = rest.rfind("\n") + 1 or max(0, len(rest) - len(END_OF_TEXT))
                 yield rest[:cut], False
                 rest = rest[cut:]
@@ -157,7 +188,9 @@ def tokenize(files: list[Path], name: str, folder: Path, val_fraction: float, pr
                 split = "val" if key < val_fraction * 2**64 else "train"
                 documents[split] += 1
             # For bytes the same ids as encode_ordinary, but exact for bytes that are not UTF-8.
-            ids = np.frombuffer(raw, np.uint8) if name == "bytes" else encoding.encode_ordinary(text)
+            ids = (
+                np.frombuffer(raw, np.uint8) if name == "bytes" else encoding.encode_ordinary(text)
+            )
             out = {"train": train, "val": val}[split]
             out.write(np.asarray(ids, dtype).tobytes())
             if ends:
@@ -166,11 +199,24 @@ def tokenize(files: list[Path], name: str, folder: Path, val_fraction: float, pr
             seen += len(raw)
             if time.monotonic() - shown > 2:
                 shown = time.monotonic()
-                progress(f"tokenizing: {seen / 1e6:,.1f} of {total / 1e6:,.1f} MB, {seen / total:.0%}")
-    return {"tokenizer": name, "dtype": dtype.name, "vocab_size": encoding.n_vocab, "documents": documents}
+                progress(
+                    f"tokenizing: {seen / 1e6:,.1f} of {total / 1e6:,.1f} MB, {seen / total:.0%}"
+                )
+    return {
+        "tokenizer": name,
+        "dtype": dtype.name,
+        "vocab_size": encoding.n_vocab,
+        "documents": documents,
+    }
 
 
-def prepare(sources: list[str] | None, out: Path, name: str = "bytes", val_fraction: float = 0.05, progress=print) -> None:
+def prepare(
+    sources: list[str] | None,
+    out: Path,
+    name: str = "bytes",
+    val_fraction: float = 0.05,
+    progress=print,
+) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`: all of it or, after an error, nothing.
 
     A document goes to validation when the hash of its beginning falls under `val_fraction`: whatever the order of the
@@ -192,8 +238,12 @@ def prepare(sources: list[str] | None, out: Path, name: str = "bytes", val_fract
         if not train.stat().st_size:
             raise DataError("no text in the sources")
         if not val.stat().st_size:
-            hold_out_tail(train, val, max(1, int(train.stat().st_size // itemsize * val_fraction)) * itemsize)
-            progress(f"too few documents to part: validation gets the last {val_fraction:.0%} of the tokens")
+            hold_out_tail(
+                train, val, max(1, int(train.stat().st_size // itemsize * val_fraction)) * itemsize
+            )
+            progress(
+                f"too few documents to part: validation gets the last {val_fraction:.0%} of the tokens"
+            )
         if name not in ("bytes", "gpt2"):  # the folder keeps its tokenizer
             meta["tokenizer"] = shutil.copyfile(name, work / "tokenizer.tiktoken").name
         for path in (train, val):
@@ -241,26 +291,40 @@ def open_folder(path: Path) -> TokenFolder:
     """Read and check a token folder, ours or nanoGPT's. Raises DataError."""
     for name in ("train.bin", "val.bin"):
         if not (path / name).is_file():
-            raise DataError(f"--data {path}: no {name} there; make one with: python data.py --source FILE|DIR --out {path}")
+            raise DataError(
+                f"--data {path}: no {name} there; make one with: python data.py --source FILE|DIR --out {path}"
+            )
     try:
         meta = json.loads((path / "meta.json").read_text())
-        dtype, vocab_size, name = np.dtype(meta["dtype"]), int(meta["vocab_size"]), meta["tokenizer"]
+        dtype, vocab_size, name = (
+            np.dtype(meta["dtype"]),
+            int(meta["vocab_size"]),
+            meta["tokenizer"],
+        )
         counts = {split: int(meta[f"{split}_tokens"]) for split in ("train", "val")}
-    except FileNotFoundError:  # nanoGPT: with a meta.pkl a vocabulary of its own, without one GPT-2's
+    except (
+        FileNotFoundError
+    ):  # nanoGPT: with a meta.pkl a vocabulary of its own, without one GPT-2's
         meta, dtype, counts = {}, np.dtype("<u2"), None
         own = (path / "meta.pkl").exists()
         vocab_size, name = (1 + max_token(path, dtype), None) if own else (50257, "gpt2")
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path / 'meta.json'} is damaged ({error!r}): prepare the folder anew with data.py") from None
+        raise DataError(
+            f"{path / 'meta.json'} is damaged ({error!r}): prepare the folder anew with data.py"
+        ) from None
     if name and name.endswith(".tiktoken"):
         name = str((path / name).resolve())
-    digest = hashlib.sha256(f"{dtype.name} {vocab_size} {[meta.get(f'{split}_sha256') for split in ('train', 'val')]}".encode())
+    digest = hashlib.sha256(
+        f"{dtype.name} {vocab_size} {[meta.get(f'{split}_sha256') for split in ('train', 'val')]}".encode()
+    )
     for split in ("train", "val"):
         file = path / f"{split}.bin"
         size = file.stat().st_size
         if size % dtype.itemsize or counts and size != counts[split] * dtype.itemsize:
             want = f"{counts[split]:,} tokens" if counts else "whole tokens"
-            raise DataError(f"{file} is torn: {size:,} bytes are not {want} of {dtype.itemsize} bytes; prepare it anew")
+            raise DataError(
+                f"{file} is torn: {size:,} bytes are not {want} of {dtype.itemsize} bytes; prepare it anew"
+            )
         survey(file, dtype, vocab_size, digest)
     return TokenFolder(path, dtype.name, vocab_size, name, digest.hexdigest()[:16])
 
@@ -282,13 +346,17 @@ def survey(file: Path, dtype: np.dtype, vocab_size: int, digest) -> None:
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
     if len(tokens) and (highest := int(tokens.max())) >= vocab_size:
-        raise DataError(f"{file} holds token {highest}, above its vocabulary of {vocab_size}: prepare it anew with data.py")
+        raise DataError(
+            f"{file} holds token {highest}, above its vocabulary of {vocab_size}: prepare it anew with data.py"
+        )
 
 
 def max_token(path: Path, dtype: np.dtype) -> int:
     step = 1 << 24  # tokens at a time: memory stays flat
     files = [np.memmap(path / f"{split}.bin", dtype, "r") for split in ("train", "val")]
-    return max(int(tokens[i : i + step].max()) for tokens in files for i in range(0, len(tokens), step))
+    return max(
+        int(tokens[i : i + step].max()) for tokens in files for i in range(0, len(tokens), step)
+    )
 
 
 def permute(n: int, size: int, key: bytes) -> int:
@@ -320,7 +388,9 @@ class Windows(Dataset):
         n_tokens = self.file.stat().st_size // np.dtype(folder.dtype).itemsize
         self.count = (n_tokens - 1) // seq_len
         if self.count < 1:
-            raise DataError(f"{self.file} holds {n_tokens:,} tokens: one sequence of --seq_len {seq_len} needs {seq_len + 1:,}")
+            raise DataError(
+                f"{self.file} holds {n_tokens:,} tokens: one sequence of --seq_len {seq_len} needs {seq_len + 1:,}"
+            )
 
     def __len__(self) -> int:
         return self.count
@@ -332,19 +402,29 @@ class Windows(Dataset):
         return permute(position, self.count, b"%d %d" % (self.seed, epoch))
 
     def __getitem__(self, numbers: list[int]) -> Tensor:
-        tokens = self.folder.tokens(self.split)  # mapped anew for each batch: microseconds, and nothing to send to a worker
+        tokens = self.folder.tokens(
+            self.split
+        )  # mapped anew for each batch: microseconds, and nothing to send to a worker
         starts = [self.window(n) * self.seq_len for n in numbers]
-        batch = np.stack([tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
+        batch = np.stack([tokens[start : start + self.seq_len + 1] for start in starts]).astype(
+            np.int64
+        )
         check_tokens(batch.reshape(-1), self.folder.vocab_size, self.file)
         return torch.from_numpy(batch)
 
 
-def loader(windows: Windows, numbers: Iterable[list[int]], workers: int = 0, pin: bool = False) -> Iterator[Tensor]:
+def loader(
+    windows: Windows, numbers: Iterable[list[int]], workers: int = 0, pin: bool = False
+) -> Iterator[Tensor]:
     """The batch of each list in `numbers`, in that order, read ahead by `workers` processes (0: in this one)."""
     try:
-        yield from DataLoader(windows, batch_size=None, sampler=numbers, num_workers=workers, pin_memory=pin)
+        yield from DataLoader(
+            windows, batch_size=None, sampler=numbers, num_workers=workers, pin_memory=pin
+        )
     except DataError as error:  # from a worker it comes with the worker's traceback before it
-        raise DataError(str(error).strip().splitlines()[-1].removeprefix("data.DataError: ")) from None
+        raise DataError(
+            str(error).strip().splitlines()[-1].removeprefix("data.DataError: ")
+        ) from None
 
 
 def on_device(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
@@ -357,7 +437,9 @@ def on_device(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tenso
         used = torch.cuda.current_stream(device)
         if ahead is not None:
             used.wait_stream(stream)
-            ahead.record_stream(used)  # its memory is not used again before `used` is through with it
+            ahead.record_stream(
+                used
+            )  # its memory is not used again before `used` is through with it
         ready, ahead = ahead, None
         if batch is not None:
             with torch.cuda.stream(stream):
@@ -366,7 +448,9 @@ def on_device(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tenso
             yield ready
 
 
-def train_numbers(steps: range, global_batch: int, micro_batch: int, rank: int, ranks: int) -> Iterator[list[int]]:
+def train_numbers(
+    steps: range, global_batch: int, micro_batch: int, rank: int, ranks: int
+) -> Iterator[list[int]]:
     """The sequence numbers of each micro-batch of one data-parallel rank. Step s trains on s * B ... (s + 1) * B - 1,
     of which rank r of R reads the r-th run of B / R, micro-batch by micro-batch."""
     share = global_batch // ranks
@@ -376,7 +460,9 @@ def train_numbers(steps: range, global_batch: int, micro_batch: int, rank: int, 
             yield list(range(start, start + micro_batch))
 
 
-def val_numbers(count: int, windows: int, micro_batch: int, rank: int, ranks: int) -> Iterator[list[int]]:
+def val_numbers(
+    count: int, windows: int, micro_batch: int, rank: int, ranks: int
+) -> Iterator[list[int]]:
     """One rank's part of `count` validation windows spread evenly over all: the same set at every evaluation, on any mesh.
 
     Every rank gets equally many lists, since forwards are collective; those that have run out are empty.
@@ -387,13 +473,31 @@ def val_numbers(count: int, windows: int, micro_batch: int, rank: int, ranks: in
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Turn text into a token folder that train.py reads.")
+    parser = argparse.ArgumentParser(
+        description="Turn text into a token folder that train.py reads."
+    )
     add = parser.add_argument
-    add("--source", nargs="+", metavar="FILE|DIR", help="text to read; a directory is read whole, in sorted order; a document is "
-        "a file, or what <|endoftext|> separates in it (default: the installed Python's library)")
-    add("--tokenizer", default="bytes", metavar="NAME", help="bytes, gpt2 or PATH.tiktoken (default: bytes)")
+    add(
+        "--source",
+        nargs="+",
+        metavar="FILE|DIR",
+        help="text to read; a directory is read whole, in sorted order; a document is "
+        "a file, or what <|endoftext|> separates in it (default: the installed Python's library)",
+    )
+    add(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="bytes, gpt2 or PATH.tiktoken (default: bytes)",
+    )
     add("--out", required=True, type=Path, metavar="DIR", help="the new token folder")
-    add("--val_fraction", type=float, default=0.05, metavar="F", help="share of documents kept for validation (default: 0.05)")
+    add(
+        "--val_fraction",
+        type=float,
+        default=0.05,
+        metavar="F",
+        help="share of documents kept for validation (default: 0.05)",
+    )
     args = parser.parse_args()
     try:
         if not 0 < args.val_fraction < 1:

@@ -34,7 +34,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode  # the one place where DDP's and FSDP's collectives both pass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # the one place where DDP's and FSDP's collectives both pass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -62,14 +64,30 @@ def read_slurm() -> None:
     The ranks meet on the first host of the step, at a port that comes from the job's number; MASTER_ADDR and MASTER_PORT
     override both.
     """
-    slurm = {name.removeprefix("SLURM_"): value for name, value in os.environ.items() if name.startswith("SLURM_")}
+    slurm = {
+        name.removeprefix("SLURM_"): value
+        for name, value in os.environ.items()
+        if name.startswith("SLURM_")
+    }
     if "RANK" in os.environ or "STEP_NUM_TASKS" not in slurm:
         return
-    hosts = re.finditer(r"(\d+)(?:\(x(\d+)\))?", slurm["STEP_TASKS_PER_NODE"])  # "4(x2),3": 4, 4 and 3 tasks
-    tasks = [int(number) for number, times in (host.groups() for host in hosts) for _ in range(int(times or 1))]
-    prefix, first = re.match(r"([^\[,]+)(?:\[([^],-]+))?", slurm["STEP_NODELIST"]).groups("")  # "gpu[07-09,12]": gpu07
-    os.environ |= {"RANK": slurm["PROCID"], "WORLD_SIZE": slurm["STEP_NUM_TASKS"], "LOCAL_RANK": slurm["LOCALID"],
-                   "LOCAL_WORLD_SIZE": str(tasks[int(slurm["NODEID"])])}
+    hosts = re.finditer(
+        r"(\d+)(?:\(x(\d+)\))?", slurm["STEP_TASKS_PER_NODE"]
+    )  # "4(x2),3": 4, 4 and 3 tasks
+    tasks = [
+        int(number)
+        for number, times in (host.groups() for host in hosts)
+        for _ in range(int(times or 1))
+    ]
+    prefix, first = re.match(r"([^\[,]+)(?:\[([^],-]+))?", slurm["STEP_NODELIST"]).groups(
+        ""
+    )  # "gpu[07-09,12]": gpu07
+    os.environ |= {
+        "RANK": slurm["PROCID"],
+        "WORLD_SIZE": slurm["STEP_NUM_TASKS"],
+        "LOCAL_RANK": slurm["LOCALID"],
+        "LOCAL_WORLD_SIZE": str(tasks[int(slurm["NODEID"])]),
+    }
     os.environ.setdefault("MASTER_ADDR", prefix + first)
     os.environ.setdefault("MASTER_PORT", str(20000 + int(slurm["JOB_ID"]) % 10000))
 
@@ -84,16 +102,27 @@ def start(device: str = "auto", timeout: float = 120.0) -> World:
     nccl CUDA tensors. `timeout`, in seconds, is the Watch's; collectives have PATIENCE times as much. Raises MeshError
     where the device is not there.
     """
-    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # and their values without torchrun
-    rank, size, local_rank, local_size = (int(os.environ.get(name, alone)) for name, alone in names.items())
+    names = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+    }  # and their values without torchrun
+    rank, size, local_rank, local_size = (
+        int(os.environ.get(name, alone)) for name, alone in names.items()
+    )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu or auto")
+            raise MeshError(
+                "--device cuda: PyTorch finds no CUDA device here; use --device cpu or auto"
+            )
         if local_size > torch.cuda.device_count():
             gpus = torch.cuda.device_count()
-            raise MeshError(f"{local_size} processes on this host, which has {gpus} GPUs: start it with --nproc_per_node {gpus}")
+            raise MeshError(
+                f"{local_size} processes on this host, which has {gpus} GPUs: start it with --nproc_per_node {gpus}"
+            )
         target = torch.device("cuda", local_rank)
         torch.cuda.set_device(target)
     else:
@@ -104,14 +133,20 @@ def start(device: str = "auto", timeout: float = 120.0) -> World:
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://", timeout=limit))
         # torchrun --max-restarts keeps its store, and in it the addresses of ranks that died: each attempt gets its own part
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(
+            f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
+        )
     else:
         store = dist.HashStore()
     # A connection of the watch's own, now: later, rank 0 might have left already, and the store with it.
     watch = Watch(store.clone() if size > 1 else store, rank, size, timeout)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size,
-        timeout=limit, device_id=target if device == "cuda" else None,
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=limit,
+        device_id=target if device == "cuda" else None,
     )
     return World(rank, size, local_rank, local_size, target, limit, watch)
 
@@ -178,7 +213,9 @@ class Watch:
             self.alarm = True  # a collective may have failed since another rank was lost: then the thread says so and exits
             self.cleared.wait(10 * self.LOOK * self.beat)
         self.over.set()
-        self.thread.join(2 * self.beat)  # no longer: it may wait for an answer of a store that is gone
+        self.thread.join(
+            2 * self.beat
+        )  # no longer: it may wait for an answer of a store that is gone
 
     def run(self) -> None:
         store, others = self.store, [f"beat {rank}" for rank in range(self.size)]
@@ -194,26 +231,34 @@ class Watch:
             except RuntimeError:
                 if self.over.wait(2 * self.LOOK * self.beat):
                     return  # rank 0, which keeps it without torchrun, was through a moment before this one
-                self.leave("the store in which the ranks meet no longer answers: its host, rank 0's, was lost")
+                self.leave(
+                    "the store in which the ranks meet no longer answers: its host, rank 0's, was lost"
+                )
             if verdict:
                 self.leave()
             silent, seen = silent + 1 if beat == seen else 0, beat
             idle, moves = idle + 1 if self.moves == moves else 0, self.moves
             late = max(silent, idle / PATIENCE if self.slow else idle) - limit
             if before is None and (self.alarm or late > 0):
-                if store.add("looking", 1) == 1 or late > 5 * self.LOOK:  # one is enough, unless it is lost too
+                if (
+                    store.add("looking", 1) == 1 or late > 5 * self.LOOK
+                ):  # one is enough, unless it is lost too
                     before, since = store.multi_get(others), beats
             elif before and beats == since + self.LOOK:
                 line = self.find(before, store.multi_get(others))
                 if line:
-                    self.leave(line if store.compare_set("verdict", "", line).decode() == line else None)
+                    self.leave(
+                        line if store.compare_set("verdict", "", line).decode() == line else None
+                    )
                 before, self.alarm = None, False
                 store.set("looking", "0")
                 self.cleared.set()
 
     def find(self, before: list[bytes], after: list[bytes]) -> str | None:
         """Who is to blame, from all ranks' beats at two times; None where it is not another rank."""
-        silent = [rank for rank, (a, b) in enumerate(zip(before, after)) if a == b and rank != self.rank]
+        silent = [
+            rank for rank, (a, b) in enumerate(zip(before, after)) if a == b and rank != self.rank
+        ]
         moves = [int(beat.split()[1]) for beat in after]
         behind = [rank for rank, count in enumerate(moves) if count == min(moves)]
         place = {rank: after[rank].decode().split(maxsplit=2)[2] for rank in range(self.size)}
@@ -243,8 +288,13 @@ class Watch:
 
 # Dense bfloat16 FLOP/s, from NVIDIA's data sheets, without sparsity. A device that is not here has no MFU.
 PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
 }
 
 
@@ -262,9 +312,17 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def fast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware multiplies in it, else float32."""
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+        return (
+            torch.bfloat16
+            if torch.cuda.is_bf16_supported(including_emulation=False)
+            else torch.float32
+        )
     capabilities = torch.cpu.get_capabilities()
-    return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
+    return (
+        torch.bfloat16
+        if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+        else torch.float32
+    )
 
 
 def keep_freed_memory() -> None:
@@ -293,7 +351,9 @@ class Moment:
 
     def since(self, earlier: "Moment") -> float:
         """Seconds from another moment to this one, on the device; both have passed."""
-        return earlier.event.elapsed_time(self.event) / 1e3 if self.event else self.time - earlier.time
+        return (
+            earlier.event.elapsed_time(self.event) / 1e3 if self.event else self.time - earlier.time
+        )
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -308,7 +368,9 @@ def peak_device_memory(device: torch.device) -> int:
 
 def peak_host_memory() -> int:
     """Bytes, at most, that this process had resident so far (Linux counts in KiB, macOS in bytes)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -316,28 +378,46 @@ def peak_host_memory() -> int:
 
 
 def mesh_shape(
-    strategy: str, world_size: int, local_size: int, replicate: int | None, shard: int | None, tp: int = 1
+    strategy: str,
+    world_size: int,
+    local_size: int,
+    replicate: int | None,
+    shard: int | None,
+    tp: int = 1,
 ) -> tuple[int, int, int]:
     """(dp_replicate, dp_shard, tp) of a strategy; None: the strategy's own choice. Raises MeshError with the arithmetic."""
     if world_size % tp:
-        raise MeshError(f"{world_size} processes / tp {tp} is not a whole number: start a multiple of {tp} or change --tp")
+        raise MeshError(
+            f"{world_size} processes / tp {tp} is not a whole number: start a multiple of {tp} or change --tp"
+        )
     ranks = world_size // tp  # that read different data
     if strategy == "hsdp" and replicate is None and shard is None:
-        shard = max(1, local_size // tp)  # shard within a host, where links are fast; replicate across hosts
+        shard = max(
+            1, local_size // tp
+        )  # shard within a host, where links are fast; replicate across hosts
     if strategy == "single" and ranks > 1:
         processes = f"one process is {tp} with --tp {tp}" if tp > 1 else "one process"
-        raise MeshError(f"--strategy single is {processes}, but {world_size} were started: use ddp, fsdp or hsdp")
+        raise MeshError(
+            f"--strategy single is {processes}, but {world_size} were started: use ddp, fsdp or hsdp"
+        )
     one = {"single": (1, 1), "ddp": (None, 1), "fsdp": (1, None), "hsdp": (None, None)}[strategy]
     for name, given, own in (("dp_replicate", replicate, one[0]), ("dp_shard", shard, one[1])):
         if given is not None and own is not None and given != own:
-            raise MeshError(f"--strategy {strategy} has {name} {own}, not {given}: leave --{name} out or use --strategy hsdp")
+            raise MeshError(
+                f"--strategy {strategy} has {name} {own}, not {given}: leave --{name} out or use --strategy hsdp"
+            )
     replicate, shard = replicate or one[0], shard or one[1]
     replicate = replicate or ranks // shard
     shard = shard or ranks // replicate
     if replicate * shard != ranks:
-        product, of = f"dp_replicate {replicate} x dp_shard {shard}", f" / tp {tp} = {ranks}" if tp > 1 else ""
-        raise MeshError(f"{product} = {replicate * shard}, but {world_size} processes{of} were started: "
-                        f"choose --dp_replicate and --dp_shard whose product is {ranks}")
+        product, of = (
+            f"dp_replicate {replicate} x dp_shard {shard}",
+            f" / tp {tp} = {ranks}" if tp > 1 else "",
+        )
+        raise MeshError(
+            f"{product} = {replicate * shard}, but {world_size} processes{of} were started: "
+            f"choose --dp_replicate and --dp_shard whose product is {ranks}"
+        )
     return replicate, shard, tp
 
 
@@ -348,7 +428,9 @@ def device_memory(world: World) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world.local_size
 
 
-def choose_strategy(world: World, parameters: int, activations: int, tp: int = 1) -> tuple[str, str]:
+def choose_strategy(
+    world: World, parameters: int, activations: int, tp: int = 1
+) -> tuple[str, str]:
     """(strategy, the sum that decided): ddp where everything fits with a fifth to spare, else fsdp, across hosts hsdp.
 
     A whole copy takes 16 bytes a parameter: float32 weight and gradient, and AdamW's two moments. ddp sends least.
@@ -362,14 +444,20 @@ def choose_strategy(world: World, parameters: int, activations: int, tp: int = 1
     return strategy, f"{total}, {'at most' if fits else 'more than'} 80% of {have / 1e9:,.1f} GB"
 
 
-AXES = ("dp_replicate", "dp_shard", "tp")  # tp last: its ranks are neighbours on one host, since they talk in every layer
+AXES = (
+    "dp_replicate",
+    "dp_shard",
+    "tp",
+)  # tp last: its ranks are neighbours on one host, since they talk in every layer
 
 
 def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
     """The mesh over all ranks, dp_replicate x dp_shard x tp, with the world's timeout for the collectives of every axis."""
     grid = torch.arange(world.size).view(shape)
     groups = []
-    for axis, size in enumerate(shape):  # one group for each line of ranks along the axis; each rank keeps its own
+    for axis, size in enumerate(
+        shape
+    ):  # one group for each line of ranks along the axis; each rank keeps its own
         lines = grid.movedim(axis, -1).reshape(-1, size).tolist()
         groups.append(dist.new_subgroups_by_enumeration(lines, timeout=world.timeout)[0])
     return DeviceMesh.from_group(groups, world.device.type, mesh=grid, mesh_dim_names=AXES)
@@ -377,7 +465,9 @@ def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
 
 def dp_rank(mesh: DeviceMesh) -> int:
     """Which part of the data this rank reads: unique, and complete over 0 ... dp_size - 1."""
-    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank(
+        "dp_shard"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -385,8 +475,15 @@ def dp_rank(mesh: DeviceMesh) -> int:
 
 
 def parallelize(
-    model: nn.Module, plan: dict[str, ParallelStyle], units: list[list[nn.Module]], mesh: DeviceMesh, strategy: str,
-    dtype: torch.dtype, device: torch.device, init: Callable[[str, Tensor], None], reshard_after_forward: bool = True,
+    model: nn.Module,
+    plan: dict[str, ParallelStyle],
+    units: list[list[nn.Module]],
+    mesh: DeviceMesh,
+    strategy: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    init: Callable[[str, Tensor], None],
+    reshard_after_forward: bool = True,
 ) -> nn.Module:
     """Lay a model that was built on the meta device out on the mesh, fill it, and return what to call in its place.
 
@@ -400,10 +497,14 @@ def parallelize(
     tp = mesh["tp"].size() > 1
     if tp:
         parallelize_module(model, mesh["tp"], plan)
-    if strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp):  # DDP knows no DTensors: one shard per replica is the same
+    if strategy in ("fsdp", "hsdp") or (
+        strategy == "ddp" and tp
+    ):  # DDP knows no DTensors: one shard per replica is the same
         # fully_shard reads a 2-D mesh by position: replicate first, then shard. Inputs are left as they are: the model
         # casts its own, and keeps its rotations in float32.
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
         shard = functools.partial(fully_shard, mesh=axes, mp_policy=policy)
         for unit in units:
@@ -424,7 +525,9 @@ def parallelize(
     return model
 
 
-def materialize(model: nn.Module, device: torch.device, init: Callable[[str, Tensor], None]) -> None:
+def materialize(
+    model: nn.Module, device: torch.device, init: Callable[[str, Tensor], None]
+) -> None:
     """Give the meta tensors of a model memory and values; a rank never holds more than its shard and one whole tensor.
 
     Every rank fills the same whole tensor and keeps its part: no communication, and the same weights on every mesh.
@@ -435,7 +538,11 @@ def materialize(model: nn.Module, device: torch.device, init: Callable[[str, Ten
             if isinstance(tensor, DTensor):
                 whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 init(name, whole)
-                tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+                tensor.copy_(
+                    distribute_tensor(
+                        whole, tensor.device_mesh, tensor.placements, src_data_rank=None
+                    )
+                )
             else:
                 init(name, tensor)
 
@@ -449,7 +556,9 @@ def wrap_units(blocks: list[nn.Module], ends: list[nn.Module], wrap: str) -> lis
     kind, _, size = wrap.partition(":")
     if kind == "none" and not size:
         return []
-    if (kind, size) != ("block", "") and (kind != "block_group" or not size.isdecimal() or int(size) < 1):
+    if (kind, size) != ("block", "") and (
+        kind != "block_group" or not size.isdecimal() or int(size) < 1
+    ):
         raise MeshError(f"--wrap {wrap}: choose block, block_group:K (K blocks at a time) or none")
     step = int(size or 1)
     groups = [list(blocks[start : start + step]) for start in range(0, len(blocks), step)]
@@ -485,7 +594,9 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
         return
     options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, SAVED_OPERATIONS)
+        options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, SAVED_OPERATIONS
+        )
     for block in blocks:  # in place, so that parameters keep their names
         block.forward = functools.partial(checkpoint, block.forward, **options)
 
@@ -523,13 +634,20 @@ class CommunicationCounter(TorchDispatchMode):
     for a gather or a scatter, and twice that for an all-reduce.
     """
 
-    KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
-             "all_reduce": "all_reduce"}  # the last one is tp's
+    KINDS = {
+        "_allgather_base_": "all_gather",
+        "_reduce_scatter_base_": "reduce_scatter",
+        "allreduce_": "all_reduce",
+        "all_reduce": "all_reduce",
+    }  # the last one is tp's
 
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
         # None: an axis of one rank, to which nothing is sent
-        self.axes = {mesh.get_group(axis).group_name: axis if mesh[axis].size() > 1 else None for axis in mesh.mesh_dim_names}
+        self.axes = {
+            mesh.get_group(axis).group_name: axis if mesh[axis].size() > 1 else None
+            for axis in mesh.mesh_dim_names
+        }
         self.counts: dict[tuple[str, str], list[int]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -539,7 +657,11 @@ class CommunicationCounter(TorchDispatchMode):
         namespace, _, name = function._schema.name.partition("::")
         if namespace == "c10d" or namespace == "_c10d_functional" and name in self.KINDS:
             leaves = tree_leaves((args, result))
-            boxes = (dist.ProcessGroup.unbox(leaf).group_name for leaf in leaves if isinstance(leaf, torch.ScriptObject))
+            boxes = (
+                dist.ProcessGroup.unbox(leaf).group_name
+                for leaf in leaves
+                if isinstance(leaf, torch.ScriptObject)
+            )
             axis = self.axes.get(next(boxes, args[-1]), "world")
             if axis:
                 calls, total = self.counts.get((self.KINDS.get(name, name), axis), (0, 0))
@@ -572,14 +694,18 @@ class Agreement:
         return raised
 
 
-def handshake(mesh: DeviceMesh, same: dict[str, object], weights: Iterable[Tensor], reads: Iterable[int]) -> None:
+def handshake(
+    mesh: DeviceMesh, same: dict[str, object], weights: Iterable[Tensor], reads: Iterable[int]
+) -> None:
     """Prove, before the first step, that the ranks are one run: one small gather. Raises MeshError with the ranks.
 
     What is in `same` is the same on all; of `weights`, the parameters, ranks that hold the same part hold the same bits;
     and the sequences `reads`, the first that a rank will read, are those of its tp group and of no other rank.
     """
     # Sums of the weights' bits as integers: exact in any order, so equal on any two devices.
-    bits: Counter = Counter()  # one for each way to cut a parameter: norms are cut by dp_shard alone
+    bits: Counter = (
+        Counter()
+    )  # one for each way to cut a parameter: norms are cut by dp_shard alone
     for weight in weights:
         parts = weight.to_local() if isinstance(weight, DTensor) else weight
         bits[part_of(weight)] += int(parts.detach().view(torch.int32).sum(dtype=torch.int64))
@@ -590,23 +716,33 @@ def handshake(mesh: DeviceMesh, same: dict[str, object], weights: Iterable[Tenso
         for name, value in facts.items():
             if value != first[name]:
                 others = [other for other, row in enumerate(ranks) if row[0][name] == value]
-                raise MeshError(f"{name} is {first[name]} on rank 0 and {value} on {names(others)}: start all ranks alike")
+                raise MeshError(
+                    f"{name} is {first[name]} on rank 0 and {value} on {names(others)}: start all ranks alike"
+                )
         for part, total in sums.items():
             if total != ranks[holder.setdefault(part, rank)][1][part]:
-                raise MeshError(f"{names([holder[part], rank])} hold the same part of the model, but with different weights")
+                raise MeshError(
+                    f"{names([holder[part], rank])} hold the same part of the model, but with different weights"
+                )
         leader = groups.setdefault((replicate, shard), rank)
         if numbers != ranks[leader][3]:
-            raise MeshError(f"{names([leader, rank])} are one tp group, but read different sequences")
+            raise MeshError(
+                f"{names([leader, rank])} are one tp group, but read different sequences"
+            )
         for number in numbers:
             if reader.setdefault(number, leader) != leader:
-                raise MeshError(f"{names([reader[number], rank])} both read sequence {number}: they would learn the same twice")
+                raise MeshError(
+                    f"{names([reader[number], rank])} both read sequence {number}: they would learn the same twice"
+                )
 
 
 def part_of(weight: Tensor) -> tuple:
     """Which part of a weight this rank holds: (axis, place on it) for each axis of the mesh that cuts it."""
     if not isinstance(weight, DTensor):
         return ()
-    axes = zip(weight.device_mesh.mesh_dim_names, weight.device_mesh.get_coordinate(), weight.placements)
+    axes = zip(
+        weight.device_mesh.mesh_dim_names, weight.device_mesh.get_coordinate(), weight.placements
+    )
     return tuple((axis, place) for axis, place, placement in axes if not placement.is_replicate())
 
 
@@ -619,5 +755,3 @@ def gather(values: Tensor) -> Tensor:
     rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, values)
     return torch.stack(rows)
-
-

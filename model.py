@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleOutput, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+)
 from torch.utils.checkpoint import checkpoint
 
 
@@ -33,30 +38,58 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.d_model % self.n_head or self.d_model // self.n_head % 2:
-            raise ValueError(f"d_model {self.d_model} / n_head {self.n_head} must be a whole, even number (RoPE turns pairs)")
+            raise ValueError(
+                f"d_model {self.d_model} / n_head {self.n_head} must be a whole, even number (RoPE turns pairs)"
+            )
         if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}")
+            raise ValueError(
+                f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}"
+            )
 
     def check_tensor_parallel(self, tp: int) -> None:
         """Raises ValueError where the ranks of a tp group could not take equal parts."""
         for name in ("n_kv_head", "n_head", "d_ff", "vocab_size"):
             if (size := getattr(self, name)) % tp:
-                raise ValueError(f"{name} {size} / tp {tp} = {size / tp:.3g}, but each rank of a tp group takes a whole number: "
-                                 f"choose a --tp that divides {size}")
+                raise ValueError(
+                    f"{name} {size} / tp {tp} = {size / tp:.3g}, but each rank of a tp group takes a whole number: "
+                    f"choose a --tp that divides {size}"
+                )
 
 
 SIZES = {
     # 4 blocks of 4 * 128^2 + 3 * 128 * 352: what two laptop cores can teach in two minutes
     "tiny": ModelConfig(257, n_layer=4, n_head=4, n_kv_head=4, d_model=128, d_ff=352, seq_len=128),
     # GPT-2's depth, width and vocabulary; 3 * 768 * 2048 is its 2 * 768 * 3072 MLP with SwiGLU's third matrix
-    "gpt2-124m": ModelConfig(50257, n_layer=12, n_head=12, n_kv_head=12, d_model=768, d_ff=2048, seq_len=1024),
-    "tinyllama-1.1b": ModelConfig(32000, n_layer=22, n_head=32, n_kv_head=4, d_model=2048, d_ff=5632, seq_len=2048, tied=False),
-    "olmo-1b": ModelConfig(50304, n_layer=16, n_head=16, n_kv_head=16, d_model=2048, d_ff=8192, seq_len=2048),
+    "gpt2-124m": ModelConfig(
+        50257, n_layer=12, n_head=12, n_kv_head=12, d_model=768, d_ff=2048, seq_len=1024
+    ),
+    "tinyllama-1.1b": ModelConfig(
+        32000, n_layer=22, n_head=32, n_kv_head=4, d_model=2048, d_ff=5632, seq_len=2048, tied=False
+    ),
+    "olmo-1b": ModelConfig(
+        50304, n_layer=16, n_head=16, n_kv_head=16, d_model=2048, d_ff=8192, seq_len=2048
+    ),
     "llama3-8b": ModelConfig(
-        128256, n_layer=32, n_head=32, n_kv_head=8, d_model=4096, d_ff=14336, seq_len=8192, rope_theta=500_000.0, tied=False
+        128256,
+        n_layer=32,
+        n_head=32,
+        n_kv_head=8,
+        d_model=4096,
+        d_ff=14336,
+        seq_len=8192,
+        rope_theta=500_000.0,
+        tied=False,
     ),
     "llama3-70b": ModelConfig(
-        128256, n_layer=80, n_head=64, n_kv_head=8, d_model=8192, d_ff=28672, seq_len=8192, rope_theta=500_000.0, tied=False
+        128256,
+        n_layer=80,
+        n_head=64,
+        n_kv_head=8,
+        d_model=8192,
+        d_ff=28672,
+        seq_len=8192,
+        rope_theta=500_000.0,
+        tied=False,
     ),
 }
 
@@ -89,7 +122,9 @@ def rotations(c: ModelConfig, T: int, device: torch.device) -> Tensor:
     but parameters to place.
     """
     d_head = c.d_model // c.n_head
-    frequency = c.rope_theta ** (-torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head)
+    frequency = c.rope_theta ** (
+        -torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head
+    )
     angle = torch.outer(torch.arange(T, device=device, dtype=torch.float32), frequency)
     return torch.stack((angle.cos(), angle.sin()))
 
@@ -112,7 +147,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
     k, v = (x.repeat_interleave(group, 1).reshape(B * H, T, d_head) for x in (k, v))
     future = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
-    scores = torch.baddbmm(future, q.reshape(B * H, T, d_head), k.mT, alpha=d_head**-0.5)  # (B * H, T, T)
+    scores = torch.baddbmm(
+        future, q.reshape(B * H, T, d_head), k.mT, alpha=d_head**-0.5
+    )  # (B * H, T, T)
     return (scores.softmax(-1) @ v).view(B, H, T, d_head)
 
 
@@ -127,7 +164,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         q, k, v = (  # each (B, T, heads * d_head) -> (B, heads, T, d_head)
-            layer(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+            layer(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
         )
         y = attend(rotate(q, rope), rotate(k, rope), v)
         return self.out(y.transpose(1, 2).flatten(-2))  # (B, T, d_model)
@@ -171,7 +209,9 @@ class Head(Linear):
         if c.tied:
             self.weight = None
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensor:
         weight = (self.weight if weight is None else weight).to(x.dtype)
         if targets is None:
             return F.linear(x, weight).float()
@@ -182,7 +222,13 @@ class Head(Linear):
         if self.chunks == 1:
             return loss(x.flatten(0, 1), targets.flatten()) / targets.numel()
         parts = zip(x.flatten(0, 1).chunk(self.chunks), targets.flatten().chunk(self.chunks))
-        return sum(checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts) / targets.numel()
+        return (
+            sum(
+                checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False)
+                for part in parts
+            )
+            / targets.numel()
+        )
 
 
 class Transformer(nn.Module):
@@ -194,7 +240,10 @@ class Transformer(nn.Module):
 
     def __init__(self, c: ModelConfig, dtype: torch.dtype = torch.float32, loss_chunks: int = 1):
         super().__init__()
-        self.config, self.dtype = c, dtype  # of the activations; the weights' is the caller's choice
+        self.config, self.dtype = (
+            c,
+            dtype,
+        )  # of the activations; the weights' is the caller's choice
         self.embed = nn.Embedding(c.vocab_size, c.d_model)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.norm = RMSNorm(c.d_model)
@@ -205,7 +254,13 @@ class Transformer(nn.Module):
         rope = rotations(self.config, tokens.size(1), tokens.device)
         for block in self.blocks:
             x = block(x, rope)
-        return whole(self.head(self.norm(x), targets=targets, weight=self.embed.weight if self.config.tied else None))
+        return whole(
+            self.head(
+                self.norm(x),
+                targets=targets,
+                weight=self.embed.weight if self.config.tied else None,
+            )
+        )
 
     @torch.no_grad()
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
@@ -220,7 +275,9 @@ class Transformer(nn.Module):
             residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
             std = 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02
             # hashed together: a CPU generator looks at no more than 32 bits of its seed
-            generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            generator = torch.Generator(tensor.device).manual_seed(
+                zlib.crc32(f"{seed} {name}".encode())
+            )
             tensor.normal_(0.0, std, generator=generator)
 
     def ends(self) -> list[nn.Module]:
@@ -238,12 +295,31 @@ class Transformer(nn.Module):
         """
         rows, columns = RowwiseParallel(), ColwiseParallel()
         # From here on x is a replicated DTensor, whose gradients from q, k and v (gate and up) are added before they are sent.
-        shared = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False)
-        blocks = {"attention_norm": shared, "attention.q": columns, "attention.k": columns, "attention.v": columns,
-                  "attention.out": rows, "mlp_norm": shared, "mlp.gate": columns, "mlp.up": columns, "mlp.down": rows}
-        head = {} if self.config.tied else {"head": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)}
-        return {"embed": RowwiseParallel(input_layouts=Replicate()), "norm": shared, **head,
-                **{f"blocks.*.{name}": style for name, style in blocks.items()}}
+        shared = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False
+        )
+        blocks = {
+            "attention_norm": shared,
+            "attention.q": columns,
+            "attention.k": columns,
+            "attention.v": columns,
+            "attention.out": rows,
+            "mlp_norm": shared,
+            "mlp.gate": columns,
+            "mlp.up": columns,
+            "mlp.down": rows,
+        }
+        head = (
+            {}
+            if self.config.tied
+            else {"head": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)}
+        )
+        return {
+            "embed": RowwiseParallel(input_layouts=Replicate()),
+            "norm": shared,
+            **head,
+            **{f"blocks.*.{name}": style for name, style in blocks.items()},
+        }
 
     def activation_bytes(self, sequences: int, checkpointing: str = "none") -> int:
         """An estimate of what a forward pass of so many sequences of seq_len keeps for the backward pass.
@@ -256,7 +332,9 @@ class Transformer(nn.Module):
         kv = c.n_kv_head * c.d_model // c.n_head
         block = 7 * c.d_model + 2 * kv + 4 * c.d_ff
         block = {"none": block, "selective": block // 2, "full": c.d_model}[checkpointing]
-        return tokens * (c.n_layer * block * self.dtype.itemsize + 2 * 4 * c.vocab_size // self.head.chunks)
+        return tokens * (
+            c.n_layer * block * self.dtype.itemsize + 2 * 4 * c.vocab_size // self.head.chunks
+        )
 
     def decays(self, name: str) -> bool:
         """Whether weight decay applies: to the matrices, not to the norms nor to the embedding, which is a table of vectors."""
@@ -279,12 +357,23 @@ class Transformer(nn.Module):
 
 def whole(x: Tensor) -> Tensor:
     """What the ranks of a tp group share, on each of them; without tp, x itself."""
-    return x.full_tensor().clone() if isinstance(x, DTensor) else x  # a copy, since FSDP could lose its hook on a view
+    return (
+        x.full_tensor().clone() if isinstance(x, DTensor) else x
+    )  # a copy, since FSDP could lose its hook on a view
 
 
 @torch.no_grad()
 def generate(
-    model, tokens: list[int], n: int, *, seq_len: int, vocab_size: int, device, temperature=1.0, top_k=0, seed=0
+    model,
+    tokens: list[int],
+    n: int,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    device,
+    temperature=1.0,
+    top_k=0,
+    seed=0,
 ) -> Iterator[int]:
     """Yield n tokens that continue `tokens` (not empty), each drawn from the model's distribution over the last seq_len.
 
@@ -295,12 +384,16 @@ def generate(
     tokens = list(tokens)
     for _ in range(n):
         window = torch.tensor([tokens[-seq_len:]], device=device)
-        logits = model(window)[0, -1, :vocab_size].cpu().double()  # so that no temperature above 0 divides to infinity
+        logits = (
+            model(window)[0, -1, :vocab_size].cpu().double()
+        )  # so that no temperature above 0 divides to infinity
         if temperature == 0:
             token = int(logits.argmax())
         else:
             if 0 < top_k < vocab_size:
                 logits[logits < logits.topk(top_k).values[-1]] = -math.inf
-            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+            token = int(
+                torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            )
         tokens.append(token)
         yield token

@@ -17,13 +17,17 @@ from torch.distributed.tensor import DTensor
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
-    "wsd": lambda x: min(1.0, (1 - x) / 0.2),  # warm-up, stable, decay over the last fifth (Hu et al. 2024)
+    "wsd": lambda x: min(
+        1.0, (1 - x) / 0.2
+    ),  # warm-up, stable, decay over the last fifth (Hu et al. 2024)
     "linear": lambda x: 1 - x,
     "constant": lambda x: 1.0,
 }
 
 
-def learning_rate(step: int, *, schedule: str, lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:
+def learning_rate(
+    step: int, *, schedule: str, lr: float, min_lr: float, warmup_steps: int, max_steps: int
+) -> float:
     """The learning rate of update number `step`, counted from 0: a pure function, so a resumed run needs no state."""
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
@@ -41,7 +45,9 @@ def learning_rate(step: int, *, schedule: str, lr: float, min_lr: float, warmup_
 def clip_norm(o: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
     """All gradients by one factor, so that their common norm is at most max_grad_norm (Pascanu et al. 2013)."""
     total = norms.norm()
-    o.adamw.grad_scale = ((total + 1e-6) / o.max_grad_norm).clamp(min=1.0)  # AdamW divides by it: no pass of its own
+    o.adamw.grad_scale = ((total + 1e-6) / o.max_grad_norm).clamp(
+        min=1.0
+    )  # AdamW divides by it: no pass of its own
     return (total > o.max_grad_norm).expand_as(norms)
 
 
@@ -61,7 +67,9 @@ def clip_adaptive(o: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
 
 def clip_value(o: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
     """Each element to -max_grad_norm ... max_grad_norm."""
-    largest = torch._foreach_norm([grad if grad.numel() else grad.new_zeros(1) for grad in grads], math.inf)
+    largest = torch._foreach_norm(
+        [grad if grad.numel() else grad.new_zeros(1) for grad in grads], math.inf
+    )
     torch._foreach_clamp_min_(grads, -o.max_grad_norm)
     torch._foreach_clamp_max_(grads, o.max_grad_norm)
     return torch.stack(largest) > o.max_grad_norm
@@ -117,13 +125,27 @@ class Optimizer:
         skip_spikes: float | None = None,
     ):
         self.parameters, self.lr_at, self.clip = dict(parameters), lr_at, CLIPS[clip]
-        self.max_grad_norm, self.max_grad_norm_ratio, self.skip_spikes = max_grad_norm, max_grad_norm_ratio, skip_spikes
-        groups: dict[tuple, list] = {}  # one kernel takes no two meshes: under tp the norms are on a smaller one
+        self.max_grad_norm, self.max_grad_norm_ratio, self.skip_spikes = (
+            max_grad_norm,
+            max_grad_norm_ratio,
+            skip_spikes,
+        )
+        groups: dict[
+            tuple, list
+        ] = {}  # one kernel takes no two meshes: under tp the norms are on a smaller one
         for name, parameter in self.parameters.items():
-            groups.setdefault((decays(name), getattr(parameter, "device_mesh", None)), []).append(parameter)
+            groups.setdefault((decays(name), getattr(parameter, "device_mesh", None)), []).append(
+                parameter
+            )
         self.adamw = torch.optim.AdamW(
-            [{"params": params, "weight_decay": weight_decay * decay} for (decay, _), params in groups.items()],
-            lr=0.0, betas=betas, eps=eps, fused=True,
+            [
+                {"params": params, "weight_decay": weight_decay * decay}
+                for (decay, _), params in groups.items()
+            ],
+            lr=0.0,
+            betas=betas,
+            eps=eps,
+            fused=True,
         )
         parts = [local(parameter) for parameter in self.parameters.values()]
         device = parts[0].device
@@ -140,12 +162,16 @@ class Optimizer:
         cuts = [shards(parameter) for parameter in self.parameters.values()]
         self.sharded = max(cuts) > 1
         self.copies = torch.tensor([self.world / cut for cut in cuts], device=device)
-        self.sizes = torch.tensor([parameter.numel() for parameter in self.parameters.values()], device=device)
+        self.sizes = torch.tensor(
+            [parameter.numel() for parameter in self.parameters.values()], device=device
+        )
         self.nothing = parts[0].new_empty(0)  # stands for the gradient of a parameter that has none
         self.skipped_steps = torch.zeros((), device=device)  # in all
         self.skipped_in_a_row = torch.zeros(2, device=device)  # now, and at most since the start
         self.norm_average = torch.zeros(len(parts), device=device)  # for clip_adaptive
-        self.window = torch.full((2, self.WINDOW), math.nan, device=device)  # losses and norms, oldest first; nan: none yet
+        self.window = torch.full(
+            (2, self.WINDOW), math.nan, device=device
+        )  # losses and norms, oldest first; nan: none yet
 
     @torch.no_grad()
     def step(self, step: int, loss: Tensor, measure: bool = False) -> dict[str, Tensor]:
@@ -155,7 +181,9 @@ class Optimizer:
         was; skipped_steps so far; skipped_in_a_row, at most so far. With `measure` also "parameters" (n, len(COLUMNS)).
         One collective where weights are sharded or spikes skipped, else none; with `measure` two more.
         """
-        grads = [self.nothing if p.grad is None else local(p.grad) for p in self.parameters.values()]
+        grads = [
+            self.nothing if p.grad is None else local(p.grad) for p in self.parameters.values()
+        ]
         squares = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of the local parts
         if self.sharded or (self.skip_spikes and self.world > 1):
             sums = torch.cat((squares / self.copies, loss[None] / self.world))
@@ -181,7 +209,11 @@ class Optimizer:
         most.copy_(torch.maximum(most, now))
         counts = {"skipped_steps": self.skipped_steps.clone(), "skipped_in_a_row": most.clone()}
         metrics = {"grad_norm": norm, "clipped": clipped.any().float(), **counts}
-        return metrics | {"parameters": self.measure(gradients, before, clipped)} if measure else metrics
+        return (
+            metrics | {"parameters": self.measure(gradients, before, clipped)}
+            if measure
+            else metrics
+        )
 
     def is_spike(self, latest: Tensor) -> Tensor:
         """Whether loss or norm, `latest` (2,), is far above the window, of which half must be full; then it enters it.
@@ -192,7 +224,9 @@ class Optimizer:
         count = known.sum(1)
         mean = self.window.nansum(1) / count
         deviation = (((self.window - mean[:, None]) ** 2).nansum(1) / (count - 1)).sqrt()
-        spike = ((latest > mean + self.skip_spikes * deviation) & (count >= self.window.size(1) // 2)).any()
+        spike = (
+            (latest > mean + self.skip_spikes * deviation) & (count >= self.window.size(1) // 2)
+        ).any()
         moved = torch.cat((self.window[:, 1:], latest[:, None]), 1)
         self.window.copy_(torch.where(latest.isfinite().all(), moved, self.window))
         return spike
@@ -200,8 +234,12 @@ class Optimizer:
     # ---- what an optimizer looks like from inside, for every parameter
 
     KINDS = ("grad", "weight", "exp_avg", "exp_avg_sq")
-    COLUMNS = (*(f"{kind}_{what}" for kind in KINDS for what in ("norm", "mean", "max", "min")),
-               "update_norm", "update_ratio", "clipped")
+    COLUMNS = (
+        *(f"{kind}_{what}" for kind in KINDS for what in ("norm", "mean", "max", "min")),
+        "update_norm",
+        "update_ratio",
+        "clipped",
+    )
 
     @staticmethod
     def statistics(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -213,25 +251,40 @@ class Optimizer:
         bottom = torch.stack([-tensor.amin() if tensor.numel() else none for tensor in tensors])
         return torch.stack((squares, sums)), torch.stack((top, bottom))
 
-    def measure(self, gradients: tuple[Tensor, Tensor], before: list[Tensor], clipped: Tensor) -> Tensor:
+    def measure(
+        self, gradients: tuple[Tensor, Tensor], before: list[Tensor], clipped: Tensor
+    ) -> Tensor:
         """(n, len(COLUMNS)): gradients before clipping, weights and moments after the update, the update as it was applied."""
         weights = [local(p) for p in self.parameters.values()]
-        moments = [[local(self.adamw.state[p][slot]) for p in self.parameters.values()] for slot in ("exp_avg", "exp_avg_sq")]
+        moments = [
+            [local(self.adamw.state[p][slot]) for p in self.parameters.values()]
+            for slot in ("exp_avg", "exp_avg_sq")
+        ]
         all_sums, all_tops = zip(gradients, *map(self.statistics, (weights, *moments)))
         updates = torch.stack(torch._foreach_norm(torch._foreach_sub(weights, before))).square()
-        sums, tops = torch.cat((*all_sums, updates[None])), torch.cat((*all_tops, clipped[None].float()))  # (9, n) each
+        sums, tops = (
+            torch.cat((*all_sums, updates[None])),
+            torch.cat((*all_tops, clipped[None].float())),
+        )  # (9, n) each
         if self.sharded:
             sums /= self.copies
             dist.all_reduce(sums)
             dist.all_reduce(tops, op=dist.ReduceOp.MAX)
         norms, means = sums[0:8:2].sqrt(), sums[1:8:2] / self.sizes
-        columns = [column for i in range(4) for column in (norms[i], means[i], tops[2 * i], -tops[2 * i + 1])]
+        columns = [
+            column
+            for i in range(4)
+            for column in (norms[i], means[i], tops[2 * i], -tops[2 * i + 1])
+        ]
         update = sums[8].sqrt()
         return torch.stack((*columns, update, update / norms[1], tops[8]), 1)
 
     def state(self) -> dict:
         """The live tensors, by name, for a checkpoint to save and to load in place."""
         slots = ("step", "exp_avg", "exp_avg_sq")
-        adamw = {slot: {name: self.adamw.state[p][slot] for name, p in self.parameters.items()} for slot in slots}
+        adamw = {
+            slot: {name: self.adamw.state[p][slot] for name, p in self.parameters.items()}
+            for slot in slots
+        }
         own = {name: getattr(self, name) for name in ("skipped_steps", "norm_average", "window")}
         return {**own, **adamw}

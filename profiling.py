@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation, from wherever it is called
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # sees every operation, from wherever it is called
 
 
 class HostSyncs(TorchDispatchMode):
@@ -57,8 +59,22 @@ class Window:
     numbers. `counter` is a context that fills its `counts`, {(kind, axis): [calls, bytes]}, with what was communicated.
     """
 
-    def __init__(self, start: int, stop: int, folder: Path, rank: int, device: torch.device, counter: TorchDispatchMode):
-        self.start, self.stop, self.path, self.device, self.counter = start, stop, folder / f"rank_{rank}", device, counter
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        folder: Path,
+        rank: int,
+        device: torch.device,
+        counter: TorchDispatchMode,
+    ):
+        self.start, self.stop, self.path, self.device, self.counter = (
+            start,
+            stop,
+            folder / f"rank_{rank}",
+            device,
+            counter,
+        )
         cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         self.profiler = profile(activities=[ProfilerActivity.CPU, *cuda])
         self.began, self.answers = None, {}
@@ -99,29 +115,55 @@ class Window:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.profiler.export_chrome_trace(f"{self.path}.trace.json")
         kind = "device" if self.device.type == "cuda" else "cpu"
-        busy, exposed = self.of_gpu(wall) if kind == "device" else (ran / wall, max(0.0, 1 - (ran + waited) / wall))
+        busy, exposed = (
+            self.of_gpu(wall)
+            if kind == "device"
+            else (ran / wall, max(0.0, 1 - (ran + waited) / wall))
+        )
         own = f"self_{kind}_time_total"  # microseconds
-        dearest = sorted(self.profiler.key_averages(), key=lambda row: getattr(row, own), reverse=True)[:10]
+        dearest = sorted(
+            self.profiler.key_averages(), key=lambda row: getattr(row, own), reverse=True
+        )[:10]
         self.answers = {
-            "steps": [self.start + 1, self.stop], "step_time": wall / steps, "busy": busy, "exposed_communication": exposed,
+            "steps": [self.start + 1, self.stop],
+            "step_time": wall / steps,
+            "busy": busy,
+            "exposed_communication": exposed,
             "data_wait": waited / wall,
-            "operations": [{"name": row.key, "calls": row.count / steps, "share": getattr(row, own) / 1e6 / wall}
-                           for row in dearest],
+            "operations": [
+                {
+                    "name": row.key,
+                    "calls": row.count / steps,
+                    "share": getattr(row, own) / 1e6 / wall,
+                }
+                for row in dearest
+            ],
         }
 
     def of_gpu(self, wall: float) -> tuple[float, float]:
         """(share of the time in which the GPU ran anything, in which it ran communication and nothing beside it)"""
-        spans = [(event.name.startswith("nccl"), (event.time_range.start / 1e6, event.time_range.end / 1e6))
-                 for event in self.profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        every, compute = covered(span for _, span in spans), covered(span for sends, span in spans if not sends)
+        spans = [
+            (
+                event.name.startswith("nccl"),
+                (event.time_range.start / 1e6, event.time_range.end / 1e6),
+            )
+            for event in self.profiler.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        every, compute = (
+            covered(span for _, span in spans),
+            covered(span for sends, span in spans if not sends),
+        )
         return every / wall, (every - compute) / wall
 
     def write(self, syncs: Counter[str]) -> None:
         warned = [found for found in self.warnings if "synchroniz" in str(found.message)]
         lines = Counter(f"{Path(found.filename).name}:{found.lineno}" for found in warned)
         self.answers["host_syncs"] = dict(syncs | lines)
-        self.answers["communicated"] = [{"kind": kind, "axis": axis, "calls": calls, "bytes": size}
-                                        for (kind, axis), (calls, size) in self.counter.counts.items()]
+        self.answers["communicated"] = [
+            {"kind": kind, "axis": axis, "calls": calls, "bytes": size}
+            for (kind, axis), (calls, size) in self.counter.counts.items()
+        ]
         self.path.with_suffix(".json").write_text(json.dumps(self.answers, indent=2) + "\n")
 
     def report(self) -> list[str]:
@@ -135,8 +177,13 @@ class Window:
             f"{a['busy']:.0%} busy, {a['exposed_communication']:.0%} exposed communication, "
             f"{a['data_wait']:.0%} waiting for data",
             f"        host syncs: {', '.join(syncs) or 'none'}",
-            *(f"        {row['calls']:.0f} x {row['kind']} over {row['axis']}: {row['bytes'] / 1e6:,.2f} MB a step"
-              for row in a["communicated"]),
-            *(f"        {row['share']:6.1%}  {row['calls']:6.0f} x {row['name']}" for row in a["operations"]),
+            *(
+                f"        {row['calls']:.0f} x {row['kind']} over {row['axis']}: {row['bytes'] / 1e6:,.2f} MB a step"
+                for row in a["communicated"]
+            ),
+            *(
+                f"        {row['share']:6.1%}  {row['calls']:6.0f} x {row['name']}"
+                for row in a["operations"]
+            ),
             f"        trace: {self.path}.trace.json",
         ]

@@ -21,12 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import checkpoint
 import data
 
-TINY = (
-    "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 --global_batch_size 8 --sample_tokens 0"
-)
-QUIET = (
-    "--device cpu --eval_sequences 10 --eval_interval 0 --save_interval 0 --log_interval 1 --lr 3e-3 --warmup_steps 3"
-)
+TINY = "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 --global_batch_size 8 --sample_tokens 0"
+QUIET = "--device cpu --eval_sequences 10 --eval_interval 0 --save_interval 0 --log_interval 1 --lr 3e-3 --warmup_steps 3"
 
 
 # torch's store asks for the name of every peer: where no name server answers, that shall take one second, not five.
@@ -67,7 +63,9 @@ class Pool:
             process.join()
         self.workers = []
 
-    def __call__(self, size: int, function, *arguments, local_size: int | None = None, timeout: float = 60) -> list:
+    def __call__(
+        self, size: int, function, *arguments, local_size: int | None = None, timeout: float = 60
+    ) -> list:
         if not self.workers:
             self.start()
         with socket.socket() as probe:
@@ -83,12 +81,18 @@ class Pool:
                 "MASTER_PORT": port,
             }
             pipe.send(
-                ({**{name: str(n) for name, n in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}, function, arguments)
+                (
+                    {**{name: str(n) for name, n in numbers.items()}, "MASTER_ADDR": "127.0.0.1"},
+                    function,
+                    arguments,
+                )
             )
         results, errors = [], []
         for rank, (_, pipe) in enumerate(self.workers[:size]):
             result, error = (
-                pipe.recv() if pipe.poll(5 if errors else timeout) else (None, f"no answer within {timeout} s")
+                pipe.recv()
+                if pipe.poll(5 if errors else timeout)
+                else (None, f"no answer within {timeout} s")
             )
             results.append(result)
             errors += [f"rank {rank}: {error}"] if error else []
@@ -114,7 +118,9 @@ def tokens(tmp_path_factory) -> Path:
     (root / "text").mkdir()
     for i in range(40):
         (root / "text" / f"{i:02}.txt").write_text(" ".join(rng.choices(words, k=150)))
-    data.prepare([str(root / "text")], root / "tokens", val_fraction=0.2, progress=lambda line: None)
+    data.prepare(
+        [str(root / "text")], root / "tokens", val_fraction=0.2, progress=lambda line: None
+    )
     return root / "tokens"
 
 
@@ -137,7 +143,9 @@ class Scalars(TorchDispatchMode):
 def listen(argv: list[str]) -> tuple[int, str, str]:
     """(status, standard output, standard error) of train.py"""
     out, err = io.StringIO(), io.StringIO()
-    quiet = mock.patch("time.sleep")  # with which ranks wait for rank 0 to speak: here nothing ends them
+    quiet = mock.patch(
+        "time.sleep"
+    )  # with which ranks wait for rank 0 to speak: here nothing ends them
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), quiet:
         status = call_train(argv)
     return status, out.getvalue(), err.getvalue()
@@ -149,7 +157,11 @@ def flags(text: str) -> list[str]:
 
 def rows(run: Path, key: str = "loss") -> list[dict]:
     """The rows of a run's metrics.jsonl that hold `key`."""
-    return [row for line in (run / "metrics.jsonl").read_text().splitlines() if key in (row := json.loads(line))]
+    return [
+        row
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        if key in (row := json.loads(line))
+    ]
 
 
 def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -173,7 +185,10 @@ def run(pool, tokens, tmp_path):
 
     def start(size: int, text: str, name: str = "run", status: int = 0, **options) -> Path:
         out = tmp_path / name
-        assert pool(size, call_train, flags(f"--data {tokens} --out {out} {text}"), **options) == [status] * size
+        assert (
+            pool(size, call_train, flags(f"--data {tokens} --out {out} {text}"), **options)
+            == [status] * size
+        )
         return out
 
     return start

@@ -31,14 +31,24 @@ def whole(pool, tokens, tmp_path_factory) -> Path:
 
 
 def start(argv: list[str], *options: str) -> subprocess.Popen:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        *options,
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*torchrun, ROOT / "train.py", *argv], start_new_session=True, **pipes)
 
 
 def ranks(process: subprocess.Popen) -> list[int]:
     """The process ids of the ranks that torchrun has started."""
-    return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+    return list(
+        map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    )
 
 
 def wait_for(condition, seconds: float, process: subprocess.Popen) -> None:
@@ -75,7 +85,9 @@ def kill_and_restart(out: Path, argv: list[str], times: int, rng: random.Random)
 def chaos(whole: Path, tokens: Path, out: Path, run: str, times: int, seed: int) -> None:
     kill_and_restart(out, flags(f"--data {tokens} --out {out} {run}"), times, random.Random(seed))
     assert_same(whole, out)
-    assert [row["step"] for row in rows(out)] == [row["step"] for row in rows(whole)], f"seed {seed}"
+    assert [row["step"] for row in rows(out)] == [row["step"] for row in rows(whole)], (
+        f"seed {seed}"
+    )
 
 
 def test_killed_at_random_the_run_ends_with_the_same_weights(whole, tokens, tmp_path):
@@ -87,7 +99,9 @@ def test_killed_a_hundred_times(pool, tokens, tmp_path):
     long = f"{RUN} 1000"  # time for 40 kills at 25 steps each
     whole = never_killed(pool, tokens, tmp_path, long)
     for form, times in {"sharded": 40, "sharded --async_save": 40, "full": 20}.items():
-        chaos(whole, tokens, tmp_path / form.replace(" ", ""), f"{long} --checkpoint {form}", times, 0)
+        chaos(
+            whole, tokens, tmp_path / form.replace(" ", ""), f"{long} --checkpoint {form}", times, 0
+        )
 
 
 def test_a_signal_to_one_rank_saves_and_stops_all(run, whole, tokens, tmp_path):

@@ -32,7 +32,9 @@ def whole(pool, tokens, tmp_path_factory) -> dict[str, Path]:
     root, runs = tmp_path_factory.mktemp("whole"), {}
     for (mesh, ranks), form in zip(MESHES.items(), itertools.cycle(FORMS), strict=False):
         runs[mesh] = root / mesh.replace(" ", "")
-        argv = flags(f"--data {tokens} --out {runs[mesh]} {LONG} --strategy {mesh} --checkpoint {form}")
+        argv = flags(
+            f"--data {tokens} --out {runs[mesh]} {LONG} --strategy {mesh} --checkpoint {form}"
+        )
         assert pool(ranks, call_train, argv) == [0] * ranks
     return runs
 
@@ -45,7 +47,9 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(run, whole, tmp_path, mes
     run(MESHES[mesh], f"{LONG} --strategy {mesh}", "half")
     a, b = (rows(out) for out in (whole[mesh], half))
     assert [row["step"] for row in b] == list(range(1, 21))  # nothing logged twice
-    assert [(r["loss"], r["lr"], r["grad_norm"]) for r in a] == [(r["loss"], r["lr"], r["grad_norm"]) for r in b]
+    assert [(r["loss"], r["lr"], r["grad_norm"]) for r in a] == [
+        (r["loss"], r["lr"], r["grad_norm"]) for r in b
+    ]
     assert_same(whole[mesh], half)
 
 
@@ -55,7 +59,9 @@ RING = list(zip(MESHES, [*list(MESHES)[1:], "single"]))  # each mesh to the next
 @pytest.mark.parametrize("start, goal", RING + [(goal, start) for start, goal in RING])
 def test_a_checkpoint_of_any_mesh_continues_on_any_other(run, whole, start, goal):
     """Sharded, saved in the background, or in one file: those are the forms of `whole`."""
-    out = run(MESHES[goal], f"{LONG} --strategy {goal} --resume {whole[start]}/checkpoints/step-00000010")
+    out = run(
+        MESHES[goal], f"{LONG} --strategy {goal} --resume {whole[start]}/checkpoints/step-00000010"
+    )
     want = {row["step"]: row["loss"] for row in rows(whole[start])}
     got = {row["step"]: row["loss"] for row in rows(out)}
     assert list(got) == list(range(11, 21))
@@ -72,11 +78,19 @@ def test_each_part_is_written_once_and_names_are_plain(whole):
         path = checkpoint.saved(run)[-1]
         state = tensors(path)
         values = sum(tensor.nbytes for tensor in state.values())
-        on_disk = sum(file.stat().st_size for file in path.glob("*") if file.suffix in (".distcp", ".pt"))
-        assert values < on_disk < values + 2000 * len(state) * MESHES[mesh]  # each piece of a tensor has a header
+        on_disk = sum(
+            file.stat().st_size for file in path.glob("*") if file.suffix in (".distcp", ".pt")
+        )
+        assert (
+            values < on_disk < values + 2000 * len(state) * MESHES[mesh]
+        )  # each piece of a tensor has a header
         names = {name.removeprefix("model.") for name in state if name.startswith("model.")}
         assert "blocks.1.attention.q.weight" in names and len(names) == 20
-        assert {f"optimizer.{slot}.{name}" for slot in ("exp_avg", "exp_avg_sq", "step") for name in names} < state.keys()
+        assert {
+            f"optimizer.{slot}.{name}"
+            for slot in ("exp_avg", "exp_avg_sq", "step")
+            for name in names
+        } < state.keys()
         assert not any("_orig_mod" in name or "module." in name for name in state), mesh
 
 
@@ -92,14 +106,20 @@ def test_rows_and_manifest_of_a_checkpoint(run, form):
     (row,) = rows(out, "event")
     path = checkpoint.saved(out)[-1]
     assert (row["event"], row["step"], row["path"]) == ("checkpoint", 4, str(path))
-    assert row["bytes"] == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
+    assert row["bytes"] == sum(
+        file.stat().st_size for file in path.iterdir() if file.name != "manifest.json"
+    )
     assert 0 < row["blocking_seconds"] <= row["seconds"]
     assert ("async" in form) == (row["blocking_seconds"] < row["seconds"])
-    assert row["peak_host_memory"] > 0.99 * row["host_memory_before"] > 1e7 < row["host_memory_after"]  # Linux counts roughly
+    assert (
+        row["peak_host_memory"] > 0.99 * row["host_memory_before"] > 1e7 < row["host_memory_after"]
+    )  # Linux counts roughly
     assert row["available_host_memory"] > 1e6
     manifest = checkpoint.read_manifest(path)
     assert (manifest["step"], manifest["tokens"]) == (4, 4 * 8 * 16)
-    assert {"files", "config", "model", "data", "torch"} < manifest.keys() and checkpoint.verify(path) is None
+    assert {"files", "config", "model", "data", "torch"} < manifest.keys() and checkpoint.verify(
+        path
+    ) is None
 
 
 # ---- damage
@@ -133,13 +153,19 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(run, pool, tokens, wha
     weights = tensors(last)
     DAMAGE[what](last)
     assert what in checkpoint.verify(last)
-    ((status, said, _), _) = pool(2, listen, flags(f"--data {tokens} --out {out} --max_steps 6 --strategy fsdp"))
+    ((status, said, _), _) = pool(
+        2, listen, flags(f"--data {tokens} --out {out} --max_steps 6 --strategy fsdp")
+    )
     assert status == 0 and f"passed over {last}: " in said and what in said
     assert f"continuing from {out}/checkpoints/step-00000003" in said
     assert checkpoint.verify(last) is None
     torch.testing.assert_close(tensors(last), weights, rtol=0, atol=0, equal_nan=True)
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert names == [f".{last.name}.damaged.tmp", "step-00000003", last.name]  # the next save removes it
+    assert names == [
+        f".{last.name}.damaged.tmp",
+        "step-00000003",
+        last.name,
+    ]  # the next save removes it
 
 
 def test_a_half_written_checkpoint_is_none_and_the_next_save_removes_it(run, tokens, pool):
@@ -149,8 +175,14 @@ def test_a_half_written_checkpoint_is_none_and_the_next_save_removes_it(run, tok
     os.rename(last, last.with_name(f".{last.name}.tmp"))
     (out / "checkpoints" / "notes").write_text("mine")
     assert [path.name for path in checkpoint.saved(out)] == ["step-00000002"]
-    assert pool(1, call_train, flags(f"--data {tokens} --out {out} --max_steps 4 --keep_last 0")) == [0]
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["notes", "step-00000002", "step-00000004"]
+    assert pool(
+        1, call_train, flags(f"--data {tokens} --out {out} --max_steps 4 --keep_last 0")
+    ) == [0]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "notes",
+        "step-00000002",
+        "step-00000004",
+    ]
 
 
 @pytest.fixture
@@ -158,7 +190,9 @@ def small_disk(tmp_path):
     """A file system of 1 MB: room for two checkpoints or three, not for eight."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting a small file system needs root")
     yield disk
@@ -170,7 +204,10 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     text = f"--max_steps 8 --save_interval 1 --keep_last 0 --strategy fsdp --checkpoint {form}"
     argv = flags(f"--data {tokens} --out {small_disk}/run {text}")
     answers = pool(2, listen, argv)
-    assert [status for status, _, _ in answers] == [1, 1]  # the last checkpoint is missing: that is an error
+    assert [status for status, _, _ in answers] == [
+        1,
+        1,
+    ]  # the last checkpoint is missing: that is an error
     assert "NOT SAVED: cannot write" in answers[0][1] and "step 8/8" in answers[0][1]
     assert answers[0][2].count("\n") == 1 and "MB were free on its disk" in answers[0][2]
     good = checkpoint.saved(small_disk / "run")
@@ -178,7 +215,9 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
     ((status, said, _), _) = pool(2, listen, argv)
     assert status == 0 and f"continuing from {good[-1]}" in said
-    assert len(checkpoint.saved(small_disk / "run")) == 8 and not list((small_disk / "run" / "checkpoints").glob(".*"))
+    assert len(checkpoint.saved(small_disk / "run")) == 8 and not list(
+        (small_disk / "run" / "checkpoints").glob(".*")
+    )
 
 
 # ---- hostile files
@@ -231,8 +270,13 @@ def test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused(run, tm
 
     changes = [
         lambda m: m.state_dict_metadata.update({"optimizer.skipped_steps": BytesStorageMetadata()}),
-        lambda m: [setattr(place, "relative_path", "../../../etc/passwd") for place in m.storage_data.values()],
-        lambda m: [setattr(place, "transform_descriptors", ["zstd"]) for place in m.storage_data.values()],
+        lambda m: [
+            setattr(place, "relative_path", "../../../etc/passwd")
+            for place in m.storage_data.values()
+        ],
+        lambda m: [
+            setattr(place, "transform_descriptors", ["zstd"]) for place in m.storage_data.values()
+        ],
     ]
     for change in changes:
         metadata_with(path, change)
@@ -242,7 +286,10 @@ def test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused(run, tm
     checkpoint.load(path, {"optimizer": {"skipped_steps": torch.zeros(())}})
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"step": "os.system", "files": {}}', '{"step": 1, "files": {"../../x": {}}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", '{"step": "os.system", "files": {}}', '{"step": 1, "files": {"../../x": {}}}'],
+)
 def test_a_hostile_manifest_is_a_clear_error(run, pool, tokens, text):
     out = run(1, "--max_steps 1")
     path = checkpoint.saved(out)[-1]
@@ -263,10 +310,17 @@ def test_list_verify_and_consolidate(whole, tmp_path, monkeypatch, capsys):
     run = whole["hsdp --dp_shard 2"]
     path = checkpoint.saved(run)[-1]
     status, listed, _ = command("list", run)
-    assert status == 0 and [line.split("  ")[:3] for line in listed.splitlines()][1] == [str(path), "step 20", "2,560 tokens"]
+    assert status == 0 and [line.split("  ")[:3] for line in listed.splitlines()][1] == [
+        str(path),
+        "step 20",
+        "2,560 tokens",
+    ]
     status, said, _ = command("verify", path)
     assert status == 0 and "complete and unchanged" in said
-    made = subprocess.run([sys.executable, ROOT / "checkpoint.py", "consolidate", path, tmp_path / "one.pt"], capture_output=True)
+    made = subprocess.run(
+        [sys.executable, ROOT / "checkpoint.py", "consolidate", path, tmp_path / "one.pt"],
+        capture_output=True,
+    )
     assert made.returncode == 0 and b"tensors" in made.stdout, made.stderr
     one = dict(checkpoint.flatten(torch.load(tmp_path / "one.pt", weights_only=True)))
     torch.testing.assert_close(one, tensors(path), rtol=0, atol=0, equal_nan=True)
@@ -283,7 +337,12 @@ def test_list_verify_and_consolidate(whole, tmp_path, monkeypatch, capsys):
 def test_full_is_refused_where_it_does_not_fit(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 2 --checkpoint full")
     ((status, _, err),) = pool(1, full_on_a_small_host, argv)
-    assert status == 1 and "gathers 12 bytes x" in err and "use --checkpoint sharded" in err and err.count("\n") == 1
+    assert (
+        status == 1
+        and "gathers 12 bytes x" in err
+        and "use --checkpoint sharded" in err
+        and err.count("\n") == 1
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -18,9 +18,14 @@ BENCH = Path(__file__).parent.parent / "bench.py"
 def start(folder: Path, *options: str, **more) -> subprocess.Popen:
     """bench.py cluster in a process group of its own, with its temporary files under `folder`."""
     return subprocess.Popen(
-        [sys.executable, BENCH, "cluster", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, env=os.environ | {"TMPDIR": str(folder), **more},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # what runs in the background ignores it
+        [sys.executable, BENCH, "cluster", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"TMPDIR": str(folder), **more},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # what runs in the background ignores it
 
 
 def namespaces(pid: int) -> list[str]:
@@ -44,7 +49,9 @@ def box(tmp_path):
     """A folder for the benchmark's files, where namespaces can be made; afterwards nothing is left of it."""
     if os.name != "posix" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("network namespaces need root, and ip and tc of iproute2")
-    if subprocess.run(["ip", "netns", "add", probe := f"probe-{os.getpid()}"], capture_output=True).returncode:
+    if subprocess.run(
+        ["ip", "netns", "add", probe := f"probe-{os.getpid()}"], capture_output=True
+    ).returncode:
         pytest.skip("this root may not make network namespaces")
     subprocess.run(["ip", "netns", "delete", probe], check=True)
     yield tmp_path
@@ -57,7 +64,10 @@ def speeds(folder: Path, *options: str) -> dict[tuple[str, str], float]:
     out, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors
     assert not namespaces(process.pid)
-    return {(row["strategy"], row["grad_sync"]): median(row["tokens/s/device"]) for row in json.loads(out)["rows"]}
+    return {
+        (row["strategy"], row["grad_sync"]): median(row["tokens/s/device"])
+        for row in json.loads(out)["rows"]
+    }
 
 
 @pytest.mark.slow
@@ -79,7 +89,9 @@ def test_all_strategies_across_hosts(box):
 def test_a_signal_leaves_nothing_behind(box, number, status):
     process = start(box, "--strategies", "ddp")
     until = time.monotonic() + 60
-    while sum("train.py" in line for line in processes(box)) < 4:  # both torchruns and ranks of theirs
+    while (
+        sum("train.py" in line for line in processes(box)) < 4
+    ):  # both torchruns and ranks of theirs
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.1)
     assert len(namespaces(process.pid)) == 3

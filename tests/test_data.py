@@ -24,8 +24,17 @@ def test_bytes_come_back_exactly_and_documents_end(tmp_path):
     texts = {"a": "one\r\ntwo é\n", "b": bytes(range(256)), "c": "x<|endoftext|>y"}
     folder = prepare(tmp_path, texts, val_fraction=0.5)
     tokens = np.concatenate([folder.tokens("train"), folder.tokens("val")]).tolist()
-    documents = [list(group) for end, group in itertools.groupby(tokens, lambda token: token == 256) if not end]
-    assert {bytes(document) for document in documents} == {"one\r\ntwo é\n".encode(), bytes(range(256)), b"x", b"y"}
+    documents = [
+        list(group)
+        for end, group in itertools.groupby(tokens, lambda token: token == 256)
+        if not end
+    ]
+    assert {bytes(document) for document in documents} == {
+        "one\r\ntwo é\n".encode(),
+        bytes(range(256)),
+        b"x",
+        b"y",
+    }
     assert tokens.count(256) == 4
     assert "".join(data.decode("bytes", data.encode("bytes", "naïve ✓"))) == "naïve ✓"
 
@@ -34,7 +43,10 @@ def test_documents_are_split_by_their_content_and_meta_counts_them(tmp_path):
     texts = {f"{i:03}": f"document {i} " * (i + 1) for i in range(300)}
     folder = prepare(tmp_path, texts | {"copy": texts["017"]}, val_fraction=0.3)
     meta = json.loads((tmp_path / "tokens" / "meta.json").read_text())
-    parts = {split: bytes(folder.tokens(split).astype(np.uint8)).split(b"\0") for split in ("train", "val")}  # 256 -> 0
+    parts = {
+        split: bytes(folder.tokens(split).astype(np.uint8)).split(b"\0")
+        for split in ("train", "val")
+    }  # 256 -> 0
     assert {split: len(part) - 1 for split, part in parts.items()} == meta["documents"]
     assert set(parts["train"]) & set(parts["val"]) == {b""}
     assert sum(meta["documents"].values()) == 301 and 60 < meta["documents"]["val"] < 120
@@ -63,7 +75,9 @@ def test_a_corpus_of_one_document_is_never_all_validation(tmp_path):
 @pytest.mark.parametrize("separator", ["\n", " "])
 def test_long_documents_are_read_in_pieces(tmp_path, monkeypatch, separator):
     """Whatever the length of the pieces, and wherever they fall on separators and characters of several bytes."""
-    text = separator.join(random.Random(0).choices(["ab", "é✓", "<|endoftext|>", "<|end", "x" * 40], k=400))
+    text = separator.join(
+        random.Random(0).choices(["ab", "é✓", "<|endoftext|>", "<|end", "x" * 40], k=400)
+    )
     want = [part for part in text.split("<|endoftext|>") if part.strip()]
     path = tmp_path / "a"
     path.write_text(text)
@@ -96,7 +110,10 @@ def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):
     tokens = np.arange(3000, dtype=np.uint16) % 65
     for split in ("train", "val"):
         tokens.tofile(tmp_path / f"{split}.bin")
-    assert data.open_folder(tmp_path).vocab_size == 50257 and data.open_folder(tmp_path).tokenizer == "gpt2"
+    assert (
+        data.open_folder(tmp_path).vocab_size == 50257
+        and data.open_folder(tmp_path).tokenizer == "gpt2"
+    )
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Bomb()))
     folder = data.open_folder(tmp_path)
     assert folder.vocab_size == 65 and folder.tokenizer is None
@@ -114,7 +131,10 @@ def test_permute_is_a_permutation_and_a_good_one():
         assert sorted(data.permute(n, size, b"key") for n in range(size)) == list(range(size))
     order = [data.permute(n, 1000, b"key") for n in range(1000)]
     assert order != [data.permute(n, 1000, b"other") for n in range(1000)]
-    assert abs(np.corrcoef(order, range(1000))[0, 1]) < 0.1 and abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.1
+    assert (
+        abs(np.corrcoef(order, range(1000))[0, 1]) < 0.1
+        and abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.1
+    )
     assert 0 <= data.permute(10**14 - 1, 10**14, b"key") < 10**14  # 10^14 windows: no table
 
 
@@ -132,13 +152,18 @@ def test_each_sequence_is_read_once_per_epoch_by_one_rank(tokens, ranks, micro_b
             assert len(part) == micro_batch
             read[i // per_step] += part
     # step s reads s * B ... (s + 1) * B - 1, whatever the number of ranks
-    assert all(sorted(part) == list(range(step * batch, (step + 1) * batch)) for step, part in read.items())
+    assert all(
+        sorted(part) == list(range(step * batch, (step + 1) * batch)) for step, part in read.items()
+    )
     order = [windows.window(n) for n in range(2 * count)]
     assert sorted(order[:count]) == sorted(order[count:]) == list(range(count))
     assert order[:count] != order[count:]
     # resumed at step 3: what a run that was never stopped reads from there
     whole = list(data.train_numbers(steps, batch, micro_batch, 0, ranks))
-    assert list(data.train_numbers(range(3, len(steps)), batch, micro_batch, 0, ranks)) == whole[3 * per_step :]
+    assert (
+        list(data.train_numbers(range(3, len(steps)), batch, micro_batch, 0, ranks))
+        == whole[3 * per_step :]
+    )
 
 
 def test_workers_do_not_change_the_batches(tokens):
@@ -153,26 +178,41 @@ def test_workers_do_not_change_the_batches(tokens):
 
 def test_validation_set_is_the_same_on_any_mesh():
     for count, micro_batch, ranks in ((10, 3, 1), (10, 3, 2), (10, 1, 4), (3, 2, 4)):
-        lists = [list(data.val_numbers(count, 100, micro_batch, rank, ranks)) for rank in range(ranks)]
+        lists = [
+            list(data.val_numbers(count, 100, micro_batch, rank, ranks)) for rank in range(ranks)
+        ]
         assert len({len(part) for part in lists}) == 1  # as many forwards on each rank
-        assert sorted(n for part in lists for batch in part for n in batch) == [i * 100 // count for i in range(count)]
+        assert sorted(n for part in lists for batch in part for n in batch) == [
+            i * 100 // count for i in range(count)
+        ]
 
 
 def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
     """In a corpus too large to be read whole at the start."""
     tokens = np.zeros(40 << 20, np.uint16)
-    survey = 65536 // 2  # tokens in a block of the start-up survey; the second of a run of blocks is not read
+    survey = (
+        65536 // 2
+    )  # tokens in a block of the start-up survey; the second of a run of blocks is not read
     tokens[survey + 5] = 999
     tokens.tofile(tmp_path / "train.bin")
     tokens[:100].tofile(tmp_path / "val.bin")
     (tmp_path / "meta.json").write_text(
         json.dumps(
-            {"dtype": "uint16", "vocab_size": 257, "tokenizer": "bytes", "train_tokens": len(tokens), "val_tokens": 100}
+            {
+                "dtype": "uint16",
+                "vocab_size": 257,
+                "tokenizer": "bytes",
+                "train_tokens": len(tokens),
+                "val_tokens": 100,
+            }
         )
     )
     windows = data.Windows(data.open_folder(tmp_path), "train", 8, None)
     for workers in (0, 1):
-        with pytest.raises(data.DataError, match=r"^\S+train.bin holds token 999, above its vocabulary of 257[^\n]*$"):
+        with pytest.raises(
+            data.DataError,
+            match=r"^\S+train.bin holds token 999, above its vocabulary of 257[^\n]*$",
+        ):
             list(data.loader(windows, [[0], [survey // 8]], workers))
 
 
@@ -192,7 +232,9 @@ def test_prepare_refuses_and_overwrites_nothing(tmp_path, arguments, message):
     (tmp_path / "out" / "keep").write_text("mine")
     with pytest.raises(data.DataError, match=message):
         data.prepare(arguments or None, tmp_path / ("new" if arguments else "out"))
-    assert (tmp_path / "out" / "keep").read_text() == "mine" and sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    assert (tmp_path / "out" / "keep").read_text() == "mine" and sorted(
+        p.name for p in tmp_path.iterdir()
+    ) == ["out"]
 
 
 def test_an_error_while_preparing_leaves_nothing(tmp_path, monkeypatch):

@@ -8,7 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model import SIZES, ModelConfig, Transformer, generate
 
-SMALL = ModelConfig(vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=48, seq_len=16)
+SMALL = ModelConfig(
+    vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=48, seq_len=16
+)
 
 # Published counts. GPT-2's own 124,439,808 has position embeddings and biases, which this decoder has not: its shape
 # gives 50257 * 768 + 12 * (4 * 768^2 + 3 * 768 * 2048 + 2 * 768) + 768. OLMo's norms have no weights: 33 * 2048 more.
@@ -37,7 +39,9 @@ def test_named_sizes_have_their_published_parameter_counts(name):
 def test_forward_is_the_published_formula():
     """Against the decoder written out plainly: one head at a time, complex rotations, softmax by hand."""
     net, c = build(seed=3), SMALL
-    for parameter in net.parameters():  # larger than at the start, so that nothing hides behind small numbers
+    for (
+        parameter
+    ) in net.parameters():  # larger than at the start, so that nothing hides behind small numbers
         parameter.data.mul_(5).add_(0.1)
     weights = dict(net.named_parameters())
     tokens = torch.randint(64, (16,), generator=torch.Generator().manual_seed(0))
@@ -65,8 +69,13 @@ def test_forward_is_the_published_formula():
             rows = slice(head * d_head, (head + 1) * d_head)
             group = head // (c.n_head // c.n_kv_head)
             kv_rows = slice(group * d_head, (group + 1) * d_head)
-            q, k = rotated(h @ w["attention.q.weight"][rows].T), rotated(h @ w["attention.k.weight"][kv_rows].T)
-            scores = (q @ k.T / d_head**0.5).masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf)
+            q, k = (
+                rotated(h @ w["attention.q.weight"][rows].T),
+                rotated(h @ w["attention.k.weight"][kv_rows].T),
+            )
+            scores = (q @ k.T / d_head**0.5).masked_fill(
+                torch.ones(16, 16).triu(1).bool(), -torch.inf
+            )
             heads.append(scores.softmax(-1) @ (h @ w["attention.v.weight"][kv_rows].T))
         x = x + torch.cat(heads, 1) @ w["attention.out.weight"].T
         h = norm(x, w["mlp_norm.weight"])
@@ -75,7 +84,9 @@ def test_forward_is_the_published_formula():
     logits = norm(x, weights["norm.weight"]) @ weights["embed.weight"].T
     torch.testing.assert_close(net(tokens[None])[0], logits, rtol=1e-4, atol=1e-4)
     targets = tokens.roll(-1)
-    torch.testing.assert_close(net(tokens[None], targets[None]), F.cross_entropy(logits, targets), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        net(tokens[None], targets[None]), F.cross_entropy(logits, targets), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_token_does_not_see_what_follows():
@@ -146,13 +157,20 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))])
+        self.elements = max(
+            [
+                self.elements,
+                *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)),
+            ]
+        )
         return result
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_loss_in_chunks_is_the_same_and_never_has_all_logits(tied):
-    c = ModelConfig(640, n_layer=1, n_head=2, n_kv_head=1, d_model=16, d_ff=24, seq_len=32, tied=tied)
+    c = ModelConfig(
+        640, n_layer=1, n_head=2, n_kv_head=1, d_model=16, d_ff=24, seq_len=32, tied=tied
+    )
     tokens, found = torch.arange(4 * 33).view(4, 33) % 640, {}
     for chunks in (1, 5):  # 128 tokens in parts of 26, the last of 24
         net = Transformer(c, loss_chunks=chunks)

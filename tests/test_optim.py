@@ -25,16 +25,32 @@ def lr_at(step: int) -> float:
 def build(strategy: str, **options) -> tuple:
     """(what to call, optimizer, this rank's part of a batch of 8, mesh) of a small decoder in this process's world"""
     world = dist.start("cpu")
-    shape = dist.mesh_shape(strategy, world.size, world.local_size, None, 2 if strategy == "hsdp" else None)
+    shape = dist.mesh_shape(
+        strategy, world.size, world.local_size, None, 2 if strategy == "hsdp" else None
+    )
     mesh = dist.make_mesh(world, shape)
     with torch.device("meta"):
         net = model.Transformer(SMALL)
     net.get_parameter(FROZEN).requires_grad_(False)
     init = lambda name, tensor: net.init_tensor(name, tensor, 7)  # noqa: E731
-    forward = dist.parallelize(net, {}, [[block] for block in net.blocks], mesh, strategy, torch.float32, world.device, init)
+    forward = dist.parallelize(
+        net,
+        {},
+        [[block] for block in net.blocks],
+        mesh,
+        strategy,
+        torch.float32,
+        world.device,
+        init,
+    )
     optimizer = optim.Optimizer(net.named_parameters(), net.decays, lr_at, **options)
     share = 8 // world.size
-    return forward, optimizer, slice(dist.dp_rank(mesh) * share, (dist.dp_rank(mesh) + 1) * share), mesh
+    return (
+        forward,
+        optimizer,
+        slice(dist.dp_rank(mesh) * share, (dist.dp_rank(mesh) + 1) * share),
+        mesh,
+    )
 
 
 def batch(step: int) -> torch.Tensor:
@@ -47,10 +63,17 @@ def steps(strategy: str, count: int, **options) -> tuple[list, dict]:
     log = []
     for step in range(count):
         tokens = batch(step)[part]
-        loss = forward(tokens[:, :-1], tokens[:, 1:]) * (10 if step == 3 else 1)  # a larger gradient
+        loss = forward(tokens[:, :-1], tokens[:, 1:]) * (
+            10 if step == 3 else 1
+        )  # a larger gradient
         loss.backward()
-        log.append({name: value.item() for name, value in optimizer.step(step, loss.detach()).items()})
-    whole = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in optimizer.parameters.items()}
+        log.append(
+            {name: value.item() for name, value in optimizer.step(step, loss.detach()).items()}
+        )
+    whole = {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+        for name, p in optimizer.parameters.items()
+    }
     return log, whole
 
 
@@ -63,7 +86,10 @@ def reference(count: int, clip) -> tuple[list, dict]:
     decays = {True: [], False: []}
     for name, parameter in net.named_parameters():
         decays[net.decays(name)].append(parameter)
-    groups = [{"params": decays[True], "weight_decay": 0.1}, {"params": decays[False], "weight_decay": 0.0}]
+    groups = [
+        {"params": decays[True], "weight_decay": 0.1},
+        {"params": decays[False], "weight_decay": 0.0},
+    ]
     adamw, log = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False, fused=False), []
     for step in range(count):
         (net(batch(step)[:, :-1], batch(step)[:, 1:]) * (10 if step == 3 else 1)).backward()
@@ -127,7 +153,9 @@ def test_clipping_is_its_formula_on_every_mesh(pool, clip):
         for log, whole in pool(ranks, steps_with, mesh, 8, {"clip": clip, **options}):
             norms, close = [norm for norm, _ in want], 1e-6 if clip == "norm" else 1e-5
             assert [row["grad_norm"] for row in log] == pytest.approx(norms, rel=close)
-            if clip != "value" or ranks == 1:  # by value a rank knows only of its own elements; the log takes the greatest
+            if (
+                clip != "value" or ranks == 1
+            ):  # by value a rank knows only of its own elements; the log takes the greatest
                 assert [row["clipped"] for row in log] == [clipped for _, clipped in want]
             for name, weight in weights.items():
                 torch.testing.assert_close(whole[name], weight, rtol=1e-4, atol=2e-5)
@@ -161,7 +189,9 @@ def test_a_fork_adds_a_strategy_in_a_few_lines(pool):
     for mesh in ("single", "fsdp"):
         log, whole = pool(MESHES[mesh], steps_of_a_fork, mesh)[0]
         assert [row["clipped"] for row in log] == [clipped for _, clipped in want]
-        torch.testing.assert_close(whole["embed.weight"], weights["embed.weight"], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(
+            whole["embed.weight"], weights["embed.weight"], rtol=1e-4, atol=2e-5
+        )
 
 
 # ---- guards
@@ -175,11 +205,17 @@ def faulty_run(argv: list[str], fault: str, rank: int, at: int, count: int) -> l
     run = train.Run(train.parse(argv), dist.start("cpu"))
     with mock.patch.object(optim.Optimizer, "WINDOW", 8):
         run.build()
-    numbers = data.train_numbers(range(count), run.config.global_batch_size, run.micro, run.rank, run.ranks)
+    numbers = data.train_numbers(
+        range(count), run.config.global_batch_size, run.micro, run.rank, run.ranks
+    )
     batches = run.fetch(run.train_windows, numbers)
     forward, losses = run.forward, []
     for step in range(count):
-        factor = {"nan": math.nan, "spike": 1e4}.get(fault, 1.0) if (step, run.rank) == (at, rank) else 1.0
+        factor = (
+            {"nan": math.nan, "spike": 1e4}.get(fault, 1.0)
+            if (step, run.rank) == (at, rank)
+            else 1.0
+        )
         run.forward = Scaled(forward, factor)
         if fault == "none" and step == at:  # as if the batch had not been
             average = run.optimizer.norm_average.clone()
@@ -204,54 +240,94 @@ class Scaled(torch.nn.Module):
 
 @pytest.mark.parametrize("mesh", ["ddp", "fsdp", "hsdp --dp_shard 2"])
 def test_a_fault_on_one_rank_of_four_is_skipped_on_all(pool, tokens, tmp_path, mesh):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {mesh} --dtype float32 --skip_spikes 6 --clip adaptive")
-    never, with_nan, with_spike = (pool(4, faulty_run, argv, fault, 2, 9, 14) for fault in ("none", "nan", "spike"))
-    assert all(losses[:-1] == never[0][:-1] and len(losses) == 14 for losses in with_nan + with_spike)
+    argv = flags(
+        f"--data {tokens} --out {tmp_path}/run --strategy {mesh} --dtype float32 --skip_spikes 6 --clip adaptive"
+    )
+    never, with_nan, with_spike = (
+        pool(4, faulty_run, argv, fault, 2, 9, 14) for fault in ("none", "nan", "spike")
+    )
+    assert all(
+        losses[:-1] == never[0][:-1] and len(losses) == 14 for losses in with_nan + with_spike
+    )
     assert [losses[-1] for losses in with_nan + with_spike] == [1.0] * 8 and never[0][-1] == 0.0
 
 
 def test_a_skipped_step_leaves_everything_as_it_was():
     net = torch.nn.Linear(4, 4)
-    o = optim.Optimizer(net.named_parameters(), lambda name: True, lr_at, clip="adaptive", skip_spikes=3.0)
+    o = optim.Optimizer(
+        net.named_parameters(), lambda name: True, lr_at, clip="adaptive", skip_spikes=3.0
+    )
     for step, bad in enumerate((1.0, 1.0, math.nan, math.inf, 1.0)):
-        before = {name: value.clone() for name, value in flat(o.state() | {"weight": net.weight.detach()}).items()}
+        before = {
+            name: value.clone()
+            for name, value in flat(o.state() | {"weight": net.weight.detach()}).items()
+        }
         (net(torch.full((2, 4), 1.0 + step)).sum() * bad).backward()
         metrics = o.step(step, torch.tensor(1.0) * bad)
         after = flat(o.state() | {"weight": net.weight.detach()})
-        changed = {name for name in after if not torch.equal(after[name].nan_to_num(), before[name].nan_to_num())}
+        changed = {
+            name
+            for name in after
+            if not torch.equal(after[name].nan_to_num(), before[name].nan_to_num())
+        }
         assert changed == (after.keys() - {"skipped_steps"} if bad == 1.0 else {"skipped_steps"})
     assert (metrics["skipped_steps"].item(), metrics["skipped_in_a_row"].item()) == (2, 2)
 
 
 def flat(state: dict) -> dict:
-    inner = {slot: value if isinstance(value, dict) else {"": value} for slot, value in state.items()}
-    return {f"{slot} {name}".strip(): tensor for slot, tensors in inner.items() for name, tensor in tensors.items()}
+    inner = {
+        slot: value if isinstance(value, dict) else {"": value} for slot, value in state.items()
+    }
+    return {
+        f"{slot} {name}".strip(): tensor
+        for slot, tensors in inner.items()
+        for name, tensor in tensors.items()
+    }
 
 
 def test_spikes_are_judged_by_the_last_128_of_which_64_must_be_known():
-    o = optim.Optimizer([("w", torch.nn.Parameter(torch.zeros(1)))], lambda name: True, lr_at, skip_spikes=4.0)
+    o = optim.Optimizer(
+        [("w", torch.nn.Parameter(torch.zeros(1)))], lambda name: True, lr_at, skip_spikes=4.0
+    )
     levels = torch.Generator().manual_seed(0)
     ask = lambda loss, norm: bool(o.is_spike(torch.tensor([loss, norm])))  # noqa: E731
-    assert not any(ask(2 + 0.1 * torch.randn((), generator=levels).item(), 1.0 + 0.01 * i % 2) for i in range(63))
+    assert not any(
+        ask(2 + 0.1 * torch.randn((), generator=levels).item(), 1.0 + 0.01 * i % 2)
+        for i in range(63)
+    )
     assert not ask(100.0, 1.0)  # too early to tell: 63 known
     for i in range(128):
         ask(2 + 0.1 * (i % 3), 1.0 + 0.1 * (i % 2))
-    for loss, norm, spike in ((2.4, 1.1, False), (4.0, 1.0, True), (2.0, 3.0, True), (0.1, 0.1, False)):
+    for loss, norm, spike in (
+        (2.4, 1.1, False),
+        (4.0, 1.0, True),
+        (2.0, 3.0, True),
+        (0.1, 0.1, False),
+    ):
         window, losses = o.window.clone(), o.window[0]
-        by_hand = loss > losses.mean() + 4 * losses.std() or norm > window[1].mean() + 4 * window[1].std()
+        by_hand = (
+            loss > losses.mean() + 4 * losses.std() or norm > window[1].mean() + 4 * window[1].std()
+        )
         assert ask(loss, norm) == spike == bool(by_hand)
         o.window.copy_(window)
 
 
-def test_too_many_skips_end_the_run_with_a_line_and_leave_the_checkpoint(run, tokens, tmp_path, pool):
+def test_too_many_skips_end_the_run_with_a_line_and_leave_the_checkpoint(
+    run, tokens, tmp_path, pool
+):
     text = "--strategy ddp --save_interval 3 --max_steps 30 --max_skipped 4 --log_interval 5"
     argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
     answers = pool(2, diverging_run, argv)
     assert [status for status, _ in answers] == [1, 1]
-    assert "error: 4 updates in a row were skipped up to step 9" in answers[0][1] and answers[0][1].count("\n") == 1
+    assert (
+        "error: 4 updates in a row were skipped up to step 9" in answers[0][1]
+        and answers[0][1].count("\n") == 1
+    )
     saved = checkpoint.saved(tmp_path / "run")
     assert saved[-1].name == "step-00000006"
-    assert all(value.isfinite().all() for name, value in tensors(saved[-1]).items() if "window" not in name)
+    assert all(
+        value.isfinite().all() for name, value in tensors(saved[-1]).items() if "window" not in name
+    )
 
 
 def diverging_run(argv: list[str]) -> tuple[int, str]:
@@ -298,10 +374,16 @@ def test_collectives_and_host_reads_of_a_step(pool, mesh):
 def test_metrics_are_the_same_on_every_mesh_and_are_what_they_say(pool, run):
     logs = {}
     for mesh, ranks in MESHES.items():
-        text = f"--strategy {mesh} {'--dp_shard 2' * (mesh == 'hsdp')} --dtype float32 --max_steps 6"
-        out = run(ranks, f"{text} --optim_metrics_interval 3 --clip value --max_grad_norm 0.05", mesh)
+        text = (
+            f"--strategy {mesh} {'--dp_shard 2' * (mesh == 'hsdp')} --dtype float32 --max_steps 6"
+        )
+        out = run(
+            ranks, f"{text} --optim_metrics_interval 3 --clip value --max_grad_norm 0.05", mesh
+        )
         lines = (out / "optim.jsonl").read_text().splitlines()
-        logs[mesh] = {(row.pop("step"), row.pop("parameter")): row for row in map(json.loads, lines)}
+        logs[mesh] = {
+            (row.pop("step"), row.pop("parameter")): row for row in map(json.loads, lines)
+        }
     single = logs["single"]
     assert {step for step, _ in single} == {3, 6} and len(single) == 2 * 20
     assert {row["clipped"] for row in single.values()} == {0.0, 1.0}
@@ -312,11 +394,19 @@ def test_metrics_are_the_same_on_every_mesh_and_are_what_they_say(pool, run):
     weights = tensors(checkpoint.saved(out)[-1])
     for (step, name), row in single.items():
         if step == 6:
-            for kind, tensor in (("weight", weights[f"model.{name}"]), ("exp_avg", weights[f"optimizer.exp_avg.{name}"])):
-                want = [value.item() for value in (tensor.norm(), tensor.mean(), tensor.min(), tensor.max())]
+            for kind, tensor in (
+                ("weight", weights[f"model.{name}"]),
+                ("exp_avg", weights[f"optimizer.exp_avg.{name}"]),
+            ):
+                want = [
+                    value.item()
+                    for value in (tensor.norm(), tensor.mean(), tensor.min(), tensor.max())
+                ]
                 logged = [row[f"{kind}_{what}"] for what in ("norm", "mean", "min", "max")]
                 assert logged == pytest.approx(want, rel=1e-3, abs=1e-6)
-            assert row["update_ratio"] == pytest.approx(row["update_norm"] / row["weight_norm"], rel=1e-5)
+            assert row["update_ratio"] == pytest.approx(
+                row["update_norm"] / row["weight_norm"], rel=1e-5
+            )
             assert row["update_norm"] > 0
     norms = [row["grad_norm"] for (step, _), row in single.items() if step == 6]
     assert math.hypot(*norms) == pytest.approx(rows(out)[-1]["grad_norm"], rel=1e-3)
@@ -327,9 +417,17 @@ def test_the_update_is_the_difference_of_weights():
     o = optim.Optimizer(net.named_parameters(), lambda name: True, lr_at)
     net(torch.ones(1, 3)).sum().backward()
     before, gradient = net.weight.detach().clone(), net.weight.grad.clone()
-    row = dict(zip(o.COLUMNS, o.step(0, torch.tensor(1.0), measure=True)["parameters"][0].tolist(), strict=True))
+    row = dict(
+        zip(
+            o.COLUMNS,
+            o.step(0, torch.tensor(1.0), measure=True)["parameters"][0].tolist(),
+            strict=True,
+        )
+    )
     assert row["update_norm"] == pytest.approx((net.weight - before).norm().item(), rel=1e-6)
-    assert (row["grad_norm"], row["grad_max"]) == pytest.approx((gradient.norm().item(), gradient.max().item()))
+    assert (row["grad_norm"], row["grad_max"]) == pytest.approx(
+        (gradient.norm().item(), gradient.max().item())
+    )
 
 
 # ---- schedules
@@ -343,5 +441,9 @@ def test_schedules():
         assert lrs[10] == 1.0 and lrs[10:] == sorted(lrs[10:], reverse=True)
     at = lambda step, schedule: optim.learning_rate(step, schedule=schedule, **settings)  # noqa: E731
     assert at(60, "cosine") == pytest.approx(0.55) and at(110, "cosine") == pytest.approx(0.1)
-    assert at(89, "wsd") == 1.0 and at(100, "wsd") == pytest.approx(0.55) and at(110, "wsd") == pytest.approx(0.1)
+    assert (
+        at(89, "wsd") == 1.0
+        and at(100, "wsd") == pytest.approx(0.55)
+        and at(110, "wsd") == pytest.approx(0.1)
+    )
     assert at(35, "linear") == pytest.approx(0.775) and at(109, "constant") == 1.0

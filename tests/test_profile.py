@@ -27,25 +27,40 @@ def profiled(argv: list[str], fault: str) -> tuple[int, str, str]:
         threading.Event().wait(0.1 * (fault == "data"))  # time.sleep is quiet here
         return get(windows, number)
 
-    with mock.patch.object(optim.Optimizer, "step", asking), mock.patch.object(data.Windows, "__getitem__", waiting):
+    with (
+        mock.patch.object(optim.Optimizer, "step", asking),
+        mock.patch.object(data.Windows, "__getitem__", waiting),
+    ):
         return listen(argv)
 
 
 @pytest.mark.parametrize("fault", ["sync", "data"])
 def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 8 --profile 3:6")
+    argv = flags(
+        f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 8 --profile 3:6"
+    )
     ((status, out, _), _) = pool(2, profiled, argv, fault)
     assert status == 0
     for rank in range(2):
         answers = json.loads((tmp_path / f"run/profile/rank_{rank}.json").read_text())
         trace = json.loads((tmp_path / f"run/profile/rank_{rank}.trace.json").read_text())
-        calls = sum(event["name"] == "aten::embedding" for event in trace["traceEvents"] if event.get("cat") == "cpu_op")
+        calls = sum(
+            event["name"] == "aten::embedding"
+            for event in trace["traceEvents"]
+            if event.get("cat") == "cpu_op"
+        )
         assert calls == 3  # one forward a step
         sent = {(row["kind"], row["axis"]): row["calls"] for row in answers["communicated"]}
-        assert sent == {("all_gather", "dp_shard"): 5, ("reduce_scatter", "dp_shard"): 3, ("all_reduce", "world"): 1}
+        assert sent == {
+            ("all_gather", "dp_shard"): 5,
+            ("reduce_scatter", "dp_shard"): 3,
+            ("all_reduce", "world"): 1,
+        }
         shares = [answers[name] for name in ("busy", "exposed_communication", "data_wait")]
         assert all(0 <= share <= 1 for share in shares) and sum(shares) == pytest.approx(1, abs=0.1)
-        assert len(answers["operations"]) == 10 and "aten::mm" in {row["name"] for row in answers["operations"]}
+        assert len(answers["operations"]) == 10 and "aten::mm" in {
+            row["name"] for row in answers["operations"]
+        }
         if fault == "sync":
             source = Path(__file__).read_text().splitlines()
             line = next(i for i, text in enumerate(source, 1) if text.endswith("# here"))
@@ -62,7 +77,10 @@ def test_a_run_that_is_continued_inside_the_window_has_nothing_to_say(run):
     assert not (out / "profile").exists()
 
 
-@pytest.mark.parametrize("spans, total", [([], 0), ([(0, 2), (1, 3)], 3), ([(5, 6), (0, 1)], 2), ([(0, 9), (1, 2), (3, 4)], 9)])
+@pytest.mark.parametrize(
+    "spans, total",
+    [([], 0), ([(0, 2), (1, 3)], 3), ([(5, 6), (0, 1)], 2), ([(0, 9), (1, 2), (3, 4)], 9)],
+)
 def test_overlapping_spans_count_once(spans, total):
     assert profiling.covered(spans) == total
 
@@ -70,7 +88,15 @@ def test_overlapping_spans_count_once(spans, total):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_the_answers_of_a_gpu(pool, tokens, tmp_path):
-    argv = [*flags(f"--data {tokens} --out {tmp_path}/run --max_steps 8 --profile 3:6"), "--device", "cuda"]
+    argv = [
+        *flags(f"--data {tokens} --out {tmp_path}/run --max_steps 8 --profile 3:6"),
+        "--device",
+        "cuda",
+    ]
     ((status, out, _),) = pool(1, profiled, argv, "sync")
     answers = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
-    assert status == 0 and 0 < answers["busy"] <= 1 and any("test_profile.py" in place for place in answers["host_syncs"])
+    assert (
+        status == 0
+        and 0 < answers["busy"] <= 1
+        and any("test_profile.py" in place for place in answers["host_syncs"])
+    )

@@ -20,13 +20,31 @@ def start_with_a_fault(argv: list[str], fault: str, other: str) -> tuple[int, st
     """train.py on four ranks, of which rank 2 is not like the others (or none knows its rank)."""
     odd, init = os.environ["RANK"] == "2", model.Transformer.init_tensor
     patches = {
-        "flag": mock.patch.object(train, "parse", lambda argv, parse=train.parse: parse([*argv, "--lr", "1"] if odd else argv)),
+        "flag": mock.patch.object(
+            train,
+            "parse",
+            lambda argv, parse=train.parse: parse([*argv, "--lr", "1"] if odd else argv),
+        ),
         "code": mock.patch.object(train, "source_hash", lambda: "abc" if odd else "def"),
-        "data": mock.patch.object(data, "open_folder", lambda path, open=data.open_folder: open(Path(other) if odd else path)),
-        "weights": mock.patch.object(model.Transformer, "init_tensor", lambda net, name, t, seed: init(net, name, t, seed + odd)),
+        "data": mock.patch.object(
+            data,
+            "open_folder",
+            lambda path, open=data.open_folder: open(Path(other) if odd else path),
+        ),
+        "weights": mock.patch.object(
+            model.Transformer,
+            "init_tensor",
+            lambda net, name, t, seed: init(net, name, t, seed + odd),
+        ),
         "order": mock.patch.object(dist, "dp_rank", lambda mesh: 1),
-        "group": mock.patch.object(dist, "dp_rank", lambda mesh, own=dist.dp_rank: own(mesh) - (os.environ["RANK"] == "3")),
-        "norm": mock.patch.object(model.Transformer, "init_tensor", lambda net, name, t, seed: t.fill_(1 + odd * (t.dim() == 1))),
+        "group": mock.patch.object(
+            dist, "dp_rank", lambda mesh, own=dist.dp_rank: own(mesh) - (os.environ["RANK"] == "3")
+        ),
+        "norm": mock.patch.object(
+            model.Transformer,
+            "init_tensor",
+            lambda net, name, t, seed: t.fill_(1 + odd * (t.dim() == 1)),
+        ),
     }
     with patches[fault]:
         return listen(argv)
@@ -64,12 +82,17 @@ def test_auto_takes_ddp_where_it_fits_and_shards_where_not(size, local):
     with mock.patch.object(dist, "device_memory", lambda world: 80 * 10**9):
         fits, why = dist.choose_strategy(world, 10**9, 4 * 10**9)  # 16 + 4 GB
         assert fits == ("single" if size == 1 else "ddp")
-        assert why == "16 bytes x 1,000,000,000 parameters + 4.00 GB activations = 20.00 GB, at most 80% of 80.0 GB"
+        assert (
+            why
+            == "16 bytes x 1,000,000,000 parameters + 4.00 GB activations = 20.00 GB, at most 80% of 80.0 GB"
+        )
         assert dist.choose_strategy(world, 4 * 10**9, 10**9)[0] == WORLDS[size, local]  # 64 + 1 GB
 
 
 def test_auto_says_what_decided(pool, tokens, tmp_path):
-    ((status, said, _), _) = pool(2, listen, flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1"))
+    ((status, said, _), _) = pool(
+        2, listen, flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1")
+    )
     assert status == 0 and "mesh    ddp: dp_replicate 2 x dp_shard 1" in said
     assert "--strategy auto: 16 bytes x " in said and "at most 80% of" in said
 
@@ -84,7 +107,9 @@ def page_faults_of_a_large_tensor() -> int:
     return min(faults)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are"
+)
 def test_memory_that_a_tensor_freed_comes_again_without_the_kernel(pool):
     (faults,) = pool(1, page_faults_of_a_large_tensor)
     assert faults < 100

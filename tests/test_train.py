@@ -26,7 +26,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def spawn(command: list, **options) -> subprocess.Popen:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -47,7 +49,10 @@ def test_the_command_of_the_readme(tmp_path):
     assert process.returncode == 0, err
     assert (tmp_path / "tokens/python/meta.json").exists()
     assert "fsdp: dp_replicate 1 x dp_shard 2 x tp 1 = 2 x cpu" in out
-    assert "32 sequences = micro-batch 16 x accumulation 1 x 2 ranks; x 128 tokens = 4,096 tokens a step" in out
+    assert (
+        "32 sequences = micro-batch 16 x accumulation 1 x 2 ranks; x 128 tokens = 4,096 tokens a step"
+        in out
+    )
     assert re.search(r"^step 30/30 +100%  loss \d\.\d{4}", out, re.M)
     assert len(out.split("- sample -")[1]) > 256
     log = rows(tmp_path / "runs/tiny")
@@ -57,7 +62,9 @@ def test_the_command_of_the_readme(tmp_path):
         tokens_per_second tokens_per_second_per_device
         mfu data_wait data_wait_min peak_device_memory peak_host_memory"""
     assert log[-1].keys() == set(fields.split())
-    assert log[-1]["mfu"] is None and log[-1]["tokens_per_second"] == pytest.approx(4096 / log[-1]["step_time"])
+    assert log[-1]["mfu"] is None and log[-1]["tokens_per_second"] == pytest.approx(
+        4096 / log[-1]["step_time"]
+    )
     assert rows(tmp_path / "runs/tiny", "val_loss")[-1]["val_loss"] < 4
 
     prompt = ["--prompt", "import", "--max_new_tokens", "20", "--seed", "3"]
@@ -70,7 +77,9 @@ def test_ctrl_c_saves_and_the_same_command_continues(run, tokens, tmp_path):
     text = "--max_steps 200 --keep_last 0 --strategy ddp"
     whole = run(2, text, "whole")
     stopped = tmp_path / "stopped"
-    process = spawn([*TORCHRUN, "2", ROOT / "train.py", *flags(f"--data {tokens} --out {stopped} {text}")])
+    process = spawn(
+        [*TORCHRUN, "2", ROOT / "train.py", *flags(f"--data {tokens} --out {stopped} {text}")]
+    )
     deadline = time.monotonic() + 60
     while not (stopped / "metrics.jsonl").exists() or len(rows(stopped)) < 5:
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
@@ -92,9 +101,13 @@ def test_a_finished_run_says_so(run, tokens, pool):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
-def test_a_finished_run_without_checkpoints_says_so_and_an_unfinished_one_cannot_go_on(run, tokens, pool):
+def test_a_finished_run_without_checkpoints_says_so_and_an_unfinished_one_cannot_go_on(
+    run, tokens, pool
+):
     out = run(1, "--max_steps 3 --checkpoint none")
-    (answer,) = pool(1, listen, flags(f"--data {tokens} --out {out} --max_steps 3 --checkpoint none"))
+    (answer,) = pool(
+        1, listen, flags(f"--data {tokens} --out {out} --max_steps 3 --checkpoint none")
+    )
     assert answer[0] == 0 and "is finished, step 3 of 3" in answer[1]
     (answer,) = pool(1, listen, flags(f"--data {tokens} --out {out} --max_steps 5"))
     assert answer[0] == 2 and "cannot be continued" in answer[2]
@@ -107,7 +120,11 @@ def test_a_folder_without_a_known_tokenizer_trains_to_the_end(run, tmp_path, mon
     np.tile(np.arange(50, dtype="<u2"), 100).tofile(tmp_path / "val.bin")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     out = tmp_path / "out"
-    command = [sys.executable, ROOT / "train.py", *flags(f"--data {tmp_path} --out {out} --max_steps 2 --sample_tokens 4")]
+    command = [
+        sys.executable,
+        ROOT / "train.py",
+        *flags(f"--data {tmp_path} --out {out} --max_steps 2 --sample_tokens 4"),
+    ]
     process = spawn(command, cwd=tmp_path)
     said, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -117,10 +134,21 @@ def test_a_folder_without_a_known_tokenizer_trains_to_the_end(run, tmp_path, mon
 def test_config_json_starts_the_same_run(run, tokens, pool, tmp_path):
     first = run(1, "--max_steps 3 --dtype float32 --beta2 0.99")
     assert pool(
-        1, call_train, ["--config", str(first / "config.json"), "--out", str(tmp_path / "again"), "--min_lr", "1e-5"]
+        1,
+        call_train,
+        [
+            "--config",
+            str(first / "config.json"),
+            "--out",
+            str(tmp_path / "again"),
+            "--min_lr",
+            "1e-5",
+        ],
     ) == [0]
     assert rows(first)[0]["loss"] == rows(tmp_path / "again")[0]["loss"]
-    then, now = (json.loads((run / "config.json").read_text()) for run in (first, tmp_path / "again"))
+    then, now = (
+        json.loads((run / "config.json").read_text()) for run in (first, tmp_path / "again")
+    )
     assert now == {**then, "out": str(tmp_path / "again"), "min_lr": 1e-5} and then["beta2"] == 0.99
 
 
@@ -177,7 +205,9 @@ def write_tokens(folder: Path, tokens: np.ndarray) -> str:
 @pytest.fixture(scope="module")
 def folders(pool, tokens, tmp_path_factory) -> dict:
     root = tmp_path_factory.mktemp("bad")
-    assert pool(1, call_train, flags(f"--data {tokens} --out {root}/other --max_steps 2 --save_interval 1")) == [0]
+    assert pool(
+        1, call_train, flags(f"--data {tokens} --out {root}/other --max_steps 2 --save_interval 1")
+    ) == [0]
     ramp = np.arange(1000) % 256
     found = {"root": root, "other": root / "other", "changed": write_tokens(root / "changed", ramp)}
     found["high"] = write_tokens(root / "high", np.where(ramp == 200, 300, ramp))
@@ -195,15 +225,21 @@ def test_bad_input_is_one_clear_line_and_exit_status_2(text, folders, tokens, po
     if text == "--device cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
     before = {path: path.read_bytes() for path in folders["root"].rglob("*") if path.is_file()}
-    argv = flags(f"--data {tokens} --out {folders['root']}/new --max_steps 4 {text.format(**folders)}")
+    argv = flags(
+        f"--data {tokens} --out {folders['root']}/new --max_steps 4 {text.format(**folders)}"
+    )
     ((status, out, err),) = pool(1, listen, argv)
     assert status == 2 and err.count("\n") == 1 and out == ""
     assert err.startswith("train.py: error: ") and BAD[text] in err
-    assert {path: path.read_bytes() for path in folders["root"].rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in folders["root"].rglob("*") if path.is_file()
+    } == before
 
 
 def test_a_mesh_that_does_not_fit_the_world_is_refused_on_every_rank(pool, tokens, tmp_path):
-    answers = pool(3, listen, flags(f"--data {tokens} --out {tmp_path}/new --strategy fsdp --dp_shard 2"))
+    answers = pool(
+        3, listen, flags(f"--data {tokens} --out {tmp_path}/new --strategy fsdp --dp_shard 2")
+    )
     assert [status for status, _, _ in answers] == [2, 2, 2]
     line = "dp_replicate 1 x dp_shard 2 = 2, but 3 processes were started: choose"
     assert answers[0][2].startswith(f"train.py: error: {line}") and answers[0][2].count("\n") == 1
@@ -246,7 +282,18 @@ def count_reads(argv: list[str]) -> dict[str, int]:
 
     run = train.Run(train.parse(argv), dist.start("cpu"))
     run.build()
-    names = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__", "__format__", "__repr__", "nonzero")
+    names = (
+        "item",
+        "tolist",
+        "cpu",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__format__",
+        "__repr__",
+        "nonzero",
+    )
     methods = {name: getattr(torch.Tensor, name) for name in names}
     run.evaluate = lambda: None  # evaluations wait
     for name, method in methods.items():
@@ -262,8 +309,13 @@ def count_reads(argv: list[str]) -> dict[str, int]:
 def test_the_host_reads_from_the_device_on_log_steps_only(pool, tokens, tmp_path, mesh):
     """Steps 1, 5 and 6 of 6 log: one read each. Before them DataLoader reads a seed of its own, on the host."""
     ranks = {"single": 1, "ddp": 2, "fsdp": 2}.get(mesh, 4)
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {mesh} --micro_batch_size 1 --max_steps 6 --checkpoint none")
-    assert pool(ranks, count_reads, [*argv, "--log_interval", "5"]) == [{"item": 1, "tolist": 3, "inner": 1}] * ranks
+    argv = flags(
+        f"--data {tokens} --out {tmp_path}/run --strategy {mesh} --micro_batch_size 1 --max_steps 6 --checkpoint none"
+    )
+    assert (
+        pool(ranks, count_reads, [*argv, "--log_interval", "5"])
+        == [{"item": 1, "tolist": 3, "inner": 1}] * ranks
+    )
 
 
 class Still(torch.optim.SGD):
@@ -294,7 +346,9 @@ def test_no_value_leaves_the_device_in_a_step(tokens, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_no_sync_on_cuda(pool, tokens, tmp_path, strategy):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --micro_batch_size 2") + [
+    argv = flags(
+        f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --micro_batch_size 2"
+    ) + [
         "--device",
         "cuda",
     ]
@@ -306,7 +360,8 @@ def cuda_steps(argv: list[str]) -> int:
     run = train.Run(config, dist.start("cuda"))
     run.build()
     batches = run.fetch(
-        run.train_windows, data.train_numbers(range(6), config.global_batch_size, run.micro, run.rank, run.ranks)
+        run.train_windows,
+        data.train_numbers(range(6), config.global_batch_size, run.micro, run.rank, run.ranks),
     )
     for _ in range(3):  # the first step allocates
         run.train_step(batches)
@@ -322,6 +377,11 @@ def cuda_steps(argv: list[str]) -> int:
 @pytest.mark.slow
 def test_the_default_run_learns_in_three_minutes(tmp_path):
     began = time.monotonic()
-    subprocess.run([*TORCHRUN, "2", ROOT / "train.py", "--strategy", "fsdp"], cwd=tmp_path, check=True, timeout=400)
+    subprocess.run(
+        [*TORCHRUN, "2", ROOT / "train.py", "--strategy", "fsdp"],
+        cwd=tmp_path,
+        check=True,
+        timeout=400,
+    )
     assert time.monotonic() - began < 180
     assert rows(tmp_path / "runs/tiny", "val_loss")[-1]["val_loss"] <= 1.6

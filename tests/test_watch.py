@@ -40,10 +40,22 @@ class Job:
 
     def __init__(self, script: Path, ranks: int, out: Path, argv: list[str]):
         self.out, self.errors, self.ranks = out, out.with_suffix(".errors"), []
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(ranks),
+        ]
         with open(self.errors, "w") as file:
-            self.process = subprocess.Popen([*torchrun, script, "--out", out, *argv], stdout=subprocess.DEVNULL, stderr=file,
-                                            start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            self.process = subprocess.Popen(
+                [*torchrun, script, "--out", out, *argv],
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
 
     def wait(self, condition, limit: float) -> None:
         deadline = time.monotonic() + limit
@@ -53,7 +65,11 @@ class Job:
 
     def signal(self, rank: int, number: int) -> None:
         if not self.ranks:  # later some may be gone
-            self.ranks = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            self.ranks = (
+                Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+                .read_text()
+                .split()
+            )
         os.kill(int(self.ranks[rank]), number)
 
     def trains(self) -> bool:
@@ -63,11 +79,19 @@ class Job:
 
     def line(self) -> str:
         """What train.py said of the end."""
-        return "".join("".join(found) for found in re.findall(r"^\w+.py: error: (.*)$", self.errors.read_text(), re.M))
+        return "".join(
+            "".join(found)
+            for found in re.findall(r"^\w+.py: error: (.*)$", self.errors.read_text(), re.M)
+        )
 
     def over(self) -> bool:
         """It has ended, with status 1, and no process of it is left."""
-        return self.process.poll() == 1 and not subprocess.run(["pgrep", "-s", str(self.process.pid)], capture_output=True).stdout
+        return (
+            self.process.poll() == 1
+            and not subprocess.run(
+                ["pgrep", "-s", str(self.process.pid)], capture_output=True
+            ).stdout
+        )
 
 
 def last_collective(out: Path, rank: int) -> dict:
@@ -77,7 +101,11 @@ def last_collective(out: Path, rank: int) -> dict:
 def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path):
     """Three jobs at once, each with a time-out of 6 seconds."""
     (tmp_path / "stuck.py").write_text(STUCK.format(root=str(ROOT)))
-    scripts = {"stopped": ROOT / "train.py", "killed": ROOT / "train.py", "stuck": tmp_path / "stuck.py"}
+    scripts = {
+        "stopped": ROOT / "train.py",
+        "killed": ROOT / "train.py",
+        "stuck": tmp_path / "stuck.py",
+    }
     argv = flags(f"--data {tokens} --strategy fsdp --max_steps 1000000 --timeout 6")
     jobs = {name: Job(script, 2, tmp_path / name, argv) for name, script in scripts.items()}
     for name, number in ("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL):
@@ -93,7 +121,9 @@ def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_p
             assert last_seen <= step and abs(step - len(rows(tmp_path / name))) < 2
     line = "rank 1 did not arrive within 6 s: still after step 39, reading data; rank 0 is after step 39, computing"
     assert jobs["stuck"].line() == line
-    assert last_collective(tmp_path / "stuck", 0)["profiling_name"] == "gloo:all_gather"  # waits for weights; rank 1 is behind
+    assert (
+        last_collective(tmp_path / "stuck", 0)["profiling_name"] == "gloo:all_gather"
+    )  # waits for weights; rank 1 is behind
     assert (tmp_path / "stuck/flight/rank_1").exists()
 
 
@@ -101,7 +131,12 @@ def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_p
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_torchrun_as_it_is_ends_within_the_time_out_and_30_seconds(tokens, tmp_path, rank, number):
-    job = Job(ROOT / "train.py", 4, tmp_path / "run", flags(f"--data {tokens} --strategy ddp --max_steps 1000000 --timeout 10"))
+    job = Job(
+        ROOT / "train.py",
+        4,
+        tmp_path / "run",
+        flags(f"--data {tokens} --strategy ddp --max_steps 1000000 --timeout 10"),
+    )
     job.wait(job.trains, 60)
     job.signal(rank, number)
     job.wait(job.over, 10 + 30)
@@ -124,7 +159,9 @@ def test_the_slowest_rank_is_named_in_the_log(pool, tokens, tmp_path):
     assert pool(4, train_with_a_slow_rank, argv) == [0] * 4
     for row in rows(tmp_path / "run")[1:]:  # in the first step all have their own start to pay for
         assert row["slowest_rank"] == 2 and row["step_time_min"] < row["step_time_max"]
-        assert row["data_wait"] > 0.01 > row["data_wait_min"]  # the others waited for rank 2, not for data
+        assert (
+            row["data_wait"] > 0.01 > row["data_wait_min"]
+        )  # the others waited for rank 2, not for data
 
 
 @pytest.mark.parametrize(
@@ -140,4 +177,7 @@ def test_the_slowest_rank_is_named_in_the_log(pool, tokens, tmp_path):
 def test_who_is_to_blame(after, alarm, line):
     watch = dist.Watch(torch.distributed.HashStore(), 0, 3, timeout=60)
     watch.alarm = alarm
-    assert watch.find([b"2 9 a", b"4 9 a", b"4 9 b"], [beat.encode() for beat in after.split("|")]) == line
+    assert (
+        watch.find([b"2 9 a", b"4 9 a", b"4 9 b"], [beat.encode() for beat in after.split("|")])
+        == line
+    )
