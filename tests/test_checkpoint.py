@@ -349,3 +349,22 @@ def test_full_is_refused_where_it_does_not_fit(pool, tokens, tmp_path):
 def full_on_a_small_host(argv: list[str]) -> tuple:
     with mock.patch.object(checkpoint, "host_memory", lambda: {"available": 1000}):
         return listen(argv)
+
+
+# ---- compatibility
+
+SAVED = Path(__file__).parent / "saved_run_2026_11_20"
+
+
+@pytest.mark.parametrize("strategy, ranks", [("fsdp", 2), ("single", 1)])
+def test_a_run_saved_on_2026_11_20_continues_with_the_losses_it_had(pool, tmp_path, strategy, ranks):
+    """Names inside checkpoints and manifests are a contract. The run was fsdp on two ranks, saved at step 4 of 8."""
+    out = tmp_path / "run"
+    shutil.copytree(SAVED / "run", out)
+    argv = ["--config", str(out / "config.json"), "--data", str(SAVED / "tokens")]
+    argv += ["--out", str(out), "--strategy", strategy]
+    assert pool(ranks, call_train, argv) == [0] * ranks
+    before, after = rows(SAVED / "run"), rows(out)
+    assert [row["step"] for row in after] == list(range(1, 9))
+    for key in ("loss", "grad_norm", "lr", "skipped_steps"):
+        assert [row[key] for row in after] == pytest.approx([row[key] for row in before], rel=1e-5)
