@@ -32,6 +32,7 @@ import checkpoint
 import data
 import dist
 import optim
+import prepare
 from config import BUILTIN
 from model import SIZES, Transformer
 
@@ -263,10 +264,10 @@ def scaling(args) -> tuple[list[dict], str]:
 def loader(args) -> tuple[list[dict], str]:
     """The data path alone, read, checked and made into tensors in one process, against what the model consumes."""
     if not Path(BUILTIN).exists():
-        data.prepare(None, Path(BUILTIN))
+        prepare.prepare(None, Path(BUILTIN))
     folder = data.open_folder(Path(BUILTIN))
     seq_len, size = SIZES[args.model].seq_len, args.micro_batch_size
-    windows = data.Windows(folder, "train", seq_len, 0)
+    windows = data.TokenDataset(folder, "train", seq_len, 0)
     lists, speeds = itertools.cycle([list(range(i * size, (i + 1) * size)) for i in range(100)]), []
     for _ in range(args.rounds + 1):
         batches, began = data.loader(windows, itertools.islice(lists, 200)), time.perf_counter()
@@ -544,7 +545,7 @@ def cluster(args) -> tuple[list[dict], str]:
         hosts(args.hosts, args.bandwidth) as names,
     ):
         sources = sorted(str(path) for path in Path(__file__).parent.glob("*.py"))
-        data.prepare(sources, Path(folder, "tokens"), progress=lambda line: None)
+        prepare.prepare(sources, Path(folder, "tokens"), say=lambda line: None)
         for strategy in args.strategies:
             for sync in ("batch", "micro_batch"):
                 out = Path(folder, f"{strategy}-{sync}")

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 import checkpoint
-import data
 import dist
+import tokenizer
 from model import ModelConfig, Transformer, generate
 
 
@@ -91,15 +91,15 @@ def main() -> int:
     try:
         for option in ("max_new_tokens", "temperature", "top_k", "seed"):
             if not 0 <= getattr(args, option) < 2**32:
-                raise data.DataError(
+                raise tokenizer.TokenizerError(
                     f"--{option} {getattr(args, option)} must be at least 0, and a number"
                 )
         device = dist.start(args.device).device
         model, manifest = load(args.run, device)
         name = manifest["tokenizer"]
-        tokens = data.encode(name, args.prompt)
+        tokens = tokenizer.encode(name, args.prompt)
         if not 0 <= min(tokens) <= max(tokens) < manifest["tokens_in_vocabulary"]:
-            raise data.DataError(
+            raise tokenizer.TokenizerError(
                 f"--prompt: token ids are 0 to {manifest['tokens_in_vocabulary'] - 1}"
             )
         print(args.prompt, end="", flush=True)
@@ -114,12 +114,12 @@ def main() -> int:
             top_k=args.top_k,
             seed=args.seed,
         )
-        for text in data.decode(name, new):
+        for text in tokenizer.decode(name, new):
             print(text, end="", flush=True)
         print()
         dist.stop()
         return 0
-    except (data.DataError, dist.MeshError) as error:
+    except (tokenizer.TokenizerError, dist.MeshError) as error:
         print(f"sample.py: error: {error}", file=sys.stderr)
         return 2
     except checkpoint.CheckpointError as error:

@@ -26,7 +26,9 @@ import checkpoint
 import data
 import dist
 import optim
+import prepare
 import profiling
+import tokenizer
 from config import BUILTIN, Config, UsageError, batch_shape, model_config, parse, profile_window
 from model import SIZES, Transformer, generate
 
@@ -226,8 +228,8 @@ class Run:
         folder = data.open_folder(Path(c.data))
         self.model_config = model_config(c, folder.vocab_size)
         self.seq_len = self.model_config.seq_len
-        self.train_windows = data.Windows(folder, "train", self.seq_len, c.seed)
-        self.val_windows = data.Windows(folder, "val", self.seq_len, None)
+        self.train_windows = data.TokenDataset(folder, "train", self.seq_len, c.seed)
+        self.val_windows = data.TokenDataset(folder, "val", self.seq_len, None)
         self.folder = folder
         self.manifest = {
             "config": dataclasses.asdict(c),
@@ -313,8 +315,12 @@ class Run:
             checkpoint.load(self.path, self.state)
         same = {f"--{name}": value for name, value in self.manifest["config"].items()}
         same |= {"the code": source_hash(), "the data's fingerprint": self.manifest["data"]}
-        numbers = data.train_numbers(
-            range(self.step, self.step + 1), c.global_batch_size, self.micro, self.rank, self.ranks
+        numbers = data.train_indices(
+            range(self.step + 1, self.step + 2),
+            c.global_batch_size,
+            self.micro,
+            self.rank,
+            self.ranks,
         )
         dist.handshake(self.mesh, same, model.parameters(), itertools.chain(*numbers))
         out = Path(c.out)
@@ -358,13 +364,13 @@ class Run:
         ):
             self.log.say(line)
 
-    def fetch(self, windows: data.Windows, numbers: Iterator[list[int]]) -> Iterator[Tensor]:
+    def fetch(self, windows: data.TokenDataset, numbers: Iterator[list[int]]) -> Iterator[Tensor]:
         """Batches (m, T + 1) on the device."""
         cuda, workers = self.device.type == "cuda", self.config.num_workers
         batches = data.loader(
             windows, numbers, workers if workers is not None else 2 * cuda, pin=cuda
         )
-        return data.on_device(self.timed(batches), self.device)
+        return data.prefetch(self.timed(batches), self.device) if cuda else self.timed(batches)
 
     def timed(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
         while True:
@@ -506,7 +512,7 @@ class Run:
         """Log the mean loss over the fixed validation set. All ranks take part, since every forward is a collective."""
         count, waited = min(self.config.eval_sequences, len(self.val_windows)), self.data_wait
         lists = list(
-            data.val_numbers(count, len(self.val_windows), self.micro, self.rank, self.ranks)
+            data.val_indices(count, len(self.val_windows), self.micro, self.rank, self.ranks)
         )
         total = torch.zeros(1, device=self.device)
         # A rank that has run out joins the forward with window 0, which weighs nothing.
@@ -574,9 +580,11 @@ class Run:
         tokens = prompt + list(tokens)
         try:
             return (
-                "".join(data.decode(self.folder.tokenizer, tokens)) if self.world.rank == 0 else ""
+                "".join(tokenizer.decode(self.folder.tokenizer, tokens))
+                if self.world.rank == 0
+                else ""
             )
-        except data.DataError as error:  # trained all the same
+        except tokenizer.TokenizerError as error:  # trained all the same
             return f"no text: {error}"
 
     def interrupt(self, number: int, frame) -> None:
@@ -595,8 +603,8 @@ class Run:
 def train(run: Run) -> int:
     """The loop; returns the exit status. The host waits for the device only to evaluate, to save and to end."""
     c, log = run.config, run.log
-    numbers = data.train_numbers(
-        range(run.step, c.max_steps), c.global_batch_size, run.micro, run.rank, run.ranks
+    numbers = data.train_indices(
+        range(run.step + 1, c.max_steps + 1), c.global_batch_size, run.micro, run.rank, run.ranks
     )
     batches = run.fetch(run.train_windows, numbers)
     agreement = dist.Agreement(run.world)
@@ -680,7 +688,7 @@ def prepare_builtin(world: dist.World) -> None:
     """Make the default token folder: on rank 0, and, where hosts share no disk, on one rank of each other host."""
     for turn in (world.rank, world.local_rank):
         if turn == 0 and not Path(BUILTIN).exists():
-            data.prepare(None, Path(BUILTIN))
+            prepare.prepare(None, Path(BUILTIN))
         torch.distributed.barrier()
 
 
@@ -706,7 +714,7 @@ def main(argv: list[str]) -> int:
                 )
         dist.stop()
         return status
-    except (UsageError, data.DataError, dist.MeshError) as error:
+    except (UsageError, data.DataError, tokenizer.TokenizerError, dist.MeshError) as error:
         return fail(str(error), 2)
     except (checkpoint.CheckpointError, Diverged, OSError) as error:
         return fail(str(error), 1)

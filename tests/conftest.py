@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
-import data
+import prepare
 
 TINY = "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 --global_batch_size 8 --sample_tokens 0"
 QUIET = "--device cpu --eval_sequences 10 --eval_interval 0 --save_interval 0 --log_interval 1 --lr 3e-3 --warmup_steps 3"
@@ -118,9 +118,7 @@ def tokens(tmp_path_factory) -> Path:
     (root / "text").mkdir()
     for i in range(40):
         (root / "text" / f"{i:02}.txt").write_text(" ".join(rng.choices(words, k=150)))
-    data.prepare(
-        [str(root / "text")], root / "tokens", val_fraction=0.2, progress=lambda line: None
-    )
+    prepare.prepare([str(root / "text")], root / "tokens", val_fraction=0.2, say=lambda line: None)
     return root / "tokens"
 
 

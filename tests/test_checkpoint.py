@@ -357,7 +357,9 @@ SAVED = Path(__file__).parent / "saved_run_2026_11_20"
 
 
 @pytest.mark.parametrize("strategy, ranks", [("fsdp", 2), ("single", 1)])
-def test_a_run_saved_on_2026_11_20_continues_with_the_losses_it_had(pool, tmp_path, strategy, ranks):
+def test_a_run_saved_on_2026_11_20_continues_with_the_losses_it_had(
+    pool, tmp_path, strategy, ranks
+):
     """Names inside checkpoints and manifests are a contract. The run was fsdp on two ranks, saved at step 4 of 8."""
     out = tmp_path / "run"
     shutil.copytree(SAVED / "run", out)

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", ["model", "data", "dist", "optim", "checkpoint"])
+@pytest.mark.parametrize("name", ["model", "data", "tokenizer", "dist", "optim", "checkpoint"])
 def test_ground_floor_files_import_only_torch_numpy_tiktoken_and_the_standard_library(name):
     tree = ast.parse((ROOT / f"{name}.py").read_text())
     imported = {

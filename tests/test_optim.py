@@ -205,8 +205,8 @@ def faulty_run(argv: list[str], fault: str, rank: int, at: int, count: int) -> l
     run = train.Run(train.parse(argv), dist.start("cpu"))
     with mock.patch.object(optim.Optimizer, "WINDOW", 8):
         run.build()
-    numbers = data.train_numbers(
-        range(count), run.config.global_batch_size, run.micro, run.rank, run.ranks
+    numbers = data.train_indices(
+        range(1, count + 1), run.config.global_batch_size, run.micro, run.rank, run.ranks
     )
     batches = run.fetch(run.train_windows, numbers)
     forward, losses = run.forward, []

@@ -62,8 +62,8 @@ def count(argv: list[str]) -> tuple[dict, list[int]]:
     """(what a step of this run communicates, the sizes of its blocks and of the rest)"""
     run = train.Run(train.parse(argv), dist.start("cpu"))
     run.build()
-    numbers = data.train_numbers(
-        range(3), run.config.global_batch_size, run.micro, run.rank, run.ranks
+    numbers = data.train_indices(
+        range(1, 4), run.config.global_batch_size, run.micro, run.rank, run.ranks
     )
     batches = run.fetch(run.train_windows, numbers)
     with loss_parallel():
@@ -190,8 +190,8 @@ def compiled(argv: list[str]) -> tuple[list[tuple], list[int]]:
     torch._dynamo.reset()
     run = train.Run(train.parse(argv), dist.start("cpu"))
     run.build()
-    numbers = data.train_numbers(
-        range(4), run.config.global_batch_size, run.micro, run.rank, run.ranks
+    numbers = data.train_indices(
+        range(1, 5), run.config.global_batch_size, run.micro, run.rank, run.ranks
     )
     batches, found, graphs = run.fetch(run.train_windows, numbers), [], []
     for _ in range(4):

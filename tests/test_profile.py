@@ -16,7 +16,7 @@ import profiling
 
 def profiled(argv: list[str], fault: str) -> tuple[int, str, str]:
     """train.py, whose steps 4 to 6 ask for a value on the host, or wait for data."""
-    step, get = optim.Optimizer.step, data.Windows.__getitem__
+    step, get = optim.Optimizer.step, data.TokenDataset.__getitem__
 
     def asking(self, number, loss, measure=False):
         if fault == "sync" and number > 2:
@@ -29,7 +29,7 @@ def profiled(argv: list[str], fault: str) -> tuple[int, str, str]:
 
     with (
         mock.patch.object(optim.Optimizer, "step", asking),
-        mock.patch.object(data.Windows, "__getitem__", waiting),
+        mock.patch.object(data.TokenDataset, "__getitem__", waiting),
     ):
         return listen(argv)
 

@@ -159,7 +159,7 @@ BAD = {  # flags -> what the line says; {...} are folders of the fixture
     "--max_steps 0": "--max_steps 0 must be at least 1",
     "--lr -1": "--lr -1.0 must be at least 0",
     "--lr nan": "--lr nan must be at least 0",
-    "--data {root}/nowhere": "no train.bin there; make one with: python data.py",
+    "--data {root}/nowhere": "no train.bin there; create it with: python prepare.py",
     "--seq_len 100000": "one sequence of --seq_len 100000 needs 100,001",
     "--data {high}": "train.bin holds token 300, above its vocabulary of 257",
     "--data {torn}": "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes",
@@ -361,7 +361,7 @@ def cuda_steps(argv: list[str]) -> int:
     run.build()
     batches = run.fetch(
         run.train_windows,
-        data.train_numbers(range(6), config.global_batch_size, run.micro, run.rank, run.ranks),
+        data.train_indices(range(1, 7), config.global_batch_size, run.micro, run.rank, run.ranks),
     )
     for _ in range(3):  # the first step allocates
         run.train_step(batches)

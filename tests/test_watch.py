@@ -23,14 +23,14 @@ STUCK = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import data, train
-reads, get = 0, data.Windows.__getitem__
+reads, get = 0, data.TokenDataset.__getitem__
 def stuck(windows, number):
     global reads
     reads += 1
     if reads == 40 and os.environ["RANK"] == "1":
         time.sleep(1000)
     return get(windows, number)
-data.Windows.__getitem__ = stuck
+data.TokenDataset.__getitem__ = stuck
 sys.exit(train.main(sys.argv[1:]))
 """
 
@@ -144,13 +144,13 @@ def test_torchrun_as_it_is_ends_within_the_time_out_and_30_seconds(tokens, tmp_p
 
 
 def train_with_a_slow_rank(argv: list[str]) -> int:
-    get = data.Windows.__getitem__
+    get = data.TokenDataset.__getitem__
 
     def slow(windows, number):
         time.sleep(0.01 * (os.environ["RANK"] == "2"))
         return get(windows, number)
 
-    with mock.patch.object(data.Windows, "__getitem__", slow):
+    with mock.patch.object(data.TokenDataset, "__getitem__", slow):
         return call_train(argv)
 
 
