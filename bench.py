@@ -434,7 +434,7 @@ def optimizer(args) -> tuple[list[dict], str]:
         adamw.step()
 
     seconds = alternate(
-        {"bare": bare_step, "nanoshard": lambda: wrapper.step(0, loss)}, args.rounds, world.device
+        {"bare": bare_step, "nanoshard": lambda: wrapper.step(1, loss)}, args.rounds, world.device
     )
     ratios = [a / b for a, b in zip(seconds["nanoshard"], seconds["bare"])]
     rows = [

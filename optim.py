@@ -1,25 +1,28 @@
-"""AdamW, clipping, schedule, guards and metrics as one object. Knows nothing of files or text.
+"""AdamW, learning-rate schedules, gradient clipping, skipped updates and statistics in one object.
 
-Nothing here waits for the device: norms, decisions and counters are tensors on it, and the host only queues work. Which
-strategy clips is one entry of a table, so that an A/B test is one flag and an idea of your own is one function.
+Nothing here waits for the device: norms, decisions and counters are tensors that stay on it, and
+the host only queues work. Adding a clipping strategy takes one function and one entry in CLIPS.
 """
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# ---------------------------------------------------------------------------------------------------------------
-# Schedules: share of the way from min_lr (0) to lr (1), at x from 0 (end of warm-up) to 1 (end of the run)
+SPIKE_HISTORY = 128  # updates whose loss and gradient norm a new one is compared with
 
+# --------------------------------------------------------------------------------------------------
+# Learning rate
+
+# Height between min_lr (0) and lr (1), at progress x from 0 (end of warm-up) to 1 (end of the run)
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
-    "wsd": lambda x: min(
-        1.0, (1 - x) / 0.2
-    ),  # warm-up, stable, decay over the last fifth (Hu et al. 2024)
+    # warm-up, stable, decay: decays over the last fifth only (Hu et al. 2024)
+    "wsd": lambda x: min(1.0, (1 - x) / 0.2),
     "linear": lambda x: 1 - x,
     "constant": lambda x: 1.0,
 }
@@ -28,87 +31,187 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 def learning_rate(
     step: int, *, schedule: str, lr: float, min_lr: float, warmup_steps: int, max_steps: int
 ) -> float:
-    """The learning rate of update number `step`, counted from 0: a pure function, so a resumed run needs no state."""
-    if step < warmup_steps:
-        return lr * (step + 1) / warmup_steps
-    x = (step - warmup_steps) / max(1, max_steps - warmup_steps)
-    return min_lr + (lr - min_lr) * SCHEDULES[schedule](min(x, 1.0))
+    """The learning rate of update `step`, counted from 1. Stateless, so resuming restores nothing.
 
-
-# ---------------------------------------------------------------------------------------------------------------
-# Clipping: a strategy changes this rank's parts of the gradients in place and tells which it changed
-#
-#     strategy(o, grads, norms) -> bool (n,)    o: the Optimizer, for its settings and o.skip, whether this update is
-#                                               left out; grads: n local parts; norms (n,): of the whole gradients
-
-
-def clip_norm(o: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
-    """All gradients by one factor, so that their common norm is at most max_grad_norm (Pascanu et al. 2013)."""
-    total = norms.norm()
-    o.adamw.grad_scale = ((total + 1e-6) / o.max_grad_norm).clamp(
-        min=1.0
-    )  # AdamW divides by it: no pass of its own
-    return (total > o.max_grad_norm).expand_as(norms)
-
-
-def clip_adaptive(o: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
-    """Each gradient to max_grad_norm_ratio x the moving average of its own clipped norm (OLMo, Groeneveld et al. 2024).
-
-    The average begins with the first norm that is not 0.
+    Rises linearly to `lr` at step `warmup_steps`, then follows the schedule towards `min_lr`.
     """
-    average = torch.where(o.norm_average > 0, o.norm_average, norms)
-    limit = o.max_grad_norm_ratio * average
-    factors = (limit / (norms + 1e-6)).clamp(max=1.0)
+    if step <= warmup_steps:
+        return lr * step / warmup_steps
+    progress = (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps)
+    return min_lr + (lr - min_lr) * SCHEDULES[schedule](min(progress, 1.0))
+
+
+# --------------------------------------------------------------------------------------------------
+# Clipping strategies
+#
+#     clip_x(optimizer, grads, norms) -> clipped
+#
+#     optimizer   the Optimizer: its settings, and optimizer.skip, whether this update is skipped
+#     grads       n tensors, this rank's parts of the gradients; changed in place
+#     norms       (n,) float32, the norm of each whole gradient, over all ranks
+#     clipped     (n,) bool, which gradients were clipped
+#
+# torch._foreach_* launch one kernel for many tensors. They have no public name; torch.optim and
+# torch.nn.utils.clip_grad_norm_ are built on them too.
+
+
+def clip_norm(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
+    """Scale all gradients so that their total norm is at most max_grad_norm (Pascanu et al. 2013).
+
+    AdamW's kernel divides the gradients by `grad_scale` as it reads them: no pass over memory here.
+    """
+    total_norm = norms.norm()
+    limit = optimizer.max_grad_norm
+    optimizer.adamw.grad_scale = ((total_norm + 1e-6) / limit).clamp(min=1.0)
+    return (total_norm > limit).expand_as(norms)
+
+
+def clip_adaptive(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
+    """Scale each gradient to at most max_grad_norm_ratio x the moving average of its clipped norm.
+
+    After OLMo's per-parameter clipping (Groeneveld et al. 2024). The average starts at the first
+    norm above 0.
+    """
+    average = torch.where(optimizer.norm_average > 0, optimizer.norm_average, norms)
+    limits = optimizer.max_grad_norm_ratio * average
+    factors = (limits / (norms + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, factors.unbind())
-    average = average.lerp(norms * factors, 1 - max(o.adamw.defaults["betas"]))
-    o.norm_average.copy_(torch.where(o.skip, o.norm_average, average))
-    return norms > limit
+    beta = max(optimizer.adamw.defaults["betas"])
+    average = average.lerp(norms * factors, 1 - beta)  # beta * average + (1 - beta) * clipped norm
+    optimizer.norm_average.copy_(torch.where(optimizer.skip, optimizer.norm_average, average))
+    return norms > limits
 
 
-def clip_value(o: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
-    """Each element to -max_grad_norm ... max_grad_norm."""
-    largest = torch._foreach_norm(
-        [grad if grad.numel() else grad.new_zeros(1) for grad in grads], math.inf
-    )
-    torch._foreach_clamp_min_(grads, -o.max_grad_norm)
-    torch._foreach_clamp_max_(grads, o.max_grad_norm)
-    return torch.stack(largest) > o.max_grad_norm
+def clip_value(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
+    """Clamp each element to [-max_grad_norm, max_grad_norm]."""
+    limit = optimizer.max_grad_norm
+    non_empty = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
+    largest = torch.stack(torch._foreach_norm(non_empty, math.inf))  # (n,), of this rank's parts
+    torch._foreach_clamp_min_(grads, -limit)
+    torch._foreach_clamp_max_(grads, limit)
+    return largest > limit
 
 
-def clip_none(o: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
+def clip_none(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
+    """Change nothing."""
     return torch.zeros_like(norms, dtype=torch.bool)
 
 
 CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive, "value": clip_value, "none": clip_none}
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Parameters on a mesh
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """This rank's part of a tensor; the tensor itself where it is not distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def shards(parameter: Tensor) -> int:
-    """How many parts a parameter is cut into."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    sizes = zip(parameter.placements, parameter.device_mesh.shape)
-    return math.prod(size for placement, size in sizes if not placement.is_replicate())
+def num_shards(parameter: Tensor) -> int:
+    """How many parts a parameter is split into: 1 where it is replicated."""
+    count = 1
+    if isinstance(parameter, DTensor):
+        for placement, mesh_size in zip(parameter.placements, parameter.device_mesh.shape):
+            if not placement.is_replicate():
+                count *= mesh_size
+    return count
+
+
+class Layout:
+    """How n parameters are distributed, which is what a sum over all ranks has to know."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        device = parameters[0].device
+        shards = [num_shards(parameter) for parameter in parameters]
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.is_sharded = max(shards) > 1
+        # Each element is held by this many ranks: a sum over all ranks counts it that many times.
+        self.replicas = torch.tensor([self.world_size / n for n in shards], device=device)  # (n,)
+        self.numels = torch.tensor([p.numel() for p in parameters], device=device)  # (n,)
+
+
+def adamw_groups(
+    parameters: dict[str, nn.Parameter], decays: Callable[[str], bool], weight_decay: float
+) -> list[dict]:
+    """AdamW's parameter groups: one for each combination of weight decay and mesh.
+
+    A fused kernel takes tensors of one mesh only, and under tp the norms are on a smaller one.
+    """
+    groups = {}
+    for name, parameter in parameters.items():
+        mesh = getattr(parameter, "device_mesh", None)
+        group = groups.setdefault((decays(name), mesh), {"params": []})
+        group["params"].append(parameter)
+        group["weight_decay"] = weight_decay if decays(name) else 0.0
+    return list(groups.values())
+
+
+def allocate_state(adamw: torch.optim.AdamW) -> None:
+    """Create AdamW's state now, not in its first step.
+
+    A run that does not fit in memory then fails at start, and a checkpoint can be loaded in place.
+    """
+    for group in adamw.param_groups:
+        for parameter in group["params"]:
+            adamw.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+# --------------------------------------------------------------------------------------------------
+# Statistics
+
+
+@dataclass
+class TensorStats:
+    """Statistics of n tensors, each field (n,)."""
+
+    square_sum: Tensor
+    sum: Tensor
+    max: Tensor
+    min: Tensor
+
+
+def tensor_stats(tensors: list[Tensor]) -> TensorStats:
+    """Statistics of this rank's parts. An empty part contributes nothing to a sum, max or min."""
+    maxima = [t.amax() if t.numel() else t.new_full((), -math.inf) for t in tensors]
+    minima = [t.amin() if t.numel() else t.new_full((), math.inf) for t in tensors]
+    return TensorStats(
+        square_sum=torch.stack(torch._foreach_norm(tensors)).square(),
+        sum=torch.stack([t.sum() for t in tensors]),
+        max=torch.stack(maxima),
+        min=torch.stack(minima),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 class Optimizer:
-    """torch's fused AdamW (Loshchilov & Hutter 2019) behind a guard and a clipping strategy, on any mesh.
+    """torch's fused AdamW (Loshchilov & Hutter 2019) with clipping and skipped updates, on a mesh.
 
-    `parameters` are (name, parameter) pairs, sharded or not; `decays(name)` tells which get weight decay; `lr_at(step)`
-    is the learning rate of update number `step`, counted from 0; `clip` names an entry of CLIPS. An update is skipped,
-    on all ranks alike, where its gradient is not finite, or, with `skip_spikes`, where its loss or its norm is more than
-    so many standard deviations above the mean of the last WINDOW ones (after OLMo-core's SkipStepOptimizer). It then
-    changes neither weights nor moments nor AdamW's count of steps: the kernel does nothing where the tensor `found_inf`
-    is set, which is how torch.amp's GradScaler skips steps without asking the device.
+    parameters    (name, parameter) pairs, DTensors or plain tensors
+    decays        decays(name): whether the parameter gets weight decay
+    lr_at         lr_at(step): the learning rate of update `step`, counted from 1
+    clip          a key of CLIPS
+    skip_spikes   also skip updates whose loss or gradient norm is more than this many standard
+                  deviations above the mean of the last SPIKE_HISTORY (after OLMo-core's
+                  SkipStepOptimizer); None: skip only those whose gradient is not finite
+
+    An update is skipped on all ranks alike. It changes neither weights nor moments nor AdamW's step
+    count: the fused kernel does nothing where the tensor `found_inf` is 1. torch.amp.GradScaler
+    uses that too, to skip updates without asking the device.
     """
 
-    WINDOW = 128
+    # The columns of metrics["parameters"]
+    COLUMNS = [
+        f"{kind}_{statistic}"
+        for kind in ("grad", "weight", "exp_avg", "exp_avg_sq")
+        for statistic in ("norm", "mean", "max", "min")
+    ] + ["update_norm", "update_ratio", "clipped"]
 
     def __init__(
         self,
@@ -124,167 +227,138 @@ class Optimizer:
         max_grad_norm_ratio: float = 2.0,
         skip_spikes: float | None = None,
     ):
-        self.parameters, self.lr_at, self.clip = dict(parameters), lr_at, CLIPS[clip]
-        self.max_grad_norm, self.max_grad_norm_ratio, self.skip_spikes = (
-            max_grad_norm,
-            max_grad_norm_ratio,
-            skip_spikes,
-        )
-        groups: dict[
-            tuple, list
-        ] = {}  # one kernel takes no two meshes: under tp the norms are on a smaller one
-        for name, parameter in self.parameters.items():
-            groups.setdefault((decays(name), getattr(parameter, "device_mesh", None)), []).append(
-                parameter
-            )
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": params, "weight_decay": weight_decay * decay}
-                for (decay, _), params in groups.items()
-            ],
-            lr=0.0,
-            betas=betas,
-            eps=eps,
-            fused=True,
-        )
-        parts = [local(parameter) for parameter in self.parameters.values()]
-        device = parts[0].device
-        # AdamW's state now and not at the first step: a run that does not fit fails before it starts, and a checkpoint
-        # has tensors to load into.
-        for parameter in self.parameters.values():
-            self.adamw.state[parameter] = {
-                "step": torch.zeros((), device=device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-        # Sums over parts are taken over all ranks: there each part counts once for every rank that holds a copy of it.
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
-        cuts = [shards(parameter) for parameter in self.parameters.values()]
-        self.sharded = max(cuts) > 1
-        self.copies = torch.tensor([self.world / cut for cut in cuts], device=device)
-        self.sizes = torch.tensor(
-            [parameter.numel() for parameter in self.parameters.values()], device=device
-        )
-        self.nothing = parts[0].new_empty(0)  # stands for the gradient of a parameter that has none
-        self.skipped_steps = torch.zeros((), device=device)  # in all
-        self.skipped_in_a_row = torch.zeros(2, device=device)  # now, and at most since the start
-        self.norm_average = torch.zeros(len(parts), device=device)  # for clip_adaptive
-        self.window = torch.full(
-            (2, self.WINDOW), math.nan, device=device
-        )  # losses and norms, oldest first; nan: none yet
+        self.parameters = dict(parameters)
+        self.lr_at = lr_at
+        self.clip = CLIPS[clip]
+        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm_ratio = max_grad_norm_ratio
+        self.skip_spikes = skip_spikes
+
+        groups = adamw_groups(self.parameters, decays, weight_decay)
+        self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        allocate_state(self.adamw)
+        self.layout = Layout(list(self.parameters.values()))
+
+        device = self.layout.replicas.device
+        self.empty_grad = torch.empty(0, device=device)  # of a parameter that has none
+        self.norm_average = torch.zeros(len(self.parameters), device=device)  # for clip_adaptive
+        # Losses and gradient norms, oldest first; nan: not known yet
+        self.spike_history = torch.full((2, SPIKE_HISTORY), math.nan, device=device)
+        self.skipped_steps = torch.zeros((), device=device)
+        self.skipped_in_a_row = torch.zeros((), device=device)  # up to this update
+        self.most_skipped_in_a_row = torch.zeros((), device=device)
 
     @torch.no_grad()
     def step(self, step: int, loss: Tensor, measure: bool = False) -> dict[str, Tensor]:
-        """Update the weights from their gradients and drop these. `loss` is this rank's, 0-d.
+        """Update the weights from their gradients, then free the gradients.
 
-        Returns 0-d tensors on the device: grad_norm, of the whole gradient before clipping; clipped, 1 where a gradient
-        was; skipped_steps so far; skipped_in_a_row, at most so far. With `measure` also "parameters" (n, len(COLUMNS)).
-        One collective where weights are sharded or spikes skipped, else none; with `measure` two more.
+        `step` is counted from 1, `loss` is this rank's, 0-d. Returns 0-d tensors on the device:
+        grad_norm of the whole gradient before clipping; clipped, 1 where any gradient was;
+        skipped_steps so far; skipped_in_a_row, the most so far. `measure` adds "parameters",
+        (n, len(COLUMNS)). One collective where weights are sharded, or where several ranks look
+        for spikes, else none; `measure` takes two more where weights are sharded.
         """
-        grads = [
-            self.nothing if p.grad is None else local(p.grad) for p in self.parameters.values()
-        ]
-        squares = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of the local parts
-        if self.sharded or (self.skip_spikes and self.world > 1):
-            sums = torch.cat((squares / self.copies, loss[None] / self.world))
+        params = self.parameters.values()
+        grads = [self.empty_grad if p.grad is None else local(p.grad) for p in params]
+        square_sums = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of this rank's parts
+        world_size = self.layout.world_size
+        if self.layout.is_sharded or (self.skip_spikes and world_size > 1):
+            sums = torch.cat((square_sums / self.layout.replicas, loss[None] / world_size))
             dist.all_reduce(sums)
-            squares, loss = sums[:-1], sums[-1]
-        norm = squares.sum().sqrt()
-        self.skip = ~norm.isfinite()
+            square_sums = sums[:-1]  # (n,), of the whole gradients
+            loss = sums[-1]  # mean over ranks
+        grad_norm = square_sums.sum().sqrt()
+        self.skip = ~grad_norm.isfinite()
         if self.skip_spikes:
-            self.skip |= self.is_spike(torch.stack((loss, norm)))
-        gradients = self.statistics(grads) if measure else None  # of what came, before clipping
-        self.adamw.grad_scale, self.adamw.found_inf = None, self.skip.float()
-        clipped = self.clip(self, grads, squares.sqrt())
+            self.skip |= self.is_spike(loss, grad_norm)
 
-        before = [local(p).clone() for p in self.parameters.values()] if measure else None
+        if measure:
+            grad_stats = tensor_stats(grads)  # before clipping
+            old_weights = [local(p).clone() for p in params]
+        self.adamw.found_inf = self.skip.float()
+        self.adamw.grad_scale = None  # unless clip_norm sets it
+        clipped = self.clip(self, grads, square_sums.sqrt())
         self.lr = self.lr_at(step)
         for group in self.adamw.param_groups:
             group["lr"] = self.lr
         self.adamw.step()
         self.adamw.zero_grad()
-        self.skipped_steps += self.skip
-        now, most = self.skipped_in_a_row
-        now.add_(1).mul_(self.skip)
-        most.copy_(torch.maximum(most, now))
-        counts = {"skipped_steps": self.skipped_steps.clone(), "skipped_in_a_row": most.clone()}
-        metrics = {"grad_norm": norm, "clipped": clipped.any().float(), **counts}
-        return (
-            metrics | {"parameters": self.measure(gradients, before, clipped)}
-            if measure
-            else metrics
-        )
 
-    def is_spike(self, latest: Tensor) -> Tensor:
-        """Whether loss or norm, `latest` (2,), is far above the window, of which half must be full; then it enters it.
+        metrics = {"grad_norm": grad_norm, "clipped": clipped.any().float(), **self.count_skips()}
+        if measure:
+            metrics["parameters"] = self.parameter_stats(grad_stats, old_weights, clipped)
+        return metrics
 
-        A spike enters too, so that a lasting change of level is not skipped for ever; what is not finite does not.
+    def is_spike(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Whether the loss or the gradient norm is a spike, which needs half of the history known.
+
+        Both then enter the history if they are finite. A spike enters too, so that a lasting change
+        of level is not skipped forever.
         """
-        known = self.window.isfinite()
-        count = known.sum(1)
-        mean = self.window.nansum(1) / count
-        deviation = (((self.window - mean[:, None]) ** 2).nansum(1) / (count - 1)).sqrt()
-        spike = (
-            (latest > mean + self.skip_spikes * deviation) & (count >= self.window.size(1) // 2)
-        ).any()
-        moved = torch.cat((self.window[:, 1:], latest[:, None]), 1)
-        self.window.copy_(torch.where(latest.isfinite().all(), moved, self.window))
+        history = self.spike_history  # (2, SPIKE_HISTORY)
+        latest = torch.stack((loss, grad_norm))  # (2,)
+        known = history.isfinite().sum(1)
+        mean = history.nansum(1) / known
+        variance = ((history - mean[:, None]) ** 2).nansum(1) / (known - 1)
+        is_far = latest > mean + self.skip_spikes * variance.sqrt()
+        spike = (is_far & (known >= history.size(1) // 2)).any()
+        shifted = torch.cat((history[:, 1:], latest[:, None]), dim=1)
+        history.copy_(torch.where(latest.isfinite().all(), shifted, history))
         return spike
 
-    # ---- what an optimizer looks like from inside, for every parameter
+    def count_skips(self) -> dict[str, Tensor]:
+        self.skipped_steps += self.skip
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * self.skip
+        most = torch.maximum(self.most_skipped_in_a_row, self.skipped_in_a_row)
+        self.most_skipped_in_a_row = most
+        return {"skipped_steps": self.skipped_steps.clone(), "skipped_in_a_row": most}
 
-    KINDS = ("grad", "weight", "exp_avg", "exp_avg_sq")
-    COLUMNS = (
-        *(f"{kind}_{what}" for kind in KINDS for what in ("norm", "mean", "max", "min")),
-        "update_norm",
-        "update_ratio",
-        "clipped",
-    )
-
-    @staticmethod
-    def statistics(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """((2, n) sums of squares and of elements, (2, n) greatest elements and greatest negated ones) of local parts."""
-        squares = torch.stack(torch._foreach_norm(tensors)).square()
-        sums = torch.stack([tensor.sum() for tensor in tensors])
-        none = squares.new_tensor(-math.inf)
-        top = torch.stack([tensor.amax() if tensor.numel() else none for tensor in tensors])
-        bottom = torch.stack([-tensor.amin() if tensor.numel() else none for tensor in tensors])
-        return torch.stack((squares, sums)), torch.stack((top, bottom))
-
-    def measure(
-        self, gradients: tuple[Tensor, Tensor], before: list[Tensor], clipped: Tensor
+    def parameter_stats(
+        self, grad_stats: TensorStats, old_weights: list[Tensor], clipped: Tensor
     ) -> Tensor:
-        """(n, len(COLUMNS)): gradients before clipping, weights and moments after the update, the update as it was applied."""
+        """(n, len(COLUMNS)): a row for each whole parameter, the same on all ranks.
+
+        Gradients are those before clipping, weights and moments those after the update.
+        """
         weights = [local(p) for p in self.parameters.values()]
-        moments = [
-            [local(self.adamw.state[p][slot]) for p in self.parameters.values()]
-            for slot in ("exp_avg", "exp_avg_sq")
-        ]
-        all_sums, all_tops = zip(gradients, *map(self.statistics, (weights, *moments)))
-        updates = torch.stack(torch._foreach_norm(torch._foreach_sub(weights, before))).square()
-        sums, tops = (
-            torch.cat((*all_sums, updates[None])),
-            torch.cat((*all_tops, clipped[None].float())),
-        )  # (9, n) each
-        if self.sharded:
-            sums /= self.copies
+        stats = [grad_stats, tensor_stats(weights)]  # in the order of COLUMNS
+        for slot in ("exp_avg", "exp_avg_sq"):
+            moments = self.adamw_state(slot).values()
+            stats.append(tensor_stats([local(moment) for moment in moments]))
+        updates = torch._foreach_sub(weights, old_weights)
+        update_norms = torch.stack(torch._foreach_norm(updates))
+
+        # One collective for the sums, one for the maxima: a minimum is a negated maximum.
+        sums = [s.square_sum for s in stats] + [s.sum for s in stats] + [update_norms.square()]
+        maxima = [s.max for s in stats] + [-s.min for s in stats] + [clipped.float()]
+        sums = torch.stack(sums)  # (4 + 4 + 1, n)
+        maxima = torch.stack(maxima)  # (4 + 4 + 1, n)
+        if self.layout.is_sharded:
+            sums /= self.layout.replicas
             dist.all_reduce(sums)
-            dist.all_reduce(tops, op=dist.ReduceOp.MAX)
-        norms, means = sums[0:8:2].sqrt(), sums[1:8:2] / self.sizes
-        columns = [
-            column
-            for i in range(4)
-            for column in (norms[i], means[i], tops[2 * i], -tops[2 * i + 1])
-        ]
-        update = sums[8].sqrt()
-        return torch.stack((*columns, update, update / norms[1], tops[8]), 1)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+
+        square_sums, element_sums, update_square_sums = sums.split((4, 4, 1))
+        largest, negated_smallest, clipped = maxima.split((4, 4, 1))
+        norms = square_sums.sqrt()
+        means = element_sums / self.layout.numels
+        update_norms = update_square_sums.sqrt()  # (1, n)
+        update_ratios = update_norms / norms[1]  # to the norms of the weights
+        by_kind = torch.stack((norms, means, largest, -negated_smallest), dim=1)  # (4, 4, n)
+        rows = torch.cat((by_kind.flatten(0, 1), update_norms, update_ratios, clipped))  # (19, n)
+        return rows.mT
+
+    def adamw_state(self, slot: str) -> dict[str, Tensor]:
+        """AdamW's "step", "exp_avg" or "exp_avg_sq" of each parameter."""
+        return {name: self.adamw.state[p][slot] for name, p in self.parameters.items()}
 
     def state(self) -> dict:
-        """The live tensors, by name, for a checkpoint to save and to load in place."""
-        slots = ("step", "exp_avg", "exp_avg_sq")
-        adamw = {
-            slot: {name: self.adamw.state[p][slot] for name, p in self.parameters.items()}
-            for slot in slots
+        """The live tensors by their names in a checkpoint, to save or to load in place."""
+        return {
+            "skipped_steps": self.skipped_steps,
+            "norm_average": self.norm_average,
+            "window": self.spike_history,
+            "step": self.adamw_state("step"),
+            "exp_avg": self.adamw_state("exp_avg"),
+            "exp_avg_sq": self.adamw_state("exp_avg_sq"),
         }
-        own = {name: getattr(self, name) for name in ("skipped_steps", "norm_average", "window")}
-        return {**own, **adamw}

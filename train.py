@@ -401,9 +401,8 @@ class Run:
             loss += part.detach()
         self.step += 1
         interval = self.config.optim_metrics_interval
-        metrics = self.optimizer.step(
-            self.step - 1, loss, measure=bool(interval) and self.step % interval == 0
-        )
+        measure = bool(interval) and self.step % interval == 0
+        metrics = self.optimizer.step(self.step, loss, measure)
         return {"loss": loss, **metrics}
 
     def clocks(self) -> tuple[float, float]:

@@ -203,7 +203,7 @@ def faulty_run(argv: list[str], fault: str, rank: int, at: int, count: int) -> l
     fault: "nan" or "spike" spoil the gradient, and in the log the loss; "none" leaves the update of that step out by hand.
     """
     run = train.Run(train.parse(argv), dist.start("cpu"))
-    with mock.patch.object(optim.Optimizer, "WINDOW", 8):
+    with mock.patch.object(optim, "SPIKE_HISTORY", 8):
         run.build()
     numbers = data.train_indices(
         range(1, count + 1), run.config.global_batch_size, run.micro, run.rank, run.ranks
