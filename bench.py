@@ -34,7 +34,7 @@ import dist
 import optim
 import prepare
 from config import BUILTIN
-from model import SIZES, Transformer
+from model import SIZES, Transformer, build_model
 
 
 class CannotMeasure(RuntimeError):
@@ -414,9 +414,7 @@ def optimizer(args) -> tuple[list[dict], str]:
     world = dist.start(args.device)
 
     def model() -> Transformer:
-        with torch.device("meta"):
-            net = Transformer(SIZES[args.model])
-        dist.materialize(net, world.device, lambda name, tensor: net.init_tensor(name, tensor, 0))
+        net = build_model(SIZES[args.model], world.device)
         for parameter in net.parameters():
             parameter.grad = torch.randn_like(parameter)
         return net

@@ -1,7 +1,9 @@
-"""The decoder: a Llama-3-style transformer, its named sizes, its initial weights and its FLOPs.
+"""The decoder: a Llama-3-style transformer, its named sizes, initial weights, FLOPs and tp plan.
 
-Knows nothing of ranks or files. Every strategy runs this same arithmetic: weights arrive in float32 (single, ddp)
-or already in the compute dtype (FSDP gathers them so), and each layer casts its weight to the dtype of its input.
+Every strategy runs this same arithmetic. Weights arrive in float32 (single, ddp) or already in the
+compute dtype (FSDP gathers them that way); each layer casts its weight to the dtype of its input.
+
+In shape comments B is sequences, T tokens of a sequence, H heads, and d_head = d_model / n_head.
 """
 
 import math
@@ -24,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. Raises ValueError where the numbers do not fit together."""
+    """The shape of a decoder. Raises ValueError where its numbers do not fit together."""
 
     vocab_size: int
     n_layer: int
@@ -32,14 +34,15 @@ class ModelConfig:
     n_kv_head: int  # fewer than n_head: grouped-query attention (Ainslie et al. 2023)
     d_model: int
     d_ff: int
-    seq_len: int  # the longest sequence, in tokens
+    seq_len: int  # context length in tokens
     rope_theta: float = 10_000.0
     tied: bool = True  # the head shares the embedding's matrix (Press & Wolf 2017)
 
     def __post_init__(self):
         if self.d_model % self.n_head or self.d_model // self.n_head % 2:
             raise ValueError(
-                f"d_model {self.d_model} / n_head {self.n_head} must be a whole, even number (RoPE turns pairs)"
+                f"d_model {self.d_model} / n_head {self.n_head} must be a whole, even number "
+                "(RoPE rotates pairs of elements)"
             )
         if self.n_head % self.n_kv_head:
             raise ValueError(
@@ -47,19 +50,23 @@ class ModelConfig:
             )
 
     def check_tensor_parallel(self, tp: int) -> None:
-        """Raises ValueError where the ranks of a tp group could not take equal parts."""
+        """Raises ValueError unless `tp` ranks can split every layer into equal parts."""
         for name in ("n_kv_head", "n_head", "d_ff", "vocab_size"):
-            if (size := getattr(self, name)) % tp:
+            size = getattr(self, name)
+            if size % tp:
                 raise ValueError(
-                    f"{name} {size} / tp {tp} = {size / tp:.3g}, but each rank of a tp group takes a whole number: "
-                    f"choose a --tp that divides {size}"
+                    f"{name} {size} / tp {tp} = {size / tp:.3g}, but each rank of a tp group "
+                    f"takes a whole number: choose a --tp that divides {size}"
                 )
 
 
+LLAMA3 = dict(vocab_size=128256, n_kv_head=8, seq_len=8192, rope_theta=500_000.0, tied=False)
+
 SIZES = {
-    # 4 blocks of 4 * 128^2 + 3 * 128 * 352: what two laptop cores can teach in two minutes
+    # 4 blocks of 4 * 128^2 + 3 * 128 * 352 weights: two laptop cores train it in two minutes
     "tiny": ModelConfig(257, n_layer=4, n_head=4, n_kv_head=4, d_model=128, d_ff=352, seq_len=128),
-    # GPT-2's depth, width and vocabulary; 3 * 768 * 2048 is its 2 * 768 * 3072 MLP with SwiGLU's third matrix
+    # GPT-2's depth, width and vocabulary. SwiGLU has three matrices where GPT-2's MLP has two:
+    # 3 * 768 * 2048 = 2 * 768 * 3072
     "gpt2-124m": ModelConfig(
         50257, n_layer=12, n_head=12, n_kv_head=12, d_model=768, d_ff=2048, seq_len=1024
     ),
@@ -69,33 +76,13 @@ SIZES = {
     "olmo-1b": ModelConfig(
         50304, n_layer=16, n_head=16, n_kv_head=16, d_model=2048, d_ff=8192, seq_len=2048
     ),
-    "llama3-8b": ModelConfig(
-        128256,
-        n_layer=32,
-        n_head=32,
-        n_kv_head=8,
-        d_model=4096,
-        d_ff=14336,
-        seq_len=8192,
-        rope_theta=500_000.0,
-        tied=False,
-    ),
-    "llama3-70b": ModelConfig(
-        128256,
-        n_layer=80,
-        n_head=64,
-        n_kv_head=8,
-        d_model=8192,
-        d_ff=28672,
-        seq_len=8192,
-        rope_theta=500_000.0,
-        tied=False,
-    ),
+    "llama3-8b": ModelConfig(n_layer=32, n_head=32, d_model=4096, d_ff=14336, **LLAMA3),
+    "llama3-70b": ModelConfig(n_layer=80, n_head=64, d_model=8192, d_ff=28672, **LLAMA3),
 }
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias that computes in the dtype of its input, whatever dtype its weight is kept in."""
+    """A linear layer without bias that computes in the dtype of its input."""
 
     def __init__(self, d_in: int, d_out: int):
         super().__init__(d_in, d_out, bias=False)
@@ -105,7 +92,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in the input's dtype."""
+    """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in x's dtype."""
 
     def __init__(self, d: int):
         super().__init__()
@@ -115,80 +102,93 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), eps=1e-5)
 
 
-def rotations(c: ModelConfig, T: int, device: torch.device) -> Tensor:
-    """cos and sin of position x frequency (Su et al. 2021), float32 (2, T, d_head / 2).
+def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
+    """cos and sin of position x frequency (RoPE, Su et al. 2021), (2, T, d_head / 2) in float32.
 
-    Made anew for each forward: T x d_head / 2 angles are nothing beside a block, and a model without buffers has nothing
-    but parameters to place.
+    Rebuilt on every forward: that costs nothing beside a block, and a model without buffers has
+    only parameters to place on devices.
     """
-    d_head = c.d_model // c.n_head
-    frequency = c.rope_theta ** (
-        -torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head
-    )
-    angle = torch.outer(torch.arange(T, device=device, dtype=torch.float32), frequency)
-    return torch.stack((angle.cos(), angle.sin()))
+    d_head = config.d_model // config.n_head
+    exponents = -torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head
+    frequencies = config.rope_theta**exponents  # (d_head / 2,)
+    positions = torch.arange(T, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)  # (T, d_head / 2)
+    return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair (i, i + d_head / 2) of x (B, H, T, d_head) by its position's angle; the layout of Hugging Face's Llama."""
-    cos, sin = rope[0], rope[1]  # (T, d_head / 2)
-    a, b = x.chunk(2, dim=-1)
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate each pair (i, i + d_head / 2) of x (B, H, T, d_head) by the angle of its position.
+
+    Hugging Face's Llama pairs the elements this way too.
+    """
+    cos, sin = rope  # (T, d_head / 2) each
+    a, b = x.chunk(2, dim=-1)  # (B, H, T, d_head / 2) each
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal softmax(q k^T / sqrt(d_head)) v: q (B, H, T, d_head), k and v (B, H or fewer, T, d_head) -> (B, H, T, d_head).
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d_head) + causal mask) v, of the shape of q.
 
-    Written out for short sequences on a CPU, where the backward pass of torch's kernel takes twice as long. On a GPU torch
-    itself takes the fastest it has: since 2.11 cuDNN's on Hopper and Blackwell, else FlashAttention.
+    q is (B, H, T, d_head); k and v are too, or have fewer heads, of which H is a multiple.
     """
-    (B, H, T, d_head), group = q.shape, q.size(1) // k.size(1)
+    B, H, T, d_head = q.shape
+    group_size = H // k.size(1)  # query heads that share a key and value head
     if q.device.type != "cpu" or T > 512:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
-    k, v = (x.repeat_interleave(group, 1).reshape(B * H, T, d_head) for x in (k, v))
-    future = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
-    scores = torch.baddbmm(
-        future, q.reshape(B * H, T, d_head), k.mT, alpha=d_head**-0.5
-    )  # (B * H, T, T)
+        # torch picks the fastest kernel: since 2.11 cuDNN's on Hopper and Blackwell,
+        # FlashAttention on other GPUs
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
+
+    # Short sequences on a CPU: the backward pass of torch's kernel takes twice as long as this.
+    q = q.reshape(B * H, T, d_head)
+    k = k.repeat_interleave(group_size, dim=1).reshape(B * H, T, d_head)
+    v = v.repeat_interleave(group_size, dim=1).reshape(B * H, T, d_head)
+    mask = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)  # -inf above the diagonal
+    scores = torch.baddbmm(mask, q, k.mT, alpha=d_head**-0.5)  # (B * H, T, T)
     return (scores.softmax(-1) @ v).view(B, H, T, d_head)
 
 
 class Attention(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.d_head = c.d_model // c.n_head
-        self.q = Linear(c.d_model, c.n_head * self.d_head)
-        self.k = Linear(c.d_model, c.n_kv_head * self.d_head)
-        self.v = Linear(c.d_model, c.n_kv_head * self.d_head)
-        self.out = Linear(c.n_head * self.d_head, c.d_model)
+        self.d_head = config.d_model // config.n_head
+        self.q = Linear(config.d_model, config.n_head * self.d_head)
+        self.k = Linear(config.d_model, config.n_kv_head * self.d_head)
+        self.v = Linear(config.d_model, config.n_kv_head * self.d_head)
+        self.out = Linear(config.n_head * self.d_head, config.d_model)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        q, k, v = (  # each (B, T, heads * d_head) -> (B, heads, T, d_head)
-            layer(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        y = attend(rotate(q, rope), rotate(k, rope), v)
-        return self.out(y.transpose(1, 2).flatten(-2))  # (B, T, d_model)
+        q = self.split_heads(self.q(x))  # (B, n_head, T, d_head)
+        k = self.split_heads(self.k(x))  # (B, n_kv_head, T, d_head)
+        v = self.split_heads(self.v(x))  # (B, n_kv_head, T, d_head)
+        y = causal_attention(apply_rope(q, rope), apply_rope(k, rope), v)
+        y = y.transpose(1, 2).flatten(-2)  # (B, H, T, d_head) -> (B, T, H * d_head)
+        return self.out(y)  # (B, T, d_model)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        # (B, T, H * d_head) -> (B, T, H, d_head) -> (B, H, T, d_head); under tp H is this rank's
+        return x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
 
 
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, c: ModelConfig):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate = Linear(c.d_model, c.d_ff)
-        self.up = Linear(c.d_model, c.d_ff)
-        self.down = Linear(c.d_ff, c.d_model)
+        self.gate = Linear(config.d_model, config.d_ff)
+        self.up = Linear(config.d_model, config.d_ff)
+        self.down = Linear(config.d_ff, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(c.d_model), Attention(c)
-        self.mlp_norm, self.mlp = RMSNorm(c.d_model), MLP(c)
+        self.attention_norm = RMSNorm(config.d_model)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.d_model)
+        self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope)
@@ -196,17 +196,20 @@ class Block(nn.Module):
 
 
 class Head(Linear):
-    """x (B, T, d_model) -> logits (B, T, vocab_size) in float32, or with targets (B, T) their mean cross-entropy.
+    """x (B, T, d_model) -> float32 logits, or with targets (B, T) their mean cross-entropy.
 
-    With `chunks` the loss is that of so many runs of tokens, one after the other, of which each makes its logits again in
-    the backward pass: in memory are 1 / chunks of them, for one more matrix product. Tied to the embedding it has no
-    parameter of its own, rather than one shared by two modules, which a move off the meta device would part.
+    With `chunks` > 1 the tokens are split into that many chunks, and the logits of a chunk are
+    computed when its loss is, in the forward and again in the backward pass: 1 / chunks of the
+    logits are in memory at a time, for one more matrix product.
+
+    A tied head has no parameter and takes the embedding's weight as an argument: a parameter that
+    two modules share would become two when the model leaves the meta device.
     """
 
-    def __init__(self, c: ModelConfig, chunks: int):
-        super().__init__(c.d_model, c.vocab_size)
+    def __init__(self, config: ModelConfig, chunks: int):
+        super().__init__(config.d_model, config.vocab_size)
         self.chunks = chunks
-        if c.tied:
+        if config.tied:
             self.weight = None
 
     def forward(
@@ -214,186 +217,212 @@ class Head(Linear):
     ) -> Tensor:
         weight = (self.weight if weight is None else weight).to(x.dtype)
         if targets is None:
-            return F.linear(x, weight).float()
+            return F.linear(x, weight).float()  # (B, T, vocab_size)
 
-        def loss(x: Tensor, targets: Tensor) -> Tensor:
+        def loss_sum(x: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
+        x = x.flatten(0, 1)  # (B * T, d_model)
+        targets = targets.flatten()  # (B * T,)
         if self.chunks == 1:
-            return loss(x.flatten(0, 1), targets.flatten()) / targets.numel()
-        parts = zip(x.flatten(0, 1).chunk(self.chunks), targets.flatten().chunk(self.chunks))
-        return (
-            sum(
-                checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False)
-                for part in parts
-            )
-            / targets.numel()
-        )
+            return loss_sum(x, targets) / targets.numel()
+        options = {"use_reentrant": False, "preserve_rng_state": False}  # no dropout, no RNG state
+        total = 0
+        for chunk in zip(x.chunk(self.chunks), targets.chunk(self.chunks)):
+            total = total + checkpoint(loss_sum, *chunk, **options)
+        return total / targets.numel()
 
 
 class Transformer(nn.Module):
-    """tokens (B, T) -> logits (B, T, vocab_size), or with targets (B, T) -> mean cross-entropy in nats, a float32 scalar.
+    """tokens (B, T) -> logits (B, T, vocab_size); with targets (B, T) -> their mean cross-entropy.
 
-    Build it under torch.device("meta") and give it memory and values with `init_tensor`, name by name: so a rank can
-    hold one whole tensor at a time and keep its shard.
+    Logits are float32, the loss is in nats, `dtype` is that of the activations. A distributed model
+    is built under torch.device("meta") and filled parameter by parameter with `init_tensor`, so
+    that a rank holds its shards and one whole tensor at a time. On one device, use `build_model`.
     """
 
-    def __init__(self, c: ModelConfig, dtype: torch.dtype = torch.float32, loss_chunks: int = 1):
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype = torch.float32, loss_chunks: int = 1
+    ):
         super().__init__()
-        self.config, self.dtype = (
-            c,
-            dtype,
-        )  # of the activations; the weights' is the caller's choice
-        self.embed = nn.Embedding(c.vocab_size, c.d_model)
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
-        self.norm = RMSNorm(c.d_model)
-        self.head = Head(c, loss_chunks)
+        self.config = config
+        self.dtype = dtype
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.d_model)
+        self.head = Head(config, loss_chunks)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embed(tokens).to(self.dtype)  # (B, T, d_model)
-        rope = rotations(self.config, tokens.size(1), tokens.device)
+        rope = rope_table(self.config, tokens.size(1), tokens.device)
         for block in self.blocks:
             x = block(x, rope)
-        return whole(
-            self.head(
-                self.norm(x),
-                targets=targets,
-                weight=self.embed.weight if self.config.tied else None,
-            )
-        )
+        x = self.norm(x)
+        weight = self.embed.weight if self.config.tied else None
+        # By keyword: under tp, hooks turn a module's positional arguments into DTensors.
+        return full_tensor(self.head(x, targets=targets, weight=weight))
 
     @torch.no_grad()
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
-        """Fill the full-size parameter `name` in place, a function of (seed, name) and the kind of device alone.
+        """Fill the whole parameter `name` in place. Depends on seed, name and device type only.
 
-        Normal with deviation 0.02; 0.02 / sqrt(2 * n_layer) where a layer writes to the residual stream, which adds
-        up 2 * n_layer of them (GPT-2, Radford et al. 2019); ones for norms.
+        Norms are 1. Matrices are normal with standard deviation 0.02; 0.02 / sqrt(2 * n_layer) in
+        the 2 * n_layer layers whose outputs the residual stream sums (GPT-2, Radford et al. 2019).
         """
         if tensor.dim() == 1:
             tensor.fill_(1.0)
-        else:
-            residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
-            std = 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02
-            # hashed together: a CPU generator looks at no more than 32 bits of its seed
-            generator = torch.Generator(tensor.device).manual_seed(
-                zlib.crc32(f"{seed} {name}".encode())
-            )
-            tensor.normal_(0.0, std, generator=generator)
+            return
+        std = 0.02
+        if name.endswith(("attention.out.weight", "mlp.down.weight")):
+            std /= math.sqrt(2 * self.config.n_layer)
+        # A hash, since a CPU generator reads only 32 bits of its seed
+        hashed = zlib.crc32(f"{seed} {name}".encode())
+        generator = torch.Generator(tensor.device).manual_seed(hashed)
+        tensor.normal_(0.0, std, generator=generator)
 
-    def ends(self) -> list[nn.Module]:
-        """The layers before and after the blocks, where each has weights of its own: not where the head is the embedding."""
+    def embed_and_head(self) -> list[nn.Module]:
+        """The layers before and after the blocks; none where tied, since both need one weight."""
         return [] if self.config.tied else [self.embed, self.head]
 
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        """How the T ranks of a tp group share each layer (Shoeybi et al. 2019), for torch's parallelize_module.
+        """How T ranks of a tp group split each layer, for torch's parallelize_module.
 
-        Column-wise, a rank has the rows of the weight that make its n_head / T heads, its d_ff / T of the hidden layer,
-        its vocab_size / T of the logits; row-wise, the columns that read those, so that each sums a part of the output and
-        one all-reduce of (B, T, d_model) adds the parts: one forward and one backward per attention, per MLP and at each
-        end. Norms and the residual stream are whole on each rank. The loss never sees whole logits: under torch's
-        loss_parallel() the ranks exchange a maximum, a sum and the target's logit for each token.
+        After Megatron-LM (Shoeybi et al. 2019). A column-wise layer splits its outputs: a rank has
+        n_head / T heads, d_ff / T of the hidden layer, vocab_size / T of the logits. The row-wise
+        layer after it splits its inputs alike, so each rank computes a part of a sum, and an
+        all_reduce of (B, T, d_model) adds the parts: one in forward and one in backward for each
+        attention and MLP, the embedding and the head. Norms and the residual stream are replicated.
+
+        The loss never gathers the logits: under torch's loss_parallel() the ranks exchange a
+        maximum, a sum and the target's logit of each token.
         """
-        rows, columns = RowwiseParallel(), ColwiseParallel()
-        # From here on x is a replicated DTensor, whose gradients from q, k and v (gate and up) are added before they are sent.
-        shared = PrepareModuleOutput(
+        column = ColwiseParallel()
+        row = RowwiseParallel()
+        # The norm's output becomes a replicated DTensor. Its gradients from q, k and v (or gate and
+        # up) are added first, and then all-reduced once.
+        replicate = PrepareModuleOutput(
             output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False
         )
-        blocks = {
-            "attention_norm": shared,
-            "attention.q": columns,
-            "attention.k": columns,
-            "attention.v": columns,
-            "attention.out": rows,
-            "mlp_norm": shared,
-            "mlp.gate": columns,
-            "mlp.up": columns,
-            "mlp.down": rows,
-        }
-        head = (
-            {}
-            if self.config.tied
-            else {"head": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)}
-        )
-        return {
+        plan = {
             "embed": RowwiseParallel(input_layouts=Replicate()),
-            "norm": shared,
-            **head,
-            **{f"blocks.*.{name}": style for name, style in blocks.items()},
+            "norm": replicate,
+            "blocks.*.attention_norm": replicate,
+            "blocks.*.attention.q": column,
+            "blocks.*.attention.k": column,
+            "blocks.*.attention.v": column,
+            "blocks.*.attention.out": row,
+            "blocks.*.mlp_norm": replicate,
+            "blocks.*.mlp.gate": column,
+            "blocks.*.mlp.up": column,
+            "blocks.*.mlp.down": row,
         }
-
-    def activation_bytes(self, sequences: int, checkpointing: str = "none") -> int:
-        """An estimate of what a forward pass of so many sequences of seq_len keeps for the backward pass.
-
-        Per token and block, in elements of the compute dtype: inputs of both norms, their outputs, q, k, v, attention's
-        output, the projections' (7 d_model + 2 kv) and gate, up, silu and product (4 d_ff); "selective" keeps about half,
-        "full" the block's input. The logits and their gradient are float32.
-        """
-        c, tokens = self.config, sequences * self.config.seq_len
-        kv = c.n_kv_head * c.d_model // c.n_head
-        block = 7 * c.d_model + 2 * kv + 4 * c.d_ff
-        block = {"none": block, "selective": block // 2, "full": c.d_model}[checkpointing]
-        return tokens * (
-            c.n_layer * block * self.dtype.itemsize + 2 * 4 * c.vocab_size // self.head.chunks
-        )
+        if not self.config.tied:
+            plan["head"] = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+        return plan
 
     def decays(self, name: str) -> bool:
-        """Whether weight decay applies: to the matrices, not to the norms nor to the embedding, which is a table of vectors."""
+        """Whether weight decay applies: to matrices, but not to norms and the embedding."""
         return name != "embed.weight" and not name.endswith("norm.weight")
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs a token: 6 N + 6 * n_layer * d_model * seq_len (after Chowdhery et al. 2022, appendix B).
+    def activation_bytes(self, sequences: int, checkpointing: str = "none") -> int:
+        """Estimate the bytes that a forward pass keeps for the backward pass.
 
-        N: the parameters in matrix products, so the head but not the embedding's lookup. Each takes a multiply and an
-        add in the forward pass and twice that in the backward pass: 6. Attention: two products of d_model * T per
-        token (scores, values), 12 * d_model * T per layer with both passes, of which the causal mask needs half.
+        `sequences` are of seq_len tokens. Elements per token and block, in the compute dtype:
+
+            7 d_model + 2 d_kv   inputs and outputs of both norms, q, k, v, output of attention
+                                 and of its projection
+            4 d_ff               gate, up, silu(gate) and the product
+
+        "selective" checkpointing keeps about half of them, "full" the block's input only. The
+        logits and their gradient are float32.
         """
         c = self.config
-        n = self.parameter_count() - (0 if c.tied else c.vocab_size * c.d_model)
+        d_kv = c.n_kv_head * c.d_model // c.n_head
+        elements = 7 * c.d_model + 2 * d_kv + 4 * c.d_ff
+        if checkpointing == "selective":
+            elements //= 2
+        elif checkpointing == "full":
+            elements = c.d_model
+        blocks = c.n_layer * elements * self.dtype.itemsize
+        logits = 2 * 4 * c.vocab_size // self.head.chunks
+        return sequences * c.seq_len * (blocks + logits)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Training FLOPs per token (after Chowdhery et al. 2022, appendix B).
+
+            6 * N + 6 * n_layer * d_model * seq_len
+
+        N counts the parameters in matrix products: the head's, but not those of an embedding that
+        is only looked up. Each takes a multiply and an add in forward and twice that in backward.
+
+        Attention multiplies d_model * seq_len elements twice per token and layer (scores, values):
+        12 * d_model * seq_len FLOPs in forward and backward, of which the causal mask needs half.
+        """
+        c = self.config
+        n = self.parameter_count()
+        if not c.tied:
+            n -= c.vocab_size * c.d_model
         return 6 * n + 6 * c.n_layer * c.d_model * seq_len
 
 
-def whole(x: Tensor) -> Tensor:
-    """What the ranks of a tp group share, on each of them; without tp, x itself."""
-    return (
-        x.full_tensor().clone() if isinstance(x, DTensor) else x
-    )  # a copy, since FSDP could lose its hook on a view
+def build_model(
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    loss_chunks: int = 1,
+) -> Transformer:
+    """A whole decoder with its initial weights, in float32, on one device."""
+    with torch.device("meta"):
+        model = Transformer(config, dtype, loss_chunks)
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        model.init_tensor(name, parameter, seed)
+    return model
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    """The whole of a DTensor, on every rank; a plain tensor is returned unchanged."""
+    if isinstance(x, DTensor):
+        return x.full_tensor().clone()  # a copy: FSDP's hook on its output can be lost on a view
+    return x
 
 
 @torch.no_grad()
 def generate(
-    model,
+    model: nn.Module,
     tokens: list[int],
     n: int,
     *,
     seq_len: int,
     vocab_size: int,
-    device,
-    temperature=1.0,
-    top_k=0,
-    seed=0,
+    device: torch.device | str,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
 ) -> Iterator[int]:
-    """Yield n tokens that continue `tokens` (not empty), each drawn from the model's distribution over the last seq_len.
+    """Yield n tokens that continue `tokens`, which must not be empty.
 
-    temperature 0 takes the most likely token; top_k > 0 leaves only the k most likely; vocab_size leaves out the rows
-    that pad the head. One seed gives one text.
+    Each depends on the last seq_len tokens. It is drawn from softmax(logits / temperature), limited
+    to the top_k most likely if top_k > 0; at temperature 0 it is the most likely one. Ids from
+    vocab_size on only pad the head and are never drawn. The same seed gives the same tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(tokens)
     for _ in range(n):
-        window = torch.tensor([tokens[-seq_len:]], device=device)
-        logits = (
-            model(window)[0, -1, :vocab_size].cpu().double()
-        )  # so that no temperature above 0 divides to infinity
+        context = torch.tensor([tokens[-seq_len:]], device=device)  # (1, T)
+        logits = model(context)[0, -1, :vocab_size]  # (vocab_size,), after the last token
+        logits = logits.cpu().double()  # double: no temperature above 0 overflows to infinity
         if temperature == 0:
             token = int(logits.argmax())
         else:
             if 0 < top_k < vocab_size:
-                logits[logits < logits.topk(top_k).values[-1]] = -math.inf
-            token = int(
-                torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            )
+                smallest_kept = logits.topk(top_k).values[-1]
+                logits[logits < smallest_kept] = -math.inf
+            probabilities = (logits / temperature).softmax(-1)
+            token = int(torch.multinomial(probabilities, 1, generator=generator))
         tokens.append(token)
         yield token

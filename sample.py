@@ -12,7 +12,7 @@ import torch
 import checkpoint
 import dist
 import tokenizer
-from model import ModelConfig, Transformer, generate
+from model import ModelConfig, Transformer, build_model, generate
 
 
 def load(run: Path, device: torch.device) -> tuple[Transformer, dict]:
@@ -29,9 +29,7 @@ def load(run: Path, device: torch.device) -> tuple[Transformer, dict]:
         raise checkpoint.CheckpointError(
             f"{saved[-1]} is no checkpoint of train.py: its manifest.json lacks {error}"
         ) from None
-    with torch.device("meta"):
-        model = Transformer(config)
-    dist.materialize(model, device, lambda name, tensor: model.init_tensor(name, tensor, seed=0))
+    model = build_model(config, device)
     checkpoint.load(
         saved[-1],
         {"model": {name: parameter.detach() for name, parameter in model.named_parameters()}},

@@ -278,7 +278,7 @@ class Run:
         self.forward = dist.parallelize(
             model,
             model.tensor_parallel_plan(),
-            dist.wrap_units(model.blocks, model.ends(), c.wrap),
+            dist.wrap_units(model.blocks, model.embed_and_head(), c.wrap),
             self.mesh,
             self.strategy,
             self.dtype,
