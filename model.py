@@ -51,7 +51,7 @@ class ModelConfig:
 
     def check_tensor_parallel(self, tp: int) -> None:
         """Raises ValueError unless `tp` ranks can split every layer into equal parts."""
-        for name in ("n_kv_head", "n_head", "d_ff", "vocab_size"):
+        for name in ("n_kv_head", "d_ff", "vocab_size"):  # n_head is a multiple of n_kv_head
             size = getattr(self, name)
             if size % tp:
                 raise ValueError(
