@@ -1,4 +1,4 @@
-"""bench.py cluster: training on hosts that a slow network joins, as namespaces of this machine."""
+"""tools/cluster.py: training across hosts, which are network namespaces of this machine."""
 
 import json
 import os
@@ -12,62 +12,67 @@ from statistics import median
 
 import pytest
 
-BENCH = Path(__file__).parent.parent / "bench.py"
+ROOT = Path(__file__).parent.parent
 
 
-def start(folder: Path, *options: str, **more) -> subprocess.Popen:
-    """bench.py cluster in a process group of its own, with its temporary files under `folder`."""
+def start(folder: Path, *options: str, **variables) -> subprocess.Popen:
+    """Start tools.cluster in a new process group, with its temporary files under `folder`."""
     return subprocess.Popen(
-        [sys.executable, BENCH, "cluster", *options],
+        [sys.executable, "-m", "tools.cluster", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(folder), **variables},
         start_new_session=True,
-        env=os.environ | {"TMPDIR": str(folder), **more},
+        # background jobs of a shell, such as this test may be, ignore SIGINT
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # what runs in the background ignores it
+    )
 
 
 def namespaces(pid: int) -> list[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    return [line for line in listed.splitlines() if line.startswith(f"bench-{pid}-")]
+    return [line for line in listed.splitlines() if line.startswith(f"cluster-{pid}-")]
 
 
 def processes(folder: Path) -> list[str]:
-    """Command lines that name `folder`: torchrun's and those of its ranks."""
+    """The command lines that name `folder`: those of torchrun and of its ranks."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended
     return [line for line in found if str(folder) in line]
 
 
 @pytest.fixture
 def box(tmp_path):
-    """A folder for the benchmark's files, where namespaces can be made; afterwards nothing is left of it."""
+    """A folder for the files of tools.cluster; afterwards no file and no process is left of it.
+
+    Skips the test where network namespaces cannot be created.
+    """
     if os.name != "posix" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("network namespaces need root, and ip and tc of iproute2")
-    if subprocess.run(
-        ["ip", "netns", "add", probe := f"probe-{os.getpid()}"], capture_output=True
-    ).returncode:
-        pytest.skip("this root may not make network namespaces")
+    probe = f"probe-{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
+        pytest.skip("root may not create network namespaces here")
     subprocess.run(["ip", "netns", "delete", probe], check=True)
     yield tmp_path
-    assert not processes(tmp_path) and not list(tmp_path.iterdir())
+    assert not processes(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def speeds(folder: Path, *options: str) -> dict[tuple[str, str], float]:
-    """(strategy, grad_sync) -> median tokens per second and device"""
+    """(strategy, grad_sync) -> median tokens/s/device"""
     process = start(folder, "--json", *options)
     out, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors
     assert not namespaces(process.pid)
-    return {
-        (row["strategy"], row["grad_sync"]): median(row["tokens/s/device"])
-        for row in json.loads(out)["rows"]
-    }
+    found = {}
+    for row in json.loads(out)["rows"]:
+        found[row["strategy"], row["grad_sync"]] = median(row["tokens/s/device"])
+    return found
 
 
 @pytest.mark.slow
@@ -89,12 +94,11 @@ def test_all_strategies_across_hosts(box):
 def test_a_signal_leaves_nothing_behind(box, number, status):
     process = start(box, "--strategies", "ddp")
     until = time.monotonic() + 60
-    while (
-        sum("train.py" in line for line in processes(box)) < 4
-    ):  # both torchruns and ranks of theirs
+    # both torchruns, and two ranks
+    while sum("train.py" in line for line in processes(box)) < 4:
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.1)
-    assert len(namespaces(process.pid)) == 3
+    assert len(namespaces(process.pid)) == 3  # two hosts and the switch
     os.killpg(process.pid, number)
     assert process.wait(timeout=30) == status
     assert not namespaces(process.pid)
