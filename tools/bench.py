@@ -399,11 +399,11 @@ def nanogpt(args: Namespace) -> Table:
             row["seconds"] = [run.seconds for run in runs]
             row[f"seconds to {args.target}"] = [run.seconds_to_target for run in runs]
         rows.append(row)
-    return Table(
+    subject = (
         f"{args.n_layer} layers x {args.n_embd}, {args.n_head} heads, block {args.block_size}, "
-        f"batch {args.batch_size}, {steps_and_rounds(args)}, {args.dataset} {args.flags}",
-        rows,
+        f"batch {args.batch_size}, {steps_and_rounds(args)}, {args.dataset} {args.flags}"
     )
+    return Table(subject.rstrip(), rows)
 
 
 def run_nanogpt(args: Namespace, out: str) -> Followed:
