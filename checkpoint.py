@@ -1,19 +1,23 @@
-"""Checkpoints: all or nothing, checked, of any mesh and for any mesh, within a host's memory. Knows nothing of the loop.
+"""Checkpoints: atomic, verified, loadable on any mesh, within a host's memory.
 
-    RUN/checkpoints/step-00000100/    __0_0.distcp ...  sharded: what each rank owns, by torch.distributed.checkpoint (DCP)
-                                      .metadata                  and where each tensor lies
-                                      full.pt           or full: everything in one file that torch.load reads
-                                      manifest.json     step, tokens, config, data; sizes and checksums; written last
+    RUN/checkpoints/step-00000100/
+        __0_0.distcp __1_0.distcp ...   sharded format: the shards that each rank wrote
+        .metadata                       and their index
+        full.pt                         full format: all tensors in one file, for torch.load
+        manifest.json                   step, tokens, config, data; file sizes and checksums
 
-Loading executes nothing: tensors are read with weights_only, `.metadata` with an unpickler that knows only its classes.
+The manifest is written last: a directory without one is not a checkpoint. Sharded checkpoints are
+written and read by torch.distributed.checkpoint (DCP). Loading executes no code: tensors are read
+with weights_only=True, `.metadata` with an unpickler that admits a few classes only.
 
     python checkpoint.py list|verify|consolidate ...
 """
 
 import argparse
+import contextlib
 import json
+import mmap
 import os
-import pickle
 import shutil
 import sys
 import threading
@@ -22,70 +26,84 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from pickle import Unpickler, UnpicklingError
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode,
-)  # the one way to describe a file of tensors without holding them
+from torch._subclasses.fake_tensor import FakeTensorMode  # no public one; skip_data's docs use it
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read, in one line."""
+    """A checkpoint cannot be written or read. The message is one line."""
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# What is on disk
+def last_line(error: Exception) -> str:
+    """The reason alone: DCP's messages begin with the traceback of each rank that failed."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
-def directory(run: Path) -> Path:
-    return run / "checkpoints"
+# --------------------------------------------------------------------------------------------------
+# Checkpoints on disk
 
 
-def saved(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first; their contents are not checked."""
-    return sorted(path.parent for path in directory(run).glob("step-*/manifest.json"))
+def list_checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first. Their contents are not verified."""
+    found = []
+    for manifest in run.glob("checkpoints/step-*/manifest.json"):
+        if manifest.parent.name.removeprefix("step-").isdecimal():
+            found.append(manifest.parent)
+    return sorted(found)
 
 
 def read_manifest(path: Path) -> dict:
+    """The manifest of the checkpoint `path`. Raises CheckpointError if it is missing or damaged."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         if not isinstance(manifest["step"], int) or not isinstance(manifest["files"], dict):
-            raise ValueError("its fields have other types")
+            raise ValueError("step must be an integer and files an object")
         return manifest
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is no complete checkpoint: its manifest.json is damaged: {error!r}"
+            f"{path} is not a complete checkpoint: its manifest.json is damaged: {error!r}"
         ) from None
 
 
-def checksum(path: Path, progress: Callable[[int], None] = lambda size: None) -> str:
-    """CRC-32 of a file, in hexadecimal: finds torn and flipped bits at several GB/s; it is no defence against forgery."""
+def total_bytes(manifest: dict) -> int:
+    return sum(file["bytes"] for file in manifest["files"].values())
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of a file in hexadecimal: detects damage at several GB/s, but not forgery."""
     crc = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
             crc = zlib.crc32(block, crc)
-            progress(len(block))
     return f"{crc:08x}"
 
 
-def verify(
-    path: Path, part: int = 0, parts: int = 1, progress: Callable[[int], None] = lambda size: None
-) -> str | None:
-    """What is wrong with a checkpoint, or None. Of `parts` readers each checks the contents of its part of the files."""
+def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Compare a checkpoint with its manifest; return the first problem found, or None.
+
+    All sizes are compared, and the checksums of every `parts`-th file from `part` on, so that
+    `parts` ranks can share the reading.
+    """
     try:
         files = read_manifest(path)["files"]
-        for i, (name, want) in enumerate(sorted(files.items())):
-            size = (path / Path(name).name).stat().st_size
-            if size != want["bytes"]:
-                return f"{name} has {size:,} bytes, not {want['bytes']:,}"
-            if i % parts == part and checksum(path / Path(name).name, progress) != want["crc32"]:
+        for index, name in enumerate(sorted(files)):
+            expected = files[name]
+            file = path / Path(name).name  # a hostile manifest cannot name files elsewhere
+            size = file.stat().st_size
+            if size != expected["bytes"]:
+                return f"{name} has {size:,} bytes, not {expected['bytes']:,}"
+            if index % parts == part and checksum(file) != expected["crc32"]:
                 return f"{name} has changed since it was written: its checksum differs"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -94,45 +112,68 @@ def verify(
     return None
 
 
-def newest(run: Path) -> tuple[Path | None, list[str]]:
-    """(the newest checkpoint that verifies, what is wrong with those passed over), on all ranks, which share the reading."""
-    box, passed = [saved(run)], []
-    dist.broadcast_object_list(box, src=0)  # one listing for all
-    for path in reversed(box[0]):
+def latest_valid(run: Path) -> tuple[Path | None, list[str]]:
+    """The latest checkpoint that verifies, and the problem of each later one, as "PATH: PROBLEM".
+
+    A collective: the ranks share the reading and all return the same.
+    """
+    listing = [list_checkpoints(run)]
+    dist.broadcast_object_list(listing, src=0)  # hosts may see a shared disk in different states
+    passed_over = []
+    for path in reversed(listing[0]):
         problems: list = [None] * dist.get_world_size()
         dist.all_gather_object(problems, verify(path, dist.get_rank(), dist.get_world_size()))
-        problem = next(filter(None, problems), None)
-        if problem is None:
-            return path, passed
-        passed.append(f"{path}: {problem}")
-    return None, passed
+        found = [problem for problem in problems if problem]
+        if not found:
+            return path, passed_over
+        passed_over.append(f"{path}: {found[0]}")
+    return None, passed_over
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Saving
+# --------------------------------------------------------------------------------------------------
+# Host memory
 
 
-def host_memory() -> dict[str, int]:
-    """Bytes: resident in this process now and at most so far, and available on its host; 0 where the system does not tell."""
-    try:
-        lines = (
-            Path("/proc/self/status").read_text() + Path("/proc/meminfo").read_text()
-        ).splitlines()
-    except OSError:
-        return {"resident": 0, "peak": 0, "available": 0}
-    fields = (line.partition(":") for line in lines)
-    found = {name: int(rest.split()[0]) * 1024 for name, _, rest in fields if rest.endswith("kB")}
-    return {"resident": found["VmRSS"], "peak": found["VmHWM"], "available": found["MemAvailable"]}
+@dataclass(frozen=True)
+class HostMemory:
+    """In bytes; 0 where the system does not report a value."""
+
+    resident: int  # in this process, now
+    peak: int  # in this process, so far
+    available: int  # on the host
+
+
+def host_memory() -> HostMemory:
+    """Read Linux's /proc. Raises nothing where it does not exist."""
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/self/status").read_text() + Path("/proc/meminfo").read_text()
+    fields = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            fields[name] = 1024 * int(value.removesuffix("kB"))
+    return HostMemory(
+        resident=fields.get("VmRSS", 0),
+        peak=fields.get("VmHWM", 0),
+        available=fields.get("MemAvailable", 0),
+    )
 
 
 def check_full(parameters: int) -> None:
-    """Refuse `full` where its 12 bytes a parameter (a weight and two moments in float32) are not free on this host."""
-    need, free = 12 * parameters, host_memory()["available"]
-    if free and need > free:
+    """Raise CheckpointError if this host lacks the memory for a full checkpoint of a model."""
+    needed = 12 * parameters  # a weight and AdamW's two moments, in float32
+    available = host_memory().available
+    if available and needed > available:
         raise CheckpointError(
-            f"--checkpoint full gathers 12 bytes x {parameters:,} parameters = {need / 1e9:,.1f} GB on the first host, which has "
-            f"{free / 1e9:,.1f} GB free: use --checkpoint sharded"
+            f"--checkpoint full gathers 12 bytes x {parameters:,} parameters = "
+            f"{needed / 1e9:,.1f} GB on the host of rank 0, which has {available / 1e9:,.1f} GB "
+            "available: use --checkpoint sharded"
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# Saving
 
 
 def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -144,276 +185,299 @@ def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}{key}", value
 
 
-def assemble(state: dict) -> dict:
-    """The whole tensors, on rank 0 in host memory; the others hold one at a time, on the device, and keep none."""
-    whole = {}
+def map_tensors(function: Callable, state: dict) -> dict:
+    """The same nested dicts, with function(tensor) in the place of each tensor."""
+    mapped = {}
     for key, value in state.items():
         if isinstance(value, dict):
-            whole[key] = assemble(value)
+            mapped[key] = map_tensors(function, value)
         else:
-            tensor = value.full_tensor() if isinstance(value, DTensor) else value
-            if dist.get_rank() == 0:
-                whole[key] = tensor.to("cpu", copy=True)
-    return whole
+            mapped[key] = function(value)
+    return mapped
 
 
-def clone(state: dict) -> dict:
-    return {
-        key: clone(value) if isinstance(value, dict) else value.clone()
-        for key, value in state.items()
-    }
+def gather_full(tensor: Tensor) -> Tensor | None:
+    """All-gather a full tensor, on the device. Rank 0 returns it in host memory, others None."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.to("cpu", copy=True) if dist.get_rank() == 0 else None
 
 
-class Saver:
-    """Writes the checkpoints of a run. `form` is sharded or full; all ranks call it together.
-
-    A checkpoint is written under a temporary name, flushed to disk, completed by its manifest and renamed: a run killed
-    at any instant leaves those before it as they were. A save that fails is reported, and the run goes on with the
-    checkpoint before. With `asynchronous`, only the copy to host memory holds the run up; the writing follows in a
-    thread, on a process group of its own, one at a time.
-    """
-
-    def __init__(
-        self,
-        run: Path,
-        form: str,
-        asynchronous: bool,
-        keep_last: int,
-        keep_every: int,
-        timeout: timedelta,
-    ):
-        self.run, self.form, self.asynchronous, self.keep_last, self.keep_every = (
-            run,
-            form,
-            asynchronous,
-            keep_last,
-            keep_every,
-        )
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
-        self.first = dist.get_rank() == 0
-        torch.serialization.set_crc32_options(
-            False
-        )  # torch.save's own, at half the speed; the manifest's cover its files
-        self.thread: threading.Thread | None = None
-        self.stager, self.copy = BlockingAsyncStager(cache_staged_state_dict=True), None
-        self.rows: list[dict] = []
-
-    def save(self, state: dict, manifest: dict) -> None:
-        """Begin to save `state`, nested dicts of tensors, sharded or not, as step manifest["step"]; waits for the save before."""
-        began, before = time.perf_counter(), host_memory()
-        self.wait()
-        if self.form == "full":
-            state = assemble(state)
-        elif self.asynchronous:
-            state = self.copy_to_host(state)
-        if self.asynchronous:
-            blocking = time.perf_counter() - began
-            self.thread = threading.Thread(
-                target=self.finish, args=(state, manifest, before, began, blocking), daemon=True
-            )
-            self.thread.start()
-        else:
-            self.finish(state, manifest, before, began, None)
-
-    def finish(
-        self, state: dict, manifest: dict, before: dict, began: float, blocking: float | None
-    ) -> None:
-        path = directory(self.run) / f"step-{manifest['step']:08d}"
-        row = {"step": manifest["step"], "event": "checkpoint", "path": str(path)}
-        try:
-            row |= self.write(path, state, manifest, before)
-        except (dcp.CheckpointException, OSError, RuntimeError) as error:
-            free = (
-                shutil.disk_usage(self.run).free / 1e6
-            )  # torch hides a full disk behind its own errors
-            reason = f"{str(error).strip().splitlines()[-1]} ({free:,.1f} MB were free on its disk)"
-            row |= {"event": "checkpoint_failed", "error": reason}
-            if self.first:
-                self.remove_leftovers()
-        seconds = time.perf_counter() - began
-        self.rows.append(
-            row
-            | {"seconds": seconds, "blocking_seconds": seconds if blocking is None else blocking}
-        )
-
-    def copy_to_host(self, state: dict) -> dict:
-        """A copy of this rank's parts, in memory that is kept for the next: fresh pages would cost most of the time.
-
-        DCP's stager pins it and knows the DTensors of GPUs; on a CPU there is nothing to pin.
-        """
-        if any(tensor.device.type != "cpu" for _, tensor in flatten(state)):
-            return self.stager.stage(state)
-        if self.copy is None:
-            self.copy = clone(state)
-        else:
-            for (_, target), (_, source) in zip(flatten(self.copy), flatten(state)):
-                target.copy_(source)
-        return self.copy
-
-    def done(self) -> list[dict]:
-        """The rows of saves that ended since the last call, for the log: event "checkpoint", or "checkpoint_failed" and why."""
-        rows, self.rows = self.rows, []
-        return rows
-
-    def wait(self) -> None:
-        if self.thread:
-            self.thread.join()
-            self.thread = None
-
-    def write(self, path: Path, state: dict, manifest: dict, before: dict) -> dict:
-        """Write, flush, take checksums; then, on rank 0, make it a checkpoint. Returns bytes and memory; raises on all ranks."""
-        work = path.with_name(f".{path.name}.tmp")
-        self.on_first(lambda: self.clear(work))
-        if self.form == "sharded":  # DCP lets one of the ranks that hold a copy write it
-            dcp.save(
-                state,
-                storage_writer=dcp.FileSystemWriter(str(work), sync_files=False),
-                process_group=self.group,
-            )
-            own = [
-                *work.glob(f"__{dist.get_rank()}_*.distcp"),
-                *([work / ".metadata"] if self.first else []),
-            ]
-        else:
-            self.on_first(lambda: torch.save(state, work / "full.pt"))
-            own = [work / "full.pt"] if self.first else []
-        mine = self.together(lambda: {file.name: flush(file) for file in own})
-        reports: list = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (mine, host_memory()), group=self.group)
-        files = {name: entry for entries, _ in reports for name, entry in entries.items()}
-        self.on_first(
-            lambda: self.complete(
-                work, path, manifest | {"files": files, "torch": torch.__version__}
-            )
-        )
-        return {
-            "bytes": sum(entry["bytes"] for entry in files.values()),
-            "peak_host_memory": max(memory["peak"] for _, memory in reports),
-            "host_memory_before": before["resident"],
-            "host_memory_after": host_memory()["resident"],
-            "available_host_memory": min(memory["available"] for _, memory in reports),
-        }
-
-    def remove_leftovers(self) -> None:
-        """What killed or failed saves of this run left half-written."""
-        for left in directory(self.run).glob(".step-*.tmp"):
-            shutil.rmtree(left, ignore_errors=True)
-
-    def clear(self, work: Path) -> None:
-        self.remove_leftovers()
-        work.mkdir(parents=True)
-
-    def complete(self, work: Path, path: Path, manifest: dict) -> None:
-        with open(work / "manifest.json", "w") as file:
-            json.dump(manifest, file, indent=2)
-        flush(work / "manifest.json")
-        flush(work)
-        if path.exists():  # one that did not verify, else the run would have begun there
-            os.rename(path, path.with_name(f".{path.name}.damaged.tmp"))
-        os.rename(work, path)
-        flush(path.parent)  # a rename is on disk when its directory is
-        # From what is on disk, never from memory; what is newer than this did not verify and counts for nothing.
-        older = [other for other in saved(self.run) if other.name <= path.name]
-        for other in older[: -self.keep_last] if self.keep_last else []:
-            if not self.keep_every or int(other.name.removeprefix("step-")) % self.keep_every:
-                # Renamed first: killed while it removes files, the run leaves no checkpoint that lacks some.
-                shutil.rmtree(other.rename(other.with_name(f".{other.name}.removed.tmp")))
-
-    def on_first(self, work: Callable[[], None]) -> None:
-        """Do it on rank 0, and raise its error on all."""
-        self.together(work if self.first else lambda: None)
-
-    def together(self, work: Callable):
-        """Do it on each rank, and raise an error of any on all."""
-        try:
-            result, error = work(), None
-        except (OSError, RuntimeError) as failure:
-            result, error = None, f"rank {dist.get_rank()}: {failure}"
-        errors: list = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error, group=self.group)
-        if found := next(filter(None, errors), None):
-            raise CheckpointError(found)
-        return result
-
-
-def flush(path: Path) -> dict:
-    """Bring a file or directory to disk, and read a file's checksum meanwhile."""
+def sync(path: Path) -> None:
+    """fsync a file, or a directory, whose new and renamed entries are on disk only then."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with ThreadPoolExecutor(1) as pool:
-            crc = None if path.is_dir() else pool.submit(checksum, path)
-            os.fsync(descriptor)
-            return {"bytes": path.stat().st_size, "crc32": crc.result()} if crc else {}
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+def sync_and_checksum(path: Path) -> dict:
+    """The entry of a file in the manifest. The checksum is computed while the disk writes."""
+    with ThreadPoolExecutor(1) as pool:
+        syncing = pool.submit(sync, path)
+        crc32 = checksum(path)
+        syncing.result()
+    return {"bytes": path.stat().st_size, "crc32": crc32}
+
+
+@dataclass
+class PendingSave:
+    """What a save hands from the training thread to the saving thread."""
+
+    path: Path
+    state: dict
+    manifest: dict
+    started: float  # time.perf_counter()
+    memory_before: HostMemory
+    blocking_seconds: float | None = None  # None: training waits for the whole save
+
+
+@dataclass
+class Saver:
+    """Writes the checkpoints of a run. All ranks construct it and call its methods together.
+
+    A checkpoint is written under a temporary name, synced to disk, completed by its manifest and
+    renamed: a run killed at any time leaves the earlier checkpoints intact. A save that fails is
+    reported by done() and by `failure`, and raises nothing.
+    """
+
+    run: Path
+    format: str  # "sharded": each rank writes its shards; "full": rank 0 writes full tensors
+    async_save: bool  # training waits for a copy in host memory only; a thread writes the files
+    keep_last: int  # checkpoints to keep; 0 keeps all
+    keep_every: int  # also keep those whose step is a multiple of this; 0 for none
+    timeout: timedelta  # of a save's collectives
+
+    def __post_init__(self):
+        self.is_rank0 = dist.get_rank() == 0
+        # The saving thread's collectives must not mix with those of the training step.
+        self.group = dist.new_group(backend="gloo", timeout=self.timeout)
+        # torch.save's own checksums halve its speed, and the manifest holds one of the file.
+        torch.serialization.set_crc32_options(False)
+        self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        self.host_copy: dict | None = None
+        self.thread: threading.Thread | None = None
+        self.rows: list[dict] = []
+        # "cannot write PATH: REASON" while the last finished save is one that failed
+        self.failure: str | None = None
+
+    def save(self, state: dict, manifest: dict) -> None:
+        """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"].
+
+        Waits for the previous save first. With async_save it returns once `state` may change.
+        """
+        started = time.perf_counter()
+        memory_before = host_memory()
+        self.wait()
+        if self.format == "full":
+            state = map_tensors(gather_full, state)
+        elif self.async_save:
+            state = self.copy_to_host(state)
+        path = self.run / "checkpoints" / f"step-{manifest['step']:08d}"
+        pending = PendingSave(path, state, manifest, started, memory_before)
+        if self.async_save:
+            pending.blocking_seconds = time.perf_counter() - started
+            self.thread = threading.Thread(target=self.finish, args=(pending,), daemon=True)
+            self.thread.start()
+        else:
+            self.finish(pending)
+
+    def wait(self) -> None:
+        """Wait for the save in progress, if any."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+
+    def done(self) -> list[dict]:
+        """Log rows of the saves finished since the last call.
+
+        Their event is "checkpoint", or "checkpoint_failed", with the reason as error.
+        """
+        rows = []
+        while self.rows:  # popped one by one: the saving thread may append meanwhile
+            rows.append(self.rows.pop(0))
+        return rows
+
+    def copy_to_host(self, state: dict) -> dict:
+        """A copy of this rank's shards, in memory that is reused: new pages cost most of the time.
+
+        DCP's stager copies from a device to pinned memory. It raises an error where there is no
+        device, so tensors on the CPU are copied here.
+        """
+        if any(tensor.device.type != "cpu" for _, tensor in flatten(state)):
+            return self.stager.stage(state)
+        if self.host_copy is None:
+            self.host_copy = map_tensors(Tensor.clone, state)
+        else:
+            for (_, target), (_, source) in zip(flatten(self.host_copy), flatten(state)):
+                target.copy_(source)
+        return self.host_copy
+
+    def finish(self, pending: PendingSave) -> None:
+        """Write the checkpoint and append its log row. Runs in the saving thread if async_save."""
+        path = pending.path
+        row = {"step": pending.manifest["step"], "event": "checkpoint", "path": str(path)}
+        try:
+            row |= self.write(pending)
+            self.failure = None
+        except (dcp.CheckpointException, OSError, RuntimeError) as error:
+            # A full disk surfaces as various errors of torch, so the free space is always given.
+            free = shutil.disk_usage(self.run).free / 1e6
+            row["event"] = "checkpoint_failed"
+            row["error"] = f"{last_line(error)} ({free:,.1f} MB were free on its disk)"
+            self.failure = f"cannot write {path}: {row['error']}"
+            if self.is_rank0:
+                self.remove_leftovers()
+        row["seconds"] = time.perf_counter() - pending.started
+        row["blocking_seconds"] = pending.blocking_seconds or row["seconds"]
+        self.rows.append(row)
+
+    def write(self, pending: PendingSave) -> dict:
+        """Write a checkpoint; return its size and memory use. An error is raised on all ranks."""
+        path = pending.path
+        work = path.with_name(f".{path.name}.tmp")
+        self.on_rank0(lambda: self.make_work_dir(work))
+        if self.format == "sharded":
+            # A tensor that several ranks hold is written by one of them, which DCP chooses.
+            # sync_files=False: sync_and_checksum does it.
+            writer = dcp.FileSystemWriter(str(work), sync_files=False)
+            dcp.save(pending.state, storage_writer=writer, process_group=self.group)
+        else:
+            self.on_rank0(lambda: torch.save(pending.state, work / "full.pt"))
+        files = {}
+        for files_of_rank in self.raise_on_all_ranks(lambda: self.sync_own_files(work)):
+            files |= files_of_rank
+        memory = self.raise_on_all_ranks(host_memory)
+        manifest = pending.manifest | {"files": files, "torch": torch.__version__}
+        self.on_rank0(lambda: self.complete(work, path, manifest))
+        return {
+            "bytes": total_bytes(manifest),
+            "peak_host_memory": max(rank.peak for rank in memory),
+            "host_memory_before": pending.memory_before.resident,
+            "host_memory_after": host_memory().resident,
+            "available_host_memory": min(rank.available for rank in memory),
+        }
+
+    def sync_own_files(self, work: Path) -> dict[str, dict]:
+        """Sync the files that this rank has written; return their entries in the manifest."""
+        if self.format == "sharded":
+            own = list(work.glob(f"__{dist.get_rank()}_*.distcp"))
+            if self.is_rank0:
+                own.append(work / ".metadata")
+        else:
+            own = [work / "full.pt"] if self.is_rank0 else []
+        return {file.name: sync_and_checksum(file) for file in own}
+
+    def make_work_dir(self, work: Path) -> None:
+        self.remove_leftovers()
+        work.mkdir(parents=True)
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed or failed saves of this run left behind."""
+        for leftover in self.run.glob("checkpoints/.step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def complete(self, work: Path, path: Path, manifest: dict) -> None:
+        """Turn the temporary directory into a checkpoint; remove the ones that are now too old."""
+        with open(work / "manifest.json", "w") as file:
+            json.dump(manifest, file, indent=2)
+        sync(work / "manifest.json")
+        sync(work)
+        if path.exists():  # it did not verify, or the run would have continued from it
+            os.rename(path, path.with_name(f".{path.name}.damaged.tmp"))
+        os.rename(work, path)
+        sync(path.parent)
+        if self.keep_last:
+            self.remove_old(path)
+
+    def remove_old(self, latest: Path) -> None:
+        # The list comes from the disk, not from memory: a continued run knows its predecessor's.
+        # Checkpoints later than `latest` did not verify and do not count.
+        saved = [path for path in list_checkpoints(self.run) if path.name <= latest.name]
+        for path in saved[: -self.keep_last]:
+            step = int(path.name.removeprefix("step-"))
+            if self.keep_every and step % self.keep_every == 0:
+                continue
+            # Renamed first: a run killed while it removes files leaves no incomplete checkpoint.
+            removed = path.rename(path.with_name(f".{path.name}.removed.tmp"))
+            shutil.rmtree(removed)
+
+    def on_rank0(self, work: Callable[[], None]) -> None:
+        """Call `work` on rank 0 and raise its error on all ranks."""
+        self.raise_on_all_ranks(work if self.is_rank0 else lambda: None)
+
+    def raise_on_all_ranks(self, work: Callable) -> list:
+        """Call `work` on each rank; return all results by rank, or raise the first error.
+
+        Separate from the training's helpers for this: it uses the saving thread's process group.
+        """
+        answer = {"result": None, "error": None}
+        try:
+            answer["result"] = work()
+        except (OSError, RuntimeError) as error:
+            answer["error"] = f"rank {dist.get_rank()}: {error}"
+        answers: list = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, answer, group=self.group)
+        for answer in answers:
+            if answer["error"]:
+                raise CheckpointError(answer["error"])
+        return [answer["result"] for answer in answers]
+
+
+# --------------------------------------------------------------------------------------------------
 # Loading
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's `.metadata`, which is a pickle, without the power of pickle: only the classes that describe tensors.
+class MetadataUnpickler(Unpickler):
+    """Reads DCP's `.metadata`, a pickle, but creates only the classes that describe tensors.
 
-    BytesStorageMetadata is left out on purpose: it marks pickled objects, which DCP would load with plain pickle.
+    BytesStorageMetadata is left out on purpose: it marks entries that DCP loads with plain pickle.
     """
 
     ALLOWED = {
-        "torch": {
-            "Size",
-            "float32",
-            "float64",
-            "bfloat16",
-            "float16",
-            "int64",
-            "int32",
-            "uint8",
-            "bool",
-        },
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "collections": {"OrderedDict"},
-        "pathlib": {"PosixPath", "WindowsPath"},
-        "pathlib._local": {"PosixPath", "WindowsPath"},  # as Python 3.13 names them
+        "torch": "Size float32 float64 bfloat16 float16 int64 int32 uint8 bool",
+        "torch.serialization": "_get_layout",
+        "torch.distributed.checkpoint.metadata": (
+            "Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties "
+            "ChunkStorageMetadata _MEM_FORMAT_ENCODING"
+        ),
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+        "collections": "OrderedDict",
+        "pathlib": "PosixPath WindowsPath",
+        "pathlib._local": "PosixPath WindowsPath",  # their module in Python 3.13
     }
 
     def find_class(self, module: str, name: str):
-        if name not in self.ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which has no place in a checkpoint's metadata"
-            )
+        if name not in self.ALLOWED.get(module, "").split():
+            raise UnpicklingError(f"{module}.{name} is not allowed in it")
         return super().find_class(module, name)
 
 
+def load_metadata(path: Path) -> dcp.Metadata:
+    with open(path, "rb") as file:
+        metadata = MetadataUnpickler(file).load()
+    if not isinstance(metadata, dcp.Metadata):
+        raise ValueError(f"it holds a {type(metadata).__name__}")
+    for place in metadata.storage_data.values():
+        # Refuse files outside the checkpoint, and the decoders that DCP's extensions register.
+        if Path(place.relative_path).name != place.relative_path or place.transform_descriptors:
+            raise ValueError(f"it points to {place.relative_path}")
+    return metadata
+
+
 class Reader(dcp.FileSystemReader):
-    """DCP's reader, with its metadata read safely, and at once: after an error DCP would try again, a traceback each time."""
+    """DCP's reader with metadata read safely, on construction.
+
+    Read by DCP itself, damaged metadata would be retried, with a traceback each time.
+    """
 
     def __init__(self, path: Path):
         super().__init__(str(path))
         try:
-            with open(path / ".metadata", "rb") as file:
-                self.metadata = MetadataUnpickler(file).load()
-            if not isinstance(self.metadata, dcp.Metadata):
-                raise ValueError(f"it holds a {type(self.metadata).__name__}")
-            for place in self.metadata.storage_data.values():
-                if (
-                    Path(place.relative_path).name != place.relative_path
-                    or place.transform_descriptors
-                ):
-                    raise ValueError(f"it points to {place.relative_path}")
+            self.metadata = load_metadata(path / ".metadata")
         except Exception as error:  # a damaged pickle can raise anything
-            reason = str(error) or type(error).__name__
             raise CheckpointError(
-                f"cannot read {path}: its .metadata is damaged or hostile: {reason}"
+                f"cannot read {path}: its .metadata is damaged or hostile: {last_line(error)}"
             ) from None
 
     def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
@@ -421,139 +485,113 @@ class Reader(dcp.FileSystemReader):
 
 
 def load(path: Path, state: dict) -> None:
-    """Fill the tensors of `state` in place, whatever mesh and form wrote them; a rank reads its parts. Raises CheckpointError."""
+    """Fill the tensors of `state` in place, from a checkpoint of any mesh and format.
+
+    Each rank reads the shards it needs. Tensors of the checkpoint that `state` lacks are skipped.
+    Raises CheckpointError.
+    """
+    full = path / "full.pt"
+    reader = None if full.exists() else Reader(path)
     try:
-        if (path / "full.pt").exists():
-            load_full(path / "full.pt", state)
+        if reader:
+            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
         else:
-            dcp.load(state, storage_reader=Reader(path), no_dist=not dist.is_initialized())
-    except CheckpointError:
-        raise
-    except (
-        dcp.CheckpointException,
-        OSError,
-        ValueError,
-        RuntimeError,
-        pickle.UnpicklingError,
-    ) as error:
-        raise CheckpointError(
-            f"cannot read {path}: {str(error).strip().splitlines()[-1]}"
-        ) from None
+            load_full(full, state)
+    except (dcp.CheckpointException, OSError, ValueError, RuntimeError, UnpicklingError) as error:
+        raise CheckpointError(f"cannot read {path}: {last_line(error)}") from None
 
 
 def load_full(path: Path, state: dict) -> None:
-    """The file is mapped, not read: of each tensor a rank touches the part that it copies."""
-    whole = dict(flatten(torch.load(path, map_location="cpu", mmap=True, weights_only=True)))
+    """Load from one file, which is mapped into memory: a rank reads only the shards it copies."""
+    full = dict(flatten(torch.load(path, map_location="cpu", mmap=True, weights_only=True)))
     for name, target in flatten(state):
-        if name not in whole or whole[name].shape != target.shape:
-            raise ValueError(f"it lacks {name} {tuple(target.shape)}")
-        source = whole[name]
+        if name not in full or full[name].shape != target.shape:
+            raise ValueError(f"it has no tensor {name} of shape {tuple(target.shape)}")
+        source = full[name]
         if isinstance(target, DTensor):
-            source = distribute_tensor(
-                source, target.device_mesh, target.placements, src_data_rank=None
-            )
+            # src_data_rank=None: all ranks have the full tensor, nothing is sent.
+            mesh = target.device_mesh
+            source = distribute_tensor(source, mesh, target.placements, src_data_rank=None)
         target.copy_(source)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Commands
 
 
-def consolidate(path: Path, out: Path, progress: Callable[[str], None]) -> None:
-    """Sharded -> one file like `full`, in one process, with one tensor at a time in memory. Raises CheckpointError."""
+def consolidate(path: Path, out: Path) -> None:
+    """Write a sharded checkpoint as one file like full.pt, in one process. Raises CheckpointError.
+
+    DCP loads the tensors into a mapping of the new file, one at a time: no more is held in memory.
+    """
     if out.exists():
         raise CheckpointError(f"{out} exists: remove it or choose another name")
-    reader, state = Reader(path), {}
-    metadata = reader.metadata.state_dict_metadata
-    with FakeTensorMode() as fake:
-        for name, (
-            *keys,
-            last,
-        ) in reader.metadata.planner_data.items():  # dotted name -> the keys of the nested dicts
+    metadata = Reader(path).metadata
+    # A shard has a larger header in a .distcp file than a tensor in the new one.
+    size = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    free = shutil.disk_usage(out.parent).free
+    if size > free:  # checked now: writing to a mapped file on a full disk kills the process
+        raise CheckpointError(
+            f"{out} needs {size / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB free"
+        )
+    tensors = metadata.state_dict_metadata
+    state: dict = {}
+    with FakeTensorMode():
+        # planner_data: flat name -> keys of the nested dicts, as ("model", "embed.weight")
+        for name, keys in metadata.planner_data.items():
             inner = state
-            for key in keys:
+            for key in keys[:-1]:
                 inner = inner.setdefault(key, {})
-            inner[last] = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
+            inner[keys[-1]] = torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)
     work = out.with_name(f".{out.name}.tmp")
-    with torch.serialization.skip_data(
-        materialize_fake_tensors=True
-    ):  # the file with room for the values, but none yet
-        torch.save(state, work)
-    with fake:
-        empty = torch.load(work, weights_only=True)
-        places = {
-            name: tensor.untyped_storage()._checkpoint_offset for name, tensor in flatten(empty)
-        }
-    with open(work, "r+b") as file:
-        for i, (name, offset) in enumerate(places.items()):
-            tensor = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
-            dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
-            file.seek(offset)
-            file.write(tensor.flatten().view(torch.uint8).numpy())
-            if i % 50 == 0 or i == len(places) - 1:
-                progress(f"{i + 1} of {len(places)} tensors")
-    flush(work)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(state, work)  # everything but the values, for which it leaves room
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # writes reach the file
+        mapped = torch.load(work, mmap=True, weights_only=True)
+    load(path, mapped)
+    sync(work)
     os.rename(work, out)
+    print(f"{out}: {len(tensors)} tensors, {out.stat().st_size / 1e6:,.1f} MB")
 
 
 def list_run(run: Path) -> None:
-    paths = saved(run)
+    paths = list_checkpoints(run)
     if not paths:
         raise CheckpointError(f"{run} has no checkpoints")
     for path in paths:
         manifest = read_manifest(path)
-        size = sum(entry["bytes"] for entry in manifest["files"].values())
-        print(
-            f"{path}  step {manifest['step']:,}  {manifest.get('tokens', 0):,} tokens  {size / 1e6:,.1f} MB"
-        )
+        progress = f"step {manifest['step']:,}  {manifest.get('tokens', 0):,} tokens"
+        print(f"{path}  {progress}  {total_bytes(manifest) / 1e6:,.1f} MB")
 
 
-def verify_with_progress(path: Path) -> None:
-    size, seen, shown = (
-        sum(entry["bytes"] for entry in read_manifest(path)["files"].values()),
-        0,
-        0.0,
-    )
-
-    def progress(block: int) -> None:
-        nonlocal seen, shown
-        seen += block
-        if time.monotonic() - shown > 2 or seen == size:
-            shown = time.monotonic()
-            print(f"read {seen / 1e6:,.1f} of {size / 1e6:,.1f} MB")
-
-    if problem := verify(path, progress=progress):
+def verify_and_report(path: Path) -> None:
+    if problem := verify(path):
         raise CheckpointError(f"{path}: {problem}")
-    print(f"{path}: complete and unchanged")
+    manifest = read_manifest(path)
+    size = f"{len(manifest['files'])} files, {total_bytes(manifest) / 1e6:,.1f} MB"
+    print(f"{path}: complete and unchanged: {size}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Look at checkpoints, check them, and turn sharded ones into one file."
-    )
+    parser = argparse.ArgumentParser(description="List, verify and consolidate checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("list", help="the checkpoints of a run, with step, tokens and size")
+    add = commands.add_parser("list", help="list the checkpoints of a run: step, tokens and size")
     add.add_argument("path", metavar="RUN", type=Path)
-    add = commands.add_parser(
-        "verify", help="read a checkpoint and compare sizes and checksums with its manifest"
-    )
-    add.add_argument("path", metavar="CKPT", type=Path)
-    add = commands.add_parser(
-        "consolidate", help="write a sharded checkpoint as one file for torch.load"
-    )
-    add.add_argument("path", metavar="CKPT", type=Path)
+    add = commands.add_parser("verify", help="compare the files of a checkpoint with its manifest")
+    add.add_argument("path", metavar="CHECKPOINT", type=Path)
+    add = commands.add_parser("consolidate", help="write a sharded checkpoint as one file")
+    add.add_argument("path", metavar="CHECKPOINT", type=Path)
     add.add_argument("out", metavar="OUT.pt", type=Path)
     args = parser.parse_args()
-    warnings.filterwarnings(
-        "ignore", "torch.distributed is disabled"
-    )  # one process is what these commands are for
+    # DCP warns when there is one process, which is intended here.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         if args.command == "list":
             list_run(args.path)
         elif args.command == "verify":
-            verify_with_progress(args.path)
+            verify_and_report(args.path)
         else:
-            consolidate(args.path, args.out, print)
+            consolidate(args.path, args.out)
     except (CheckpointError, OSError) as error:
         print(f"checkpoint.py: error: {error}", file=sys.stderr)
         return 1

@@ -17,7 +17,7 @@ from model import ModelConfig, Transformer, build_model, generate
 
 def load(run: Path, device: torch.device) -> tuple[Transformer, dict]:
     """(model in float32, manifest) of a checkpoint, or of the newest one of a run."""
-    saved = [run] if (run / "manifest.json").exists() else checkpoint.saved(run)
+    saved = [run] if (run / "manifest.json").exists() else checkpoint.list_checkpoints(run)
     if not saved:
         raise checkpoint.CheckpointError(
             f"--run {run}: no checkpoint there; give a run such as runs/tiny or its checkpoint"

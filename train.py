@@ -238,7 +238,7 @@ class Run:
             "tokenizer": folder.tokenizer,
             "tokens_in_vocabulary": folder.vocab_size,
         }
-        newest, self.passed_over = checkpoint.newest(Path(c.out))
+        newest, self.passed_over = checkpoint.latest_valid(Path(c.out))
         self.path, self.step = dist.on_first_rank(lambda: starting_point(c, self.manifest, newest))
         self.began, self.finished = self.step, self.step >= c.max_steps
         self.interrupted, self.deadline = False, time.monotonic() + (c.time_limit or math.inf)

@@ -75,7 +75,7 @@ def kill_and_restart(out: Path, argv: list[str], times: int, rng: random.Random)
         for pid in rng.choice([[process.pid, first, second], [first], [second]]):
             os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=45)  # a rank that dies ends the job
-        for path in checkpoint.saved(out):
+        for path in checkpoint.list_checkpoints(out):
             assert checkpoint.verify(path) is None
     process = start(argv)
     said, err = process.communicate(timeout=120)
@@ -114,7 +114,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(run, whole, tokens, tmp_path):
         os.kill(ranks(process)[victim], number)
         said, err = process.communicate(timeout=40)
         assert "exitcode  : 75" in err and "the same command continues" in said
-        step = checkpoint.read_manifest(checkpoint.saved(out)[-1])["step"]
+        step = checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
         assert last < step < 100
         last = step
     run(2, SHORT, "out")
@@ -126,18 +126,18 @@ def test_a_time_limit_saves_before_it_and_the_run_goes_on(run, tokens, tmp_path)
     begun = time.monotonic()
     run(2, f"{text} --time_limit 2", "out", status=75)
     took = time.monotonic() - begun
-    (saved,) = checkpoint.saved(tmp_path / "out")
+    (saved,) = checkpoint.list_checkpoints(tmp_path / "out")
     step = checkpoint.read_manifest(saved)["step"]
     assert took < 5 and 10 < step < 100000
     run(2, f"{text} --time_limit 2", "out", status=75)
-    assert checkpoint.read_manifest(checkpoint.saved(tmp_path / "out")[-1])["step"] > step
+    assert checkpoint.read_manifest(checkpoint.list_checkpoints(tmp_path / "out")[-1])["step"] > step
 
 
 @pytest.mark.slow
 def test_max_restarts_continues_by_itself(whole, tokens, tmp_path):
     out = tmp_path / "out"
     process = start(flags(f"--data {tokens} --out {out} {SHORT}"), "--max-restarts", "2")
-    wait_for(lambda: len(checkpoint.saved(out)) > 1, 60, process)
+    wait_for(lambda: len(checkpoint.list_checkpoints(out)) > 1, 60, process)
     os.kill(ranks(process)[0], signal.SIGKILL)
     said, err = process.communicate(timeout=90)
     assert process.returncode == 0 and "continuing from" in said, err

@@ -21,7 +21,7 @@ FORMS = ["sharded", "sharded --async_save", "full"]
 
 
 def assert_same(one, other):
-    a, b = (tensors(checkpoint.saved(run)[-1]) for run in (one, other))
+    a, b = (tensors(checkpoint.list_checkpoints(run)[-1]) for run in (one, other))
     assert a.keys() == b.keys() and len(a) > 50
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -75,7 +75,7 @@ def test_fewer_shards_too(run, whole):
 
 def test_each_part_is_written_once_and_names_are_plain(whole):
     for mesh, run in whole.items():
-        path = checkpoint.saved(run)[-1]
+        path = checkpoint.list_checkpoints(run)[-1]
         state = tensors(path)
         values = sum(tensor.nbytes for tensor in state.values())
         on_disk = sum(
@@ -96,7 +96,7 @@ def test_each_part_is_written_once_and_names_are_plain(whole):
 
 def test_keep_last_and_keep_every(run):
     out = run(1, "--max_steps 12 --save_interval 1 --keep_last 2 --keep_every 5")
-    assert [path.name[-2:] for path in checkpoint.saved(out)] == ["05", "10", "11", "12"]
+    assert [path.name[-2:] for path in checkpoint.list_checkpoints(out)] == ["05", "10", "11", "12"]
     assert [row["step"] for row in rows(out, "event")] == list(range(1, 13))
 
 
@@ -104,7 +104,7 @@ def test_keep_last_and_keep_every(run):
 def test_rows_and_manifest_of_a_checkpoint(run, form):
     out = run(2, f"--max_steps 4 --strategy fsdp --checkpoint {form}")
     (row,) = rows(out, "event")
-    path = checkpoint.saved(out)[-1]
+    path = checkpoint.list_checkpoints(out)[-1]
     assert (row["event"], row["step"], row["path"]) == ("checkpoint", 4, str(path))
     assert row["bytes"] == sum(
         file.stat().st_size for file in path.iterdir() if file.name != "manifest.json"
@@ -149,7 +149,7 @@ DAMAGE = {
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over_and_replaced(run, pool, tokens, what):
     out = run(2, "--max_steps 6 --save_interval 3 --strategy fsdp")
-    last = checkpoint.saved(out)[-1]
+    last = checkpoint.list_checkpoints(out)[-1]
     weights = tensors(last)
     DAMAGE[what](last)
     assert what in checkpoint.verify(last)
@@ -170,11 +170,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(run, pool, tokens, wha
 
 def test_a_half_written_checkpoint_is_none_and_the_next_save_removes_it(run, tokens, pool):
     out = run(1, "--max_steps 4 --save_interval 2 --keep_last 0")
-    last = checkpoint.saved(out)[-1]
+    last = checkpoint.list_checkpoints(out)[-1]
     (last / "manifest.json").unlink()
     os.rename(last, last.with_name(f".{last.name}.tmp"))
     (out / "checkpoints" / "notes").write_text("mine")
-    assert [path.name for path in checkpoint.saved(out)] == ["step-00000002"]
+    assert [path.name for path in checkpoint.list_checkpoints(out)] == ["step-00000002"]
     assert pool(
         1, call_train, flags(f"--data {tokens} --out {out} --max_steps 4 --keep_last 0")
     ) == [0]
@@ -210,12 +210,12 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     ]  # the last checkpoint is missing: that is an error
     assert "NOT SAVED: cannot write" in answers[0][1] and "step 8/8" in answers[0][1]
     assert answers[0][2].count("\n") == 1 and "MB were free on its disk" in answers[0][2]
-    good = checkpoint.saved(small_disk / "run")
+    good = checkpoint.list_checkpoints(small_disk / "run")
     assert good and all(checkpoint.verify(path) is None for path in good)
     subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
     ((status, said, _), _) = pool(2, listen, argv)
     assert status == 0 and f"continuing from {good[-1]}" in said
-    assert len(checkpoint.saved(small_disk / "run")) == 8 and not list(
+    assert len(checkpoint.list_checkpoints(small_disk / "run")) == 8 and not list(
         (small_disk / "run" / "checkpoints").glob(".*")
     )
 
@@ -246,7 +246,7 @@ def attacks(place: str) -> dict[str, object]:
 @pytest.mark.parametrize("form", ["sharded", "full"])
 def test_a_hostile_pickle_runs_nothing(run, tmp_path, attack, form):
     out = run(1, f"--max_steps 1 --checkpoint {form}")
-    path, place = checkpoint.saved(out)[-1], tmp_path / "executed"
+    path, place = checkpoint.list_checkpoints(out)[-1], tmp_path / "executed"
     bomb = attacks(str(place))[attack]
     if form == "sharded":
         (path / ".metadata").write_bytes(pickle.dumps(bomb))
@@ -264,7 +264,7 @@ def metadata_with(path: Path, change) -> None:
 
 
 def test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused(run, tmp_path):
-    path = checkpoint.saved(run(1, "--max_steps 1"))[-1]
+    path = checkpoint.list_checkpoints(run(1, "--max_steps 1"))[-1]
     original = (path / ".metadata").read_bytes()
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -292,7 +292,7 @@ def test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused(run, tm
 )
 def test_a_hostile_manifest_is_a_clear_error(run, pool, tokens, text):
     out = run(1, "--max_steps 1")
-    path = checkpoint.saved(out)[-1]
+    path = checkpoint.list_checkpoints(out)[-1]
     (path / "manifest.json").write_text(text)
     assert checkpoint.verify(path)
     ((status, said, err),) = pool(1, listen, flags(f"--data {tokens} --out {out} --max_steps 1"))
@@ -308,7 +308,7 @@ def test_list_verify_and_consolidate(whole, tmp_path, monkeypatch, capsys):
         return checkpoint.main(), *capsys.readouterr()
 
     run = whole["hsdp --dp_shard 2"]
-    path = checkpoint.saved(run)[-1]
+    path = checkpoint.list_checkpoints(run)[-1]
     status, listed, _ = command("list", run)
     assert status == 0 and [line.split("  ")[:3] for line in listed.splitlines()][1] == [
         str(path),
@@ -347,7 +347,7 @@ def test_full_is_refused_where_it_does_not_fit(pool, tokens, tmp_path):
 
 
 def full_on_a_small_host(argv: list[str]) -> tuple:
-    with mock.patch.object(checkpoint, "host_memory", lambda: {"available": 1000}):
+    with mock.patch.object(checkpoint, "host_memory", lambda: checkpoint.HostMemory(0, 0, available=1000)):
         return listen(argv)
 
 

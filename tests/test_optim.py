@@ -377,7 +377,7 @@ def test_too_many_skips_end_the_run_with_a_line_and_leave_the_checkpoint(
         "error: 4 updates in a row were skipped up to step 9" in answers[0][1]
         and answers[0][1].count("\n") == 1
     )
-    saved = checkpoint.saved(tmp_path / "run")
+    saved = checkpoint.list_checkpoints(tmp_path / "run")
     assert saved[-1].name == "step-00000006"
     assert all(
         value.isfinite().all() for name, value in tensors(saved[-1]).items() if "window" not in name
@@ -447,7 +447,7 @@ def test_metrics_are_the_same_on_every_mesh_and_are_what_they_say(pool, run):
         assert log.keys() == single.keys()
         for key, row in log.items():
             assert row == pytest.approx(single[key], rel=1e-3, abs=1e-6), key
-    weights = tensors(checkpoint.saved(out)[-1])
+    weights = tensors(checkpoint.list_checkpoints(out)[-1])
     for (step, name), row in single.items():
         if step == 6:
             for kind, tensor in (

@@ -87,8 +87,8 @@ def test_every_mesh_gives_the_numbers_of_a_single_process(results, mesh, accumul
     assert rows(many, "val_loss")[-1]["val_loss"] == pytest.approx(
         rows(one, "val_loss")[-1]["val_loss"], rel=close
     )
-    for name, weight in tensors(checkpoint.saved(one)[-1], "model.").items():
-        other = tensors(checkpoint.saved(many)[-1], "model.")[name]
+    for name, weight in tensors(checkpoint.list_checkpoints(one)[-1], "model.").items():
+        other = tensors(checkpoint.list_checkpoints(many)[-1], "model.")[name]
         assert (weight - other).norm() <= (1e-5 if dtype == "float32" else 5e-2) * weight.norm(), (
             name
         )

@@ -158,10 +158,10 @@ def held() -> dict[str, tuple[int, float]]:
             net.init_tensor(name, parameter.data, 0)
         dist.checkpoint_activations(net.blocks, mode)
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        before = checkpoint.host_memory()["resident"]
+        before = checkpoint.host_memory().resident
         loss = net(tokens, tokens)
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        kept = checkpoint.host_memory()["resident"] - before
+        kept = checkpoint.host_memory().resident - before
         loss.backward()
         answers[mode] = kept, loss.item(), net.blocks[0].mlp.up.weight.grad.norm().item()
     return answers

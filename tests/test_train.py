@@ -86,7 +86,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(run, tokens, tmp_path):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)  # as the terminal does: torchrun and both ranks get it
     out, _ = process.communicate(timeout=60)
-    (saved,) = checkpoint.saved(stopped)
+    (saved,) = checkpoint.list_checkpoints(stopped)
     step = checkpoint.read_manifest(saved)["step"]
     assert 5 <= step < 200 and f"stopped after step {step}; the same command continues" in out
     run(2, text, "stopped")

@@ -664,7 +664,7 @@ def timed_save(saver: checkpoint.Saver, state: dict, step: int, plain_speed: flo
     saver.wait()
     row = saver.done()[0]
     dist.on_first_rank(lambda: shutil.rmtree(row["path"]))
-    extra_memory = torch.tensor(checkpoint.host_memory()["peak"] - memory_before)
+    extra_memory = torch.tensor(checkpoint.host_memory().peak - memory_before)
     torch.distributed.all_reduce(extra_memory, op=torch.distributed.ReduceOp.MAX)
     return Save(
         seconds=row["seconds"],
@@ -679,7 +679,7 @@ def reset_peak() -> int:
     """Reset the peak of this process's memory (Linux); returns the memory in use, in bytes."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # return free memory to the system first
     Path("/proc/self/clear_refs").write_text("5")  # 5: reset VmHWM
-    return checkpoint.host_memory()["resident"]
+    return checkpoint.host_memory().resident
 
 
 # --------------------------------------------------------------------------------------------------
