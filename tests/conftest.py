@@ -163,18 +163,25 @@ def rows(run: Path, key: str = "loss") -> list[dict]:
 
 
 def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole."""
+    """The full tensors of a checkpoint whose names begin with `prefix`."""
     if (path / "full.pt").exists():
         state = dict(checkpoint.flatten(torch.load(path / "full.pt", weights_only=True)))
         return {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
     reader = checkpoint.Reader(path)
-    state = {
-        name: torch.empty(m.size, dtype=m.properties.dtype)
-        for name, m in reader.metadata.state_dict_metadata.items()
-        if name.startswith(prefix)
-    }
+    state = {}
+    for name, metadata in reader.metadata.state_dict_metadata.items():
+        if name.startswith(prefix):
+            state[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
     torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """The latest checkpoints of two runs hold the same tensors, bit for bit."""
+    ours = tensors(checkpoint.list_checkpoints(run)[-1])
+    theirs = tensors(checkpoint.list_checkpoints(other)[-1])
+    assert len(ours) > 50  # weights, moments and step counts, not an empty checkpoint
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import call_train, flags, rows
-from test_checkpoint import assert_same
+from conftest import assert_same, call_train, flags, rows
 
 import checkpoint
 
@@ -130,7 +129,9 @@ def test_a_time_limit_saves_before_it_and_the_run_goes_on(run, tokens, tmp_path)
     step = checkpoint.read_manifest(saved)["step"]
     assert took < 5 and 10 < step < 100000
     run(2, f"{text} --time_limit 2", "out", status=75)
-    assert checkpoint.read_manifest(checkpoint.list_checkpoints(tmp_path / "out")[-1])["step"] > step
+    assert (
+        checkpoint.read_manifest(checkpoint.list_checkpoints(tmp_path / "out")[-1])["step"] > step
+    )
 
 
 @pytest.mark.slow

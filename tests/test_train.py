@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Scalars, call_train, flags, listen, rows
-from test_checkpoint import assert_same
+from conftest import Scalars, assert_same, call_train, flags, listen, rows
 
 import checkpoint
 import data
