@@ -15,18 +15,14 @@ import platform
 import re
 import resource
 import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch._C._distributed_c10d as c10d  # for the flight recorder
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,7 +51,7 @@ class World:
     local_size: int
     device: torch.device
     timeout: timedelta = dist.default_pg_timeout  # of collectives
-    watch: "Watch | None" = None
+    store: dist.Store | None = None  # a second connection to the store in which the ranks met
 
 
 def read_slurm() -> None:
@@ -138,8 +134,8 @@ def start(device: str = "auto", timeout: float = 120.0) -> World:
         )
     else:
         store = dist.HashStore()
-    # A connection of the watch's own, now: later, rank 0 might have left already, and the store with it.
-    watch = Watch(store.clone() if size > 1 else store, rank, size, timeout)
+    # Cloned now: later, rank 0 might have left already, and the store with it.
+    second_connection = store.clone() if size > 1 else store
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         store=store,
@@ -148,7 +144,7 @@ def start(device: str = "auto", timeout: float = 120.0) -> World:
         timeout=limit,
         device_id=target if device == "cuda" else None,
     )
-    return World(rank, size, local_rank, local_size, target, limit, watch)
+    return World(rank, size, local_rank, local_size, target, limit, second_connection)
 
 
 def stop() -> None:
@@ -167,120 +163,6 @@ def on_first_rank(work: Callable[[], T]) -> T:
     if box[1] is not None:
         raise box[1]
     return box[0]
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Ranks that hang or are lost
-
-
-class Watch:
-    """Ends the job when a rank stops, dies or gets nowhere, with one line that names it: a context around all that ranks do.
-
-    A thread of each rank tells the store, in every beat, that the rank lives and how far it has come, and reads the same
-    of the next rank: three small messages a beat, whatever the size of the world. When a rank is silent for `timeout`
-    seconds, gets nowhere for so long (PATIENCE times that where it is slow by nature), or has a collective fail, one of
-    them looks at all, and tells all what it found. Each leaves its part of torch's flight recorder in `traces`: the last
-    collectives, which of them were in flight, and from where they were called.
-    """
-
-    LOOK = 3  # beats that tell who is silent
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float):
-        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
-        self.beat = min(1.0, timeout / 20)
-        self.moves, self.place, self.slow = 0, "before the first step", True
-        self.traces: Path | None = None
-        self.alarm, self.over, self.cleared = False, threading.Event(), threading.Event()
-        store.set(f"beat {rank}", f"0 0 {self.place}")  # so that nobody waits for the first
-        store.compare_set("verdict", "", "")
-
-    def at(self, place: str, slow: bool = False) -> None:
-        """This rank has come to `place`, which reads well after "last seen" and "is"."""
-        self.moves, self.place, self.slow = self.moves + 1, place, slow
-
-    def __enter__(self) -> "Watch":
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        if self.size > 1:
-            self.thread.start()
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if self.size == 1:
-            return
-        if error is None:
-            dist.barrier()  # so that none takes another's end for a loss
-        elif kind is RuntimeError or isinstance(error, dist.DistError):
-            self.alarm = True  # a collective may have failed since another rank was lost: then the thread says so and exits
-            self.cleared.wait(10 * self.LOOK * self.beat)
-        self.over.set()
-        self.thread.join(
-            2 * self.beat
-        )  # no longer: it may wait for an answer of a store that is gone
-
-    def run(self) -> None:
-        store, others = self.store, [f"beat {rank}" for rank in range(self.size)]
-        store.set_timeout(timedelta(seconds=self.timeout))
-        limit = self.timeout / self.beat - 2 * self.LOOK  # so that the line comes within `timeout`
-        beats, silent, idle = 0, 0, 0  # time counted in beats: a job that is suspended has none
-        seen, moves, before = None, 0, None
-        while not self.over.wait(self.beat):
-            beats += 1
-            try:
-                store.set(others[self.rank], f"{beats} {self.moves} {self.place}")
-                beat, verdict = store.multi_get([others[(self.rank + 1) % self.size], "verdict"])
-            except RuntimeError:
-                if self.over.wait(2 * self.LOOK * self.beat):
-                    return  # rank 0, which keeps it without torchrun, was through a moment before this one
-                self.leave(
-                    "the store in which the ranks meet no longer answers: its host, rank 0's, was lost"
-                )
-            if verdict:
-                self.leave()
-            silent, seen = silent + 1 if beat == seen else 0, beat
-            idle, moves = idle + 1 if self.moves == moves else 0, self.moves
-            late = max(silent, idle / PATIENCE if self.slow else idle) - limit
-            if before is None and (self.alarm or late > 0):
-                if (
-                    store.add("looking", 1) == 1 or late > 5 * self.LOOK
-                ):  # one is enough, unless it is lost too
-                    before, since = store.multi_get(others), beats
-            elif before and beats == since + self.LOOK:
-                line = self.find(before, store.multi_get(others))
-                if line:
-                    self.leave(
-                        line if store.compare_set("verdict", "", line).decode() == line else None
-                    )
-                before, self.alarm = None, False
-                store.set("looking", "0")
-                self.cleared.set()
-
-    def find(self, before: list[bytes], after: list[bytes]) -> str | None:
-        """Who is to blame, from all ranks' beats at two times; None where it is not another rank."""
-        silent = [
-            rank for rank, (a, b) in enumerate(zip(before, after)) if a == b and rank != self.rank
-        ]
-        moves = [int(beat.split()[1]) for beat in after]
-        behind = [rank for rank, count in enumerate(moves) if count == min(moves)]
-        place = {rank: after[rank].decode().split(maxsplit=2)[2] for rank in range(self.size)}
-        if silent:
-            return f"{names(silent)} stopped or died, last seen {place[silent[0]]}; rank {self.rank} is {place[self.rank]}"
-        if self.alarm:
-            return None
-        if len(behind) == self.size:
-            return f"no rank got anywhere for {self.timeout:g} s: all are {place[0]}"
-        last, first = behind[0], moves.index(max(moves))
-        return f"{names(behind)} did not arrive within {self.timeout:g} s: still {place[last]}; rank {first} is {place[first]}"
-
-    def leave(self, line: str | None = None) -> None:
-        """End this process, from whatever it hangs in."""
-        if line:
-            print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
-        if self.traces:
-            # Private, since the public way, NCCL's own time-out, would come too late and not at all for gloo.
-            dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
-            self.traces.mkdir(exist_ok=True)
-            (self.traces / f"rank_{self.rank}").write_bytes(dump())
-        os._exit(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -668,86 +550,6 @@ class CommunicationCounter(TorchDispatchMode):
                 size = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
                 self.counts[self.KINDS.get(name, name), axis] = [calls + 1, total + size]
         return result
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# What the ranks tell one another
-
-
-class Agreement:
-    """Whether any rank raised a flag, told to all ranks at the same step: the one after, so that no host waits for it.
-
-    The flags travel between hosts, on a group of their own: the devices know nothing of them.
-    """
-
-    def __init__(self, world: World):
-        self.group = dist.new_group(backend="gloo", timeout=world.timeout)
-        self.flag, self.sent = torch.zeros(1), None
-
-    def __call__(self, flag: bool) -> bool:
-        """Send this step's flag; return whether any rank sent one in the step before."""
-        if self.sent:
-            self.sent.wait()
-        raised = self.flag.numpy()[0] > 0
-        self.flag = torch.tensor([float(flag)])
-        self.sent = dist.all_reduce(self.flag, group=self.group, async_op=True)
-        return raised
-
-
-def handshake(
-    mesh: DeviceMesh, same: dict[str, object], weights: Iterable[Tensor], reads: Iterable[int]
-) -> None:
-    """Prove, before the first step, that the ranks are one run: one small gather. Raises MeshError with the ranks.
-
-    What is in `same` is the same on all; of `weights`, the parameters, ranks that hold the same part hold the same bits;
-    and the sequences `reads`, the first that a rank will read, are those of its tp group and of no other rank.
-    """
-    # Sums of the weights' bits as integers: exact in any order, so equal on any two devices.
-    bits: Counter = (
-        Counter()
-    )  # one for each way to cut a parameter: norms are cut by dp_shard alone
-    for weight in weights:
-        parts = weight.to_local() if isinstance(weight, DTensor) else weight
-        bits[part_of(weight)] += int(parts.detach().view(torch.int32).sum(dtype=torch.int64))
-    ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (same, dict(bits), mesh.get_coordinate(), list(reads)))
-    first, reader, holder, groups = ranks[0][0], {}, {}, {}
-    for rank, (facts, sums, (replicate, shard, _), numbers) in enumerate(ranks):
-        for name, value in facts.items():
-            if value != first[name]:
-                others = [other for other, row in enumerate(ranks) if row[0][name] == value]
-                raise MeshError(
-                    f"{name} is {first[name]} on rank 0 and {value} on {names(others)}: start all ranks alike"
-                )
-        for part, total in sums.items():
-            if total != ranks[holder.setdefault(part, rank)][1][part]:
-                raise MeshError(
-                    f"{names([holder[part], rank])} hold the same part of the model, but with different weights"
-                )
-        leader = groups.setdefault((replicate, shard), rank)
-        if numbers != ranks[leader][3]:
-            raise MeshError(
-                f"{names([leader, rank])} are one tp group, but read different sequences"
-            )
-        for number in numbers:
-            if reader.setdefault(number, leader) != leader:
-                raise MeshError(
-                    f"{names([reader[number], rank])} both read sequence {number}: they would learn the same twice"
-                )
-
-
-def part_of(weight: Tensor) -> tuple:
-    """Which part of a weight this rank holds: (axis, place on it) for each axis of the mesh that cuts it."""
-    if not isinstance(weight, DTensor):
-        return ()
-    axes = zip(
-        weight.device_mesh.mesh_dim_names, weight.device_mesh.get_coordinate(), weight.placements
-    )
-    return tuple((axis, place) for axis, place, placement in axes if not placement.is_replicate())
-
-
-def names(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}"
 
 
 def gather(values: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ import optim
 import prepare
 import profiling
 import tokenizer
+import watchdog
 from config import BUILTIN, Config, UsageError, batch_shape, model_config, parse, profile_window
 from model import SIZES, Transformer, generate
 
@@ -202,7 +203,8 @@ def replace_file(path: Path, text: str) -> None:
 class Run:
     """What a step needs, put together from the ground floor. `finished` is True where there is nothing left to do."""
 
-    def __init__(self, config: Config, world: dist.World):
+    def __init__(self, config: Config, world: dist.World, dog: watchdog.Watchdog):
+        self.watchdog = dog
         self.config = c = config
         self.world, self.device = world, world.device
         self.dtype = dist.fast_dtype(self.device) if c.dtype == "auto" else getattr(torch, c.dtype)
@@ -322,12 +324,12 @@ class Run:
             self.rank,
             self.ranks,
         )
-        dist.handshake(self.mesh, same, model.parameters(), itertools.chain(*numbers))
+        watchdog.check_ranks_agree(self.mesh, same, model.parameters(), itertools.chain(*numbers))
         out = Path(c.out)
         if self.world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             replace_file(out / "config.json", json.dumps(dataclasses.asdict(c), indent=2) + "\n")
-        self.world.watch.traces = out / "flight"
+        self.watchdog.dump_folder = out / "flight"
         if window := profile_window(c):
             counter = dist.CommunicationCounter(self.mesh)
             self.window = profiling.Window(
@@ -385,7 +387,7 @@ class Run:
 
     def at(self, doing: str, slow: bool = False) -> None:
         """Tell the other ranks how far this one is."""
-        self.world.watch.at(f"after step {self.step}, {doing}", slow)
+        self.watchdog.progress(f"after step {self.step}, {doing}", slow)
 
     def train_step(self, batches: Iterator[Tensor]) -> dict[str, Tensor]:
         """One optimizer step over global_batch_size sequences. Returns 0-d tensors on the device and does not wait for it."""
@@ -606,7 +608,7 @@ def train(run: Run) -> int:
         range(run.step + 1, c.max_steps + 1), c.global_batch_size, run.micro, run.rank, run.ranks
     )
     batches = run.fetch(run.train_windows, numbers)
-    agreement = dist.Agreement(run.world)
+    agreement = watchdog.AnyRankFlag(run.world.timeout)
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
@@ -696,12 +698,13 @@ def main(argv: list[str]) -> int:
     try:
         config = parse(argv)
         world = dist.start(config.device, config.timeout)
+        dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
         with (
-            world.watch,
+            dog,
             loss_parallel(),
             no_garbage_collection(),
         ):  # the second is for --tp, whose ranks hold parts of logits
-            run, status = Run(config, world), 0
+            run, status = Run(config, world, dog), 0
             if not run.finished:
                 run.build()
                 run.introduce()
@@ -713,7 +716,13 @@ def main(argv: list[str]) -> int:
                 )
         dist.stop()
         return status
-    except (UsageError, data.DataError, tokenizer.TokenizerError, dist.MeshError) as error:
+    except (
+        UsageError,
+        data.DataError,
+        tokenizer.TokenizerError,
+        dist.MeshError,
+        watchdog.RankMismatch,
+    ) as error:
         return fail(str(error), 2)
     except (checkpoint.CheckpointError, Diverged, OSError) as error:
         return fail(str(error), 1)

@@ -149,6 +149,18 @@ def listen(argv: list[str]) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
+def start_run(argv: list[str]):
+    """A run of train.py on this rank, before it is built."""
+    import dist
+    import train
+    import watchdog
+
+    config = train.parse(argv)
+    world = dist.start(config.device)
+    dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
+    return train.Run(config, world, dog)
+
+
 def flags(text: str) -> list[str]:
     return f"{TINY} {QUIET} {text}".split()
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import Scalars, flags, listen, rows, tensors
+from conftest import Scalars, flags, listen, rows, start_run, tensors
 
 import checkpoint
 import data
@@ -225,7 +225,7 @@ def faulty_run(argv: list[str], fault: str, rank: int, at: int, count: int) -> l
     fault: "nan" and "spike" spoil the gradient and the logged loss; "none" omits the update of that
     step by hand.
     """
-    run = train.Run(train.parse(argv), dist.start("cpu"))
+    run = start_run(argv)
     with mock.patch.object(optim, "SPIKE_HISTORY", 8):
         run.build()
     numbers = data.train_indices(

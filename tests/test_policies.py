@@ -4,14 +4,13 @@ import ctypes
 
 import pytest
 import torch
-from conftest import call_train, flags, rows
+from conftest import call_train, flags, rows, start_run
 from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
 import data
 import dist
 import model
-import train
 
 BASE = "--max_steps 6 --dtype float32 --global_batch_size 16 --model tinyllama-1.1b"  # with a head of its own
 POLICIES = [
@@ -60,7 +59,7 @@ def test_every_policy_gives_the_numbers_of_a_single_process(run, single, policy)
 
 def count(argv: list[str]) -> tuple[dict, list[int]]:
     """(what a step of this run communicates, the sizes of its blocks and of the rest)"""
-    run = train.Run(train.parse(argv), dist.start("cpu"))
+    run = start_run(argv)
     run.build()
     numbers = data.train_indices(
         range(1, 4), run.config.global_batch_size, run.micro, run.rank, run.ranks
@@ -188,7 +187,7 @@ def test_a_wrap_that_does_not_exist_is_refused(wrap):
 def compiled(argv: list[str]) -> tuple[list[tuple], list[int]]:
     """((loss, gradient norm, learning rate) of each step, graphs that torch.compile has made after each)"""
     torch._dynamo.reset()
-    run = train.Run(train.parse(argv), dist.start("cpu"))
+    run = start_run(argv)
     run.build()
     numbers = data.train_indices(
         range(1, 5), run.config.global_batch_size, run.micro, run.rank, run.ranks

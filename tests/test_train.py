@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Scalars, assert_same, call_train, flags, listen, rows
+from conftest import Scalars, assert_same, call_train, flags, listen, rows, start_run
 
 import checkpoint
 import data
@@ -279,7 +279,7 @@ def count_reads(argv: list[str]) -> dict[str, int]:
 
         return ask
 
-    run = train.Run(train.parse(argv), dist.start("cpu"))
+    run = start_run(argv)
     run.build()
     names = (
         "item",

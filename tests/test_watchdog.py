@@ -15,7 +15,7 @@ import torch
 from conftest import call_train, flags, rows
 
 import data
-import dist
+import watchdog
 
 ROOT = Path(__file__).parent.parent
 # train.py, whose rank 1 never gets the micro-batch of step 40
@@ -167,7 +167,7 @@ def test_the_slowest_rank_is_named_in_the_log(pool, tokens, tmp_path):
 @pytest.mark.parametrize(
     "after, alarm, line",
     [
-        ("5 9 a|7 9 a|8 9 a", False, "no rank got anywhere for 60 s: all are a"),
+        ("5 9 a|7 9 a|8 9 a", False, "no rank made progress for 60 s: all are a"),
         ("5 9 a|7 8 b c|8 9 a", False, "rank 1 did not arrive within 60 s: still b c; rank 0 is a"),
         ("5 9 a|4 9 a|8 9 a", False, "rank 1 stopped or died, last seen a; rank 0 is a"),
         ("5 9 a|4 9 a|4 9 b", True, "ranks 1 and 2 stopped or died, last seen a; rank 0 is a"),
@@ -175,9 +175,9 @@ def test_the_slowest_rank_is_named_in_the_log(pool, tokens, tmp_path):
     ],
 )
 def test_who_is_to_blame(after, alarm, line):
-    watch = dist.Watch(torch.distributed.HashStore(), 0, 3, timeout=60)
-    watch.alarm = alarm
-    assert (
-        watch.find([b"2 9 a", b"4 9 a", b"4 9 b"], [beat.encode() for beat in after.split("|")])
-        == line
-    )
+    watch = watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60)
+    watch.collective_failed = alarm
+    looks = []
+    for text in ("2 9 a|4 9 a|4 9 b", after):
+        looks.append([watchdog.Heartbeat.decode(beat.encode()) for beat in text.split("|")])
+    assert watch.diagnose(*looks) == line

@@ -1,0 +1,333 @@
+"""Ranks that hang, are lost, or disagree: a job ends with one line that names them."""
+
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch._C._distributed_c10d as c10d  # for the flight recorder
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
+CONFIRM_BEATS = 3  # heartbeats that it takes to see which ranks are silent
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """`rank 3`, or `ranks 1 and 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks that hang or are lost
+
+
+class Heartbeat(NamedTuple):
+    """What a rank tells the others, through the store, in every interval."""
+
+    count: int
+    reports: int  # of progress
+    place: str  # where the rank was at the last report
+
+    @staticmethod
+    def decode(text: bytes) -> "Heartbeat":
+        count, reports, place = text.decode().split(maxsplit=2)
+        return Heartbeat(int(count), int(reports), place)
+
+
+class Watchdog:
+    """A context that ends the job when a rank stops, dies or makes no progress.
+
+    In every interval a thread of each rank writes its heartbeat to the store and reads that of the
+    next rank: three small messages, whatever the size of the world. A rank that
+
+    - finds the next rank silent for `timeout` seconds,
+    - makes no progress itself for that long, or SLOW_FACTOR times as long where `progress` was told
+      that it is slow,
+    - or leaves the context because a collective failed,
+
+    reads the heartbeats of all ranks twice, CONFIRM_BEATS apart, and publishes which ranks are to
+    blame. Every rank then writes its part of torch's flight recorder to `dump_folder` (the last
+    collectives, which of them were in flight and where they were called from) and exits with 1.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float):
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout  # seconds
+        self.interval = min(1.0, timeout / 20)  # seconds
+        self.dump_folder: Path | None = None
+        self.reports = 0  # of progress
+        self.place = "before the first step"
+        self.slow = True
+        self.collective_failed = False
+        self.stopped = threading.Event()
+        self.cleared = threading.Event()  # of blame: no other rank is lost
+        self.send_heartbeat(0)  # so that nobody waits for the first
+        store.compare_set("verdict", "", "")
+
+    def progress(self, place: str, slow: bool = False) -> None:
+        """Report that this rank has come to `place`, as in "rank 1 is after step 7, computing"."""
+        self.reports += 1
+        self.place = place
+        self.slow = slow
+
+    def __enter__(self) -> "Watchdog":
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        if self.world_size > 1:
+            self.thread.start()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if self.world_size == 1:
+            return
+        if error is None:
+            dist.barrier()  # so that no rank takes the end of another for a loss
+        elif kind is RuntimeError or isinstance(error, dist.DistError):
+            # Perhaps a collective failed because another rank was lost. Then the thread says so and
+            # ends this process.
+            self.collective_failed = True
+            self.cleared.wait(10 * CONFIRM_BEATS * self.interval)
+        self.stopped.set()
+        self.thread.join(2 * self.interval)  # no longer: it may wait for a store that is gone
+
+    def run(self) -> None:
+        """The thread. Time is counted in beats: while a job is suspended, none passes."""
+        self.store.set_timeout(timedelta(seconds=self.timeout))
+        # Early enough that the line is out within `timeout`.
+        limit = self.timeout / self.interval - 2 * CONFIRM_BEATS
+        silent_beats = 0  # since the next rank's last heartbeat
+        stalled_beats = 0  # since this rank's last report of progress
+        beats = 0
+        last_heard = None
+        last_reports = 0
+        first_look = None  # the heartbeats of all ranks, while this one finds out who is to blame
+        first_look_beat = 0
+        while not self.stopped.wait(self.interval):
+            beats += 1
+            heard = self.exchange(beats)
+            if heard is None:
+                return
+            silent_beats = silent_beats + 1 if heard == last_heard else 0
+            stalled_beats = stalled_beats + 1 if self.reports == last_reports else 0
+            last_heard = heard
+            last_reports = self.reports
+
+            patience = SLOW_FACTOR if self.slow else 1
+            overdue = max(silent_beats, stalled_beats / patience) - limit
+            if first_look is None:
+                if (self.collective_failed or overdue > 0) and self.is_elected(overdue):
+                    first_look = self.read_all()
+                    first_look_beat = beats
+            elif beats == first_look_beat + CONFIRM_BEATS:
+                self.conclude(self.diagnose(first_look, self.read_all()))
+                first_look = None
+
+    def send_heartbeat(self, count: int) -> None:
+        self.store.set(f"heartbeat {self.rank}", f"{count} {self.reports} {self.place}")
+
+    def exchange(self, count: int) -> bytes | None:
+        """Send a heartbeat and return the next rank's, or None if the run is over.
+
+        Aborts if there is a verdict.
+        """
+        next_rank = (self.rank + 1) % self.world_size
+        try:
+            self.send_heartbeat(count)
+            heard, verdict = self.store.multi_get([f"heartbeat {next_rank}", "verdict"])
+        except RuntimeError:
+            # Without torchrun rank 0 keeps the store, and may have finished a moment before.
+            if self.stopped.wait(2 * CONFIRM_BEATS * self.interval):
+                return None
+            self.abort("the store in which the ranks meet is gone: the host of rank 0 was lost")
+        if verdict:
+            self.abort()  # the rank that found out has printed why
+        return heard
+
+    def is_elected(self, overdue: float) -> bool:
+        """Whether this rank looks who is to blame: one is enough, unless that one is lost too."""
+        return self.store.add("looking", 1) == 1 or overdue > 5 * CONFIRM_BEATS
+
+    def read_all(self) -> list[Heartbeat]:
+        texts = self.store.multi_get([f"heartbeat {rank}" for rank in range(self.world_size)])
+        return [Heartbeat.decode(text) for text in texts]
+
+    def diagnose(self, before: list[Heartbeat], after: list[Heartbeat]) -> str | None:
+        """Say which ranks are to blame, from the heartbeats of all ranks at two times.
+
+        Returns None where a collective failed and every other rank is alive: then the error is one
+        of this rank's own.
+        """
+        silent = []
+        for rank in range(self.world_size):
+            if rank != self.rank and before[rank].count == after[rank].count:
+                silent.append(rank)
+        if silent:
+            return (
+                f"{format_ranks(silent)} stopped or died, last seen {after[silent[0]].place}; "
+                f"rank {self.rank} is {after[self.rank].place}"
+            )
+        if self.collective_failed:
+            return None
+        reports = [heartbeat.reports for heartbeat in after]
+        behind = [rank for rank, count in enumerate(reports) if count == min(reports)]
+        if len(behind) == self.world_size:
+            return f"no rank made progress for {self.timeout:g} s: all are {after[0].place}"
+        ahead = reports.index(max(reports))
+        return (
+            f"{format_ranks(behind)} did not arrive within {self.timeout:g} s: "
+            f"still {after[behind[-1]].place}; rank {ahead} is {after[ahead].place}"
+        )
+
+    def conclude(self, verdict: str | None) -> None:
+        """Abort with the verdict; without one, let another rank look next time."""
+        if verdict:
+            is_first = self.store.compare_set("verdict", "", verdict).decode() == verdict
+            self.abort(verdict if is_first else None)
+        self.collective_failed = False
+        self.store.set("looking", "0")
+        self.cleared.set()
+
+    def abort(self, line: str | None = None) -> None:
+        """End this process, whatever its main thread hangs in."""
+        if line:
+            print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+        if self.dump_folder:
+            # Private, since the public way, NCCL's own timeout, would come too late and not at all
+            # for gloo.
+            dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+            self.dump_folder.mkdir(exist_ok=True)
+            (self.dump_folder / f"rank_{self.rank}").write_bytes(dump())
+        os._exit(1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Do all ranks agree?
+
+
+class AnyRankFlag:
+    """Tells all ranks in the same step whether any of them raised a flag: in the step after.
+
+    So no host waits for the answer. The flags travel between hosts, in a process group of their
+    own: the devices take no part.
+    """
+
+    def __init__(self, timeout: timedelta):
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.flag = torch.zeros(1)
+        self.in_flight: dist.Work | None = None
+
+    def __call__(self, raised: bool) -> bool:
+        """Send this step's flag; return whether any rank raised one in the step before."""
+        if self.in_flight:
+            self.in_flight.wait()
+        any_raised = self.flag.numpy()[0] > 0
+        self.flag = torch.tensor([float(raised)])
+        self.in_flight = dist.all_reduce(self.flag, group=self.group, async_op=True)
+        return any_raised
+
+
+class RankMismatch(ValueError):
+    """Ranks that were not started alike."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    must_match: dict[str, object]
+    weight_sums: dict[tuple, int]  # which part of the weights -> the sum of their bits
+    dp_coordinates: tuple[int, int]  # on dp_replicate and dp_shard
+    first_indices: list[int]
+
+
+def check_ranks_agree(
+    mesh: DeviceMesh,
+    must_match: dict[str, object],
+    weights: Iterable[Tensor],
+    first_indices: Iterable[int],
+) -> None:
+    """Check, before the first step, that the ranks form one run, with one all_gather.
+
+    All ranks must have equal values in `must_match`. Ranks that hold the same part of `weights`,
+    the parameters, must hold the same bits. The ranks of a tp group must read the same
+    `first_indices`, the sequences of their first step, and no other rank may read one of them.
+    Raises RankMismatch on every rank.
+    """
+    replicate_rank, shard_rank, _ = mesh.get_coordinate()
+    own = RankReport(
+        must_match, sum_weights(weights), (replicate_rank, shard_rank), list(first_indices)
+    )
+    reports: list = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, own)
+    check_values(reports)
+    check_weights(reports)
+    check_indices(reports)
+
+
+def sum_weights(weights: Iterable[Tensor]) -> dict[tuple, int]:
+    """Sum the bits of the local weights as integers: exact, whatever the order of summation."""
+    sums: Counter = Counter()  # one for each way to cut a parameter: dp_shard alone cuts the norms
+    for weight in weights:
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        bits = local.detach().view(torch.int32)
+        sums[shard_coordinates(weight)] += int(bits.sum(dtype=torch.int64))
+    return dict(sums)
+
+
+def shard_coordinates(weight: Tensor) -> tuple:
+    """Return which part of a weight this rank holds: (axis, rank) for each axis that cuts it."""
+    if not isinstance(weight, DTensor):
+        return ()
+    mesh = weight.device_mesh
+    axes = zip(mesh.mesh_dim_names, mesh.get_coordinate(), weight.placements)
+    return tuple((axis, rank) for axis, rank, placement in axes if not placement.is_replicate())
+
+
+def check_values(reports: list[RankReport]) -> None:
+    for name, expected in reports[0].must_match.items():
+        for report in reports:
+            value = report.must_match[name]
+            if value != expected:
+                others = [r for r, other in enumerate(reports) if other.must_match[name] == value]
+                raise RankMismatch(
+                    f"{name} is {expected} on rank 0 and {value} on {format_ranks(others)}: "
+                    "start all ranks alike"
+                )
+
+
+def check_weights(reports: list[RankReport]) -> None:
+    holders: dict[tuple, int] = {}  # the first rank that holds a part
+    for rank, report in enumerate(reports):
+        for part, total in report.weight_sums.items():
+            holder = holders.setdefault(part, rank)
+            if total != reports[holder].weight_sums[part]:
+                raise RankMismatch(
+                    f"{format_ranks([holder, rank])} hold the same part of the model, but with "
+                    "different weights"
+                )
+
+
+def check_indices(reports: list[RankReport]) -> None:
+    leaders: dict[tuple, int] = {}  # the first rank of each tp group
+    readers: dict[int, int] = {}  # the leader that reads a sequence
+    for rank, report in enumerate(reports):
+        leader = leaders.setdefault(report.dp_coordinates, rank)
+        if report.first_indices != reports[leader].first_indices:
+            raise RankMismatch(
+                f"{format_ranks([leader, rank])} are one tp group, but read different sequences"
+            )
+        for index in report.first_indices:
+            reader = readers.setdefault(index, leader)
+            if reader != leader:
+                raise RankMismatch(
+                    f"{format_ranks([reader, rank])} both read sequence {index}: each would train "
+                    "on it"
+                )
