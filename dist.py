@@ -30,10 +30,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # the one place where DDP's and FSDP's collectives both pass
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 T = TypeVar("T")
@@ -502,54 +498,6 @@ SAVED_OPERATIONS = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.all_reduce.default,  # of tp: what was received need not be sent again
 ]
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# What was communicated
-
-
-class CommunicationCounter(TorchDispatchMode):
-    """Counts the collectives under it, DDP's buckets and FSDP's own too: {(kind, axis): [calls, bytes]}.
-
-    `kind` is all_gather, reduce_scatter, all_reduce ...; `axis` the mesh axis whose ranks took part, or "world". Bytes
-    are those of the whole tensor: what is gathered, scattered or reduced. A ring sends (n - 1) / n of it from each rank
-    for a gather or a scatter, and twice that for an all-reduce.
-    """
-
-    KINDS = {
-        "_allgather_base_": "all_gather",
-        "_reduce_scatter_base_": "reduce_scatter",
-        "allreduce_": "all_reduce",
-        "all_reduce": "all_reduce",
-    }  # the last one is tp's
-
-    def __init__(self, mesh: DeviceMesh):
-        super().__init__()
-        # None: an axis of one rank, to which nothing is sent
-        self.axes = {
-            mesh.get_group(axis).group_name: axis if mesh[axis].size() > 1 else None
-            for axis in mesh.mesh_dim_names
-        }
-        self.counts: dict[tuple[str, str], list[int]] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it breaks itself up into operations on its parts, which come by here again
-        result = function(*args, **(kwargs or {}))
-        namespace, _, name = function._schema.name.partition("::")
-        if namespace == "c10d" or namespace == "_c10d_functional" and name in self.KINDS:
-            leaves = tree_leaves((args, result))
-            boxes = (
-                dist.ProcessGroup.unbox(leaf).group_name
-                for leaf in leaves
-                if isinstance(leaf, torch.ScriptObject)
-            )
-            axis = self.axes.get(next(boxes, args[-1]), "world")
-            if axis:
-                calls, total = self.counts.get((self.KINDS.get(name, name), axis), (0, 0))
-                size = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-                self.counts[self.KINDS.get(name, name), axis] = [calls + 1, total + size]
-        return result
 
 
 def gather(values: Tensor) -> Tensor:

@@ -1,27 +1,32 @@
-"""Where the time of a step goes: a window of steps, traced, and the answers that people open a trace for.
-
-Knows nothing of the loop: it is told which step begins.
-"""
+"""Where the time of a step goes: what the host waits for, what is communicated, and a trace."""
 
 import json
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # sees every operation, from wherever it is called
+
+# Private, but the one place that sees every operation, and the collectives of DDP and FSDP too.
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# --------------------------------------------------------------------------------------------------
+# Counters
 
 
-class HostSyncs(TorchDispatchMode):
-    """Counts where the host asks for a tensor's value, by the source line that does: {"train.py:123": times}."""
+class HostSyncCounter(TorchDispatchMode):
+    """Counts where the host asks for a tensor's value: {"train.py:123": times}."""
 
     def __init__(self):
         super().__init__()
@@ -29,161 +34,234 @@ class HostSyncs(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it breaks itself up into operations on its parts
+            return NotImplemented  # it decomposes into operations on its local tensors
         if function is torch.ops.aten._local_scalar_dense.default:
             self.counts[caller()] += 1
         return function(*args, **(kwargs or {}))
 
 
 def caller() -> str:
-    """file:line of the innermost frame that is neither torch's nor this file's."""
-    frame, own = sys._getframe(), (str(Path(torch.__file__).parent), __file__)
-    while frame.f_back and frame.f_code.co_filename.startswith(own):
+    """file:line of the innermost frame that belongs neither to torch nor to this file."""
+    library = (str(Path(torch.__file__).parent), __file__)
+    frame = sys._getframe()
+    while frame.f_back and frame.f_code.co_filename.startswith(library):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of a line the (start, end) spans cover together."""
-    total, reached = 0.0, -float("inf")
+@dataclass
+class Traffic:
+    calls: int = 0
+    bytes: int = 0
+
+
+class CommunicationCounter(TorchDispatchMode):
+    """Counts collectives, those of DDP and FSDP too: {(kind, axis): Traffic}.
+
+    `kind` is all_gather, reduce_scatter, all_reduce, ...; `axis` is the mesh axis whose ranks took
+    part, or "world". An axis of one rank sends nothing and does not count. Bytes are those of the
+    full tensor that is gathered, scattered or reduced: a ring sends (n - 1) / n of it from each
+    rank for a gather or a scatter, and twice that for an all_reduce.
+    """
+
+    C10D_KINDS = {
+        "_allgather_base_": "all_gather",
+        "_reduce_scatter_base_": "reduce_scatter",
+        "allreduce_": "all_reduce",
+    }
+
+    def __init__(self, mesh: DeviceMesh):
+        super().__init__()
+        self.axes: dict[str, str | None] = {}  # name of the process group -> axis
+        for axis in mesh.mesh_dim_names:
+            name = mesh.get_group(axis).group_name
+            self.axes[name] = axis if mesh[axis].size() > 1 else None
+        self.counts: dict[tuple[str, str], Traffic] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it decomposes into operations on its local tensors
+        result = function(*args, **(kwargs or {}))
+        namespace, _, name = function._schema.name.partition("::")
+        if namespace == "c10d":
+            self.count(self.C10D_KINDS.get(name, name), group_name(args), args, result)
+        elif namespace == "_c10d_functional" and name == "all_reduce":  # of tp
+            self.count(name, args[-1], args, result)
+        return result
+
+    def count(self, kind: str, group: str | None, args, result) -> None:
+        axis = self.axes.get(group, "world")
+        if axis is None:
+            return
+        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+        traffic = self.counts.setdefault((kind, axis), Traffic())
+        traffic.calls += 1
+        traffic.bytes += max(tensor.nbytes for tensor in tensors)
+
+
+def group_name(args) -> str | None:
+    """The name of the process group among the arguments of a c10d operation."""
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(leaf).group_name
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# The profile window
+
+
+def union_length(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of (start, end) spans."""
+    total = 0.0
+    reached = -float("inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
 
 
-class Window:
-    """Traces the steps start + 1 ... stop on each rank, and counts in the one after, since counting slows it down.
+@dataclass(frozen=True)
+class Clocks:
+    """Seconds of this rank at one moment."""
 
-    Writes `folder`/rank_N.trace.json, which chrome://tracing and ui.perfetto.dev open, and rank_N.json, the answers as
-    numbers. `counter` is a context that fills its `counts`, {(kind, axis): [calls, bytes]}, with what was communicated.
+    wall: float
+    thread: float  # in which the main thread ran
+    data_wait: float  # in which it waited for data
+
+    def since(self, earlier: "Clocks") -> "Clocks":
+        return Clocks(
+            self.wall - earlier.wall,
+            self.thread - earlier.thread,
+            self.data_wait - earlier.data_wait,
+        )
+
+
+class Profiler:
+    """Traces the steps start + 1 ... stop on each rank, and counts in the step after them.
+
+    Counting slows a step down, so it is kept out of the trace. Each rank writes
+    `folder`/rank_N.trace.json, for chrome://tracing or ui.perfetto.dev, and rank_N.json, the
+    figures; `say` gets them in words. Without a window every step passes untouched, as it does in a
+    run that was resumed inside the window.
     """
 
     def __init__(
         self,
-        start: int,
-        stop: int,
+        window: tuple[int, int] | None,
         folder: Path,
-        rank: int,
-        device: torch.device,
-        counter: TorchDispatchMode,
+        mesh: DeviceMesh,
+        say: Callable[[str], None],
     ):
-        self.start, self.stop, self.path, self.device, self.counter = (
-            start,
-            stop,
-            folder / f"rank_{rank}",
-            device,
-            counter,
-        )
-        cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-        self.profiler = profile(activities=[ProfilerActivity.CPU, *cuda])
-        self.began, self.answers = None, {}
+        self.window = window
+        self.path = folder / f"rank_{dist.get_rank()}"
+        self.is_cuda = mesh.device_type == "cuda"
+        self.mesh = mesh
+        self.say = say
+        self.trace: profile | None = None
+        self.figures: dict = {}
 
     @contextmanager
-    def around(self, step: int, data_wait: float) -> Iterator[None]:
-        """Around the step of this number, counted from 1; `data_wait`: seconds that this rank has waited for data so far."""
-        if step == self.start + 1:
+    def step(self, step: int, data_wait: float) -> Iterator[None]:
+        """Around step number `step`; `data_wait` is the seconds waited for data so far."""
+        start, stop = self.window or (None, None)
+        if self.window and step == start + 1:
             self.begin(data_wait)
-        if not self.began or step != self.stop + 1:
+        if self.trace is None or step != stop + 1:
             yield
             return
         self.end(data_wait)
-        with self.counter, HostSyncs() as syncs:
+        with CommunicationCounter(self.mesh) as traffic, HostSyncCounter() as syncs:
             yield
-        self.write(syncs.counts)
+        self.figures["host_syncs"] = dict(syncs.counts + self.cuda_syncs)
+        self.figures["communicated"] = []
+        for (kind, axis), total in traffic.counts.items():
+            row = {"kind": kind, "axis": axis, "calls": total.calls, "bytes": total.bytes}
+            self.figures["communicated"].append(row)
+        self.path.with_suffix(".json").write_text(json.dumps(self.figures, indent=2) + "\n")
+        for line in self.report():
+            self.say(line)
 
     def begin(self, data_wait: float) -> None:
-        self.until_end, self.warnings = ExitStack(), []
-        if self.device.type == "cuda":
+        activities = [ProfilerActivity.CPU]
+        self.until_end = ExitStack()
+        self.warnings: list = []
+        if self.is_cuda:
+            activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()
-            # CUDA's own word on syncs: a dispatch mode sees reads of single values, but no copies
+            # CUDA reports every sync; a dispatch mode sees reads of single values, but no copies.
             self.warnings = self.until_end.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
-        self.profiler.start()
-        self.began = time.perf_counter(), time.thread_time(), data_wait
+        self.trace = profile(activities=activities)
+        self.trace.start()
+        self.began = Clocks(time.perf_counter(), time.thread_time(), data_wait)
 
     def end(self, data_wait: float) -> None:
-        if self.device.type == "cuda":
+        if self.is_cuda:
             torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
-        now = time.perf_counter(), time.thread_time(), data_wait
+        now = Clocks(time.perf_counter(), time.thread_time(), data_wait)
         self.until_end.close()
-        self.profiler.stop()
-        wall, ran, waited = (b - a for a, b in zip(self.began, now))
-        steps = self.stop - self.start
+        self.trace.stop()
+        self.cuda_syncs: Counter[str] = Counter()
+        for warning in self.warnings:
+            if "synchroniz" in str(warning.message):
+                self.cuda_syncs[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.profiler.export_chrome_trace(f"{self.path}.trace.json")
-        kind = "device" if self.device.type == "cuda" else "cpu"
-        busy, exposed = (
-            self.of_gpu(wall)
-            if kind == "device"
-            else (ran / wall, max(0.0, 1 - (ran + waited) / wall))
-        )
-        own = f"self_{kind}_time_total"  # microseconds
-        dearest = sorted(
-            self.profiler.key_averages(), key=lambda row: getattr(row, own), reverse=True
-        )[:10]
-        self.answers = {
-            "steps": [self.start + 1, self.stop],
-            "step_time": wall / steps,
+        self.trace.export_chrome_trace(f"{self.path}.trace.json")
+        self.figures = self.summarize(now.since(self.began))
+
+    def summarize(self, elapsed: Clocks) -> dict:
+        start, stop = self.window
+        steps = stop - start
+        if self.is_cuda:
+            busy, exposed = self.gpu_shares(elapsed.wall)
+        else:
+            # The thread runs, waits for data or waits for other ranks.
+            busy = elapsed.thread / elapsed.wall
+            exposed = max(0.0, 1 - (elapsed.thread + elapsed.data_wait) / elapsed.wall)
+        time_field = f"self_{'device' if self.is_cuda else 'cpu'}_time_total"  # microseconds
+        operations = []
+        for row in self.trace.key_averages():
+            share = getattr(row, time_field) / 1e6 / elapsed.wall
+            operations.append({"name": row.key, "calls": row.count / steps, "share": share})
+        operations.sort(key=lambda operation: operation["share"], reverse=True)
+        return {
+            "steps": [start + 1, stop],
+            "step_time": elapsed.wall / steps,
             "busy": busy,
             "exposed_communication": exposed,
-            "data_wait": waited / wall,
-            "operations": [
-                {
-                    "name": row.key,
-                    "calls": row.count / steps,
-                    "share": getattr(row, own) / 1e6 / wall,
-                }
-                for row in dearest
-            ],
+            "data_wait": elapsed.data_wait / elapsed.wall,
+            "operations": operations[:10],
         }
 
-    def of_gpu(self, wall: float) -> tuple[float, float]:
-        """(share of the time in which the GPU ran anything, in which it ran communication and nothing beside it)"""
-        spans = [
-            (
-                event.name.startswith("nccl"),
-                (event.time_range.start / 1e6, event.time_range.end / 1e6),
-            )
-            for event in self.profiler.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-        ]
-        every, compute = (
-            covered(span for _, span in spans),
-            covered(span for sends, span in spans if not sends),
+    def gpu_shares(self, wall: float) -> tuple[float, float]:
+        """Return the shares of the time in which the GPU was busy, and in which it only sent."""
+        busy = []
+        compute = []
+        for event in self.trace.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                span = (event.time_range.start / 1e6, event.time_range.end / 1e6)  # seconds
+                busy.append(span)
+                if not event.name.startswith("nccl"):
+                    compute.append(span)
+        busy_time = union_length(busy)
+        return busy_time / wall, (busy_time - union_length(compute)) / wall
+
+    def report(self) -> Iterator[str]:
+        f = self.figures
+        first, last = f["steps"]
+        yield (
+            f"profile steps {first} to {last}, {f['step_time'] * 1e3:,.1f} ms each, on this rank: "
+            f"{f['busy']:.0%} busy, {f['exposed_communication']:.0%} exposed communication, "
+            f"{f['data_wait']:.0%} waiting for data"
         )
-        return every / wall, (every - compute) / wall
-
-    def write(self, syncs: Counter[str]) -> None:
-        warned = [found for found in self.warnings if "synchroniz" in str(found.message)]
-        lines = Counter(f"{Path(found.filename).name}:{found.lineno}" for found in warned)
-        self.answers["host_syncs"] = dict(syncs | lines)
-        self.answers["communicated"] = [
-            {"kind": kind, "axis": axis, "calls": calls, "bytes": size}
-            for (kind, axis), (calls, size) in self.counter.counts.items()
-        ]
-        self.path.with_suffix(".json").write_text(json.dumps(self.answers, indent=2) + "\n")
-
-    def report(self) -> list[str]:
-        """The answers in words, a line each; none where the run was continued inside the window, which then never began."""
-        a = self.answers
-        if not a:
-            return []
-        syncs = [f"{times} x {place}" for place, times in a["host_syncs"].items()]
-        return [
-            f"profile steps {a['steps'][0]} to {a['steps'][1]}, {a['step_time'] * 1e3:,.1f} ms each, on this rank: "
-            f"{a['busy']:.0%} busy, {a['exposed_communication']:.0%} exposed communication, "
-            f"{a['data_wait']:.0%} waiting for data",
-            f"        host syncs: {', '.join(syncs) or 'none'}",
-            *(
-                f"        {row['calls']:.0f} x {row['kind']} over {row['axis']}: {row['bytes'] / 1e6:,.2f} MB a step"
-                for row in a["communicated"]
-            ),
-            *(
-                f"        {row['share']:6.1%}  {row['calls']:6.0f} x {row['name']}"
-                for row in a["operations"]
-            ),
-            f"        trace: {self.path}.trace.json",
-        ]
+        syncs = [f"{times} x {place}" for place, times in f["host_syncs"].items()]
+        yield f"        host syncs: {', '.join(syncs) or 'none'}"
+        for row in f["communicated"]:
+            megabytes = f"{row['bytes'] / 1e6:,.2f} MB a step"
+            yield f"        {row['calls']:.0f} x {row['kind']} over {row['axis']}: {megabytes}"
+        for row in f["operations"]:
+            yield f"        {row['share']:6.1%}  {row['calls']:6.0f} x {row['name']}"
+        yield f"        trace: {self.path}.trace.json"

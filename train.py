@@ -244,13 +244,7 @@ class Run:
         self.path, self.step = dist.on_first_rank(lambda: starting_point(c, self.manifest, newest))
         self.began, self.finished = self.step, self.step >= c.max_steps
         self.interrupted, self.deadline = False, time.monotonic() + (c.time_limit or math.inf)
-        self.data_wait, self.step_time, self.sent, self.unsaved, self.window = (
-            0.0,
-            0.0,
-            None,
-            None,
-            None,
-        )
+        self.data_wait, self.step_time, self.sent, self.unsaved = 0.0, 0.0, None, None
 
     def choose_strategy(self) -> tuple[str, str]:
         """For --strategy auto, with the vocabulary of the named size: the data need not be there yet."""
@@ -330,12 +324,10 @@ class Run:
             out.mkdir(parents=True, exist_ok=True)
             replace_file(out / "config.json", json.dumps(dataclasses.asdict(c), indent=2) + "\n")
         self.watchdog.dump_folder = out / "flight"
-        if window := profile_window(c):
-            counter = dist.CommunicationCounter(self.mesh)
-            self.window = profiling.Window(
-                *window, out / "profile", self.world.rank, self.device, counter
-            )
         self.log = Log(out, self.step, c.max_steps, self.world.rank == 0)
+        self.profiler = profiling.Profiler(
+            profile_window(c), out / "profile", self.mesh, self.log.say
+        )
         self.saver = checkpoint.Saver(
             out, c.checkpoint, c.async_save, c.keep_last, c.keep_every, self.world.timeout
         )
@@ -618,15 +610,8 @@ def train(run: Run) -> int:
     first, pause = run.step + 1, 0.0  # the longest that evaluations and checkpoints took
     run.restart_clocks()
     while run.step < c.max_steps:
-        with (
-            run.window.around(run.step + 1, run.data_wait)
-            if run.window
-            else contextlib.nullcontext()
-        ):
+        with run.profiler.step(run.step + 1, run.data_wait):
             metrics = run.train_step(batches)
-        if run.window and run.step == run.window.stop + 1:
-            for line in run.window.report():
-                log.say(line)
         if "parameters" in metrics:
             run.log_parameters(metrics.pop("parameters"))
         run.receive()  # the row before this one, which came while this step was queued

@@ -14,6 +14,7 @@ import data
 import dist
 import model
 import optim
+import profiling
 import train
 
 MESHES = {"single": 1, "ddp": 2, "fsdp": 4, "hsdp": 4}
@@ -408,9 +409,9 @@ def cost(strategy: str, options: dict) -> list[tuple[int, int]]:
         tokens = batch(step)[setup.part]
         loss = setup.forward(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        with dist.CommunicationCounter(setup.mesh) as sent, Scalars() as scalars:
+        with profiling.CommunicationCounter(setup.mesh) as sent, Scalars() as scalars:
             setup.optimizer.step(step, loss.detach(), measure)
-        calls = sum(calls for calls, _ in sent.counts.values())
+        calls = sum(traffic.calls for traffic in sent.counts.values())
         costs.append((calls, scalars.count))
     return costs
 

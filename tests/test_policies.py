@@ -11,6 +11,7 @@ import checkpoint
 import data
 import dist
 import model
+import profiling
 
 BASE = "--max_steps 6 --dtype float32 --global_batch_size 16 --model tinyllama-1.1b"  # with a head of its own
 POLICIES = [
@@ -68,10 +69,11 @@ def count(argv: list[str]) -> tuple[dict, list[int]]:
     with loss_parallel():
         run.train_step(batches)
         run.train_step(batches)  # DDP arranges its buckets after the first
-        with dist.CommunicationCounter(run.mesh) as counter:
+        with profiling.CommunicationCounter(run.mesh) as counter:
             run.train_step(batches)
     blocks = sum(p.numel() for p in run.model.blocks.parameters())
-    return counter.counts, [blocks, run.model.parameter_count() - blocks]
+    counts = {key: [traffic.calls, traffic.bytes] for key, traffic in counter.counts.items()}
+    return counts, [blocks, run.model.parameter_count() - blocks]
 
 
 A = 4  # micro-batches

@@ -64,11 +64,11 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
         if fault == "sync":
             source = Path(__file__).read_text().splitlines()
             line = next(i for i, text in enumerate(source, 1) if text.endswith("# here"))
-            assert answers["host_syncs"] == {f"test_profile.py:{line}": 1}
+            assert answers["host_syncs"] == {f"test_profiling.py:{line}": 1}
         else:
             assert answers["host_syncs"] == {} and answers["data_wait"] > 0.5
     assert "profile steps 4 to 6, " in out and "5 x all_gather over dp_shard" in out
-    assert "host syncs: " + ("1 x test_profile.py:" if fault == "sync" else "none") in out
+    assert "host syncs: " + ("1 x test_profiling.py:" if fault == "sync" else "none") in out
 
 
 def test_a_run_that_is_continued_inside_the_window_has_nothing_to_say(run):
@@ -82,7 +82,7 @@ def test_a_run_that_is_continued_inside_the_window_has_nothing_to_say(run):
     [([], 0), ([(0, 2), (1, 3)], 3), ([(5, 6), (0, 1)], 2), ([(0, 9), (1, 2), (3, 4)], 9)],
 )
 def test_overlapping_spans_count_once(spans, total):
-    assert profiling.covered(spans) == total
+    assert profiling.union_length(spans) == total
 
 
 @pytest.mark.gpu
@@ -98,5 +98,5 @@ def test_the_answers_of_a_gpu(pool, tokens, tmp_path):
     assert (
         status == 0
         and 0 < answers["busy"] <= 1
-        and any("test_profile.py" in place for place in answers["host_syncs"])
+        and any("test_profiling.py" in place for place in answers["host_syncs"])
     )
