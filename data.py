@@ -173,11 +173,11 @@ class TokenDataset(Dataset):
 
     def __init__(self, folder: TokenFolder, split: str, seq_len: int, seed: int | None):
         self.folder = folder
-        self.split = split
         self.file = folder.path / f"{split}.bin"
         self.seq_len = seq_len
         self.seed = seed
-        n_tokens = len(folder.tokens(split))
+        self.dtype = np.dtype(folder.dtype)
+        n_tokens = len(map_tokens(self.file, self.dtype))
         self.n_windows = (n_tokens - 1) // seq_len
         if self.n_windows < 1:
             raise DataError(
@@ -197,7 +197,7 @@ class TokenDataset(Dataset):
 
     def __getitem__(self, indices: list[int]) -> Tensor:
         # Mapped again for each batch: it takes microseconds, and nothing has to reach a worker.
-        tokens = self.folder.tokens(self.split)
+        tokens = map_tokens(self.file, self.dtype)
         starts = [self.window(n) * self.seq_len for n in indices]
         rows = [tokens[start : start + self.seq_len + 1] for start in starts]
         batch = np.stack(rows).astype(np.int64)

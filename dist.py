@@ -1,21 +1,20 @@
-"""Processes, the device mesh, and a strategy as a way to lay a model out on it. Knows nothing of files or text.
+"""The process group, the device mesh, and a strategy as a way to lay a model out on the mesh.
 
-    dp_replicate x dp_shard x tp        single (1, 1, T)    ddp (R, 1, T)    fsdp (1, S, T)    hsdp (R, S, T)
+    dp_replicate x dp_shard x tp
 
-Ranks that differ in dp_shard or tp hold different parts of the weights; ranks that differ in dp_replicate hold the same part.
-The T ranks of a tp group read the same data and compute one forward pass together; all others read different data:
-dp_rank = replicate_rank * S + shard_rank covers 0 ... R * S - 1.
+    single (1, 1, T)    ddp (R, 1, T)    fsdp (1, S, T)    hsdp (R, S, T)
+
+Ranks that differ in dp_shard or tp hold different parts of the weights; ranks that differ in
+dp_replicate hold the same part. The T ranks of a tp group read the same data and compute one
+forward pass together. All others read different data: dp_rank = replicate_rank * S + shard_rank is
+unique and covers 0 ... R * S - 1.
 """
 
 import ctypes
 import functools
 import itertools
 import os
-import platform
 import re
-import resource
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,267 +35,227 @@ T = TypeVar("T")
 
 
 class MeshError(ValueError):
-    """Processes, devices or mesh sizes that do not fit together; the user can mend it."""
+    """Processes, devices or mesh sizes that do not fit together."""
+
+
+# --------------------------------------------------------------------------------------------------
+# The process group
 
 
 @dataclass(frozen=True)
 class World:
+    """This process among all of them."""
+
     rank: int
     size: int
     local_rank: int  # on this host
     local_size: int
     device: torch.device
-    timeout: timedelta = dist.default_pg_timeout  # of collectives
-    store: dist.Store | None = None  # a second connection to the store in which the ranks met
+    timeout: timedelta  # of collectives
+    store: dist.Store  # a second connection to the store in which the ranks met
+
+    @property
+    def is_rank0(self) -> bool:
+        return self.rank == 0
 
 
 def read_slurm() -> None:
-    """Where srun has started this process and torchrun has not, give srun's variables the names of torchrun's.
+    """Translate the variables of srun to those of torchrun, in a task that srun started directly.
 
-    The ranks meet on the first host of the step, at a port that comes from the job's number; MASTER_ADDR and MASTER_PORT
-    override both.
+    The ranks meet on the first host of the job step, at a port derived from the job's number.
+    MASTER_ADDR and MASTER_PORT override both.
     """
-    slurm = {
-        name.removeprefix("SLURM_"): value
-        for name, value in os.environ.items()
-        if name.startswith("SLURM_")
-    }
-    if "RANK" in os.environ or "STEP_NUM_TASKS" not in slurm:
+    env = os.environ
+    if "RANK" in env or "SLURM_STEP_NUM_TASKS" not in env:
         return
-    hosts = re.finditer(
-        r"(\d+)(?:\(x(\d+)\))?", slurm["STEP_TASKS_PER_NODE"]
-    )  # "4(x2),3": 4, 4 and 3 tasks
-    tasks = [
-        int(number)
-        for number, times in (host.groups() for host in hosts)
-        for _ in range(int(times or 1))
-    ]
-    prefix, first = re.match(r"([^\[,]+)(?:\[([^],-]+))?", slurm["STEP_NODELIST"]).groups(
-        ""
-    )  # "gpu[07-09,12]": gpu07
-    os.environ |= {
-        "RANK": slurm["PROCID"],
-        "WORLD_SIZE": slurm["STEP_NUM_TASKS"],
-        "LOCAL_RANK": slurm["LOCALID"],
-        "LOCAL_WORLD_SIZE": str(tasks[int(slurm["NODEID"])]),
-    }
-    os.environ.setdefault("MASTER_ADDR", prefix + first)
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(slurm["JOB_ID"]) % 10000))
+    tasks = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
+    env["RANK"] = env["SLURM_PROCID"]
+    env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    env["LOCAL_WORLD_SIZE"] = str(tasks[int(env["SLURM_NODEID"])])
+    env.setdefault("MASTER_ADDR", first_node(env["SLURM_STEP_NODELIST"]))
+    env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))
 
 
-PATIENCE = 10  # starting, compiling and saving may take so many times --timeout
+def tasks_per_node(text: str) -> list[int]:
+    """Expand Slurm's "4(x2),3" to [4, 4, 3]."""
+    tasks = []
+    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks += [int(count)] * int(repeats or 1)
+    return tasks
 
 
-def start(device: str = "auto", timeout: float = 120.0) -> World:
-    """Join the process group that torchrun's variables describe, or form one of this process alone.
+def first_node(text: str) -> str:
+    """Return the first host of Slurm's "gpu[07-09,12]", gpu07."""
+    prefix, number = re.match(r"([^\[,]+)(?:\[([^],-]+))?", text).groups("")
+    return prefix + number
 
-    There is always a group, so that no code below needs a case for one process: gloo carries CPU tensors and objects,
-    nccl CUDA tensors. `timeout`, in seconds, is the Watch's; collectives have PATIENCE times as much. Raises MeshError
-    where the device is not there.
+
+def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) -> World:
+    """Join the process group that torchrun's variables describe, or form one of a single process.
+
+    There is always a group, so that no code needs a second case for one process. gloo carries CPU
+    tensors and objects, nccl carries CUDA tensors. `timeout` is that of collectives. Raises
+    MeshError if the device does not exist.
     """
-    names = {
-        "RANK": 0,
-        "WORLD_SIZE": 1,
-        "LOCAL_RANK": 0,
-        "LOCAL_WORLD_SIZE": 1,
-    }  # and their values without torchrun
-    rank, size, local_rank, local_size = (
-        int(os.environ.get(name, alone)) for name, alone in names.items()
-    )
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise MeshError(
-                "--device cuda: PyTorch finds no CUDA device here; use --device cpu or auto"
-            )
-        if local_size > torch.cuda.device_count():
-            gpus = torch.cuda.device_count()
-            raise MeshError(
-                f"{local_size} processes on this host, which has {gpus} GPUs: start it with --nproc_per_node {gpus}"
-            )
-        target = torch.device("cuda", local_rank)
-        torch.cuda.set_device(target)
-    else:
-        target = torch.device("cpu")
-        keep_freed_memory()
-    limit = timedelta(seconds=PATIENCE * timeout)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    own_device = set_device(device, local_rank, local_size)
     if "RANK" in os.environ:
-        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
-        # torchrun --max-restarts keeps its store, and in it the addresses of ranks that died: each attempt gets its own part
-        store = dist.PrefixStore(
-            f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
-        )
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun --max-restarts keeps its store, and in it the addresses of ranks that died. Each
+        # attempt gets a part to itself.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        store = dist.PrefixStore(f"attempt {attempt}", store)
     else:
         store = dist.HashStore()
     # Cloned now: later, rank 0 might have left already, and the store with it.
     second_connection = store.clone() if size > 1 else store
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
+    is_cuda = own_device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         store=store,
         rank=rank,
         world_size=size,
-        timeout=limit,
-        device_id=target if device == "cuda" else None,
+        timeout=timeout,
+        device_id=own_device if is_cuda else None,
     )
-    return World(rank, size, local_rank, local_size, target, limit, second_connection)
+    return World(rank, size, local_rank, local_size, own_device, timeout, second_connection)
+
+
+def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
+    """Return this process's device and make it the current one; `auto` prefers GPUs."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        keep_freed_memory()
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MeshError(
+            "--device cuda: PyTorch finds no CUDA device here; use --device cpu or auto"
+        )
+    gpus = torch.cuda.device_count()
+    if local_size > gpus:
+        raise MeshError(
+            f"{local_size} processes were started on this host, which has {gpus} GPUs: "
+            f"use --nproc_per_node {gpus}"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def keep_freed_memory() -> None:
+    """Make the C library keep the memory of freed tensors for the next step, as torch does on GPUs.
+
+    By default glibc returns large blocks to the kernel at once, which clears every page before
+    handing it out again: a quarter of a step of gpt2-124m. Other C libraries have no mallopt.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return free memory
+        mallopt(-4, 0)  # M_MMAP_MAX: allocate large tensors from the heap too
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware multiplies in it, else float32."""
+    if device.type == "cuda":
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        capabilities = torch.cpu.get_capabilities()
+        supported = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.bfloat16 if supported else torch.float32
 
 
 def stop() -> None:
     dist.destroy_process_group()
 
 
-def on_first_rank(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and return its result on all; an exception is raised on all, so that none is left waiting."""
-    box: list = [None, None]
+def on_rank0(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and return its result on all ranks; an exception is raised on all."""
+    outcome: list = [None, None]  # result, exception
     if dist.get_rank() == 0:
         try:
-            box[0] = work()
+            outcome[0] = work()
         except Exception as error:
-            box[1] = error
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
-    return box[0]
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# What a device can do
-
-# Dense bfloat16 FLOP/s, from NVIDIA's data sheets, without sparsity. A device that is not here has no MFU.
-PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
+def raise_on_all_ranks(work: Callable[[], T]) -> T:
+    """Run `work` on each rank; an exception of any rank is raised on all, so that none waits."""
+    result = error = None
+    try:
+        result = work()
+    except Exception as exception:
+        error = exception
+    errors: list = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for error in errors:
+        if error is not None:
+            raise error
+    return result
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that MFU divides by; None where it is not known."""
-    return PEAK_FLOPS.get(device_name(device)) if dtype == torch.bfloat16 else None
-
-
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies in it, else float32."""
-    if device.type == "cuda":
-        return (
-            torch.bfloat16
-            if torch.cuda.is_bf16_supported(including_emulation=False)
-            else torch.float32
-        )
-    capabilities = torch.cpu.get_capabilities()
-    return (
-        torch.bfloat16
-        if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-        else torch.float32
-    )
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep what tensors free for those of the next step, as torch does on GPUs itself.
-
-    By default glibc gives large pieces back to the kernel at once, which clears every page before it comes again: a
-    quarter of a step of gpt2-124m. Private to glibc; other C libraries are left as they are.
-    """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: no free memory is enough to give it back
-        mallopt(-4, 0)  # M_MMAP_MAX: large tensors come from the heap too
-
-
-class Moment:
-    """When the device gets to where the host is now in what it asks of it. The host waits only in `wait`."""
-
-    def __init__(self, device: torch.device):
-        self.time, self.event = time.perf_counter(), None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-
-    def wait(self) -> None:
-        if self.event:
-            self.event.synchronize()
-
-    def since(self, earlier: "Moment") -> float:
-        """Seconds from another moment to this one, on the device; both have passed."""
-        return (
-            earlier.event.elapsed_time(self.event) / 1e3 if self.event else self.time - earlier.time
-        )
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's on the device; the host does not wait for a GPU."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
-
-
-def peak_device_memory(device: torch.device) -> int:
-    """Bytes, at most, that tensors took on the device so far; 0 on a CPU, where the host's memory is all there is."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def peak_host_memory() -> int:
-    """Bytes, at most, that this process had resident so far (Linux counts in KiB, macOS in bytes)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The mesh
+
+AXES = ("dp_replicate", "dp_shard", "tp")  # tp last: its ranks, neighbours on a host, talk most
 
 
 def mesh_shape(
     strategy: str,
     world_size: int,
     local_size: int,
-    replicate: int | None,
-    shard: int | None,
+    dp_replicate: int | None = None,
+    dp_shard: int | None = None,
     tp: int = 1,
 ) -> tuple[int, int, int]:
-    """(dp_replicate, dp_shard, tp) of a strategy; None: the strategy's own choice. Raises MeshError with the arithmetic."""
+    """Return (dp_replicate, dp_shard, tp); None leaves a size to the strategy. Raises MeshError."""
     if world_size % tp:
         raise MeshError(
-            f"{world_size} processes / tp {tp} is not a whole number: start a multiple of {tp} or change --tp"
+            f"{world_size} processes / tp {tp} is not a whole number: "
+            f"start a multiple of {tp} or change --tp"
         )
-    ranks = world_size // tp  # that read different data
-    if strategy == "hsdp" and replicate is None and shard is None:
-        shard = max(
-            1, local_size // tp
-        )  # shard within a host, where links are fast; replicate across hosts
-    if strategy == "single" and ranks > 1:
-        processes = f"one process is {tp} with --tp {tp}" if tp > 1 else "one process"
+    dp_size = world_size // tp
+    if strategy == "single" and dp_size > 1:
+        processes = f"one process, with --tp {tp} {tp} processes" if tp > 1 else "one process"
         raise MeshError(
-            f"--strategy single is {processes}, but {world_size} were started: use ddp, fsdp or hsdp"
+            f"--strategy single is {processes}, but {world_size} were started: "
+            "use ddp, fsdp or hsdp"
         )
-    one = {"single": (1, 1), "ddp": (None, 1), "fsdp": (1, None), "hsdp": (None, None)}[strategy]
-    for name, given, own in (("dp_replicate", replicate, one[0]), ("dp_shard", shard, one[1])):
-        if given is not None and own is not None and given != own:
-            raise MeshError(
-                f"--strategy {strategy} has {name} {own}, not {given}: leave --{name} out or use --strategy hsdp"
-            )
-    replicate, shard = replicate or one[0], shard or one[1]
-    replicate = replicate or ranks // shard
-    shard = shard or ranks // replicate
-    if replicate * shard != ranks:
-        product, of = (
-            f"dp_replicate {replicate} x dp_shard {shard}",
-            f" / tp {tp} = {ranks}" if tp > 1 else "",
-        )
+    if strategy in ("single", "ddp"):
+        dp_shard = require_one(strategy, "dp_shard", dp_shard)
+    if strategy in ("single", "fsdp"):
+        dp_replicate = require_one(strategy, "dp_replicate", dp_replicate)
+    if dp_replicate is None and dp_shard is None:
+        # hsdp: shard within a host, where links are fast, and replicate across hosts.
+        dp_shard = max(1, local_size // tp)
+    if dp_replicate is None:
+        dp_replicate = dp_size // dp_shard
+    if dp_shard is None:
+        dp_shard = dp_size // dp_replicate
+    if dp_replicate * dp_shard != dp_size:
+        processes = f"{world_size} processes" + (f" / tp {tp} = {dp_size}" if tp > 1 else "")
         raise MeshError(
-            f"{product} = {replicate * shard}, but {world_size} processes{of} were started: "
-            f"choose --dp_replicate and --dp_shard whose product is {ranks}"
+            f"dp_replicate {dp_replicate} x dp_shard {dp_shard} = {dp_replicate * dp_shard}, "
+            f"but {processes} were started: "
+            f"choose --dp_replicate and --dp_shard whose product is {dp_size}"
         )
-    return replicate, shard, tp
+    return dp_replicate, dp_shard, tp
+
+
+def require_one(strategy: str, axis: str, size: int | None) -> int:
+    if size not in (None, 1):
+        raise MeshError(
+            f"--strategy {strategy} has {axis} 1, not {size}: "
+            f"leave --{axis} out or use --strategy hsdp"
+        )
+    return 1
 
 
 def device_memory(world: World) -> int:
@@ -307,170 +266,207 @@ def device_memory(world: World) -> int:
 
 
 def choose_strategy(
-    world: World, parameters: int, activations: int, tp: int = 1
+    world: World, parameters: int, activation_bytes: int, tp: int = 1
 ) -> tuple[str, str]:
-    """(strategy, the sum that decided): ddp where everything fits with a fifth to spare, else fsdp, across hosts hsdp.
+    """Return (strategy, the sum that decided).
 
-    A whole copy takes 16 bytes a parameter: float32 weight and gradient, and AdamW's two moments. ddp sends least.
+    ddp, which communicates least, if everything fits with a fifth to spare, else fsdp, across hosts
+    hsdp. A full copy takes 16 bytes a parameter: float32 weight and gradient, and two moments.
     """
-    need, have = 16 * parameters // tp + activations, device_memory(world)
+    need = 16 * parameters // tp + activation_bytes
+    have = device_memory(world)
     fits = need <= 0.8 * have
-    several = "hsdp" if world.size > world.local_size else "fsdp"
-    strategy = "single" if world.size == tp else "ddp" if fits else several
-    weights = f"16 bytes x {parameters:,} parameters" + f" / tp {tp}" * (tp > 1)
-    total = f"{weights} + {activations / 1e9:,.2f} GB activations = {need / 1e9:,.2f} GB"
-    return strategy, f"{total}, {'at most' if fits else 'more than'} 80% of {have / 1e9:,.1f} GB"
-
-
-AXES = (
-    "dp_replicate",
-    "dp_shard",
-    "tp",
-)  # tp last: its ranks are neighbours on one host, since they talk in every layer
+    if world.size == tp:
+        strategy = "single"
+    elif fits:
+        strategy = "ddp"
+    else:
+        strategy = "hsdp" if world.size > world.local_size else "fsdp"
+    per_rank = f" / tp {tp}" if tp > 1 else ""
+    return strategy, (
+        f"16 bytes x {parameters:,} parameters{per_rank} + {activation_bytes / 1e9:,.2f} GB "
+        f"activations = {need / 1e9:,.2f} GB, "
+        f"{'at most' if fits else 'more than'} 80% of {have / 1e9:,.1f} GB"
+    )
 
 
 def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
-    """The mesh over all ranks, dp_replicate x dp_shard x tp, with the world's timeout for the collectives of every axis."""
-    grid = torch.arange(world.size).view(shape)
+    """Create the mesh over all ranks, with the world's timeout for collectives on every axis."""
+    ranks = torch.arange(world.size).view(shape)
     groups = []
-    for axis, size in enumerate(
-        shape
-    ):  # one group for each line of ranks along the axis; each rank keeps its own
-        lines = grid.movedim(axis, -1).reshape(-1, size).tolist()
-        groups.append(dist.new_subgroups_by_enumeration(lines, timeout=world.timeout)[0])
-    return DeviceMesh.from_group(groups, world.device.type, mesh=grid, mesh_dim_names=AXES)
+    for axis, size in enumerate(shape):
+        # One group for each line of ranks along the axis; each rank keeps the one it is in.
+        lines = ranks.movedim(axis, -1).reshape(-1, size).tolist()
+        own_group, _ = dist.new_subgroups_by_enumeration(lines, timeout=world.timeout)
+        groups.append(own_group)
+    return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=AXES)
 
 
 def dp_rank(mesh: DeviceMesh) -> int:
     """Which part of the data this rank reads: unique, and complete over 0 ... dp_size - 1."""
-    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank(
-        "dp_shard"
-    )
+    replicate_rank = mesh.get_local_rank("dp_replicate")
+    shard_rank = mesh.get_local_rank("dp_shard")
+    return replicate_rank * mesh["dp_shard"].size() + shard_rank
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A model on the mesh
 
 
 def parallelize(
     model: nn.Module,
-    plan: dict[str, ParallelStyle],
-    units: list[list[nn.Module]],
     mesh: DeviceMesh,
     strategy: str,
-    dtype: torch.dtype,
-    device: torch.device,
+    *,
     init: Callable[[str, Tensor], None],
+    dtype: torch.dtype = torch.float32,
+    tp_plan: dict[str, ParallelStyle] | None = None,
+    fsdp_units: list[list[nn.Module]] = (),
     reshard_after_forward: bool = True,
 ) -> nn.Module:
-    """Lay a model that was built on the meta device out on the mesh, fill it, and return what to call in its place.
+    """Lay a model that was built on the meta device out on the mesh; return what to call for it.
 
-    `plan` tells how the ranks of a tp group split which submodules (torch's parallelize_module; Shoeybi et al. 2019).
-    `units` are the groups of submodules, in the order of the forward pass, whose weights FSDP gathers together; what is
-    left is one more. `reshard_after_forward` drops the gathered weights of a unit after its forward and gathers them
-    again for its backward; without, they stay, which is SHARD_GRAD_OP. Weights are kept in float32, FSDP gathers them in
-    `dtype`, gradients are averaged in float32 over all dp ranks. `init(name, tensor)` fills one whole tensor; see
-    `materialize`. The model's parameters keep their own names.
+    Weights are kept in float32, FSDP gathers them in `dtype`, and gradients are averaged in float32
+    over all dp ranks. The parameters keep their names.
+
+    `init(name, tensor)` fills one full tensor; see `materialize`. `tp_plan` tells how a tp group
+    splits which submodules (torch's parallelize_module; Shoeybi et al. 2019). `fsdp_units` are the
+    groups of submodules, in the order of the forward pass, whose weights FSDP gathers together;
+    the rest of the model is one more. With `reshard_after_forward` a unit drops its gathered
+    weights after its forward and gathers them again for its backward; without (SHARD_GRAD_OP) it
+    keeps them.
     """
-    tp = mesh["tp"].size() > 1
-    if tp:
-        parallelize_module(model, mesh["tp"], plan)
-    if strategy in ("fsdp", "hsdp") or (
-        strategy == "ddp" and tp
-    ):  # DDP knows no DTensors: one shard per replica is the same
-        # fully_shard reads a 2-D mesh by position: replicate first, then shard. Inputs are left as they are: the model
-        # casts its own, and keeps its rotations in float32.
-        policy = MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+    is_tp = mesh["tp"].size() > 1
+    if is_tp:
+        parallelize_module(model, mesh["tp"], tp_plan)
+    # DDP knows no DTensors. Under tp, FSDP with one shard per replica does the same.
+    is_fsdp = strategy in ("fsdp", "hsdp") or (strategy == "ddp" and is_tp)
+    if is_fsdp:
+        # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
-        shard = functools.partial(fully_shard, mesh=axes, mp_policy=policy)
-        for unit in units:
-            shard(unit, reshard_after_forward=reshard_after_forward)
-        shard(model)
-        # The next unit's weights travel while this one computes. In the backward pass FSDP does so by itself, and the
-        # forward pass of a GPU too, whose host runs ahead; saying it here brings it to CPUs.
-        for unit, following in itertools.pairwise(units):
-            unit[-1].set_modules_to_forward_prefetch([following[0]])
-    materialize(model, device, init)
-    if strategy == "ddp" and not tp:
+        shard(model, axes, dtype, fsdp_units, reshard_after_forward)
+    materialize(model, torch.device(mesh.device_type), init)
+    if strategy == "ddp" and not is_fsdp:
         return DistributedDataParallel(
             model,
-            device_ids=[device] if device.type == "cuda" else None,
             process_group=mesh.get_group("dp_replicate"),
+            device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
             gradient_as_bucket_view=True,  # no second copy of the gradients
         )
     return model
 
 
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    units: list[list[nn.Module]],
+    reshard_after_forward: bool,
+) -> None:
+    """Apply FSDP to each unit, and to what is left of the model."""
+    # Inputs keep their dtype: the model casts its own, and keeps its rotations in float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # Gather the weights of the next unit while this one computes. FSDP does so by itself in the
+    # backward pass, and in the forward pass on a GPU, whose host runs ahead. CPUs need this call.
+    for unit, next_unit in itertools.pairwise(units):
+        unit[-1].set_modules_to_forward_prefetch([next_unit[0]])
+
+
 def materialize(
     model: nn.Module, device: torch.device, init: Callable[[str, Tensor], None]
 ) -> None:
-    """Give the meta tensors of a model memory and values; a rank never holds more than its shard and one whole tensor.
+    """Give a model on the meta device memory and values.
 
-    Every rank fills the same whole tensor and keeps its part: no communication, and the same weights on every mesh.
+    Every rank fills the same full tensor and keeps its part: the weights are the same on every
+    mesh, without communication. A rank never holds more than its shard and one full tensor.
     """
     model.to_empty(device=device)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            if isinstance(tensor, DTensor):
-                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                init(name, whole)
-                tensor.copy_(
-                    distribute_tensor(
-                        whole, tensor.device_mesh, tensor.placements, src_data_rank=None
-                    )
-                )
-            else:
+            if not isinstance(tensor, DTensor):
                 init(name, tensor)
+                continue
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            init(name, full)
+            # src_data_rank=None: cut locally, since all ranks have the full tensor
+            tensor.copy_(
+                distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            )
 
 
-def wrap_units(blocks: list[nn.Module], ends: list[nn.Module], wrap: str) -> list[list[nn.Module]]:
-    """FSDP's units for `--wrap`: each block, each K blocks, or none; `ends` come before and after them and are units too.
+def fsdp_units(
+    blocks: list[nn.Module], embed_and_head: list[nn.Module], blocks_per_unit: int | None
+) -> list[list[nn.Module]]:
+    """Group the modules that FSDP gathers together; None leaves the whole model as one unit.
 
-    A unit is gathered at once. Larger ones send fewer, longer messages, and hold K blocks' weights: bytes of dtype x
-    parameters of the unit, twice where the next one is on its way. Raises MeshError.
+    A larger unit sends fewer, longer messages, and takes memory for its gathered weights: bytes of
+    the compute dtype x parameters of the unit, twice while the next one is on its way. The
+    embedding and the head, where they have separate weights, are units too.
     """
-    kind, _, size = wrap.partition(":")
-    if kind == "none" and not size:
+    if blocks_per_unit is None:
         return []
-    if (kind, size) != ("block", "") and (
-        kind != "block_group" or not size.isdecimal() or int(size) < 1
-    ):
-        raise MeshError(f"--wrap {wrap}: choose block, block_group:K (K blocks at a time) or none")
-    step = int(size or 1)
-    groups = [list(blocks[start : start + step]) for start in range(0, len(blocks), step)]
-    return [*([end] for end in ends[:1]), *groups, *([end] for end in ends[1:])]
+    units = []
+    for start in range(0, len(blocks), blocks_per_unit):
+        units.append(list(blocks[start : start + blocks_per_unit]))
+    if embed_and_head:
+        embed, head = embed_and_head
+        units = [[embed], *units, [head]]
+    return units
 
 
 @contextmanager
-def gradient_sync(model: nn.Module, mode: str, last: bool) -> Iterator[None]:
-    """Around forward *and* backward of a micro-batch, since DDP decides at forward: when its gradients are averaged over ranks.
+def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
+    """Set when gradients are averaged over ranks: a context around forward *and* backward.
 
-    batch: after the `last` one of the step. Until then they add up on each rank, under FSDP unsharded in float32: 4 bytes
-    x all parameters. micro_batch: each time, sharded: 4 bytes x parameters / dp_shard, for as many times the traffic.
-    shard, for hsdp: scattered within the shard group each time, where links are fast, and averaged over dp_replicate after
-    the last one: the memory of the second, and between hosts the traffic of the first.
+    DDP decides at forward, so backward alone would be too late. `is_last` marks the last
+    micro-batch of a step. `mode` is
+
+    batch: after the last micro-batch. Until then gradients accumulate on each rank, under FSDP
+        unsharded in float32: 4 bytes x all parameters.
+    micro_batch: after every micro-batch, sharded: 4 bytes x parameters / dp_shard, for
+        grad_accum_steps times the traffic.
+    shard, for hsdp: reduce_scatter within the shard group after every micro-batch, where links are
+        fast, all_reduce over dp_replicate after the last: the memory of micro_batch and, between
+        hosts, the traffic of batch.
     """
-    if isinstance(model, DistributedDataParallel) and mode == "batch" and not last:
+    if isinstance(model, DistributedDataParallel) and mode == "batch" and not is_last:
         with model.no_sync():
             yield
-    else:
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(last or mode != "batch")
-            model.set_requires_all_reduce(last or mode == "micro_batch")
-        yield
+        return
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last or mode != "batch")
+        model.set_requires_all_reduce(is_last or mode == "micro_batch")
+    yield
+
+
+# What selective activation checkpointing keeps: what costs most to compute.
+SAVED_OPERATIONS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,  # attention, written out
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.all_reduce.default,  # of tp: not to be sent a second time
+]
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Keep less of each block's forward pass and compute it again in the backward pass (Chen et al. 2016).
+    """Keep fewer activations of each block and recompute them in backward (Chen et al. 2016).
 
-    full keeps a block's input only: a third more compute. selective keeps what costs most to compute, matrix products and
-    attention, and computes norms, rotations and activations again (Korthikanti et al. 2022).
+    full keeps the input of a block, for a third more compute. selective keeps the results of
+    matrix products and attention and recomputes the rest (Korthikanti et al. 2022).
     """
     if mode == "none":
         return
-    options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
+    # Nothing in a block is random.
+    options = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
         options["context_fn"] = functools.partial(
             create_selective_checkpoint_contexts, SAVED_OPERATIONS
@@ -480,28 +476,10 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Have torch.compile make kernels of each layer's forward and backward: once for all blocks, since they are alike.
+    """Compile the forward and backward of each layer with torch.compile.
 
-    Before FSDP wraps them, so that what it gathers and drops stays outside. In place, so that parameters keep their names.
+    Equal layers share one compilation. Call it before FSDP wraps them, so that gathering weights
+    stays outside the compiled region. In place, so that parameters keep their names.
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward)
-
-
-SAVED_OPERATIONS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,  # attention written out
-    torch.ops.aten.baddbmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.all_reduce.default,  # of tp: what was received need not be sent again
-]
-
-
-def gather(values: Tensor) -> Tensor:
-    """Every rank's 1-D tensor (k,) as one (world size, k), on every rank: one small collective."""
-    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, values)
-    return torch.stack(rows)

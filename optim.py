@@ -276,7 +276,6 @@ class Optimizer:
             grad_stats = tensor_stats(grads)  # before clipping
             old_weights = [local(p).clone() for p in params]
         self.adamw.found_inf = self.skip.float()
-        self.adamw.grad_scale = None  # unless clip_norm sets it
         clipped = self.clip(self, grads, square_sums.sqrt())
         self.lr = self.lr_at(step)
         for group in self.adamw.param_groups:

@@ -75,10 +75,10 @@ class Watchdog:
         self.send_heartbeat(0)  # so that nobody waits for the first
         store.compare_set("verdict", "", "")
 
-    def progress(self, place: str, slow: bool = False) -> None:
-        """Report that this rank has come to `place`, as in "rank 1 is after step 7, computing"."""
+    def progress(self, step: int, doing: str, slow: bool = False) -> None:
+        """Report that this rank has done `step` steps and is `doing` something, slow by nature."""
         self.reports += 1
-        self.place = place
+        self.place = f"after step {step}, {doing}"
         self.slow = slow
 
     def __enter__(self) -> "Watchdog":

@@ -1,6 +1,7 @@
-"""What the tests share: a small corpus, and a pool of processes that play the ranks.
+"""What the tests share: a small corpus, processes that play the ranks, and real jobs.
 
-Starting torch costs seconds, so four workers are started once and form a new gloo group for every case.
+Starting torch takes seconds, so four workers are started once and form a new gloo group for every
+case. What needs torchrun, signals or kills starts a job.
 """
 
 import contextlib
@@ -10,26 +11,49 @@ import multiprocessing
 import os
 import random
 import socket
+import subprocess
+import sys
+import time
 import traceback
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
+import dist
 import prepare
+import train
+import watchdog
 
-TINY = "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 --global_batch_size 8 --sample_tokens 0"
-QUIET = "--device cpu --eval_sequences 10 --eval_interval 0 --save_interval 0 --log_interval 1 --lr 3e-3 --warmup_steps 3"
+ROOT = Path(__file__).parent.parent
+TRAIN = ROOT / "train.py"
+TINY = (
+    "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 "
+    "--global_batch_size 8 --sample_tokens 0"
+)
+QUIET = (
+    "--device cpu --eval_sequences 10 --eval_interval 0 --save_interval 0 --log_interval 1 "
+    "--lr 3e-3 --warmup_steps 3"
+)
 
-
-# torch's store asks for the name of every peer: where no name server answers, that shall take one second, not five.
+# torch's store looks up the name of every peer. Where no name server answers, wait one second and
+# not five.
 os.environ["RES_OPTIONS"] = "timeout:1"
 
 
-def worker(pipe) -> None:
+# --------------------------------------------------------------------------------------------------
+# Workers that play the ranks
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def work(pipe) -> None:
     torch.set_num_threads(1)
     while True:
         environment, function, arguments = pipe.recv()
@@ -44,7 +68,7 @@ def worker(pipe) -> None:
 
 
 class Pool:
-    """pool(n, function, *arguments): the results of calling `function` on n ranks at once, in the order of ranks."""
+    """pool(n, function, *arguments): what n ranks returned, which called `function` together."""
 
     def __init__(self):
         self.workers = []
@@ -53,7 +77,7 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         for _ in range(4):
             here, there = context.Pipe()
-            process = context.Process(target=worker, args=(there,), daemon=False)
+            process = context.Process(target=work, args=(there,), daemon=False)
             process.start()
             self.workers.append((process, here))
 
@@ -63,39 +87,30 @@ class Pool:
             process.join()
         self.workers = []
 
-    def __call__(
-        self, size: int, function, *arguments, local_size: int | None = None, timeout: float = 60
-    ) -> list:
+    def __call__(self, size: int, function, *arguments, timeout: float = 60) -> list:
         if not self.workers:
             self.start()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        local_size = local_size or size
+        shared = {
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
         for rank, (_, pipe) in enumerate(self.workers[:size]):
-            numbers = {
-                "RANK": rank,
-                "WORLD_SIZE": size,
-                "LOCAL_RANK": rank % local_size,
-                "LOCAL_WORLD_SIZE": local_size,
-                "MASTER_PORT": port,
-            }
-            pipe.send(
-                (
-                    {**{name: str(n) for name, n in numbers.items()}, "MASTER_ADDR": "127.0.0.1"},
-                    function,
-                    arguments,
-                )
-            )
-        results, errors = [], []
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            pipe.send((shared | own, function, arguments))
+        results = []
+        errors = []
         for rank, (_, pipe) in enumerate(self.workers[:size]):
-            result, error = (
-                pipe.recv()
-                if pipe.poll(5 if errors else timeout)
-                else (None, f"no answer within {timeout} s")
-            )
+            result, error = None, f"no answer within {timeout} s"
+            if pipe.poll(5 if errors else timeout):
+                try:
+                    result, error = pipe.recv()
+                except EOFError:  # the watchdog, for instance, ends a process from within
+                    error = "the process has ended"
             results.append(result)
-            errors += [f"rank {rank}: {error}"] if error else []
+            if error:
+                errors.append(f"rank {rank}: {error}")
         if errors:
             self.stop()  # some may hang in a collective: the next case gets new ones
             raise AssertionError("\n".join(errors))
@@ -110,6 +125,89 @@ def pool():
     ranks.stop()
 
 
+def call_train(argv: list[str]) -> int:
+    return train.main(argv)
+
+
+def listen(argv: list[str]) -> tuple[int, str, str]:
+    """Return (status, standard output, standard error) of train.py."""
+    out, err = io.StringIO(), io.StringIO()
+    # With a pause, ranks let rank 0 speak first before torchrun ends them. Here nothing ends them.
+    no_pause = mock.patch("time.sleep")
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), no_pause:
+        status = call_train(argv)
+    return status, out.getvalue(), err.getvalue()
+
+
+def build_run(argv: list[str]) -> train.Run:
+    """A run of train.py on this rank, up to its first step."""
+    config = train.parse(argv)
+    world = dist.start(config.device)
+    dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
+    return train.Run(train.make_plan(config, world), world, dog)
+
+
+# --------------------------------------------------------------------------------------------------
+# Jobs: train.py under torchrun, or without
+
+
+class Job:
+    """A command in a session of its own, with its output in files, as from a terminal."""
+
+    def __init__(self, command: list, folder: Path, **options):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        for name in ("RANK", "WORLD_SIZE"):
+            environment.pop(name, None)
+        folder.mkdir(exist_ok=True)
+        self.out_file = folder / "stdout.txt"
+        self.err_file = folder / "stderr.txt"
+        with open(self.out_file, "w") as out, open(self.err_file, "w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+                **options,
+            )
+        self.pid = self.process.pid
+
+    @property
+    def out(self) -> str:
+        return self.out_file.read_text()
+
+    @property
+    def err(self) -> str:
+        return self.err_file.read_text()
+
+    def ranks(self) -> list[int]:
+        """The process ids of the ranks that torchrun has started."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        return list(map(int, children.split()))
+
+    def wait_until(self, condition, seconds: float) -> None:
+        """Wait for a condition of the running job."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline and self.process.poll() is None, self.err
+            time.sleep(0.01)
+
+    def wait(self, seconds: float) -> int:
+        """Wait for the end; return the exit status."""
+        return self.process.wait(seconds)
+
+
+def torchrun(nproc: int, argv: list, folder: Path, *options: str, script: Path = TRAIN, **more):
+    """Start train.py, or a script like it, as a user does on one host."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", nproc]
+    return Job([*launcher, *options, script, *argv], folder, **more)
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs and what they leave
+
+
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory) -> Path:
     """A token folder of 40 documents of invented words: about 30,000 bytes."""
@@ -122,90 +220,45 @@ def tokens(tmp_path_factory) -> Path:
     return root / "tokens"
 
 
-def call_train(argv: list[str]) -> int:
-    import train
-
-    return train.main(argv)
-
-
-class Scalars(TorchDispatchMode):
-    """Counts the reads of a tensor's value by the host."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
-def listen(argv: list[str]) -> tuple[int, str, str]:
-    """(status, standard output, standard error) of train.py"""
-    out, err = io.StringIO(), io.StringIO()
-    quiet = mock.patch(
-        "time.sleep"
-    )  # with which ranks wait for rank 0 to speak: here nothing ends them
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), quiet:
-        status = call_train(argv)
-    return status, out.getvalue(), err.getvalue()
-
-
-def start_run(argv: list[str]):
-    """A run of train.py on this rank, before it is built."""
-    import dist
-    import train
-    import watchdog
-
-    config = train.parse(argv)
-    world = dist.start(config.device)
-    dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
-    return train.Run(config, world, dog)
-
-
 def flags(text: str) -> list[str]:
     return f"{TINY} {QUIET} {text}".split()
-
-
-def rows(run: Path, key: str = "loss") -> list[dict]:
-    """The rows of a run's metrics.jsonl that hold `key`."""
-    return [
-        row
-        for line in (run / "metrics.jsonl").read_text().splitlines()
-        if key in (row := json.loads(line))
-    ]
-
-
-def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The full tensors of a checkpoint whose names begin with `prefix`."""
-    if (path / "full.pt").exists():
-        state = dict(checkpoint.flatten(torch.load(path / "full.pt", weights_only=True)))
-        return {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
-    reader = checkpoint.Reader(path)
-    state = {}
-    for name, metadata in reader.metadata.state_dict_metadata.items():
-        if name.startswith(prefix):
-            state[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
-    torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
-def assert_same(run: Path, other: Path) -> None:
-    """The latest checkpoints of two runs hold the same tensors, bit for bit."""
-    ours = tensors(checkpoint.list_checkpoints(run)[-1])
-    theirs = tensors(checkpoint.list_checkpoints(other)[-1])
-    assert len(ours) > 50  # weights, moments and step counts, not an empty checkpoint
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture
 def run(pool, tokens, tmp_path):
     """run(ranks, "--strategy ...", name): train and return the run folder."""
 
-    def start(size: int, text: str, name: str = "run", status: int = 0, **options) -> Path:
+    def start(size: int, text: str, name: str = "run", status: int = 0) -> Path:
         out = tmp_path / name
-        assert (
-            pool(size, call_train, flags(f"--data {tokens} --out {out} {text}"), **options)
-            == [status] * size
-        )
+        argv = flags(f"--data {tokens} --out {out} {text}")
+        assert pool(size, call_train, argv) == [status] * size
         return out
 
     return start
+
+
+def rows(run: Path, key: str = "loss") -> list[dict]:
+    """The rows of a run's metrics.jsonl that hold `key`."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if key in row]
+
+
+def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The full tensors of a checkpoint."""
+    if (path / "full.pt").exists():
+        state = dict(checkpoint.flatten(torch.load(path / "full.pt", weights_only=True)))
+        return {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
+    reader = checkpoint.Reader(path)
+    state = {}
+    for name, entry in reader.metadata.state_dict_metadata.items():
+        if name.startswith(prefix):
+            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Two runs ended with the same weights and optimizer state, bit for bit."""
+    a, b = (tensors(checkpoint.list_checkpoints(run)[-1]) for run in (one, other))
+    assert a.keys() == b.keys() and len(a) > 50
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

@@ -1,3 +1,4 @@
+import functools
 import json
 import math
 from collections import deque
@@ -7,15 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import Scalars, flags, listen, rows, start_run, tensors
+from conftest import build_run, flags, listen, rows, tensors
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
-import data
 import dist
 import model
 import optim
-import profiling
 import train
+from profiling import CommunicationCounter, HostSyncCounter
 
 MESHES = {"single": 1, "ddp": 2, "fsdp": 4, "hsdp": 4}
 SMALL = model.ModelConfig(64, n_layer=1, n_head=2, n_kv_head=1, d_model=16, d_ff=24, seq_len=8)
@@ -56,10 +57,8 @@ def build(strategy: str, **options) -> Setup:
     net.get_parameter(FROZEN).requires_grad_(False)
     units = [[block] for block in net.blocks]
 
-    def init(name: str, tensor: torch.Tensor) -> None:
-        net.init_tensor(name, tensor, 7)
-
-    forward = dist.parallelize(net, {}, units, mesh, strategy, torch.float32, world.device, init)
+    init = functools.partial(net.init_tensor, seed=7)
+    forward = dist.parallelize(net, mesh, strategy, init=init, fsdp_units=units)
     optimizer = optim.Optimizer(net.named_parameters(), net.decays, lr_at, **options)
     share = 8 // world.size
     start = dist.dp_rank(mesh) * share
@@ -226,31 +225,31 @@ def faulty_run(argv: list[str], fault: str, rank: int, at: int, count: int) -> l
     fault: "nan" and "spike" spoil the gradient and the logged loss; "none" omits the update of that
     step by hand.
     """
-    run = start_run(argv)
     with mock.patch.object(optim, "SPIKE_HISTORY", 8):
-        run.build()
-    numbers = data.train_indices(
-        range(1, count + 1), run.config.global_batch_size, run.micro, run.rank, run.ranks
-    )
-    batches = run.fetch(run.train_windows, numbers)
-    forward, losses = run.forward, []
-    for step in range(count):
-        factor = (
-            {"nan": math.nan, "spike": 1e4}.get(fault, 1.0)
-            if (step, run.rank) == (at, rank)
-            else 1.0
-        )
-        run.forward = Scaled(forward, factor)
-        if fault == "none" and step == at:  # as if the batch had not been
-            average = run.optimizer.norm_average.clone()
-            run.optimizer.adamw.step, really = lambda: None, run.optimizer.adamw.step
-            run.train_step(batches)
-            run.optimizer.adamw.step = really
-            run.optimizer.norm_average.copy_(average)
+        run = build_run(argv)
+    batches = run.batches(1, count)
+    forward = run.forward
+    factors = {"nan": math.nan, "spike": 1e4, "none": 1.0}
+    losses = []
+    for step in range(1, count + 1):
+        is_here = step == at and run.world.rank == rank
+        run.forward = Scaled(forward, factors[fault] if is_here else 1.0)
+        if fault == "none" and step == at:
+            omit_update(run, batches, step)
             continue
-        loss = dist.gather(run.train_step(batches)["loss"][None]).mean().item()
-        losses += [loss] if step != at else []
+        loss = train.train_step(run, batches, step)["loss"]
+        torch.distributed.all_reduce(loss)
+        if step != at:
+            losses.append(loss.item())
     return losses + [run.optimizer.skipped_steps.item()]
+
+
+def omit_update(run: train.Run, batches, step: int) -> None:
+    """A step after which all is as if its batch had not been."""
+    average = run.optimizer.norm_average.clone()
+    with mock.patch.object(run.optimizer.adamw, "step", lambda: None):
+        train.train_step(run, batches, step)
+    run.optimizer.norm_average.copy_(average)
 
 
 class Scaled(torch.nn.Module):
@@ -267,7 +266,7 @@ def test_a_fault_on_one_rank_of_four_is_skipped_on_all(pool, tokens, tmp_path, m
     text = f"--strategy {mesh} --dtype float32 --skip_spikes 6 --clip adaptive"
     argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
     never, with_nan, with_spike = (
-        pool(4, faulty_run, argv, fault, 2, 9, 14) for fault in ("none", "nan", "spike")
+        pool(4, faulty_run, argv, fault, 2, 10, 14) for fault in ("none", "nan", "spike")
     )
     assert all(
         losses[:-1] == never[0][:-1] and len(losses) == 14 for losses in with_nan + with_spike
@@ -289,7 +288,7 @@ def test_a_skipped_step_changes_nothing_but_the_count_of_skipped_steps():
     net = torch.nn.Linear(4, 4)
     options = {"clip": "adaptive", "skip_spikes": 3.0}
     optimizer = optim.Optimizer(net.named_parameters(), lambda name: True, lr_at, **options)
-    for step, factor in enumerate((1.0, 1.0, math.nan, math.inf, 1.0), 1):
+    for step, factor in enumerate((1.0, math.nan, 1.0, math.nan, math.inf, 1.0), 1):
         before = all_tensors(optimizer, net)
         (net(torch.full((2, 4), float(step))).sum() * factor).backward()
         metrics = optimizer.step(step, torch.tensor(1.0) * factor)
@@ -299,7 +298,7 @@ def test_a_skipped_step_changes_nothing_but_the_count_of_skipped_steps():
             assert changed == after.keys() - {"skipped_steps"}
         else:
             assert changed == {"skipped_steps"}
-    assert metrics["skipped_steps"].item() == 2
+    assert metrics["skipped_steps"].item() == 3
     assert metrics["skipped_in_a_row"].item() == 2  # the most so far
 
 
@@ -334,11 +333,11 @@ def test_a_spike_lies_beyond_the_deviations_of_the_last_128_updates():
     one = OneWeight(skip_spikes=4.0)
     one.fill(200)
     for loss_sigmas, norm_sigmas, spike in (
-        (3.9, 3.9, False),
-        (4.1, 0.0, True),  # each enters the history, by which the next is judged
-        (0.0, 4.1, True),
+        (3.99, 3.99, False),
+        (4.01, 0.0, True),  # each enters the history, by which the next is judged
+        (0.0, 4.01, True),
         (-9.0, -9.0, False),  # far below is no spike
-        (3.9, 3.9, False),
+        (3.99, 3.99, False),
     ):
         loss = fmean(one.losses) + loss_sigmas * stdev(one.losses)
         norm = fmean(one.norms) + norm_sigmas * stdev(one.norms)
@@ -367,6 +366,23 @@ def test_values_that_are_not_finite_do_not_enter_the_history():
     assert one.is_skipped(100.0, 1.0)
 
 
+def spikes_on_one_rank() -> tuple[list[bool], float]:
+    """Whether updates are skipped whose loss is far above the others on rank 0 or 1, or on rank 0
+    but as far below on rank 1; and the latest loss in the history.
+    """
+    world = dist.start("cpu")
+    one = OneWeight(skip_spikes=4.0)
+    one.fill(128)
+    sign = 1 if world.rank == 0 else -1
+    skipped = [one.is_skipped(10.0 if world.rank == rank else 2.0, 1.0) for rank in (0, 1)]
+    skipped.append(one.is_skipped(2.0 + 8.0 * sign, 1.0))
+    return skipped, one.optimizer.state()["window"][0, -1].item()
+
+
+def test_ranks_judge_spikes_together_by_their_mean_loss(pool):
+    assert pool(2, spikes_on_one_rank) == [([True, True, False], 2.0)] * 2
+
+
 def test_too_many_skips_end_the_run_with_a_line_and_leave_the_checkpoint(
     run, tokens, tmp_path, pool
 ):
@@ -386,14 +402,14 @@ def test_too_many_skips_end_the_run_with_a_line_and_leave_the_checkpoint(
 
 
 def diverging_run(argv: list[str]) -> tuple[int, str]:
-    step = train.Run.train_step
+    train_step = train.train_step
 
-    def broken(run, batches):
-        if run.step == 5:
+    def broken(run, batches, step):
+        if step == 6:
             run.forward.register_forward_hook(lambda module, inputs, loss: loss * math.nan)
-        return step(run, batches)
+        return train_step(run, batches, step)
 
-    with mock.patch.object(train.Run, "train_step", broken):
+    with mock.patch.object(train, "train_step", broken):
         status, _, err = listen(argv)
         return status, err
 
@@ -409,10 +425,10 @@ def cost(strategy: str, options: dict) -> list[tuple[int, int]]:
         tokens = batch(step)[setup.part]
         loss = setup.forward(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        with profiling.CommunicationCounter(setup.mesh) as sent, Scalars() as scalars:
+        with CommunicationCounter(setup.mesh) as sent, HostSyncCounter() as reads:
             setup.optimizer.step(step, loss.detach(), measure)
         calls = sum(traffic.calls for traffic in sent.counts.values())
-        costs.append((calls, scalars.count))
+        costs.append((calls, reads.counts.total()))
     return costs
 
 
@@ -423,6 +439,34 @@ def test_collectives_and_host_reads_of_a_step(pool, mesh):
         ordinary = int(is_sharded or ("skip_spikes" in options and mesh == "ddp"))
         for costs in pool(MESHES[mesh], cost, mesh, options):
             assert costs == [(ordinary, 0), (ordinary + 2 * is_sharded, 0)], options
+
+
+class IdleAdamW(torch.optim.SGD):
+    """In place of torch's AdamW, which has no kernel for the meta device."""
+
+    def __init__(self, groups, lr, betas, eps, fused):
+        super().__init__(groups)
+        self.defaults["betas"] = betas
+
+    def step(self):
+        pass
+
+
+@pytest.mark.parametrize("clip", optim.CLIPS)
+def test_no_value_leaves_the_device_in_a_step(clip, monkeypatch):
+    """A tensor on the meta device has no data: copying it to the host or branching on it raises."""
+    monkeypatch.setattr(torch.optim, "AdamW", IdleAdamW)
+    net = model.Transformer(SMALL).to("meta")
+    optimizer = optim.Optimizer(
+        net.named_parameters(), net.decays, lr_at, clip=clip, skip_spikes=3.0
+    )
+    tokens = torch.zeros(4, 9, dtype=torch.long, device="meta")
+    loss = net(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    metrics = optimizer.step(1, loss.detach(), measure=True)
+    assert {value.device.type for value in metrics.values()} == {"meta"}
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        loss.item()
 
 
 # ---- metrics
@@ -500,6 +544,29 @@ def test_statistics_of_gradients_before_clipping_and_of_weights_and_moments_afte
         got = dict(zip(optimizer.COLUMNS, row, strict=True))
         want = {column: float(value) for column, value in want.items()}
         assert got == pytest.approx(want, rel=1e-5, abs=1e-9)
+
+
+def statistics_of_one_row() -> dict[str, dict]:
+    """Those of two parameters, each a single row, on two ranks that shard rows: one has none."""
+    world = dist.start("cpu")
+    mesh = dist.make_mesh(world, (1, 2, 1))["dp_shard"]
+    parameters = {}
+    for name, value in (("positive", 2.0), ("negative", -2.0)):
+        parameter = torch.nn.Parameter(
+            distribute_tensor(torch.full((1, 3), value), mesh, [Shard(0)])
+        )
+        parameter.grad = torch.zeros_like(parameter)
+        parameters[name] = parameter
+    optimizer = optim.Optimizer(parameters.items(), lambda name: False, lr_at)
+    table = optimizer.step(1, torch.tensor(1.0), measure=True)["parameters"].tolist()
+    return {name: dict(zip(optimizer.COLUMNS, row)) for name, row in zip(parameters, table)}
+
+
+def test_a_rank_with_an_empty_shard_changes_no_statistics(pool):
+    for answer in pool(2, statistics_of_one_row):
+        for name, value in (("positive", 2.0), ("negative", -2.0)):
+            row = answer[name]
+            assert (row["weight_min"], row["weight_mean"], row["weight_max"]) == (value,) * 3
 
 
 # ---- schedules

@@ -77,7 +77,7 @@ def test_a_corpus_of_one_document_is_never_all_validation(tmp_path):
 
 @pytest.mark.parametrize("separator", ["\n", " "])
 def test_long_documents_are_read_in_chunks(tmp_path, monkeypatch, separator):
-    """Whatever the length of the chunks, and wherever they fall on separators and characters of several bytes."""
+    """Whatever their length, and wherever they cut separators and characters of several bytes."""
     text = separator.join(
         random.Random(0).choices(["ab", "é✓", "<|endoftext|>", "<|end", "x" * 40], k=400)
     )

@@ -1,97 +1,96 @@
-"""A rank that stops, dies, hangs or is slow is named, and a job without it ends."""
+"""A rank that stops, dies, hangs, is slow or is not like the others is named, and the job ends."""
 
+import contextlib
 import os
 import pickle
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import call_train, flags, rows
+from conftest import ROOT, TRAIN, Job, call_train, flags, listen, rows, torchrun
 
 import data
+import dist
+import model
+import prepare
+import train
 import watchdog
 
-ROOT = Path(__file__).parent.parent
-# train.py, whose rank 1 never gets the micro-batch of step 40
-STUCK = """
+# train.py, whose rank 1 never gets its 40th micro-batch
+HANGS = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import data, train
-reads, get = 0, data.TokenDataset.__getitem__
-def stuck(windows, number):
+reads = 0
+read = data.TokenDataset.__getitem__
+def hang(dataset, indices):
     global reads
     reads += 1
     if reads == 40 and os.environ["RANK"] == "1":
         time.sleep(1000)
-    return get(windows, number)
-data.TokenDataset.__getitem__ = stuck
+    return read(dataset, indices)
+data.TokenDataset.__getitem__ = hang
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+# train.py, whose rank 1 stops before the first step, where ranks may be slow
+STOPS_AT_START = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import data, train
+open_folder = data.open_folder
+def stop(path):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return open_folder(path)
+data.open_folder = stop
 sys.exit(train.main(sys.argv[1:]))
 """
 
 
-class Job:
-    """train.py, or a script like it, under torchrun: in a session of its own, with its errors in a file."""
+def script(folder: Path, name: str, text: str) -> Path:
+    path = folder / f"{name}.py"
+    path.write_text(text.format(root=str(ROOT)))
+    return path
 
-    def __init__(self, script: Path, ranks: int, out: Path, argv: list[str]):
-        self.out, self.errors, self.ranks = out, out.with_suffix(".errors"), []
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(ranks),
-        ]
-        with open(self.errors, "w") as file:
-            self.process = subprocess.Popen(
-                [*torchrun, script, "--out", out, *argv],
-                stdout=subprocess.DEVNULL,
-                stderr=file,
-                start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
 
-    def wait(self, condition, limit: float) -> None:
-        deadline = time.monotonic() + limit
-        while not condition():
-            assert time.monotonic() < deadline, self.errors.read_text()
-            time.sleep(0.05)
+def trains(out: Path) -> bool:
+    """For more than a second, and so for more than an interval: the last heartbeat is of a step."""
+    log = out / "metrics.jsonl"
+    return log.exists() and sum(row["step_time"] for row in rows(out)) > 1.2
 
-    def signal(self, rank: int, number: int) -> None:
-        if not self.ranks:  # later some may be gone
-            self.ranks = (
-                Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-                .read_text()
-                .split()
-            )
-        os.kill(int(self.ranks[rank]), number)
 
-    def trains(self) -> bool:
-        """For more than a second, and so for more than a beat: what ranks have last said is of a step."""
-        log = self.out / "metrics.jsonl"
-        return log.exists() and sum(row["step_time"] for row in rows(self.out)) > 1.2
+def last_line(job: Job) -> str:
+    """What train.py said of the end."""
+    return "".join(re.findall(r"^\w+.py: error: (.*)$", job.err, re.M))
 
-    def line(self) -> str:
-        """What train.py said of the end."""
-        return "".join(
-            "".join(found)
-            for found in re.findall(r"^\w+.py: error: (.*)$", self.errors.read_text(), re.M)
-        )
 
-    def over(self) -> bool:
-        """It has ended, with status 1, and no process of it is left."""
-        return (
-            self.process.poll() == 1
-            and not subprocess.run(
-                ["pgrep", "-s", str(self.process.pid)], capture_output=True
-            ).stdout
-        )
+def wait_for_line(job: Job, seconds: float) -> str:
+    deadline = time.monotonic() + seconds
+    while not last_line(job):
+        assert time.monotonic() < deadline, job.err
+        time.sleep(0.05)
+    return last_line(job)
+
+
+def kill(stopped_rank: int) -> None:
+    """As torchrun does after 30 seconds."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(stopped_rank, signal.SIGKILL)
+
+
+def assert_over(job: Job, seconds: float) -> None:
+    """The job ends with status 1, and no process of it is left."""
+    assert job.wait(seconds) == 1
+    deadline = time.monotonic() + 5
+    while subprocess.run(["pgrep", "-s", str(job.pid)], capture_output=True).stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def last_collective(out: Path, rank: int) -> dict:
@@ -99,85 +98,178 @@ def last_collective(out: Path, rank: int) -> dict:
 
 
 def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path):
-    """Three jobs at once, each with a time-out of 6 seconds."""
-    (tmp_path / "stuck.py").write_text(STUCK.format(root=str(ROOT)))
-    scripts = {
-        "stopped": ROOT / "train.py",
-        "killed": ROOT / "train.py",
-        "stuck": tmp_path / "stuck.py",
-    }
+    """Four jobs at once, each with a timeout of 6 seconds."""
     argv = flags(f"--data {tokens} --strategy fsdp --max_steps 1000000 --timeout 6")
-    jobs = {name: Job(script, 2, tmp_path / name, argv) for name, script in scripts.items()}
-    for name, number in ("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL):
-        jobs[name].wait(jobs[name].trains, 60)
-        jobs[name].signal(1, number)
-    jobs["stopped"].wait(jobs["stopped"].line, 6 + 2)
-    jobs["stopped"].signal(1, signal.SIGKILL)  # which torchrun would do after 30 seconds
-    for name, job in jobs.items():
-        job.wait(job.over, 6 + 5)
-        if name != "stuck":
-            line = r"rank 1 stopped or died, last seen after step (\d+), \D+; rank 0 is after step (\d+), \D+"
-            last_seen, step = map(int, re.fullmatch(line, job.line()).groups())
-            assert last_seen <= step and abs(step - len(rows(tmp_path / name))) < 2
-    line = "rank 1 did not arrive within 6 s: still after step 39, reading data; rank 0 is after step 39, computing"
-    assert jobs["stuck"].line() == line
-    assert (
-        last_collective(tmp_path / "stuck", 0)["profiling_name"] == "gloo:all_gather"
-    )  # waits for weights; rank 1 is behind
-    assert (tmp_path / "stuck/flight/rank_1").exists()
+    scripts = {
+        "stopped": TRAIN,
+        "killed": TRAIN,
+        "hung": script(tmp_path, "hangs", HANGS),
+        "starting": script(tmp_path, "stops_at_start", STOPS_AT_START),
+    }
+    jobs = {}
+    for name, path in scripts.items():
+        out = tmp_path / name
+        jobs[name] = torchrun(2, ["--out", out, *argv], tmp_path / f"{name} job", script=path)
+    starting = jobs["starting"]
+    starting.wait_until(lambda: len(starting.ranks()) == 2, 30)
+    stopped_at_start = starting.ranks()[1]
+    # A rank that is silent is found within the timeout also where ranks may be slow. Importing
+    # torch comes first, and takes its own time where four jobs do it at once.
+    assert wait_for_line(jobs["starting"], 6 + 40) == (
+        "rank 1 stopped or died, last seen before the first step; rank 0 is before the first step"
+    )
+    kill(stopped_at_start)
+    for name, number in (("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL)):
+        jobs[name].wait_until(lambda name=name: trains(tmp_path / name), 60)
+        ranks = jobs[name].ranks()
+        os.kill(ranks[1], number)
+        wait_for_line(jobs[name], 6 + 2)
+        kill(ranks[1])
+
+    for job in jobs.values():
+        assert_over(job, 6 + 5)
+    for name in ("stopped", "killed"):
+        pattern = (
+            r"rank 1 stopped or died, last seen after step (\d+), \D+; "
+            r"rank 0 is after step (\d+), \D+"
+        )
+        last_seen, step = map(int, re.fullmatch(pattern, last_line(jobs[name])).groups())
+        assert last_seen <= step and abs(step - len(rows(tmp_path / name))) < 2
+    assert last_line(jobs["hung"]) == (
+        "rank 1 did not arrive within 6 s: still after step 39, reading data; "
+        "rank 0 is after step 39, computing"
+    )
+    # Rank 0 waits for weights; rank 1 is behind.
+    assert last_collective(tmp_path / "hung", 0)["profiling_name"] == "gloo:all_gather"
+    assert (tmp_path / "hung/flight/rank_1").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_torchrun_as_it_is_ends_within_the_time_out_and_30_seconds(tokens, tmp_path, rank, number):
-    job = Job(
-        ROOT / "train.py",
-        4,
-        tmp_path / "run",
-        flags(f"--data {tokens} --strategy ddp --max_steps 1000000 --timeout 10"),
-    )
-    job.wait(job.trains, 60)
-    job.signal(rank, number)
-    job.wait(job.over, 10 + 30)
-    assert job.line().startswith(f"rank {rank} stopped or died, last seen after step ")
+def test_torchrun_ends_the_job_within_the_timeout_and_30_seconds(tokens, tmp_path, rank, number):
+    out = tmp_path / "run"
+    argv = flags(f"--data {tokens} --out {out} --strategy ddp --max_steps 1000000 --timeout 10")
+    job = torchrun(4, argv, tmp_path / "job")
+    job.wait_until(lambda: trains(out), 60)
+    os.kill(job.ranks()[rank], number)
+    assert_over(job, 10 + 30)
+    assert last_line(job).startswith(f"rank {rank} stopped or died, last seen after step ")
 
 
 def train_with_a_slow_rank(argv: list[str]) -> int:
-    get = data.TokenDataset.__getitem__
+    read = data.TokenDataset.__getitem__
 
-    def slow(windows, number):
-        time.sleep(0.01 * (os.environ["RANK"] == "2"))
-        return get(windows, number)
+    def slow_read(dataset, indices):
+        if os.environ["RANK"] == "2":
+            time.sleep(0.01)
+        return read(dataset, indices)
 
-    with mock.patch.object(data.TokenDataset, "__getitem__", slow):
+    with mock.patch.object(data.TokenDataset, "__getitem__", slow_read):
         return call_train(argv)
 
 
 def test_the_slowest_rank_is_named_in_the_log(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy ddp --max_steps 4")
     assert pool(4, train_with_a_slow_rank, argv) == [0] * 4
-    for row in rows(tmp_path / "run")[1:]:  # in the first step all have their own start to pay for
+    for row in rows(tmp_path / "run")[1:]:  # the first step has the start-up cost of every rank
         assert row["slowest_rank"] == 2 and row["step_time_min"] < row["step_time_max"]
-        assert (
-            row["data_wait"] > 0.01 > row["data_wait_min"]
-        )  # the others waited for rank 2, not for data
+        # The others waited for rank 2, not for data.
+        assert row["data_wait"] > 0.01 > row["data_wait_min"]
 
 
 @pytest.mark.parametrize(
-    "after, alarm, line",
+    "after, collective_failed, line",
     [
         ("5 9 a|7 9 a|8 9 a", False, "no rank made progress for 60 s: all are a"),
-        ("5 9 a|7 8 b c|8 9 a", False, "rank 1 did not arrive within 60 s: still b c; rank 0 is a"),
+        (
+            "5 9 a|7 8 b c|8 9 a",
+            False,
+            "rank 1 did not arrive within 60 s: still b c; rank 0 is a",
+        ),
         ("5 9 a|4 9 a|8 9 a", False, "rank 1 stopped or died, last seen a; rank 0 is a"),
         ("5 9 a|4 9 a|4 9 b", True, "ranks 1 and 2 stopped or died, last seen a; rank 0 is a"),
-        ("5 9 a|7 8 a|8 9 a", True, None),  # an error of this rank's own
+        ("5 9 a|7 8 a|8 9 a", True, None),  # an error of this rank only
     ],
 )
-def test_who_is_to_blame(after, alarm, line):
-    watch = watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60)
-    watch.collective_failed = alarm
+def test_who_is_to_blame(after, collective_failed, line):
+    dog = watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60)
+    dog.collective_failed = collective_failed
     looks = []
     for text in ("2 9 a|4 9 a|4 9 b", after):
         looks.append([watchdog.Heartbeat.decode(beat.encode()) for beat in text.split("|")])
-    assert watch.diagnose(*looks) == line
+    assert dog.diagnose(*looks) == line
+
+
+# --------------------------------------------------------------------------------------------------
+# Do all ranks agree?
+
+
+def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[int, str, str]:
+    """train.py on four ranks, of which rank 2 is not like the others (or none knows its rank)."""
+    rank = int(os.environ["RANK"])
+    is_odd = rank == 2
+    parse, open_folder, dp_rank = train.parse, data.open_folder, dist.dp_rank
+    init_tensor = model.Transformer.init_tensor
+
+    def parse_with_a_flag(argv):
+        return parse([*argv, "--lr", "1"] if is_odd else argv)
+
+    def open_other_folder(path):
+        return open_folder(Path(other_data) if is_odd else path)
+
+    def other_weights(net, name, tensor, seed):
+        init_tensor(net, name, tensor, seed + is_odd)
+
+    def other_norms(net, name, tensor, seed):
+        tensor.fill_(2 if is_odd and tensor.dim() == 1 else 1)
+
+    def wrong_dp_rank(mesh):
+        return dp_rank(mesh) - (rank == 3)
+
+    patches = {
+        "flag": (train, "parse", parse_with_a_flag),
+        "code": (train, "source_hash", lambda: "abc" if is_odd else "def"),
+        "data": (data, "open_folder", open_other_folder),
+        "weights": (model.Transformer, "init_tensor", other_weights),
+        "order": (dist, "dp_rank", lambda mesh: 1),
+        "group": (dist, "dp_rank", wrong_dp_rank),
+        "norm": (model.Transformer, "init_tensor", other_norms),
+    }
+    with mock.patch.object(*patches[fault]):
+        return listen(argv)
+
+
+LINES = {
+    "flag": "--lr is 0.003 on rank 0 and 1.0 on rank 2: start all ranks alike",
+    "code": "the code is def on rank 0 and abc on rank 2: start all ranks alike",
+    "data": "on rank 2: start all ranks alike",
+    "weights": "ranks 0 and 2 hold the same part of the model, but with different weights",
+    "order": "ranks 0 and 1 both read sequence",
+    "group": "ranks 2 and 3 are one tp group, but read different sequences",
+    "norm": "ranks 2 and 3 hold the same part of the model, but with different weights",
+}
+
+
+@pytest.mark.parametrize("fault", LINES)
+def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path, fault):
+    (tmp_path / "text").write_text("another text " * 400)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "other", say=lambda line: None)
+    strategy = "fsdp --tp 2" if fault in ("group", "norm") else "hsdp --dp_shard 2"
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --max_steps 2")
+    answers = pool(4, start_with_a_fault, argv, fault, str(tmp_path / "other"))
+    assert [status for status, _, _ in answers] == [2] * 4
+    assert LINES[fault] in answers[0][2] and answers[0][2].count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def raise_flags(rank_of_step: dict[int, int], steps: int) -> list[bool]:
+    """What this rank was told in each step, where a rank raises its flag in some."""
+    world = dist.start("cpu")
+    any_rank = watchdog.AnyRankFlag(world.timeout)
+    return [bool(any_rank(rank_of_step.get(step) == world.rank)) for step in range(steps)]
+
+
+def test_a_flag_of_any_rank_reaches_all_in_the_next_step(pool):
+    answers = pool(3, raise_flags, {2: 1, 5: 2}, 7)
+    assert answers == [[False, False, False, True, False, False, True]] * 3

@@ -8,6 +8,7 @@ python -m tools.bench checkpoint --nproc 4
 
 import contextlib
 import ctypes
+import functools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ import torch
 import checkpoint
 import data
 import dist
+import metrics
 import optim
 import prepare
 from config import BUILTIN
@@ -242,7 +244,7 @@ def strategies(args: Namespace) -> Table:
         }
         rows.append(case.columns | measured)
     subject = f"{args.model}, micro-batch {size}, one thread a process, {steps_and_rounds(args)}"
-    if on_gpu(args) and (peak := dist.peak_flops(torch.device("cuda"), torch.bfloat16)):
+    if on_gpu(args) and (peak := metrics.peak_flops(torch.device("cuda"), torch.bfloat16)):
         subject += f", MFU of {peak / 1e12:,.0f} TFLOP/s"
     return Table(subject, rows)
 
@@ -319,9 +321,8 @@ def loader(args: Namespace) -> Table:
     folder = Path(BUILTIN)
     if not folder.exists():
         prepare.prepare(None, folder)
-    dataset = data.TokenDataset(
-        data.open_folder(folder), "train", SIZES[args.model].seq_len, seed=0
-    )
+    seq_len = SIZES[args.model].seq_len
+    dataset = data.TokenDataset(data.open_folder(folder), "train", seq_len, seed=0)
     read_speed(dataset, size)  # warm-up
     speeds = [read_speed(dataset, size) for _ in range(args.rounds)]
 
@@ -538,7 +539,7 @@ def optimizer(args: Namespace) -> Table:
     ]
     subject = (
         f"{args.model}, {model.parameter_count():,} parameters, {args.rounds} rounds, "
-        f"{dist.device_name(device)}"
+        f"{metrics.device_name(device)}"
     )
     return Table(subject, rows)
 
@@ -588,7 +589,7 @@ def checkpoints(args: Namespace) -> Table:
     size = 12 * model.parameter_count()  # bytes: a weight and two moments in float32
     shard = 12 * sum(optim.local(parameter).numel() for parameter in model.parameters())
 
-    folder = Path(dist.on_first_rank(lambda: tempfile.mkdtemp(prefix="bench-", dir=".")))
+    folder = Path(dist.on_rank0(lambda: tempfile.mkdtemp(prefix="bench-", dir=".")))
 
     def saver(name: str, checkpoint_format: str, asynchronous: bool = False) -> checkpoint.Saver:
         run = folder / name
@@ -604,7 +605,7 @@ def checkpoints(args: Namespace) -> Table:
         for name, saver in savers.items():
             plain_speed = size / time_plain_write(folder / "plain", size)
             saves[name].append(timed_save(saver, state, turn, plain_speed))
-    dist.on_first_rank(lambda: shutil.rmtree(folder))
+    dist.on_rank0(lambda: shutil.rmtree(folder))
 
     rows = [checkpoint_row(name, saves[name], shard) for name in savers]
     subject = (
@@ -634,18 +635,20 @@ def sharded_model(size: str, world: dist.World) -> Transformer:
     with torch.device("meta"):
         model = Transformer(SIZES[size])
 
-    def init_weight(name: str, tensor: torch.Tensor) -> None:
-        model.init_tensor(name, tensor, 0)
-
-    units = [[block] for block in model.blocks]
-    dist.parallelize(model, {}, units, mesh, "fsdp", torch.float32, world.device, init_weight)
+    dist.parallelize(
+        model,
+        mesh,
+        "fsdp",
+        init=functools.partial(model.init_tensor, seed=0),
+        fsdp_units=dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit=1),
+    )
     return model
 
 
 def time_plain_write(path: Path, size: int) -> float:
     """Seconds that rank 0 takes to write `size` bytes to disk, as fast as it can."""
     began = time.perf_counter()
-    dist.on_first_rank(lambda: plain_write(path, size))
+    dist.on_rank0(lambda: plain_write(path, size))
     return time.perf_counter() - began
 
 
@@ -663,7 +666,7 @@ def timed_save(saver: checkpoint.Saver, state: dict, step: int, plain_speed: flo
     saver.save(state, {"step": step})
     saver.wait()
     row = saver.done()[0]
-    dist.on_first_rank(lambda: shutil.rmtree(row["path"]))
+    dist.on_rank0(lambda: shutil.rmtree(row["path"]))
     extra_memory = torch.tensor(checkpoint.host_memory().peak - memory_before)
     torch.distributed.all_reduce(extra_memory, op=torch.distributed.ReduceOp.MAX)
     return Save(

@@ -1,0 +1,357 @@
+"""The log: rows of metrics.jsonl and optim.jsonl, and lines on the console."""
+
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Dense bfloat16 FLOP/s, from NVIDIA's data sheets, without sparsity. A device that is not listed
+# has no MFU.
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+class Diverged(RuntimeError):
+    """Training that no longer makes progress."""
+
+
+# --------------------------------------------------------------------------------------------------
+# What is measured
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that MFU divides by, or None where they are unknown."""
+    return PEAK_FLOPS.get(device_name(device)) if dtype == torch.bfloat16 else None
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """The most bytes that tensors took on the device so far, and that this process had resident.
+
+    On a CPU, where host memory is all there is, the first is 0.
+    """
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
+    is_cuda = device.type == "cuda"
+    return {
+        "peak_device_memory": torch.cuda.max_memory_allocated(device) if is_cuda else 0,
+        "peak_host_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+    }
+
+
+class DeviceEvent:
+    """A point in the device's queue of work: here, after all that the host has queued so far."""
+
+    def __init__(self, device: torch.device):
+        self.host_time = time.perf_counter()
+        self.event = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def has_passed(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        if self.event:
+            self.event.synchronize()
+
+    def since(self, earlier: "DeviceEvent") -> float:
+        """Seconds on the device between two events that have passed."""
+        if self.event:
+            return earlier.event.elapsed_time(self.event) / 1e3
+        return self.host_time - earlier.host_time
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file as a whole or not at all."""
+    work = path.with_name(f".{path.name}.tmp")
+    work.write_text(text)
+    os.replace(work, path)
+
+
+def drop_rows_after(path: Path, step: int) -> None:
+    """Keep the rows up to `step`, from which a run continues: what came after will come again."""
+    kept = []
+    for line in path.read_text().splitlines():
+        is_whole = line.endswith("}")  # a killed run may leave part of a row
+        if is_whole and json.loads(line)["step"] <= step:
+            kept.append(f"{line}\n")
+    replace_file(path, "".join(kept))
+
+
+def console_line(row: dict, max_steps: int) -> str:
+    """A training row for people."""
+    minutes, seconds = divmod((max_steps - row["step"]) * row["step_time"], 60)
+    mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
+    return (
+        f"{row['step'] / max_steps:4.0%}  loss {row['loss']:.4f}  "
+        f"grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
+        f"{row['step_time'] * 1e3:,.0f} ms  {row['tokens_per_second']:,.0f} tok/s{mfu}  "
+        f"{minutes:.0f}m{seconds:02.0f}s left"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The log
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where the interval of a row begins, or ends."""
+
+    step: int
+    event: DeviceEvent
+    own_time: float  # seconds in which this rank did not wait for others
+    data_wait: float  # seconds, part of own_time
+
+
+@dataclass(frozen=True)
+class PendingRow:
+    """A row on its way from the devices to the log."""
+
+    began: Mark
+    ended: Mark
+    arrived: DeviceEvent
+    lr: float
+    names: list[str]
+    values: Tensor  # (world_size, len(names)), float64, in host memory
+
+
+class Log:
+    """Rows and console lines from rank 0; every rank takes part in gathering them.
+
+    `last_step` is the step that the run continues from. Time left, speed and MFU follow from
+    `max_steps`, `tokens_per_step` of all ranks, `flops_per_token` and `peak_flops` of a device
+    (None: unknown). `max_skipped` updates skipped in a row end the run (0: never).
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        device: torch.device,
+        *,
+        last_step: int,
+        max_steps: int,
+        tokens_per_step: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+        max_skipped: int,
+    ):
+        self.out = out
+        self.device = device
+        self.is_rank0 = dist.get_rank() == 0
+        self.max_steps = max_steps
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.max_skipped = max_skipped
+        self.skipped_in_a_row = 0
+        self.data_wait = 0.0  # seconds that this rank has waited for data
+        self.step_time = 0.0  # seconds, of the last row
+        self.longest_pause = 0.0  # seconds
+        self.pending: PendingRow | None = None
+        self.mark = self.mark_now(last_step)
+        self.unwritten: dict[str, bytes] = {}
+        for path in (out / "metrics.jsonl", out / "optim.jsonl"):
+            if self.is_rank0 and path.exists():
+                drop_rows_after(path, last_step)
+
+    # Time
+
+    def mark_now(self, step: int) -> Mark:
+        # On a CPU the thread sleeps while it waits for data or for other ranks. What a GPU waits
+        # for its host does not know: there, own time is all time.
+        is_cpu = self.device.type == "cpu"
+        own_time = time.thread_time() + self.data_wait if is_cpu else time.perf_counter()
+        return Mark(step, DeviceEvent(self.device), own_time, self.data_wait)
+
+    def start_interval(self) -> None:
+        """Begin the interval of the next row here."""
+        self.mark = self.mark_now(self.mark.step)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not part of a step's time. The row before must have been flushed."""
+        began = time.perf_counter()
+        yield
+        self.longest_pause = max(self.longest_pause, time.perf_counter() - began)
+        self.start_interval()
+
+    # Training rows: queue, poll, flush
+
+    def queue(self, step: int, metrics: dict[str, Tensor], lr: float) -> None:
+        """Send a row on its way: one small all_gather, and a copy that nothing waits for.
+
+        `metrics` are 0-d tensors on the device: loss, skipped_in_a_row, and what optim.Optimizer
+        returns.
+        """
+        self.flush()  # of log_interval steps ago: it has arrived long since
+        now = self.mark_now(step)
+        own = {
+            "own_time": now.own_time - self.mark.own_time,
+            "data_wait": now.data_wait - self.mark.data_wait,
+            **peak_memory(self.device),
+        }
+        own_values = torch.tensor(list(own.values()), dtype=torch.float64)
+        if self.device.type == "cuda":
+            own_values = own_values.pin_memory().to(self.device, non_blocking=True)
+        metric_values = torch.stack([value.double() for value in metrics.values()])
+        values = torch.cat((metric_values, own_values))
+        ranks = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, values)
+        in_host_memory = torch.stack(ranks).to("cpu", non_blocking=True)
+        arrived = DeviceEvent(self.device)
+        names = [*metrics, *own]
+        self.pending = PendingRow(self.mark, now, arrived, lr, names, in_host_memory)
+        self.mark = now
+        if self.device.type == "cpu":  # where it has arrived
+            self.flush()
+
+    def poll(self) -> None:
+        """Write the row on its way if it has arrived. Never waits."""
+        if self.pending and self.pending.arrived.has_passed():
+            self.write_pending()
+
+    def flush(self) -> None:
+        """Wait for the row on its way and write it.
+
+        Raises Diverged, on all ranks in the same step, where training makes no more progress.
+        """
+        if self.pending:
+            self.pending.arrived.wait()
+            self.write_pending()
+        if self.max_skipped and self.skipped_in_a_row >= self.max_skipped:
+            raise Diverged(
+                f"{self.skipped_in_a_row} updates in a row were skipped up to step "
+                f"{self.mark.step}, because their gradients were not finite or spiked. The "
+                "checkpoints in --out are from before: lower --lr or check the data"
+            )
+
+    def write_pending(self) -> None:
+        row = self.pending
+        self.pending = None
+        ranks = dict(zip(row.names, row.values.T.tolist()))  # name -> the value of each rank
+        steps = row.ended.step - row.began.step
+        own_times = [seconds / steps for seconds in ranks["own_time"]]
+        world_size = len(own_times)
+        self.skipped_in_a_row = int(max(ranks["skipped_in_a_row"]))
+        self.step_time = row.ended.event.since(row.began.event) / steps
+        tokens_per_second = self.tokens_per_step / self.step_time
+        flops = tokens_per_second / world_size * self.flops_per_token
+        fields = {
+            "step": row.ended.step,
+            "tokens": row.ended.step * self.tokens_per_step,
+            "loss": sum(ranks["loss"]) / world_size,
+            "grad_norm": max(ranks["grad_norm"]),
+            "lr": row.lr,
+            "clipped": int(max(ranks["clipped"])),
+            "skipped_steps": int(max(ranks["skipped_steps"])),
+            "step_time": self.step_time,
+            "step_time_min": min(own_times),
+            "step_time_max": max(own_times),
+            "slowest_rank": own_times.index(max(own_times)),
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_device": tokens_per_second / world_size,
+            "mfu": flops / self.peak_flops if self.peak_flops else None,
+            "data_wait": max(ranks["data_wait"]),
+            "data_wait_min": min(ranks["data_wait"]),
+            "peak_device_memory": int(max(ranks["peak_device_memory"])),
+            "peak_host_memory": int(max(ranks["peak_host_memory"])),
+        }
+        self.append("metrics.jsonl", [fields])
+        self.say(console_line(fields, self.max_steps), fields["step"])
+
+    # Other rows
+
+    def parameters(self, step: int, optimizer, table: Tensor) -> None:
+        """Write a row of optim.jsonl for each parameter; waits for the device, on rank 0.
+
+        `table` (parameters, columns) is on the device, as an optim.Optimizer returns it.
+        """
+        if not self.is_rank0:
+            return
+        rows = []
+        for name, values in zip(optimizer.parameters, table.tolist()):
+            columns = dict(zip(optimizer.COLUMNS, values))
+            rows.append({"step": step, "parameter": name, **columns})
+        self.append("optim.jsonl", rows)
+
+    def evaluation(self, step: int, val_loss: float) -> None:
+        self.append("metrics.jsonl", [{"step": step, "val_loss": val_loss}])
+        self.say(f"val_loss {val_loss:.4f}", step)
+
+    def checkpoint(self, row: dict) -> None:
+        """Write the row of a save that has ended, well or not."""
+        self.append("metrics.jsonl", [row])
+        if row["event"] == "checkpoint_failed":
+            self.say(
+                f"NOT SAVED: cannot write {row['path']}: {row['error']}; earlier checkpoints are "
+                "intact",
+                row["step"],
+            )
+            return
+        waited = ""
+        if row["blocking_seconds"] < row["seconds"]:
+            waited = f", of which training waited {row['blocking_seconds']:.2f} s"
+        megabytes = row["bytes"] / 1e6
+        self.say(
+            f"saved {row['path']}: {megabytes:,.1f} MB in {row['seconds']:.2f} s{waited}",
+            row["step"],
+        )
+
+    # Output
+
+    def say(self, line: str, step: int | None = None) -> None:
+        if not self.is_rank0:
+            return
+        if step is not None:
+            line = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {line}"
+        print(line, flush=True)
+
+    def append(self, name: str, rows: list[dict]) -> None:
+        """Append rows to a file; what a full disk does not take is kept for the next call."""
+        if not self.is_rank0:
+            return
+        content = self.unwritten.pop(name, b"")
+        for row in rows:
+            for key, value in list(row.items()):
+                if isinstance(value, float) and not math.isfinite(value):
+                    row = row | {key: None}  # JSON has neither nan nor inf
+            content += json.dumps(row).encode() + b"\n"
+        # Opened for every write, and unbuffered: what is logged is on its way to the disk.
+        with open(self.out / name, "ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(content) < len(content):
+                    raise OSError("no room for a whole row")
+            except OSError as error:
+                file.truncate(size)
+                self.unwritten[name] = content
+                self.say(f"cannot write {self.out / name} now: {error}")

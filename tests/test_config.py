@@ -1,0 +1,70 @@
+"""Flags -> Config, and what follows from it."""
+
+import json
+
+import pytest
+
+from config import (
+    Config,
+    UsageError,
+    blocks_per_unit,
+    model_config,
+    parse,
+    profile_window,
+    split_batch,
+)
+
+
+def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"lr": 0.5, "async_save": True, "model": "gpt2-124m", "tp": 1}))
+    config = parse(["--config", str(file), "--lr", "1e-3"])
+    assert (config.lr, config.async_save, config.max_steps) == (1e-3, True, 600)
+    assert config.out == "runs/gpt2-124m"
+
+
+@pytest.mark.parametrize(
+    "text, value", [("--async_save", True), ("--async_save true", True), ("--async_save no", None)]
+)
+def test_booleans(text, value):
+    if value is None:
+        with pytest.raises(UsageError, match="argument --async_save"):
+            parse(text.split())
+    else:
+        assert parse(text.split()).async_save is value
+
+
+@pytest.mark.parametrize("wrap, blocks", [("block", 1), ("block_group:3", 3), ("none", None)])
+def test_wrap_is_a_number_of_blocks(wrap, blocks):
+    assert blocks_per_unit(Config(wrap=wrap)) == blocks
+
+
+@pytest.mark.parametrize(
+    "wrap", ["blocks", "block_group", "block_group:0", "block_group:x", "block:2", "none:2"]
+)
+def test_a_wrap_that_does_not_exist_is_refused(wrap):
+    with pytest.raises(UsageError, match=f"--wrap {wrap}: choose block, block_group:K"):
+        parse(["--wrap", wrap])
+
+
+def test_a_profile_window_lies_within_the_run():
+    assert profile_window(Config()) is None
+    assert profile_window(Config(profile="10:13")) == (10, 13)
+    for text in ("3", "3:3", "a:b", "-1:3", "3:600"):
+        with pytest.raises(UsageError, match="give START:STOP"):
+            profile_window(Config(profile=text))
+
+
+def test_a_batch_is_split_into_micro_batches():
+    assert split_batch(Config(global_batch_size=32), dp_size=4) == (8, 1)
+    assert split_batch(Config(global_batch_size=32, micro_batch_size=2), dp_size=4) == (2, 4)
+    with pytest.raises(UsageError, match="32 is not a multiple of micro_batch_size 3 x 4"):
+        split_batch(Config(global_batch_size=32, micro_batch_size=3), dp_size=4)
+
+
+def test_a_named_size_takes_overrides_and_a_padded_vocabulary():
+    model = model_config(Config(model="tiny", n_head=2, d_ff=64), vocab_size=257)
+    assert (model.vocab_size, model.n_head, model.n_kv_head, model.d_ff) == (320, 2, 2, 64)
+    assert model_config(Config(model="llama3-8b", n_head=64), vocab_size=64).n_kv_head == 8
+    with pytest.raises(UsageError, match="n_kv_head 4 / tp 3"):
+        model_config(Config(model="tiny", tp=3), vocab_size=257)

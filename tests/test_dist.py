@@ -1,0 +1,197 @@
+"""The process group, mesh shapes and the choice of a strategy."""
+
+import math
+import os
+import platform
+import resource
+from unittest import mock
+
+import pytest
+import torch
+from conftest import flags, listen
+
+import dist
+
+
+@pytest.mark.parametrize(
+    "arguments, shape",
+    [
+        (("single", 1, 1, None, None), (1, 1, 1)),
+        (("ddp", 6, 2, None, None), (6, 1, 1)),
+        (("fsdp", 6, 2, None, None), (1, 6, 1)),
+        (("hsdp", 8, 4, None, None), (2, 4, 1)),  # two hosts of four
+        (("hsdp", 8, 8, None, None), (1, 8, 1)),
+        (("hsdp", 8, 8, 4, None), (4, 2, 1)),
+        (("hsdp", 8, 4, None, 8), (1, 8, 1)),
+        (("hsdp", 8, 4, 2, 4), (2, 4, 1)),
+        (("single", 4, 4, None, None, 4), (1, 1, 4)),
+        (("fsdp", 256, 8, None, None, 8), (1, 32, 8)),  # Llama-3 70B's
+        (("hsdp", 16, 8, None, None, 2), (2, 4, 2)),
+    ],
+)
+def test_mesh_shapes(arguments, shape):
+    assert dist.mesh_shape(*arguments) == shape
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (("single", 2, 2), "--strategy single is one process, but 2 were started"),
+        (
+            ("single", 4, 4, None, None, 2),
+            "--strategy single is one process, with --tp 2 2 processes, but 4 were started",
+        ),
+        (("ddp", 4, 4, None, 2), "--strategy ddp has dp_shard 1, not 2"),
+        (("fsdp", 4, 4, 2, None), "--strategy fsdp has dp_replicate 1, not 2"),
+        (("hsdp", 6, 6, 4, None), "dp_replicate 4 x dp_shard 1 = 4, but 6 processes were started"),
+        (
+            ("hsdp", 12, 6, 4, 3, 2),
+            "dp_replicate 4 x dp_shard 3 = 12, but 12 processes / tp 2 = 6 were started: "
+            "choose --dp_replicate and --dp_shard whose product is 6",
+        ),
+        (("ddp", 3, 3, None, None, 2), "3 processes / tp 2 is not a whole number"),
+    ],
+)
+def test_a_mesh_that_does_not_multiply_is_refused_with_the_arithmetic(arguments, line):
+    with pytest.raises(dist.MeshError) as error:
+        dist.mesh_shape(*arguments)
+    assert str(error.value).startswith(line)
+
+
+def test_a_mesh_that_does_not_fit_the_world_is_refused_on_every_rank(pool, tokens, tmp_path):
+    text = f"--data {tokens} --out {tmp_path}/new --strategy fsdp --dp_shard 2"
+    answers = pool(3, listen, flags(text))
+    assert [status for status, _, _ in answers] == [2, 2, 2]
+    line = "dp_replicate 1 x dp_shard 2 = 2, but 3 processes were started: choose"
+    assert answers[0][2].startswith(f"train.py: error: {line}") and answers[0][2].count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def own_dp_rank(shape: tuple[int, int, int]) -> int:
+    return dist.dp_rank(dist.make_mesh(dist.start("cpu"), shape))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 1), (3, 1, 1), (1, 3, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)],
+)
+def test_dp_rank_is_unique_and_complete(pool, shape):
+    world_size, tp = math.prod(shape), shape[-1]
+    answers = pool(world_size, own_dp_rank, shape)
+    assert answers == [rank // tp for rank in range(world_size)]  # one for all of a tp group
+
+
+def fail_on_one_rank(failing_rank: int) -> str:
+    world = dist.start("cpu")
+
+    def work() -> str:
+        if world.rank == failing_rank:
+            raise OSError("this disk is full")
+        return f"done on {world.rank}"
+
+    try:
+        return dist.raise_on_all_ranks(work)
+    except OSError as error:
+        return str(error)
+
+
+def test_an_error_on_one_rank_is_raised_on_all(pool):
+    assert pool(3, fail_on_one_rank, 1) == ["this disk is full"] * 3
+    assert pool(3, fail_on_one_rank, 9) == ["done on 0", "done on 1", "done on 2"]
+
+
+WORLDS = {(1, 1): "single", (8, 8): "fsdp", (16, 8): "hsdp"}  # (size, local_size) -> sharded
+
+
+@pytest.mark.parametrize("size, local_size", WORLDS)
+def test_auto_takes_ddp_where_it_fits_and_shards_where_not(size, local_size):
+    store, device = torch.distributed.HashStore(), torch.device("cpu")
+    timeout = torch.distributed.default_pg_timeout
+    world = dist.World(0, size, 0, local_size, device, timeout, store)
+    with mock.patch.object(dist, "device_memory", lambda world: 80 * 10**9):
+        strategy, reason = dist.choose_strategy(world, 10**9, 4 * 10**9)  # 16 + 4 GB
+        assert strategy == ("single" if size == 1 else "ddp")
+        assert reason == (
+            "16 bytes x 1,000,000,000 parameters + 4.00 GB activations = 20.00 GB, "
+            "at most 80% of 80.0 GB"
+        )
+        strategy, _ = dist.choose_strategy(world, 4 * 10**9, 10**9)  # 64 + 1 GB
+        assert strategy == WORLDS[size, local_size]
+
+
+def test_auto_says_what_decided(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1")
+    ((status, said, _), _) = pool(2, listen, argv)
+    assert status == 0 and "mesh    ddp: dp_replicate 2 x dp_shard 1" in said
+    assert "--strategy auto: 16 bytes x " in said and "at most 80% of" in said
+
+
+def page_faults_of_a_large_tensor() -> int:
+    dist.start("cpu")
+    faults = []
+    for _ in range(30):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)  # 64 MB: 16,384 pages
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(faults)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_the_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
+    (faults,) = pool(1, page_faults_of_a_large_tensor)
+    assert faults < 100
+
+
+# --------------------------------------------------------------------------------------------------
+# Slurm
+
+
+def slurm_task(rank: int, **more: str) -> dict[str, str]:
+    """The variables of srun's task `rank` of 4 on two hosts."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_NODEID": str(rank // 2),
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_JOB_ID": "123456",
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    "hosts, tasks, node, address, local_size",
+    [
+        ("gpu07", "8", 0, "gpu07", "8"),
+        ("gpu[07-09,12]", "8(x3),4", 3, "gpu07", "4"),
+        ("rack2-gpu[3,5]", "8(x2)", 1, "rack2-gpu3", "8"),
+        ("alpha,beta[1-2]", "2,4(x2)", 2, "alpha", "4"),
+    ],
+)
+def test_the_lists_of_slurm(monkeypatch, hosts, tasks, node, address, local_size):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    variables = slurm_task(
+        3,
+        SLURM_STEP_NODELIST=hosts,
+        SLURM_STEP_TASKS_PER_NODE=tasks,
+        SLURM_NODEID=str(node),
+    )
+    expected = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": "23456",
+    }
+    with mock.patch.dict(os.environ, variables):
+        dist.read_slurm()
+        assert {name: os.environ[name] for name in expected} == expected
+
+
+def test_torchrun_within_slurm_keeps_its_own_numbers(monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    with mock.patch.dict(os.environ, slurm_task(0, SLURM_STEP_NODELIST="a")):
+        dist.read_slurm()
+        assert os.environ["RANK"] == "7" and os.environ.get("MASTER_ADDR") != "a"

@@ -1,0 +1,152 @@
+"""Rows of the log: what they say, and how they get to disk."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+from conftest import rows
+
+import dist
+import metrics
+
+
+def make_log(out, **changes) -> metrics.Log:
+    settings = {
+        "last_step": 0,
+        "max_steps": 100,
+        "tokens_per_step": 1000,
+        "flops_per_token": 2e6,
+        "peak_flops": 1e12,
+        "max_skipped": 3,
+    }
+    return metrics.Log(out, torch.device("cpu"), **settings | changes)
+
+
+def device_metrics(loss: float, skipped_in_a_row: int = 0) -> dict[str, torch.Tensor]:
+    values = {
+        "loss": loss,
+        "grad_norm": 2.0,
+        "clipped": 1.0,
+        "skipped_steps": 5.0,
+        "skipped_in_a_row": float(skipped_in_a_row),
+    }
+    return {name: torch.tensor(value) for name, value in values.items()}
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    """log(**settings): a log of one process, whose clock stands still."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    dist.start("cpu")
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 100.0)
+    yield lambda **settings: make_log(tmp_path, **settings)
+    dist.stop()
+
+
+def test_times_are_those_of_a_step_whatever_the_interval(log, tmp_path, monkeypatch):
+    """6 seconds over 3 steps of 1,000 tokens and 2e9 FLOPs."""
+    the_log = log()
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 106.0)
+    the_log.queue(3, device_metrics(2.5), lr=0.1)
+    (row,) = rows(tmp_path)
+    assert (row["step"], row["tokens"], row["step_time"]) == (3, 3000, 2.0)
+    assert (row["tokens_per_second"], row["tokens_per_second_per_device"]) == (500.0, 500.0)
+    assert row["mfu"] == pytest.approx(500 * 2e6 / 1e12)
+    assert (row["loss"], row["grad_norm"], row["lr"]) == (2.5, 2.0, 0.1)
+    assert (row["clipped"], row["skipped_steps"]) == (1, 5)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 107.0)
+    the_log.queue(5, device_metrics(2.5), lr=0.1)
+    assert rows(tmp_path)[-1]["step_time"] == 0.5
+
+
+def test_a_pause_is_not_part_of_a_step(log, tmp_path, monkeypatch):
+    the_log = log()
+    with the_log.paused():
+        monkeypatch.setattr(metrics.time, "perf_counter", lambda: 150.0)
+    assert the_log.longest_pause == 50.0
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 151.0)
+    the_log.queue(1, device_metrics(2.5), lr=0.1)
+    assert rows(tmp_path)[0]["step_time"] == 1.0
+
+
+def test_the_console_line(log, capsys, monkeypatch):
+    the_log = log()
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 102.0)
+    the_log.queue(4, device_metrics(2.5), lr=0.1)
+    assert capsys.readouterr().out == (
+        "step   4/100    4%  loss 2.5000  grad_norm 2.000  lr 1.00e-01  500 ms  2,000 tok/s  "
+        "mfu 0.4%  0m48s left\n"
+    )
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_run_after_their_row(log, tmp_path, monkeypatch):
+    the_log = log()
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 101.0)
+    the_log.queue(7, device_metrics(math.nan, skipped_in_a_row=2), lr=0.1)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 102.0)
+    with pytest.raises(metrics.Diverged, match="3 updates in a row were skipped up to step 8"):
+        the_log.queue(8, device_metrics(math.nan, skipped_in_a_row=3), lr=0.1)
+    # JSON has no nan.
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(7, None), (8, None)]
+
+
+def test_a_run_that_continues_drops_what_came_after_its_checkpoint(log, tmp_path):
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "lo')
+    log(last_step=2)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_rows_that_a_full_disk_does_not_take_come_with_the_next(log, tmp_path, monkeypatch, capsys):
+    the_log = log()
+    real_open = open
+
+    class FullDisk:
+        """A file that takes only the beginning of a row."""
+
+        def __init__(self, *arguments, **options):
+            self.file = real_open(*arguments, **options)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+        def seek(self, *where):
+            return self.file.seek(*where)
+
+        def truncate(self, size):
+            return self.file.truncate(size)
+
+        def write(self, content):
+            return self.file.write(content[:10])
+
+    the_log.evaluation(1, 4.0)
+    monkeypatch.setattr(metrics, "open", FullDisk, raising=False)
+    the_log.evaluation(2, 3.0)
+    assert "cannot write" in capsys.readouterr().out
+    assert [row["step"] for row in rows(tmp_path, "val_loss")] == [1]
+    monkeypatch.setattr(metrics, "open", real_open)
+    the_log.evaluation(3, 2.0)
+    assert [row["step"] for row in rows(tmp_path, "val_loss")] == [1, 2, 3]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    path.write_text("before")
+    monkeypatch.setattr(os, "replace", lambda *paths: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        metrics.replace_file(path, "after")
+    assert path.read_text() == "before"
+
+
+def test_mfu_is_known_for_bfloat16_on_a_listed_device_only(monkeypatch):
+    monkeypatch.setattr(metrics, "device_name", lambda device: "NVIDIA H200")
+    assert metrics.peak_flops(torch.device("cpu"), torch.bfloat16) == 989e12
+    assert metrics.peak_flops(torch.device("cpu"), torch.float32) is None
+    monkeypatch.setattr(metrics, "device_name", lambda device: "NVIDIA H300")
+    assert metrics.peak_flops(torch.device("cpu"), torch.bfloat16) is None
