@@ -177,8 +177,12 @@ class TensorStats:
 
 def tensor_stats(tensors: list[Tensor]) -> TensorStats:
     """Statistics of this rank's parts. An empty part contributes nothing to a sum, max or min."""
-    maxima = [t.amax() if t.numel() else t.new_full((), -math.inf) for t in tensors]
-    minima = [t.amin() if t.numel() else t.new_full((), math.inf) for t in tensors]
+    maxima = []
+    minima = []
+    for tensor in tensors:
+        is_empty = tensor.numel() == 0
+        maxima.append(tensor.new_full((), -math.inf) if is_empty else tensor.amax())
+        minima.append(tensor.new_full((), math.inf) if is_empty else tensor.amin())
     return TensorStats(
         square_sum=torch.stack(torch._foreach_norm(tensors)).square(),
         sum=torch.stack([t.sum() for t in tensors]),
@@ -207,11 +211,27 @@ class Optimizer:
     """
 
     # The columns of metrics["parameters"]
-    COLUMNS = [
-        f"{kind}_{statistic}"
-        for kind in ("grad", "weight", "exp_avg", "exp_avg_sq")
-        for statistic in ("norm", "mean", "max", "min")
-    ] + ["update_norm", "update_ratio", "clipped"]
+    COLUMNS = (
+        "grad_norm",
+        "grad_mean",
+        "grad_max",
+        "grad_min",
+        "weight_norm",
+        "weight_mean",
+        "weight_max",
+        "weight_min",
+        "exp_avg_norm",
+        "exp_avg_mean",
+        "exp_avg_max",
+        "exp_avg_min",
+        "exp_avg_sq_norm",
+        "exp_avg_sq_mean",
+        "exp_avg_sq_max",
+        "exp_avg_sq_min",
+        "update_norm",
+        "update_ratio",
+        "clipped",
+    )
 
     def __init__(
         self,
@@ -258,8 +278,10 @@ class Optimizer:
         (n, len(COLUMNS)). One collective where weights are sharded, or where several ranks look
         for spikes, else none; `measure` takes two more where weights are sharded.
         """
-        params = self.parameters.values()
-        grads = [self.empty_grad if p.grad is None else local(p.grad) for p in params]
+        grads = []
+        for parameter in self.parameters.values():
+            has_grad = parameter.grad is not None
+            grads.append(local(parameter.grad) if has_grad else self.empty_grad)
         square_sums = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of this rank's parts
         world_size = self.layout.world_size
         if self.layout.is_sharded or (self.skip_spikes and world_size > 1):
@@ -274,7 +296,7 @@ class Optimizer:
 
         if measure:
             grad_stats = tensor_stats(grads)  # before clipping
-            old_weights = [local(p).clone() for p in params]
+            old_weights = [local(p).clone() for p in self.parameters.values()]
         self.adamw.found_inf = self.skip.float()
         clipped = self.clip(self, grads, square_sums.sqrt())
         self.lr = self.lr_at(step)
