@@ -299,7 +299,7 @@ class Saver:
         return rows
 
     def copy_to_host(self, state: dict) -> dict:
-        """A copy of this rank's shards, in memory that is reused: new pages cost most of the time.
+        """A copy of this rank's shards, in memory that is reused: allocating it takes longest.
 
         DCP's stager copies from a device to pinned memory. It raises an error where there is no
         device, so tensors on the CPU are copied here.

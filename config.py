@@ -22,7 +22,7 @@ class UsageError(ValueError):
     """Flags that do not fit together, or do not fit what is on disk."""
 
 
-def flag(default, help: str, least: float | None = None, below: float = math.inf):
+def flag(default, help: str, least: float | None = None, below: float | None = None):
     """A field of Config with its help text and, for numbers, the range least <= value < below."""
     return field(default=default, metadata={"help": help, "least": least, "below": below})
 
@@ -123,7 +123,7 @@ class Config:
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
         "cosine", "decay from lr to min_lr; wsd: over the last fifth of the run"
     )
-    weight_decay: float = flag(0.1, "AdamW weight decay, applied to matrices only", 0)
+    weight_decay: float = flag(0.1, "AdamW weight decay; not applied to norms and the embedding", 0)
     beta1: float = flag(0.9, "AdamW beta1", 0, 1)
     beta2: float = flag(0.95, "AdamW beta2", 0, 1)
     eps: float = flag(1e-8, "AdamW epsilon", 0)
@@ -186,8 +186,8 @@ def parse(argv: list[str]) -> Config:
     flags["out"] = flags["out"] or f"runs/{flags['model']}"
     config = Config(**flags)
     check_ranges(config)
-    # What does not fit together whatever the data and the number of processes.
-    model_config(config, vocab_size=1)
+    # Fail early on flags that do not fit together whatever the data and the number of processes.
+    model_config(config, vocab_size=64 * config.tp)
     blocks_per_unit(config)
     profile_window(config)
     return config
@@ -253,11 +253,11 @@ def check_ranges(config: Config) -> None:
         value = getattr(config, f.name)
         least = f.metadata["least"]
         below = f.metadata["below"]
-        if least is None or value is None or least <= value < below:
+        if least is None or value is None:
             continue
-        if value == below == math.inf:
+        if least <= value and (below is None or value < below):
             continue
-        upper = f" and below {below}" if below < math.inf else ""
+        upper = "" if below is None else f" and below {below}"
         raise UsageError(f"--{f.name} {value} must be at least {least}{upper}")
 
 

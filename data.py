@@ -33,16 +33,16 @@ class DataError(ValueError):
 @dataclass(frozen=True)
 class TokenFolder:
     path: Path
-    dtype: str
+    dtype: np.dtype
     vocab_size: int
     tokenizer: str | None  # a name or a path for tokenizer.load; None: unknown, ids have no text
     fingerprint: str  # changes when the tokens do
 
     def tokens(self, split: str) -> np.ndarray:
-        return map_tokens(self.path / f"{split}.bin", np.dtype(self.dtype))
+        return memmap_tokens(self.path / f"{split}.bin", self.dtype)
 
 
-def map_tokens(file: Path, dtype: np.dtype) -> np.ndarray:
+def memmap_tokens(file: Path, dtype: np.dtype) -> np.ndarray:
     """Map a token file; an empty file, which cannot be mapped, is an empty array."""
     return np.memmap(file, dtype, "r") if file.stat().st_size else np.empty(0, dtype)
 
@@ -56,7 +56,7 @@ def open_folder(path: Path) -> TokenFolder:
                 f"python prepare.py --source FILE|DIR --out {path}"
             )
     meta = read_meta(path) if (path / "meta.json").exists() else nanogpt_meta(path)
-    dtype = np.dtype(meta["dtype"])
+    dtype = meta["dtype"]
     vocab_size = meta["vocab_size"]
     checksums = [meta.get(f"{split}_sha256") for split in ("train", "val")]
     digest = hashlib.sha256(f"{dtype.name} {vocab_size} {checksums}".encode())
@@ -67,16 +67,15 @@ def open_folder(path: Path) -> TokenFolder:
     tokenizer = meta["tokenizer"]
     if tokenizer and tokenizer.endswith(".tiktoken"):
         tokenizer = str((path / tokenizer).resolve())
-    return TokenFolder(path, dtype.name, vocab_size, tokenizer, digest.hexdigest()[:16])
+    return TokenFolder(path, dtype, vocab_size, tokenizer, digest.hexdigest()[:16])
 
 
 def read_meta(path: Path) -> dict:
     try:
         meta = json.loads((path / "meta.json").read_text())
-        np.dtype(meta["dtype"])
-        for name in ("vocab_size", "train_tokens", "val_tokens"):
-            meta[name] = int(meta[name])
-        return meta | {"tokenizer": meta["tokenizer"]}
+        counts = {name: int(meta[name]) for name in ("vocab_size", "train_tokens", "val_tokens")}
+        dtype = np.dtype(meta["dtype"])
+        return {**meta, **counts, "dtype": dtype, "tokenizer": meta["tokenizer"]}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path / 'meta.json'} is damaged ({error!r}): prepare the folder again with prepare.py"
@@ -95,7 +94,7 @@ def highest_token(path: Path, dtype: np.dtype) -> int:
     step = 1 << 24  # tokens at a time, so that memory stays flat
     highest = 0
     for split in ("train", "val"):
-        tokens = map_tokens(path / f"{split}.bin", dtype)
+        tokens = memmap_tokens(path / f"{split}.bin", dtype)
         for start in range(0, len(tokens), step):
             highest = max(highest, int(tokens[start : start + step].max()))
     return highest
@@ -121,7 +120,7 @@ def spot_check(file: Path, dtype: np.dtype, vocab_size: int, digest) -> None:
     That is all of a file up to 16 MiB and a sample of a larger one, so a start takes milliseconds
     with any corpus. TokenDataset checks the range of every batch, for what the sample misses.
     """
-    tokens = map_tokens(file, dtype)
+    tokens = memmap_tokens(file, dtype)
     block = (1 << 16) // dtype.itemsize  # tokens
     blocks = -(-len(tokens) // block)
     checked = min(blocks, 256)
@@ -173,16 +172,16 @@ class TokenDataset(Dataset):
 
     def __init__(self, folder: TokenFolder, split: str, seq_len: int, seed: int | None):
         self.folder = folder
+        self.split = split
         self.file = folder.path / f"{split}.bin"
         self.seq_len = seq_len
         self.seed = seed
-        self.dtype = np.dtype(folder.dtype)
-        n_tokens = len(map_tokens(self.file, self.dtype))
+        n_tokens = len(folder.tokens(split))
         self.n_windows = (n_tokens - 1) // seq_len
         if self.n_windows < 1:
             raise DataError(
-                f"{self.file} holds {n_tokens:,} tokens: one sequence of --seq_len {seq_len} "
-                f"needs {seq_len + 1:,}"
+                f"{self.file} holds {n_tokens:,} tokens: one sequence of "
+                f"--seq_len {seq_len} needs {seq_len + 1:,}"
             )
 
     def __len__(self) -> int:
@@ -197,7 +196,7 @@ class TokenDataset(Dataset):
 
     def __getitem__(self, indices: list[int]) -> Tensor:
         # Mapped again for each batch: it takes microseconds, and nothing has to reach a worker.
-        tokens = map_tokens(self.file, self.dtype)
+        tokens = self.folder.tokens(self.split)
         starts = [self.window(n) * self.seq_len for n in indices]
         rows = [tokens[start : start + self.seq_len + 1] for start in starts]
         batch = np.stack(rows).astype(np.int64)
@@ -260,18 +259,16 @@ def prefetch(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor
     """Yield pinned batches on a GPU; the next one is copied, on a side stream, during this one."""
     stream = torch.cuda.Stream(device)
 
-    def copy_next() -> Tensor | None:
-        batch = next(batches, None)
-        if batch is None:
-            return None
+    def copy(batch: Tensor) -> Tensor:
         with torch.cuda.stream(stream):
             return batch.to(device, non_blocking=True)
 
-    ahead = copy_next()
+    copies = map(copy, batches)
+    ahead = next(copies, None)
     while ahead is not None:
         current = torch.cuda.current_stream(device)
         current.wait_stream(stream)
         ahead.record_stream(current)  # its memory is not reused before `current` is done with it
         batch = ahead
-        ahead = copy_next()
+        ahead = next(copies, None)
         yield batch

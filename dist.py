@@ -2,10 +2,10 @@
 
     dp_replicate x dp_shard x tp
 
-    single (1, 1, T)    ddp (R, 1, T)    fsdp (1, S, T)    hsdp (R, S, T)
+    single (1, 1, tp)    ddp (R, 1, tp)    fsdp (1, S, tp)    hsdp (R, S, tp)
 
 Ranks that differ in dp_shard or tp hold different parts of the weights; ranks that differ in
-dp_replicate hold the same part. The T ranks of a tp group read the same data and compute one
+dp_replicate hold the same part. The ranks of a tp group read the same data and compute one
 forward pass together. All others read different data: dp_rank = replicate_rank * S + shard_rank is
 unique and covers 0 ... R * S - 1.
 """
@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 class MeshError(ValueError):
@@ -171,12 +171,12 @@ def stop() -> None:
     dist.destroy_process_group()
 
 
-def on_rank0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and return its result on all ranks; an exception is raised on all."""
+def on_rank0(function: Callable[[], Result]) -> Result:
+    """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
     outcome: list = [None, None]  # result, exception
     if dist.get_rank() == 0:
         try:
-            outcome[0] = work()
+            outcome[0] = function()
         except Exception as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
@@ -186,11 +186,11 @@ def on_rank0(work: Callable[[], T]) -> T:
     return result
 
 
-def raise_on_all_ranks(work: Callable[[], T]) -> T:
-    """Run `work` on each rank; an exception of any rank is raised on all, so that none waits."""
+def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
+    """Call `function` on each rank; raise an exception of any rank on all, so that none waits."""
     result = error = None
     try:
-        result = work()
+        result = function()
     except Exception as exception:
         error = exception
     errors: list = [None] * dist.get_world_size()
@@ -324,7 +324,7 @@ def parallelize(
     fsdp_units: list[list[nn.Module]] = (),
     reshard_after_forward: bool = True,
 ) -> nn.Module:
-    """Lay a model that was built on the meta device out on the mesh; return what to call for it.
+    """Lay a model that was built on the meta device out on the mesh; return the module to call.
 
     Weights are kept in float32, FSDP gathers them in `dtype`, and gradients are averaged in float32
     over all dp ranks. The parameters keep their names.
@@ -339,7 +339,7 @@ def parallelize(
     is_tp = mesh["tp"].size() > 1
     if is_tp:
         parallelize_module(model, mesh["tp"], tp_plan)
-    # DDP knows no DTensors. Under tp, FSDP with one shard per replica does the same.
+    # DDP does not support DTensors. With tp, use FSDP with one shard per replica, the equivalent.
     is_fsdp = strategy in ("fsdp", "hsdp") or (strategy == "ddp" and is_tp)
     if is_fsdp:
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
@@ -421,9 +421,9 @@ def fsdp_units(
 
 @contextmanager
 def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
-    """Set when gradients are averaged over ranks: a context around forward *and* backward.
+    """Choose whether the backward of this micro-batch averages gradients over ranks.
 
-    DDP decides at forward, so backward alone would be too late. `is_last` marks the last
+    A context around forward *and* backward, since DDP decides at forward. `is_last` marks the last
     micro-batch of a step. `mode` is
 
     batch: after the last micro-batch. Until then gradients accumulate on each rank, under FSDP
@@ -439,6 +439,8 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
             yield
         return
     if isinstance(model, FSDPModule):
+        # FSDP then averages in backward: a reduce_scatter over dp_shard, an all_reduce over
+        # dp_replicate. In this order, since the first call sets both flags.
         model.set_requires_gradient_sync(is_last or mode != "batch")
         model.set_requires_all_reduce(is_last or mode == "micro_batch")
     yield

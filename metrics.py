@@ -91,19 +91,28 @@ class DeviceEvent:
 
 def replace_file(path: Path, text: str) -> None:
     """Replace a file as a whole or not at all."""
-    work = path.with_name(f".{path.name}.tmp")
-    work.write_text(text)
-    os.replace(work, path)
+    partial = path.with_name(f".{path.name}.tmp")
+    partial.write_text(text)
+    os.replace(partial, path)
 
 
 def drop_rows_after(path: Path, step: int) -> None:
-    """Keep the rows up to `step`, from which a run continues: what came after will come again."""
+    """Drop the rows after `step`, from which a run continues: it writes them again."""
     kept = []
     for line in path.read_text().splitlines():
         is_whole = line.endswith("}")  # a killed run may leave part of a row
         if is_whole and json.loads(line)["step"] <= step:
             kept.append(f"{line}\n")
     replace_file(path, "".join(kept))
+
+
+def json_line(row: dict) -> bytes:
+    """JSON has neither nan nor inf: they become null."""
+    finite = {}
+    for key, value in row.items():
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        finite[key] = value if is_finite else None
+    return json.dumps(finite).encode() + b"\n"
 
 
 def console_line(row: dict, max_steps: int) -> str:
@@ -128,7 +137,7 @@ class Mark:
 
     step: int
     event: DeviceEvent
-    own_time: float  # seconds in which this rank did not wait for others
+    own_time: float  # seconds of this rank's own work, as far as the host can tell
     data_wait: float  # seconds, part of own_time
 
 
@@ -186,8 +195,8 @@ class Log:
     # Time
 
     def mark_now(self, step: int) -> Mark:
-        # On a CPU the thread sleeps while it waits for data or for other ranks. What a GPU waits
-        # for its host does not know: there, own time is all time.
+        # On a CPU the time of the thread leaves out waiting for other ranks, and for data, which is
+        # added. What a GPU waits for, its host cannot tell: there, own time is all time.
         is_cpu = self.device.type == "cpu"
         own_time = time.thread_time() + self.data_wait if is_cpu else time.perf_counter()
         return Mark(step, DeviceEvent(self.device), own_time, self.data_wait)
@@ -209,10 +218,9 @@ class Log:
     def queue(self, step: int, metrics: dict[str, Tensor], lr: float) -> None:
         """Send a row on its way: one small all_gather, and a copy that nothing waits for.
 
-        `metrics` are 0-d tensors on the device: loss, skipped_in_a_row, and what optim.Optimizer
-        returns.
+        `metrics` are 0-d tensors on the device: the loss, and what optim.Optimizer.step returns.
         """
-        self.flush()  # of log_interval steps ago: it has arrived long since
+        self.flush()  # the previous row, of log_interval steps ago, has arrived long since
         now = self.mark_now(step)
         own = {
             "own_time": now.own_time - self.mark.own_time,
@@ -339,12 +347,7 @@ class Log:
         """Append rows to a file; what a full disk does not take is kept for the next call."""
         if not self.is_rank0:
             return
-        content = self.unwritten.pop(name, b"")
-        for row in rows:
-            for key, value in list(row.items()):
-                if isinstance(value, float) and not math.isfinite(value):
-                    row = row | {key: None}  # JSON has neither nan nor inf
-            content += json.dumps(row).encode() + b"\n"
+        content = self.unwritten.pop(name, b"") + b"".join(map(json_line, rows))
         # Opened for every write, and unbuffered: what is logged is on its way to the disk.
         with open(self.out / name, "ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)

@@ -49,7 +49,9 @@ def learning_rate(
 #     optimizer   the Optimizer: its settings, and optimizer.skip, whether this update is skipped
 #     grads       n tensors, this rank's parts of the gradients; changed in place
 #     norms       (n,) float32, the norm of each whole gradient, over all ranks
-#     clipped     (n,) bool, which gradients were clipped
+#     clipped     (n,) bool, whether each gradient was clipped, at least on this rank
+#
+# It may scale `grads` in place, or set optimizer.adamw.grad_scale, by which AdamW divides.
 #
 # torch._foreach_* launch one kernel for many tensors. They have no public name; torch.optim and
 # torch.nn.utils.clip_grad_norm_ are built on them too.
@@ -77,7 +79,7 @@ def clip_adaptive(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) ->
     factors = (limits / (norms + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, factors.unbind())
     beta = max(optimizer.adamw.defaults["betas"])
-    average = average.lerp(norms * factors, 1 - beta)  # beta * average + (1 - beta) * clipped norm
+    average = average.lerp(norms * factors, 1 - beta)
     optimizer.norm_average.copy_(torch.where(optimizer.skip, optimizer.norm_average, average))
     return norms > limits
 
@@ -192,6 +194,7 @@ def tensor_stats(tensors: list[Tensor]) -> TensorStats:
 
 
 # --------------------------------------------------------------------------------------------------
+# The optimizer
 
 
 class Optimizer:
@@ -212,22 +215,11 @@ class Optimizer:
 
     # The columns of metrics["parameters"]
     COLUMNS = (
-        "grad_norm",
-        "grad_mean",
-        "grad_max",
-        "grad_min",
-        "weight_norm",
-        "weight_mean",
-        "weight_max",
-        "weight_min",
-        "exp_avg_norm",
-        "exp_avg_mean",
-        "exp_avg_max",
-        "exp_avg_min",
-        "exp_avg_sq_norm",
-        "exp_avg_sq_mean",
-        "exp_avg_sq_max",
-        "exp_avg_sq_min",
+        *(
+            f"{kind}_{statistic}"
+            for kind in ("grad", "weight", "exp_avg", "exp_avg_sq")
+            for statistic in ("norm", "mean", "max", "min")
+        ),
         "update_norm",
         "update_ratio",
         "clipped",
@@ -305,7 +297,17 @@ class Optimizer:
         self.adamw.step()
         self.adamw.zero_grad()
 
-        metrics = {"grad_norm": grad_norm, "clipped": clipped.any().float(), **self.count_skips()}
+        self.skipped_steps += self.skip
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * self.skip
+        self.most_skipped_in_a_row = torch.maximum(
+            self.most_skipped_in_a_row, self.skipped_in_a_row
+        )
+        metrics = {
+            "grad_norm": grad_norm,
+            "clipped": clipped.any().float(),
+            "skipped_steps": self.skipped_steps.clone(),
+            "skipped_in_a_row": self.most_skipped_in_a_row,
+        }
         if measure:
             metrics["parameters"] = self.parameter_stats(grad_stats, old_weights, clipped)
         return metrics
@@ -326,13 +328,6 @@ class Optimizer:
         shifted = torch.cat((history[:, 1:], latest[:, None]), dim=1)
         history.copy_(torch.where(latest.isfinite().all(), shifted, history))
         return spike
-
-    def count_skips(self) -> dict[str, Tensor]:
-        self.skipped_steps += self.skip
-        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * self.skip
-        most = torch.maximum(self.most_skipped_in_a_row, self.skipped_in_a_row)
-        self.most_skipped_in_a_row = most
-        return {"skipped_steps": self.skipped_steps.clone(), "skipped_in_a_row": most}
 
     def parameter_stats(
         self, grad_stats: TensorStats, old_weights: list[Tensor], clipped: Tensor

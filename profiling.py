@@ -164,8 +164,11 @@ class Profiler:
     @contextmanager
     def step(self, step: int, data_wait: float) -> Iterator[None]:
         """Around step number `step`; `data_wait` is the seconds waited for data so far."""
-        start, stop = self.window or (None, None)
-        if self.window and step == start + 1:
+        if self.window is None:
+            yield
+            return
+        start, stop = self.window
+        if step == start + 1:
             self.begin(data_wait)
         if self.trace is None or step != stop + 1:
             yield
@@ -237,7 +240,7 @@ class Profiler:
         }
 
     def gpu_shares(self, wall: float) -> tuple[float, float]:
-        """Return the shares of the time in which the GPU was busy, and in which it only sent."""
+        """Return the share of the time in which the GPU ran anything, and only communication."""
         busy = []
         compute = []
         for event in self.trace.events():

@@ -98,9 +98,9 @@ def check_same_run(path: Path, saved: dict, manifest: dict) -> None:
 
 
 def steps_without_checkpoint(out: Path, max_steps: int) -> int:
-    """Return 0, or the steps of a finished run in `out` that was to save nothing.
+    """Return the steps of a finished run with --checkpoint none in `out`; 0 if there is none.
 
-    Such a run cannot be continued.
+    Raises UsageError if it is not finished, since it cannot be continued.
     """
     try:
         before = json.loads((out / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The run: what it is made of, one step, saving, evaluation, the loop.
+"""Train a language model: the parts of a run, one step, saving, evaluation, the loop.
 
 torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 """
@@ -136,10 +136,13 @@ def choose_strategy(c: Config, world: dist.World, dtype: torch.dtype) -> tuple[s
 
 def prepare_builtin(world: dist.World) -> None:
     """Prepare the built-in data on rank 0 and, where hosts share no disk, once on every other."""
-    for rank in (world.rank, world.local_rank):
-        if rank == 0 and not Path(BUILTIN).exists():
+
+    def prepare_missing() -> None:
+        if not Path(BUILTIN).exists():
             prepare.prepare(None, Path(BUILTIN))
-        torch.distributed.barrier()
+
+    for rank in (world.rank, world.local_rank):
+        dist.raise_on_all_ranks(prepare_missing if rank == 0 else lambda: None)
 
 
 class Run:
@@ -162,7 +165,7 @@ class Run:
             self.model = Transformer(plan.model_config, plan.dtype, c.loss_chunks)
         if c.checkpoint == "full":
             dist.on_rank0(lambda: checkpoint.check_full(self.model.parameter_count()))
-        self.forward = parallelize(self.model, self.mesh, plan)
+        self.forward = lay_out(self.model, self.mesh, plan)  # the model, or DDP around it
         self.optimizer = build_optimizer(self.model, c)
         # What a checkpoint holds: the live tensors, sharded. Taken before the first forward, since
         # after an evaluation the root unit of FSDP shows its gathered weights instead.
@@ -189,7 +192,12 @@ class Run:
             profile_window(c), out / "profile", self.mesh, self.log.say
         )
         self.saver = checkpoint.Saver(
-            out, c.checkpoint, c.async_save, c.keep_last, c.keep_every, world.timeout
+            out,
+            format=c.checkpoint,
+            async_save=c.async_save,
+            keep_last=c.keep_last,
+            keep_every=c.keep_every,
+            timeout=world.timeout,
         )
 
     def check_ranks_agree(self) -> None:
@@ -234,8 +242,8 @@ class Run:
             yield tokens
 
 
-def parallelize(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.Module:
-    """Lay the model out on the mesh and give it its initial weights; return what to call for it."""
+def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.Module:
+    """Lay the model out on the mesh with its initial weights; return the module to call."""
     c = plan.config
     dist.checkpoint_activations(model.blocks, c.activation_checkpointing)
     if c.compile:
@@ -286,9 +294,10 @@ def source_hash() -> str:
 
 
 def train_step(run: Run, batches: Iterator[Tensor], step: int) -> dict[str, Tensor]:
-    """One update with global_batch_size sequences. Returns 0-d tensors on the device.
+    """Train on one global batch. The host queues the work and does not wait for the device.
 
-    The host queues the work and does not wait for the device.
+    Returns the metrics as tensors on the device: 0-d, and every optim_metrics_interval steps the
+    table "parameters".
     """
     c = run.plan.config
     n = run.plan.grad_accum_steps
@@ -298,9 +307,9 @@ def train_step(run: Run, batches: Iterator[Tensor], step: int) -> dict[str, Tens
         with dist.gradient_sync(run.forward, c.grad_sync, is_last=micro_step == n - 1):
             # The mean over the micro-batch / n. Summed over micro-batches, and averaged over ranks
             # with the gradients, it is the mean over the global batch.
-            part = run.forward(tokens[:, :-1], tokens[:, 1:]) / n
-            part.backward()
-        loss += part.detach()
+            micro_loss = run.forward(tokens[:, :-1], tokens[:, 1:]) / n
+            micro_loss.backward()
+        loss += micro_loss.detach()
     measure = due(step, c.optim_metrics_interval)
     return {"loss": loss, **run.optimizer.step(step, loss, measure)}
 
@@ -315,7 +324,7 @@ def due(step: int, interval: int) -> bool:
 
 
 def save(run: Run, step: int) -> None:
-    """Save a checkpoint; with --async_save, begin to."""
+    """Save a checkpoint, or start saving it with --async_save."""
     if run.plan.config.checkpoint == "none":
         return
     run.watchdog.progress(step, "saving", slow=True)
@@ -325,7 +334,7 @@ def save(run: Run, step: int) -> None:
 
 
 def log_saves(run: Run) -> None:
-    """Log the saves that have ended."""
+    """Log the saves that have finished."""
     for row in run.saver.done():
         run.log.checkpoint(row)
 
@@ -345,21 +354,21 @@ def evaluate(run: Run, step: int) -> None:
     plan = run.plan
     n_windows = len(run.val_data)
     count = min(plan.config.eval_sequences, n_windows)
-    lists = list(
+    index_lists = list(
         data.val_indices(count, n_windows, plan.micro_batch_size, run.dp_rank, plan.dp_size)
     )
-    # All batches are read before the first forward, so that data that one rank cannot read leave no
-    # other rank waiting. A rank that has run out joins the forward with window 0, weighed with 0.
+    # Read all batches first, so that a read error on one rank cannot leave the others hanging in a
+    # collective. A rank that has no windows left runs window 0 with weight 0.
     try:
         batches = dist.raise_on_all_ranks(
-            lambda: [run.val_data[indices or [0]] for indices in lists]
+            lambda: [run.val_data[indices or [0]] for indices in index_lists]
         )
     except data.DataError:  # it ends the run, but what was trained is not lost
         save(run, step)
         finish_saves(run)
         raise
     total = torch.zeros((), device=run.world.device)
-    for indices, tokens in zip(lists, batches):
+    for indices, tokens in zip(index_lists, batches):
         run.watchdog.progress(step, "evaluating")
         tokens = tokens.to(run.world.device)
         total += run.forward(tokens[:, :-1], tokens[:, 1:]) * len(indices)
@@ -399,7 +408,8 @@ class StopRequest:
 def train(run: Run) -> int:
     """Train up to max_steps; return the exit status.
 
-    The host waits for the device only to evaluate, to save and at the end.
+    The host waits for the device only to evaluate, to save and at the end, for rows of optim.jsonl
+    and, at --log_interval 1, for the log row of the step before.
     """
     c = run.plan.config
     log = run.log
@@ -413,24 +423,25 @@ def train(run: Run) -> int:
             step_metrics = train_step(run, batches, step)
         run.step = step
         is_last = step == c.max_steps
-        stop = any_rank(should_stop()) and not is_last  # all ranks stop after the same step
+        # One step late, so that no host waits for it, and in the same step on every rank.
+        stop = any_rank(should_stop()) and not is_last
         should_evaluate = is_last or due(step, c.eval_interval)
         should_save = is_last or stop or due(step, c.save_interval)
         pause = should_evaluate or should_save
         should_log = pause or step == start_step or due(step, c.log_interval)
 
-        log.poll()  # writes the row before, if it has arrived
+        log.poll()  # write the previous row if it has arrived
         if due(step, c.optim_metrics_interval):
             log.parameters(step, run.optimizer, step_metrics.pop("parameters"))
         if should_log:
             log.queue(step, step_metrics, run.optimizer.lr)  # a copy that nothing waits for
-            log_saves(run)
+            if c.async_save:
+                log_saves(run)
         if pause:
             log.flush()
             with log.paused():  # not part of a step's time
                 if stop:  # save first: whoever stops a run does not wait long
                     save(run, step)
-                    finish_saves(run)
                 if should_evaluate:
                     evaluate(run, step)
                 # After the evaluation: a kill between the two repeats both, and loses no row.
@@ -451,8 +462,8 @@ def train(run: Run) -> int:
 
 
 def stopped_status() -> int:
-    """75, EX_TEMPFAIL of sysexits: "try again". torchrun --max-restarts would, at once: there 0."""
-    return 0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 75
+    """75 tells a scheduler to try again. torchrun --max-restarts would do so at once: there 0."""
+    return 0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else os.EX_TEMPFAIL
 
 
 def sample(run: Run) -> str:
@@ -487,7 +498,7 @@ def sample(run: Run) -> str:
 
 
 def print_summary(run: Run) -> None:
-    """Say what runs where, with the arithmetic."""
+    """Print the model, mesh, batch, data and memory of the run, with the arithmetic."""
     plan = run.plan
     c = plan.config
     m = plan.model_config
@@ -576,10 +587,10 @@ def main(argv: list[str]) -> int:
     except (checkpoint.CheckpointError, metrics.Diverged, OSError) as error:
         return fail(str(error), 1)
     except RuntimeError as error:
-        line = str(error).splitlines()[0]
         if "out of memory" not in str(error) and "allocate memory" not in str(error):  # CUDA, CPU
             raise
-        return fail(f"{line} Lower --micro_batch_size, or shard with --strategy fsdp", 1)
+        first_line = str(error).splitlines()[0]
+        return fail(f"{first_line} Lower --micro_batch_size, or shard with --strategy fsdp", 1)
     except KeyboardInterrupt:
         return 130
 
@@ -587,8 +598,8 @@ def main(argv: list[str]) -> int:
 def fail(message: str, status: int) -> int:
     """Print what is wrong in one line; return the exit status.
 
-    Rank 0 speaks for all ranks that meet the same error, since torchrun ends the others when one
-    exits. A rank that is still there three seconds later has met a different error.
+    If all ranks fail alike, only rank 0 prints: the others sleep, and torchrun ends them when rank
+    0 exits. A rank that is still there three seconds later has failed alone, and prints.
     """
     rank = int(os.environ.get("RANK", 0))
     if rank:

@@ -71,7 +71,7 @@ class Watchdog:
         self.slow = True
         self.collective_failed = False
         self.stopped = threading.Event()
-        self.cleared = threading.Event()  # of blame: no other rank is lost
+        self.others_are_alive = threading.Event()  # as found after a failed collective
         self.send_heartbeat(0)  # so that nobody waits for the first
         store.compare_set("verdict", "", "")
 
@@ -96,7 +96,7 @@ class Watchdog:
             # Perhaps a collective failed because another rank was lost. Then the thread says so and
             # ends this process.
             self.collective_failed = True
-            self.cleared.wait(10 * CONFIRM_BEATS * self.interval)
+            self.others_are_alive.wait(10 * CONFIRM_BEATS * self.interval)
         self.stopped.set()
         self.thread.join(2 * self.interval)  # no longer: it may wait for a store that is gone
 
@@ -110,8 +110,6 @@ class Watchdog:
         beats = 0
         last_heard = None
         last_reports = 0
-        first_look = None  # the heartbeats of all ranks, while this one finds out who is to blame
-        first_look_beat = 0
         while not self.stopped.wait(self.interval):
             beats += 1
             heard = self.exchange(beats)
@@ -124,13 +122,13 @@ class Watchdog:
 
             patience = SLOW_FACTOR if self.slow else 1
             overdue = max(silent_beats, stalled_beats / patience) - limit
-            if first_look is None:
-                if (self.collective_failed or overdue > 0) and self.is_elected(overdue):
-                    first_look = self.read_all()
-                    first_look_beat = beats
-            elif beats == first_look_beat + CONFIRM_BEATS:
-                self.conclude(self.diagnose(first_look, self.read_all()))
-                first_look = None
+            if (self.collective_failed or overdue > 0) and self.is_elected(overdue):
+                before = self.read_all()
+                for _ in range(CONFIRM_BEATS):
+                    beats += 1
+                    if self.stopped.wait(self.interval) or self.exchange(beats) is None:
+                        return
+                self.conclude(self.diagnose(before, self.read_all()))
 
     def send_heartbeat(self, count: int) -> None:
         self.store.set(f"heartbeat {self.rank}", f"{count} {self.reports} {self.place}")
@@ -154,7 +152,7 @@ class Watchdog:
         return heard
 
     def is_elected(self, overdue: float) -> bool:
-        """Whether this rank looks who is to blame: one is enough, unless that one is lost too."""
+        """Whether this rank investigates: the first to ask does, others if it does not conclude."""
         return self.store.add("looking", 1) == 1 or overdue > 5 * CONFIRM_BEATS
 
     def read_all(self) -> list[Heartbeat]:
@@ -195,7 +193,7 @@ class Watchdog:
             self.abort(verdict if is_first else None)
         self.collective_failed = False
         self.store.set("looking", "0")
-        self.cleared.set()
+        self.others_are_alive.set()
 
     def abort(self, line: str | None = None) -> None:
         """End this process, whatever its main thread hangs in."""
@@ -215,10 +213,10 @@ class Watchdog:
 
 
 class AnyRankFlag:
-    """Tells all ranks in the same step whether any of them raised a flag: in the step after.
+    """The logical OR of a flag of each rank, delivered to all ranks one step later.
 
-    So no host waits for the answer. The flags travel between hosts, in a process group of their
-    own: the devices take no part.
+    The all_reduce runs meanwhile, on a gloo group of CPU tensors: no host waits for it, and the
+    devices take no part.
     """
 
     def __init__(self, timeout: timedelta):
@@ -230,7 +228,7 @@ class AnyRankFlag:
         """Send this step's flag; return whether any rank raised one in the step before."""
         if self.in_flight:
             self.in_flight.wait()
-        any_raised = self.flag.numpy()[0] > 0
+        any_raised = self.flag.numpy()[0] > 0  # not .item(), which counts as a host sync
         self.flag = torch.tensor([float(raised)])
         self.in_flight = dist.all_reduce(self.flag, group=self.group, async_op=True)
         return any_raised
