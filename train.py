@@ -174,7 +174,6 @@ class Run:
         if plan.resume.checkpoint:
             checkpoint.load(plan.resume.checkpoint, self.state)
         self.check_ranks_agree()
-
         if world.is_rank0:
             run_folder.create(out, c)
         dog.dump_folder = out / "flight"
@@ -451,19 +450,22 @@ def train(run: Run) -> int:
             break
         if step % 100 == 0:
             gc.collect(1)  # on all ranks in the same step, so that none waits for another
+    return finish(run, stopped=stop)
+
+
+def finish(run: Run, stopped: bool) -> int:
+    """Wait for the last save and say how the run ended; return the exit status."""
     finish_saves(run)
-    if stop:
+    c = run.plan.config
+    if stopped:
         continues = "" if c.checkpoint == "none" else "; the same command continues"
-        log.say(f"stopped after step {run.step}{continues}")
-        return stopped_status()
+        run.log.say(f"stopped after step {run.step}{continues}")
+        # 75 tells a scheduler to try again. torchrun --max-restarts would do so at once: there 0.
+        will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+        return 0 if will_restart else os.EX_TEMPFAIL
     if c.sample_tokens:
-        log.say(f"{' sample ':-^80}\n{sample(run)}\n{'-' * 80}")
+        run.log.say(f"{' sample ':-^80}\n{sample(run)}\n{'-' * 80}")
     return 0
-
-
-def stopped_status() -> int:
-    """75 tells a scheduler to try again. torchrun --max-restarts would do so at once: there 0."""
-    return 0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else os.EX_TEMPFAIL
 
 
 def sample(run: Run) -> str:
