@@ -141,14 +141,17 @@ def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_torchrun_ends_the_job_within_the_timeout_and_30_seconds(tokens, tmp_path, rank, number):
+def test_the_line_comes_within_the_timeout_and_torchrun_ends_the_job_30_seconds_later(
+    tokens, tmp_path, rank, number
+):
     out = tmp_path / "run"
     argv = flags(f"--data {tokens} --out {out} --strategy ddp --max_steps 1000000 --timeout 10")
     job = torchrun(4, argv, tmp_path / "job")
     job.wait_until(lambda: trains(out), 60)
     os.kill(job.ranks()[rank], number)
-    assert_over(job, 10 + 30)
-    assert last_line(job).startswith(f"rank {rank} stopped or died, last seen after step ")
+    line = wait_for_line(job, 10)
+    assert line.startswith(f"rank {rank} stopped or died, last seen after step ")
+    assert_over(job, 30 + 5)  # torchrun waits 30 seconds for a rank that has stopped
 
 
 def train_with_a_slow_rank(argv: list[str]) -> int:
