@@ -204,7 +204,9 @@ def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
 # --------------------------------------------------------------------------------------------------
 # The mesh
 
-AXES = ("dp_replicate", "dp_shard", "tp")  # tp last: its ranks, neighbours on a host, talk most
+# tp is last: its ranks, neighbours on a host, communicate most. A further axis also needs a size in
+# mesh_shape and a place in `parallelize`; ranks that share a batch must share a dp_rank.
+AXES = ("dp_replicate", "dp_shard", "tp")
 
 
 def mesh_shape(

@@ -307,7 +307,7 @@ def train_step(run: Run, batches: Iterator[Tensor], step: int) -> dict[str, Tens
             # The mean over the micro-batch / n. Summed over micro-batches, and averaged over ranks
             # with the gradients, it is the mean over the global batch.
             micro_loss = run.forward(tokens[:, :-1], tokens[:, 1:]) / n
-            micro_loss.backward()
+            micro_loss.backward()  # DDP and FSDP average gradients in here: see gradient_sync
         loss += micro_loss.detach()
     measure = due(step, c.optim_metrics_interval)
     return {"loss": loss, **run.optimizer.step(step, loss, measure)}
@@ -382,7 +382,11 @@ def evaluate(run: Run, step: int) -> None:
 
 
 class StopRequest:
-    """Whether this rank was told to stop, by a signal, or has to because of --time_limit."""
+    """Whether this rank was told to stop, by a signal, or has to because of --time_limit.
+
+    A signal only sets a flag here. One step later `any_rank` has told all ranks; they save, leave
+    the loop in the same step, and `finish` returns the exit status.
+    """
 
     def __init__(self, deadline: float, log: metrics.Log):
         self.deadline = deadline
@@ -407,8 +411,11 @@ class StopRequest:
 def train(run: Run) -> int:
     """Train up to max_steps; return the exit status.
 
-    The host waits for the device only to evaluate, to save and at the end, for rows of optim.jsonl
-    and, at --log_interval 1, for the log row of the step before.
+    The host queues work and does not wait for the device in a step: batches are copied ahead on a
+    side stream (data.prefetch), clipping and skipping are decided by tensors (optim.Optimizer), a
+    stop is agreed on with CPU tensors one step late (AnyRankFlag), and a log row is an asynchronous
+    copy (metrics.Log). An .item(), a print or an `if` on a tensor would break that. It waits to
+    evaluate, to save, at the end, for optim.jsonl and, at --log_interval 1, for the row before.
     """
     c = run.plan.config
     log = run.log
