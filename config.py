@@ -315,15 +315,20 @@ def profile_window(config: Config) -> tuple[int, int] | None:
     return int(start), int(stop)
 
 
+def micro_batch_size(config: Config, dp_size: int) -> int:
+    """--micro_batch_size, or the whole share of one of `dp_size` ranks."""
+    return config.micro_batch_size or max(1, config.global_batch_size // dp_size)
+
+
 def split_batch(config: Config, dp_size: int) -> tuple[int, int]:
     """Return (micro_batch_size, grad_accum_steps) for `dp_size` ranks. Raises UsageError."""
     global_batch_size = config.global_batch_size
-    micro_batch_size = config.micro_batch_size or max(1, global_batch_size // dp_size)
-    per_forward = micro_batch_size * dp_size  # sequences of all ranks
+    size = micro_batch_size(config, dp_size)
+    per_forward = size * dp_size  # sequences of all ranks
     if global_batch_size % per_forward:
         raise UsageError(
             f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
-            f"{micro_batch_size} x {dp_size} data-parallel ranks = {per_forward}: "
+            f"{size} x {dp_size} data-parallel ranks = {per_forward}: "
             "change --global_batch_size or --micro_batch_size"
         )
-    return micro_batch_size, global_batch_size // per_forward
+    return size, global_batch_size // per_forward

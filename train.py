@@ -38,6 +38,7 @@ from config import (
     Config,
     UsageError,
     blocks_per_unit,
+    micro_batch_size,
     model_config,
     parse,
     profile_window,
@@ -57,6 +58,7 @@ class Plan:
     strategy: str
     strategy_reason: str
     mesh_shape: tuple[int, int, int]
+    dp_size: int
     dtype: torch.dtype  # of the forward pass
     micro_batch_size: int
     grad_accum_steps: int
@@ -68,16 +70,12 @@ class Plan:
     deadline: float  # of --time_limit, by time.monotonic()
 
     @property
-    def dp_size(self) -> int:
-        return self.mesh_shape[0] * self.mesh_shape[1]
-
-    @property
     def tokens_per_step(self) -> int:
         return self.config.global_batch_size * self.model_config.seq_len
 
 
 def make_plan(config: Config, world: dist.World) -> Plan:
-    """Check that flags, ranks, data and run folder fit together, and write nothing yet."""
+    """Check that flags, ranks, data and run folder fit together; write only the built-in data."""
     c = config
     deadline = time.monotonic() + (c.time_limit or math.inf)
     dtype = dist.fast_dtype(world.device) if c.dtype == "auto" else getattr(torch, c.dtype)
@@ -92,7 +90,7 @@ def make_plan(config: Config, world: dist.World) -> Plan:
         strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard, c.tp
     )
     dp_size = mesh_shape[0] * mesh_shape[1]
-    micro_batch_size, grad_accum_steps = split_batch(c, dp_size)
+    micro_batch, grad_accum_steps = split_batch(c, dp_size)
     if c.data == BUILTIN:
         prepare_builtin(world)
     token_folder = data.open_folder(Path(c.data))
@@ -111,8 +109,9 @@ def make_plan(config: Config, world: dist.World) -> Plan:
         strategy=strategy,
         strategy_reason=reason,
         mesh_shape=mesh_shape,
+        dp_size=dp_size,
         dtype=dtype,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=micro_batch,
         grad_accum_steps=grad_accum_steps,
         token_folder=token_folder,
         model_config=model,
@@ -128,8 +127,8 @@ def choose_strategy(c: Config, world: dist.World, dtype: torch.dtype) -> tuple[s
     with torch.device("meta"):
         model = Transformer(model_config(c, SIZES[c.model].vocab_size), dtype, c.loss_chunks)
     dp_size = max(1, world.size // c.tp)
-    micro_batch_size = c.micro_batch_size or max(1, c.global_batch_size // dp_size)
-    activation_bytes = model.activation_bytes(micro_batch_size, c.activation_checkpointing)
+    sequences = micro_batch_size(c, dp_size)
+    activation_bytes = model.activation_bytes(sequences, c.activation_checkpointing)
     parameters = model.parameter_count()
     return dist.on_rank0(lambda: dist.choose_strategy(world, parameters, activation_bytes, c.tp))
 
