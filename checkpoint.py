@@ -572,7 +572,7 @@ def verify_and_report(path: Path) -> None:
     print(f"{path}: complete and unchanged: {size}")
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="List, verify and consolidate checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("list", help="list the checkpoints of a run: step, tokens and size")
@@ -582,7 +582,7 @@ def main() -> int:
     add = commands.add_parser("consolidate", help="write a sharded checkpoint as one file")
     add.add_argument("path", metavar="CHECKPOINT", type=Path)
     add.add_argument("out", metavar="OUT.pt", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     # DCP warns when there is one process, which is intended here.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
@@ -599,4 +599,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,23 +3,20 @@
 python train.py --help
 """
 
-import argparse
 import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import Literal, NoReturn, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
+import cli
 import optim
+from cli import UsageError
 from model import SIZES, ModelConfig
 
 BUILTIN = "tokens/python"
-
-
-class UsageError(ValueError):
-    """Flags that do not fit together, or do not fit what is on disk."""
 
 
 def flag(default, help: str, least: float | None = None, below: float | None = None):
@@ -193,15 +190,13 @@ def parse(argv: list[str]) -> Config:
     return config
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> cli.Parser:
     """Each field of Config is a flag of its name and type."""
-    parser = argparse.ArgumentParser(
+    parser = cli.Parser(
         prog="train.py",
-        allow_abbrev=False,
         description="Train a language model on one process, or on the N processes that "
         "torchrun --nproc_per_node N starts.",
     )
-    parser.error = refuse
     parser.add_argument(
         "--config", metavar="FILE.json", help="config.json of a run; flags on the command line win"
     )
@@ -218,11 +213,6 @@ def build_parser() -> argparse.ArgumentParser:
             options |= {"type": kind, "metavar": kind.__name__.upper()}
         parser.add_argument(f"--{f.name}", **options)
     return parser
-
-
-def refuse(message: str) -> NoReturn:
-    """In place of argparse's own error, which prints many lines and exits."""
-    raise UsageError(f"{message} (python train.py --help lists the flags)")
 
 
 def value_type(annotation) -> type:

@@ -214,7 +214,7 @@ def prepare(
     )
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="prepare.py", description="Turn text into a token folder that train.py reads."
     )
@@ -241,7 +241,7 @@ def main() -> int:
         metavar="F",
         help="fraction of the documents kept for validation (default: 0.05)",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         if not 0 < args.val_fraction < 1:
             raise DataError(f"--val_fraction {args.val_fraction} must be between 0 and 1")
@@ -256,4 +256,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import checkpoint
-from config import Config, UsageError
+from cli import UsageError
+from config import Config
 from metrics import replace_file
 
 

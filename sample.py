@@ -123,8 +123,8 @@ def sample(args: argparse.Namespace) -> None:
     dist.stop()
 
 
-def main() -> int:
-    args = build_parser().parse_args()
+def main(argv: list[str]) -> int:
+    args = build_parser().parse_args(argv)
     try:
         check_ranges(args)
         sample(args)
@@ -140,4 +140,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -33,10 +33,10 @@ import profiling
 import run_folder
 import tokenizer
 import watchdog
+from cli import UsageError
 from config import (
     BUILTIN,
     Config,
-    UsageError,
     blocks_per_unit,
     micro_batch_size,
     model_config,

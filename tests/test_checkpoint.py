@@ -392,12 +392,11 @@ def test_a_hostile_manifest_is_a_clear_error(run, pool, tokens, text):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(capsys):
     """command("list", ...) -> (status, standard output, standard error) of checkpoint.py"""
 
     def call(*arguments) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
-        return checkpoint.main(), *capsys.readouterr()
+        return checkpoint.main(list(map(str, arguments))), *capsys.readouterr()
 
     return call
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from cli import UsageError
 from config import (
     Config,
-    UsageError,
     blocks_per_unit,
     model_config,
     parse,

@@ -136,8 +136,7 @@ def test_an_error_while_preparing_leaves_nothing(tmp_path, monkeypatch):
 def test_the_command(tmp_path, monkeypatch, capsys, options, status, line):
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("one two three " * 20)
-    monkeypatch.setattr("sys.argv", ["prepare.py", "--out", "tokens", *options])
-    assert prepare.main() == status
+    assert prepare.main(["--out", "tokens", *options]) == status
     said, error = capsys.readouterr()
     if line is None:
         assert "tokens to train on" in said and data.open_folder(Path("tokens")).vocab_size == 257

@@ -7,7 +7,8 @@ import pytest
 
 import checkpoint
 import run_folder
-from config import Config, UsageError
+from cli import UsageError
+from config import Config
 
 MODEL = {"n_layer": 2, "d_model": 32}
 

@@ -296,8 +296,7 @@ def test_bench_shows_the_error_of_a_trainer_that_failed():
     assert "no such data" in failure.value.output
 
 
-def test_bench_nanogpt_says_what_to_clone(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench", "nanogpt", "--path", str(tmp_path)])
-    assert bench.main() == 2
+def test_bench_nanogpt_says_what_to_clone(tmp_path, capsys):
+    assert bench.main(["nanogpt", "--path", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "clone it" in error and error.count("\n") == 1

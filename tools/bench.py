@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
+import cli
 import data
 import dist
 import metrics
@@ -698,8 +699,8 @@ PARTS = {"optimizer": optimizer, "checkpoint": checkpoints}
 TABLES = {**RUNS, "nanogpt": nanogpt, **PARTS}
 
 
-def parse() -> Namespace:
-    parser = ArgumentParser(prog="tools.bench", description="Measure nanoshard on this machine.")
+def parse(argv: list[str]) -> Namespace:
+    parser = cli.Parser(prog="tools.bench", description="Measure nanoshard on this machine.")
     tables = parser.add_subparsers(dest="table", required=True, metavar="TABLE")
     for name, table in TABLES.items():
         summary = table.__doc__.splitlines()[0]
@@ -713,7 +714,7 @@ def parse() -> Namespace:
             add_part_flags(flags)
         else:
             add_nanogpt_flags(flags)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def add_run_flags(parser: ArgumentParser) -> None:
@@ -791,22 +792,17 @@ def restart_under_torchrun(args: Namespace) -> None:
     os.execv(sys.executable, [*torchrun, "-m", "tools.bench", args.table, *options])
 
 
-def report(program: str, benchmark: Callable[[Namespace], Table], args: Namespace) -> int:
-    """Run a benchmark and print its table, or its numbers with --json. Returns the exit status."""
+def report(benchmark: Callable[[Namespace], Table], args: Namespace) -> None:
+    """Run a benchmark and print its table, or its numbers with --json."""
     try:
         table = benchmark(args)
-    except CannotMeasure as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return 2
     except RunFailed as error:
-        print(f"{error.output}\n{program}: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        print(error.output, file=sys.stderr)
+        raise
     if torch.distributed.is_initialized():
         dist.stop()
     if int(os.environ.get("RANK", 0)) != 0:
-        return 0
+        return
     version = torch.__version__
     if args.json:
         head = {"table": args.table, "subject": table.subject, "torch": version}
@@ -815,7 +811,6 @@ def report(program: str, benchmark: Callable[[Namespace], Table], args: Namespac
         print(f"{args.table}: {table.subject}, torch {version}; median (smallest ... largest)\n")
         cells = [[cell(value) for value in row.values()] for row in table.rows]
         print(markdown_table(list(table.rows[0]), cells))
-    return 0
 
 
 def cell(value) -> str:
@@ -833,12 +828,18 @@ def three_digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def main() -> int:
-    args = parse()
+def bench(argv: list[str]) -> None:
+    args = parse(argv)
     if args.table in PARTS and args.nproc > 1 and "RANK" not in os.environ:
         restart_under_torchrun(args)
-    return report("tools.bench", TABLES[args.table], args)
+    report(TABLES[args.table], args)
+
+
+def main(argv: list[str]) -> int:
+    return cli.run(
+        "tools.bench", lambda: bench(argv), (CannotMeasure, dist.MeshError), (RunFailed,)
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

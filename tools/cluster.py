@@ -14,10 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+import cli
 import prepare
 from tools.bench import (
     ONE_THREAD,
@@ -255,8 +256,8 @@ def wait_for(agents: list[subprocess.Popen]) -> int | None:
 # The command line
 
 
-def parse() -> Namespace:
-    parser = ArgumentParser(
+def parse(argv: list[str]) -> Namespace:
+    parser = cli.Parser(
         prog="tools.cluster",
         description="Measure training across hosts that a slow network joins, on this machine. "
         "Needs Linux, root and iproute2.",
@@ -280,12 +281,14 @@ def parse() -> Namespace:
         help=f"the ones to measure, of {', '.join(STRATEGIES)} (default: all)",
     )
     parser.add_argument("--json", action="store_true", help="print numbers, not a table")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> int:
-    return report("tools.cluster", cluster, parse())
+def main(argv: list[str]) -> int:
+    return cli.run(
+        "tools.cluster", lambda: report(cluster, parse(argv)), (CannotMeasure,), (RunFailed,)
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

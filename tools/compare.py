@@ -223,7 +223,7 @@ def curve(rows: list[dict], x: str, y: str) -> tuple[list[float], list[float]]:
     return [row[x] for row in finite], [row[y] for row in finite]
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="tools.compare",
         description="Compare runs in a Markdown table: losses, speed, and the flags that differ.",
@@ -240,7 +240,7 @@ def main() -> int:
         metavar="FILE.png",
         help="also plot loss and gradient norm (needs matplotlib)",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         logs = [read(run) for run in args.runs]
         print(table(logs, args.loss))
@@ -253,4 +253,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

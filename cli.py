@@ -1,0 +1,69 @@
+"""What all commands share: usage errors of one line, exit statuses, --version."""
+
+import argparse
+import difflib
+import platform
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import NoReturn
+
+VERSION = "0.1"
+
+
+class UsageError(ValueError):
+    """Flags that do not fit together, or do not fit what is on disk: exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with --version, and with errors raised as a UsageError of one line."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+        self.add_argument(
+            "--version",
+            action="version",
+            version=f"nanoshard {VERSION}, torch {version('torch')}, "
+            f"Python {platform.python_version()}",
+        )
+
+    def flags(self) -> list[str]:
+        """All flags, those of subcommands included."""
+        found = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    found += parser.flags()
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """In place of argparse's own, which prints the usage, many lines of it, and exits."""
+        _, is_unknown, rest = message.partition("unrecognized arguments: ")
+        if is_unknown:
+            name = rest.split()[0].split("=")[0]
+            nearest = difflib.get_close_matches(name, self.flags(), n=1)
+            message += f"; did you mean {nearest[0]}?" if nearest else ""
+        raise UsageError(f"{message} ({self.prog} --help lists the flags)")
+
+
+def run(
+    program: str,
+    command: Callable[[], int | None],
+    usage: tuple[type[Exception], ...] = (),
+    failure: tuple[type[Exception], ...] = (),
+) -> int:
+    """Call `command` and return the exit status: its result, or that of an error it raises.
+
+    An expected error is printed in one line: 2 for a UsageError or one of `usage`, 1 for an OSError
+    or one of `failure`. 130 for Ctrl-C, and where the reader of a pipe has left.
+    """
+    try:
+        return command() or 0
+    except (UsageError, *usage) as error:
+        status, message = 2, error
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 130
+    except (OSError, *failure) as error:
+        status, message = 1, error
+    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+    return status

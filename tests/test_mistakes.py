@@ -1,0 +1,164 @@
+"""Mistakes: each command answers with one clear line and the right status, and writes nothing."""
+
+import contextlib
+import io
+import json
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from conftest import call_train, flags, listen
+
+import checkpoint
+import prepare
+import sample
+from tools import bench, cluster, compare
+
+
+class Mistake(NamedTuple):
+    arguments: str  # {...} are folders of the fixture
+    line: str  # part of the line printed, after "COMMAND: error: "
+    status: int = 2  # 1 for a run-time error
+
+
+TRAIN = [
+    Mistake("--no_such_flag 1", "unrecognized arguments: --no_such_flag 1"),
+    Mistake("--max_steps ten", "argument --max_steps: invalid int value: 'ten'"),
+    Mistake("--strategy zero", "invalid choice: 'zero'"),
+    Mistake("--max_steps 0", "--max_steps 0 must be at least 1"),
+    Mistake("--lr -1", "--lr -1.0 must be at least 0"),
+    Mistake("--lr nan", "--lr nan must be at least 0"),
+    Mistake("--data {root}/nowhere", "no train.bin there; create it with: python prepare.py"),
+    Mistake("--seq_len 100000", "one sequence of --seq_len 100000 needs 100,001"),
+    Mistake("--data {high}", "train.bin holds token 300, above its vocabulary of 257"),
+    Mistake("--data {torn}", "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes"),
+    Mistake("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
+    Mistake(
+        "--profile 2:2",
+        "--profile 2:2: give START:STOP with START < STOP < max_steps 4, like 10:13",
+    ),
+    Mistake(
+        "--wrap blocks", "--wrap blocks: choose block, block_group:K (K blocks at a time) or none"
+    ),
+    Mistake("--grad_sync shard", "--grad_sync shard is for --strategy hsdp, not single"),
+    Mistake("--tp 4", "n_kv_head 2 / tp 4 = 0.5, but each rank of a tp group takes a whole number"),
+    Mistake(
+        "--tp 2", "1 processes / tp 2 is not a whole number: start a multiple of 2 or change --tp"
+    ),
+    Mistake("--n_kv_head 3", "n_head 4 must be a multiple of n_kv_head 3"),
+    Mistake(
+        "--global_batch_size 6 --micro_batch_size 4",
+        "6 is not a multiple of micro_batch_size 4 x 1",
+    ),
+    Mistake("--strategy fsdp --dp_replicate 2", "--strategy fsdp has dp_replicate 1, not 2"),
+    Mistake("--strategy hsdp --dp_shard 2", "dp_replicate 0 x dp_shard 2 = 0, but 1 processes"),
+    Mistake("--out {other} --resume never", "is not empty, and --resume never would overwrite it"),
+    Mistake("--out {other} --seed 7", "seed was 0 and is now 7"),
+    Mistake("--out {other} --data {changed}", "data was"),
+    Mistake("--out {other} --d_ff 80", "d_ff was 64 and is now 80"),
+    Mistake("--resume {root}", "no checkpoint there"),
+    Mistake(
+        "--out {other} --resume {other}/checkpoints/step-00000001",
+        "is not the newest checkpoint of",
+    ),
+    Mistake("--out {foreign}", "holds files that are not train.py's"),
+    Mistake("--beta2 1", "--beta2 1.0 must be at least 0 and below 1"),
+    Mistake("--timeout inf", "--timeout inf must be at least 1 and below"),
+    Mistake("--seed 9999999999", "--seed 9999999999 must be at least 0 and below"),
+    Mistake("--device cuda", "PyTorch finds no CUDA device here"),
+    Mistake("--config {root}/nothing.json", "--config"),
+]
+
+PREPARE = []
+
+SAMPLE = []
+
+CHECKPOINT = []
+
+COMPARE = []
+
+BENCH = []
+
+CLUSTER = []
+
+COMMANDS = {
+    "train.py": (TRAIN, None),
+    "prepare.py": (PREPARE, prepare.main),
+    "sample.py": (SAMPLE, sample.main),
+    "checkpoint.py": (CHECKPOINT, checkpoint.main),
+    "tools.compare": (COMPARE, compare.main),
+    "tools.bench": (BENCH, bench.main),
+    "tools.cluster": (CLUSTER, cluster.main),
+}
+CASES = [(name, mistake) for name, (mistakes, _) in COMMANDS.items() for mistake in mistakes]
+
+
+def write_tokens(folder: Path, tokens: np.ndarray) -> Path:
+    folder.mkdir()
+    for split in ("train", "val"):
+        tokens.astype("<u2").tofile(folder / f"{split}.bin")
+    meta = {
+        "dtype": "uint16",
+        "vocab_size": 257,
+        "tokenizer": "bytes",
+        "train_tokens": len(tokens),
+        "val_tokens": len(tokens),
+    }
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("bad")
+    text = f"--data {tokens} --out {root}/other --max_steps 2 --save_interval 1"
+    assert pool(1, call_train, flags(text)) == [0]
+    ramp = np.arange(1000) % 256
+    torn = write_tokens(root / "torn", ramp)
+    with open(torn / "train.bin", "r+b") as file:
+        file.truncate(1999)
+    foreign = root / "foreign"
+    foreign.mkdir()
+    (foreign / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    return {
+        "root": root,
+        "other": root / "other",
+        "changed": write_tokens(root / "changed", ramp),
+        "high": write_tokens(root / "high", np.where(ramp == 200, 300, ramp)),
+        "torn": torn,
+        "foreign": foreign,
+    }
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def call(name: str, argv: list[str]) -> tuple[int, str, str]:
+    """Return (status, standard output, standard error) of a command other than train.py."""
+    _, main = COMMANDS[name]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(argv)
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("name, mistake", CASES, ids=lambda case: str(case)[:60])
+def test_a_mistake_is_one_clear_line_and_writes_nothing(name, mistake, folders, tokens, pool):
+    if mistake.arguments == "--device cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    root = folders["root"]
+    before = contents(root)
+    if name == "train.py":
+        text = f"--data {tokens} --out {root}/new --max_steps 4 {mistake.arguments}"
+        argv = flags(text.format(**folders))
+        ((status, out, err),) = pool(1, listen, argv)
+    else:
+        argv = shlex.split(mistake.arguments.format(**folders))
+        status, out, err = call(name, argv)
+    assert (status, out, err.count("\n")) == (mistake.status, "", 1), err
+    assert err.startswith(f"{name}: error: ") and mistake.line in err
+    assert contents(root) == before
