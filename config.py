@@ -3,9 +3,12 @@
 python train.py --help
 """
 
+import argparse
 import dataclasses
+import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -17,24 +20,37 @@ from cli import UsageError
 from model import SIZES, ModelConfig
 
 BUILTIN = "tokens/python"
+WARMUP_STEPS = 50  # where --warmup_steps is not given
 
 
-def flag(default, help: str, least: float | None = None, below: float | None = None):
-    """A field of Config with its help text and, for numbers, the range least <= value < below."""
-    return field(default=default, metadata={"help": help, "least": least, "below": below})
+def flag(
+    default,
+    help: str,
+    least: float | None = None,
+    below: float | None = None,
+    metavar: str | None = None,
+):
+    """A field of Config: its help text, its metavar and, for numbers, least <= value < below."""
+    metadata = {"help": help, "least": least, "below": below, "metavar": metavar}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Config:
+    # Data and output
     data: str = flag(
         BUILTIN,
         "token folder, written by prepare.py or nanoGPT; the default is prepared on first use from "
         "the library of the installed Python",
+        metavar="DIR",
     )
-    out: str | None = flag(None, "run folder (default: runs/MODEL)")
+    out: str | None = flag(None, "run folder (default: runs/MODEL)", metavar="DIR")
+    seed: int = flag(0, "seed of the initial weights and of the data order", 0, 2**32)
 
     # Model
-    model: Literal[tuple(SIZES)] = flag("tiny", "named size; the next six flags override parts")
+    model: Literal[tuple(SIZES)] = flag(
+        "tiny", "named size; --n_layer to --seq_len override its parts"
+    )
     n_layer: int | None = flag(None, "number of blocks", 1)
     n_head: int | None = flag(None, "number of attention heads", 1)
     n_kv_head: int | None = flag(
@@ -61,9 +77,24 @@ class Config:
     wrap: str = flag(
         "block",
         "unit that fsdp gathers: block, block_group:K (K blocks) or none (the whole model)",
+        metavar="UNIT",
     )
     reshard_after_forward: bool = flag(
         True, "drop gathered weights after forward and gather them again; false: SHARD_GRAD_OP"
+    )
+    grad_sync: Literal["batch", "micro_batch", "shard"] = flag(
+        "batch",
+        "average gradients once per step; after every micro-batch (more traffic; less memory under "
+        "fsdp); or, for hsdp, scatter after each and average between replicas once",
+    )
+
+    # Batch: global_batch_size = micro_batch_size x grad_accum_steps x dp_size
+    global_batch_size: int = flag(32, "sequences per optimizer step, over all ranks", 1)
+    micro_batch_size: int | None = flag(
+        None,
+        "sequences per rank and forward (default: the rank's share of the step); a smaller one "
+        "accumulates gradients",
+        1,
     )
     activation_checkpointing: Literal["none", "selective", "full"] = flag(
         "none",
@@ -75,40 +106,6 @@ class Config:
         "memory for large vocabularies",
         1,
     )
-    compile: bool = flag(False, "compile the blocks with torch.compile, in the first step")
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: GPUs if there are any")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto",
-        "compute dtype; auto: bfloat16 if the hardware has it; weights and reductions are float32",
-    )
-    timeout: float = flag(
-        120.0,
-        "seconds after which a rank that is lost or makes no progress ends the run; ten times as "
-        "long while it starts or saves",
-        1,
-        1e9,
-    )
-    time_limit: float = flag(
-        0.0, "seconds after which the run has saved and stopped; 0: no limit", 0
-    )
-
-    # Batch: global_batch_size = micro_batch_size x grad_accum_steps x dp_size
-    global_batch_size: int = flag(32, "sequences per optimizer step, over all ranks", 1)
-    micro_batch_size: int | None = flag(
-        None,
-        "sequences per rank and forward (default: the rank's share of the step); a smaller one "
-        "accumulates gradients",
-        1,
-    )
-    grad_sync: Literal["batch", "micro_batch", "shard"] = flag(
-        "batch",
-        "average gradients once per step; after every micro-batch (more traffic; less memory under "
-        "fsdp); or, for hsdp, scatter after each and average between replicas once",
-    )
-    num_workers: int | None = flag(
-        None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0
-    )
-    seed: int = flag(0, "seed of the initial weights and of the data order", 0, 2**32)
 
     # Optimizer
     max_steps: int = flag(600, "optimizer steps of the run", 1)
@@ -116,7 +113,9 @@ class Config:
         None, "peak learning rate (default: 0.5 / d_model, close to GPT-3's table)", 0
     )
     min_lr: float = flag(0.0, "learning rate at the end of the schedule", 0)
-    warmup_steps: int = flag(50, "steps of linear warm-up from 0 to lr", 0)
+    warmup_steps: int | None = flag(
+        None, f"steps of linear warm-up from 0 to lr (default: {WARMUP_STEPS})", 0
+    )
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
         "cosine", "decay from lr to min_lr; wsd: over the last fifth of the run"
     )
@@ -148,14 +147,16 @@ class Config:
     eval_interval: int = flag(250, "steps between evaluations; 0: at the end only", 0)
     eval_sequences: int = flag(512, "validation sequences per evaluation, always the same", 1)
     sample_tokens: int = flag(256, "tokens of text to sample at the end; 0: none", 0)
+    profile: str | None = flag(
+        None,
+        "trace the steps after START up to STOP and report where time goes",
+        metavar="START:STOP",
+    )
+
+    # Checkpoints and stops
     save_interval: int = flag(250, "steps between checkpoints; 0: at the end only", 0)
     keep_last: int = flag(2, "number of newest checkpoints to keep; 0: all", 0)
     keep_every: int = flag(0, "also keep the checkpoints of every N-th step; 0: none", 0)
-    profile: str | None = flag(
-        None, "START:STOP: trace the steps after START up to STOP and report where time goes"
-    )
-
-    # Checkpoints
     checkpoint: Literal["sharded", "full", "none"] = flag(
         "sharded",
         "sharded: each rank writes its part; full: one file, assembled in the memory of rank 0",
@@ -163,9 +164,81 @@ class Config:
     async_save: bool = flag(False, "copy to host memory, and write while training goes on")
     resume: str = flag(
         "auto",
-        "auto: continue the run in --out; never: require an empty --out; PATH: begin at that "
-        "checkpoint",
+        "auto: continue the run in --out; never: require an empty --out; a checkpoint's path: "
+        "continue from there in a new --out",
+        metavar="auto|never|PATH",
     )
+    init_from: str | None = flag(
+        None,
+        "begin a new run, at step 0 with a new optimizer, with the weights of this checkpoint",
+        metavar="PATH",
+    )
+    allow_changes: bool = flag(
+        False, "continue a run although flags of its optimizer, or its dtype, have changed"
+    )
+    time_limit: float = flag(
+        0.0, "seconds after which the run has saved and stopped; 0: no limit", 0, metavar="SECONDS"
+    )
+    timeout: float = flag(
+        120.0,
+        "seconds after which a rank that is lost or makes no progress ends the run; ten times as "
+        "long while it starts or saves",
+        1,
+        1e9,
+        metavar="SECONDS",
+    )
+
+    # Hardware
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: GPUs if there are any")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "auto",
+        "compute dtype; auto: bfloat16 if the hardware has it; weights and reductions are float32",
+    )
+    compile: bool = flag(False, "compile the blocks with torch.compile, in the first step")
+    num_workers: int | None = flag(
+        None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0
+    )
+
+
+# The groups of --help: a group begins at the flag and ends before the next group's.
+GROUPS = {
+    "data": "data and output",
+    "model": "model",
+    "strategy": "mesh",
+    "global_batch_size": "batch and memory",
+    "max_steps": "optimizer",
+    "log_interval": "cadence, in optimizer steps",
+    "save_interval": "checkpoints and stops",
+    "device": "hardware",
+}
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+# The flags that --help shows first.
+FIRST = (
+    "data",
+    "out",
+    "model",
+    "strategy",
+    "global_batch_size",
+    "micro_batch_size",
+    "max_steps",
+    "lr",
+    "eval_interval",
+    "save_interval",
+)
+
+EXAMPLES = """
+examples:
+  python train.py --max_steps 100
+  torchrun --standalone --nproc_per_node 8 train.py --strategy fsdp --model gpt2-124m \\
+      --data tokens/mine --global_batch_size 512 --micro_batch_size 32 --out runs/mine
+
+beside it, each with --help:
+  python prepare.py            text -> token folder
+  python sample.py             text from a checkpoint
+  python checkpoint.py         list, verify and consolidate checkpoints
+  python -m tools.compare      runs side by side
+  python -m tools.bench        speed and memory on this machine
+"""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -177,12 +250,14 @@ def parse(argv: list[str]) -> Config:
     parser = build_parser()
     file = parser.parse_known_args(argv)[0].config
     if file:
-        argv = config_flags(file) + argv
+        argv = config_flags(parser, file) + argv
     flags = vars(parser.parse_args(argv))
     del flags["config"]
-    flags["out"] = flags["out"] or f"runs/{flags['model']}"
+    if flags["out"] is None:
+        flags["out"] = f"runs/{flags['model']}"
     config = Config(**flags)
     check_ranges(config)
+    check_pairs(config)
     # Fail early on flags that do not fit together whatever the data and the number of processes.
     model_config(config, vocab_size=64 * config.tp)
     blocks_per_unit(config)
@@ -194,25 +269,40 @@ def build_parser() -> cli.Parser:
     """Each field of Config is a flag of its name and type."""
     parser = cli.Parser(
         prog="train.py",
-        description="Train a language model on one process, or on the N processes that "
-        "torchrun --nproc_per_node N starts.",
+        usage="train.py [--FLAG VALUE ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train a language model on one process, or on the N processes that\n"
+        "torchrun --nproc_per_node N starts. The same command continues a stopped run.",
+        epilog=EXAMPLES,
     )
-    parser.add_argument(
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    group = parser.add_argument_group("most used")
+    for name in FIRST:
+        add_flag(group, fields[name])
+    group.add_argument(
         "--config", metavar="FILE.json", help="config.json of a run; flags on the command line win"
     )
-    for f in dataclasses.fields(Config):
-        default = "" if f.default is None else f" (default: {f.default})"
-        options = {"default": f.default, "help": f.metadata["help"] + default}
-        if get_origin(f.type) is Literal:
-            options["choices"] = get_args(f.type)
-        elif f.type is bool:
-            # --async_save alone is --async_save true
-            options |= {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
-        else:
-            kind = value_type(f.type)
-            options |= {"type": kind, "metavar": kind.__name__.upper()}
-        parser.add_argument(f"--{f.name}", **options)
+    for name, f in fields.items():
+        if name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
+        if name not in FIRST:
+            add_flag(group, f)
     return parser
+
+
+def add_flag(group, f: dataclasses.Field) -> None:
+    options = {"default": f.default, "help": f.metadata["help"]}
+    if f.default is not None:
+        options["help"] += f" (default: {str(f.default).lower()})"
+    if get_origin(f.type) is Literal:
+        options["choices"] = get_args(f.type)
+    elif f.type is bool:
+        # --async_save alone is --async_save true
+        options |= {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+    else:
+        kind = value_type(f.type)
+        options |= {"type": kind, "metavar": f.metadata["metavar"] or METAVARS[kind]}
+    group.add_argument(f"--{f.name}", **options)
 
 
 def value_type(annotation) -> type:
@@ -229,13 +319,25 @@ def boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-def config_flags(file: str) -> list[str]:
-    """Turn a saved config.json into flags, so that one parser checks both."""
+def config_flags(parser: cli.Parser, file: str) -> list[str]:
+    """Turn a saved config.json into flags, so that one parser checks both. Raises UsageError."""
     try:
         items = json.loads(Path(file).read_text()).items()
-    except (OSError, ValueError, AttributeError) as error:
+    except OSError as error:
+        raise UsageError(f"--config {file}: {error.strerror}") from None
+    except (ValueError, AttributeError):
+        raise UsageError(
+            f"--config {file} is not a JSON object of flags; give the config.json of a run"
+        ) from None
+    flags = []
+    for name, value in items:
+        if value is not None and name != "allow_changes":  # which was for one start
+            flags.append(f"--{name}={value}")
+    try:
+        parser.parse_args(flags)
+    except UsageError as error:
         raise UsageError(f"--config {file}: {error}") from None
-    return [f"--{name}={value}" for name, value in items if value is not None]
+    return flags
 
 
 def check_ranges(config: Config) -> None:
@@ -245,14 +347,55 @@ def check_ranges(config: Config) -> None:
         below = f.metadata["below"]
         if least is None or value is None:
             continue
-        if least <= value and (below is None or value < below):
+        if least <= value < (math.inf if below is None else below):
             continue
-        upper = "" if below is None else f" and below {below}"
-        raise UsageError(f"--{f.name} {value} must be at least {least}{upper}")
+        upper = "finite" if below is None else f"below {below}"
+        raise UsageError(f"--{f.name} {value} must be at least {least} and {upper}")
+
+
+def check_pairs(c: Config) -> None:
+    """Refuse two flags of which one makes the other meaningless."""
+    if not c.out:
+        raise UsageError("--out is empty: name a folder, or leave --out out")
+    if c.warmup_steps is not None and c.warmup_steps > c.max_steps:
+        raise UsageError(
+            f"--warmup_steps {c.warmup_steps} is more than --max_steps {c.max_steps}: the learning "
+            "rate would never reach --lr"
+        )
+    if c.min_lr > peak_lr(c):
+        raise UsageError(f"--min_lr {c.min_lr} is above the peak learning rate {peak_lr(c)}")
+    if c.async_save and c.checkpoint == "none":
+        raise UsageError("--async_save with --checkpoint none has nothing to save: drop one")
+    if c.init_from and c.resume not in ("auto", "never"):
+        raise UsageError(
+            "--init_from begins a new run and --resume PATH continues one: give only one of them"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
 # What follows from the flags
+
+
+def peak_lr(config: Config) -> float:
+    if config.lr is not None:
+        return config.lr
+    return 0.5 / (config.d_model or SIZES[config.model].d_model)
+
+
+def warmup_steps(config: Config) -> int:
+    return WARMUP_STEPS if config.warmup_steps is None else config.warmup_steps
+
+
+def lr_schedule(config: Config) -> Callable[[int], float]:
+    """The learning rate of an update by its step, counted from 1."""
+    return functools.partial(
+        optim.learning_rate,
+        schedule=config.schedule,
+        lr=peak_lr(config),
+        min_lr=config.min_lr,
+        warmup_steps=warmup_steps(config),
+        max_steps=config.max_steps,
+    )
 
 
 def model_config(config: Config, vocab_size: int) -> ModelConfig:

@@ -38,6 +38,7 @@ from config import (
     BUILTIN,
     Config,
     blocks_per_unit,
+    lr_schedule,
     micro_batch_size,
     model_config,
     parse,
@@ -259,18 +260,10 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.M
 
 
 def build_optimizer(model: Transformer, c: Config) -> optim.Optimizer:
-    lr_at = functools.partial(
-        optim.learning_rate,
-        schedule=c.schedule,
-        lr=0.5 / model.config.d_model if c.lr is None else c.lr,
-        min_lr=c.min_lr,
-        warmup_steps=c.warmup_steps,
-        max_steps=c.max_steps,
-    )
     return optim.Optimizer(
         model.named_parameters(),
         model.decays,
-        lr_at,
+        lr_schedule(c),
         weight_decay=c.weight_decay,
         betas=(c.beta1, c.beta2),
         eps=c.eps,
