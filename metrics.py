@@ -29,6 +29,9 @@ PEAK_FLOPS = {
 }
 
 
+REMEDY = "The checkpoints in --out are from before: lower --lr or check the data"
+
+
 class Diverged(RuntimeError):
     """Training that no longer makes progress."""
 
@@ -115,15 +118,18 @@ def json_line(row: dict) -> bytes:
     return json.dumps(finite).encode() + b"\n"
 
 
-def console_line(row: dict, max_steps: int) -> str:
-    """A training row for people."""
+def console_line(row: dict, max_steps: int, is_first: bool) -> str:
+    """A training row for people.
+
+    The first step of a process allocates, and may compile: it does not tell the time left.
+    """
     minutes, seconds = divmod((max_steps - row["step"]) * row["step_time"], 60)
+    left = "" if is_first else f"  {minutes:.0f}m{seconds:02.0f}s left"
     mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
     return (
         f"{row['step'] / max_steps:4.0%}  loss {row['loss']:.4f}  "
         f"grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
-        f"{row['step_time'] * 1e3:,.0f} ms  {row['tokens_per_second']:,.0f} tok/s{mfu}  "
-        f"{minutes:.0f}m{seconds:02.0f}s left"
+        f"{row['step_time'] * 1e3:,.0f} ms  {row['tokens_per_second']:,.0f} tok/s{mfu}{left}"
     )
 
 
@@ -176,6 +182,7 @@ class Log:
         self.out = out
         self.device = device
         self.is_rank0 = dist.get_rank() == 0
+        self.resume_step = last_step
         self.max_steps = max_steps
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
@@ -183,6 +190,7 @@ class Log:
         self.max_skipped = max_skipped
         self.skipped_in_a_row = 0
         self.data_wait = 0.0  # seconds that this rank has waited for data
+        self.loss = math.nan  # of the last row: mean over the global batch
         self.step_time = 0.0  # seconds, of the last row
         self.longest_pause = 0.0  # seconds
         self.pending: PendingRow | None = None
@@ -258,8 +266,7 @@ class Log:
         if self.max_skipped and self.skipped_in_a_row >= self.max_skipped:
             raise Diverged(
                 f"{self.skipped_in_a_row} updates in a row were skipped up to step "
-                f"{self.mark.step}, because their gradients were not finite or spiked. The "
-                "checkpoints in --out are from before: lower --lr or check the data"
+                f"{self.mark.step}, because their gradients were not finite or spiked. {REMEDY}"
             )
 
     def write_pending(self) -> None:
@@ -270,13 +277,14 @@ class Log:
         own_times = [seconds / steps for seconds in ranks["own_time"]]
         world_size = len(own_times)
         self.skipped_in_a_row = int(max(ranks["skipped_in_a_row"]))
+        self.loss = sum(ranks["loss"]) / world_size
         self.step_time = row.ended.event.since(row.began.event) / steps
         tokens_per_second = self.tokens_per_step / self.step_time
         flops = tokens_per_second / world_size * self.flops_per_token
         fields = {
             "step": row.ended.step,
             "tokens": row.ended.step * self.tokens_per_step,
-            "loss": sum(ranks["loss"]) / world_size,
+            "loss": self.loss,
             "grad_norm": max(ranks["grad_norm"]),
             "lr": row.lr,
             "clipped": int(max(ranks["clipped"])),
@@ -294,7 +302,8 @@ class Log:
             "peak_host_memory": int(max(ranks["peak_host_memory"])),
         }
         self.append("metrics.jsonl", [fields])
-        self.say(console_line(fields, self.max_steps), fields["step"])
+        is_first = row.began.step == self.resume_step
+        self.say(console_line(fields, self.max_steps, is_first), fields["step"])
 
     # Other rows
 
@@ -312,8 +321,11 @@ class Log:
         self.append("optim.jsonl", rows)
 
     def evaluation(self, step: int, val_loss: float) -> None:
+        """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
         self.append("metrics.jsonl", [{"step": step, "val_loss": val_loss}])
         self.say(f"val_loss {val_loss:.4f}", step)
+        if not math.isfinite(val_loss):
+            raise Diverged(f"the validation loss of step {step} is {val_loss}. {REMEDY}")
 
     def checkpoint(self, row: dict) -> None:
         """Write the row of a save that has ended, well or not."""
