@@ -1,8 +1,10 @@
 """Ranks that hang, are lost, or disagree: a job ends with one line that names them."""
 
+import json
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -198,7 +200,9 @@ class Watchdog:
     def abort(self, line: str | None = None) -> None:
         """End this process, whatever its main thread hangs in."""
         if line:
-            print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+            line = f"{Path(sys.argv[0]).name}: error: {line}"
+            print(line, file=sys.stderr, flush=True)
+            tell_torchrun(line)
         if self.dump_folder:
             # Private, since the public way, NCCL's own timeout, would come too late and not at all
             # for gloo.
@@ -206,6 +210,17 @@ class Watchdog:
             self.dump_folder.mkdir(exist_ok=True)
             (self.dump_folder / f"rank_{self.rank}").write_bytes(dump())
         os._exit(1)
+
+
+def tell_torchrun(line: str) -> None:
+    """Put the reason why this rank ends under "Root Cause" in torchrun's report.
+
+    torchrun reads it from a file, in the format of torch.distributed.elastic's ErrorHandler, which
+    would add a traceback.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
 
 
 # --------------------------------------------------------------------------------------------------
