@@ -282,6 +282,14 @@ class Saver:
         else:
             self.finish(pending)
 
+    def refuse(self, step: int, reason: str) -> None:
+        """Report the save of `step` as failed without trying it: earlier checkpoints are better."""
+        self.wait()
+        path = self.run / "checkpoints" / f"step-{step:08d}"
+        self.failure = f"cannot write {path}: {reason}"
+        row = {"step": step, "event": "checkpoint_failed", "path": str(path), "error": reason}
+        self.rows.append(row | {"seconds": 0.0, "blocking_seconds": 0.0})
+
     def wait(self) -> None:
         """Wait for the save in progress, if any."""
         if self.thread:

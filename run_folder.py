@@ -1,22 +1,126 @@
-"""What a run folder holds, and which run may continue in it.
+"""What a run folder holds, who may write it, and which run may continue in it.
 
 OUT/config.json      the flags of the last start
+    starts.jsonl     one row per start: when, where, from which step, with which flags
     metrics.jsonl    one row per log_interval, evaluation and checkpoint
     optim.jsonl      one row per parameter, with --optim_metrics_interval
     checkpoints/     see checkpoint.py
     profile/         with --profile
     flight/          the last collectives, where a rank hung or was lost
+    lock             while a run writes here
 """
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
-from dataclasses import dataclass
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import checkpoint
+import dist
 from cli import UsageError
-from config import Config
+from config import Config, lr_schedule, peak_lr, warmup_steps
 from metrics import replace_file
+
+# --------------------------------------------------------------------------------------------------
+# One run at a time
+
+
+class Lock:
+    """A POSIX record lock on OUT/lock, which names its holder.
+
+    The kernel drops it when its process ends, even by kill -9. A child that outlives the process,
+    such as a data loader's worker, does not inherit it. NFS and Lustre carry it between hosts.
+    """
+
+    def __init__(self, out: Path):
+        self.path = out / "lock"
+        self.descriptor: int | None = None
+        self.new_folders: list[Path] = []  # innermost first
+
+    def acquire(self, patience: float = 0.0) -> None:
+        """Lock the folder, creating it if needed; wait up to `patience` seconds.
+
+        Raises UsageError where another run holds it.
+        """
+        deadline = time.monotonic() + patience
+        while not self.try_lock():
+            if time.monotonic() >= deadline:
+                raise UsageError(
+                    f"--out {self.path.parent} is in use by {self.holder()}: "
+                    "wait until it ends or choose another --out"
+                )
+            time.sleep(1)
+        started = datetime.now().astimezone().isoformat(" ", "seconds")
+        holder = f"host {socket.gethostname()}, process {os.getpid()}, since {started}"
+        os.ftruncate(self.descriptor, 0)
+        os.write(self.descriptor, holder.encode())
+
+    def try_lock(self) -> bool:
+        self.create_folders()
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                os.close(descriptor)
+                return False
+            print(f"{self.path}: this file system has no locks: start no second run in it")
+        self.descriptor = descriptor
+        # Its last holder may have removed the file since it was opened here.
+        return self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat())
+
+    def holder(self) -> str:
+        with contextlib.suppress(OSError):
+            if text := self.path.read_text():
+                return text
+        return "another run"
+
+    def create_folders(self) -> None:
+        out = self.path.parent
+        missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            raise UsageError(f"--out {out}: {error.strerror}; choose another --out") from None
+        self.new_folders = missing or self.new_folders
+
+    def release(self) -> None:
+        """Remove the lock, and the folder if the run has written nothing to it."""
+        if self.descriptor is None:
+            return
+        self.path.unlink(missing_ok=True)
+        os.close(self.descriptor)
+        with contextlib.suppress(OSError):  # not empty
+            for folder in self.new_folders:
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def locked(out: Path, timeout: float) -> Iterator[None]:
+    """Keep other runs out of the run folder. A collective: rank 0 holds the lock.
+
+    When torchrun restarts a job, a lost host may take a while to lose its lock on a shared file
+    system: then rank 0 waits up to `timeout` seconds. Raises UsageError.
+    """
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    lock = Lock(out)
+    dist.on_rank0(lambda: lock.acquire(timeout if is_restart else 0.0))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+# --------------------------------------------------------------------------------------------------
+# Where a run begins
 
 
 @dataclass(frozen=True)
@@ -25,6 +129,8 @@ class ResumePoint:
 
     step: int
     checkpoint: Path | None
+    init_from: Path | None = None  # a new run takes its weights from there
+    changes: list[str] = field(default_factory=list)  # flags that differ, as "--NAME OLD -> NEW"
 
 
 def resume_key(manifest: dict) -> dict:
@@ -37,39 +143,55 @@ def resume_key(manifest: dict) -> dict:
     }
 
 
-def resume_point(config: Config, manifest: dict, latest: Path | None) -> ResumePoint:
-    """Find where the run begins. Raises UsageError where it may not.
+def resume_point(
+    config: Config, manifest: dict, latest: Path | None, passed_over: list[str]
+) -> ResumePoint:
+    """Find where the run begins. Raises UsageError where it may not, CheckpointError for damage.
 
     `latest`, the newest valid checkpoint of --out, comes before --resume PATH, so that the same
-    command can be given again.
+    command can be given again. `passed_over` tells what is wrong with newer ones.
     """
     out = Path(config.out)
-    if config.resume == "never" and out.exists() and any(out.iterdir()):
+    is_empty = all(path.name == "lock" for path in out.glob("*"))
+    if config.resume == "never" and not is_empty:
         raise UsageError(
             f"--out {out} is not empty, and --resume never would overwrite it: choose another --out"
         )
+    if latest is None:
+        check_nothing_is_lost(out, passed_over)
     resume_from = latest
     if config.resume not in ("auto", "never"):
         named = Path(config.resume)
         check_named(named, latest, out)
         resume_from = latest or named
     if resume_from is None:
-        return ResumePoint(steps_without_checkpoint(out, config.max_steps), None)
+        step = steps_without_checkpoint(config, manifest)
+        init_from = Path(config.init_from) if config.init_from and step == 0 else None
+        if init_from:
+            check_init(init_from, manifest)
+        return ResumePoint(step, None, init_from)
     saved = checkpoint.read_manifest(resume_from)
+    step = saved["step"]
     check_same_run(resume_from, saved, manifest)
-    return ResumePoint(saved["step"], resume_from)
+    check_max_steps(resume_from, step, config, is_named=latest is None)
+    return ResumePoint(step, resume_from, changes=check_changes(saved, manifest, step))
+
+
+def check_nothing_is_lost(out: Path, passed_over: list[str]) -> None:
+    """Refuse to begin at step 1 in a folder whose checkpoints are all damaged."""
+    for path in sorted(out.glob("checkpoints/step-*")):
+        if path.name.removeprefix("step-").isdecimal():
+            reason = passed_over[0] if passed_over else f"{path}: manifest.json is missing"
+            raise checkpoint.CheckpointError(
+                f"--out {out} has checkpoints, but none is valid ({reason}): restore one, or begin "
+                "again in another --out"
+            )
 
 
 def check_named(named: Path, latest: Path | None, out: Path) -> None:
     """Check the checkpoint of --resume PATH against the newest one of --out."""
-    if not (named / "manifest.json").is_file():
-        raise UsageError(
-            f"--resume {named}: no checkpoint there; "
-            "name one like runs/tiny/checkpoints/step-00000250"
-        )
     if latest is None:
-        if problem := checkpoint.verify(named):
-            raise checkpoint.CheckpointError(f"--resume {named}: {problem}")
+        check_valid("--resume", named)
         return
     is_of_this_run = named.resolve().parent == latest.resolve().parent
     if is_of_this_run and named.resolve() != latest.resolve():
@@ -77,6 +199,15 @@ def check_named(named: Path, latest: Path | None, out: Path) -> None:
             f"--resume {named} is not the newest checkpoint of --out {out}: "
             "choose another --out to branch off"
         )
+
+
+def check_valid(flag: str, path: Path) -> None:
+    if not (path / "manifest.json").is_file():
+        raise UsageError(
+            f"{flag} {path}: no checkpoint there; name one like runs/tiny/checkpoints/step-00000250"
+        )
+    if problem := checkpoint.verify(path):
+        raise checkpoint.CheckpointError(f"{flag} {path}: {problem}")
 
 
 def check_same_run(path: Path, saved: dict, manifest: dict) -> None:
@@ -89,41 +220,172 @@ def check_same_run(path: Path, saved: dict, manifest: dict) -> None:
         ) from None
     changed = []
     for key, value in now.items():
-        if value != before.get(key):
+        if key != "data" and value != before.get(key):
             changed.append(f"{key} was {before.get(key)} and is now {value}")
     if changed:
         raise UsageError(
             f"{path} cannot be continued: {', '.join(changed)}; "
             "change that back or choose another --out"
         )
+    if now["data"] != before["data"]:
+        folder = manifest["config"]["data"]
+        old_folder = saved["config"].get("data")
+        what = f"the data was {old_folder} and is now {folder}"
+        if folder == old_folder:
+            what = f"the tokens in {folder} have changed"
+        raise UsageError(
+            f"{path} cannot be continued: {what}; change that back, or begin a new run with its "
+            f"weights: --init_from {path} and another --out"
+        )
 
 
-def steps_without_checkpoint(out: Path, max_steps: int) -> int:
-    """Return the steps of a finished run with --checkpoint none in `out`; 0 if there is none.
+def check_max_steps(path: Path, step: int, config: Config, is_named: bool) -> None:
+    """Refuse a --max_steps that a checkpoint has passed, or, in a new folder, has reached."""
+    if step > config.max_steps or (is_named and step == config.max_steps):
+        raise UsageError(
+            f"{path} is at step {step}, and --max_steps {config.max_steps} leaves nothing to "
+            "train: raise --max_steps or choose another --out"
+        )
+
+
+def check_init(path: Path, manifest: dict) -> None:
+    """Check that --init_from names weights that fit. Raises UsageError, CheckpointError."""
+    check_valid("--init_from", path)
+    saved = checkpoint.read_manifest(path).get("model", {})
+    for key, value in manifest["model"].items():
+        if key != "seq_len" and saved.get(key) != value:
+            raise UsageError(
+                f"--init_from {path} has {key} {saved.get(key)}, and this run has {value}: "
+                "its weights do not fit"
+            )
+
+
+def steps_without_checkpoint(config: Config, manifest: dict) -> int:
+    """Return the steps of a finished run with --checkpoint none in --out; 0 if there is none.
 
     Raises UsageError if it is not finished, since it cannot be continued.
     """
+    out = Path(config.out)
     try:
         before = json.loads((out / "config.json").read_text())
         if before["checkpoint"] != "none":
             return 0
         rows = (out / "metrics.jsonl").read_text().splitlines()
         steps = [json.loads(row)["step"] for row in rows]
+        starts = read_starts(out)
     except FileNotFoundError:
         return 0
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"--out {out} holds files that are not train.py's ({error!r}): choose another --out"
         ) from None
-    if steps and steps[-1] >= max_steps:
-        return steps[-1]
-    raise UsageError(
-        f"--out {out} holds a run that saved no checkpoints and cannot be continued: "
-        "choose another --out"
-    )
+    if not steps or steps[-1] != config.max_steps:
+        raise UsageError(
+            f"--out {out} holds a run that saved no checkpoints and cannot be continued: "
+            "choose another --out"
+        )
+    if starts:
+        check_same_run(out, starts[-1], manifest)
+        check_changes(starts[-1], manifest, steps[-1])
+    return steps[-1]
 
 
-def create(out: Path, config: Config) -> None:
-    """Make `out` this run's folder."""
+# --------------------------------------------------------------------------------------------------
+# Flags that changed between two starts
+
+# A run whose mesh, batch split, cadence or logging change has the same numbers. Not with these:
+CHANGE_THE_NUMBERS = {
+    "lr",
+    "min_lr",
+    "warmup_steps",
+    "schedule",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "eps",
+    "clip",
+    "max_grad_norm",
+    "max_grad_norm_ratio",
+    "skip_spikes",
+    "dtype",
+}
+OF_ONE_START = {"out", "resume", "init_from", "allow_changes"}
+
+
+def saved_config(flags: dict) -> Config:
+    """The flags of an earlier start. A flag that did not exist then has its default."""
+    names = {f.name for f in dataclasses.fields(Config)}
+    return Config(**{name: value for name, value in flags.items() if name in names})
+
+
+def resolved(config: Config, dtype: str) -> dict:
+    """All flags, with the values that stand for a default."""
+    flags = dataclasses.asdict(config)
+    return flags | {"lr": peak_lr(config), "warmup_steps": warmup_steps(config), "dtype": dtype}
+
+
+def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
+    """Return each flag that differs between two manifests, as text; `step` updates are done.
+
+    Raises UsageError for one of CHANGE_THE_NUMBERS, unless --allow_changes is given.
+    """
+    config = Config(**manifest["config"])
+    before_config = saved_config(saved["config"])
+    now = resolved(config, manifest["dtype"])
+    # A checkpoint of before 2026-11-21 does not tell what --dtype auto was.
+    auto = manifest["dtype"] if before_config.dtype == "auto" else before_config.dtype
+    before = resolved(before_config, saved.get("dtype", auto))
+    changes = []
+    refused = []
+    for name, value in now.items():
+        if name in OF_ONE_START or value == before[name]:
+            continue
+        changes.append(f"--{name} {before[name]} -> {value}")
+        if name in CHANGE_THE_NUMBERS:
+            refused.append(changes[-1])
+        if name == "max_steps":
+            changes[-1] += f": {new_schedule(before_config, config, step)}"
+    if refused and not config.allow_changes:
+        if step == config.max_steps:
+            raise UsageError(
+                f"{config.out} is finished, step {step} of {step}, with other flags "
+                f"({', '.join(refused)}): choose another --out"
+            )
+        raise UsageError(
+            f"{config.out} would not have the same numbers with {', '.join(refused)}: change that "
+            "back, choose another --out, or give --allow_changes"
+        )
+    return changes
+
+
+def new_schedule(before: Config, now: Config, step: int) -> str:
+    """What another --max_steps does to the learning rate."""
+    old_lr = lr_schedule(before)(step + 1)
+    new_lr = lr_schedule(now)(step + 1)
+    ends = f"the {now.schedule} schedule ends at step {now.max_steps}"
+    return f"{ends}; the learning rate of step {step + 1} is {new_lr:.2e}, not {old_lr:.2e}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Starts
+
+
+def read_starts(out: Path) -> list[dict]:
+    file = out / "starts.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def create(out: Path, manifest: dict, step: int, world_size: int) -> None:
+    """Make `out` this run's folder, and add this start to its list."""
+    start = {
+        **manifest,
+        "time": datetime.now().astimezone().isoformat(),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "ranks": world_size,
+        "step": step,
+    }
     out.mkdir(parents=True, exist_ok=True)
-    replace_file(out / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    starts = [*read_starts(out), start]
+    replace_file(out / "starts.jsonl", "".join(json.dumps(start) + "\n" for start in starts))
+    replace_file(out / "config.json", json.dumps(manifest["config"], indent=2) + "\n")

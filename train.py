@@ -19,8 +19,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+# Read when torch is loaded: C++ warnings of collectives that fail, which say less than the line of
+# the watchdog, and the profiler's own log.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
 import torch
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
@@ -99,12 +105,13 @@ def make_plan(config: Config, world: dist.World) -> Plan:
     manifest = {
         "config": dataclasses.asdict(c),
         "model": dataclasses.asdict(model),
+        "dtype": str(dtype).removeprefix("torch."),
         "data": token_folder.fingerprint,
         "tokenizer": token_folder.tokenizer,
         "tokens_in_vocabulary": token_folder.vocab_size,
     }
     latest, passed_over = checkpoint.latest_valid(Path(c.out))
-    resume = dist.on_rank0(lambda: run_folder.resume_point(c, manifest, latest))
+    resume = dist.on_rank0(lambda: run_folder.resume_point(c, manifest, latest, passed_over))
     return Plan(
         config=c,
         strategy=strategy,
@@ -173,9 +180,10 @@ class Run:
         self.state = {"model": weights, "optimizer": self.optimizer.state()}
         if plan.resume.checkpoint:
             checkpoint.load(plan.resume.checkpoint, self.state)
+        elif plan.resume.init_from:
+            checkpoint.load(plan.resume.init_from, {"model": weights})
         self.check_ranks_agree()
-        if world.is_rank0:
-            run_folder.create(out, c)
+        dist.on_rank0(lambda: run_folder.create(out, plan.manifest, self.step, world.size))
         dog.dump_folder = out / "flight"
         self.log = metrics.Log(
             out,
@@ -319,9 +327,21 @@ def save(run: Run, step: int) -> None:
     if run.plan.config.checkpoint == "none":
         return
     run.watchdog.progress(step, "saving", slow=True)
+    if not is_finite(run):
+        run.saver.refuse(step, "the loss or a weight is not finite")
+        log_saves(run)
+        return
     tokens = step * run.plan.tokens_per_step
     run.saver.save(run.state, {"step": step, "tokens": tokens, **run.plan.manifest})
     log_saves(run)
+
+
+def is_finite(run: Run) -> bool:
+    """Whether the last loss and all weights are finite, on all ranks."""
+    weights = [optim.local(weight) for weight in run.state["model"].values()]
+    finite = torch.stack([weight.isfinite().all() for weight in weights]).all().float()
+    torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
+    return math.isfinite(run.log.loss) and finite.item() == 1
 
 
 def log_saves(run: Run) -> None:
@@ -341,7 +361,10 @@ def finish_saves(run: Run) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, step: int) -> None:
-    """Log the mean loss over the fixed validation set; every rank takes part in every forward."""
+    """Log the mean loss over the fixed validation set; every rank takes part in every forward.
+
+    Raises Diverged, on all ranks, where it is not finite.
+    """
     plan = run.plan
     n_windows = len(run.val_data)
     count = min(plan.config.eval_sequences, n_windows)
@@ -458,7 +481,9 @@ def finish(run: Run, stopped: bool) -> int:
     c = run.plan.config
     if stopped:
         continues = "" if c.checkpoint == "none" else "; the same command continues"
-        run.log.say(f"stopped after step {run.step}{continues}")
+        line = f"stopped after step {run.step}{continues}"
+        run.log.say(line)
+        watchdog.tell_torchrun(line)
         # 75 tells a scheduler to try again. torchrun --max-restarts would do so at once: there 0.
         will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
         return 0 if will_restart else os.EX_TEMPFAIL
@@ -536,8 +561,14 @@ def print_summary(run: Run) -> None:
     )
     for problem in plan.passed_over:
         say(f"        passed over {problem}")
-    continuing = f", continuing from {plan.resume.checkpoint}" if plan.resume.checkpoint else ""
-    say(f"out     {c.out}{continuing}")
+    begin = ""
+    if plan.resume.checkpoint:
+        begin = f", continuing from {plan.resume.checkpoint}"
+    if plan.resume.init_from:
+        begin = f", a new run with the weights of {plan.resume.init_from}"
+    say(f"out     {c.out}{begin}")
+    for change in plan.resume.changes:
+        say(f"        changed: {change}")
 
 
 @contextlib.contextmanager
@@ -556,7 +587,8 @@ def run_training(config: Config) -> int:
     world = dist.start(config.device, collective_timeout)
     dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
     # loss_parallel is for --tp, whose ranks hold parts of the logits.
-    with dog, loss_parallel(), no_garbage_collection():
+    lock = run_folder.locked(Path(config.out), config.timeout)
+    with dog, loss_parallel(), no_garbage_collection(), lock:
         plan = make_plan(config, world)
         if plan.resume.step >= config.max_steps:
             status = 0
@@ -606,9 +638,12 @@ def fail(message: str, status: int) -> int:
     if rank:
         time.sleep(3)
     on_rank = f" on rank {rank}" if rank else ""
-    print(f"train.py: error{on_rank}: {message}", file=sys.stderr, flush=True)
+    line = f"train.py: error{on_rank}: {message}"
+    print(line, file=sys.stderr, flush=True)
+    watchdog.tell_torchrun(line)
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # torchrun's report shows the traceback of an error that is not expected.
+    sys.exit(record(main)(sys.argv[1:]))

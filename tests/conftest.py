@@ -35,7 +35,7 @@ TINY = (
 )
 QUIET = (
     "--device cpu --eval_sequences 10 --eval_interval 0 --save_interval 0 --log_interval 1 "
-    "--lr 3e-3 --warmup_steps 3"
+    "--lr 3e-3 --warmup_steps 1"
 )
 
 # torch's store looks up the name of every peer. Where no name server answers, wait one second and

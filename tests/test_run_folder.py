@@ -1,7 +1,12 @@
-"""Which run may continue in a run folder, and from where."""
+"""Who writes a run folder, which run may continue in it, and from where."""
 
-import dataclasses
 import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -10,13 +15,14 @@ import run_folder
 from cli import UsageError
 from config import Config
 
-MODEL = {"n_layer": 2, "d_model": 32}
+MODEL = {"n_layer": 2, "d_model": 32, "vocab_size": 320}
 
 
-def manifest(step: int, **changes) -> dict:
-    config = {"global_batch_size": 8, "seed": 0}
-    base = {"step": step, "files": {}, "model": MODEL, "data": "abc", "config": config}
-    return base | changes
+def manifest(step: int, dtype: str = "float32", data: str = "abc", model=MODEL, **flags) -> dict:
+    """What a checkpoint of step `step` says, after a start with `flags`."""
+    config = {"global_batch_size": 8, "d_model": 32, "data": "tokens/a", **flags}
+    base = {"step": step, "files": {}, "model": model, "data": data, "dtype": dtype}
+    return base | {"config": {"seed": 0} | config}
 
 
 def save(out, step: int, **changes):
@@ -28,52 +34,198 @@ def save(out, step: int, **changes):
 
 
 @pytest.fixture
-def config(tmp_path):
-    """config(**flags) of a run in tmp_path / "run"."""
-    return lambda **flags: Config(out=str(tmp_path / "run"), **flags)
+def begin(tmp_path):
+    """begin(latest, **flags): where a run in tmp_path / "run" with these flags begins."""
+
+    def call(latest=None, now=None, passed_over=(), **flags):
+        flags = {"out": str(tmp_path / "run"), **flags}
+        now = now or manifest(0, **flags)
+        return run_folder.resume_point(Config(**now["config"]), now, latest, list(passed_over))
+
+    return call
 
 
-def test_a_new_run_begins_at_step_0(config):
-    begin = run_folder.resume_point(config(), manifest(0), latest=None)
-    assert begin == run_folder.ResumePoint(0, None)
+# --------------------------------------------------------------------------------------------------
+# Where a run begins
 
 
-def test_a_run_continues_from_its_newest_checkpoint(config, tmp_path):
+def test_a_new_run_begins_at_step_0(begin):
+    assert begin() == run_folder.ResumePoint(0, None)
+
+
+def test_a_run_continues_from_its_newest_checkpoint(begin, tmp_path):
     path = save(tmp_path / "run", 10)
-    begin = run_folder.resume_point(config(), manifest(0), latest=path)
-    assert begin == run_folder.ResumePoint(10, path)
+    assert begin(path) == run_folder.ResumePoint(10, path)
 
 
-def test_a_named_checkpoint_begins_a_run_and_then_its_own_come_first(config, tmp_path):
+def test_a_named_checkpoint_begins_a_run_and_then_its_own_come_first(begin, tmp_path):
     named = save(tmp_path / "other", 10)
-    flags = config(resume=str(named))
-    assert run_folder.resume_point(flags, manifest(0), None) == run_folder.ResumePoint(10, named)
+    assert begin(resume=str(named)) == run_folder.ResumePoint(10, named)
     own = save(tmp_path / "run", 15)
-    assert run_folder.resume_point(flags, manifest(0), own) == run_folder.ResumePoint(15, own)
+    assert begin(own, resume=str(named)) == run_folder.ResumePoint(15, own)
 
 
-def test_a_named_checkpoint_that_is_damaged_is_an_error(config, tmp_path):
-    named = save(tmp_path / "other", 10, files={"full.pt": {"bytes": 3, "crc32": "0"}})
+def test_a_named_checkpoint_that_is_damaged_is_an_error(begin, tmp_path):
+    named = save(tmp_path / "other", 10)
+    (named / "manifest.json").write_text(
+        json.dumps(manifest(10) | {"files": {"full.pt": {"bytes": 3, "crc32": "0"}}})
+    )
     with pytest.raises(checkpoint.CheckpointError, match="full.pt is missing"):
-        run_folder.resume_point(config(resume=str(named)), manifest(0), None)
+        begin(resume=str(named))
+
+
+def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path):
+    named = save(tmp_path / "other", 10, data="other", schedule="linear")
+    assert begin(init_from=str(named)) == run_folder.ResumePoint(0, None, named)
+    larger = save(tmp_path / "larger", 10, model=MODEL | {"vocab_size": 512})
+    with pytest.raises(UsageError, match="has vocab_size 512, and this run has 320"):
+        begin(init_from=str(larger))
 
 
 @pytest.mark.parametrize(
     "change, line",
     [
         ({"model": MODEL | {"d_model": 64}}, "d_model was 64 and is now 32"),
-        ({"data": "other"}, "data was other and is now abc"),
-        ({"config": {"global_batch_size": 16, "seed": 0}}, "global_batch_size was 16 and is now 8"),
-        ({"config": {}}, "is not a checkpoint of train.py: its manifest.json lacks"),
+        ({"global_batch_size": 16}, "global_batch_size was 16 and is now 8"),
+        ({"data": "other"}, "the tokens in tokens/a have changed"),
     ],
 )
-def test_what_would_change_the_numbers_of_a_run_is_refused(config, tmp_path, change, line):
+def test_another_model_batch_or_other_data_is_refused(begin, tmp_path, change, line):
     path = save(tmp_path / "run", 10, **change)
     with pytest.raises(UsageError, match=line):
-        run_folder.resume_point(config(), manifest(0), latest=path)
+        begin(path)
 
 
-def test_the_folder_holds_the_flags(tmp_path):
-    config = Config(out=str(tmp_path / "run"), lr=0.5)
-    run_folder.create(tmp_path / "run", config)
-    assert json.loads((tmp_path / "run/config.json").read_text()) == dataclasses.asdict(config)
+def test_other_data_names_the_two_folders_and_the_way_on(begin, tmp_path):
+    path = save(tmp_path / "run", 10)
+    now = manifest(0, data="xyz", out=str(tmp_path / "run"))
+    now["config"]["data"] = "tokens/b"
+    with pytest.raises(UsageError, match="the data was tokens/a and is now tokens/b.*--init_from"):
+        begin(path, now)
+
+
+@pytest.mark.parametrize("max_steps", [5, 10])
+def test_a_checkpoint_that_has_passed_max_steps_is_refused(begin, tmp_path, max_steps):
+    named = save(tmp_path / "other", 10)
+    with pytest.raises(UsageError, match=f"is at step 10, and --max_steps {max_steps} leaves"):
+        begin(resume=str(named), max_steps=max_steps, warmup_steps=1)
+
+
+def test_damage_is_never_a_fresh_start(begin, tmp_path):
+    path = save(tmp_path / "run", 10)
+    with pytest.raises(checkpoint.CheckpointError, match=f"none is valid \\({path}: __0_0.distcp"):
+        begin(None, passed_over=[f"{path}: __0_0.distcp is missing"])
+    (path / "manifest.json").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="manifest.json is missing"):
+        begin(None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags that changed
+
+
+def test_a_change_of_the_numbers_is_refused_unless_it_is_allowed(begin, tmp_path):
+    path = save(tmp_path / "run", 10, clip="norm", lr=0.5)
+    line = "would not have the same numbers with --lr 0.5 -> 0.1, --clip norm -> none: change"
+    with pytest.raises(UsageError, match=line):
+        begin(path, lr=0.1, clip="none")
+    begun = begin(path, lr=0.1, clip="none", allow_changes=True)
+    assert begun.changes == ["--lr 0.5 -> 0.1", "--clip norm -> none"]
+
+
+def test_flags_are_compared_as_resolved(begin, tmp_path):
+    path = save(tmp_path / "run", 10, lr=0.5 / 32, warmup_steps=50, dtype="float32")
+    assert begin(path).changes == []
+    now = manifest(0, dtype="bfloat16", out=str(tmp_path / "run"))
+    with pytest.raises(UsageError, match="--dtype float32 -> bfloat16"):
+        begin(path, now)
+
+
+def test_mesh_batch_split_cadence_and_logging_may_change_and_are_said(begin, tmp_path):
+    path = save(tmp_path / "run", 10)
+    flags = {"strategy": "fsdp", "micro_batch_size": 2, "eval_interval": 5, "log_interval": 1}
+    assert begin(path, **flags).changes == [
+        "--strategy auto -> fsdp",
+        "--micro_batch_size None -> 2",
+        "--log_interval 10 -> 1",
+        "--eval_interval 250 -> 5",
+    ]
+
+
+def test_another_max_steps_says_what_it_does_to_the_learning_rate(begin, tmp_path):
+    path = save(tmp_path / "run", 600)
+    (change,) = begin(path, max_steps=1200).changes
+    assert change == (
+        "--max_steps 600 -> 1200: the cosine schedule ends at step 1200; "
+        "the learning rate of step 601 is 8.35e-03, not 0.00e+00"
+    )
+
+
+def test_a_finished_run_with_other_flags_is_an_error(begin, tmp_path):
+    path = save(tmp_path / "run", 600)
+    with pytest.raises(UsageError, match="is finished, step 600 of 600, with other flags"):
+        begin(path, lr=0.25)
+    assert begin(path, log_interval=1).step == 600
+
+
+def test_the_folder_holds_the_flags_of_every_start(tmp_path):
+    for step, lr in ((0, 0.5), (10, 0.25)):
+        run_folder.create(tmp_path, manifest(0, lr=lr), step, world_size=2)
+    starts = run_folder.read_starts(tmp_path)
+    assert [(start["step"], start["config"]["lr"]) for start in starts] == [(0, 0.5), (10, 0.25)]
+    assert starts[0]["process"] == os.getpid() and starts[0]["ranks"] == 2
+    assert json.loads((tmp_path / "config.json").read_text())["lr"] == 0.25
+
+
+# --------------------------------------------------------------------------------------------------
+# One run at a time
+
+
+def hold(out, is_held) -> None:
+    """Lock `out`, start a child as a data loader does, and wait."""
+    run_folder.Lock(out).acquire()
+    if os.fork():
+        is_held.set()
+    time.sleep(60)
+
+
+@pytest.fixture
+def first(tmp_path):
+    """A process that holds the lock of tmp_path / "run", and has a child."""
+    fork = multiprocessing.get_context("fork")
+    is_held = fork.Event()
+    process = fork.Process(target=hold, args=(tmp_path / "run", is_held))
+    process.start()
+    assert is_held.wait(20)
+    child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    yield process
+    process.kill()
+    process.join()
+    os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_folder_in_use_is_refused_and_a_dead_process_does_not_keep_it(first, tmp_path):
+    second = run_folder.Lock(tmp_path / "run")
+    with pytest.raises(UsageError, match=rf"is in use by host .+, process {first.pid}, since 20"):
+        second.acquire()
+    os.kill(first.pid, signal.SIGKILL)
+    first.join()
+    second.acquire()  # although the child of the first, which has its open files, lives
+    second.release()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_restarted_job_waits_for_the_lock_of_a_lost_host(first, tmp_path):
+    threading.Timer(0.5, first.kill).start()
+    run_folder.Lock(tmp_path / "run").acquire(patience=20)
+
+
+def test_an_unused_lock_leaves_what_was_there(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path, tmp_path / "a" / "b"):
+        lock = run_folder.Lock(folder)
+        lock.acquire()
+        lock.release()
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]
+    with pytest.raises(UsageError, match="--out .*/file: File exists; choose another"):
+        run_folder.Lock(tmp_path / "file").acquire()
