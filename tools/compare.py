@@ -1,54 +1,88 @@
-"""Compares runs side by side, from their logs: the result of an A/B test.
+"""Compare runs side by side, from their logs: an A/B test, or the same run on two meshes.
 
 python -m tools.compare runs/a runs/b --plot ab.png
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+import cli
 
-class CompareError(ValueError):
-    """A run that cannot be compared, or a plot that cannot be drawn."""
+# Relative difference that counts as rounding: 8 steps of float32, whose resolution is 1.2e-7. The
+# losses of single, ddp, fsdp and tp in float32 stay within 2e-7 while their weights agree. They
+# leave 1e-6 when the weights have drifted apart, after some dozens of steps.
+ROUNDING = 1e-6
+# What the table needs from a training row
+FIELDS = {"tokens", "grad_norm", "clipped", "skipped_steps", "step_time", "tokens_per_second"}
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+EXAMPLES = """examples:
+  python -m tools.compare runs/norm runs/adaptive --plot ab.png
+  python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
+"""
+
+
+class CompareError(cli.UsageError):
+    """Runs that cannot be compared, or a plot that cannot be drawn."""
+
+
+class LogError(ValueError):
+    """A damaged log: rows that cannot be read, or are not in the order of their steps."""
+
+
+# --------------------------------------------------------------------------------------------------
+# The log of a run
 
 
 @dataclass(frozen=True)
 class Log:
-    """What one run logged. Times are seconds of training, without evaluations and checkpoints."""
+    """What one run logged. Times are seconds of training, without evaluations and checkpoints.
+
+    A loss or norm that was not finite is nan.
+    """
 
     name: str
     config: dict
     training: list[dict]  # training rows, each with its "time" since the start of the run
     val: list[dict]  # evaluations, each with the "tokens" and the "time" of its step
 
-    def final_val_loss(self) -> float:
-        return self.val[-1]["val_loss"]
+    def final_val_loss(self) -> float | str:
+        return self.val[-1]["val_loss"] if self.val else "none yet"
 
-    def best_val_loss(self) -> float:
-        return min(row["val_loss"] for row in self.val)
+    def best_val_loss(self) -> float | str:
+        """The lowest validation loss; nan if none was finite."""
+        if not self.val:
+            return "none yet"
+        return min((row["val_loss"] for row in self.finite_val()), default=math.nan)
 
-    def loss_at(self, tokens: int) -> float:
-        """Training loss at a number of tokens: the mean of the last tenth of the rows up to it."""
-        losses = []
-        for row in self.training:
-            if row["tokens"] <= tokens and row["loss"] is not None:
-                losses.append(row["loss"])
-        if not losses:
-            return float("nan")
-        tenth = max(1, len(losses) // 10)
-        return fmean(losses[-tenth:])
+    def finite_val(self) -> list[dict]:
+        return [row for row in self.val if math.isfinite(row["val_loss"])]
 
-    def time_to(self, loss: float) -> float | None:
-        """When the validation loss first reached `loss`; None if it never did.
+    def loss_at(self, tokens: int) -> float | str:
+        """Mean of the finite training losses logged in the last tenth of the first `tokens` tokens.
+
+        The span is the same for every run, however many rows a run logged in it.
+        """
+        span = [row for row in self.training if 0.9 * tokens < row["tokens"] <= tokens]
+        if not span:
+            return "no row"
+        finite = [row["loss"] for row in span if math.isfinite(row["loss"])]
+        return fmean(finite) if finite else math.nan
+
+    def time_to(self, loss: float) -> float | str:
+        """When the validation loss first reached `loss`.
 
         Interpolates linearly between the two evaluations around it.
         """
+        if not self.val:
+            return "none yet"
         previous = None
-        for row in self.val:
+        for row in self.finite_val():
             if row["val_loss"] > loss:
                 previous = row
                 continue
@@ -57,7 +91,7 @@ class Log:
             descent = previous["val_loss"] - row["val_loss"]
             fraction = (previous["val_loss"] - loss) / descent
             return previous["time"] + fraction * (row["time"] - previous["time"])
-        return None
+        return "never"
 
     def tokens_per_second(self) -> float:
         return median(row["tokens_per_second"] for row in self.training)
@@ -72,39 +106,91 @@ class Log:
         return last["skipped_steps"] / last["step"]
 
 
-def read_rows(run: Path) -> list[dict]:
-    """All rows of a run folder's metrics.jsonl."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def read(folder: str) -> Log:
-    """Read the log of a run folder. Raises CompareError if it has none, or no evaluation yet."""
+def read(folder: str, name: str) -> Log:
+    """Read a run folder. Raises CompareError if it is none, LogError if its log is damaged."""
     run = Path(folder)
-    try:
-        config = json.loads((run / "config.json").read_text())
-        rows = read_rows(run)
-    except (OSError, ValueError) as error:
-        raise CompareError(f"{folder} is not a readable run folder: {error}") from None
+    if (run / "manifest.json").exists():
+        raise CompareError(f"{folder} is a checkpoint: name the run folder that holds it")
+    for file in ("config.json", "metrics.jsonl"):
+        if not (run / file).is_file():
+            raise CompareError(f"{folder} has no {file}: it is not the folder of a started run")
+    rows = read_rows(run)
+    for field in ("loss", "val_loss"):
+        check_order(run, rows, field)
     training = training_rows(rows)
-    val = validation_rows(rows, training)
-    if not val:
-        raise CompareError(f"{folder} has no evaluation yet: let it run until its first one")
-    return Log(run.name, config, training, val)
+    if not training:
+        raise CompareError(f"{folder} has no training row yet: let it run until its first one")
+    return Log(name, read_config(run), training, validation_rows(rows, training))
+
+
+def read_config(run: Path) -> dict:
+    file = run / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise CompareError(f"{file} is not a JSON object: it must hold the flags of the run")
+    return config
+
+
+def read_rows(run: Path) -> list[dict]:
+    """The rows of a run folder's metrics.jsonl, without a last one that a kill has torn.
+
+    Raises LogError if any other row is damaged.
+    """
+    file = run / "metrics.jsonl"
+    lines = file.read_bytes().splitlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if is_row(row):
+            rows.append(row)
+        elif number < len(lines):
+            raise LogError(f"{file}, line {number} is damaged: delete it to compare without it")
+    return rows
+
+
+def is_row(row) -> bool:
+    """Whether parsed JSON is a row of metrics.jsonl."""
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return False
+    return "loss" not in row or row.keys() >= FIELDS
+
+
+def check_order(run: Path, rows: list[dict], field: str) -> None:
+    """Raise LogError unless the steps of the rows that have `field` increase."""
+    previous_step = 0
+    for number, row in enumerate(rows, 1):
+        if field not in row:
+            continue
+        if row["step"] <= previous_step:
+            raise LogError(
+                f"{run / 'metrics.jsonl'}, line {number}: step {row['step']} follows step "
+                f"{previous_step}: two runs have written into this log; repeat them with one --out "
+                "each"
+            )
+        previous_step = row["step"]
 
 
 def training_rows(rows: list[dict]) -> list[dict]:
     """The rows that have a training loss, each with the "time" at which its step ended."""
     training = []
     time = 0.0
-    previous_step = 0
+    previous_step = None
     for row in rows:
         if "loss" not in row:
             continue
-        # step_time is the mean over the steps since the previous row
-        time += (row["step"] - previous_step) * row["step_time"]
+        # step_time is the mean over the steps since the previous row. The first row has one step,
+        # which is not step 1 where the run began with a checkpoint of another.
+        steps = 1 if previous_step is None else row["step"] - previous_step
+        time += steps * row["step_time"]
         previous_step = row["step"]
-        training.append(row | {"time": time})
+        finite = {"loss": nan_if_null(row["loss"]), "grad_norm": nan_if_null(row["grad_norm"])}
+        training.append(row | finite | {"time": time})
     return training
 
 
@@ -114,9 +200,19 @@ def validation_rows(rows: list[dict], training: list[dict]) -> list[dict]:
     val = []
     for row in rows:
         at = training_at.get(row["step"])
-        if row.get("val_loss") is not None and at:
-            val.append(row | {"tokens": at["tokens"], "time": at["time"]})
+        if "val_loss" in row and at:
+            val_loss = nan_if_null(row["val_loss"])
+            val.append(row | {"val_loss": val_loss, "tokens": at["tokens"], "time": at["time"]})
     return val
+
+
+def nan_if_null(value: float | None) -> float:
+    """JSON has no nan: the log has null for a value that is not finite."""
+    return math.nan if value is None else value
+
+
+# --------------------------------------------------------------------------------------------------
+# The table
 
 
 @dataclass(frozen=True)
@@ -124,44 +220,87 @@ class Quantity:
     """One row of the table: a quantity of every run."""
 
     name: str
-    of: Callable[[Log], float | None]  # None: the run never reached it
-    spec: str  # format specification of a value
+    of: Callable[[Log], float | str]  # text where a run has no such number
+    spec: str  # format specification of a number
     best: Callable | None = None  # min or max; None: neither is better
 
     def cells(self, logs: list[Log]) -> list[str]:
         """The value of each run as text, the best in bold unless all are the same."""
         values = [self.of(log) for log in logs]
-        cells = ["never" if value is None else format(value, self.spec) for value in values]
-        if self.best is None or len(set(cells)) == 1:
+        cells = [value if isinstance(value, str) else format(value, self.spec) for value in values]
+        numbers = [value for value in values if not isinstance(value, str) and math.isfinite(value)]
+        if self.best is None or not numbers or len(set(cells)) == 1:
             return cells
-        best = self.best(value for value in values if value is not None)
+        best = self.best(numbers)
         return [f"**{cell}**" if value == best else cell for cell, value in zip(cells, values)]
 
 
-def table(logs: list[Log], loss: float | None) -> str:
+def table(logs: list[Log], loss: float | None, tolerance: float) -> str:
     """A Markdown table with a row for each quantity and a column for each run.
 
-    `loss` is the validation loss to measure the time to. Below the quantities come the flags
-    in which the runs differ.
+    `loss` is the validation loss to measure the time to, `tolerance` the relative difference of
+    training losses to look for. At the end come the flags in which the runs differ.
     """
+    rows = [[quantity.name, *quantity.cells(logs)] for quantity in quantities(logs, loss)]
+    for limit, reason in ((ROUNDING, "rounding"), (tolerance, "--tolerance")):
+        if len(logs) > 1:
+            rows.append(differences(logs, limit, reason))
+    header = ["", *(log.name for log in logs)]
+    return markdown_table(header, rows + different_flags(logs))
+
+
+def quantities(logs: list[Log], loss: float | None) -> list[Quantity]:
     tokens = min(log.training[-1]["tokens"] for log in logs)
-    if loss is None:
-        # The lowest loss that every run reached: the worst of their best.
-        loss = max(log.best_val_loss() for log in logs)
     at_tokens = f"training loss at {tokens:,} tokens"
-    to_loss = f"seconds to validation loss {loss:.4f}"
-    quantities = [
+    found = [
         Quantity("final validation loss", Log.final_val_loss, ".4f", best=min),
         Quantity("best validation loss", Log.best_val_loss, ".4f", best=min),
         Quantity(at_tokens, lambda log: log.loss_at(tokens), ".4f", best=min),
-        Quantity(to_loss, lambda log: log.time_to(loss), ",.1f", best=min),
+    ]
+    if loss is None:
+        loss = common_val_loss(logs)
+    if loss is not None:
+        to_loss = f"seconds to validation loss {loss:.4f}"
+        found.append(Quantity(to_loss, lambda log: log.time_to(loss), ",.1f", best=min))
+    return [
+        *found,
         Quantity("tokens per second, median", Log.tokens_per_second, ",.0f", best=max),
         Quantity("steps clipped, of those logged", Log.clipped, ".1%"),
         Quantity("steps skipped", Log.skipped, ".1%"),
     ]
-    header = ["", *(log.name for log in logs)]
-    rows = [[quantity.name, *quantity.cells(logs)] for quantity in quantities]
-    return markdown_table(header, rows + different_flags(logs))
+
+
+def common_val_loss(logs: list[Log]) -> float | None:
+    """The worst of the runs' best validation losses: all runs that have one reached it."""
+    return max((log.best_val_loss() for log in logs if log.finite_val()), default=None)
+
+
+def differences(logs: list[Log], limit: float, reason: str) -> list[str]:
+    """A row that says where the losses of each run first differ from the first run's."""
+    reference = logs[0]
+    name = f"first loss difference from {reference.name} over {limit:g} ({reason})"
+    return [name, "-", *(first_difference(reference, log, limit) for log in logs[1:])]
+
+
+def first_difference(reference: Log, log: Log, limit: float) -> str:
+    """The first step logged by both whose losses differ by more than `limit`, relative."""
+    reference_loss = {row["step"]: row["loss"] for row in reference.training}
+    common = [row for row in log.training if row["step"] in reference_loss]
+    if not common:
+        return "no logged step in common"
+    is_equal = True
+    for row in common:
+        expected = reference_loss[row["step"]]
+        if not agree(row["loss"], expected, limit):
+            return f"step {row['step']:,}"
+        is_equal = is_equal and agree(row["loss"], expected, 0)
+    how = "equal in all" if is_equal else "in"
+    return f"never, {how} {len(common):,} logged steps in common"
+
+
+def agree(a: float, b: float, limit: float) -> bool:
+    """Whether two losses differ by at most `limit` times the larger one. nan agrees with nan."""
+    return math.isclose(a, b, rel_tol=limit) or (math.isnan(a) and math.isnan(b))
 
 
 def different_flags(logs: list[Log]) -> list[list[str]]:
@@ -182,11 +321,13 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def plot(logs: list[Log], file: str) -> None:
-    """Plot loss and gradient norm against tokens and against time. Raises CompareError.
+# --------------------------------------------------------------------------------------------------
+# The plot
 
-    Training is a thin line; evaluations are dots.
-    """
+
+def plot(logs: list[Log], file: str) -> None:
+    """Plot loss and gradient norm against tokens and against time. Raises CompareError."""
+    check_plot(file)
     try:
         import matplotlib
     except ImportError:
@@ -197,59 +338,137 @@ def plot(logs: list[Log], file: str) -> None:
     figure, axes = pyplot.subplots(
         2, 2, figsize=(12, 8), sharex="col", sharey="row", layout="constrained"
     )
-    for column, x in enumerate(("tokens", "time")):
-        loss_axes = axes[0, column]
-        norm_axes = axes[1, column]
+    figure.suptitle("Loss and gradient norm, by tokens and by time", fontsize="x-large")
+    axes[1, 0].set_yscale("log")  # both columns share it
+    for side, x in enumerate(("tokens", "time")):
         for number, log in enumerate(logs):
-            color = f"C{number}"
-            loss_axes.plot(*curve(log.training, x, "loss"), color, linewidth=0.8, label=log.name)
-            loss_axes.plot(*curve(log.val, x, "val_loss"), "o--", color=color)
-            norm_axes.plot(*curve(log.training, x, "grad_norm"), color, linewidth=0.8)
-        norm_axes.set_yscale("log")
-    axes[0, 0].set_ylabel("loss (dots: validation)")
-    axes[1, 0].set_ylabel("gradient norm")
-    axes[1, 0].set_xlabel("tokens")
-    axes[1, 1].set_xlabel("seconds of training")
+            draw_loss(axes[0, side], log, x, f"C{number}")
+            draw_norm(axes[1, side], log, x, f"C{number}")
+    label_axes(axes)
+    figure.savefig(file, dpi=150)
+
+
+def check_plot(file: str) -> None:
+    """Check the name of the plot, before matplotlib is imported and anything is drawn."""
+    path = Path(file)
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise CompareError(f"--plot {file}: the name must end in {', '.join(PLOT_SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise CompareError(f"--plot {file}: there is no folder {path.parent}: create it first")
+
+
+def draw_loss(axes, log: Log, x: str, color: str) -> None:
+    """Draw training and validation loss against `x`: "tokens" or "time". nan leaves a gap."""
+    axes.plot(
+        column(log.training, x),
+        column(log.training, "loss"),
+        color=color,
+        alpha=0.45,
+        linewidth=0.8,
+        label=f"{log.name}, training",
+    )
+    if log.val:
+        axes.plot(
+            column(log.val, x),
+            column(log.val, "val_loss"),
+            "o-",
+            color=color,
+            markeredgecolor="white",
+            label=f"{log.name}, validation",
+        )
+
+
+def draw_norm(axes, log: Log, x: str, color: str) -> None:
+    norms = column(log.training, "grad_norm")
+    axes.plot(column(log.training, x), norms, color=color, alpha=0.7, linewidth=0.8)
+
+
+def column(rows: list[dict], field: str) -> list[float]:
+    return [row[field] for row in rows]
+
+
+def label_axes(axes) -> None:
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    axes[0, 0].set_ylabel("loss")
     axes[0, 0].legend()
-    try:
-        figure.savefig(file, dpi=120)
-    except (OSError, ValueError) as error:
-        raise CompareError(f"--plot {file}: {error}") from None
+    axes[1, 0].set_xlabel("tokens")
+    axes[1, 0].xaxis.set_major_formatter(EngFormatter(sep=""))  # 1.2M
+    axes[1, 1].set_xlabel("seconds of training")
+
+    norm_axis = axes[1, 0].yaxis
+    low, high = axes[1, 0].get_ylim()
+    subs = (1, 2, 5) if high < 1e4 * low else (1,)  # of each decade: more ticks if there are few
+    norm_axis.set_label_text("gradient norm")
+    norm_axis.set_major_locator(LogLocator(subs=subs))
+    norm_axis.set_major_formatter("{x:g}")  # 0.5, not 5 x 10^-1
+    norm_axis.set_minor_formatter(NullFormatter())
+    for one in axes.flat:
+        one.set_xlim(left=0)
+        one.grid(alpha=0.3)
+        one.spines[["top", "right"]].set_visible(False)
 
 
-def curve(rows: list[dict], x: str, y: str) -> tuple[list[float], list[float]]:
-    """The x and the y values of the rows whose y is finite (a log has null for the others)."""
-    finite = [row for row in rows if row[y] is not None]
-    return [row[x] for row in finite], [row[y] for row in finite]
+# --------------------------------------------------------------------------------------------------
+# The command line
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+def positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = cli.Parser(
         prog="tools.compare",
-        description="Compare runs in a Markdown table: losses, speed, and the flags that differ.",
+        description="Compare runs in a Markdown table: losses, speed, the first step whose losses\n"
+        "differ, and the flags that differ.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
     parser.add_argument(
         "--loss",
-        type=float,
+        type=positive,
         metavar="L",
         help="measure the time to this validation loss (default: the lowest that all runs reached)",
     )
     parser.add_argument(
+        "--tolerance",
+        type=positive,
+        default=1e-2,
+        metavar="T",
+        help="find the first step whose training loss differs from the first run's by more than T, "
+        "relative (default: 0.01)",
+    )
+    parser.add_argument(
         "--plot",
         metavar="FILE.png",
-        help="also plot loss and gradient norm (needs matplotlib)",
+        help="also plot loss and gradient norm (needs matplotlib); .pdf and .svg work too",
     )
-    args = parser.parse_args(argv)
-    try:
-        logs = [read(run) for run in args.runs]
-        print(table(logs, args.loss))
-        if args.plot:
-            plot(logs, args.plot)
-    except CompareError as error:
-        print(f"tools.compare: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return parser.parse_args(argv)
+
+
+def compare(argv: list[str]) -> None:
+    args = parse(argv)
+    logs = [read(folder, name) for folder, name in zip(args.runs, names(args.runs))]
+    if not any(log.val for log in logs):
+        raise CompareError("no run has an evaluation yet: let one run until its first")
+    if args.plot:
+        plot(logs, args.plot)
+    print(table(logs, args.loss, args.tolerance))
+
+
+def names(folders: list[str]) -> list[str]:
+    """The names of the folders; their paths where two have the same name."""
+    short = [Path(folder).resolve().name for folder in folders]
+    return short if len(set(short)) == len(short) else folders
+
+
+def main(argv: list[str]) -> int:
+    return cli.run("tools.compare", lambda: compare(argv), failure=(LogError,))
 
 
 if __name__ == "__main__":
