@@ -36,7 +36,7 @@ import optim
 import prepare
 from config import BUILTIN
 from model import SIZES, Transformer, build_model
-from tools.compare import markdown_table, read_rows
+from tools.compare import markdown_table, positive_number, read_rows
 
 TRAIN = str(Path(__file__).parent.parent / "train.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -748,7 +748,7 @@ def add_nanogpt_flags(parser: ArgumentParser) -> None:
     add_count(parser, "--rounds", 3, "counted rounds")
     parser.add_argument(
         "--target",
-        type=float,
+        type=positive_number,
         metavar="LOSS",
         help="also measure the time to this validation loss",
     )

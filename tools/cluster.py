@@ -7,6 +7,7 @@ The hosts are network namespaces on one virtual switch. Needs Linux, root and ip
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,7 @@ GRAD_ACCUM_STEPS = 8
 # 2.4 million parameters: enough for the network to matter, and a run takes only seconds
 MODEL = ["--model=tiny", "--d_model=192", "--d_ff=768", "--seq_len=64", "--micro_batch_size=1"]
 SUBNET = "10.0.0"  # host 0 is 10.0.0.1; no other network sees these addresses
+MAX_HOSTS = 254
 FIRST_PORT = 29500  # of the rendezvous; each run takes the next one
 
 
@@ -47,6 +49,8 @@ def cluster(args: Namespace) -> Table:
     gloo's reduce-scatter sends as much as an all-reduce, twice what nccl's sends: that is why
     micro_batch is so much slower under fsdp.
     """
+    if args.hosts > MAX_HOSTS:
+        raise CannotMeasure(f"--hosts {args.hosts}: {SUBNET}.0/24 has room for {MAX_HOSTS}")
     rows = []
     with (
         tempfile.TemporaryDirectory(prefix="cluster-") as folder,
@@ -256,6 +260,12 @@ def wait_for(agents: list[subprocess.Popen]) -> int | None:
 # The command line
 
 
+def rate(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?[kmgt]?i?(bit|bps)", text):
+        raise ArgumentTypeError(f"{text} is not a rate as tc writes it, such as 200mbit or 1gbit")
+    return text
+
+
 def parse(argv: list[str]) -> Namespace:
     parser = cli.Parser(
         prog="tools.cluster",
@@ -267,6 +277,7 @@ def parse(argv: list[str]) -> Namespace:
     add_count(parser, "--nproc", 2, "processes on each host")
     parser.add_argument(
         "--bandwidth",
+        type=rate,
         default="200mbit",
         metavar="RATE",
         help="of each host's link, in each direction, as tc writes it (default: 200mbit)",
