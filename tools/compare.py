@@ -288,12 +288,10 @@ def first_difference(reference: Log, log: Log, limit: float) -> str:
     common = [row for row in log.training if row["step"] in reference_loss]
     if not common:
         return "no logged step in common"
-    is_equal = True
     for row in common:
-        expected = reference_loss[row["step"]]
-        if not agree(row["loss"], expected, limit):
+        if not agree(row["loss"], reference_loss[row["step"]], limit):
             return f"step {row['step']:,}"
-        is_equal = is_equal and agree(row["loss"], expected, 0)
+    is_equal = all(agree(row["loss"], reference_loss[row["step"]], 0) for row in common)
     how = "equal in all" if is_equal else "in"
     return f"never, {how} {len(common):,} logged steps in common"
 
@@ -413,10 +411,10 @@ def label_axes(axes) -> None:
 # The command line
 
 
-def positive(text: str) -> float:
+def positive_number(text: str) -> float:
     number = float(text)
     if not 0 < number < math.inf:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
     return number
 
 
@@ -431,13 +429,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
     parser.add_argument(
         "--loss",
-        type=positive,
+        type=positive_number,
         metavar="L",
         help="measure the time to this validation loss (default: the lowest that all runs reached)",
     )
     parser.add_argument(
         "--tolerance",
-        type=positive,
+        type=positive_number,
         default=1e-2,
         metavar="T",
         help="find the first step whose training loss differs from the first run's by more than T, "
