@@ -41,7 +41,8 @@ class Parser(argparse.ArgumentParser):
         _, is_unknown, rest = message.partition("unrecognized arguments: ")
         if is_unknown:
             name = rest.split()[0].split("=")[0]
-            nearest = difflib.get_close_matches(name, self.flags(), n=1)
+            others = set(self.flags()) - {name}  # it may be a flag of another subcommand
+            nearest = difflib.get_close_matches(name, others, n=1)
             message += f"; did you mean {nearest[0]}?" if nearest else ""
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 

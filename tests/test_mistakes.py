@@ -69,7 +69,36 @@ TRAIN = [
     Mistake("--timeout inf", "--timeout inf must be at least 1 and below"),
     Mistake("--seed 9999999999", "--seed 9999999999 must be at least 0 and below"),
     Mistake("--device cuda", "PyTorch finds no CUDA device here"),
-    Mistake("--config {root}/nothing.json", "--config"),
+    Mistake("--config {root}/nothing.json", "nothing.json: No such file or directory"),
+    Mistake("--config {listed}/config.json", "config.json is not a JSON object of flags"),
+    Mistake(
+        "--config {foreign}/config.json", "config.json: unrecognized arguments: --architectures"
+    ),
+    Mistake("--max_step 5", "unrecognized arguments: --max_step 5; did you mean --max_steps?"),
+    Mistake("--lr inf", "--lr inf must be at least 0 and finite"),
+    Mistake("--warmup_steps 5", "--warmup_steps 5 is more than --max_steps 4"),
+    Mistake("--min_lr 0.1", "--min_lr 0.1 is above the peak learning rate 0.003"),
+    Mistake("--async_save --checkpoint none", "--async_save with --checkpoint none has nothing to"),
+    Mistake("--out=", "--out is empty: name a folder"),
+    Mistake("--out {foreign}/config.json", "config.json: File exists; choose another --out"),
+    Mistake("--out {foreign}/config.json/run", "run: Not a directory; choose another --out"),
+    Mistake("--out {other} --lr 0.5", "would not have the same numbers with --lr 0.003 -> 0.5"),
+    Mistake(
+        "--out {other} --max_steps 2 --clip none", "is finished, step 2 of 2, with other flags"
+    ),
+    Mistake(
+        "--out {other} --max_steps 1", "is at step 2, and --max_steps 1 leaves nothing to train"
+    ),
+    Mistake(
+        "--resume {other}/checkpoints/step-00000002 --max_steps 2",
+        "is at step 2, and --max_steps 2 leaves nothing to train",
+    ),
+    Mistake(
+        "--resume {other}/checkpoints/step-00000002 --init_from {other}/checkpoints/step-00000002",
+        "--init_from begins a new run and --resume PATH continues one",
+    ),
+    Mistake("--init_from {root}", "--init_from {root}: no checkpoint there"),
+    Mistake("--init_from {other}/checkpoints/step-00000002 --d_ff 80", "has d_ff 64, and this run"),
 ]
 
 PREPARE = []
@@ -89,7 +118,6 @@ COMPARE = [
     Mistake("{foreign}", "foreign has no metrics.jsonl: it is not the folder of a started run"),
     Mistake("{other}/checkpoints/step-00000001", "step-00000001 is a checkpoint: name the run"),
     Mistake("{unlogged}", "unlogged has no training row yet: let it run until its first one"),
-    Mistake("{unevaluated}", "no run has an evaluation yet: let one run until its first"),
     Mistake("{listed}", "config.json is not a JSON object: it must hold the flags of the run"),
     Mistake("{cut}", "cut/metrics.jsonl, line 2 is damaged: delete it to compare", status=1),
     Mistake("{lacking}", "lacking/metrics.jsonl, line 1 is damaged: delete it to", status=1),
@@ -157,7 +185,6 @@ def spoilt_logs(root: Path, run: Path) -> dict[str, Path]:
     first, second = training
     spoilt = {
         "unlogged": ([], config),
-        "unevaluated": (training, config),
         "listed": (lines, "[]"),
         "cut": ([first, second[:50], *lines], config),
         "lacking": ([first.replace('"tokens"', '"tokEns"'), second], config),
@@ -222,5 +249,5 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(name, mistake, folders, 
         argv = shlex.split(mistake.arguments.format(**folders))
         status, out, err = call(name, argv)
     assert (status, out, err.count("\n")) == (mistake.status, "", 1), err
-    assert err.startswith(f"{name}: error: ") and mistake.line in err
+    assert err.startswith(f"{name}: error: ") and mistake.line.format(**folders) in err
     assert contents(root) == before

@@ -177,6 +177,15 @@ def test_no_evaluation_yet_is_not_nan(tmp_path, compared):
     assert found["seconds to validation loss 2.7500"] == ["0.8", "0.5", "none yet"]
 
 
+def test_runs_that_have_not_evaluated_can_be_compared(tmp_path, compared):
+    runs = [
+        write_run(tmp_path / name, {1: 3.0, 2: loss}) for name, loss in (("a", 2.0), ("b", 2.5))
+    ]
+    found = compared(*runs)
+    assert found["final validation loss"] == ["none yet", "none yet"]
+    assert found["first loss difference from a over 0.01 (--tolerance)"] == ["-", "step 2"]
+
+
 def test_without_a_finite_evaluation_there_is_no_time_to_a_loss(tmp_path, compared):
     nan = write_run(tmp_path / "nan", {1: 3.0}, [(1, None)])
     found = compared(nan)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    TRAIN,
     Job,
     assert_same,
     build_run,
@@ -76,6 +77,61 @@ def test_ctrl_c_saves_and_the_same_command_continues(run, tokens, tmp_path):
     assert f"stopped after step {step}; the same command continues" in job.out
     run(2, text, "stopped")
     assert_same(whole, stopped)
+
+
+def test_a_folder_in_use_is_refused_until_its_run_is_dead(tokens, tmp_path):
+    out = tmp_path / "run"
+    argv = flags(f"--data {tokens} --out {out} --save_interval 1")
+    first = Job([TRAIN, *argv, "--max_steps", 100_000, "--num_workers", 1], tmp_path / "first")
+    first.wait_until(lambda: checkpoint.list_checkpoints(out), 60)
+    second = torchrun(2, [*argv, "--max_steps", 100_000], tmp_path / "second")
+    assert second.wait(60) == 1
+    line = f"train.py: error: --out {out} is in use by host "
+    assert second.err.count(line) == 2  # where it happened, and as torchrun's root cause
+    root_cause = second.err.split("Root Cause")[1]
+    assert line in root_cause and f"process {first.pid}, since 20" in root_cause
+
+    (worker,) = first.ranks()  # its loader's, which lives a few seconds longer
+    first.process.kill()
+    first.wait(20)
+    step = checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
+    again = Job([TRAIN, *argv, "--max_steps", step + 2], tmp_path / "again")
+    assert again.wait(60) == 0, again.err
+    assert f"changed: --max_steps 100000 -> {step + 2}: the cosine schedule ends" in again.out
+    assert f"continuing from {out}/checkpoints/step-{step:08d}" in again.out
+
+
+def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, tokens, pool):
+    out = run(2, "--max_steps 3 --strategy fsdp")
+    good = checkpoint.list_checkpoints(out)
+    text = f"--data {tokens} --out {out} --max_steps 6 --strategy fsdp --save_interval 1"
+    spoil = flags(f"{text} --lr 1e300 --allow_changes")
+    (status, said, err), _ = pool(2, listen, spoil)
+    assert status == 1
+    assert "changed: --lr 0.003 -> 1e+300\n" in said
+    for step in (4, 5):
+        assert (
+            f"NOT SAVED: cannot write {out}/checkpoints/step-0000000{step}: the loss or a " in said
+        )
+    assert err == (
+        "train.py: error: the validation loss of step 6 is nan. The checkpoints in --out are from "
+        "before: lower --lr or check the data\n"
+    )
+    assert checkpoint.list_checkpoints(out) == good and checkpoint.verify(good[0]) is None
+    assert [row["event"] for row in rows(out, "event")] == ["checkpoint"] + 2 * [
+        "checkpoint_failed"
+    ]
+
+
+def test_a_new_run_begins_with_the_weights_of_another(run, pool, tokens, tmp_path):
+    first = run(1, "--max_steps 3 --save_interval 1 --keep_last 0 --dtype float32", "first")
+    path = checkpoint.list_checkpoints(first)[0]
+    out = run(2, f"--max_steps 2 --strategy fsdp --dtype float32 --init_from {path}", "second")
+    # Step 1 of the new run trains on the data of step 1, with the weights after step 1.
+    again = run(1, f"--max_steps 2 --dtype float32 --init_from {path} --clip none", "third")
+    assert rows(out)[0]["loss"] == pytest.approx(rows(again)[0]["loss"], rel=1e-6)
+    assert rows(out)[0]["loss"] < rows(first)[0]["loss"] - 1e-3
+    assert [row["step"] for row in rows(out)] == [1, 2]
 
 
 def test_a_finished_run_says_so(run, tokens, pool):

@@ -452,8 +452,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def compare(argv: list[str]) -> None:
     args = parse(argv)
     logs = [read(folder, name) for folder, name in zip(args.runs, names(args.runs))]
-    if not any(log.val for log in logs):
-        raise CompareError("no run has an evaluation yet: let one run until its first")
     if args.plot:
         plot(logs, args.plot)
     print(table(logs, args.loss, args.tolerance))
