@@ -2,6 +2,7 @@
 
 import base64
 import codecs
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -9,22 +10,40 @@ import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
 
-# How text is split before byte-pair merging, for PATH.tiktoken: as Llama 3 and cl100k_base do it.
-LLAMA3_PATTERN = (
+# How text is cut into pieces before byte-pair merging, for PATH.tiktoken. llama3 is that of Meta's
+# llama3/tokenizer.py. The others are tiktoken's own, from tiktoken_ext/openai_public.py, copied
+# because two of them are in functions that download their ranks.
+LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+PATTERNS = {"llama3": LLAMA3, "cl100k": CL100K, "o200k": O200K, "gpt2": GPT2}
 
 
 class TokenizerError(ValueError):
     """A tokenizer that cannot be loaded, or text that it cannot encode."""
 
 
-def load(name: str) -> tiktoken.Encoding:
+def load(name: str, pattern: str | None = None) -> tiktoken.Encoding:
     """Return the encoding `bytes` (256 bytes and end-of-text), `gpt2`, or PATH.tiktoken.
 
-    A .tiktoken file has a line for each token: base64 and rank. Raises TokenizerError.
+    A .tiktoken file has a line for each token: base64 and rank. `pattern`, one of PATTERNS, is for
+    such a file only, and by default the one that the file's name names. Raises TokenizerError.
     """
+    if pattern and name in ("bytes", "gpt2"):
+        raise TokenizerError(f"--pattern {pattern} is for --tokenizer PATH.tiktoken, not {name}")
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding(
@@ -32,7 +51,18 @@ def load(name: str) -> tiktoken.Encoding:
         )
     if name == "gpt2":
         return load_gpt2()
-    return load_file(Path(name))
+    return load_file(Path(name), pattern or pattern_of(name))
+
+
+def pattern_of(path: str) -> str:
+    """Return the pattern that a file's name contains as a word, as o200k_base.tiktoken; or llama3.
+
+    prepare.py writes tokenizer.PATTERN.tiktoken into a token folder.
+    """
+    for word in re.split("[^a-z0-9]+", Path(path).name.lower()):
+        if word in PATTERNS:
+            return word
+    return "llama3"
 
 
 def load_gpt2() -> tiktoken.Encoding:
@@ -46,30 +76,52 @@ def load_gpt2() -> tiktoken.Encoding:
         ) from None
 
 
-def load_file(path: Path) -> tiktoken.Encoding:
+def load_file(path: Path, pattern: str) -> tiktoken.Encoding:
     try:
-        ranks = {}
-        for line in path.read_bytes().splitlines():
-            if line:
-                token, rank = line.split()
-                ranks[base64.b64decode(token)] = int(rank)
-        if not all(bytes([i]) in ranks for i in range(256)):
-            raise ValueError("a byte without a token")
-        return tiktoken.Encoding(
-            path.stem,
-            pat_str=LLAMA3_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens={END_OF_TEXT: max(ranks.values()) + 1},
-        )
+        ranks = read_ranks(path)
     except OSError as error:
         raise TokenizerError(
             f"--tokenizer {path}: {error.strerror}; choose bytes, gpt2 or PATH.tiktoken"
         ) from None
-    except ValueError:
+    except ValueError as error:
         raise TokenizerError(
-            f"--tokenizer {path} is not a .tiktoken file: it needs lines of a base64 token and its "
-            "rank, with a token for each of the 256 bytes"
+            f"--tokenizer {path} is not a .tiktoken file ({error}): it needs lines of a base64 "
+            "token and its rank, with a token for each of the 256 bytes"
         ) from None
+    return tiktoken.Encoding(
+        path.stem,
+        pat_str=PATTERNS[pattern],
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+    )
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Return the rank of each token of a .tiktoken file. Raises ValueError and OSError."""
+    ranks = {}
+    line_of_rank = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            encoded, digits = line.split()
+            token = base64.b64decode(encoded, validate=True)
+            rank = int(digits)
+        except ValueError:
+            raise ValueError(f"line {number} is not a token and a rank") from None
+        if token in ranks:
+            raise ValueError(f"line {number} repeats the token of rank {ranks[token]}")
+        if rank in line_of_rank:
+            raise ValueError(f"line {number} repeats rank {rank} of line {line_of_rank[rank]}")
+        ranks[token] = rank
+        line_of_rank[rank] = number
+    for rank in range(len(ranks)):
+        if rank not in line_of_rank:
+            raise ValueError(f"{len(ranks)} tokens, but none has rank {rank}")
+    for i in range(256):
+        if bytes([i]) not in ranks:
+            raise ValueError(f"no token for byte {i}")
+    return ranks
 
 
 def encode(name: str | None, text: str) -> list[int]:
