@@ -220,6 +220,18 @@ def tokens(tmp_path_factory) -> Path:
     return root / "tokens"
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MB, which has room for two or three checkpoints but not for eight."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
 def flags(text: str) -> list[str]:
     return f"{TINY} {QUIET} {text}".split()
 

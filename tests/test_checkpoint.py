@@ -213,18 +213,6 @@ def test_a_half_written_checkpoint_does_not_count_and_the_next_save_removes_it(r
 # ---- full disks, small hosts
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MB, which has room for two or three checkpoints but not for eight."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_disk, format):
     out = small_disk / "run"
