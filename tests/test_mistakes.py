@@ -1,5 +1,6 @@
 """Mistakes: each command answers with one clear line and the right status, and writes nothing."""
 
+import base64
 import contextlib
 import io
 import json
@@ -101,7 +102,47 @@ TRAIN = [
     Mistake("--init_from {other}/checkpoints/step-00000002 --d_ff 80", "has d_ff 64, and this run"),
 ]
 
-PREPARE = []
+PREPARE = [
+    Mistake("--source {text}/a", "the following arguments are required: --out"),
+    Mistake("--out {root}/new --soruce x", "--soruce x; did you mean --source?"),
+    Mistake("--out {root}/new --val_fraction nan", "--val_fraction nan must be between 0 and 1"),
+    Mistake("--out {root}/new --val_fraction 5", "--val_fraction 5.0 must be between 0 and 1"),
+    Mistake("--out {text}", "text exists: remove it or choose another folder"),
+    Mistake("--out {text}/a", "text/a exists: remove it or choose another folder"),
+    Mistake("--out {text}/a/new", "text/a is not a folder that can be written to"),
+    Mistake("--out {text}/new --source {text}", "where it would be read as text next time"),
+    Mistake("--out {root}/new --source ''", "--source '' is empty: name a file or a folder"),
+    Mistake(
+        "--out {root}/new --source {root}/nowhere", "cannot be read (No such file or directory"
+    ),
+    Mistake("--out {root}/new --source {unreadable}/broken", "broken, a link to nowhere, cannot"),
+    Mistake("--out {root}/new --source {unreadable}", "/broken, a link to nowhere, cannot be read"),
+    Mistake("--out {root}/new --source {unreadable}/loop", "(Too many levels of symbolic links)"),
+    Mistake("--out {root}/new --source /dev/null", "/dev/null is neither a file nor a folder"),
+    Mistake("--out {root}/new --source {skipped}", "holds no text (1 binary file, 1 empty file"),
+    Mistake("--out {root}/new --source {skipped}/empty", "holds no text (1 empty file)"),
+    Mistake("--out {root}/new --source {text}/blank", "the sources hold no text but white space"),
+    Mistake(
+        "--out {root}/new --source {skipped}/binary --tokenizer {ranks}/o200k.tiktoken",
+        "is binary (a NUL byte in its first 8,192): leave it out; only --tokenizer bytes reads",
+    ),
+    Mistake("--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose bytes,"),
+    Mistake("--out {root}/new --tokenizer {root}", "Is a directory; choose bytes, gpt2 or PATH"),
+    Mistake("--out {root}/new --pattern gpt4", "argument --pattern: invalid choice: 'gpt4'"),
+    Mistake(
+        "--out {root}/new --pattern o200k",
+        "--pattern o200k is for --tokenizer PATH.tiktoken, not bytes",
+    ),
+    Mistake(
+        "--out {root}/new --tokenizer {text}/a",
+        "a is not a .tiktoken file (line 1 is not a token and a rank): it needs lines of a base64",
+    ),
+    Mistake("--out {root}/new --tokenizer {ranks}/short", "(no token for byte 255)"),
+    Mistake("--out {root}/new --tokenizer {ranks}/token", "(line 257 repeats the token of rank 7)"),
+    Mistake("--out {root}/new --tokenizer {ranks}/rank", "(line 257 repeats rank 7 of line 8)"),
+    Mistake("--out {root}/new --tokenizer {ranks}/gap", "(257 tokens, but none has rank 256)"),
+    Mistake("--out {root}/new --tokenizer {ranks}/minus", "(257 tokens, but none has rank 256)"),
+]
 
 SAMPLE = []
 
@@ -199,6 +240,34 @@ def spoilt_logs(root: Path, run: Path) -> dict[str, Path]:
     return found
 
 
+def write_sources(root: Path) -> dict[str, Path]:
+    """What prepare.py reads, and what it cannot."""
+    text = root / "text"
+    text.mkdir()
+    (text / "a").write_text("text")
+    (text / "blank").write_text(" \n")
+    skipped = root / "skipped"
+    skipped.mkdir()
+    (skipped / "empty").touch()
+    (skipped / "binary").write_bytes(b"\x7fELF\0")
+    unreadable = root / "unreadable"
+    unreadable.mkdir()
+    (unreadable / "broken").symlink_to("nowhere")
+    (unreadable / "loop").symlink_to("loop")
+    return {"text": text, "skipped": skipped, "unreadable": unreadable}
+
+
+def write_rank_files(folder: Path) -> Path:
+    folder.mkdir()
+    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)]
+    last_lines = {"token": "Bw== 256", "rank": "dGg= 7", "gap": "dGg= 300", "minus": "dGg= -1"}
+    (folder / "o200k.tiktoken").write_text("".join(lines))
+    (folder / "short").write_text("".join(lines[:-1]))
+    for name, line in last_lines.items():
+        (folder / name).write_text("".join(lines) + line)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bad")
@@ -219,6 +288,8 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
         "torn": torn,
         "foreign": foreign,
         **spoilt_logs(root, root / "other"),
+        **write_sources(root),
+        "ranks": write_rank_files(root / "ranks"),
     }
 
 

@@ -1,21 +1,31 @@
 """Text <-> tokens, with and without a network."""
 
 import base64
+import random
+from pathlib import Path
 
 import pytest
+from tiktoken_ext import openai_public
 
 import data
 import prepare
 import tokenizer
 
 
+def write_ranks(path: Path, merges: list[bytes]) -> str:
+    """Write a .tiktoken file of the 256 bytes and `merges`; return its path."""
+    tokens = [bytes([i]) for i in range(256)] + merges
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    path.write_text("".join(lines))
+    return str(path)
+
+
 def test_a_tiktoken_file_is_a_tokenizer_and_stays_with_the_folder(tmp_path):
-    ranks = [bytes([i]) for i in range(256)] + [b"th", b"the"]
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks)]
-    (tmp_path / "mine.tiktoken").write_text("".join(lines))
+    name = write_ranks(tmp_path / "mine.tiktoken", [b"th", b"the"])
     (tmp_path / "text").write_text("the thing" * 50)
-    name = str(tmp_path / "mine.tiktoken")
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, say=lambda line: None)
+    said = []
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, say=said.append)
+    assert said[0] == f"{name} is used with the pattern of llama3 (--pattern names another)"
     (tmp_path / "mine.tiktoken").unlink()
     folder = data.open_folder(tmp_path / "tokens")
     tokens = folder.tokens("train").tolist()
@@ -23,10 +33,76 @@ def test_a_tiktoken_file_is_a_tokenizer_and_stays_with_the_folder(tmp_path):
     assert "".join(tokenizer.decode(folder.tokenizer, tokens)).startswith("the thing")
 
 
-def test_a_file_that_lacks_a_byte_is_refused(tmp_path):
-    (tmp_path / "bad.tiktoken").write_text("YQ== 0\n")
-    with pytest.raises(tokenizer.TokenizerError, match="bad.tiktoken is not a .tiktoken file"):
-        tokenizer.load(str(tmp_path / "bad.tiktoken"))
+# llama3: " 1234" is " ", "123", "4" and "Ab" one piece. o200k cuts "Ab" as the others do not "aB".
+MERGES = [b"12", b"34", b"1234", b"aB", b" a", b" 1", b"\n\n", b".\n", b".\n/"]
+TEXT = "1234 aB.\n/ \n\n 1234"
+
+
+@pytest.mark.parametrize("pattern", tokenizer.PATTERNS)
+def test_the_pattern_goes_with_the_folder_and_its_checkpoints(tmp_path, pattern):
+    """In the file's name: a checkpoint knows its tokenizer by this name alone."""
+    name = write_ranks(tmp_path / "mine.tiktoken", MERGES)
+    (tmp_path / "text").write_text(TEXT * 20)
+    source = [str(tmp_path / "text")]
+    prepare.prepare(source, tmp_path / "tokens", name, say=lambda line: None, pattern=pattern)
+    folder = data.open_folder(tmp_path / "tokens")
+    assert Path(folder.tokenizer).name == f"tokenizer.{pattern}.tiktoken"
+    expected = tokenizer.load(name, pattern).encode_ordinary(TEXT * 20)
+    tokens = [*folder.tokens("train"), *folder.tokens("val")]
+    assert tokens[:-1] == expected == tokenizer.encode(folder.tokenizer, TEXT * 20)
+
+
+def test_the_patterns_give_different_tokens(tmp_path):
+    name = write_ranks(tmp_path / "mine.tiktoken", MERGES)
+    tokens = {p: tokenizer.load(name, p).encode_ordinary(TEXT) for p in tokenizer.PATTERNS}
+    assert tokens["llama3"] == tokens["cl100k"]
+    assert len({*map(tuple, tokens.values())}) == 3
+
+
+def test_the_patterns_are_those_of_tiktoken(monkeypatch):
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *arguments, **options: {})
+    assert tokenizer.PATTERNS["gpt2"] == openai_public.r50k_pat_str
+    assert tokenizer.PATTERNS["cl100k"] == openai_public.cl100k_base()["pat_str"]
+    assert tokenizer.PATTERNS["o200k"] == openai_public.o200k_base()["pat_str"]
+
+
+@pytest.mark.parametrize(
+    "path, pattern",
+    [
+        ("o200k_base.tiktoken", "o200k"),
+        ("o200k/cl100k_base.tiktoken", "cl100k"),
+        ("tokens/tokenizer.gpt2.tiktoken", "gpt2"),
+        ("tokens/tokenizer.tiktoken", "llama3"),  # of token folders up to 2026-11-21
+        ("mygpt2.tiktoken", "llama3"),
+    ],
+)
+def test_a_file_name_may_contain_its_pattern(path, pattern):
+    assert tokenizer.pattern_of(path) == pattern
+
+
+@pytest.mark.parametrize("pattern", tokenizer.PATTERNS)
+def test_cutting_a_long_document_into_chunks_does_not_change_its_tokens(
+    tmp_path, monkeypatch, pattern
+):
+    merges = [b"\n\n", b"  ", b"    ", b".\n", b"\n ", b"th", b" th", b"12"]
+    encoding = tokenizer.load(write_ranks(tmp_path / "mine.tiktoken", merges), pattern)
+    words = ["th", " th", "\n\n", "\n", "  ", " ", ".\n", "1234"]
+    text = "".join(random.Random(0).choices(words, k=2000))
+    (tmp_path / "text").write_text(text)
+    monkeypatch.setattr(prepare, "CHUNK", 100)
+    tokens = []
+    for chunk in prepare.read_chunks(tmp_path / "text"):
+        tokens += encoding.encode_ordinary(chunk.text)
+    assert tokens == encoding.encode_ordinary(text)
+
+
+def test_a_million_spaces_in_a_row_are_no_problem(tmp_path):
+    """tiktoken's regular expressions overflow their stack on as many at once."""
+    name = write_ranks(tmp_path / "mine.tiktoken", [b"  "])
+    (tmp_path / "text").write_text("a" + " " * 1_100_000 + "b")
+    said = []
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, say=said.append)
+    assert "read 1 file: 1 document, 1,100,002 bytes of text" in said
 
 
 def test_without_a_tokenizer_text_is_token_ids():
