@@ -1,28 +1,34 @@
 """Mistakes: each command answers with one clear line and the right status, and writes nothing."""
 
+import ast
 import base64
 import contextlib
 import io
 import json
+import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from conftest import call_train, flags, listen
+from conftest import ROOT, call_train, flags, listen
 
 import checkpoint
 import prepare
 import sample
 from tools import bench, cluster, compare
 
+SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
+
 
 class Mistake(NamedTuple):
     arguments: str  # {...} are folders of the fixture
     line: str  # part of the line printed, after "COMMAND: error: "
     status: int = 2  # 1 for a run-time error
+    ranks: int = 1  # of train.py
 
 
 TRAIN = [
@@ -297,6 +303,39 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    out: str
+    err: str
+    wrote_nothing: bool
+
+
+@pytest.fixture(scope="module")
+def answer(pool, tokens, folders):
+    """answer(command, mistake): what the command says to it. Each is tried once."""
+    root = folders["root"]
+    answers = {}
+
+    def ask(name: str, mistake: Mistake) -> Answer:
+        before = contents(root)
+        if name == "train.py":
+            text = f"--data {tokens} --out {root}/new --max_steps 4 {mistake.arguments}"
+            argv = flags(text.format(**folders))
+            status, out, err = pool(mistake.ranks, listen, argv)[0]
+        else:
+            argv = shlex.split(mistake.arguments.format(**folders))
+            status, out, err = call(name, argv)
+        return Answer(status, out, err, contents(root) == before)
+
+    def look_up(name: str, mistake: Mistake) -> Answer:
+        if (name, mistake) not in answers:
+            answers[name, mistake] = ask(name, mistake)
+        return answers[name, mistake]
+
+    return look_up
+
+
 def call(name: str, argv: list[str]) -> tuple[int, str, str]:
     """Return (status, standard output, standard error) of a command other than train.py."""
     _, main = COMMANDS[name]
@@ -307,18 +346,71 @@ def call(name: str, argv: list[str]) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("name, mistake", CASES, ids=lambda case: str(case)[:60])
-def test_a_mistake_is_one_clear_line_and_writes_nothing(name, mistake, folders, tokens, pool):
+def test_a_mistake_is_one_clear_line_and_writes_nothing(name, mistake, folders, answer):
     if "--device cuda" in mistake.arguments and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    root = folders["root"]
-    before = contents(root)
-    if name == "train.py":
-        text = f"--data {tokens} --out {root}/new --max_steps 4 {mistake.arguments}"
-        argv = flags(text.format(**folders))
-        ((status, out, err),) = pool(1, listen, argv)
-    else:
-        argv = shlex.split(mistake.arguments.format(**folders))
-        status, out, err = call(name, argv)
-    assert (status, out, err.count("\n")) == (mistake.status, "", 1), err
-    assert err.startswith(f"{name}: error: ") and mistake.line.format(**folders) in err
-    assert contents(root) == before
+    said = answer(name, mistake)
+    assert (said.status, said.out, said.err.count("\n")) == (mistake.status, "", 1), said.err
+    assert said.err.startswith(f"{name}: error: ")
+    assert mistake.line.format(**folders) in said.err
+    assert said.wrote_nothing
+
+
+# --------------------------------------------------------------------------------------------------
+# Every text is tried
+
+# What the beginning of the text that is raised is, and the test that tries it: it needs more than a
+# command line and a folder.
+TRIED_ELSEWHERE = {}
+
+
+def error_classes() -> set[str]:
+    """The exceptions that this project defines, and those of Python that it raises for users."""
+    names = {"ValueError", "OSError", "FloatingPointError"}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
+                if any(base.endswith("Error") for base in bases):
+                    names.add(node.name)
+    return names
+
+
+def raised_texts() -> dict[str, re.Pattern]:
+    """A pattern for each text that is raised somewhere, by the place where it is."""
+    names = error_classes()
+    texts = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)):
+                continue
+            name = ast.unparse(node.exc.func).split(".")[-1]
+            pieces = constant_pieces(node.exc.args[0]) if node.exc.args else []
+            if name in names and any(len(piece) > 4 for piece in pieces):
+                pattern = ".*".join(re.escape(piece) for piece in pieces)
+                texts[f"{path.name}:{node.lineno} {' ... '.join(pieces)}"] = re.compile(pattern)
+    return texts
+
+
+def constant_pieces(text: ast.expr) -> list[str]:
+    """The constant parts of a string or an f-string."""
+    values = text.values if isinstance(text, ast.JoinedStr) else [text]
+    constants = [value.value for value in values if isinstance(value, ast.Constant)]
+    return [constant for constant in constants if isinstance(constant, str)]
+
+
+def test_every_text_that_the_code_raises_for_a_user_is_tried(answer):
+    errors = [answer(*case).err for case in CASES]
+    untried = {}
+    for place, pattern in raised_texts().items():
+        if not any(pattern.search(error) for error in errors):
+            untried[place] = [start for start in TRIED_ELSEWHERE if start in place]
+    assert [place for place, elsewhere in untried.items() if not elsewhere] == []
+    used = {start for starts in untried.values() for start in starts}
+    assert used == TRIED_ELSEWHERE.keys()  # none that the table tries, or that is gone
+
+
+@pytest.mark.parametrize("start, place", TRIED_ELSEWHERE.items())
+def test_what_is_tried_elsewhere_is_tried_there(start, place):
+    file, _, name = place.partition("::")
+    assert f"def {name}(" in (ROOT / "tests" / file).read_text()
