@@ -4,6 +4,7 @@
         __0_0.distcp __1_0.distcp ...   sharded format: the shards that each rank wrote
         .metadata                       and their index
         full.pt                         full format: all tensors in one file, for torch.load
+        *.tiktoken                      the tokenizer, where it is a file
         manifest.json                   step, tokens, config, data; file sizes and checksums
 
 The manifest is written last: a directory without one is not a checkpoint. Sharded checkpoints are
@@ -15,6 +16,7 @@ with weights_only=True, `.metadata` with an unpickler that admits a few classes 
 
 import argparse
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -26,10 +28,11 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from pickle import Unpickler, UnpicklingError
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,10 +44,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read. The message is one line."""
+    """A checkpoint cannot be written or read: damage, an I/O error. The message is one line."""
 
 
-def last_line(error: Exception) -> str:
+class UsageError(ValueError):
+    """A path that names no checkpoint, or flags that cannot be used. The message is one line."""
+
+
+def last_line(error: BaseException) -> str:
     """The reason alone: DCP's messages begin with the traceback of each rank that failed."""
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__
@@ -63,17 +70,44 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted(found)
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoints that `path` names, oldest first: itself, or those of the run folder `path`.
+
+    Raises UsageError if there are none.
+    """
+    if (path / "manifest.json").is_file():
+        return [path]
+    found = list_checkpoints(path)
+    if not found:
+        problem = f"{path} holds no checkpoint" if path.is_dir() else f"there is no folder {path}"
+        raise UsageError(f"{problem}: name a run folder such as runs/tiny, or a checkpoint in one")
+    return found
+
+
 def read_manifest(path: Path) -> dict:
     """The manifest of the checkpoint `path`. Raises CheckpointError if it is missing or damaged."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        if not isinstance(manifest["step"], int) or not isinstance(manifest["files"], dict):
-            raise ValueError("step must be an integer and files an object")
+        check_manifest(manifest)
         return manifest
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: its manifest.json is damaged: {error!r}"
         ) from None
+
+
+def check_manifest(manifest: dict) -> None:
+    """Raise ValueError, KeyError or TypeError unless the fields that this file reads are valid."""
+    for number in (manifest["step"], manifest.get("tokens", 0)):
+        if not isinstance(number, int):
+            raise ValueError("step and tokens must be integers")
+    if not isinstance(manifest["files"], dict):
+        raise ValueError("files must be an object")
+    for name, file in manifest["files"].items():
+        if Path(name).name != name:
+            raise ValueError(f"it names the file {name}, outside the checkpoint")
+        if not isinstance(file["bytes"], int) or not isinstance(file["crc32"], str):
+            raise ValueError(f"the entry of {name} must be a size and a checksum")
 
 
 def total_bytes(manifest: dict) -> int:
@@ -99,7 +133,7 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
         files = read_manifest(path)["files"]
         for index, name in enumerate(sorted(files)):
             expected = files[name]
-            file = path / Path(name).name  # a hostile manifest cannot name files elsewhere
+            file = path / name
             size = file.stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size:,} bytes, not {expected['bytes']:,}"
@@ -107,7 +141,7 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
                 return f"{name} has changed since it was written: its checksum differs"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (CheckpointError, OSError, KeyError, TypeError) as error:
+    except (CheckpointError, OSError) as error:
         return str(error)
     return None
 
@@ -220,6 +254,27 @@ def sync_and_checksum(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "crc32": crc32}
 
 
+def complete(work: Path, path: Path, manifest: dict) -> None:
+    """Turn the temporary directory `work` into the checkpoint `path`, which must not exist."""
+    with open(work / "manifest.json", "w") as file:
+        json.dump(manifest, file, indent=2)
+    sync(work / "manifest.json")
+    sync(work)
+    os.rename(work, path)
+    sync(path.parent)
+
+
+def why_not_written(error: BaseException, folder: Path) -> str:
+    """The reason why nothing could be written to `folder`, with the space that is free there."""
+    reason = last_line(error)
+    free = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB"
+    # torch says only that the file is shorter than what it has written.
+    full = ("unexpected pos", os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+    if any(sign in reason for sign in full):
+        return f"the disk is full, or its quota: {free} free at {folder} ({reason})"
+    return f"{reason} ({free} were free on its disk)"
+
+
 @dataclass
 class PendingSave:
     """What a save hands from the training thread to the saving thread."""
@@ -247,6 +302,8 @@ class Saver:
     keep_last: int  # checkpoints to keep; 0 keeps all
     keep_every: int  # also keep those whose step is a multiple of this; 0 for none
     timeout: timedelta  # of a save's collectives
+    # Small files that belong into every checkpoint, {name: contents}, such as the tokenizer's
+    extra_files: dict[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self):
         self.is_rank0 = dist.get_rank() == 0
@@ -329,10 +386,8 @@ class Saver:
             row |= self.write(pending)
             self.failure = None
         except (dcp.CheckpointException, OSError, RuntimeError) as error:
-            # A full disk surfaces as various errors of torch, so the free space is always given.
-            free = shutil.disk_usage(self.run).free / 1e6
             row["event"] = "checkpoint_failed"
-            row["error"] = f"{last_line(error)} ({free:,.1f} MB were free on its disk)"
+            row["error"] = why_not_written(error, self.run)
             self.failure = f"cannot write {path}: {row['error']}"
             if self.is_rank0:
                 self.remove_leftovers()
@@ -357,7 +412,7 @@ class Saver:
             files |= files_of_rank
         memory = self.raise_on_all_ranks(host_memory)
         manifest = pending.manifest | {"files": files, "torch": torch.__version__}
-        self.on_rank0(lambda: self.complete(work, path, manifest))
+        self.on_rank0(lambda: self.put_in_place(work, path, manifest))
         return {
             "bytes": total_bytes(manifest),
             "peak_host_memory": max(rank.peak for rank in memory),
@@ -368,33 +423,28 @@ class Saver:
 
     def sync_own_files(self, work: Path) -> dict[str, dict]:
         """Sync the files that this rank has written; return their entries in the manifest."""
-        if self.format == "sharded":
-            own = list(work.glob(f"__{dist.get_rank()}_*.distcp"))
-            if self.is_rank0:
-                own.append(work / ".metadata")
-        else:
-            own = [work / "full.pt"] if self.is_rank0 else []
+        own = list(work.glob(f"__{dist.get_rank()}_*.distcp"))
+        if self.is_rank0:
+            own.append(work / (".metadata" if self.format == "sharded" else "full.pt"))
+            own += [work / name for name in self.extra_files]
         return {file.name: sync_and_checksum(file) for file in own}
 
     def make_work_dir(self, work: Path) -> None:
         self.remove_leftovers()
         work.mkdir(parents=True)
+        for name, contents in self.extra_files.items():
+            (work / name).write_bytes(contents)
 
     def remove_leftovers(self) -> None:
         """Remove what killed or failed saves of this run left behind."""
         for leftover in self.run.glob("checkpoints/.step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def complete(self, work: Path, path: Path, manifest: dict) -> None:
-        """Turn the temporary directory into a checkpoint; remove the ones that are now too old."""
-        with open(work / "manifest.json", "w") as file:
-            json.dump(manifest, file, indent=2)
-        sync(work / "manifest.json")
-        sync(work)
+    def put_in_place(self, work: Path, path: Path, manifest: dict) -> None:
+        """Complete the checkpoint; remove a damaged one of its name and those now too old."""
         if path.exists():  # it did not verify, or the run would have continued from it
             os.rename(path, path.with_name(f".{path.name}.damaged.tmp"))
-        os.rename(work, path)
-        sync(path.parent)
+        complete(work, path, manifest)
         if self.keep_last:
             self.remove_old(path)
 
@@ -505,7 +555,12 @@ def load(path: Path, state: dict) -> None:
             dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
         else:
             load_full(full, state)
-    except (dcp.CheckpointException, OSError, ValueError, RuntimeError, UnpicklingError) as error:
+    except dcp.CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, KeyboardInterrupt):  # DCP wraps a Ctrl-C, too
+                raise cause from None
+        raise CheckpointError(f"cannot read {path}: {last_line(error)}") from None
+    except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"cannot read {path}: {last_line(error)}") from None
 
 
@@ -528,82 +583,176 @@ def load_full(path: Path, state: dict) -> None:
 
 
 def consolidate(path: Path, out: Path) -> None:
-    """Write a sharded checkpoint as one file like full.pt, in one process. Raises CheckpointError.
+    """Write the sharded checkpoint `path` as the checkpoint `out` of the full format.
 
-    DCP loads the tensors into a mapping of the new file, one at a time: no more is held in memory.
+    In one process, which holds one tensor at a time: DCP loads into a mapping of the new file.
+    `out` appears complete or not at all. Raises CheckpointError and UsageError.
     """
+    check_consolidate(path, out)
+    manifest = read_manifest(path)
+    reader = Reader(path)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+    work.mkdir()
+    try:
+        write_full(path, empty_state(reader), work / "full.pt")
+        for name in manifest["files"]:
+            if name != ".metadata" and not name.endswith(".distcp"):
+                shutil.copyfile(path / name, work / name)
+        files = {file.name: sync_and_checksum(file) for file in sorted(work.iterdir())}
+        complete(work, out, manifest | {"files": files, "torch": torch.__version__})
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"cannot write {out}: {why_not_written(error, out.parent)}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    tensors = len(reader.metadata.state_dict_metadata)
+    print(f"{out}: {tensors} tensors, {files['full.pt']['bytes'] / 1e6:,.1f} MB")
+
+
+def check_consolidate(path: Path, out: Path) -> None:
+    """Raise UsageError or CheckpointError where `path` cannot be written as `out`."""
     if out.exists():
-        raise CheckpointError(f"{out} exists: remove it or choose another name")
-    metadata = Reader(path).metadata
-    # A shard has a larger header in a .distcp file than a tensor in the new one.
-    size = sum(file.stat().st_size for file in path.glob("*.distcp"))
-    free = shutil.disk_usage(out.parent).free
-    if size > free:  # checked now: writing to a mapped file on a full disk kills the process
+        raise UsageError(f"{out} exists: remove it or choose another name")
+    newest = checkpoints_at(path)[-1]
+    if newest != path:
+        raise UsageError(f"{path} is a run folder: name one of its checkpoints, such as {newest}")
+    if (path / "full.pt").exists():
+        raise UsageError(f"{path} is of the full format already: its tensors are in full.pt")
+    if problem := verify(path):
+        raise CheckpointError(f"{path}: {problem}")
+    size = total_bytes(read_manifest(path))  # headers included, which take less in one file
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if size > free:
         raise CheckpointError(
             f"{out} needs {size / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB free"
         )
-    tensors = metadata.state_dict_metadata
+
+
+def empty_state(reader: Reader) -> dict:
+    """The nested dicts of a sharded checkpoint, with fake tensors, which hold no values."""
+    tensors = reader.metadata.state_dict_metadata
     state: dict = {}
-    with FakeTensorMode():
-        # planner_data: flat name -> keys of the nested dicts, as ("model", "embed.weight")
-        for name, keys in metadata.planner_data.items():
-            inner = state
-            for key in keys[:-1]:
-                inner = inner.setdefault(key, {})
-            inner[keys[-1]] = torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)
-    work = out.with_name(f".{out.name}.tmp")
+    try:
+        with FakeTensorMode():
+            # planner_data: flat name -> keys of the nested dicts, as ("model", "embed.weight")
+            for name, keys in reader.metadata.planner_data.items():
+                inner = state
+                for key in keys[:-1]:
+                    inner = inner.setdefault(key, {})
+                tensor = tensors[name]
+                inner[keys[-1]] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
+    except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"cannot read {reader.path}: its .metadata is damaged or hostile: {error!r}"
+        ) from None
+    return state
+
+
+def write_full(path: Path, state: dict, file: Path) -> None:
+    """Write the tensors of the sharded checkpoint `path` to `file`, in the layout of `state`."""
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(state, work)  # everything but the values, for which it leaves room
+        torch.save(state, file)  # everything but the values, for which it leaves holes
+    if hasattr(os, "posix_fallocate"):  # macOS lacks it
+        # Fill the holes: writing to a mapped file on a full disk would kill the process.
+        with open(file, "r+b") as opened:
+            os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # writes reach the file
-        mapped = torch.load(work, mmap=True, weights_only=True)
+        mapped = torch.load(file, mmap=True, weights_only=True)
     load(path, mapped)
-    sync(work)
-    os.rename(work, out)
-    print(f"{out}: {len(tensors)} tensors, {out.stat().st_size / 1e6:,.1f} MB")
 
 
-def list_run(run: Path) -> None:
-    paths = list_checkpoints(run)
-    if not paths:
-        raise CheckpointError(f"{run} has no checkpoints")
-    for path in paths:
-        manifest = read_manifest(path)
-        progress = f"step {manifest['step']:,}  {manifest.get('tokens', 0):,} tokens"
-        print(f"{path}  {progress}  {total_bytes(manifest) / 1e6:,.1f} MB")
+def list_checkpoint(path: Path) -> str:
+    """A line on a checkpoint. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    progress = f"step {manifest['step']:,}  {manifest.get('tokens', 0):,} tokens"
+    return f"{path}  {progress}  {total_bytes(manifest) / 1e6:,.1f} MB"
 
 
-def verify_and_report(path: Path) -> None:
+def verify_checkpoint(path: Path) -> str:
+    """A line on a checkpoint that verifies. Raises CheckpointError."""
     if problem := verify(path):
         raise CheckpointError(f"{path}: {problem}")
     manifest = read_manifest(path)
     size = f"{len(manifest['files'])} files, {total_bytes(manifest) / 1e6:,.1f} MB"
-    print(f"{path}: complete and unchanged: {size}")
+    return f"{path}: complete and unchanged: {size}"
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="List, verify and consolidate checkpoints.")
+def report(path: Path, line: Callable[[Path], str]) -> None:
+    """Print the line of each checkpoint that `path` names. Raises CheckpointError and UsageError.
+
+    A damaged checkpoint of a run does not hide the others.
+    """
+    paths = checkpoints_at(path)
+    if paths == [path]:
+        print(line(path))
+        return
+    damaged = 0
+    for checkpoint in paths:
+        try:
+            print(line(checkpoint))
+        except CheckpointError as error:
+            damaged += 1
+            print(f"DAMAGED: {error}")
+    if damaged:
+        raise CheckpointError(f"{damaged} of the {len(paths)} checkpoints of {path} are damaged")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line, raised as UsageError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (checkpoint.py --help lists the commands)")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="checkpoint.py",
+        description="List, verify and consolidate checkpoints.",
+        epilog="A RUN is a run folder, such as runs/tiny; a CHECKPOINT is a folder in it, such as "
+        "runs/tiny/checkpoints/step-00000600.",
+    )
+    version = f"checkpoint.py of nanoshard, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("list", help="list the checkpoints of a run: step, tokens and size")
     add.add_argument("path", metavar="RUN", type=Path)
-    add = commands.add_parser("verify", help="compare the files of a checkpoint with its manifest")
+    add = commands.add_parser(
+        "verify", help="compare the files of a checkpoint, or of all of a run, with the manifest"
+    )
+    add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
+    add = commands.add_parser(
+        "consolidate", help="write a sharded checkpoint as a checkpoint of the full format"
+    )
     add.add_argument("path", metavar="CHECKPOINT", type=Path)
-    add = commands.add_parser("consolidate", help="write a sharded checkpoint as one file")
-    add.add_argument("path", metavar="CHECKPOINT", type=Path)
-    add.add_argument("out", metavar="OUT.pt", type=Path)
-    args = parser.parse_args(argv)
+    add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit status: 1 for damage and I/O errors, 2 for a usage error, 130 for Ctrl-C."""
     # DCP warns when there is one process, which is intended here.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
+        args = build_parser().parse_args(argv)
         if args.command == "list":
-            list_run(args.path)
+            report(args.path, list_checkpoint)
         elif args.command == "verify":
-            verify_and_report(args.path)
+            report(args.path, verify_checkpoint)
         else:
             consolidate(args.path, args.out)
+        return 0
+    except UsageError as error:
+        status, message = 2, str(error)
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 130
     except (CheckpointError, OSError) as error:
-        print(f"checkpoint.py: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        status, message = 1, str(error)
+    print(f"checkpoint.py: error: {message}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ on the step at which a run was resumed. So a checkpoint needs no state of the da
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,13 @@ class TokenFolder:
     vocab_size: int
     tokenizer: str | None  # a name or a path for tokenizer.load; None: unknown, ids have no text
     fingerprint: str  # changes when the tokens do
+    # The tokenizer's file, {name: contents}, for whoever keeps it elsewhere; empty for a built-in
+    tokenizer_file: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """The tokenizer as a checkpoint names it: a file by its name, since it holds a copy."""
+        return next(iter(self.tokenizer_file), self.tokenizer)
 
     def tokens(self, split: str) -> np.ndarray:
         return memmap_tokens(self.path / f"{split}.bin", self.dtype)
@@ -65,9 +72,23 @@ def open_folder(path: Path) -> TokenFolder:
         check_size(file, dtype, meta.get(f"{split}_tokens"))
         spot_check(file, dtype, vocab_size, digest)
     tokenizer = meta["tokenizer"]
+    tokenizer_file = {}
     if tokenizer and tokenizer.endswith(".tiktoken"):
-        tokenizer = str((path / tokenizer).resolve())
-    return TokenFolder(path, dtype, vocab_size, tokenizer, digest.hexdigest()[:16])
+        file = (path / tokenizer).absolute()
+        tokenizer = str(file)
+        tokenizer_file[file.name] = read_tokenizer(file)
+    fingerprint = digest.hexdigest()[:16]
+    return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file)
+
+
+def read_tokenizer(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{file}: {error.strerror}; the token folder's meta.json names this tokenizer: "
+            "put the file back, or prepare the folder again"
+        ) from None
 
 
 def read_meta(path: Path) -> dict:
@@ -75,6 +96,8 @@ def read_meta(path: Path) -> dict:
         meta = json.loads((path / "meta.json").read_text())
         counts = {name: int(meta[name]) for name in ("vocab_size", "train_tokens", "val_tokens")}
         dtype = np.dtype(meta["dtype"])
+        if not isinstance(meta["tokenizer"], str | None):
+            raise TypeError("tokenizer is not a name")
         return {**meta, **counts, "dtype": dtype, "tokenizer": meta["tokenizer"]}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(

@@ -409,20 +409,26 @@ def generate(
     Each depends on the last seq_len tokens. It is drawn from softmax(logits / temperature), limited
     to the top_k most likely if top_k > 0; at temperature 0 it is the most likely one. Ids from
     vocab_size on only pad the head and are never drawn. The same seed gives the same tokens.
+    Raises FloatingPointError if the logits are not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(tokens)
     for _ in range(n):
         context = torch.tensor([tokens[-seq_len:]], device=device)  # (1, T)
         logits = model(context)[0, -1, :vocab_size]  # (vocab_size,), after the last token
-        logits = logits.cpu().double()  # double: no temperature above 0 overflows to infinity
+        logits = logits.cpu().double()
+        if not logits.isfinite().all():
+            raise FloatingPointError(
+                "the model's logits are not finite: its weights have diverged or are damaged"
+            )
         if temperature == 0:
             token = int(logits.argmax())
         else:
             if 0 < top_k < vocab_size:
                 smallest_kept = logits.topk(top_k).values[-1]
                 logits[logits < smallest_kept] = -math.inf
-            probabilities = (logits / temperature).softmax(-1)
+            # The largest is 0 before the division: no temperature above 0 overflows to infinity.
+            probabilities = ((logits - logits.max()) / temperature).softmax(-1)
             token = int(torch.multinomial(probabilities, 1, generator=generator))
         tokens.append(token)
         yield token

@@ -5,48 +5,102 @@ python sample.py --run runs/tiny --prompt "def "
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import checkpoint
+import cli
 import dist
 import tokenizer
 from model import ModelConfig, Transformer, generate
 
+EXAMPLES = """examples:
+  python sample.py --run runs/tiny --prompt "def "
+  python sample.py --run runs/tiny/checkpoints/step-00000600 --temperature 0 --max_new_tokens 100
+"""
 
-class SampleError(ValueError):
-    """Flags that cannot be used."""
+
+def choose_checkpoint(named: Path) -> Path:
+    """The checkpoint `named`, or the newest of the run `named` that verifies.
+
+    Says on stderr which newer ones it passed over. Raises checkpoint.UsageError and
+    CheckpointError.
+    """
+    problems = []
+    for path in reversed(checkpoint.checkpoints_at(named)):
+        problem = checkpoint.verify(path)
+        if problem is None:
+            for line in problems:
+                print(f"sample.py: passed over {line}; using {path}", file=sys.stderr)
+            return path
+        problems.append(f"{path}: {problem}")
+    raise checkpoint.CheckpointError(f"no checkpoint to use: {'; '.join(problems)}")
 
 
-def load(run: Path, device: torch.device) -> tuple[Transformer, dict]:
-    """Return the model, in float32, and the manifest of a checkpoint, or of a run's newest."""
-    path = run
-    if not (run / "manifest.json").exists():
-        checkpoints = checkpoint.list_checkpoints(run)
-        if not checkpoints:
-            raise checkpoint.CheckpointError(
-                f"--run {run}: no checkpoint there; name a run such as runs/tiny, or a checkpoint"
-            )
-        path = checkpoints[-1]
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint says about its model."""
+
+    config: ModelConfig
+    tokenizer: str | None  # for tokenizer.load; None: unknown, ids have no text
+    vocab_size: int  # of the data; that of the model is padded
+
+
+def describe(path: Path) -> Trained:
+    """Read the manifest of a checkpoint. Raises CheckpointError and TokenizerError."""
     manifest = checkpoint.read_manifest(path)
     try:
         config = ModelConfig(**manifest["model"])
-    except (KeyError, TypeError) as error:
+        vocab_size = int(manifest["tokens_in_vocabulary"])
+        name = manifest["tokenizer"]
+        if not isinstance(name, str | None):
+            raise TypeError(f"a tokenizer's name, but {name!r}")
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise checkpoint.CheckpointError(
             f"{path} is not a checkpoint of train.py: its manifest.json lacks {error}"
         ) from None
+    if name and name.endswith(".tiktoken"):
+        name = find_tokenizer(path, name, vocab_size)
+    return Trained(config, name, vocab_size)
+
+
+def find_tokenizer(path: Path, name: str, vocab_size: int) -> str:
+    """The tokenizer's file, which lies in the checkpoint `path`. Raises TokenizerError."""
+    places = [path / name]
+    if Path(name).is_absolute():  # in older manifests: where the token folder was
+        places.append(path / Path(name).name)
+    found = [str(place) for place in places if place.is_file()]
+    if not found:
+        missing = " and no ".join(map(str, places))
+        raise tokenizer.TokenizerError(
+            f"the tokenizer of {path} is missing: there is no {missing}; copy the file there"
+        )
+    size = tokenizer.load(found[0]).n_vocab
+    if size != vocab_size:
+        raise tokenizer.TokenizerError(
+            f"{found[0]} is another tokenizer: it has {size:,} tokens, the model's {vocab_size:,}"
+        )
+    return found[0]
+
+
+def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transformer:
+    """The model of a checkpoint, in float32. Raises CheckpointError."""
     with torch.device("meta"):
         model = Transformer(config)
     model.to_empty(device=device)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     checkpoint.load(path, {"model": weights})
-    return model, manifest
+    return model
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sample.py", description="Continue a prompt with a model that train.py has saved."
+def build_parser() -> cli.Parser:
+    parser = cli.Parser(
+        prog="sample.py",
+        description="Continue a prompt with a model that train.py has saved.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--run", required=True, type=Path, metavar="DIR", help="a run folder, or a checkpoint")
@@ -89,54 +143,59 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_ranges(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace) -> None:
     for option in ("max_new_tokens", "temperature", "top_k", "seed"):
         value = getattr(args, option)
-        if not 0 <= value < 2**32:
-            raise SampleError(f"--{option} {value} must be a number of at least 0")
+        if not 0 <= value < 2**32:  # nan is not, either
+            raise cli.UsageError(f"--{option} {value} must be at least 0 and below {2**32}")
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError:
+        raise cli.UsageError("--prompt is not valid UTF-8") from None
 
 
-def sample(args: argparse.Namespace) -> None:
+def sample(args: argparse.Namespace, device: torch.device) -> None:
     """Print the prompt and its continuation, token by token."""
-    device = dist.start(args.device).device
-    model, manifest = load(args.run, device)
-    name = manifest["tokenizer"]
-    vocab_size = manifest["tokens_in_vocabulary"]
-    tokens = tokenizer.encode(name, args.prompt)
-    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        raise SampleError(f"--prompt: token ids are 0 to {vocab_size - 1}")
-    print(args.prompt, end="", flush=True)
+    path = choose_checkpoint(args.run)
+    trained = describe(path)
+    tokens = tokenizer.encode(trained.tokenizer, args.prompt)
+    if not 0 <= min(tokens) <= max(tokens) < trained.vocab_size:
+        raise cli.UsageError(f"--prompt: token ids are 0 to {trained.vocab_size - 1}")
     new = generate(
-        model,
+        load_model(path, trained.config, device),
         tokens,
         args.max_new_tokens,
-        seq_len=model.config.seq_len,
-        vocab_size=vocab_size,
+        seq_len=trained.config.seq_len,
+        vocab_size=trained.vocab_size,
         device=device,
         temperature=args.temperature,
         top_k=args.top_k,
         seed=args.seed,
     )
-    for text in tokenizer.decode(name, new):
+    texts = tokenizer.decode(trained.tokenizer, new)
+    beginning = next(texts, "")  # before the prompt is printed: the model may prove broken
+    print(args.prompt + beginning, end="", flush=True)
+    for text in texts:
         print(text, end="", flush=True)
     print()
-    dist.stop()
 
 
 def main(argv: list[str]) -> int:
-    args = build_parser().parse_args(argv)
-    try:
-        check_ranges(args)
-        sample(args)
-        return 0
-    except (SampleError, tokenizer.TokenizerError, dist.MeshError) as error:
-        print(f"sample.py: error: {error}", file=sys.stderr)
-        return 2
-    except checkpoint.CheckpointError as error:
-        print(f"sample.py: error: {error}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, BrokenPipeError):
-        return 130
+    def command() -> None:
+        args = build_parser().parse_args(argv)
+        check_flags(args)
+        device = dist.start(args.device).device
+        try:
+            sample(args, device)
+        finally:
+            dist.stop()
+
+    return cli.run(
+        "sample.py",
+        command,
+        usage=(checkpoint.UsageError, tokenizer.TokenizerError, dist.MeshError),
+        failure=(checkpoint.CheckpointError, FloatingPointError, torch.OutOfMemoryError),
+    )
 
 
 if __name__ == "__main__":

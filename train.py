@@ -107,7 +107,7 @@ def make_plan(config: Config, world: dist.World) -> Plan:
         "model": dataclasses.asdict(model),
         "dtype": str(dtype).removeprefix("torch."),
         "data": token_folder.fingerprint,
-        "tokenizer": token_folder.tokenizer,
+        "tokenizer": token_folder.tokenizer_name,
         "tokens_in_vocabulary": token_folder.vocab_size,
     }
     latest, passed_over = checkpoint.latest_valid(Path(c.out))
@@ -205,6 +205,7 @@ class Run:
             keep_last=c.keep_last,
             keep_every=c.keep_every,
             timeout=world.timeout,
+            extra_files=plan.token_folder.tokenizer_file,
         )
 
     def check_ranks_agree(self) -> None:
@@ -510,12 +511,12 @@ def sample(run: Run) -> str:
         device=run.world.device,
         temperature=0.8,
     )
-    tokens = [*prompt, *new]
-    if not run.log.is_rank0:
-        return ""
     try:
+        tokens = [*prompt, *new]
+        if not run.log.is_rank0:
+            return ""
         return "".join(tokenizer.decode(folder.tokenizer, tokens))
-    except tokenizer.TokenizerError as error:  # the run has succeeded all the same
+    except (tokenizer.TokenizerError, FloatingPointError) as error:  # the run has succeeded
         return f"no text: {error}"
 
 
@@ -611,6 +612,7 @@ def main(argv: list[str]) -> int:
         return run_training(parse(argv))
     except (
         UsageError,
+        checkpoint.UsageError,
         data.DataError,
         tokenizer.TokenizerError,
         dist.MeshError,

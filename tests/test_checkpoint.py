@@ -16,6 +16,7 @@ from conftest import assert_same, call_train, flags, listen, rows, tensors
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import checkpoint
+from model import ModelConfig, build_model
 
 ROOT = Path(__file__).parent.parent
 TWENTY_STEPS = "--max_steps 20 --dtype float32 --save_interval 10 --keep_last 0"
@@ -224,7 +225,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     assert "NOT SAVED: cannot write" in said
     assert "step 8/8" in said
     assert error.count("\n") == 1
-    assert "MB were free on its disk" in error
+    assert f"the disk is full, or its quota: 0.0 MB free at {out}" in error
     saved = checkpoint.list_checkpoints(out)
     assert saved
     assert all(checkpoint.verify(path) is None for path in saved)
@@ -234,6 +235,21 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     assert f"continuing from {saved[-1]}" in said
     assert len(checkpoint.list_checkpoints(out)) == 8
     assert not list((out / "checkpoints").glob(".*"))
+
+
+def save_too_much(folder: Path, format: str) -> str | None:
+    torch.distributed.init_process_group("gloo")
+    saver = checkpoint.Saver(folder, format, False, 0, 0, timedelta(seconds=20))
+    saver.save({"weight": torch.ones(1_000_000)}, {"step": 1})
+    return saver.failure
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+def test_an_error_of_torch_that_does_not_say_so_is_said_to_be_a_full_disk(pool, small_disk, format):
+    (failure,) = pool(1, save_too_much, small_disk, format)
+    assert failure.startswith(f"cannot write {small_disk}/checkpoints/step-00000001: the disk is")
+    assert "unexpected pos" in failure  # of torch.save, which is all that it says
+    assert "\n" not in failure
 
 
 def save_where_something_is_in_the_way(folder: Path) -> list[str | None]:
@@ -259,6 +275,24 @@ def test_failure_says_why_the_last_save_failed_until_one_succeeds(pool, tmp_path
         assert before is None
         assert failed.startswith(f"cannot write {tmp_path}/checkpoints/step-00000001: rank 0: ")
         assert succeeded is None
+
+
+def save_with_extra_files(folder: Path, format: str) -> None:
+    torch.distributed.init_process_group("gloo")
+    extra = {"my.tiktoken": b"IQ== 0\n"}
+    saver = checkpoint.Saver(folder, format, False, 0, 0, timedelta(seconds=20), extra)
+    saver.save({"weight": torch.ones(3)}, {"step": 1})
+    assert saver.failure is None
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+def test_extra_files_belong_to_every_checkpoint(pool, tmp_path, format):
+    pool(2, save_with_extra_files, tmp_path, format)
+    path = last_checkpoint(tmp_path)
+    assert (path / "my.tiktoken").read_bytes() == b"IQ== 0\n"
+    assert checkpoint.read_manifest(path)["files"]["my.tiktoken"]["bytes"] == 7
+    (path / "my.tiktoken").write_bytes(b"IQ== 1\n")
+    assert "my.tiktoken has changed since it was written" in checkpoint.verify(path)
 
 
 def train_on_a_small_host(argv: list[str]) -> tuple:
@@ -360,10 +394,14 @@ HOSTILE_MANIFESTS = [
     "{}",
     '{"step": "os.system", "files": {}}',
     '{"step": 1, "files": {"../../x": {}}}',
+    '{"step": 1, "files": ["full.pt"]}',
+    '{"step": 1, "files": {"full.pt": {"bytes": "many", "crc32": "0"}}}',
+    '{"step": 1, "files": {}, "tokens": "many"}',
+    "[" * 100_000,
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE_MANIFESTS)
+@pytest.mark.parametrize("text", HOSTILE_MANIFESTS[:4])
 def test_a_hostile_manifest_is_a_clear_error(run, pool, tokens, text):
     out = run(1, "--max_steps 1")
     path = last_checkpoint(out)
@@ -395,9 +433,40 @@ def test_list_prints_step_tokens_and_size(whole, tmp_path, command):
     step_10, step_20 = out.splitlines()
     assert step_10.startswith(f"{run}/checkpoints/step-00000010  step 10  1,280 tokens  ")
     assert step_20.startswith(f"{run}/checkpoints/step-00000020  step 20  2,560 tokens  ")
-    status, _, error = command("list", tmp_path)
+
+
+def copy_and_damage(whole: dict[str, Path], folder: Path) -> Path:
+    """A run of two checkpoints, the first of which is damaged."""
+    run = folder / "run"
+    shutil.copytree(whole["fsdp --tp 2"], run)
+    flip_a_bit(run / "checkpoints/step-00000010")
+    return run
+
+
+def test_verify_of_a_run_verifies_each_of_its_checkpoints(whole, tmp_path, command):
+    run = copy_and_damage(whole, tmp_path)
+    status, out, error = command("verify", run)
     assert status == 1
-    assert "has no checkpoints" in error
+    first, second = out.splitlines()
+    assert first.startswith(f"DAMAGED: {run}/checkpoints/step-00000010: __0_0.distcp has changed")
+    assert second.startswith(f"{run}/checkpoints/step-00000020: complete and unchanged: 5 files, ")
+    assert error == f"checkpoint.py: error: 1 of the 2 checkpoints of {run} are damaged\n"
+    shutil.rmtree(run / "checkpoints/step-00000010")
+    assert command("verify", run) == (0, f"{second}\n", "")
+
+
+@pytest.mark.parametrize("text", HOSTILE_MANIFESTS, ids=lambda text: text[:40])
+def test_list_says_which_manifest_is_damaged(whole, tmp_path, command, text):
+    run = tmp_path / "run"
+    shutil.copytree(whole["single"], run)
+    (run / "checkpoints/step-00000010/manifest.json").write_text(text)
+    status, out, error = command("list", run)
+    assert status == 1
+    first, second = out.splitlines()
+    assert first.startswith(f"DAMAGED: {run}/checkpoints/step-00000010 is not a complete")
+    assert "its manifest.json is damaged" in first
+    assert second.startswith(f"{run}/checkpoints/step-00000020  step 20  ")
+    assert error.count("\n") == 1
 
 
 def test_verify_finds_a_flipped_bit(whole, tmp_path, command):
@@ -414,29 +483,98 @@ def test_verify_finds_a_flipped_bit(whole, tmp_path, command):
     assert error.count("\n") == 1
 
 
-def test_consolidate_writes_one_file_with_the_same_tensors(whole, tmp_path, command):
-    path = last_checkpoint(whole["hsdp --dp_shard 2"])
-    out = tmp_path / "one.pt"
+@pytest.fixture(scope="module")
+def consolidated(whole, tmp_path_factory) -> Path:
+    """Step 10 of the hsdp run as a checkpoint of the full format, in a folder that is created."""
+    root = tmp_path_factory.mktemp("consolidated")
+    path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000010"
+    out = root / "new/one"
     script = [sys.executable, ROOT / "checkpoint.py", "consolidate", path, out]
     answer = subprocess.run(script, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
-    assert "tensors" in answer.stdout
+    assert answer.stdout.startswith(f"{out}: 83 tensors, ")
     assert not answer.stderr
-    assert file_names(tmp_path) == ["one.pt"]
-    consolidated = dict(checkpoint.flatten(torch.load(out, weights_only=True)))
-    torch.testing.assert_close(consolidated, tensors(path), rtol=0, atol=0, equal_nan=True)
-    status, _, error = command("consolidate", path, out)
-    assert status == 1
-    assert "exists" in error
+    assert file_names(root / "new") == ["one"]
+    return out
+
+
+def test_consolidate_writes_a_complete_checkpoint_of_the_full_format(whole, consolidated, command):
+    path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000010"
+    assert file_names(consolidated) == ["full.pt", "manifest.json"]
+    torch.testing.assert_close(tensors(consolidated), tensors(path), rtol=0, atol=0, equal_nan=True)
+    source = checkpoint.read_manifest(path)
+    manifest = checkpoint.read_manifest(consolidated)
+    assert manifest.keys() == source.keys()
+    assert manifest.pop("files").keys() == {"full.pt"}
+    assert source.pop("files").keys() == {f"__{rank}_0.distcp" for rank in range(4)} | {".metadata"}
+    assert manifest == source
+    status, out, _ = command("verify", consolidated)
+    assert (status, "complete and unchanged: 1 files" in out) == (0, True)
+
+
+def test_a_run_continues_from_a_consolidated_checkpoint(run, whole, consolidated):
+    resumed = rows(run(2, f"{TWENTY_STEPS} --strategy fsdp --resume {consolidated}"))
+    losses = [row["loss"] for row in rows(whole["hsdp --dp_shard 2"])[10:]]
+    assert [row["loss"] for row in resumed] == pytest.approx(losses, rel=1e-5)
+
+
+def test_plain_torch_reads_full_pt(consolidated):
+    """As docs/reference.md shows."""
+    state = torch.load(consolidated / "full.pt", mmap=True, weights_only=True)
+    weights = state["model"]
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    assert shapes["blocks.0.attention.q.weight"] == (32, 32)
+    layer = torch.nn.Linear(32, 64, bias=False)
+    layer.load_state_dict({"weight": weights["blocks.0.mlp.gate.weight"]})
+    model = build_model(ModelConfig(**checkpoint.read_manifest(consolidated)["model"]))
+    model.load_state_dict(weights)
+
+
+def test_consolidate_copies_the_extra_files(pool, tmp_path, command):
+    pool(2, save_with_extra_files, tmp_path, "sharded")
+    out = tmp_path / "one"
+    assert command("consolidate", last_checkpoint(tmp_path), out)[0] == 0
+    assert (out / "my.tiktoken").read_bytes() == b"IQ== 0\n"
+
+
+def test_consolidate_of_a_damaged_checkpoint_writes_nothing(whole, tmp_path, command):
+    damaged = copy_and_damage(whole, tmp_path) / "checkpoints/step-00000010"
+    status, out, error = command("consolidate", damaged, tmp_path / "one")
+    assert (status, out) == (1, "")
+    assert f"{damaged}: __0_0.distcp has changed since it was written" in error
+    assert file_names(tmp_path) == ["run"]
 
 
 def test_consolidate_refuses_a_disk_without_the_room(whole, small_disk, command):
     path = last_checkpoint(whole["hsdp --dp_shard 2"])
     (small_disk / "other").write_bytes(bytes(900_000))
-    status, _, error = command("consolidate", path, small_disk / "one.pt")
+    status, _, error = command("consolidate", path, small_disk / "new/one")
     assert status == 1
+    assert f"{small_disk}/new/one needs 0." in error
     assert "MB free" in error
-    assert not (small_disk / "one.pt").exists()
+    assert file_names(small_disk) == ["other"]
+
+
+def test_consolidate_leaves_nothing_on_a_disk_that_fills_up_meanwhile(whole, small_disk, command):
+    path = last_checkpoint(whole["hsdp --dp_shard 2"])
+    (small_disk / "other").write_bytes(bytes(900_000))
+    before = shutil.disk_usage("/")
+    with mock.patch.object(checkpoint.shutil, "disk_usage", return_value=before):
+        status, _, error = command("consolidate", path, small_disk / "one")
+    assert status == 1
+    assert error.startswith(
+        f"checkpoint.py: error: cannot write {small_disk}/one: the disk is full"
+    )
+    assert error.count("\n") == 1
+    assert file_names(small_disk) == ["other"]
+
+
+def test_ctrl_c_leaves_nothing_of_consolidate(whole, tmp_path, command):
+    path = last_checkpoint(whole["hsdp --dp_shard 2"])
+    interrupted = mock.patch.object(checkpoint.Reader, "read_data", side_effect=KeyboardInterrupt)
+    with interrupted:
+        assert command("consolidate", path, tmp_path / "one") == (130, "", "")
+    assert not file_names(tmp_path)
 
 
 # ---- compatibility
