@@ -621,10 +621,12 @@ def check_consolidate(path: Path, out: Path) -> None:
         raise UsageError(f"{path} is a run folder: name one of its checkpoints, such as {newest}")
     if (path / "full.pt").exists():
         raise UsageError(f"{path} is of the full format already: its tensors are in full.pt")
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise UsageError(f"{out} cannot be created: {folder} is a file")
     if problem := verify(path):
         raise CheckpointError(f"{path}: {problem}")
     size = total_bytes(read_manifest(path))  # headers included, which take less in one file
-    folder = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(folder).free
     if size > free:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -21,6 +22,23 @@ def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):
     folder = data.open_folder(tmp_path)
     assert folder.vocab_size == 65 and folder.tokenizer is None
     assert data.TokenDataset(folder, "train", 8, None)[[0, 1]][1].tolist() == list(range(8, 17))
+
+
+def test_the_file_of_the_tokenizer_comes_with_the_folder_and_must_be_there(tokens, tmp_path):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "my.tiktoken"}))
+    with pytest.raises(data.DataError, match=r"my.tiktoken: No such file.*put the file back"):
+        data.open_folder(folder)
+    (folder / "my.tiktoken").write_bytes(b"IQ== 0")
+    opened = data.open_folder(folder)
+    assert opened.tokenizer_file == {"my.tiktoken": b"IQ== 0"}
+    assert opened.tokenizer_name == "my.tiktoken"
+    assert opened.tokenizer == str(folder / "my.tiktoken")
+    assert data.open_folder(tokens).tokenizer_name == "bytes"
+    (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": 5}))
+    with pytest.raises(data.DataError, match="meta.json is damaged.*tokenizer is not a name"):
+        data.open_folder(folder)
 
 
 class Bomb:

@@ -5,8 +5,12 @@ import base64
 import contextlib
 import io
 import json
+import os
+import pickle
 import re
 import shlex
+import shutil
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +46,7 @@ TRAIN = [
     Mistake("--seq_len 100000", "one sequence of --seq_len 100000 needs 100,001"),
     Mistake("--data {high}", "train.bin holds token 300, above its vocabulary of 257"),
     Mistake("--data {torn}", "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes"),
+    Mistake("--data {no_tokenizer_file}", "my.tiktoken: No such file or directory; the token fold"),
     Mistake("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
     Mistake(
         "--profile 2:2",
@@ -150,9 +155,58 @@ PREPARE = [
     Mistake("--out {root}/new --tokenizer {ranks}/minus", "(257 tokens, but none has rank 256)"),
 ]
 
-SAMPLE = []
+SAMPLE = [
+    Mistake("", "the following arguments are required: --run"),
+    Mistake("--run {other} --promt x", "unrecognized arguments: --promt x; did you mean --prompt?"),
+    Mistake(
+        "--run {root}/nowhere", "nowhere: name a run folder such as runs/tiny, or a checkpoint"
+    ),
+    Mistake("--run {foreign}/config.json", "there is no folder"),
+    Mistake("--run {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
+    Mistake(
+        "--run {other} --max_new_tokens -1", "--max_new_tokens -1 must be at least 0 and below"
+    ),
+    Mistake("--run {other} --temperature nan", "--temperature nan must be at least 0 and below"),
+    Mistake("--run {other} --temperature inf", "--temperature inf must be at least 0 and below"),
+    Mistake("--run {other} --top_k -1", "--top_k -1 must be at least 0 and below"),
+    Mistake("--run {other} --seed 4294967296", "--seed 4294967296 must be at least 0 and below"),
+    Mistake("--run {other} --prompt \udcff", "--prompt is not valid UTF-8"),
+    Mistake("--run {other} --device cuda", "PyTorch finds no CUDA device here"),
+    Mistake("--run {ids} --prompt three", "write the prompt as token ids, such as '17 4 52'"),
+    Mistake("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
+    Mistake("--run {moved}", "is missing: there is no /old/my.tiktoken and no "),
+    Mistake("--run {other_tokenizer}", "is another tokenizer: it has 258 tokens, the model's 257"),
+    Mistake("--run {damaged}", "no checkpoint to use: {damaged}: __0_0.distcp is missing", 1),
+    Mistake("--run {no_model}", "is not a checkpoint of train.py: its manifest.json lacks", 1),
+    Mistake("--run {no_tokenizer}", "its manifest.json lacks a tokenizer's name, but 5", 1),
+    Mistake("--run {nan}", "the model's logits are not finite: its weights have diverged or", 1),
+]
 
-CHECKPOINT = []
+CHECKPOINT = [
+    Mistake("", "the following arguments are required: command (checkpoint.py --help lists"),
+    Mistake("lst {other}", "invalid choice: 'lst'"),
+    Mistake("list {root}/nowhere", "there is no folder"),
+    Mistake("list {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
+    Mistake("verify {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
+    Mistake("verify {damaged}", "{damaged}: __0_0.distcp is missing", 1),
+    Mistake("verify {truncated}", "__0_0.distcp has 1,000 bytes, not", 1),
+    Mistake("verify {flipped}", "__0_0.distcp has changed since it was written", 1),
+    Mistake(
+        "verify {torn_manifest}", "is not a complete checkpoint: its manifest.json is damaged", 1
+    ),
+    Mistake(
+        "list {torn_manifest}", "is not a complete checkpoint: its manifest.json is damaged", 1
+    ),
+    Mistake("consolidate {newest}", "the following arguments are required: OUT"),
+    Mistake("consolidate {foreign} {root}/new", "holds no checkpoint: name a run folder"),
+    Mistake("consolidate {other} {root}/new", "is a run folder: name one of its checkpoints, such"),
+    Mistake("consolidate {newest} {foreign}", "exists: remove it or choose another name"),
+    Mistake("consolidate {nan} {root}/new", "is of the full format already"),
+    Mistake("consolidate {newest} {foreign}/config.json/new", "new cannot be created: "),
+    Mistake("consolidate {damaged} {root}/new", "{damaged}: __0_0.distcp is missing", 1),
+    Mistake("consolidate {hostile} {root}/new", "its .metadata is damaged or hostile", 1),
+    Mistake("consolidate {no_names} {root}/new", "its .metadata is damaged or hostile", 1),
+]
 
 COMPARE = [
     Mistake("", "the following arguments are required: RUN"),
@@ -209,14 +263,14 @@ COMMANDS = {
 CASES = [(name, mistake) for name, (mistakes, _) in COMMANDS.items() for mistake in mistakes]
 
 
-def write_tokens(folder: Path, tokens: np.ndarray) -> Path:
+def write_tokens(folder: Path, tokens: np.ndarray, tokenizer: str = "bytes") -> Path:
     folder.mkdir()
     for split in ("train", "val"):
         tokens.astype("<u2").tofile(folder / f"{split}.bin")
     meta = {
         "dtype": "uint16",
         "vocab_size": 257,
-        "tokenizer": "bytes",
+        "tokenizer": tokenizer,
         "train_tokens": len(tokens),
         "val_tokens": len(tokens),
     }
@@ -287,16 +341,79 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
     foreign.mkdir()
     (foreign / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     return {
+        **checkpoints(root, root / "other/checkpoints/step-00000002"),
         "root": root,
         "other": root / "other",
         "changed": write_tokens(root / "changed", ramp),
         "high": write_tokens(root / "high", np.where(ramp == 200, 300, ramp)),
         "torn": torn,
+        "no_tokenizer_file": write_tokens(root / "no_file", ramp, tokenizer="my.tiktoken"),
         "foreign": foreign,
         **spoilt_logs(root, root / "other"),
         **write_sources(root),
         "ranks": write_rank_files(root / "ranks"),
     }
+
+
+def variant(folder: Path, source: Path, **fields) -> Path:
+    """A copy of a checkpoint whose manifest differs."""
+    shutil.copytree(source, folder)
+    manifest = checkpoint.read_manifest(source) | fields
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def rewritten(folder: Path, source: Path, name: str, contents: bytes) -> Path:
+    """A copy of a checkpoint with other contents of one file, which verifies."""
+    files = dict(checkpoint.read_manifest(source)["files"])
+    files[name] = {"bytes": len(contents), "crc32": f"{zlib.crc32(contents):08x}"}
+    variant(folder, source, files=files)
+    (folder / name).write_bytes(contents)
+    return folder
+
+
+def diverged(folder: Path, source: Path) -> Path:
+    """A copy of a checkpoint in the full format, with weights that are not finite."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        checkpoint.consolidate(source, folder)
+    state = torch.load(folder / "full.pt", weights_only=True)
+    state["model"]["norm.weight"].fill_(torch.nan)
+    torch.save(state, folder / "full.pt")
+    manifest = checkpoint.read_manifest(folder)
+    manifest["files"]["full.pt"] = checkpoint.sync_and_checksum(folder / "full.pt")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def checkpoints(root: Path, newest: Path) -> dict[str, Path]:
+    """Copies of the checkpoint `newest`, each with something wrong."""
+    found = {
+        "newest": newest,
+        "ids": variant(root / "ids", newest, tokenizer=None),
+        "moved": variant(root / "moved", newest, tokenizer="/old/my.tiktoken"),
+        "other_tokenizer": variant(root / "other_tokenizer", newest, tokenizer="my.tiktoken"),
+        "no_model": variant(root / "no_model", newest, model={}),
+        "no_tokenizer": variant(root / "no_tokenizer", newest, tokenizer=5),
+        "damaged": variant(root / "damaged", newest),
+        "truncated": variant(root / "truncated", newest),
+        "flipped": variant(root / "flipped", newest),
+        "torn_manifest": variant(root / "torn_manifest", newest),
+        "nan": diverged(root / "nan", newest),
+    }
+    ranks = [f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)]
+    (found["other_tokenizer"] / "my.tiktoken").write_text("".join([*ranks, "dGg= 256\n"]))
+    (found["damaged"] / "__0_0.distcp").unlink()
+    os.truncate(found["truncated"] / "__0_0.distcp", 1000)
+    with open(found["flipped"] / "__0_0.distcp", "r+b") as file:
+        file.write(b"x")
+    os.truncate(found["torn_manifest"] / "manifest.json", 100)
+    call = pickle.dumps(print)
+    found["hostile"] = rewritten(root / "hostile", newest, ".metadata", call)
+    metadata = checkpoint.Reader(newest).metadata
+    metadata.planner_data = None
+    no_names = pickle.dumps(metadata)
+    found["no_names"] = rewritten(root / "no_names", newest, ".metadata", no_names)
+    return found
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -256,3 +256,22 @@ def test_generate_is_greedy_at_temperature_0_and_repeats_itself_with_one_seed():
     assert draw(seed=5) == draw(seed=5) != draw(seed=6)
     assert draw(top_k=1, seed=5) == greedy
     assert max(draw(temperature=5.0)) < 60
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generate_refuses_logits_that_are_not_finite(temperature):
+    model = build_model(SMALL)
+    with torch.no_grad():
+        model.norm.weight.fill_(torch.nan)
+    new = generate(
+        model, [1, 2], 1, seq_len=16, vocab_size=60, device="cpu", temperature=temperature
+    )
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        next(new)
+
+
+def test_generate_takes_the_most_likely_token_at_the_smallest_temperature():
+    model = build_model(SMALL)
+    options = {"seq_len": 16, "vocab_size": 60, "device": "cpu"}
+    greedy = list(generate(model, [1, 2], 10, temperature=0.0, **options))
+    assert list(generate(model, [1, 2], 10, temperature=5e-324, **options)) == greedy

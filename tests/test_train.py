@@ -178,6 +178,19 @@ def test_a_folder_without_a_usable_tokenizer_trains_to_the_end(pool, tmp_path, h
         assert sample.startswith("no text: the merges of the gpt2 tokenizer")
 
 
+def sample_of_a_broken_model(argv: list[str]) -> str:
+    run = build_run(argv)
+    with torch.no_grad():
+        run.model.norm.weight.fill_(torch.nan)
+    return train.sample(run)
+
+
+def test_the_closing_sample_of_a_model_that_is_not_finite_is_no_text(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp --sample_tokens 4")
+    for said in pool(2, sample_of_a_broken_model, argv):
+        assert said.startswith("no text: the model's logits are not finite")
+
+
 def test_config_json_starts_the_same_run(run, pool, tmp_path):
     first = run(1, "--max_steps 3 --dtype float32 --beta2 0.99")
     again = tmp_path / "again"
