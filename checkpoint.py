@@ -302,7 +302,7 @@ class Saver:
     keep_last: int  # checkpoints to keep; 0 keeps all
     keep_every: int  # also keep those whose step is a multiple of this; 0 for none
     timeout: timedelta  # of a save's collectives
-    # Small files that belong into every checkpoint, {name: contents}, such as the tokenizer's
+    # Small files that belong in every checkpoint, {name: contents}, such as the tokenizer's
     extra_files: dict[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -583,7 +583,7 @@ def load_full(path: Path, state: dict) -> None:
 
 
 def consolidate(path: Path, out: Path) -> None:
-    """Write the sharded checkpoint `path` as the checkpoint `out` of the full format.
+    """Write the sharded checkpoint `path` as the checkpoint `out` in the full format.
 
     In one process, which holds one tensor at a time: DCP loads into a mapping of the new file.
     `out` appears complete or not at all. Raises CheckpointError and UsageError.
@@ -620,7 +620,7 @@ def check_consolidate(path: Path, out: Path) -> None:
     if newest != path:
         raise UsageError(f"{path} is a run folder: name one of its checkpoints, such as {newest}")
     if (path / "full.pt").exists():
-        raise UsageError(f"{path} is of the full format already: its tensors are in full.pt")
+        raise UsageError(f"{path} is already in the full format: its tensors are in full.pt")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise UsageError(f"{out} cannot be created: {folder} is a file")
@@ -700,7 +700,7 @@ def report(path: Path, line: Callable[[Path], str]) -> None:
             damaged += 1
             print(f"DAMAGED: {error}")
     if damaged:
-        raise CheckpointError(f"{damaged} of the {len(paths)} checkpoints of {path} are damaged")
+        raise CheckpointError(f"{path}: {damaged} of {len(paths)} checkpoints damaged")
 
 
 class Parser(argparse.ArgumentParser):
@@ -727,7 +727,7 @@ def build_parser() -> Parser:
     )
     add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
     add = commands.add_parser(
-        "consolidate", help="write a sharded checkpoint as a checkpoint of the full format"
+        "consolidate", help="write a sharded checkpoint as one in the full format"
     )
     add.add_argument("path", metavar="CHECKPOINT", type=Path)
     add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")

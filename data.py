@@ -37,7 +37,7 @@ class TokenFolder:
     vocab_size: int
     tokenizer: str | None  # a name or a path for tokenizer.load; None: unknown, ids have no text
     fingerprint: str  # changes when the tokens do
-    # The tokenizer's file, {name: contents}, for whoever keeps it elsewhere; empty for a built-in
+    # The tokenizer's file, {name: contents}, to copy into checkpoints; empty for a built-in one
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
 
     @property

@@ -165,7 +165,6 @@ class Run:
         self.step = plan.resume.step  # updates so far
         self.train_data = data.TokenDataset(plan.token_folder, "train", seq_len, c.seed)
         self.val_data = data.TokenDataset(plan.token_folder, "val", seq_len, seed=None)
-
         self.mesh = dist.make_mesh(world, plan.mesh_shape)
         self.dp_rank = dist.dp_rank(self.mesh)
         with torch.device("meta"):

@@ -450,7 +450,7 @@ def test_verify_of_a_run_verifies_each_of_its_checkpoints(whole, tmp_path, comma
     first, second = out.splitlines()
     assert first.startswith(f"DAMAGED: {run}/checkpoints/step-00000010: __0_0.distcp has changed")
     assert second.startswith(f"{run}/checkpoints/step-00000020: complete and unchanged: 5 files, ")
-    assert error == f"checkpoint.py: error: 1 of the 2 checkpoints of {run} are damaged\n"
+    assert error == f"checkpoint.py: error: {run}: 1 of 2 checkpoints damaged\n"
     shutil.rmtree(run / "checkpoints/step-00000010")
     assert command("verify", run) == (0, f"{second}\n", "")
 

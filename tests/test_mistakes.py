@@ -201,7 +201,7 @@ CHECKPOINT = [
     Mistake("consolidate {foreign} {root}/new", "holds no checkpoint: name a run folder"),
     Mistake("consolidate {other} {root}/new", "is a run folder: name one of its checkpoints, such"),
     Mistake("consolidate {newest} {foreign}", "exists: remove it or choose another name"),
-    Mistake("consolidate {nan} {root}/new", "is of the full format already"),
+    Mistake("consolidate {nan} {root}/new", "is already in the full format"),
     Mistake("consolidate {newest} {foreign}/config.json/new", "new cannot be created: "),
     Mistake("consolidate {damaged} {root}/new", "{damaged}: __0_0.distcp is missing", 1),
     Mistake("consolidate {hostile} {root}/new", "its .metadata is damaged or hostile", 1),
