@@ -389,6 +389,13 @@ def test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused(run):
     load_one_tensor(path)
 
 
+def test_a_full_checkpoint_of_another_model_is_refused(tmp_path):
+    torch.save({"model": {"weight": torch.ones(3)}}, tmp_path / "full.pt")
+    for name, shape in (("weight", 4), ("bias", 3)):
+        with pytest.raises(checkpoint.CheckpointError, match=f"no tensor model.{name} of shape"):
+            checkpoint.load(tmp_path, {"model": {name: torch.empty(shape)}})
+
+
 HOSTILE_MANIFESTS = [
     "[]",
     "{}",

@@ -12,6 +12,8 @@ from statistics import median
 
 import pytest
 
+from tools import cluster
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -110,3 +112,11 @@ def test_without_iproute2_it_says_what_to_install(tmp_path):
     out, errors = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
     assert "install iproute2" in errors and errors.count("\n") == 1
+
+
+def test_without_root_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert cluster.main([]) == 2
+    line = "tools.cluster: error: network namespaces need root: run with sudo"
+    assert capsys.readouterr().err.startswith(line)

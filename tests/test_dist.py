@@ -95,6 +95,13 @@ def fail_on_one_rank(failing_rank: int) -> str:
         return str(error)
 
 
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(dist.MeshError, match="8 processes .* 4 GPUs: use --nproc_per_node 4"):
+        dist.set_device("auto", local_rank=0, local_size=8)
+
+
 def test_an_error_on_one_rank_is_raised_on_all(pool):
     assert pool(3, fail_on_one_rank, 1) == ["this disk is full"] * 3
     assert pool(3, fail_on_one_rank, 9) == ["done on 0", "done on 1", "done on 2"]

@@ -109,6 +109,12 @@ TRAIN = [
         "--resume {other}/checkpoints/step-00000002 --init_from {other}/checkpoints/step-00000002",
         "--init_from begins a new run and --resume PATH continues one",
     ),
+    Mistake("--strategy single", "is one process, but 2 were started: use ddp, fsdp", ranks=2),
+    Mistake(
+        "--data {no_meta}", "meta.json is damaged (KeyError('vocab_size')): prepare the folder"
+    ),
+    Mistake("--out {lost}", "lost has checkpoints, but none is valid ({lost}/checkpoints/step-", 1),
+    Mistake("--out {unsaved}", "holds a run that saved no checkpoints and cannot be continued"),
     Mistake("--init_from {root}", "--init_from {root}: no checkpoint there"),
     Mistake("--init_from {other}/checkpoints/step-00000002 --d_ff 80", "has d_ff 64, and this run"),
 ]
@@ -278,6 +284,20 @@ def write_tokens(folder: Path, tokens: np.ndarray, tokenizer: str = "bytes") -> 
     return folder
 
 
+def without_meta(folder: Path, tokens: np.ndarray) -> Path:
+    write_tokens(folder, tokens)
+    (folder / "meta.json").write_text("{}")
+    return folder
+
+
+def lost_run(folder: Path, run: Path) -> Path:
+    """A copy of a run in which every checkpoint is damaged."""
+    shutil.copytree(run, folder)
+    for file in folder.glob("checkpoints/*/__0_0.distcp"):
+        file.unlink()
+    return folder
+
+
 def spoilt_logs(root: Path, run: Path) -> dict[str, Path]:
     """Copies of a run of two steps whose logs or flags are spoilt in one way each."""
     config = (run / "config.json").read_text()
@@ -287,6 +307,7 @@ def spoilt_logs(root: Path, run: Path) -> dict[str, Path]:
     spoilt = {
         "unlogged": ([], config),
         "listed": (lines, "[]"),
+        "unsaved": (training, '{"checkpoint": "none"}'),
         "cut": ([first, second[:50], *lines], config),
         "lacking": ([first.replace('"tokens"', '"tokEns"'), second], config),
         "mixed": ([*training, *lines], config),
@@ -347,9 +368,11 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
         "changed": write_tokens(root / "changed", ramp),
         "high": write_tokens(root / "high", np.where(ramp == 200, 300, ramp)),
         "torn": torn,
+        "no_meta": without_meta(root / "no_meta", ramp),
         "no_tokenizer_file": write_tokens(root / "no_file", ramp, tokenizer="my.tiktoken"),
         "foreign": foreign,
         **spoilt_logs(root, root / "other"),
+        "lost": lost_run(root / "lost", root / "other"),
         **write_sources(root),
         "ranks": write_rank_files(root / "ranks"),
     }
@@ -476,9 +499,51 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(name, mistake, folders, 
 # --------------------------------------------------------------------------------------------------
 # Every text is tried
 
-# What the beginning of the text that is raised is, and the test that tries it: it needs more than a
-# command line and a folder.
-TRIED_ELSEWHERE = {}
+RANKS_DIFFER = "test_watchdog.py::test_a_rank_that_is_not_like_the_others_ends_the_run"
+# Part of a text, and the test that tries it: it takes more than a command line and a folder.
+TRIED_ELSEWHERE = {
+    # Ranks that differ
+    "start all ranks alike": RANKS_DIFFER,
+    "hold the same part": RANKS_DIFFER,
+    "both read sequence": RANKS_DIFFER,
+    "one tp group": RANKS_DIFFER,
+    # Two processes
+    "is in use by": "test_train.py::test_a_folder_in_use_is_refused_until_its_run_is_dead",
+    "another process is writing": "test_prepare.py::"
+    "test_what_a_killed_process_left_is_replaced_but_not_what_a_living_one_writes",
+    # Training that diverges
+    "updates in a row were skipped": "test_metrics.py::"
+    "test_too_many_skipped_updates_in_a_row_end_the_run_after_their_row",
+    "the validation loss of step": "test_train.py::"
+    "test_weights_that_are_not_finite_are_never_saved_over_good_ones",
+    # Small hosts, full disks, what is not installed
+    "--checkpoint full gathers": "test_checkpoint.py::"
+    "test_full_is_refused_where_it_does_not_fit_in_host_memory",
+    "cannot write": "test_checkpoint.py::"
+    "test_consolidate_leaves_nothing_on_a_disk_that_fills_up_meanwhile",
+    "and its disk has": "test_checkpoint.py::test_consolidate_refuses_a_disk_without_the_room",
+    "no space left on the disk": "test_prepare.py::test_a_full_disk_is_one_line_and_leaves_nothing",
+    "no room for a whole row": "test_metrics.py::"
+    "test_rows_that_a_full_disk_does_not_take_come_with_the_next",
+    "is in use: name a new folder": "test_prepare.py::test_the_working_directory_itself_is_refused",
+    "--plot needs matplotlib": "test_tools.py::test_a_plot_without_matplotlib_says_what_to_install",
+    "install iproute2": "test_cluster.py::test_without_iproute2_it_says_what_to_install",
+    "not in tiktoken's cache": "test_tokenizer.py::test_gpt2_without_network_says_what_to_do",
+    "which has  ...  GPUs": "test_dist.py::test_more_processes_than_gpus_are_refused",
+    "network namespaces need root": "test_cluster.py::test_without_root_it_says_so",
+    # Damaged and hostile checkpoints
+    "step and tokens must be": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",
+    "files must be an object": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",
+    "it names the file": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",
+    "the entry of": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",
+    "checkpoints damaged": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",
+    "it holds a": "test_checkpoint.py::test_a_hostile_pickle_runs_nothing",
+    "it points to": "test_checkpoint.py::"
+    "test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused",
+    "it has no tensor": "test_checkpoint.py::test_a_full_checkpoint_of_another_model_is_refused",
+    # Programs that a benchmark starts
+    "bench.py": "test_tools.py::test_bench_shows_the_error_of_a_trainer_that_failed",
+}
 
 
 def error_classes() -> set[str]:
@@ -522,7 +587,8 @@ def test_every_text_that_the_code_raises_for_a_user_is_tried(answer):
     for place, pattern in raised_texts().items():
         if not any(pattern.search(error) for error in errors):
             untried[place] = [start for start in TRIED_ELSEWHERE if start in place]
-    assert [place for place, elsewhere in untried.items() if not elsewhere] == []
+    missing = [place for place, elsewhere in untried.items() if not elsewhere]
+    assert not missing, "\n".join(missing)
     used = {start for starts in untried.values() for start in starts}
     assert used == TRIED_ELSEWHERE.keys()  # none that the table tries, or that is gone
 
