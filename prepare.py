@@ -8,7 +8,6 @@ A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no hea
 
 import argparse
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -32,6 +31,7 @@ import tiktoken
 import cli
 import tokenizer
 from cli import UsageError
+from lock import try_lock
 from tokenizer import END_OF_TEXT, TokenizerError
 
 # Characters read and encoded at a time, so that memory stays flat for a document of any size. A
@@ -315,55 +315,37 @@ def refuse_existing(out: Path) -> None:
 
 
 @contextmanager
-def unfinished(out: Path) -> Iterator[TextIO]:
-    """Create the folder `.NAME.unfinished` beside `out`; yield its meta.json, open and locked.
+def unfinished(out: Path) -> Iterator[Path]:
+    """Yield a new folder beside `out`, which is removed after an exception.
 
-    The folder is removed after an exception. Its lock ends with the process: what a killed
-    prepare.py has left is taken over, and what another is writing raises UsageError.
+    What a killed prepare.py has left there is replaced. Raises UsageError while another writes.
     """
     folder = out.with_name(f".{out.name}.unfinished")
+    lock_file = out.with_name(f".{out.name}.lock")
     missing = [parent for parent in out.parents if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
-    with lock(folder) as meta_file:
-        try:
-            refuse_existing(out)  # another prepare.py may just have finished it
-            yield meta_file
-        except BaseException as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):
-                for parent in missing:
-                    parent.rmdir()
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise OSError(
-                    f"no space left on the disk of --out {out}, and nothing was kept: free some, "
-                    "or choose another disk"
-                ) from None
-            raise
-
-
-def lock(folder: Path) -> TextIO:
-    """Create `folder`, or empty it; return its meta.json, open and locked. Raises UsageError.
-
-    POSIX locks also work between hosts on NFS. A process loses one when it closes any handle of the
-    file, so meta.json is opened nowhere else.
-    """
-    while True:
-        with suppress(FileNotFoundError):  # another process has just renamed it
-            folder.mkdir(exist_ok=True)
-            file = open(folder / "meta.json", "a")  # noqa: SIM115 (the caller closes it)
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                raise UsageError(
-                    f"another process is writing {folder}: wait until it has finished"
-                ) from None
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
-                break
-    for path in folder.iterdir():
-        if path.name != "meta.json":
-            path.unlink()
-    file.truncate(0)
-    return file
+    lock = try_lock(lock_file)
+    if lock is None:
+        raise UsageError(f"another process is writing --out {out}: wait until it has finished")
+    try:
+        refuse_existing(out)  # another prepare.py may just have finished it
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        yield folder
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(
+                f"no space left on the disk of --out {out}, and nothing was kept: free some, or "
+                "choose another disk"
+            ) from None
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock_file.unlink()
+        os.close(lock)
+        with suppress(OSError):  # not empty
+            for parent in missing:
+                parent.rmdir()
 
 
 def prepare(
@@ -383,8 +365,7 @@ def prepare(
     new_folder = Path(os.path.realpath(out))
     check_out(new_folder, sources or [])
     corpus = find_files(sources, takes_binary=name == "bytes")
-    with unfinished(new_folder) as meta_file:
-        folder = Path(meta_file.name).parent
+    with unfinished(new_folder) as folder:
         if name not in ("bytes", "gpt2"):
             name = keep_tokenizer(name, pattern or tokenizer.pattern_of(name), folder, say)
         writer = tokenize(corpus, encoding, folder, val_fraction, say)
@@ -398,9 +379,10 @@ def prepare(
         }
         for split in ("train", "val"):
             meta |= measure(folder / f"{split}.bin", itemsize)
-        meta_file.write(json.dumps(meta, indent=2) + "\n")
-        meta_file.flush()
-        os.fsync(meta_file.fileno())
+        with open(folder / "meta.json", "w") as file:
+            file.write(json.dumps(meta, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         os.rename(folder, new_folder)
     say_what_was_read(corpus, writer, say)
     say_what_was_written(out, meta, val_fraction, say)

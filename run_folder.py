@@ -12,8 +12,6 @@ OUT/config.json      the flags of the last start
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -27,6 +25,7 @@ import checkpoint
 import dist
 from cli import UsageError
 from config import Config, lr_schedule, peak_lr, warmup_steps
+from lock import try_lock
 from metrics import replace_file
 
 # --------------------------------------------------------------------------------------------------
@@ -34,11 +33,7 @@ from metrics import replace_file
 
 
 class Lock:
-    """A POSIX record lock on OUT/lock, which names its holder.
-
-    The kernel drops it when its process ends, even by kill -9. A child that outlives the process,
-    such as a data loader's worker, does not inherit it. NFS and Lustre carry it between hosts.
-    """
+    """OUT/lock, which names the run that writes in OUT. A dead process does not keep it."""
 
     def __init__(self, out: Path):
         self.path = out / "lock"
@@ -51,31 +46,20 @@ class Lock:
         Raises UsageError where another run holds it.
         """
         deadline = time.monotonic() + patience
-        while not self.try_lock():
+        self.create_folders()
+        while (descriptor := try_lock(self.path)) is None:
             if time.monotonic() >= deadline:
                 raise UsageError(
                     f"--out {self.path.parent} is in use by {self.holder()}: "
                     "wait until it ends or choose another --out"
                 )
             time.sleep(1)
+            self.create_folders()
         started = datetime.now().astimezone().isoformat(" ", "seconds")
         holder = f"host {socket.gethostname()}, process {os.getpid()}, since {started}"
-        os.ftruncate(self.descriptor, 0)
-        os.write(self.descriptor, holder.encode())
-
-    def try_lock(self) -> bool:
-        self.create_folders()
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                os.close(descriptor)
-                return False
-            print(f"{self.path}: this file system has no locks: start no second run in it")
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, holder.encode())
         self.descriptor = descriptor
-        # Its last holder may have removed the file since it was opened here.
-        return self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat())
 
     def holder(self) -> str:
         with contextlib.suppress(OSError):

@@ -259,7 +259,7 @@ def test_what_a_killed_process_left_is_replaced_but_not_what_a_living_one_writes
     (tmp_path / "text").write_text("one document")
     work = tmp_path / ".tokens.unfinished"
     inode = work.stat().st_ino
-    with pytest.raises(UsageError, match=f"another process is writing {work}: wait"):
+    with pytest.raises(UsageError, match="another process is writing --out .*/tokens: wait"):
         prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", say=quiet)
     assert work.stat().st_ino == inode and (work / "train.bin").exists()
     endless.process.kill()
