@@ -93,10 +93,14 @@ class DeviceEvent:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file as a whole or not at all."""
+    """Replace a file as a whole or, with an OSError that names it, not at all."""
     partial = path.with_name(f".{path.name}.tmp")
-    partial.write_text(text)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def drop_rows_after(path: Path, step: int) -> None:

@@ -57,9 +57,10 @@ class Lock:
             self.create_folders()
         started = datetime.now().astimezone().isoformat(" ", "seconds")
         holder = f"host {socket.gethostname()}, process {os.getpid()}, since {started}"
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, holder.encode())
         self.descriptor = descriptor
+        os.ftruncate(descriptor, 0)
+        with contextlib.suppress(OSError):  # a full disk: another run is told no name
+            os.write(descriptor, holder.encode())
 
     def holder(self) -> str:
         with contextlib.suppress(OSError):

@@ -586,8 +586,8 @@ def run_training(config: Config) -> int:
     collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * config.timeout)
     world = dist.start(config.device, collective_timeout)
     dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
-    # loss_parallel is for --tp, whose ranks hold parts of the logits.
     lock = run_folder.locked(Path(config.out), config.timeout)
+    # loss_parallel is for --tp, whose ranks hold parts of the logits.
     with dog, loss_parallel(), no_garbage_collection(), lock:
         plan = make_plan(config, world)
         if plan.resume.step >= config.max_steps:

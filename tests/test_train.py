@@ -101,6 +101,15 @@ def test_a_folder_in_use_is_refused_until_its_run_is_dead(tokens, tmp_path):
     assert f"continuing from {out}/checkpoints/step-{step:08d}" in again.out
 
 
+def test_a_full_disk_at_start_is_one_line_and_leaves_nothing(pool, tokens, small_disk):
+    (small_disk / "other").write_bytes(bytes(1 << 20))
+    argv = flags(f"--data {tokens} --out {small_disk}/runs/new --max_steps 2")
+    ((status, out, err),) = pool(1, listen, argv)
+    line = f"[Errno 28] No space left on device: '{small_disk}/runs/new/starts.jsonl'"
+    assert (status, out, err) == (1, "", f"train.py: error: {line}\n")
+    assert [path.name for path in small_disk.iterdir()] == ["other"]
+
+
 def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, tokens, pool):
     out = run(2, "--max_steps 3 --strategy fsdp")
     good = checkpoint.list_checkpoints(out)
