@@ -395,7 +395,7 @@ def test_too_many_skips_end_the_run_with_a_line_and_leave_the_checkpoint(
         and answers[0][1].count("\n") == 1
     )
     saved = checkpoint.list_checkpoints(tmp_path / "run")
-    assert saved[-1].name == "step-00000006"
+    assert saved[-1].name == "step-00000003"  # at step 6 the loss was nan: not saved
     assert all(
         value.isfinite().all() for name, value in tensors(saved[-1]).items() if "window" not in name
     )

@@ -424,7 +424,8 @@ def test_bench_follows_both_trainers():
         "tokens_per_second": 12345.6,
         "mfu": None,
     }
-    ours = f"step  7/10  {metrics.console_line(row, max_steps=10)}\nstep  7/10  val_loss 1.8712\n"
+    line = metrics.console_line(row, max_steps=10, is_first=False)
+    ours = f"step  7/10  {line}\nstep  7/10  val_loss 1.8712\n"
     theirs = "step 0: train loss 4.2, val loss 4.1\niter 0: loss 4.2, time 250.00ms, mfu -100.00%\n"
     script = f"import time; print({theirs!r}); time.sleep(0.5); print({ours!r})"
     command = [sys.executable, "-c", script]
