@@ -10,7 +10,6 @@ forward pass together. All others read different data: dp_rank = replicate_rank 
 unique and covers 0 ... R * S - 1.
 """
 
-import ctypes
 import functools
 import itertools
 import os
@@ -129,7 +128,6 @@ def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) ->
 def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
     """Return this process's device and make it the current one; `auto` prefers GPUs."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        keep_freed_memory()
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise MeshError(
@@ -144,17 +142,6 @@ def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def keep_freed_memory() -> None:
-    """Make the C library keep the memory of freed tensors for the next step, as torch does on GPUs.
-
-    By default glibc returns large blocks to the kernel at once, which clears every page before
-    handing it out again: a quarter of a step of gpt2-124m. Other C libraries have no mallopt.
-    """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return free memory
-        mallopt(-4, 0)  # M_MMAP_MAX: allocate large tensors from the heap too
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -260,36 +247,16 @@ def require_one(strategy: str, axis: str, size: int | None) -> int:
     return 1
 
 
-def device_memory(world: World) -> int:
-    """Bytes that one rank may fill: its GPU's, or its share of what the host has free."""
-    if world.device.type == "cuda":
-        return torch.cuda.get_device_properties(world.device).total_memory
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world.local_size
+def choose_strategy(world: World, fits: bool, tp: int = 1) -> str:
+    """ddp, which communicates least, if everything fits on a device; else fsdp, across hosts hsdp.
 
-
-def choose_strategy(
-    world: World, parameters: int, activation_bytes: int, tp: int = 1
-) -> tuple[str, str]:
-    """Return (strategy, the sum that decided).
-
-    ddp, which communicates least, if everything fits with a fifth to spare, else fsdp, across hosts
-    hsdp. A full copy takes 16 bytes a parameter: float32 weight and gradient, and two moments.
+    single where the tp group is the whole world.
     """
-    need = 16 * parameters // tp + activation_bytes
-    have = device_memory(world)
-    fits = need <= 0.8 * have
     if world.size == tp:
-        strategy = "single"
-    elif fits:
-        strategy = "ddp"
-    else:
-        strategy = "hsdp" if world.size > world.local_size else "fsdp"
-    per_rank = f" / tp {tp}" if tp > 1 else ""
-    return strategy, (
-        f"16 bytes x {parameters:,} parameters{per_rank} + {activation_bytes / 1e9:,.2f} GB "
-        f"activations = {need / 1e9:,.2f} GB, "
-        f"{'at most' if fits else 'more than'} 80% of {have / 1e9:,.1f} GB"
-    )
+        return "single"
+    if fits:
+        return "ddp"
+    return "hsdp" if world.size > world.local_size else "fsdp"
 
 
 def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:

@@ -126,6 +126,9 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+CPU_KERNEL_ABOVE = 512  # tokens up to which a CPU's attention is faster written out
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d_head) + causal mask) v, of the shape of q.
 
@@ -133,7 +136,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     B, H, T, d_head = q.shape
     group_size = H // k.size(1)  # query heads that share a key and value head
-    if q.device.type != "cpu" or T > 512:
+    if q.device.type != "cpu" or T > CPU_KERNEL_ABOVE:
         # torch picks the fastest kernel: since 2.11 cuDNN's on Hopper and Blackwell,
         # FlashAttention on other GPUs
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
@@ -327,28 +330,43 @@ class Transformer(nn.Module):
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
-    def activation_bytes(self, sequences: int, checkpointing: str = "none") -> int:
-        """Estimate the bytes that a forward pass keeps for the backward pass.
+    def activation_bytes(
+        self, sequences: int, checkpointing: str = "none", tp: int = 1, device_type: str = "cuda"
+    ) -> int:
+        """Estimate the bytes that the blocks keep from forward to backward, on one of `tp` ranks.
 
         `sequences` are of seq_len tokens. Elements per token and block, in the compute dtype:
 
-            7 d_model + 2 d_kv   inputs and outputs of both norms, q, k, v, output of attention
-                                 and of its projection
-            4 d_ff               gate, up, silu(gate) and the product
+            5 d_model                    inputs and outputs of both norms, the attention's output
+            2 d_model + 2 d_kv + 4 d_ff  q and its attention, k, v; gate, up, silu(gate), product
+            n_head seq_len               the scores, where `causal_attention` writes them out
 
-        "selective" checkpointing keeps about half of them, "full" the block's input only. The
-        logits and their gradient are float32.
+        A tp group splits all but the first line. On CPUs each of the two norms also keeps two
+        copies in float32. "selective" checkpointing keeps about half of all that; "full" the input
+        of each block, and the whole of one block while it recomputes that.
         """
         c = self.config
         d_kv = c.n_kv_head * c.d_model // c.n_head
-        elements = 7 * c.d_model + 2 * d_kv + 4 * c.d_ff
-        if checkpointing == "selective":
-            elements //= 2
-        elif checkpointing == "full":
-            elements = c.d_model
-        blocks = c.n_layer * elements * self.dtype.itemsize
-        logits = 2 * 4 * c.vocab_size // self.head.chunks
-        return sequences * c.seq_len * (blocks + logits)
+        split = 2 * c.d_model + 2 * d_kv + 4 * c.d_ff
+        if device_type == "cpu" and c.seq_len <= CPU_KERNEL_ABOVE:
+            split += c.n_head * c.seq_len
+        size = self.dtype.itemsize
+        block = size * (5 * c.d_model + split // tp)  # bytes for a token
+        if device_type == "cpu":
+            block += 2 * 2 * 4 * c.d_model
+        if checkpointing == "full":
+            total = block + c.n_layer * size * c.d_model
+        elif checkpointing == "selective":
+            total = c.n_layer * block // 2
+        else:
+            total = c.n_layer * block
+        return sequences * c.seq_len * total
+
+    def logit_bytes(self, sequences: int, tp: int = 1) -> int:
+        """The bytes of the logits and their gradient, in float32 and once in the compute dtype."""
+        size = 4 + 4 + (self.dtype.itemsize if self.dtype != torch.float32 else 0)
+        logits = sequences * self.config.seq_len * self.config.vocab_size
+        return size * logits // self.head.chunks // tp
 
     def flops_per_token(self, seq_len: int) -> float:
         """Training FLOPs per token (after Chowdhery et al. 2022, appendix B).

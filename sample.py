@@ -13,6 +13,7 @@ import torch
 import checkpoint
 import cli
 import dist
+import memory
 import tokenizer
 from model import ModelConfig, Transformer, generate
 
@@ -185,6 +186,7 @@ def main(argv: list[str]) -> int:
         args = build_parser().parse_args(argv)
         check_flags(args)
         device = dist.start(args.device).device
+        memory.keep_freed_memory(1 << 30)  # activations of a token, for the next
         try:
             sample(args, device)
         finally:

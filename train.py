@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import checkpoint
 import data
 import dist
+import memory
 import metrics
 import optim
 import prepare
@@ -45,13 +46,12 @@ from config import (
     Config,
     blocks_per_unit,
     lr_schedule,
-    micro_batch_size,
     model_config,
     parse,
     profile_window,
     split_batch,
 )
-from model import SIZES, ModelConfig, Transformer, generate
+from model import ModelConfig, Transformer, generate
 
 # --------------------------------------------------------------------------------------------------
 # What a run is made of
@@ -74,6 +74,7 @@ class Plan:
     manifest: dict  # goes into every checkpoint
     resume: run_folder.ResumePoint
     passed_over: list[str]  # newer checkpoints, and what is wrong with them
+    memory: memory.Estimate
     deadline: float  # of --time_limit, by time.monotonic()
 
     @property
@@ -86,9 +87,13 @@ def make_plan(config: Config, world: dist.World) -> Plan:
     c = config
     deadline = time.monotonic() + (c.time_limit or math.inf)
     dtype = dist.fast_dtype(world.device) if c.dtype == "auto" else getattr(torch, c.dtype)
+    if c.data == BUILTIN:
+        prepare_builtin(world)
+    token_folder = data.open_folder(Path(c.data))
+    model = model_config(c, token_folder.vocab_size)
     strategy, reason = c.strategy, ""
     if strategy == "auto":
-        strategy, reason = choose_strategy(c, world, dtype)
+        strategy, reason = choose_strategy(c, world, model, dtype)
     if c.grad_sync == "shard" and strategy != "hsdp":
         raise UsageError(
             f"--grad_sync shard is for --strategy hsdp, not {strategy}: use batch or micro_batch"
@@ -98,10 +103,6 @@ def make_plan(config: Config, world: dist.World) -> Plan:
     )
     dp_size = mesh_shape[0] * mesh_shape[1]
     micro_batch, grad_accum_steps = split_batch(c, dp_size)
-    if c.data == BUILTIN:
-        prepare_builtin(world)
-    token_folder = data.open_folder(Path(c.data))
-    model = model_config(c, token_folder.vocab_size)
     manifest = {
         "config": dataclasses.asdict(c),
         "model": dataclasses.asdict(model),
@@ -126,19 +127,52 @@ def make_plan(config: Config, world: dist.World) -> Plan:
         manifest=manifest,
         resume=resume,
         passed_over=passed_over,
+        memory=estimate_memory(c, model, mesh_shape, strategy, dtype, world.device),
         deadline=deadline,
     )
 
 
-def choose_strategy(c: Config, world: dist.World, dtype: torch.dtype) -> tuple[str, str]:
-    """--strategy auto, with the vocabulary of the named size: the data need not exist yet."""
+def choose_strategy(
+    c: Config, world: dist.World, model: ModelConfig, dtype: torch.dtype
+) -> tuple[str, str]:
+    """--strategy auto: the strategy, and the sum that decided."""
+    ddp = (max(1, world.size // c.tp), 1, c.tp)
+    need = estimate_memory(c, model, ddp, "ddp", dtype, world.device)
+    have = dist.on_rank0(lambda: memory.device_memory(world.device, world.local_size))
+    fits = need.total <= 0.8 * have
+    reason = f"with ddp, {need}: {'at most' if fits else 'more than'} 80% of {have / 1e9:,.1f} GB"
+    return dist.choose_strategy(world, fits, c.tp), reason
+
+
+def estimate_memory(
+    c: Config,
+    config: ModelConfig,
+    mesh_shape: tuple[int, int, int],
+    strategy: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> memory.Estimate:
+    """The peak memory of a rank, from what the flags say: nothing is built but an empty model."""
+    micro_batch, grad_accum_steps = split_batch(c, mesh_shape[0] * mesh_shape[1])
     with torch.device("meta"):
-        model = Transformer(model_config(c, SIZES[c.model].vocab_size), dtype, c.loss_chunks)
-    dp_size = max(1, world.size // c.tp)
-    sequences = micro_batch_size(c, dp_size)
-    activation_bytes = model.activation_bytes(sequences, c.activation_checkpointing)
-    parameters = model.parameter_count()
-    return dist.on_rank0(lambda: dist.choose_strategy(world, parameters, activation_bytes, c.tp))
+        model = Transformer(config, dtype, c.loss_chunks)
+    return memory.estimate(
+        model,
+        mesh_shape,
+        strategy,
+        dtype=dtype,
+        tp_plan=model.tensor_parallel_plan(),
+        fsdp_units=dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c)),
+        reshard_after_forward=c.reshard_after_forward,
+        recomputes=c.activation_checkpointing != "none",
+        grad_sync=c.grad_sync,
+        grad_accum_steps=grad_accum_steps,
+        activations=model.activation_bytes(
+            micro_batch, c.activation_checkpointing, c.tp, device.type
+        ),
+        logits=model.logit_bytes(micro_batch, c.tp),
+        device_type=device.type,
+    )
 
 
 def prepare_builtin(world: dist.World) -> None:
@@ -173,6 +207,7 @@ class Run:
             dist.on_rank0(lambda: checkpoint.check_full(self.model.parameter_count()))
         self.forward = lay_out(self.model, self.mesh, plan)  # the model, or DDP around it
         self.optimizer = build_optimizer(self.model, c)
+        memory.trim_freed_memory()  # of whole tensors, of which each rank keeps its shard
         # What a checkpoint holds: the live tensors, sharded. Taken before the first forward, since
         # after an evaluation the root unit of FSDP shows its gathered weights instead.
         weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
@@ -443,6 +478,9 @@ def train(run: Run) -> int:
         with run.profiler.step(step, log.data_wait):  # does nothing without --profile
             step_metrics = train_step(run, batches, step)
         run.step = step
+        if step == start_step and run.world.device.type == "cpu":
+            # From here on, since the first step also allocates what lives until the end.
+            memory.keep_freed_memory(run.plan.memory.transient)
         is_last = step == c.max_steps
         # One step late, so that no host waits for it, and in the same step on every rank.
         stop = any_rank(should_stop()) and not is_last
@@ -472,6 +510,7 @@ def train(run: Run) -> int:
             break
         if step % 100 == 0:
             gc.collect(1)  # on all ranks in the same step, so that none waits for another
+            memory.trim_freed_memory()  # what evaluations and saves have left behind
     return finish(run, stopped=stop)
 
 
@@ -529,7 +568,6 @@ def print_summary(run: Run) -> None:
     c = plan.config
     m = plan.model_config
     axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, plan.mesh_shape))
-    own_parameters = sum(optim.local(weight).numel() for weight in run.model.parameters())
     epochs = c.max_steps * c.global_batch_size / len(run.train_data)
     auto = " (--dtype auto)" if c.dtype == "auto" else ""
     say = run.log.say
@@ -554,11 +592,7 @@ def print_summary(run: Run) -> None:
         f"data    {c.data}: {len(run.train_data):,} sequences; "
         f"{c.max_steps:,} steps read {epochs:.2f} epochs"
     )
-    # float32: weight 4 + gradient 4 + two moments of AdamW 8 = 16 bytes
-    say(
-        f"memory  16 bytes x {own_parameters:,} parameters on this rank = "
-        f"{16 * own_parameters / 1e6:,.1f} MB for training state, and activations"
-    )
+    say(f"memory  a rank at its peak: {plan.memory}")
     for problem in plan.passed_over:
         say(f"        passed over {problem}")
     begin = ""
@@ -581,6 +615,16 @@ def no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
+def prepare_memory(plan: Plan, world: dist.World) -> None:
+    """On CPUs, warn where the host lacks memory for all its ranks, and set up the C library."""
+    if world.device.type != "cpu":
+        return
+    memory.separate_large_blocks()
+    shortage = memory.shortage(plan.memory, world.local_size)
+    if shortage and world.local_rank == 0:
+        print(f"train.py: warning: {shortage}", file=sys.stderr, flush=True)
+
+
 def run_training(config: Config) -> int:
     """Join the other ranks, plan, build and train; return the exit status."""
     collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * config.timeout)
@@ -598,6 +642,7 @@ def run_training(config: Config) -> int:
                     "raise --max_steps, or choose another --out"
                 )
         else:
+            prepare_memory(plan, world)
             run = Run(plan, world, dog)
             print_summary(run)
             status = train(run)

@@ -1,7 +1,9 @@
 """Ranks that hang, are lost, or disagree: a job ends with one line that names them."""
 
+import contextlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -45,6 +47,29 @@ class Heartbeat(NamedTuple):
         return Heartbeat(int(count), int(reports), place)
 
 
+def out_of_memory_kills() -> int:
+    """Processes that the kernel has killed for memory, on this host or in this cgroup (Linux)."""
+    kills = 0
+    for file in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
+        with contextlib.suppress(OSError):
+            for line in Path(file).read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    kills += int(value)
+    return kills
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        # A killed process stays a zombie until its parent has read its status.
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except ProcessLookupError:
+        return False
+    except OSError:  # no permission, or no /proc
+        return True
+
+
 class Watchdog:
     """A context that ends the job when a rank stops, dies or makes no progress.
 
@@ -74,6 +99,8 @@ class Watchdog:
         self.collective_failed = False
         self.stopped = threading.Event()
         self.others_are_alive = threading.Event()  # as found after a failed collective
+        self.kills_at_start = out_of_memory_kills()
+        store.set(f"process {rank}", f"{os.getpid()} {socket.gethostname()}")
         self.send_heartbeat(0)  # so that nobody waits for the first
         store.compare_set("verdict", "", "")
 
@@ -92,6 +119,9 @@ class Watchdog:
     def __exit__(self, kind, error, traceback) -> None:
         if self.world_size == 1:
             return
+        if error is not None:
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self.store.set(f"left {self.rank}", "")  # by an exception, not by a signal
         if error is None:
             dist.barrier()  # so that no rank takes the end of another for a loss
         elif kind is RuntimeError or isinstance(error, dist.DistError):
@@ -173,7 +203,7 @@ class Watchdog:
                 silent.append(rank)
         if silent:
             return (
-                f"{format_ranks(silent)} stopped or died, last seen {after[silent[0]].place}; "
+                f"{self.what_happened(silent)}, last seen {after[silent[0]].place}; "
                 f"rank {self.rank} is {after[self.rank].place}"
             )
         if self.collective_failed:
@@ -187,6 +217,31 @@ class Watchdog:
             f"{format_ranks(behind)} did not arrive within {self.timeout:g} s: "
             f"still {after[behind[-1]].place}; rank {ahead} is {after[ahead].place}"
         )
+
+    def what_happened(self, silent: list[int]) -> str:
+        """Say how silent ranks were lost, as far as this host can tell.
+
+        A rank whose process is gone without having left the context was killed, or crashed in C++.
+        That the kernel killed it for memory, with signal 9, shows in the kernel's counter.
+        """
+        ranks = format_ranks(silent)
+        if not all(self.is_gone(rank) for rank in silent):
+            return f"{ranks} stopped or died"
+        if out_of_memory_kills() == self.kills_at_start:
+            return f"{ranks} died without an exception (killed by a signal, or crashed)"
+        verb = "were" if len(silent) > 1 else "was"
+        return (
+            f"{ranks} {verb} killed (signal 9): most likely out of memory, since the kernel has "
+            "killed a process for it; lower --micro_batch_size or shard with --strategy fsdp"
+        )
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank of this host has no process any more, and raised no exception."""
+        key = f"process {rank}"
+        if not self.store.check([key]) or self.store.check([f"left {rank}"]):
+            return False
+        pid, host = self.store.get(key).decode().split(maxsplit=1)
+        return host == socket.gethostname() and not is_running(int(pid))
 
     def conclude(self, verdict: str | None) -> None:
         """Abort with the verdict; without one, let another rank look next time."""

@@ -395,6 +395,15 @@ def test_bench_loader_compares_with_the_model():
 
 
 @pytest.mark.slow
+def test_bench_memory_finds_what_is_resident_close_to_what_is_said():
+    flags = "--flags=--d_model 256 --n_head 4 --n_kv_head 4 --d_ff 704"
+    found = bench_rows("memory", "--layers=4", "--steps=3", flags)
+    assert len(found) == len(bench.MEMORY_SHAPES) == 5
+    for row in found:
+        assert 0.7 < float(row["resident / said"]) < 1.3, row
+
+
+@pytest.mark.slow
 def test_bench_shows_the_error_of_a_run_that_failed():
     answer = tool("bench", "strategies", *SMALL, "--flags=--n_layer many")
     assert answer.returncode == 1

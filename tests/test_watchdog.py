@@ -53,6 +53,16 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+# train.py on a host whose kernel kills a process for memory every time that somebody looks
+OUT_OF_MEMORY = """
+import itertools, sys
+sys.path.insert(0, {root!r})
+import train, watchdog
+watchdog.out_of_memory_kills = itertools.count().__next__
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
 def script(folder: Path, name: str, text: str) -> Path:
     path = folder / f"{name}.py"
     path.write_text(text.format(root=str(ROOT)))
@@ -92,11 +102,12 @@ def last_collective(out: Path, rank: int) -> dict:
 
 
 def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path):
-    """Four jobs at once, each with a timeout of 6 seconds."""
+    """Five jobs at once, each with a timeout of 6 seconds."""
     argv = flags(f"--data {tokens} --strategy fsdp --max_steps 1000000 --timeout 6")
     scripts = {
         "stopped": TRAIN,
         "killed": TRAIN,
+        "out of memory": script(tmp_path, "out_of_memory", OUT_OF_MEMORY),
         "hung": script(tmp_path, "hangs", HANGS),
         "starting": script(tmp_path, "stops_at_start", STOPS_AT_START),
     }
@@ -107,21 +118,27 @@ def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_p
     starting = jobs["starting"]
     starting.wait_until(lambda: len(starting.ranks()) == 2, 30)
     victims = [starting.ranks()[1]]
-    for name, number in (("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL)):
+    signals = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL, "out of memory": signal.SIGKILL}
+    for name, number in signals.items():
         jobs[name].wait_until(lambda name=name: trains(tmp_path / name), 60)
         victims.append(jobs[name].ranks()[1])
         os.kill(victims[-1], number)
     for name, job in jobs.items():
-        wait_for_line(job, 6 + 2 if name in ("stopped", "killed") else 60)
+        wait_for_line(job, 6 + 2 if name in signals else 60)
     for pid in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # as torchrun does after 30 seconds
     for job in jobs.values():
         assert_over(job, 6 + 5)
-    for name in ("stopped", "killed"):
+    fates = {
+        "stopped": "stopped or died",
+        "killed": r"died without an exception \(killed by a signal, or crashed\)",
+        "out of memory": r"was killed \(signal 9\): most likely out of memory, since the kernel "
+        "has killed a process for it; lower --micro_batch_size or shard with --strategy fsdp",
+    }
+    for name, fate in fates.items():
         pattern = (
-            r"rank 1 stopped or died, last seen after step (\d+), \D+; "
-            r"rank 0 is after step (\d+), \D+"
+            rf"rank 1 {fate}, last seen after step (\d+), \D+; rank 0 is after step (\d+), \D+"
         )
         last_seen, step = map(int, re.fullmatch(pattern, last_line(jobs[name])).groups())
         assert last_seen <= step and abs(step - len(rows(tmp_path / name))) < 2
@@ -150,7 +167,8 @@ def test_the_line_comes_within_the_timeout_and_torchrun_ends_the_job_30_seconds_
     job.wait_until(lambda: trains(out), 60)
     os.kill(job.ranks()[rank], number)
     line = wait_for_line(job, 10)
-    assert line.startswith(f"rank {rank} stopped or died, last seen after step ")
+    fate = "stopped or died" if number == signal.SIGSTOP else "died without an exception"
+    assert line.startswith(f"rank {rank} {fate}")
     assert_over(job, 30 + 5)  # torchrun waits 30 seconds for a rank that has stopped
 
 

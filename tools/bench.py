@@ -4,6 +4,7 @@ python -m tools.bench strategies --nproc 2
 python -m tools.bench nanogpt --path ~/nanoGPT
 python -m tools.bench optimizer
 python -m tools.bench checkpoint --nproc 4
+python -m tools.bench memory
 """
 
 import contextlib
@@ -163,23 +164,29 @@ def run(case: Case, args: Namespace) -> Measurement:
         return read_measurement(Path(folder, "0"), args.steps)
 
 
-def run_at_once(command: list[str], jobs: int, folder: str) -> None:
-    """Run `jobs` copies of a command at the same time, with --out `folder`/0, `folder`/1, ..."""
+def run_at_once(command: list[str], jobs: int, folder: str) -> list[str]:
+    """Run `jobs` copies of a command at the same time, with --out `folder`/0, `folder`/1, ...
+
+    Returns what each printed. Raises RunFailed.
+    """
+    outputs = []
     with contextlib.ExitStack() as stack:  # waits for all of them, even after Ctrl-C
         processes = []
         for job in range(jobs):
             process = subprocess.Popen(
                 [*command, f"--out={folder}/{job}"],
                 env=os.environ | ONE_THREAD,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
             processes.append(stack.enter_context(process))
         for process in processes:
-            errors = process.communicate()[1]
+            output, errors = process.communicate()
             if process.returncode:
                 raise RunFailed(f"{' '.join(command)} failed", errors)
+            outputs.append(output)
+    return outputs
 
 
 def read_measurement(out: Path, steps: int) -> Measurement:
@@ -311,6 +318,63 @@ def scaling(args: Namespace) -> Table:
         }
         rows.append(case.columns | measured)
     return Table(f"{args.model}, micro-batch {size} a process, {steps_and_rounds(args)}", rows)
+
+
+# Five shapes, on two processes each but for the first: name -> flags
+MEMORY_SHAPES = {
+    "tiny, single, bfloat16": "--strategy single --global_batch_size 32",
+    "gpt2-124m, ddp, bfloat16, 2 micro-batches": "--model gpt2-124m --seq_len 512 --strategy ddp "
+    "--micro_batch_size 1 --global_batch_size 4",
+    "gpt2-124m, fsdp, float32, 2 micro-batches, block_group:2": "--model gpt2-124m --seq_len 512 "
+    "--strategy fsdp --wrap block_group:2 --dtype float32 --micro_batch_size 1 "
+    "--global_batch_size 4",
+    "olmo-1b of 4 layers, SHARD_GRAD_OP, bfloat16, full recomputation": "--model olmo-1b "
+    "--n_layer 4 --seq_len 256 --strategy fsdp --reshard_after_forward false "
+    "--activation_checkpointing full --global_batch_size 4",
+    "tinyllama-1.1b of {layers} layers, fsdp, bfloat16": "--model tinyllama-1.1b "
+    "--n_layer {layers} --seq_len 128 --strategy fsdp --global_batch_size 2",
+}
+
+
+def memory(args: Namespace) -> Table:
+    """Memory said and used on CPUs: the estimate of a rank's peak, and what was resident.
+
+    Five shapes; --layers sets the size of the last, and --flags adds flags to all of them.
+    """
+    rows = []
+    for name, flags in MEMORY_SHAPES.items():
+        name, flags = name.format(layers=args.layers), flags.format(layers=args.layers)
+        show_round(0, 1, name)
+        command = [
+            *TORCHRUN,
+            "--standalone",
+            f"--nproc_per_node={1 if 'single' in flags else 2}",
+            TRAIN,
+            *ONLY_STEPS,
+            f"--max_steps={args.steps}",
+            "--device=cpu",
+            *flags.split(),
+            *args.flags.split(),
+        ]
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            (output,) = run_at_once(command, 1, folder)
+            used = max(row.get("peak_host_memory", 0) for row in read_rows(Path(folder, "0")))
+        said = said_memory(output)
+        rows.append(
+            {
+                "shape": name,
+                "said, MB": f"{said / 1e6:,.0f}",
+                "resident peak, MB": f"{used / 1e6:,.0f}",
+                "resident / said": f"{used / said:.2f}",
+            }
+        )
+    return Table(f"{args.steps} steps, the rank with the most", rows)
+
+
+def said_memory(output: str) -> float:
+    """The bytes at the end of the line "memory  a rank at its peak: ... = 2.67 GB"."""
+    number, unit = re.search(r"^memory .* = ([\d.,]+) ([MG])B$", output, re.M).groups()
+    return float(number.replace(",", "")) * {"M": 1e6, "G": 1e9}[unit]
 
 
 def loader(args: Namespace) -> Table:
@@ -696,7 +760,7 @@ RUNS = {
     "loader": loader,
 }
 PARTS = {"optimizer": optimizer, "checkpoint": checkpoints}
-TABLES = {**RUNS, "nanogpt": nanogpt, **PARTS}
+TABLES = {**RUNS, "memory": memory, "nanogpt": nanogpt, **PARTS}
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -712,6 +776,10 @@ def parse(argv: list[str]) -> Namespace:
             add_run_flags(flags)
         elif name in PARTS:
             add_part_flags(flags)
+        elif name == "memory":
+            add_count(flags, "--layers", 16, "layers of tinyllama-1.1b")
+            add_count(flags, "--steps", 6, "steps of each run")
+            flags.add_argument("--flags", default="", help="more flags for train.py")
         else:
             add_nanogpt_flags(flags)
     return parser.parse_args(argv)

@@ -1,0 +1,209 @@
+"""The memory of a rank: what is said, what there is, and what freed memory keeps."""
+
+import dataclasses
+import platform
+import re
+import resource
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import build_run, flags, listen
+from torch.distributed.tensor.parallel import loss_parallel
+
+import checkpoint
+import dist
+import memory
+import model
+import optim
+import train
+
+
+def test_an_estimate_says_its_sum():
+    parts = {"weights": 4, "gradients": 4, "optimizer": 8, "activations": 3, "logits": 1}
+    fields = dataclasses.fields(memory.Estimate)
+    sizes = {field.name: 10**9 * parts.get(field.name, 0) for field in fields}
+    assert str(memory.Estimate(**sizes)) == (
+        "weights 4.00 + gradients 4.00 + optimizer 8.00 + activations 3.00 + logits 1.00 = 20.00 GB"
+    )
+
+
+def test_auto_counts_the_parameters_of_the_run_and_says_what_decided(pool, tokens, tmp_path):
+    """A vocabulary of 257 and the sizes of the flags, not those of the named size."""
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1 --model gpt2-124m")
+    ((status, said, _), _) = pool(2, listen, [*argv, "--d_model", "512", "--d_ff", "2048"])
+    assert status == 0 and "mesh    ddp: dp_replicate 2 x dp_shard 1" in said
+    parameters = 320 * 512 + 512 + 2 * (2 * 512 + 3 * 512 * 512 + 3 * 512 * 2048)
+    assert f"--strategy auto: with ddp, weights {4 * parameters / 1e6:.1f} + " in said
+    assert ": at most 80% of" in said and "memory  a rank at its peak: weights " in said
+
+
+def state_bytes(argv: list[str]) -> tuple[memory.Estimate, dict[str, int]]:
+    """The estimate of a rank, and the bytes of its real tensors after two steps."""
+    run = build_run(argv)
+    batches = run.batches(1, 2)
+    taken = {}
+    update = run.optimizer.step
+
+    def step(*arguments):
+        gradients = [weight.grad for weight in run.model.parameters()]
+        taken["gradients"] = sum(4 * optim.local(gradient).numel() for gradient in gradients)
+        return update(*arguments)
+
+    run.optimizer.step = step
+    with loss_parallel():
+        for number in (1, 2):
+            train.train_step(run, batches, number)
+    weights = run.state["model"].values()
+    moments = [*run.state["optimizer"]["exp_avg"].values()]
+    moments += run.state["optimizer"]["exp_avg_sq"].values()
+    taken["weights"] = sum(4 * optim.local(weight).numel() for weight in weights)
+    taken["optimizer"] = sum(4 * optim.local(moment).numel() for moment in moments)
+    return run.plan.memory, taken
+
+
+@pytest.mark.parametrize(
+    "ranks, strategy",
+    [
+        (1, "single"),
+        (2, "ddp"),
+        (2, "fsdp"),
+        (2, "fsdp --model tinyllama-1.1b --wrap none"),
+        (4, "hsdp --dp_shard 2"),
+        (2, "single --tp 2"),
+        (4, "fsdp --tp 2 --model tinyllama-1.1b"),
+        (4, "ddp --tp 2"),
+    ],
+)
+def test_the_estimate_of_weights_gradients_and_optimizer_is_exact(
+    pool, tokens, tmp_path, ranks, strategy
+):
+    text = f"--data {tokens} --out {tmp_path}/run --max_steps 2 --strategy {strategy}"
+    for estimate, taken in pool(ranks, state_bytes, [*flags(text), "--micro_batch_size", "1"]):
+        for part, size in taken.items():
+            assert getattr(estimate, part) == size, part
+        assert estimate.total == sum(dataclasses.astuple(estimate))
+
+
+def parts(text: str, strategy: str, shape: tuple[int, int, int], accum: int = 1):
+    """The estimate of a decoder of two blocks for two sequences of 16 tokens, on GPUs."""
+    text += f" --micro_batch_size 2 --global_batch_size {2 * 2 * accum}"
+    config = train.parse(text.split())
+    sizes = model.ModelConfig(64, 2, 4, 2, d_model=32, d_ff=64, seq_len=16)
+    device = torch.device("cuda")
+    return train.estimate_memory(config, sizes, shape, strategy, torch.bfloat16, device)
+
+
+BLOCK = 2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
+REST = 64 * 32 + 32  # embedding and last norm
+WHOLE = 2 * BLOCK + REST
+
+
+@pytest.mark.parametrize(
+    "text, strategy, accum, gathered, accumulated",
+    [
+        # Casts to bfloat16, and the largest gradient in float32
+        ("", "ddp", 1, 2 * WHOLE + 4 * 32 * 64, 0),
+        ("", "ddp", 4, 2 * WHOLE + 4 * 32 * 64, 4 * WHOLE),
+        ("--grad_sync micro_batch", "ddp", 4, 2 * WHOLE + 4 * 32 * 64, 0),
+        ("--activation_checkpointing full", "ddp", 1, 2 * (WHOLE - BLOCK) + 4 * 32 * 64, 0),
+        # The rest and its gradients, two blocks, gradients of one and a reduce_scatter's input
+        ("", "fsdp", 1, 2 * 2 * REST + (2 * 2 + 2 + 4) * BLOCK, 0),
+        ("", "fsdp", 4, 2 * 2 * REST + (2 * 2 + 2 + 4) * BLOCK, 2 * WHOLE),
+        ("--grad_sync micro_batch", "fsdp", 4, 2 * 2 * REST + (2 * 2 + 2 + 4) * BLOCK, 0),
+        (
+            "--reshard_after_forward false --wrap block_group:2",
+            "fsdp",
+            1,
+            2 * 2 * REST + 2 * 2 * BLOCK + (2 + 4) * 2 * BLOCK,
+            0,
+        ),
+        ("--wrap none", "fsdp", 1, (2 + 4) * WHOLE, 0),
+    ],
+)
+def test_what_a_policy_holds_besides(text, strategy, accum, gathered, accumulated):
+    shape = (2, 1, 1) if strategy == "ddp" else (1, 2, 1)
+    estimate = parts(text, strategy, shape, accum)
+    assert (estimate.gathered, estimate.accumulated) == (gathered, accumulated)
+    assert estimate.process == estimate.kept == 0  # on GPUs
+
+
+def test_available_memory_is_what_linux_says_or_all_of_it_elsewhere(tmp_path):
+    cgroup = "/sys/fs/cgroup/memory"
+    files = {
+        "/proc/meminfo": "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\n",
+        f"{cgroup}.max": "max\n",
+        f"{cgroup}.current": "3000000\n",
+        f"{cgroup}.stat": "anon 5\ninactive_file 1000000\n",
+    }
+
+    def read_text(path):
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    with mock.patch.object(Path, "read_text", read_text):
+        assert memory.available_memory() == 5000 * 1024
+        files[f"{cgroup}.max"] = "4000000\n"  # of which 3 MB are used, 1 MB for cached files
+        assert memory.available_memory() == 2_000_000
+        # macOS has neither /proc nor SC_AVPHYS_PAGES, gVisor's /proc not every field.
+        del files[f"{cgroup}.max"]
+        for meminfo in ("MemTotal: 9000 kB\n", None):
+            files["/proc/meminfo"] = meminfo
+            if meminfo is None:
+                del files["/proc/meminfo"]
+            sizes = {"SC_PHYS_PAGES": 2000, "SC_PAGE_SIZE": 4096}
+            with mock.patch("os.sysconf", sizes.__getitem__):
+                assert memory.available_memory() == 2000 * 4096
+
+
+def train_on_a_small_host(argv: list[str]) -> tuple[int, str, str]:
+    with mock.patch.object(memory, "available_memory", lambda: 2_000_000):
+        return listen(argv)
+
+
+def test_a_host_whose_memory_will_not_do_is_warned_of_before_the_first_step(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1 --strategy fsdp")
+    answers = pool(2, train_on_a_small_host, [*argv, "--d_ff", "4096"])
+    assert [status for status, _, _ in answers] == [0, 0]
+    assert re.match(
+        r"train.py: warning: the 2 ranks on .+ need 0\.\d GB more, and 0\.0 GB are available: "
+        "lower --micro_batch_size, shard with --strategy fsdp, or start fewer ranks on a host\n",
+        answers[0][2],
+    )
+    assert answers[1][2] == ""
+
+
+def page_faults_of_a_large_tensor() -> int:
+    dist.start("cpu")
+    memory.keep_freed_memory(2**27)
+    faults = []
+    for _ in range(30):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)  # 64 MB: 16,384 pages
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(faults)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_the_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
+    (faults,) = pool(1, page_faults_of_a_large_tensor)
+    assert faults < 100
+
+
+def resident_after_freeing() -> tuple[int, int]:
+    """Bytes that stay resident of a tensor of 32 MB, before and after a trim."""
+    dist.start("cpu")
+    memory.keep_freed_memory(2**26)
+    before = checkpoint.host_memory().resident
+    torch.ones(2**23)
+    kept = checkpoint.host_memory().resident - before
+    memory.trim_freed_memory()
+    return kept, checkpoint.host_memory().resident - before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has malloc_trim")
+def test_a_trim_returns_what_was_kept(pool):
+    ((kept, after_trim),) = pool(1, resident_after_freeing)
+    assert kept > 30e6 and after_trim < 10e6
