@@ -85,14 +85,11 @@ def estimate(
     is_fsdp = strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1)
     own = local_numels(model, tp, tp_plan, dp_shard) if is_fsdp else whole
     own_numel = sum(own.values())
-    whole_numel = sum(whole.values())
     accumulated = 0
-    if grad_sync == "batch" and grad_accum_steps > 1:
-        if is_fsdp:
-            # Whole gradients; those of a unit are freed when its shards have been reduced.
-            accumulated = 4 * (whole_numel - own_numel)
-        elif strategy == "ddp":
-            accumulated = 4 * whole_numel  # outside the buckets up to the last micro-batch
+    if grad_sync == "batch" and grad_accum_steps > 1 and strategy != "single":
+        # Under DDP outside the buckets until the last micro-batch. Under FSDP whole gradients, of
+        # which a unit's are freed when its shards have been reduced.
+        accumulated = 4 * (sum(whole.values()) - (own_numel if is_fsdp else 0))
     if is_fsdp:
         gathered = fsdp_buffers(model, whole, dtype, fsdp_units, reshard_after_forward)
     else:
@@ -105,17 +102,22 @@ def estimate(
         gathered=gathered,
         activations=activations,
         logits=logits,
-        process=PROCESS_BYTES if device_type == "cpu" else 0,
+        process=0,
         kept=0,
     )
-    if device_type != "cpu":
-        return found
-    # Measured with glibc 2.36 (tools.bench memory): FSDP allocates blocks of many sizes with every
-    # unit, which leave as much again in gaps. DDP's gradients stay where they are.
+    return on_cpu(found, is_fsdp) if device_type == "cpu" else found
+
+
+def on_cpu(found: Estimate, is_fsdp: bool) -> Estimate:
+    """Add what a process takes beside its tensors.
+
+    Measured with glibc 2.36 (tools.bench memory): FSDP allocates blocks of many sizes with every
+    unit, which leave as much again in gaps. DDP's gradients stay where they are.
+    """
     kept = found.transient
     if not is_fsdp:
-        kept = (gathered + activations + logits) // 2
-    return dataclasses.replace(found, kept=kept)
+        kept = (found.gathered + found.activations + found.logits) // 2
+    return dataclasses.replace(found, process=PROCESS_BYTES, kept=kept)
 
 
 def local_numels(

@@ -212,10 +212,7 @@ class Run:
         # after an evaluation the root unit of FSDP shows its gathered weights instead.
         weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
         self.state = {"model": weights, "optimizer": self.optimizer.state()}
-        if plan.resume.checkpoint:
-            checkpoint.load(plan.resume.checkpoint, self.state)
-        elif plan.resume.init_from:
-            checkpoint.load(plan.resume.init_from, {"model": weights})
+        load(plan.resume, self.state)
         self.check_ranks_agree()
         dist.on_rank0(lambda: run_folder.create(out, plan.manifest, self.step, world.size))
         dog.dump_folder = out / "flight"
@@ -315,6 +312,14 @@ def build_optimizer(model: Transformer, c: Config) -> optim.Optimizer:
         max_grad_norm_ratio=c.max_grad_norm_ratio,
         skip_spikes=c.skip_spikes,
     )
+
+
+def load(resume: run_folder.ResumePoint, state: dict) -> None:
+    """Fill the live tensors with what the run begins from."""
+    if resume.checkpoint:
+        checkpoint.load(resume.checkpoint, state)
+    elif resume.init_from:
+        checkpoint.load(resume.init_from, {"model": state["model"]})
 
 
 def source_hash() -> str:
@@ -478,9 +483,6 @@ def train(run: Run) -> int:
         with run.profiler.step(step, log.data_wait):  # does nothing without --profile
             step_metrics = train_step(run, batches, step)
         run.step = step
-        if step == start_step and run.world.device.type == "cpu":
-            # From here on, since the first step also allocates what lives until the end.
-            memory.keep_freed_memory(run.plan.memory.transient)
         is_last = step == c.max_steps
         # One step late, so that no host waits for it, and in the same step on every rank.
         stop = any_rank(should_stop()) and not is_last
@@ -508,10 +510,18 @@ def train(run: Run) -> int:
                     save(run, step)
         if stop:
             break
-        if step % 100 == 0:
-            gc.collect(1)  # on all ranks in the same step, so that none waits for another
-            memory.trim_freed_memory()  # what evaluations and saves have left behind
+        tidy_memory(run, step, is_first=step == start_step)
     return finish(run, stopped=stop)
+
+
+def tidy_memory(run: Run, step: int, is_first: bool) -> None:
+    """Collect garbage on all ranks in the same step, so that none waits for another."""
+    if is_first and run.world.device.type == "cpu":
+        # Only now, since the first step also allocates what lives until the end.
+        memory.keep_freed_memory(run.plan.memory.transient)
+    if step % 100 == 0:
+        gc.collect(1)
+        memory.trim_freed_memory()  # what evaluations and saves have left behind
 
 
 def finish(run: Run, stopped: bool) -> int:
