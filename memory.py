@@ -34,7 +34,7 @@ class Estimate:
     activations: int
     logits: int
     process: int  # 0 on a GPU
-    kept: int  # freed memory that the C library cannot use again at once; 0 on a GPU
+    kept: int  # freed memory that the C library has not used again; 0 on a GPU
 
     @property
     def total(self) -> int:
@@ -80,7 +80,7 @@ def estimate(
     and `gradient_sync`. Weights, gradients and optimizer are exact. All parts are added, although
     activations shrink while gradients grow.
     """
-    dp_shard, tp = mesh_shape[1:]
+    _, dp_shard, tp = mesh_shape
     whole = local_numels(model, tp, tp_plan)  # of each parameter, under tp this rank's part
     is_fsdp = strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1)
     own = local_numels(model, tp, tp_plan, dp_shard) if is_fsdp else whole
@@ -109,10 +109,11 @@ def estimate(
 
 
 def on_cpu(found: Estimate, is_fsdp: bool) -> Estimate:
-    """Add what a process takes beside its tensors.
+    """Add what a process on a CPU takes besides tensors.
 
-    Measured with glibc 2.36 (tools.bench memory): FSDP allocates blocks of many sizes with every
-    unit, which leave as much again in gaps. DDP's gradients stay where they are.
+    `kept` is an empirical rule for glibc 2.36, see `tools.bench memory`: FSDP allocates blocks of
+    many sizes with every unit, which leave as much again in gaps. Without it, gradients stay where
+    they are, and the rest leaves half as much.
     """
     kept = found.transient
     if not is_fsdp:
@@ -263,7 +264,7 @@ def shortage(need: Estimate, local_size: int) -> str | None:
 # What glibc does with freed memory
 #
 # By default glibc returns large blocks to the kernel at once, which clears every page before
-# handing it out again: half of a step of gpt2-124m. So training allocates all blocks from the heap
+# handing it out again: a fifth of a step of gpt2-124m. So training takes all blocks from the heap
 # and keeps them for the next step, as torch does on GPUs. But the build and the first step do not:
 # they also create what lives until the end, small objects that would lie between the large blocks
 # and keep their memory from ever being merged and used again. Other C libraries have neither

@@ -186,7 +186,8 @@ def main(argv: list[str]) -> int:
         args = build_parser().parse_args(argv)
         check_flags(args)
         device = dist.start(args.device).device
-        memory.keep_freed_memory(1 << 30)  # activations of a token, for the next
+        if device.type == "cpu":
+            memory.keep_freed_memory(1 << 30)  # each token takes the same activations
         try:
             sample(args, device)
         finally:

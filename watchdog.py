@@ -232,7 +232,7 @@ class Watchdog:
         verb = "were" if len(silent) > 1 else "was"
         return (
             f"{ranks} {verb} killed (signal 9): most likely out of memory, since the kernel has "
-            "killed a process for it; lower --micro_batch_size or shard with --strategy fsdp"
+            "killed a process for it (lower --micro_batch_size or shard with --strategy fsdp)"
         )
 
     def is_gone(self, rank: int) -> bool:

@@ -235,6 +235,7 @@ COMPARE = [
 ]
 
 BENCH = [
+    Mistake("memory --layers 0", "argument --layers: invalid positive value: '0'"),
     Mistake("", "the following arguments are required: TABLE"),
     Mistake("speed", "argument TABLE: invalid choice: 'speed' (choose from 'strategies'"),
     Mistake("scaling --round 2", "unrecognized arguments: --round 2; did you mean --rounds?"),

@@ -134,7 +134,7 @@ def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_p
         "stopped": "stopped or died",
         "killed": r"died without an exception \(killed by a signal, or crashed\)",
         "out of memory": r"was killed \(signal 9\): most likely out of memory, since the kernel "
-        "has killed a process for it; lower --micro_batch_size or shard with --strategy fsdp",
+        r"has killed a process for it \(lower --micro_batch_size or shard with --strategy fsdp\)",
     }
     for name, fate in fates.items():
         pattern = (

@@ -777,7 +777,7 @@ def parse(argv: list[str]) -> Namespace:
         elif name in PARTS:
             add_part_flags(flags)
         elif name == "memory":
-            add_count(flags, "--layers", 16, "layers of tinyllama-1.1b")
+            add_count(flags, "--layers", 10, "layers of tinyllama-1.1b; 10 take 13 GB in all")
             add_count(flags, "--steps", 6, "steps of each run")
             flags.add_argument("--flags", default="", help="more flags for train.py")
         else:
