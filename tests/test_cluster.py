@@ -92,7 +92,10 @@ def test_all_strategies_across_hosts(box):
     assert found["hsdp", "batch"] > found["fsdp", "micro_batch"]
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "number, status",
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+)
 def test_a_signal_leaves_nothing_behind(box, number, status):
     process = start(box, "--strategies", "ddp")
     until = time.monotonic() + 60
@@ -107,11 +110,12 @@ def test_a_signal_leaves_nothing_behind(box, number, status):
     assert "Traceback" not in process.stderr.read()
 
 
-def test_without_iproute2_it_says_what_to_install(tmp_path):
-    process = start(tmp_path, PATH=str(tmp_path))
-    out, errors = process.communicate(timeout=60)
-    assert (process.returncode, out) == (2, "")
-    assert "install iproute2" in errors and errors.count("\n") == 1
+def test_without_iproute2_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    assert cluster.main([]) == 2
+    out, errors = capsys.readouterr()
+    assert "ip and tc not found: install iproute2" in errors
+    assert (out, errors.count("\n")) == ("", 1)
 
 
 def test_without_root_it_says_so(monkeypatch, capsys):

@@ -57,10 +57,9 @@ def test_the_command_of_the_readme(tmp_path):
     assert rows(tmp_path / "runs/tiny", "val_loss")[-1]["val_loss"] < 4
 
     argv = ["--run", tmp_path / "runs/tiny", "--prompt", "import", "--max_new_tokens", 20]
-    samples = [Job([ROOT / "sample.py", *argv, "--seed", 3], tmp_path / f"{i}") for i in (1, 2)]
-    assert [sample.wait(60) for sample in samples] == [0, 0]
-    text = samples[0].out
-    assert samples[1].out == text and text.startswith("import") and len(text) > 20
+    sample = Job([ROOT / "sample.py", *argv, "--seed", 3], tmp_path / "sample")
+    assert sample.wait(60) == 0
+    assert sample.out.startswith("import") and len(sample.out) > 20
 
 
 def test_ctrl_c_saves_and_the_same_command_continues(run, tokens, tmp_path):
