@@ -27,7 +27,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative
 # What takes long, many processes or the many small collectives of tp, in fewer combinations of
 # (grad_accum_steps, dtype).
 FEWER = {
-    "ddp 4": [(4, "float32")],
+    "ddp 4": [(1, "bfloat16"), (4, "float32")],
     "fsdp 4": [(1, "bfloat16"), (4, "float32")],
     "hsdp 2x2": [(1, "bfloat16"), (4, "float32")],
     "single tp 2": [(1, "float32")],
