@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -103,14 +104,27 @@ def replace_file(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def drop_rows_after(path: Path, step: int) -> None:
-    """Drop the rows after `step`, from which a run continues: it writes them again."""
-    kept = []
+def drop_rows_after(path: Path, step: int) -> list[dict]:
+    """Drop the rows after `step`, from which a run continues; return those that are kept."""
+    rows = []
+    lines = []
     for line in path.read_text().splitlines():
-        is_whole = line.endswith("}")  # a killed run may leave part of a row
-        if is_whole and json.loads(line)["step"] <= step:
-            kept.append(f"{line}\n")
-    replace_file(path, "".join(kept))
+        if not line.endswith("}"):  # a killed run may leave part of a row
+            continue
+        row = json.loads(line)
+        if row["step"] <= step:
+            rows.append(row)
+            lines.append(f"{line}\n")
+    replace_file(path, "".join(lines))
+    return rows
+
+
+def useful_time(rows: list[dict], started: float) -> float:
+    """Seconds that went into the steps up to the last row: its goodput x the age of the run."""
+    for row in reversed(rows):
+        if "goodput" in row:
+            return row["goodput"] * (datetime.fromisoformat(row["time"]).timestamp() - started)
+    return 0.0
 
 
 def json_line(row: dict) -> bytes:
@@ -166,9 +180,10 @@ class PendingRow:
 class Log:
     """Rows and console lines from rank 0; every rank takes part in gathering them.
 
-    `last_step` is the step that the run continues from. Time left, speed and MFU follow from
-    `max_steps`, `tokens_per_step` of all ranks, `flops_per_token` and `peak_flops` of a device
-    (None: unknown). `max_skipped` updates skipped in a row end the run (0: never).
+    `last_step` is the step that the run continues from; `started` is when it was first started, in
+    seconds since the epoch. Time left, speed and MFU follow from `max_steps`, `tokens_per_step` of
+    all ranks, `flops_per_token` and `peak_flops` of a device (None: unknown). `max_skipped` updates
+    skipped in a row end the run (0: never).
     """
 
     def __init__(
@@ -177,6 +192,7 @@ class Log:
         device: torch.device,
         *,
         last_step: int,
+        started: float,
         max_steps: int,
         tokens_per_step: int,
         flops_per_token: float,
@@ -187,6 +203,7 @@ class Log:
         self.device = device
         self.is_rank0 = dist.get_rank() == 0
         self.resume_step = last_step
+        self.started = started
         self.max_steps = max_steps
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
@@ -200,9 +217,10 @@ class Log:
         self.pending: PendingRow | None = None
         self.mark = self.mark_now(last_step)
         self.unwritten: dict[str, bytes] = {}
+        self.useful_time = 0.0  # seconds of the steps so far, without those that were lost
         for path in (out / "metrics.jsonl", out / "optim.jsonl"):
             if self.is_rank0 and path.exists():
-                drop_rows_after(path, last_step)
+                self.useful_time += useful_time(drop_rows_after(path, last_step), started)
 
     # Time
 
@@ -285,6 +303,7 @@ class Log:
         self.step_time = row.ended.event.since(row.began.event) / steps
         tokens_per_second = self.tokens_per_step / self.step_time
         flops = tokens_per_second / world_size * self.flops_per_token
+        self.useful_time += steps * self.step_time
         fields = {
             "step": row.ended.step,
             "tokens": row.ended.step * self.tokens_per_step,
@@ -302,10 +321,11 @@ class Log:
             "mfu": flops / self.peak_flops if self.peak_flops else None,
             "data_wait": max(ranks["data_wait"]),
             "data_wait_min": min(ranks["data_wait"]),
+            "goodput": self.useful_time / self.age(),
             "peak_device_memory": int(max(ranks["peak_device_memory"])),
             "peak_host_memory": int(max(ranks["peak_host_memory"])),
         }
-        self.append("metrics.jsonl", [fields])
+        self.append_metrics(fields)
         is_first = row.began.step == self.resume_step
         self.say(console_line(fields, self.max_steps, is_first), fields["step"])
 
@@ -326,14 +346,14 @@ class Log:
 
     def evaluation(self, step: int, val_loss: float) -> None:
         """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
-        self.append("metrics.jsonl", [{"step": step, "val_loss": val_loss}])
+        self.append_metrics({"step": step, "val_loss": val_loss})
         self.say(f"val_loss {val_loss:.4f}", step)
         if not math.isfinite(val_loss):
             raise Diverged(f"the validation loss of step {step} is {val_loss}. {REMEDY}")
 
     def checkpoint(self, row: dict) -> None:
         """Write the row of a save that has ended, well or not."""
-        self.append("metrics.jsonl", [row])
+        self.append_metrics(row)
         if row["event"] == "checkpoint_failed":
             self.say(
                 f"NOT SAVED: cannot write {row['path']}: {row['error']}; earlier checkpoints are "
@@ -358,6 +378,21 @@ class Log:
         if step is not None:
             line = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {line}"
         print(line, flush=True)
+
+    def age(self) -> float:
+        """Seconds since the run was first started."""
+        return time.time() - self.started
+
+    def goodput(self) -> str:
+        """The share of the time since the first start in which the run made progress, in words."""
+        age = self.age()
+        return (
+            f"goodput {self.useful_time / age:.0%}: {self.useful_time:,.0f} of the {age:,.0f} s "
+            "since the first start went into steps that count"
+        )
+
+    def append_metrics(self, row: dict) -> None:
+        self.append("metrics.jsonl", [{**row, "time": datetime.now().astimezone().isoformat()}])
 
     def append(self, name: str, rows: list[dict]) -> None:
         """Append rows to a file; what a full disk does not take is kept for the next call."""

@@ -360,11 +360,11 @@ def read_starts(out: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def create(out: Path, manifest: dict, step: int, world_size: int) -> None:
-    """Make `out` this run's folder, and add this start to its list."""
+def create(out: Path, manifest: dict, step: int, world_size: int, started: datetime) -> datetime:
+    """Make `out` this run's folder, and add this start to its list; return when the first was."""
     start = {
         **manifest,
-        "time": datetime.now().astimezone().isoformat(),
+        "time": started.isoformat(),
         "host": socket.gethostname(),
         "process": os.getpid(),
         "ranks": world_size,
@@ -374,3 +374,4 @@ def create(out: Path, manifest: dict, step: int, world_size: int) -> None:
     starts = [*read_starts(out), start]
     replace_file(out / "starts.jsonl", "".join(json.dumps(start) + "\n" for start in starts))
     replace_file(out / "config.json", json.dumps(manifest["config"], indent=2) + "\n")
+    return datetime.fromisoformat(starts[0]["time"])

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 # Read when torch is loaded: C++ warnings of collectives that fail, which say less than the line of
@@ -75,6 +75,7 @@ class Plan:
     resume: run_folder.ResumePoint
     passed_over: list[str]  # newer checkpoints, and what is wrong with them
     memory: memory.Estimate
+    started: datetime
     deadline: float  # of --time_limit, by time.monotonic()
 
     @property
@@ -85,6 +86,7 @@ class Plan:
 def make_plan(config: Config, world: dist.World) -> Plan:
     """Check that flags, ranks, data and run folder fit together; write only the built-in data."""
     c = config
+    started = datetime.now().astimezone()
     deadline = time.monotonic() + (c.time_limit or math.inf)
     dtype = dist.fast_dtype(world.device) if c.dtype == "auto" else getattr(torch, c.dtype)
     if c.data == BUILTIN:
@@ -128,6 +130,7 @@ def make_plan(config: Config, world: dist.World) -> Plan:
         resume=resume,
         passed_over=passed_over,
         memory=estimate_memory(c, model, mesh_shape, strategy, dtype, world.device),
+        started=started,
         deadline=deadline,
     )
 
@@ -214,12 +217,15 @@ class Run:
         self.state = {"model": weights, "optimizer": self.optimizer.state()}
         load(plan.resume, self.state)
         self.check_ranks_agree()
-        dist.on_rank0(lambda: run_folder.create(out, plan.manifest, self.step, world.size))
+        first_start = dist.on_rank0(
+            lambda: run_folder.create(out, plan.manifest, self.step, world.size, plan.started)
+        )
         dog.dump_folder = out / "flight"
         self.log = metrics.Log(
             out,
             world.device,
             last_step=self.step,
+            started=first_start.timestamp(),
             max_steps=c.max_steps,
             tokens_per_step=plan.tokens_per_step,
             flops_per_token=self.model.flops_per_token(seq_len),
@@ -527,6 +533,7 @@ def tidy_memory(run: Run, step: int, is_first: bool) -> None:
 def finish(run: Run, stopped: bool) -> int:
     """Wait for the last save and say how the run ended; return the exit status."""
     finish_saves(run)
+    run.log.say(run.log.goodput())
     c = run.plan.config
     if stopped:
         continues = "" if c.checkpoint == "none" else "; the same command continues"

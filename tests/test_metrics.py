@@ -3,6 +3,8 @@
 import json
 import math
 import os
+from datetime import UTC, datetime
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import metrics
 def make_log(out, **changes) -> metrics.Log:
     settings = {
         "last_step": 0,
+        "started": 0.0,
         "max_steps": 100,
         "tokens_per_step": 1000,
         "flops_per_token": 2e6,
@@ -102,6 +105,32 @@ def test_a_run_that_continues_drops_what_came_after_its_checkpoint(log, tmp_path
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "lo')
     log(last_step=2)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
+    log, tmp_path, monkeypatch, capsys
+):
+    """Steps of a second: 3 that count in the first 10 seconds; then one is lost, and a minute."""
+    clock = mock.Mock(wraps=datetime)
+    clock.now.return_value = datetime.fromtimestamp(1010, UTC)
+    monkeypatch.setattr(metrics, "datetime", clock)
+    monkeypatch.setattr(metrics.time, "time", lambda: 1010.0)
+    the_log = log(started=1000.0)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 103.0)
+    the_log.queue(3, device_metrics(2.5), lr=0.1)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 104.0)
+    the_log.queue(4, device_metrics(2.5), lr=0.1)
+    assert [row["goodput"] for row in rows(tmp_path)] == [0.3, 0.4]
+
+    monkeypatch.setattr(metrics.time, "time", lambda: 1070.0)
+    again = log(started=1000.0, last_step=3)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 108.0)
+    again.queue(7, device_metrics(2.5), lr=0.1)
+    assert [row["goodput"] for row in rows(tmp_path)] == [0.3, pytest.approx(7 / 70)]
+    capsys.readouterr()
+    again.say(again.goodput())
+    line = "goodput 10%: 7 of the 70 s since the first start went into steps that count\n"
+    assert capsys.readouterr().out == line
 
 
 def test_rows_that_a_full_disk_does_not_take_come_with_the_next(log, tmp_path, monkeypatch, capsys):

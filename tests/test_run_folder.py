@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -169,8 +170,11 @@ def test_a_finished_run_with_other_flags_is_an_error(begin, tmp_path):
 
 
 def test_the_folder_holds_the_flags_of_every_start(tmp_path):
+    began = datetime(2026, 11, 21, tzinfo=UTC)
     for step, lr in ((0, 0.5), (10, 0.25)):
-        run_folder.create(tmp_path, manifest(0, lr=lr), step, world_size=2)
+        now = began + timedelta(hours=step)
+        first = run_folder.create(tmp_path, manifest(0, lr=lr), step, 2, now)
+        assert first == began
     starts = run_folder.read_starts(tmp_path)
     assert [(start["step"], start["config"]["lr"]) for start in starts] == [(0, 0.5), (10, 0.25)]
     assert starts[0]["process"] == os.getpid() and starts[0]["ranks"] == 2

@@ -50,7 +50,7 @@ def test_the_command_of_the_readme(tmp_path):
     assert log[-1]["tokens"] == 30 * 32 * 128 and log[-1]["loss"] < 4
     fields = """step tokens loss grad_norm lr clipped skipped_steps step_time step_time_min
         step_time_max slowest_rank tokens_per_second tokens_per_second_per_device mfu data_wait
-        data_wait_min peak_device_memory peak_host_memory"""
+        data_wait_min goodput time peak_device_memory peak_host_memory"""
     assert log[-1].keys() == set(fields.split())
     assert log[-1]["mfu"] is None
     assert log[-1]["tokens_per_second"] == pytest.approx(4096 / log[-1]["step_time"])
