@@ -459,9 +459,20 @@ def split_batch(config: Config, dp_size: int) -> tuple[int, int]:
     size = micro_batch_size(config, dp_size)
     per_forward = size * dp_size  # sequences of all ranks
     if global_batch_size % per_forward:
+        remedy = "change --global_batch_size or --micro_batch_size"
+        if counts := fitting_dp_sizes(config, at_most=2 * dp_size):
+            remedy += f", or run on {', '.join(map(str, counts))} data-parallel ranks"
         raise UsageError(
             f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
-            f"{size} x {dp_size} data-parallel ranks = {per_forward}: "
-            "change --global_batch_size or --micro_batch_size"
+            f"{size} x {dp_size} data-parallel ranks = {per_forward}: {remedy}"
         )
     return size, global_batch_size // per_forward
+
+
+def fitting_dp_sizes(config: Config, at_most: int) -> list[int]:
+    """The numbers of data-parallel ranks over which the global batch divides."""
+    counts = []
+    for count in range(1, at_most + 1):
+        if config.global_batch_size % (micro_batch_size(config, count) * count) == 0:
+            counts.append(count)
+    return counts

@@ -104,10 +104,12 @@ def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) ->
     own_device = set_device(device, local_rank, local_size)
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun --max-restarts keeps its store, and in it the addresses of ranks that died. Each
-        # attempt gets a part to itself.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        store = dist.PrefixStore(f"attempt {attempt}", store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun --max-restarts keeps its store, and in it the addresses of ranks that died.
+            # Each attempt gets a part to itself. Agents that joined later count fewer attempts:
+            # where hosts come and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each.
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+            store = dist.PrefixStore(f"attempt {attempt}", store)
     else:
         store = dist.HashStore()
     # Cloned now: later, rank 0 might have left already, and the store with it.

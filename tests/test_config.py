@@ -58,8 +58,25 @@ def test_a_profile_window_lies_within_the_run():
 def test_a_batch_is_split_into_micro_batches():
     assert split_batch(Config(global_batch_size=32), dp_size=4) == (8, 1)
     assert split_batch(Config(global_batch_size=32, micro_batch_size=2), dp_size=4) == (2, 4)
-    with pytest.raises(UsageError, match="32 is not a multiple of micro_batch_size 3 x 4"):
-        split_batch(Config(global_batch_size=32, micro_batch_size=3), dp_size=4)
+
+
+@pytest.mark.parametrize(
+    "micro_batch_size, dp_size, remedy",
+    [
+        (None, 3, ", or run on 1, 2, 4 data-parallel ranks"),
+        (2, 6, ", or run on 1, 2, 4, 8 data-parallel ranks"),
+        (3, 4, ""),  # no number of ranks would do
+    ],
+)
+def test_a_batch_that_does_not_divide_names_the_ranks_that_would_do(
+    micro_batch_size, dp_size, remedy
+):
+    """As where a host was lost, and the run continues on the others."""
+    config = Config(global_batch_size=16, micro_batch_size=micro_batch_size)
+    with pytest.raises(UsageError) as error:
+        split_batch(config, dp_size)
+    assert f"16 is not a multiple of micro_batch_size {micro_batch_size or 5} x" in str(error.value)
+    assert str(error.value).endswith(f"change --global_batch_size or --micro_batch_size{remedy}")
 
 
 def test_a_named_size_takes_overrides_and_a_padded_vocabulary():

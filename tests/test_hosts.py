@@ -1,11 +1,16 @@
 """More than one host: torchrun's agents, and Slurm's tasks without torchrun."""
 
 import os
+import signal
 from unittest import mock
 
 import pytest
-from conftest import TRAIN, Job, call_train, flags, free_port, listen, rows
+from conftest import TRAIN, Job, build_run, call_train, flags, free_port, listen, rows
 from test_dist import slurm_task
+
+import checkpoint
+import run_folder
+import train
 
 RUN = "--strategy hsdp --max_steps 3 --dtype float32"
 MESH = "hsdp: dp_replicate 2 x dp_shard 2 x tp 1 = 4 x cpu"
@@ -33,6 +38,66 @@ def test_two_agents_meet_and_hsdp_shards_within_each_and_replicates_across(
     assert [agent.wait(90) for agent in agents] == [0, 0], [agent.err for agent in agents]
     assert MESH in "".join(agent.out for agent in agents)
     assert [row["loss"] for row in rows(tmp_path / "run")] == pytest.approx(single, rel=1e-5)
+
+
+def continue_20_steps(argv: list[str]) -> list[float]:
+    """The losses of this rank."""
+    run = build_run(argv)
+    first = run.step + 1
+    batches = run.batches(first, first + 19)
+    return [
+        train.train_step(run, batches, step)["loss"].item() for step in range(first, first + 20)
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_lost_host_and_takes_a_new_one_in(pool, tokens, tmp_path):
+    """Two hosts of two ranks, of which one is killed; then a third host comes."""
+    out = tmp_path / "run"
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", 2]
+    launcher += ["--max-restarts", 9, "--rdzv_backend", "c10d", "--rdzv_id", "elastic"]
+    launcher += ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    quick = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    text = "--strategy fsdp --dtype float32 --max_steps 1000000 --save_interval 20 --keep_last 0"
+    argv = flags(f"--data {tokens} --out {out} --timeout 10 {text}")
+
+    def host(number: int) -> Job:
+        command = [*launcher, "--rdzv_conf", quick, TRAIN, *argv]
+        with mock.patch.dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):
+            return Job(command, tmp_path / f"host {number}")
+
+    def has_started(times: int, steps: int) -> bool:
+        """The last of `times` starts has trained for a number of steps."""
+        starts = run_folder.read_starts(out)
+        return len(starts) == times and rows(out)[-1]["step"] >= starts[-1]["step"] + steps
+
+    meeting_place = host(0)
+    meeting_place.wait_until(lambda: meeting_place.ranks() != [], 30)
+    lost = host(1)
+    meeting_place.wait_until(lambda: len(checkpoint.list_checkpoints(out)) >= 2, 60)
+    for pid in (lost.pid, *lost.ranks()):
+        os.kill(pid, signal.SIGKILL)
+    meeting_place.wait_until(lambda: has_started(2, steps=25), 90)
+    new = host(2)
+    meeting_place.wait_until(lambda: has_started(3, steps=5), 90)
+    os.kill(meeting_place.pid, signal.SIGTERM)
+    meeting_place.wait(60)
+    new.wait(60)
+
+    first, second, third = run_folder.read_starts(out)
+    assert [start["ranks"] for start in (first, second, third)] == [4, 2, 4]
+    # A lost host costs the steps since the newest checkpoint; one that comes costs none.
+    assert second["step"] % 20 == 0 and third["step"] >= second["step"] + 25
+    assert [row["step"] for row in rows(out)] == list(range(1, rows(out)[-1]["step"] + 1))
+    checkpoint_2 = out / f"checkpoints/step-{second['step']:08d}"
+    reference = flags(f"--data {tokens} --out {tmp_path}/always_2 --resume {checkpoint_2} {text}")
+    ranks = pool(2, continue_20_steps, reference)
+    expected = [sum(losses) / 2 for losses in zip(*ranks)]
+    log = {row["step"]: row for row in rows(out)}
+    losses = [log[second["step"] + 1 + i]["loss"] for i in range(20)]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert 0 < rows(out)[-1]["goodput"] < 0.9
+    assert "ranks 2 and 3 died" in meeting_place.err or "ranks 0 and 1" in meeting_place.err
 
 
 def train_under_slurm(argv: list[str]) -> tuple[int, str, str]:
