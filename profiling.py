@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class HostSyncCounter(TorchDispatchMode):
-    """Counts where the host asks for a tensor's value: {"train.py:123": times}."""
+    """Counts where the host asks for a tensor's value, on any device: {"train.py:123": times}."""
 
     def __init__(self):
         super().__init__()
@@ -47,6 +47,31 @@ def caller() -> str:
     while frame.f_back and frame.f_code.co_filename.startswith(library):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+class CudaSyncCounter(warnings.catch_warnings):
+    """Counts where the host waits for the GPU, to copy too: {"train.py:123": times}.
+
+    `counts` is filled on leaving the context.
+    """
+
+    def __init__(self):
+        super().__init__(record=True)
+        self.counts: Counter[str] = Counter()
+
+    def __enter__(self) -> "CudaSyncCounter":
+        self.caught = super().__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        return self
+
+    def __exit__(self, *error) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        super().__exit__(*error)
+        for warning in self.caught:
+            # Not torch's notice, given once, that the mode does not detect all synchronizations.
+            if "called a synchronizing" in str(warning.message):
+                self.counts[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
 
 
 @dataclass
@@ -121,6 +146,31 @@ def union_length(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def gpu_work(events: Iterable) -> list:
+    """Those of the profiler's events, or of their averages, that are work of the GPU.
+
+    That is kernels, copies and fills. The GPU's timeline also has the ranges that the host
+    annotated, "FSDP::all_gather", "Optimizer.step#AdamW.step" or "nccl:all_reduce": each reaches
+    from its first kernel to its last and covers what is idle between them. The time of an operation
+    of the CPU is that of its kernels once more.
+    """
+    cuda = torch.autograd.DeviceType.CUDA
+    return [event for event in events if event.device_type == cuda and not event.is_user_annotation]
+
+
+def gpu_shares(events: Iterable, wall: float) -> tuple[float, float]:
+    """Return the share of the time in which the GPU ran anything, and only communication."""
+    busy = []
+    compute = []
+    for event in gpu_work(events):
+        span = (event.time_range.start / 1e6, event.time_range.end / 1e6)  # seconds
+        busy.append(span)
+        if not event.name.startswith("nccl"):  # as in ncclDevKernel_AllGather_RING_LL(...)
+            compute.append(span)
+    busy_time = union_length(busy)
+    return busy_time / wall, (busy_time - union_length(compute)) / wall
+
+
 @dataclass(frozen=True)
 class Clocks:
     """Seconds of this rank at one moment."""
@@ -174,9 +224,10 @@ class Profiler:
             yield
             return
         self.end(data_wait)
-        with CommunicationCounter(self.mesh) as traffic, HostSyncCounter() as syncs:
+        syncs = CudaSyncCounter() if self.is_cuda else HostSyncCounter()
+        with CommunicationCounter(self.mesh) as traffic, syncs:
             yield
-        self.figures["host_syncs"] = dict(syncs.counts + self.cuda_syncs)
+        self.figures["host_syncs"] = dict(syncs.counts)
         self.figures["communicated"] = []
         for (kind, axis), total in traffic.counts.items():
             row = {"kind": kind, "axis": axis, "calls": total.calls, "bytes": total.bytes}
@@ -187,30 +238,18 @@ class Profiler:
 
     def begin(self, data_wait: float) -> None:
         activities = [ProfilerActivity.CPU]
-        self.until_end = ExitStack()
-        self.warnings: list = []
         if self.is_cuda:
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()
-            # CUDA reports every sync; a dispatch mode sees reads of single values, but no copies.
-            self.warnings = self.until_end.enter_context(warnings.catch_warnings(record=True))
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
         self.trace = profile(activities=activities)
         self.trace.start()
         self.began = Clocks(time.perf_counter(), time.thread_time(), data_wait)
 
     def end(self, data_wait: float) -> None:
         if self.is_cuda:
-            torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
         now = Clocks(time.perf_counter(), time.thread_time(), data_wait)
-        self.until_end.close()
         self.trace.stop()
-        self.cuda_syncs: Counter[str] = Counter()
-        for warning in self.warnings:
-            if "synchroniz" in str(warning.message):
-                self.cuda_syncs[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.trace.export_chrome_trace(f"{self.path}.trace.json")
         self.figures = self.summarize(now.since(self.began))
@@ -218,16 +257,18 @@ class Profiler:
     def summarize(self, elapsed: Clocks) -> dict:
         start, stop = self.window
         steps = stop - start
+        rows = self.trace.key_averages()
         if self.is_cuda:
-            busy, exposed = self.gpu_shares(elapsed.wall)
+            busy, exposed = gpu_shares(self.trace.events(), elapsed.wall)
+            rows = gpu_work(rows)
         else:
             # The thread runs, waits for data or waits for other ranks.
             busy = elapsed.thread / elapsed.wall
             exposed = max(0.0, 1 - (elapsed.thread + elapsed.data_wait) / elapsed.wall)
-        time_field = f"self_{'device' if self.is_cuda else 'cpu'}_time_total"  # microseconds
         operations = []
-        for row in self.trace.key_averages():
-            share = getattr(row, time_field) / 1e6 / elapsed.wall
+        for row in rows:
+            microseconds = row.self_device_time_total if self.is_cuda else row.self_cpu_time_total
+            share = microseconds / 1e6 / elapsed.wall
             operations.append({"name": row.key, "calls": row.count / steps, "share": share})
         operations.sort(key=lambda operation: operation["share"], reverse=True)
         return {
@@ -238,19 +279,6 @@ class Profiler:
             "data_wait": elapsed.data_wait / elapsed.wall,
             "operations": operations[:10],
         }
-
-    def gpu_shares(self, wall: float) -> tuple[float, float]:
-        """Return the share of the time in which the GPU ran anything, and only communication."""
-        busy = []
-        compute = []
-        for event in self.trace.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                span = (event.time_range.start / 1e6, event.time_range.end / 1e6)  # seconds
-                busy.append(span)
-                if not event.name.startswith("nccl"):
-                    compute.append(span)
-        busy_time = union_length(busy)
-        return busy_time / wall, (busy_time - union_length(compute)) / wall
 
     def report(self) -> Iterator[str]:
         f = self.figures
@@ -266,5 +294,6 @@ class Profiler:
             megabytes = f"{row['bytes'] / 1e6:,.2f} MB a step"
             yield f"        {row['calls']:.0f} x {row['kind']} over {row['axis']}: {megabytes}"
         for row in f["operations"]:
-            yield f"        {row['share']:6.1%}  {row['calls']:6.0f} x {row['name']}"
+            # The names of some kernels have hundreds of characters.
+            yield f"        {row['share']:6.1%}  {row['calls']:6.0f} x {row['name']:.60}"
         yield f"        trace: {self.path}.trace.json"

@@ -2,14 +2,18 @@
 
 import json
 import threading
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from conftest import flags, listen
+from torch.autograd.profiler_util import EventList, FunctionEvent
 
 import data
+import dist
 import optim
 import profiling
 
@@ -85,6 +89,117 @@ def test_a_run_that_is_continued_inside_the_window_has_nothing_to_report(run):
 )
 def test_overlapping_spans_count_once(spans, length):
     assert profiling.union_length(spans) == length
+
+
+# --------------------------------------------------------------------------------------------------
+# The figures of a GPU, from the events that torch's profiler would have returned for one step
+
+
+def event(device: str, name: str, start: int, end: int, annotation: bool = False) -> FunctionEvent:
+    """An event of torch's profiler; times in microseconds."""
+    return FunctionEvent(
+        id=start,
+        name=name,
+        thread=1,
+        start_us=start,
+        end_us=end,
+        stack=[],
+        use_device="cuda",
+        device_type=getattr(torch.autograd.DeviceType, device),
+        is_user_annotation=annotation,
+    )
+
+
+class Trace:
+    """In the place of torch.profiler.profile: a step of 1,000 microseconds."""
+
+    def __init__(self, activities):
+        mm = event("CPU", "aten::mm", 0, 50)
+        mm.append_kernel("sm90_gemm", 0, 400)
+        step = [
+            mm,
+            event("CPU", "Optimizer.step#AdamW.step", 50, 90, annotation=True),
+            event("CUDA", "sm90_gemm", 0, 400),
+            event("CUDA", "ncclDevKernel_AllGather_RING_LL", 300, 600),
+            event("CUDA", "Memcpy HtoD (Pinned -> Device)", 700, 800),
+            event("CUDA", "FSDP::all_gather (blocks.0)", 0, 1000, annotation=True),
+            event("CUDA", "nccl:_all_gather_base", 300, 600, annotation=True),
+            event("CUDA", "Optimizer.step#AdamW.step", 650, 1000, annotation=True),
+        ]
+        self.step = EventList(step, use_device="cuda")
+        self.step._build_tree()  # without which there are no averages; torch has no public name
+
+    def start(self):
+        pass
+
+    def stop(self):
+        pass
+
+    def export_chrome_trace(self, path):
+        pass
+
+    def events(self):
+        return self.step
+
+    def key_averages(self):
+        return self.step.key_averages()
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    dist.start("cpu")
+    yield
+    dist.stop()
+
+
+@pytest.fixture
+def gpu_figures(one_process, monkeypatch, tmp_path) -> dict:
+    """What the profiler says of such a step, in which the host waits for the GPU once."""
+
+    def set_sync_debug_mode(mode):  # as torch, when it is called for the first time
+        if mode == "warn":
+            warnings.warn(
+                "Synchronization debug mode is a prototype feature and does not yet detect all "
+                "synchronizing operations",
+                stacklevel=2,
+            )
+
+    monkeypatch.setattr(profiling, "profile", Trace)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_sync_debug_mode)
+    monkeypatch.setattr(profiling.time, "perf_counter", iter([0.0, 1e-3]).__next__)  # seconds
+    mesh = SimpleNamespace(device_type="cuda", mesh_dim_names=())
+    profiler = profiling.Profiler((3, 4), tmp_path, mesh, lambda line: None)
+    with profiler.step(4, data_wait=0.0):
+        pass
+    with profiler.step(5, data_wait=0.0):
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)  # the one
+    return json.loads((tmp_path / "rank_0.json").read_text())
+
+
+def test_annotated_ranges_of_a_gpu_are_neither_busy_nor_compute(gpu_figures):
+    """Work from 0 to 600 and from 700 to 800; only NCCL from 400 to 600."""
+    assert gpu_figures["busy"] == pytest.approx(0.7)
+    assert gpu_figures["exposed_communication"] == pytest.approx(0.2)
+
+
+def test_the_operations_of_a_gpu_are_its_kernels_and_copies_each_once(gpu_figures):
+    shares = {row["name"]: row["share"] for row in gpu_figures["operations"]}
+    assert shares == pytest.approx(
+        {
+            "sm90_gemm": 0.4,
+            "ncclDevKernel_AllGather_RING_LL": 0.3,
+            "Memcpy HtoD (Pinned -> Device)": 0.1,
+        }
+    )
+
+
+def test_a_notice_of_torch_is_no_host_sync(gpu_figures):
+    source = Path(__file__).read_text().splitlines()
+    (line,) = [i for i, text in enumerate(source, 1) if text.endswith("# the one")]
+    assert gpu_figures["host_syncs"] == {f"test_profiling.py:{line}": 1}
 
 
 @pytest.mark.gpu
