@@ -17,16 +17,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Dense bfloat16 FLOP/s, from NVIDIA's data sheets, without sparsity. A device that is not listed
-# has no MFU.
+# Dense bfloat16 FLOP/s, accumulated in float32, by the name that torch.cuda.get_device_name gives.
+# The comments quote NVIDIA, in TFLOP/s; what it prints "with sparsity" is twice the dense figure.
 PEAK_FLOPS = {
+    # A100 data sheet 1758950: 312 dense, PCIe and SXM
+    "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
+    # nvidia.com/en-us/data-center/h100, with sparsity: SXM 1,979, PCIe 1,513, NVL 1,671
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    # nvidia.com/en-us/data-center/h200, with sparsity: SXM 1,979, NVL 1,671
     "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    # nvidia.com/en-us/data-center/grace-hopper-superchip: as the H100 SXM
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA GH200 144G HBM3e": 989e12,
+    # Blackwell data sheet 3384703, with sparsity, of one GPU: HGX B200 4,500, GB200 5,000
     "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    # nvidia.com/en-us/data-center/l4: 242 with sparsity; L40S data sheet: 362.05 dense
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+    # White papers, dense: Ada, appendix A: 165.2; RTX Blackwell, table 3: 209.5. Accumulated in
+    # float16 it would be twice that.
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 5090": 209.5e12,
 }
 
 
