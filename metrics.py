@@ -83,6 +83,22 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     }
 
 
+def rank_times(own_times: list[float], device: torch.device) -> dict[str, float | int | None]:
+    """Step times of the fastest and the slowest rank, from those of all ranks' own work.
+
+    None on GPUs, where it is not known: the host only queues work, and in the queue of every device
+    the kernels of a collective wait for the slowest rank.
+    """
+    if device.type == "cuda":
+        return {"step_time_min": None, "step_time_max": None, "slowest_rank": None}
+    slowest = max(own_times)
+    return {
+        "step_time_min": min(own_times),
+        "step_time_max": slowest,
+        "slowest_rank": own_times.index(slowest),
+    }
+
+
 class DeviceEvent:
     """A point in the device's queue of work: here, after all that the host has queued so far."""
 
@@ -179,7 +195,7 @@ class Mark:
 
     step: int
     event: DeviceEvent
-    own_time: float  # seconds of this rank's own work, as far as the host can tell
+    own_time: float  # seconds in which the thread ran or waited for data, and not for other ranks
     data_wait: float  # seconds, part of own_time
 
 
@@ -243,10 +259,8 @@ class Log:
     # Time
 
     def mark_now(self, step: int) -> Mark:
-        # On a CPU the time of the thread leaves out waiting for other ranks, and for data, which is
-        # added. What a GPU waits for, its host cannot tell: there, own time is all time.
-        is_cpu = self.device.type == "cpu"
-        own_time = time.thread_time() + self.data_wait if is_cpu else time.perf_counter()
+        # The time of the thread leaves out waiting for other ranks, and for data, which is added.
+        own_time = time.thread_time() + self.data_wait
         return Mark(step, DeviceEvent(self.device), own_time, self.data_wait)
 
     def start_interval(self) -> None:
@@ -331,9 +345,7 @@ class Log:
             "clipped": int(max(ranks["clipped"])),
             "skipped_steps": int(max(ranks["skipped_steps"])),
             "step_time": self.step_time,
-            "step_time_min": min(own_times),
-            "step_time_max": max(own_times),
-            "slowest_rank": own_times.index(max(own_times)),
+            **rank_times(own_times, self.device),
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / world_size,
             "mfu": flops / self.peak_flops if self.peak_flops else None,

@@ -183,3 +183,11 @@ def test_mfu_is_known_for_bfloat16_on_a_listed_device_only(monkeypatch):
     assert metrics.peak_flops(torch.device("cpu"), torch.float32) is None
     monkeypatch.setattr(metrics, "device_name", lambda device: "NVIDIA H300")
     assert metrics.peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_which_rank_is_slow_is_known_on_cpus_only():
+    """Collectives equalize the times of GPUs."""
+    on_cpus = metrics.rank_times([2.0, 5.0, 3.0], torch.device("cpu"))
+    assert on_cpus == {"step_time_min": 2.0, "step_time_max": 5.0, "slowest_rank": 1}
+    on_gpus = metrics.rank_times([2.0, 5.0, 3.0], torch.device("cuda", 0))
+    assert on_gpus == dict.fromkeys(on_cpus)
