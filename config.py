@@ -198,6 +198,12 @@ class Config:
     num_workers: int | None = flag(
         None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0
     )
+    peak_tflops: float | None = flag(
+        None,
+        "dense TFLOP/s of one device in the compute dtype, which MFU divides by (default: the "
+        "data sheet's in bfloat16, where the GPU is known)",
+        1e-9,
+    )
 
 
 # The groups of --help: a group begins at the flag and ends before the next group's.

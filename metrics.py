@@ -65,8 +65,12 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that MFU divides by, or None where they are unknown."""
+def peak_flops(
+    device: torch.device, dtype: torch.dtype, peak_tflops: float | None = None
+) -> float | None:
+    """FLOP/s that MFU divides by: `peak_tflops`, else those of PEAK_FLOPS, else None."""
+    if peak_tflops is not None:
+        return peak_tflops * 1e12
     return PEAK_FLOPS.get(device_name(device)) if dtype == torch.bfloat16 else None
 
 

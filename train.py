@@ -229,7 +229,7 @@ class Run:
             max_steps=c.max_steps,
             tokens_per_step=plan.tokens_per_step,
             flops_per_token=self.model.flops_per_token(seq_len),
-            peak_flops=metrics.peak_flops(world.device, plan.dtype),
+            peak_flops=metrics.peak_flops(world.device, plan.dtype, c.peak_tflops),
             max_skipped=c.max_skipped,
         )
         self.profiler = profiling.Profiler(
@@ -600,6 +600,8 @@ def print_summary(run: Run) -> None:
         say(f"        --strategy auto: {plan.strategy_reason}")
     dtype = str(plan.dtype).removeprefix("torch.")
     say(f"dtype   {dtype}{auto}; weights, reductions and optimizer in float32")
+    if run.world.device.type == "cuda" and run.log.peak_flops is None:
+        say(f"        no MFU: the peak of this GPU in {dtype} is not known; give --peak_tflops")
     say(
         f"batch   {c.global_batch_size} sequences = micro-batch {plan.micro_batch_size} x "
         f"accumulation {plan.grad_accum_steps} x {plan.dp_size} ranks; x {m.seq_len} tokens = "

@@ -1,5 +1,6 @@
 """Rows of the log: what they say, and how they get to disk."""
 
+import dataclasses
 import json
 import math
 import os
@@ -8,10 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import rows
+from conftest import flags, listen, rows
 
 import dist
 import metrics
+import train
+from model import ModelConfig, build_model
 
 
 def make_log(out, **changes) -> metrics.Log:
@@ -183,6 +186,42 @@ def test_mfu_is_known_for_bfloat16_on_a_listed_device_only(monkeypatch):
     assert metrics.peak_flops(torch.device("cpu"), torch.float32) is None
     monkeypatch.setattr(metrics, "device_name", lambda device: "NVIDIA H300")
     assert metrics.peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
+    """train.py, on a CPU that has the name of a GPU, and at its start the type of one."""
+    print_summary = train.print_summary
+
+    def on_cuda(run):
+        world = run.world
+        run.world = dataclasses.replace(world, device=torch.device("cuda", 0))
+        print_summary(run)
+        run.world = world
+
+    with (
+        mock.patch.object(metrics, "device_name", lambda device: "NVIDIA H200"),
+        mock.patch.object(train, "print_summary", on_cuda),
+    ):
+        return listen(argv)
+
+
+def test_a_start_without_mfu_says_how_to_get_it_and_peak_tflops_overrides_the_table(
+    pool, tokens, tmp_path
+):
+    line = "no MFU: the peak of this GPU in float32 is not known; give --peak_tflops\n"
+    text = f"--data {tokens} --out {tmp_path}/run --max_steps 1"
+    ((status, out, _),) = pool(1, as_on_an_h200, flags(f"{text} --dtype float32"))
+    assert (status, line in out, rows(tmp_path / "run")[0]["mfu"]) == (0, True, None)
+
+    text = f"--data {tokens} --out {tmp_path}/other --max_steps 1 --peak_tflops 0.5"
+    ((status, out, _),) = pool(1, as_on_an_h200, flags(f"{text} --dtype bfloat16"))
+    assert (status, "no MFU" in out) == (0, False)
+    start = json.loads((tmp_path / "other/starts.jsonl").read_text())
+    config = ModelConfig(**start["model"])
+    flops_per_token = build_model(config).flops_per_token(config.seq_len)
+    (row,) = rows(tmp_path / "other")
+    flops = row["tokens_per_second_per_device"] * flops_per_token
+    assert row["mfu"] == pytest.approx(flops / 0.5e12)
 
 
 def test_which_rank_is_slow_is_known_on_cpus_only():

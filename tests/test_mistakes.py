@@ -88,6 +88,8 @@ TRAIN = [
     ),
     Mistake("--max_step 5", "unrecognized arguments: --max_step 5; did you mean --max_steps?"),
     Mistake("--lr inf", "--lr inf must be at least 0 and finite"),
+    Mistake("--peak_tflops 0", "--peak_tflops 0.0 must be at least 1e-09 and finite"),
+    Mistake("--peak_tflops -989", "--peak_tflops -989.0 must be at least 1e-09 and finite"),
     Mistake("--warmup_steps 5", "--warmup_steps 5 is more than --max_steps 4"),
     Mistake("--min_lr 0.1", "--min_lr 0.1 is above the peak learning rate 0.003"),
     Mistake("--async_save --checkpoint none", "--async_save with --checkpoint none has nothing to"),
