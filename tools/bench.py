@@ -144,6 +144,13 @@ def show_round(turn: int, rounds: int, name: str) -> None:
 
 def run(case: Case, args: Namespace) -> Measurement:
     """Run a case once and read its log. Raises RunFailed."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        run_in(folder, case, args)
+        return read_measurement(Path(folder, "0"), args.steps)
+
+
+def run_in(folder: str, case: Case, args: Namespace) -> str:
+    """Run a case once, with --out `folder`/0; return what it printed. Raises RunFailed."""
     last = WARM_UP + args.steps
     command = [
         *TORCHRUN,
@@ -159,9 +166,7 @@ def run(case: Case, args: Namespace) -> Measurement:
         *case.flags.split(),
         *args.flags.split(),
     ]
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        run_at_once(command, case.jobs, folder)
-        return read_measurement(Path(folder, "0"), args.steps)
+    return run_at_once(command, case.jobs, folder)[0]
 
 
 def run_at_once(command: list[str], jobs: int, folder: str) -> list[str]:
