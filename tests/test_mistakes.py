@@ -23,7 +23,7 @@ from conftest import ROOT, call_train, flags, listen
 import checkpoint
 import prepare
 import sample
-from tools import bench, cluster, compare
+from tools import bench, check, cluster, compare
 
 SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
 
@@ -260,6 +260,14 @@ CLUSTER = [
     Mistake("--strategies", "argument --strategies: expected at least one argument"),
 ]
 
+CHECK = [
+    Mistake("--device cuda", "PyTorch finds no CUDA device here; use --device cpu"),
+    Mistake("--ranks 0", "argument --ranks: invalid positive value: '0'"),
+    Mistake("devices pairity", "no check is named pairity: choose from devices, parity, cpu, "),
+    Mistake("--json {root}/nowhere/check.json", "check.json: there is no folder "),
+    Mistake("--rank=2", "unrecognized arguments: --rank=2; did you mean --ranks?"),
+]
+
 COMMANDS = {
     "train.py": (TRAIN, None),
     "prepare.py": (PREPARE, prepare.main),
@@ -268,6 +276,7 @@ COMMANDS = {
     "tools.compare": (COMPARE, compare.main),
     "tools.bench": (BENCH, bench.main),
     "tools.cluster": (CLUSTER, cluster.main),
+    "tools.check": (CHECK, check.main),
 }
 CASES = [(name, mistake) for name, (mistakes, _) in COMMANDS.items() for mistake in mistakes]
 
@@ -503,6 +512,7 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(name, mistake, folders, 
 # Every text is tried
 
 RANKS_DIFFER = "test_watchdog.py::test_a_rank_that_is_not_like_the_others_ends_the_run"
+CHECKED_ON_CPUS = "test_check.py::test_two_ranks_on_cpus_give_the_numbers_of_one_without_a_sync"
 # Part of a text, and the test that tries it: it takes more than a command line and a folder.
 TRIED_ELSEWHERE = {
     # Ranks that differ
@@ -544,6 +554,9 @@ TRIED_ELSEWHERE = {
     "it points to": "test_checkpoint.py::"
     "test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused",
     "it has no tensor": "test_checkpoint.py::test_a_full_checkpoint_of_another_model_is_refused",
+    # Machines that lack something
+    "it takes a multiple of": CHECKED_ON_CPUS,
+    "it takes a GPU": CHECKED_ON_CPUS,
     # Programs that a benchmark starts
     "bench.py": "test_tools.py::test_bench_shows_the_error_of_a_trainer_that_failed",
 }

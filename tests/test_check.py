@@ -1,0 +1,115 @@
+"""tools/check.py: one line for each check, the whole as JSON, and failures that stop nothing."""
+
+import dataclasses
+import json
+import tempfile
+
+import pytest
+
+from tools import check
+
+
+@pytest.fixture
+def checked(monkeypatch, tmp_path, capsys):
+    """checked("--ranks 2 ..."): exit status, lines, and the results by name."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(work))
+    file = tmp_path / "check.json"
+
+    def call(arguments: str) -> tuple[int, list[str], dict]:
+        argv = ["--device", "cpu", "--json", str(file), *arguments.split()]
+        status = check.main(argv)
+        answer = capsys.readouterr()
+        assert not answer.err
+        return status, answer.out.splitlines(), json.loads(file.read_text())
+
+    return call
+
+
+def by_name(found: dict) -> dict[str, dict]:
+    return {result["name"]: result for result in found["checks"]}
+
+
+def test_two_ranks_on_cpus_give_the_numbers_of_one_without_a_sync(checked, monkeypatch, tmp_path):
+    layouts = {name: check.LAYOUTS[name] for name in ("fsdp", "hsdp-tp")}
+    monkeypatch.setattr(check, "LAYOUTS", layouts)
+    status, lines, found = checked("--ranks 2 syncs devices parity cpu")
+    assert status == 0
+    assert not list((tmp_path / "work").iterdir())
+    results = by_name(found)
+    statuses = {name: result["status"] for name, result in results.items()}
+    assert statuses == {
+        "devices": "pass",
+        "parity fsdp": "pass",
+        "parity hsdp-tp": "skip",
+        "cpu": "skip",
+        "syncs": "pass",
+    }
+    for line, result in zip(lines, found["checks"], strict=True):
+        assert line.startswith(f"{result['status']}  {result['name']} ")
+    assert results["parity hsdp-tp"]["reason"] == "it takes a multiple of 4 ranks, not 2"
+    fsdp = results["parity fsdp"]
+    assert 0 < fsdp["figures"]["float32 grad_norm"] <= 1e-5
+    assert 0 < fsdp["figures"]["bfloat16 loss"] <= 1e-2
+    assert fsdp["limits"]["bfloat16 loss"] == [0, 1e-2]
+    assert results["syncs"]["figures"] == {"single": 0, "ddp": 0, "fsdp": 0}
+    assert found["ranks"] == 2 and found["hardware"]["host_cores"] > 0
+    assert found["versions"].keys() == {"torch", "python"}
+    assert found["command"].startswith("python -m tools.check --device cpu --json ")
+    assert found.keys() >= {"date", "commit", "code"}
+    assert all(result["seconds"] >= 0 for result in found["checks"])
+
+
+def test_a_check_that_fails_says_why_and_the_others_go_on(checked, monkeypatch, tmp_path):
+    """A job that ends with an error, and a figure beyond its limit."""
+    monkeypatch.setattr(check, "TOLERANCE", {"float32": -1.0})
+    broken = dataclasses.replace(check.LAYOUTS["ddp"], flags="--strategy hsdp --dp_shard 7")
+    monkeypatch.setattr(check, "LAYOUTS", {"ddp": broken, "fsdp": check.LAYOUTS["fsdp"]})
+    status, lines, found = checked("--ranks 1 parity devices")
+    assert status == 1
+    (folder,) = (tmp_path / "work").iterdir()
+    devices, ddp, fsdp = lines
+    assert devices.startswith("pass  devices ")
+    assert ddp.startswith("FAIL  parity ddp ")
+    assert "train.py: error: dp_replicate 0 x dp_shard 7 = 0, but 1 processes were started" in ddp
+    assert ddp.endswith(f", see {folder}")
+    assert fsdp.startswith("FAIL  parity fsdp ")
+    assert "float32 loss 0 is not between 0 and -1" in fsdp
+    results = by_name(found)
+    assert results["parity fsdp"]["figures"]["float32 loss"] == 0  # the job itself went well
+    assert results["parity ddp"]["output"] == str(folder)
+    assert "dp_shard 7" in (folder / "parity ddp.failed.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("train.py: error: a\nE1121 failed (exitcode: 1)\n", "train.py: error: a"),
+        ("[rank0]: OSError: b\ntrain.py: error: rank 0 died\nA.ChildFailedError: \n", "OSError: b"),
+        ("Killed\n", "no line of its output names an error"),
+    ],
+)
+def test_the_reason_of_a_failure_is_an_exception_or_an_error_of_a_command(text, line):
+    assert check.last_error(text).removeprefix("[rank0]: ") == line
+
+
+def test_help_lists_the_checks(capsys):
+    with pytest.raises(SystemExit):
+        check.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in check.CHECKS)
+
+
+@pytest.mark.slow
+def test_all_checks_on_cpus(checked):
+    status, lines, found = checked("--ranks 2")
+    statuses = {name: result["status"] for name, result in by_name(found).items()}
+    skipped = {"parity hsdp-tp", "cpu"}
+    assert {name for name, said in statuses.items() if said == "skip"} == skipped
+    assert not [line for line in lines if line.startswith("FAIL")]
+    assert status == 0
+    figures = {name: result["figures"] for name, result in by_name(found).items()}
+    assert figures["resume"]["loss"] == 0  # to the last bit
+    assert figures["stop"]["steps after resuming"] == 2
+    assert figures["speed"]["single tokens/s/device"] > 0
