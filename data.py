@@ -12,6 +12,7 @@ on the step at which a run was resumed. So a checkpoint needs no state of the da
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,13 +270,27 @@ def loader(
     Raises DataError.
     """
     batches = DataLoader(
-        dataset, batch_size=None, sampler=indices, num_workers=workers, pin_memory=pin
+        dataset,
+        batch_size=None,
+        sampler=indices,
+        num_workers=workers,
+        pin_memory=pin,
+        worker_init_fn=leave_process_group,
     )
     try:
         yield from batches
     except DataError as error:  # a worker's comes with the worker's traceback before it
         last_line = str(error).strip().splitlines()[-1]
         raise DataError(last_line.removeprefix("data.DataError: ")) from None
+
+
+def leave_process_group(worker: int) -> None:
+    """Move a worker to a new process group, which signals to its parent's group do not reach.
+
+    Terminals and torchrun signal whole groups. SIGTERM would kill a worker, and the parent with it,
+    before the parent has saved. A worker ends by itself within 5 s of its parent (torch's check).
+    """
+    os.setpgid(0, 0)
 
 
 def prefetch(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:

@@ -62,13 +62,14 @@ def test_the_command_of_the_readme(tmp_path):
     assert sample.out.startswith("import") and len(sample.out) > 20
 
 
-def test_ctrl_c_saves_and_the_same_command_continues(run, tokens, tmp_path):
-    text = "--max_steps 100 --keep_last 0 --strategy ddp"
+def test_a_signal_to_torchrun_saves_and_the_same_command_continues(run, tokens, tmp_path):
+    """torchrun passes it on to the process groups of its ranks, which workers have left."""
+    text = "--max_steps 100 --keep_last 0 --strategy ddp --num_workers 1"
     whole = run(2, text, "whole")
     stopped = tmp_path / "stopped"
     job = torchrun(2, flags(f"--data {tokens} --out {stopped} {text}"), tmp_path / "job")
     job.wait_until(lambda: (stopped / "metrics.jsonl").exists() and len(rows(stopped)) > 4, 60)
-    os.killpg(job.pid, signal.SIGINT)  # as the terminal does: torchrun and both ranks get it
+    os.kill(job.pid, signal.SIGTERM)  # as a scheduler does
     job.wait(60)
     (saved,) = checkpoint.list_checkpoints(stopped)
     step = checkpoint.read_manifest(saved)["step"]
