@@ -264,11 +264,19 @@ def choose_strategy(world: World, fits: bool, tp: int = 1) -> str:
 def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
     """Create the mesh over all ranks, with the world's timeout for collectives on every axis."""
     ranks = torch.arange(world.size).view(shape)
+    is_cuda = world.device.type == "cuda"
+    # For NCCL, one group that is split once for each axis. init_device_mesh splits the default
+    # group, which would connect gloo as well for each axis, with a timeout of 30 minutes.
+    nccl_group = dist.new_group(backend="nccl", timeout=world.timeout) if is_cuda else None
     groups = []
-    for axis, size in enumerate(shape):
+    for axis, name in enumerate(AXES):
         # One group for each line of ranks along the axis; each rank keeps the one it is in.
-        lines = ranks.movedim(axis, -1).reshape(-1, size).tolist()
-        own_group, _ = dist.new_subgroups_by_enumeration(lines, timeout=world.timeout)
+        lines = ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
+        options = {"timeout": world.timeout, "group_desc": name}
+        if is_cuda:
+            own_group = dist.split_group(nccl_group, lines, **options)
+        else:
+            own_group, _ = dist.new_subgroups_by_enumeration(lines, **options)
         groups.append(own_group)
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=AXES)
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -77,6 +78,56 @@ def test_dp_rank_is_unique_and_complete(pool, shape):
     world_size, tp = math.prod(shape), shape[-1]
     answers = pool(world_size, own_dp_rank, shape)
     assert answers == [rank // tp for rank in range(world_size)]  # one for all of a tp group
+
+
+def axis_groups(shape: tuple[int, int, int]) -> list[tuple]:
+    """(members, timeout, description) of this rank's group on each axis."""
+    world = dist.start("cpu", timedelta(seconds=77))
+    mesh = dist.make_mesh(world, shape)
+    found = []
+    for axis in dist.AXES:
+        group = mesh.get_group(axis)
+        # There is no public way to read a group's timeout.
+        timeout = group._get_backend(world.device).options._timeout
+        members = torch.distributed.get_process_group_ranks(group)
+        found.append((members, timeout.total_seconds(), group.group_desc))
+    return found
+
+
+def test_each_axis_has_its_own_group_with_the_timeout_of_the_world(pool):
+    """Also an axis that is the whole world: what it communicates is counted as that axis's."""
+    assert pool(4, axis_groups, (1, 4, 1))[2] == [
+        ([2], 77, "dp_replicate"),
+        ([0, 1, 2, 3], 77, "dp_shard"),
+        ([2], 77, "tp"),
+    ]
+    assert pool(4, axis_groups, (2, 1, 2))[3] == [
+        ([1, 3], 77, "dp_replicate"),
+        ([3], 77, "dp_shard"),
+        ([2, 3], 77, "tp"),
+    ]
+
+
+def test_nccl_splits_one_communicator_once_for_each_axis():
+    """At 64 x 8 ranks, in place of one group for each of 584 lines of ranks."""
+    timeout = timedelta(seconds=77)
+    cuda = torch.device("cuda", 3)
+    world = dist.World(3, 512, 3, 8, cuda, timeout, torch.distributed.HashStore())
+    with (
+        mock.patch("torch.distributed.new_group", return_value="parent") as new_group,
+        mock.patch("torch.distributed.split_group", side_effect=["a", "b", "c"]) as split_group,
+        mock.patch.object(dist.DeviceMesh, "from_group") as from_group,
+    ):
+        dist.make_mesh(world, (64, 8, 1))
+    new_group.assert_called_once_with(backend="nccl", timeout=timeout)
+    all_lines = []
+    for call, axis in zip(split_group.call_args_list, dist.AXES, strict=True):
+        parent, lines = call.args
+        assert parent == "parent" and call.kwargs == {"timeout": timeout, "group_desc": axis}
+        all_lines.append(lines)
+    assert [len(lines) for lines in all_lines] == [8, 64, 512]
+    assert all_lines[0][3] == list(range(3, 512, 8)) and all_lines[1][0] == list(range(8))
+    assert from_group.call_args.args == (["a", "b", "c"], "cuda")
 
 
 def fail_on_one_rank(failing_rank: int) -> str:
