@@ -14,8 +14,9 @@ import functools
 import itertools
 import os
 import re
+import resource
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -102,6 +103,7 @@ def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) ->
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     own_device = set_device(device, local_rank, local_size)
+    raise_open_file_limit()
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -144,6 +146,17 @@ def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def raise_open_file_limit() -> None:
+    """Allow as many open files, and so sockets, as this system grants a process.
+
+    gloo connects each rank of a group to every other. Three groups of the whole world take
+    3 x (N - 1) sockets: with the usual limit of 1,024, N ends at about 340 ranks.
+    """
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import resource
 from datetime import timedelta
 from unittest import mock
 
@@ -149,6 +150,21 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(dist.MeshError, match="8 processes .* 4 GPUs: use --nproc_per_node 4"):
         dist.set_device("auto", local_rank=0, local_size=8)
+
+
+def open_file_limits() -> list[int]:
+    """The soft limit before and after a start, and the hard one, where it begins low."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    dist.start("cpu")
+    return [*resource.getrlimit(resource.RLIMIT_NOFILE), hard]
+
+
+def test_a_rank_may_open_as_many_files_and_sockets_as_the_system_grants(pool):
+    ((soft, hard, hard_before),) = pool(1, open_file_limits)
+    assert soft == hard == hard_before
+    with mock.patch("resource.setrlimit", side_effect=ValueError("macOS")):
+        dist.raise_open_file_limit()
 
 
 def test_an_error_on_one_rank_is_raised_on_all(pool):
