@@ -96,7 +96,7 @@ def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) ->
 
     There is always a group, so that no code needs a second case for one process. gloo carries CPU
     tensors and objects, nccl carries CUDA tensors. `timeout` is that of collectives. Raises
-    MeshError if the device does not exist.
+    MeshError if the device does not exist, or is shared with another process.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -116,17 +116,9 @@ def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) ->
         store = dist.HashStore()
     # Cloned now: later, rank 0 might have left already, and the store with it.
     second_connection = store.clone() if size > 1 else store
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
-    is_cuda = own_device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=own_device if is_cuda else None,
-    )
-    return World(rank, size, local_rank, local_size, own_device, timeout, second_connection)
+    world = World(rank, size, local_rank, local_size, own_device, timeout, second_connection)
+    join_group(world, store)
+    return world
 
 
 def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
@@ -138,12 +130,16 @@ def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
             "--device cuda: PyTorch finds no CUDA device here; use --device cpu or auto"
         )
     gpus = torch.cuda.device_count()
-    if local_size > gpus:
+    index = local_rank
+    if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        # srun --gpus-per-task=1 shows each process its GPU only. torchrun shows all GPUs to all.
+        index = 0
+    elif local_size > gpus:
         raise MeshError(
             f"{local_size} processes were started on this host, which has {gpus} GPUs: "
             f"use --nproc_per_node {gpus}"
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
@@ -157,6 +153,28 @@ def raise_open_file_limit() -> None:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+
+def join_group(world: World, store: dist.Store) -> None:
+    """Form torch's default group of all ranks, which meet in `store`."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
+    is_cuda = world.device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=world.timeout,
+            device_id=world.device if is_cuda else None,
+        )
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise MeshError(
+            f"{world.local_size} processes were started on this host, and some share a GPU: "
+            "start one for each (srun: --gpus-per-task=1 or --gpus-per-node)"
+        ) from None
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:

@@ -145,11 +145,48 @@ def fail_on_one_rank(failing_rank: int) -> str:
         return str(error)
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+@pytest.fixture
+def see_gpus(monkeypatch):
+    """see_gpus(n): this process sees n GPUs."""
+
+    def see(count: int) -> None:
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    return see
+
+
+def test_more_processes_than_gpus_are_refused(see_gpus, monkeypatch):
+    see_gpus(4)
     with pytest.raises(dist.MeshError, match="8 processes .* 4 GPUs: use --nproc_per_node 4"):
         dist.set_device("auto", local_rank=0, local_size=8)
+    see_gpus(1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")  # torchrun shows the same GPUs to all ranks
+    with pytest.raises(dist.MeshError, match="8 processes .* 1 GPUs: use --nproc_per_node 1"):
+        dist.set_device("auto", local_rank=0, local_size=8)
+
+
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(see_gpus):
+    see_gpus(8)
+    assert dist.set_device("auto", local_rank=3, local_size=8) == torch.device("cuda", 3)
+    see_gpus(1)  # srun --gpus-per-task=1
+    assert dist.set_device("auto", local_rank=3, local_size=8) == torch.device("cuda", 0)
+
+
+def test_processes_that_share_a_gpu_are_refused():
+    """As NCCL finds when it connects them."""
+    store, timeout = torch.distributed.HashStore(), torch.distributed.default_pg_timeout
+    world = dist.World(0, 8, 0, 8, torch.device("cpu"), timeout, store)
+    for text, kind in (
+        ("Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on 50", dist.MeshError),
+        ("Last error:\nno link", torch.distributed.DistBackendError),
+    ):
+        fail = mock.Mock(side_effect=torch.distributed.DistBackendError(text))
+        refused = pytest.raises(kind, match="8 processes .* share a GPU|no link")
+        with mock.patch("torch.distributed.init_process_group", fail), refused:
+            dist.join_group(world, store)
 
 
 def open_file_limits() -> list[int]:

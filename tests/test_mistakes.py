@@ -543,6 +543,7 @@ TRIED_ELSEWHERE = {
     "install iproute2": "test_cluster.py::test_without_iproute2_it_says_what_to_install",
     "not in tiktoken's cache": "test_tokenizer.py::test_gpt2_without_network_says_what_to_do",
     "which has  ...  GPUs": "test_dist.py::test_more_processes_than_gpus_are_refused",
+    "some share a GPU": "test_dist.py::test_processes_that_share_a_gpu_are_refused",
     "network namespaces need root": "test_cluster.py::test_without_root_it_says_so",
     # Damaged and hostile checkpoints
     "step and tokens must be": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",
