@@ -215,6 +215,11 @@ def test_who_is_to_blame(after, collective_failed, line):
     assert dog.diagnose(*looks) == line
 
 
+def test_nccl_leaves_it_to_the_watchdog_to_end_a_rank():
+    """Importing train.py sets 0: NCCL logs an error and ends nothing."""
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
 # --------------------------------------------------------------------------------------------------
 # Do all ranks agree?
 
