@@ -397,6 +397,8 @@ def log_saves(run: Run) -> None:
     """Log the saves that have finished."""
     for row in run.saver.done():
         run.log.checkpoint(row)
+        if row["event"] == "checkpoint":
+            run.watchdog.saved_step = row["step"]
 
 
 def finish_saves(run: Run) -> None:
@@ -665,6 +667,7 @@ def run_training(config: Config) -> int:
                 )
         else:
             prepare_memory(plan, world)
+            dog.saved_step = plan.resume.step or None
             run = Run(plan, world, dog)
             print_summary(run)
             status = train(run)

@@ -1,6 +1,7 @@
 """Ranks that hang, are lost, or disagree: a job ends with one line that names them."""
 
 import contextlib
+import faulthandler
 import json
 import os
 import socket
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
 CONFIRM_BEATS = 3  # heartbeats that it takes to see which ranks are silent
+LAST_WORDS_SECONDS = 10  # for a rank that has to end to say why, and to write its dump
 
 
 def format_ranks(ranks: list[int]) -> str:
@@ -93,6 +95,7 @@ class Watchdog:
         self.timeout = timeout  # seconds
         self.interval = min(1.0, timeout / 20)  # seconds
         self.dump_folder: Path | None = None
+        self.saved_step: int | None = None  # of the checkpoint from which the run can go on
         self.reports = 0  # of progress
         self.place = "before the first step"
         self.slow = True
@@ -253,18 +256,34 @@ class Watchdog:
         self.others_are_alive.set()
 
     def abort(self, line: str | None = None) -> None:
-        """End this process, whatever its main thread hangs in."""
-        if line:
-            line = f"{Path(sys.argv[0]).name}: error: {line}"
-            print(line, file=sys.stderr, flush=True)
-            tell_torchrun(line)
-        if self.dump_folder:
-            # Private, since the public way, NCCL's own timeout, would come too late and not at all
-            # for gloo.
-            dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
-            self.dump_folder.mkdir(exist_ok=True)
-            (self.dump_folder / f"rank_{self.rank}").write_bytes(dump())
-        os._exit(1)
+        """End this process with status 1, whatever its main thread hangs in.
+
+        The dump asks CUDA for the state of collectives and may hang in it, with Python's lock held,
+        as the disk may. So a thread in C, without that lock, ends the process if nothing else does.
+        """
+        try:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # not stderr, where the line stands last
+            faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=nowhere)
+            if line:
+                self.say_why(line)
+            if self.dump_folder:
+                self.dump_flight_recorder()
+        finally:
+            os._exit(1)
+
+    def say_why(self, line: str) -> None:
+        line = f"{Path(sys.argv[0]).name}: error: {line}"
+        if self.saved_step is not None:
+            line += f"; the same command continues from step {self.saved_step}"
+        print(line, file=sys.stderr, flush=True)
+        tell_torchrun(line)
+
+    def dump_flight_recorder(self) -> None:
+        # Private, since the public way, NCCL's own timeout, would come too late and not at all for
+        # gloo.
+        dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+        self.dump_folder.mkdir(exist_ok=True)
+        (self.dump_folder / f"rank_{self.rank}").write_bytes(dump())
 
 
 def tell_torchrun(line: str) -> None:

@@ -151,6 +151,11 @@ def build_run(argv: list[str]) -> train.Run:
 # Jobs: train.py under torchrun, or without
 
 
+def children(pid: int) -> list[int]:
+    """The process ids of the children of a process."""
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 class Job:
     """A command in a session of its own, with its output in files, as from a terminal."""
 
@@ -183,8 +188,7 @@ class Job:
 
     def ranks(self) -> list[int]:
         """The process ids of the ranks that torchrun has started."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
-        return list(map(int, children.split()))
+        return children(self.pid)
 
     def wait_until(self, condition, seconds: float) -> None:
         """Wait for a condition of the running job."""

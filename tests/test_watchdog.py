@@ -1,6 +1,8 @@
 """A rank that stops, dies, hangs, is slow or is not like the others is named, and the job ends."""
 
 import contextlib
+import ctypes
+import multiprocessing
 import os
 import pickle
 import re
@@ -12,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TRAIN, Job, call_train, flags, listen, rows, torchrun
+from conftest import ROOT, TRAIN, Job, call_train, children, flags, listen, rows, torchrun
 
 import data
 import dist
@@ -101,6 +103,12 @@ def last_collective(out: Path, rank: int) -> dict:
     return pickle.loads((out / "flight" / f"rank_{rank}").read_bytes())["entries"][-1]
 
 
+def said_by_ranks(job: Job) -> list[str]:
+    """The lines of stderr without torchrun's log and report."""
+    before_report = job.err.split("Traceback (most recent call last)")[0]
+    return [line for line in before_report.splitlines() if not re.match(r"[WE]\d{4} ", line)]
+
+
 def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path):
     """Four jobs at once, each with a timeout of 6 seconds."""
     argv = flags(f"--data {tokens} --strategy fsdp --max_steps 1000000 --timeout 6")
@@ -110,10 +118,11 @@ def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_p
         "hung": script(tmp_path, "hangs", HANGS),
         "starting": script(tmp_path, "stops_at_start", STOPS_AT_START),
     }
+    more = {"killed": ["--num_workers", 1], "hung": ["--save_interval", 20]}
     jobs = {}
     for name, path in scripts.items():
-        out = tmp_path / name
-        jobs[name] = torchrun(2, ["--out", out, *argv], tmp_path / f"{name} job", script=path)
+        arguments = ["--out", tmp_path / name, *argv, *more.get(name, [])]
+        jobs[name] = torchrun(2, arguments, tmp_path / f"{name} job", script=path)
     starting = jobs["starting"]
     starting.wait_until(lambda: len(starting.ranks()) == 2, 30)
     victims = [starting.ranks()[1]]
@@ -121,6 +130,7 @@ def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_p
     for name, number in signals.items():
         jobs[name].wait_until(lambda name=name: trains(tmp_path / name), 60)
         victims.append(jobs[name].ranks()[1])
+        workers = children(victims[-1])
         os.kill(victims[-1], number)
     for name, job in jobs.items():
         wait_for_line(job, 6 + 2 if name in signals else 60)
@@ -130,6 +140,7 @@ def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_p
     for job in jobs.values():
         assert_over(job, 6 + 5)
         assert last_line(job) in job.err.split(" FAILED\n")[1]  # in torchrun's report, too
+        assert len(said_by_ranks(job)) == 1
     fates = {
         "stopped": "stopped or died",
         "killed": r"was killed \(signal 9\): most likely out of memory, since the kernel "
@@ -147,11 +158,51 @@ def test_a_rank_that_stops_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_p
     )
     assert last_line(jobs["hung"]) == (
         "rank 1 did not arrive within 6 s: still after step 39, reading data; "
-        "rank 0 is after step 39, computing"
+        "rank 0 is after step 39, computing; the same command continues from step 20"
     )
     # Rank 0 waits for weights; rank 1 is behind.
     assert last_collective(tmp_path / "hung", 0)["profiling_name"] == "gloo:all_gather"
     assert (tmp_path / "hung/flight/rank_1").exists()
+    # The worker of the rank that was killed, which nobody else ends, looks for it every 5 seconds.
+    assert len(workers) == 1
+    deadline = time.monotonic() + 10
+    while watchdog.is_running(workers[0]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def dump_that_hangs() -> bytes:
+    ctypes.PyDLL(None).sleep(1000)  # with Python's lock held
+
+
+def dump_that_fails() -> bytes:
+    raise OSError("no space left")
+
+
+def say_last_words(dump, folder: Path) -> None:
+    dog = watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60)
+    dog.dump_folder = folder / "flight"
+    dog.saved_step = 40
+    with (
+        open(folder / "stderr", "w") as file,
+        contextlib.redirect_stderr(file),
+        mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5),
+        mock.patch.object(watchdog.c10d, "_dump_nccl_trace", dump, create=True),
+    ):
+        dog.abort("rank 1 stopped or died")
+
+
+@pytest.mark.parametrize("dump", [dump_that_hangs, dump_that_fails])
+def test_a_rank_ends_after_its_last_words_also_where_the_dump_does_not(tmp_path, dump):
+    context = multiprocessing.get_context("fork")  # no second start of torch
+    process = context.Process(target=say_last_words, args=(dump, tmp_path))
+    process.start()
+    process.join(20)
+    status = process.exitcode
+    process.kill()
+    assert status == 1
+    line = "error: rank 1 stopped or died; the same command continues from step 40\n"
+    assert (tmp_path / "stderr").read_text().endswith(f": {line}")
 
 
 @pytest.mark.slow
