@@ -33,9 +33,9 @@ from profiling import HostSyncCounter
 
 
 def test_the_command_of_the_readme(tmp_path):
-    """Shortened to 30 steps; it prepares the built-in data where it is started."""
-    argv = ["--strategy", "fsdp", "--device", "cpu", "--max_steps", "30", "--eval_sequences", "64"]
-    job = torchrun(2, argv, tmp_path / "job", cwd=tmp_path)
+    """Shortened to 20 steps; it prepares the built-in data where it is started."""
+    text = "--strategy fsdp --device cpu --max_steps 20 --eval_sequences 64 --sample_tokens 32"
+    job = torchrun(2, text.split(), tmp_path / "job", cwd=tmp_path)
     assert job.wait(150) == 0, job.err
     assert (tmp_path / "tokens/python/meta.json").exists()
     assert "fsdp: dp_replicate 1 x dp_shard 2 x tp 1 = 2 x cpu" in job.out
@@ -43,18 +43,18 @@ def test_the_command_of_the_readme(tmp_path):
         "32 sequences = micro-batch 16 x accumulation 1 x 2 ranks; "
         "x 128 tokens = 4,096 tokens a step"
     ) in job.out
-    assert re.search(r"^step 30/30 +100%  loss \d\.\d{4}", job.out, re.M)
-    assert len(job.out.split("- sample -")[1]) > 256
+    assert re.search(r"^step 20/20 +100%  loss \d\.\d{4}", job.out, re.M)
+    assert len(job.out.split("- sample -")[1]) > 64
     log = rows(tmp_path / "runs/tiny")
-    assert [row["step"] for row in log] == [1, 10, 20, 30]
-    assert log[-1]["tokens"] == 30 * 32 * 128 and log[-1]["loss"] < 4
+    assert [row["step"] for row in log] == [1, 10, 20]
+    assert log[-1]["tokens"] == 20 * 32 * 128 and log[-1]["loss"] < 4.5
     fields = """step tokens loss grad_norm lr clipped skipped_steps step_time step_time_min
         step_time_max slowest_rank tokens_per_second tokens_per_second_per_device mfu data_wait
         data_wait_min goodput time peak_device_memory peak_host_memory"""
     assert log[-1].keys() == set(fields.split())
     assert log[-1]["mfu"] is None
     assert log[-1]["tokens_per_second"] == pytest.approx(4096 / log[-1]["step_time"])
-    assert rows(tmp_path / "runs/tiny", "val_loss")[-1]["val_loss"] < 4
+    assert rows(tmp_path / "runs/tiny", "val_loss")[-1]["val_loss"] < 4.5
 
     argv = ["--run", tmp_path / "runs/tiny", "--prompt", "import", "--max_new_tokens", 20]
     sample = Job([ROOT / "sample.py", *argv, "--seed", 3], tmp_path / "sample")
