@@ -403,7 +403,10 @@ class Saver:
         if self.format == "sharded":
             # A tensor that several ranks hold is written by one of them, which DCP chooses.
             # sync_files=False: sync_and_checksum does it.
-            writer = dcp.FileSystemWriter(str(work), sync_files=False)
+            # per_thread_copy_ahead=0: no CUDA streams. Where CUDA is available, even tensors on the
+            # CPU would use the current stream of the calling thread, which in the saving thread is
+            # that of GPU 0: a context on GPU 0 for every rank.
+            writer = dcp.FileSystemWriter(str(work), sync_files=False, per_thread_copy_ahead=0)
             dcp.save(pending.state, storage_writer=writer, process_group=self.group)
         else:
             self.on_rank0(lambda: torch.save(pending.state, work / "full.pt"))

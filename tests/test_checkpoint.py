@@ -5,6 +5,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 import torch
 from conftest import assert_same, call_train, flags, listen, rows, tensors
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
 from model import ModelConfig, build_model
@@ -154,6 +157,37 @@ def test_rows_and_manifest_of_a_checkpoint(run, format):
     assert {"files", "config", "model", "data", "torch"} < manifest.keys()
     assert manifest["files"].keys() == {file.name for file in files}
     assert checkpoint.verify(path) is None
+
+
+CUDA_CALLS = ["current_device", "current_stream", "init", "set_device", "stream", "synchronize"]
+
+
+def save_beside_a_gpu(folder: Path) -> list[str]:
+    """Save tensors on the CPU where CUDA seems to be available; return the calls of it."""
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    state = {"whole": torch.ones(3), "shards": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}
+    calls = []
+
+    def fail(*args, **kwargs):
+        calls.append(threading.current_thread().name)
+        raise RuntimeError("no context on GPU 0")
+
+    cuda = dict.fromkeys(CUDA_CALLS, fail) | {"is_available": lambda: True}
+    with mock.patch.multiple(torch.cuda, **cuda):
+        for format in ("sharded", "full"):
+            for async_save in (False, True):
+                run = folder / f"{format} {async_save}"
+                saver = checkpoint.Saver(run, format, async_save, 1, 0, timedelta(seconds=20))
+                for step in (1, 2):
+                    saver.save(state, {"step": step})
+                saver.wait()
+                calls += [saver.failure] if saver.failure else []
+    return calls
+
+
+def test_saving_from_the_cpu_leaves_gpu_0_alone(pool, tmp_path):
+    assert pool(2, save_beside_a_gpu, tmp_path) == [[], []]
 
 
 # ---- damage
