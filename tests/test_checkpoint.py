@@ -368,6 +368,18 @@ def test_full_is_refused_where_it_does_not_fit_in_host_memory(pool, tokens, tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_a_full_checkpoint_needs_what_rank_0_keeps_and_what_the_ranks_gather():
+    memory = checkpoint.HostMemory(resident=0, peak=0, available=12_000)
+    with mock.patch.object(checkpoint, "host_memory", lambda: memory):
+        checkpoint.check_full(1000)
+        with pytest.raises(checkpoint.CheckpointError, match="gathers 12 bytes x 1,001 parameters"):
+            checkpoint.check_full(1001)
+        gathered = r"12 bytes x 500 parameters \+ 16 bytes x 200 of the largest tensor x 2 ranks ="
+        with pytest.raises(checkpoint.CheckpointError, match=gathered):
+            checkpoint.check_full(500, largest=200, local_size=2)
+        checkpoint.check_full(500, largest=200, local_size=1)
+
+
 def test_host_memory_is_0_where_the_system_does_not_report_it():
     with mock.patch.object(Path, "read_text", lambda path: "VmRSS:\t    12 kB\nThreads:\t1\n"):
         assert checkpoint.host_memory() == checkpoint.HostMemory(12 * 1024, 0, 0)
