@@ -178,12 +178,13 @@ class HostMemory:
 
 
 def host_memory() -> HostMemory:
-    """Read Linux's /proc. Raises nothing where it does not exist."""
-    text = ""
-    with contextlib.suppress(OSError):
-        text = Path("/proc/self/status").read_text() + Path("/proc/meminfo").read_text()
+    """Read Linux's /proc. Raises nothing where a file or a field of it does not exist."""
+    lines = []
+    for path in ("/proc/self/status", "/proc/meminfo"):
+        with contextlib.suppress(OSError):
+            lines += Path(path).read_text().splitlines()
     fields = {}
-    for line in text.splitlines():
+    for line in lines:
         name, _, value = line.partition(":")
         if value.endswith(" kB"):
             fields[name] = 1024 * int(value.removesuffix("kB"))

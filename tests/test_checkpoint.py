@@ -380,11 +380,27 @@ def test_a_full_checkpoint_needs_what_rank_0_keeps_and_what_the_ranks_gather():
         checkpoint.check_full(500, largest=200, local_size=1)
 
 
-def test_host_memory_is_0_where_the_system_does_not_report_it():
-    with mock.patch.object(Path, "read_text", lambda path: "VmRSS:\t    12 kB\nThreads:\t1\n"):
-        assert checkpoint.host_memory() == checkpoint.HostMemory(12 * 1024, 0, 0)
-    with mock.patch.object(Path, "read_text", side_effect=FileNotFoundError):
-        assert checkpoint.host_memory() == checkpoint.HostMemory(0, 0, 0)
+STATUS = "Threads:\t1\nVmRSS:\t    12 kB\n"  # as of gVisor, which does not report VmHWM
+MEMINFO = "MemTotal:  64 kB\nMemAvailable:  48 kB\n"
+
+
+@pytest.mark.parametrize(
+    "proc, expected",
+    [
+        ({"/proc/self/status": STATUS, "/proc/meminfo": MEMINFO}, (12 * 1024, 0, 48 * 1024)),
+        ({"/proc/meminfo": MEMINFO}, (0, 0, 48 * 1024)),
+        ({"/proc/self/status": STATUS}, (12 * 1024, 0, 0)),
+        ({}, (0, 0, 0)),
+    ],
+)
+def test_host_memory_is_0_where_the_system_does_not_report_it(proc, expected):
+    def read_text(path: Path) -> str:
+        if str(path) not in proc:
+            raise FileNotFoundError(path)
+        return proc[str(path)]
+
+    with mock.patch.object(Path, "read_text", read_text):
+        assert checkpoint.host_memory() == checkpoint.HostMemory(*expected)
 
 
 # ---- hostile files
