@@ -1,12 +1,14 @@
 """Checkpoints: any mesh to any mesh, damaged, hostile, too large for the disk, or of 2026-11-20."""
 
+import contextlib
+import io
 import math
 import os
 import pickle
 import shutil
 import subprocess
-import sys
 import threading
+import warnings
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +24,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import checkpoint
 from model import ModelConfig, build_model
 
-ROOT = Path(__file__).parent.parent
 TWENTY_STEPS = "--max_steps 20 --dtype float32 --save_interval 10 --keep_last 0"
 RANKS = {"single": 1, "ddp": 2, "fsdp": 4, "hsdp --dp_shard 2": 4, "fsdp --tp 2": 4}
 FORMATS = ["sharded", "sharded --async_save", "full"]
@@ -237,23 +238,25 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("problem", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_and_replaced(run, pool, tokens, problem):
-    out = run(2, "--max_steps 6 --save_interval 3 --strategy fsdp")
-    last = last_checkpoint(out)
-    weights = tensors(last)
-    DAMAGE[problem](last)
-    assert problem in checkpoint.verify(last)
-    argv = flags(f"--data {tokens} --out {out} --max_steps 6 --strategy fsdp")
-    ((status, said, _), _) = pool(2, listen, argv)
+def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens):
+    text = "--max_steps 6 --save_interval 1 --keep_last 0 --strategy fsdp"
+    out = run(2, text)
+    first, *damaged = checkpoint.list_checkpoints(out)
+    weights = tensors(damaged[-1])
+    for path, (problem, damage) in zip(damaged, DAMAGE.items(), strict=True):
+        damage(path)
+        assert problem in checkpoint.verify(path)
+    ((status, said, _), _) = pool(2, listen, flags(f"--data {tokens} --out {out} {text}"))
     assert status == 0
-    assert f"passed over {last}: " in said
-    assert problem in said
-    assert f"continuing from {out}/checkpoints/step-00000003" in said
-    assert checkpoint.verify(last) is None
-    torch.testing.assert_close(tensors(last), weights, rtol=0, atol=0, equal_nan=True)
-    damaged = f".{last.name}.damaged.tmp"  # until the next save removes it
-    assert file_names(out / "checkpoints") == [damaged, "step-00000003", last.name]
+    for path, problem in zip(damaged, DAMAGE):
+        (line,) = [line for line in said.splitlines() if f"passed over {path}: " in line]
+        assert problem in line
+    assert f"continuing from {first}" in said
+    for path in damaged:
+        assert checkpoint.verify(path) is None
+    torch.testing.assert_close(tensors(damaged[-1]), weights, rtol=0, atol=0, equal_nan=True)
+    kept = f".{damaged[-1].name}.damaged.tmp"  # until the next save removes it
+    assert file_names(out / "checkpoints") == [kept, first.name, *[path.name for path in damaged]]
 
 
 def test_a_half_written_checkpoint_does_not_count_and_the_next_save_removes_it(run, tokens, pool):
@@ -434,8 +437,10 @@ def load_one_tensor(path: Path) -> None:
 
 @pytest.mark.parametrize("attack", attacks("x"))
 @pytest.mark.parametrize("format", ["sharded", "full"])
-def test_a_hostile_pickle_runs_nothing(run, tmp_path, attack, format):
-    path = last_checkpoint(run(1, f"--max_steps 1 --checkpoint {format}"))
+def test_a_hostile_pickle_runs_nothing(whole, tmp_path, attack, format):
+    path = tmp_path / "checkpoint"
+    saved = {"sharded": whole["single"], "full": whole["fsdp"]}
+    shutil.copytree(last_checkpoint(saved[format]), path)
     target = tmp_path / "executed"
     bomb = attacks(str(target))[attack]
     if format == "sharded":
@@ -461,8 +466,9 @@ def ask_for_a_decoder(metadata) -> None:
         place.transform_descriptors = ["zstd"]
 
 
-def test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused(run):
-    path = last_checkpoint(run(1, "--max_steps 1"))
+def test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused(whole, tmp_path):
+    path = tmp_path / "checkpoint"
+    shutil.copytree(last_checkpoint(whole["single"]), path)
     original = (path / ".metadata").read_bytes()
     for change in (ask_for_plain_pickle, point_outside, ask_for_a_decoder):
         metadata = checkpoint.Reader(path).metadata
@@ -494,8 +500,10 @@ HOSTILE_MANIFESTS = [
 
 
 @pytest.mark.parametrize("text", HOSTILE_MANIFESTS[:4])
-def test_a_hostile_manifest_is_a_clear_error(run, pool, tokens, text):
-    out = run(1, "--max_steps 1")
+def test_a_hostile_manifest_is_a_clear_error(whole, pool, tokens, tmp_path, text):
+    out = tmp_path / "run"
+    shutil.copytree(whole["single"], out)
+    shutil.rmtree(out / "checkpoints" / "step-00000010")
     path = last_checkpoint(out)
     (path / "manifest.json").write_text(text)
     assert checkpoint.verify(path)
@@ -581,11 +589,15 @@ def consolidated(whole, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("consolidated")
     path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000010"
     out = root / "new/one"
-    script = [sys.executable, ROOT / "checkpoint.py", "consolidate", path, out]
-    answer = subprocess.run(script, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.startswith(f"{out}: 83 tensors, ")
-    assert not answer.stderr
+    said, error = io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(said))
+        stack.enter_context(contextlib.redirect_stderr(error))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("error")
+        assert checkpoint.main(["consolidate", str(path), str(out)]) == 0, error.getvalue()
+    assert said.getvalue().startswith(f"{out}: 83 tensors, ")
+    assert not error.getvalue()
     assert file_names(root / "new") == ["one"]
     return out
 
