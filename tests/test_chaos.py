@@ -1,9 +1,12 @@
 """Runs that are killed or stopped at any moment, and started again."""
 
+import contextlib
 import os
 import random
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,8 @@ from conftest import assert_same, call_train, flags, rows, torchrun
 import checkpoint
 
 RUN = "--strategy fsdp --save_interval 5 --dtype float32 --max_steps"
-SHORT = f"{RUN} 60"
+STEPS = 80
+SHORT = f"{RUN} {STEPS}"
 
 
 def never_killed(pool, tokens: Path, folder: Path, text: str) -> Path:
@@ -31,42 +35,82 @@ def logged_steps(out: Path) -> int:
     return len(rows(out)) if (out / "metrics.jsonl").exists() else 0
 
 
-def kill_and_restart(out: Path, argv: list[str], times: int, rng: random.Random) -> None:
-    """Kill a run `times` times between its start and its end, then let it end.
+def kill(out: Path, argv: list[str], rng: random.Random) -> None:
+    """Start a run and kill it between its first new log row and its end.
 
     The victims are one rank, or everything: the agent and its ranks one by one, since torchrun
     gives each a session of its own.
     """
-    folder = out.with_name(f"{out.name} job")
-    for _ in range(times):
+    before = logged_steps(out)
+    job = torchrun(2, argv, out.with_name(f"{out.name} job"))
+    job.wait_until(lambda: logged_steps(out) not in (0, before), 60)
+    time.sleep(rng.uniform(0, 0.3))
+    first, second = job.ranks()
+    for pid in rng.choice([[job.pid, first, second], [first], [second]]):
+        os.kill(pid, signal.SIGKILL)
+    job.wait(45)  # a rank that dies ends the job
+    for path in checkpoint.list_checkpoints(out):
+        assert checkpoint.verify(path) is None
+
+
+def stop_by_signal(out: Path, argv: list[str], number: int, victim: int) -> None:
+    """Start a run and send one rank a signal: all save, and stop."""
+    before = logged_steps(out)
+    job = torchrun(2, argv, out.with_name(f"{out.name} job"))
+    job.wait_until(lambda: logged_steps(out) > before, 60)
+    time.sleep(0.1)
+    os.kill(job.ranks()[victim], number)
+    job.wait(40)
+    assert "exitcode  : 75" in job.err and "the same command continues" in job.out
+
+
+def train_until_signalled(out: Path, argv: list[str], number: int, victim: int) -> int:
+    """The same in a worker of the pool, where the victim signals itself."""
+
+    def signal_myself() -> None:
         before = logged_steps(out)
-        job = torchrun(2, argv, folder)
-        job.wait_until(lambda before=before: logged_steps(out) not in (0, before), 60)
-        time.sleep(rng.uniform(0, 0.3))
-        first, second = job.ranks()
-        for pid in rng.choice([[job.pid, first, second], [first], [second]]):
-            os.kill(pid, signal.SIGKILL)
-        job.wait(45)  # a rank that dies ends the job
-        for path in checkpoint.list_checkpoints(out):
-            assert checkpoint.verify(path) is None
-    job = torchrun(2, argv, folder)
-    assert job.wait(120) == 0, job.err
+        while logged_steps(out) == before:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    if int(os.environ["RANK"]) == victim:
+        threading.Thread(target=signal_myself, daemon=True).start()
+    return call_train(argv)
 
 
-def assert_survives(whole: Path, tokens: Path, out: Path, text: str, times: int, seed: int) -> None:
+def assert_same_run(whole: Path, out: Path) -> None:
+    assert_same(whole, out)
+    assert [row["step"] for row in rows(out)] == [row["step"] for row in rows(whole)]
+
+
+@contextlib.contextmanager
+def drawn_with(seed: int) -> Iterator[random.Random]:
     try:
-        argv = flags(f"--data {tokens} --out {out} {text}")
-        kill_and_restart(out, argv, times, random.Random(seed))
-        assert_same(whole, out)
-        assert [row["step"] for row in rows(out)] == [row["step"] for row in rows(whole)]
+        yield random.Random(seed)
     except BaseException as error:
         error.add_note(f"the kills were drawn with seed {seed}")
         raise
 
 
-def test_killed_at_random_the_run_ends_with_the_same_weights(whole, tokens, tmp_path):
-    seed = random.randrange(1000)
-    assert_survives(whole, tokens, tmp_path / "out", f"{SHORT} --async_save", 2, seed)
+def newest_step(out: Path) -> int:
+    return checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
+
+
+def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, pool, whole, tokens, tmp_path):
+    """Stopped by SIGINT to one rank, by SIGUSR1 to the other, then killed at a random moment."""
+    out = tmp_path / "out"
+    argv = flags(f"--data {tokens} --out {out} {SHORT} --async_save")
+    # Without --save_interval only the signal can be the reason for a checkpoint.
+    unsaved = [*argv, "--save_interval", "0"]
+    stop_by_signal(out, unsaved, signal.SIGINT, victim=1)
+    first = newest_step(out)
+    assert 0 < first < STEPS
+    assert pool(2, train_until_signalled, out, unsaved, signal.SIGUSR1, 0) == [75, 75]
+    assert first < newest_step(out) < STEPS
+    with drawn_with(random.randrange(1000)) as rng:
+        kill(out, argv, rng)
+        run(2, SHORT, "out")
+        assert_same_run(whole, out)
 
 
 @pytest.mark.chaos
@@ -77,38 +121,24 @@ def test_killed_a_hundred_times(pool, tokens, tmp_path, checkpoints, times):
     text = f"{RUN} 1000"  # time for 40 kills at 25 steps each
     whole = never_killed(pool, tokens, tmp_path, text)
     out = tmp_path / "out"
-    assert_survives(whole, tokens, out, f"{text} --checkpoint {checkpoints}", times, seed=0)
-
-
-def test_a_signal_to_one_rank_saves_and_stops_all(run, whole, tokens, tmp_path):
-    out = tmp_path / "out"
-    text = f"--data {tokens} --out {out} {SHORT} --save_interval 0 --log_interval 1000"
-    last = 0
-    for number, victim in ((signal.SIGINT, 1), (signal.SIGUSR1, 0)):
-        before = logged_steps(out)
-        job = torchrun(2, flags(text), tmp_path / "job")
-        job.wait_until(lambda before=before: logged_steps(out) > before, 60)
-        time.sleep(0.1)
-        os.kill(job.ranks()[victim], number)
-        job.wait(40)
-        assert "exitcode  : 75" in job.err and "the same command continues" in job.out
-        step = checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
-        assert last < step < 60
-        last = step
-    run(2, SHORT, "out")
-    assert_same(whole, out)
+    argv = flags(f"--data {tokens} --out {out} {text} --checkpoint {checkpoints}")
+    with drawn_with(seed=0) as rng:
+        for _ in range(times):
+            kill(out, argv, rng)
+        job = torchrun(2, argv, tmp_path / "job")
+        assert job.wait(120) == 0, job.err
+        assert_same_run(whole, out)
 
 
 def test_a_time_limit_saves_before_it_and_the_run_goes_on(run):
-    text = "--strategy ddp --max_steps 100000 --save_interval 0 --log_interval 50 --time_limit 2"
+    text = "--strategy ddp --max_steps 100000 --save_interval 0 --log_interval 50 --time_limit"
     began = time.monotonic()
-    out = run(2, text, status=75)
+    out = run(2, f"{text} 2", status=75)
     assert time.monotonic() - began < 10
-    (saved,) = checkpoint.list_checkpoints(out)
-    step = checkpoint.read_manifest(saved)["step"]
+    step = newest_step(out)
     assert 10 < step < 100000
-    run(2, text, status=75)
-    assert checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"] > step
+    run(2, f"{text} 1", status=75)
+    assert newest_step(out) > step
 
 
 @pytest.mark.slow
