@@ -129,14 +129,21 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 CPU_KERNEL_ABOVE = 512  # tokens up to which a CPU's attention is faster written out
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d_head) + causal mask) v, of the shape of q.
+def causal_mask(T: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """-inf above the diagonal, else 0: (T, T). None where torch's attention kernel needs none."""
+    if device.type != "cpu" or T > CPU_KERNEL_ABOVE:
+        return None
+    return torch.full((T, T), -math.inf, dtype=dtype, device=device).triu(1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(d_head) + mask) v, of the shape of q. `mask` is that of `causal_mask`.
 
     q is (B, H, T, d_head); k and v are too, or have fewer heads, of which H is a multiple.
     """
     B, H, T, d_head = q.shape
     group_size = H // k.size(1)  # query heads that share a key and value head
-    if q.device.type != "cpu" or T > CPU_KERNEL_ABOVE:
+    if mask is None:
         # torch picks the fastest kernel: since 2.11 cuDNN's on Hopper and Blackwell,
         # FlashAttention on other GPUs
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
@@ -145,7 +152,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q = q.reshape(B * H, T, d_head)
     k = k.repeat_interleave(group_size, dim=1).reshape(B * H, T, d_head)
     v = v.repeat_interleave(group_size, dim=1).reshape(B * H, T, d_head)
-    mask = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)  # -inf above the diagonal
     scores = torch.baddbmm(mask, q, k.mT, alpha=d_head**-0.5)  # (B * H, T, T)
     return (scores.softmax(-1) @ v).view(B, H, T, d_head)
 
@@ -159,11 +165,11 @@ class Attention(nn.Module):
         self.v = Linear(config.d_model, config.n_kv_head * self.d_head)
         self.out = Linear(config.n_head * self.d_head, config.d_model)
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
         q = self.split_heads(self.q(x))  # (B, n_head, T, d_head)
         k = self.split_heads(self.k(x))  # (B, n_kv_head, T, d_head)
         v = self.split_heads(self.v(x))  # (B, n_kv_head, T, d_head)
-        y = causal_attention(apply_rope(q, rope), apply_rope(k, rope), v)
+        y = causal_attention(apply_rope(q, rope), apply_rope(k, rope), v, mask)
         y = y.transpose(1, 2).flatten(-2)  # (B, H, T, d_head) -> (B, T, H * d_head)
         return self.out(y)  # (B, T, d_model)
 
@@ -193,8 +199,8 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.d_model)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope)
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -258,8 +264,9 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embed(tokens).to(self.dtype)  # (B, T, d_model)
         rope = rope_table(self.config, tokens.size(1), tokens.device)
+        mask = causal_mask(tokens.size(1), self.dtype, tokens.device)
         for block in self.blocks:
-            x = block(x, rope)
+            x = block(x, rope, mask)
         x = self.norm(x)
         weight = self.embed.weight if self.config.tied else None
         # By keyword: under tp, hooks turn a module's positional arguments into DTensors.

@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,7 +8,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import SIZES, ModelConfig, Transformer, build_model, causal_attention, generate
+from model import (
+    SIZES,
+    ModelConfig,
+    Transformer,
+    build_model,
+    causal_attention,
+    causal_mask,
+    generate,
+)
 
 SMALL = ModelConfig(
     vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=48, seq_len=16
@@ -90,8 +100,34 @@ def test_attention_over_long_and_short_sequences_agrees():
     q = torch.randn(2, 4, 520, 8, generator=generator)
     k = torch.randn(2, 2, 520, 8, generator=generator)
     v = torch.randn(2, 2, 520, 8, generator=generator)
-    prefix = causal_attention(q[:, :, :512], k[:, :, :512], v[:, :, :512])
-    torch.testing.assert_close(causal_attention(q, k, v)[:, :, :512], prefix, rtol=1e-4, atol=1e-5)
+    assert causal_mask(520, q.dtype, q.device) is None
+    whole = causal_attention(q, k, v, mask=None)
+    mask = causal_mask(512, q.dtype, q.device)
+    prefix = causal_attention(q[:, :, :512], k[:, :, :512], v[:, :, :512], mask)
+    torch.testing.assert_close(whole[:, :, :512], prefix, rtol=1e-4, atol=1e-5)
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts the operations that run, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_causal_mask_is_built_once_in_a_forward_pass_and_only_where_it_is_needed():
+    model = build_model(SMALL)  # of two blocks
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    with CountCalls() as short:
+        model(tokens, tokens).backward()
+    assert short.counts["aten.triu.default"] == 1
+    with CountCalls() as long, torch.no_grad():
+        model(torch.zeros(1, 513, dtype=torch.long))
+    assert long.counts["aten.triu.default"] == 0
 
 
 def test_a_token_does_not_see_what_follows():
