@@ -493,5 +493,9 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     Equal layers share one compilation. Call it before FSDP wraps them, so that gathering weights
     stays outside the compiled region. In place, so that parameters keep their names.
     """
+    # By default Dynamo splits graphs where DDP's buckets are full, so that a model compiled as a
+    # whole can send one while its backward goes on. Layers let it do so already, and run slower in
+    # pieces. torch's notes on DDP give this setting; it has no public name.
+    torch._dynamo.config.optimize_ddp = False
     for layer in layers:
         layer.forward = torch.compile(layer.forward)
