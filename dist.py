@@ -333,6 +333,7 @@ def parallelize(
     tp_plan: dict[str, ParallelStyle] | None = None,
     fsdp_units: list[list[nn.Module]] = (),
     reshard_after_forward: bool = True,
+    keep_gradients: bool = False,
 ) -> nn.Module:
     """Lay a model that was built on the meta device out on the mesh; return the module to call.
 
@@ -343,8 +344,10 @@ def parallelize(
     splits which submodules (torch's parallelize_module; Shoeybi et al. 2019). `fsdp_units` are the
     groups of submodules, in the order of the forward pass, whose weights FSDP gathers together;
     the rest of the model is one more. With `reshard_after_forward` a unit drops its gathered
-    weights after its forward and gathers them again for its backward; without (SHARD_GRAD_OP) it
-    keeps them.
+    weights after its forward and gathers them again for its backward, except the last unit, whose
+    backward comes next, and an embedding, whose backward reads no weight. Without (SHARD_GRAD_OP)
+    every unit keeps them. With `keep_gradients` DDP's gradients exist from the start, as views of
+    its buckets, so that micro-batches that are not synchronized accumulate there.
     """
     is_tp = mesh["tp"].size() > 1
     if is_tp:
@@ -357,13 +360,23 @@ def parallelize(
         shard(model, axes, dtype, fsdp_units, reshard_after_forward)
     materialize(model, torch.device(mesh.device_type), init)
     if strategy == "ddp" and not is_fsdp:
-        return DistributedDataParallel(
-            model,
-            process_group=mesh.get_group("dp_replicate"),
-            device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
-            gradient_as_bucket_view=True,  # no second copy of the gradients
-        )
+        return replicate(model, mesh, keep_gradients)
     return model
+
+
+def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Module:
+    """Wrap the model in DDP over dp_replicate."""
+    if keep_gradients:
+        # DDP moves gradients that exist now into its buckets, others when it synchronizes them.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    return DistributedDataParallel(
+        model,
+        process_group=mesh.get_group("dp_replicate"),
+        device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
+        gradient_as_bucket_view=True,  # no second copy of the gradients
+    )
 
 
 def shard(
@@ -436,8 +449,9 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
     A context around forward *and* backward, since DDP decides at forward. `is_last` marks the last
     micro-batch of a step. `mode` is
 
-    batch: after the last micro-batch. Until then gradients accumulate on each rank, under FSDP
-        unsharded in float32: 4 bytes x all parameters.
+    batch: after the last micro-batch. Until then gradients accumulate on each rank, under DDP in
+        its buckets (see `keep_gradients`), under FSDP unsharded in float32: 4 bytes x all
+        parameters.
     micro_batch: after every micro-batch, sharded: 4 bytes x parameters / dp_shard, for
         grad_accum_steps times the traffic.
     shard, for hsdp: reduce_scatter within the shard group after every micro-batch, where links are

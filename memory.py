@@ -29,7 +29,7 @@ class Estimate:
     weights: int  # float32
     gradients: int  # float32; under ddp DDP's buckets
     optimizer: int  # AdamW's two moments, float32
-    accumulated: int  # gradients that are not synchronized yet, beyond `gradients`
+    accumulated: int  # beyond `gradients`: those not synchronized yet; under ddp see `estimate`
     gathered: int  # weights in the compute dtype and gradients on their way, of a unit or the model
     activations: int
     logits: int
@@ -85,15 +85,16 @@ def estimate(
     is_fsdp = strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1)
     own = local_numels(model, tp, tp_plan, dp_shard) if is_fsdp else whole
     own_numel = sum(own.values())
-    accumulated = 0
-    if grad_sync == "batch" and grad_accum_steps > 1 and strategy != "single":
-        # Under DDP outside the buckets until the last micro-batch. Under FSDP whole gradients, of
-        # which a unit's are freed when its shards have been reduced.
-        accumulated = 4 * (sum(whole.values()) - (own_numel if is_fsdp else 0))
     if is_fsdp:
         gathered = fsdp_buffers(model, whole, dtype, fsdp_units, reshard_after_forward)
     else:
         gathered = cast_buffers(model, whole, dtype, recomputes)
+    accumulated = 0
+    if grad_sync == "batch" and grad_accum_steps > 1 and strategy != "single":
+        if is_fsdp:  # whole gradients; those of a unit are freed when its shards have been reduced
+            accumulated = 4 * (sum(whole.values()) - own_numel)
+        else:  # in DDP's buckets, which DDP replaces once, before the second step computes
+            accumulated = max(0, 4 * own_numel - gathered - activations - logits)
     found = Estimate(
         weights=4 * own_numel,
         gradients=4 * own_numel,

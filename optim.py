@@ -251,6 +251,8 @@ class Optimizer:
         allocate_state(self.adamw)
         self.layout = Layout(list(self.parameters.values()))
 
+        # Gradients that exist by now, as views of DDP's buckets, stay where they are.
+        self.keep_gradients = any(p.grad is not None for p in self.parameters.values())
         device = self.layout.replicas.device
         self.empty_grad = torch.empty(0, device=device)  # of a parameter that has none
         self.norm_average = torch.zeros(len(self.parameters), device=device)  # for clip_adaptive
@@ -262,7 +264,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, step: int, loss: Tensor, measure: bool = False) -> dict[str, Tensor]:
-        """Update the weights from their gradients, then free the gradients.
+        """Update the weights from their gradients, then free or zero the gradients.
 
         `step` is counted from 1, `loss` is this rank's, 0-d. Returns 0-d tensors on the device:
         grad_norm of the whole gradient before clipping; clipped, 1 where any gradient was;
@@ -295,7 +297,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = self.lr
         self.adamw.step()
-        self.adamw.zero_grad()
+        self.adamw.zero_grad(set_to_none=not self.keep_gradients)
 
         self.skipped_steps += self.skip
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * self.skip

@@ -305,6 +305,7 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.M
         tp_plan=model.tensor_parallel_plan(),
         fsdp_units=dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c)),
         reshard_after_forward=c.reshard_after_forward,
+        keep_gradients=c.grad_sync == "batch" and plan.grad_accum_steps > 1,
     )
 
 

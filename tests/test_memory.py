@@ -86,6 +86,38 @@ def test_the_estimate_of_weights_gradients_and_optimizer_is_exact(
         assert estimate.total == sum(dataclasses.astuple(estimate))
 
 
+def gradient_storages(argv: list[str]) -> tuple[memory.Estimate, list[set[tuple[int, int]]]]:
+    """The estimate of a rank, and what holds the gradients before each backward of three steps.
+
+    A storage is (address, bytes).
+    """
+    run = build_run(argv)
+    found = []
+
+    def look(*_):
+        gradients = [weight.grad for weight in run.model.parameters()]
+        storages = [grad.untyped_storage() for grad in gradients if grad is not None]
+        found.append({(storage.data_ptr(), storage.nbytes()) for storage in storages})
+
+    run.forward.register_forward_hook(look)
+    batches = run.batches(1, 3)
+    for step in (1, 2, 3):
+        train.train_step(run, batches, step)
+    return run.plan.memory, found
+
+
+def test_ddp_accumulates_gradients_in_its_bucket_and_nowhere_else(pool, tokens, tmp_path):
+    """Also before the first is synchronized. In the second step DDP moves to its final bucket."""
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy ddp --micro_batch_size 1")
+    for estimate, found in pool(2, gradient_storages, argv):
+        assert estimate.accumulated == 0
+        first_step, later_steps = found[:4], found[4:]
+        for storages in (first_step, later_steps):
+            assert all(storage == storages[0] for storage in storages)
+            ((_, size),) = storages[0]  # one for 20 gradients
+            assert size == estimate.gradients
+
+
 def parts(text: str, strategy: str, shape: tuple[int, int, int], accum: int = 1):
     """The estimate of a decoder of two blocks for two sequences of 16 tokens, on GPUs."""
     text += f" --micro_batch_size 2 --global_batch_size {2 * 2 * accum}"
@@ -105,7 +137,7 @@ WHOLE = 2 * BLOCK + REST
     [
         # Casts to bfloat16, and the largest gradient in float32
         ("", "ddp", 1, 2 * WHOLE + 4 * 32 * 64, 0),
-        ("", "ddp", 4, 2 * WHOLE + 4 * 32 * 64, 4 * WHOLE),
+        ("", "ddp", 4, 2 * WHOLE + 4 * 32 * 64, 0),
         ("--grad_sync micro_batch", "ddp", 4, 2 * WHOLE + 4 * 32 * 64, 0),
         ("--activation_checkpointing full", "ddp", 1, 2 * (WHOLE - BLOCK) + 4 * 32 * 64, 0),
         # The rest and its gradients, two blocks, gradients of one and a reduce_scatter's input
@@ -127,6 +159,46 @@ def test_what_a_policy_holds_besides(text, strategy, accum, gathered, accumulate
     estimate = parts(text, strategy, shape, accum)
     assert (estimate.gathered, estimate.accumulated) == (gathered, accumulated)
     assert estimate.process == estimate.kept == 0  # on GPUs
+
+
+def test_of_a_separate_embedding_and_head_only_the_head_is_gathered_for_backward():
+    config = model.ModelConfig(1024, 2, 4, 2, d_model=32, d_ff=64, seq_len=16, tied=False)
+    with torch.device("meta"):
+        net = model.Transformer(config)
+    units = dist.fsdp_units(net.blocks, net.embed_and_head(), blocks_per_unit=1)
+    numels = {name: weight.numel() for name, weight in net.named_parameters()}
+    head = 1024 * 32
+    # The last norm and its gradient, head and block, the head's gradient and its reduce_scatter
+    gathered = 2 * 2 * 32 + 2 * (head + BLOCK) + (2 + 4) * head
+    assert memory.fsdp_buffers(net, numels, torch.bfloat16, units, True) == gathered
+
+
+def test_a_large_model_holds_its_gradients_twice_while_ddp_moves_them():
+    """For a moment at the start of the second step, when nothing else of the step is there."""
+    config = model.ModelConfig(64, 1, 4, 2, d_model=256, d_ff=1024, seq_len=16)
+    with torch.device("meta"):
+        net = model.Transformer(config)
+    options = {
+        "dtype": torch.float32,
+        "tp_plan": {},
+        "fsdp_units": [],
+        "reshard_after_forward": True,
+        "recomputes": False,
+        "grad_sync": "batch",
+        "device_type": "cuda",
+    }
+    step = 1_000_000  # bytes of activations and logits
+    for grad_accum_steps, extra in ((4, 4 * net.parameter_count() - 4 * 256 * 1024 - step), (1, 0)):
+        estimate = memory.estimate(
+            net,
+            (2, 1, 1),
+            "ddp",
+            grad_accum_steps=grad_accum_steps,
+            activations=step,
+            logits=0,
+            **options,
+        )
+        assert estimate.accumulated == extra
 
 
 def test_available_memory_is_what_linux_says_or_all_of_it_elsewhere(tmp_path):

@@ -594,7 +594,7 @@ def optimizer(args: Namespace) -> Table:
 
     model = model_with_gradients(args.model, device)
     ours = optim.Optimizer(model.named_parameters(), model.decays, lambda step: 1e-4)
-    ours.adamw.zero_grad = lambda: None  # keep the gradients for the next round
+    ours.adamw.zero_grad = lambda set_to_none: None  # keep the gradients for the next round
     loss = torch.zeros((), device=device)
 
     def our_step() -> None:
