@@ -392,7 +392,11 @@ def shard(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        # Nothing but the rest of the model comes between the last unit's forward and backward.
+        reshard = reshard_after_forward and unit is not units[-1]
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        if all(isinstance(module, nn.Embedding) for module in unit):
+            unit[0].set_unshard_in_backward(False)  # the backward reads indices, no weight
     fully_shard(model, mesh=mesh, mp_policy=policy)
     # Gather the weights of the next unit while this one computes. FSDP does so by itself in the
     # backward pass, and in the forward pass on a GPU, whose host runs ahead. CPUs need this call.

@@ -170,19 +170,29 @@ def fsdp_buffers(
 
     In the backward pass of a unit of U parameters, a size being that of the compute dtype:
 
-        size U   its weights                 size U   the next unit's, which are on their way
+        size U   its weights                 size V   the next unit's, which are on their way
         size U   its gradients               4 U      the input of the last unit's reduce_scatter
 
-    The rest of the model stays gathered, and so do all units without reshard_after_forward. The
-    rest's gradients come last, when the units' buffers are free again.
+    An embedding's weights are not gathered for it. The rest of the model stays gathered, and so do
+    all units without reshard_after_forward. The rest's gradients come last, when the units' buffers
+    are free again.
     """
     size = dtype.itemsize
     sizes, rest = unit_numels(model, numels, units)
     largest = max(sizes, default=0)
-    gathered = 2 * size * largest if reshard_after_forward else size * sum(sizes)
+    gathered = size * (largest_pair(units, sizes) if reshard_after_forward else sum(sizes))
     in_units = 2 * size * rest + gathered + (size + 4) * largest
     in_rest = size * rest + max(2 * size, 4) * rest
     return max(in_units, in_rest)
+
+
+def largest_pair(units: list[list[nn.Module]], sizes: list[int]) -> int:
+    """The most elements that two neighbouring units gather for the backward pass."""
+    needed = []
+    for unit, numel in zip(units, sizes):
+        is_embedding = all(isinstance(module, nn.Embedding) for module in unit)
+        needed.append(0 if is_embedding else numel)
+    return max(one + other for one, other in itertools.pairwise([0, *needed, 0]))
 
 
 def cast_buffers(
