@@ -210,7 +210,7 @@ class Run:
         with torch.device("meta"):
             self.model = Transformer(plan.model_config, plan.dtype, c.loss_chunks)
         if c.checkpoint == "full":
-            dist.on_rank0(lambda: checkpoint.check_full(self.model.parameter_count()))
+            dist.on_rank0(lambda: check_full(self.model, plan.mesh_shape, world))
         self.forward = lay_out(self.model, self.mesh, plan)  # the model, or DDP around it
         self.optimizer = build_optimizer(self.model, c)
         memory.trim_freed_memory()  # of whole tensors, of which each rank keeps its shard
@@ -288,6 +288,15 @@ class Run:
             if tokens is None:
                 return
             yield tokens
+
+
+def check_full(model: Transformer, mesh_shape: tuple[int, int, int], world: dist.World) -> None:
+    """Raises CheckpointError where the host of rank 0 lacks the memory for --checkpoint full."""
+    _, dp_shard, tp = mesh_shape
+    largest = 0
+    if world.device.type == "cpu" and dp_shard * tp > 1:  # tensors are gathered in host memory
+        largest = max(parameter.numel() for parameter in model.parameters())
+    checkpoint.check_full(model.parameter_count(), largest, world.local_size)
 
 
 def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.Module:
