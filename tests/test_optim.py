@@ -10,8 +10,7 @@ import pytest
 import torch
 from conftest import build_run, flags, listen, rows, tensors
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
 
 import checkpoint
 import dist
@@ -465,17 +464,16 @@ class IdleAdamW(torch.optim.SGD):
         pass
 
 
-class HostConstants(TorchDispatchMode):
-    """Records the operations that read a tensor of the host."""
+class HostConstants(TorchFunctionMode):
+    """Records the calls that build a tensor from Python's numbers, which lie on the host."""
 
     def __init__(self):
         super().__init__()
-        self.operations = []
+        self.calls = []
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
-                self.operations.append(str(function))
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
+            self.calls.append(function)
         return function(*args, **(kwargs or {}))
 
 
@@ -496,7 +494,7 @@ def test_no_value_leaves_or_reaches_the_device_in_a_step(clip, monkeypatch):
     loss.backward()
     with HostConstants() as host:
         metrics = optimizer.step(1, loss.detach(), measure=True)
-    assert host.operations == []
+    assert host.calls == []
     assert {value.device.type for value in metrics.values()} == {"meta"}
     with pytest.raises((RuntimeError, NotImplementedError)):
         loss.item()
