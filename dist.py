@@ -379,6 +379,18 @@ def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Mo
     )
 
 
+def settle_buckets(model: nn.Module, keep_gradients: bool, *inputs: Tensor) -> None:
+    """Let DDP choose its final buckets now, by a forward and backward pass without effect.
+
+    It chooses them after the first backward pass, by the order in which gradients arrived, and on
+    three ranks or more the buckets decide in which order a gradient's parts are added. With this
+    pass all steps add in the same order, also the first ones after a restart.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model(*inputs).backward()
+        model.zero_grad(set_to_none=not keep_gradients)
+
+
 def shard(
     model: nn.Module,
     mesh: DeviceMesh,

@@ -305,7 +305,8 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.M
     dist.checkpoint_activations(model.blocks, c.activation_checkpointing)
     if c.compile:
         dist.compile_layers([*model.blocks, model.head])
-    return dist.parallelize(
+    keep_gradients = c.grad_sync == "batch" and plan.grad_accum_steps > 1
+    forward = dist.parallelize(
         model,
         mesh,
         plan.strategy,
@@ -314,8 +315,12 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.M
         tp_plan=model.tensor_parallel_plan(),
         fsdp_units=dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c)),
         reshard_after_forward=c.reshard_after_forward,
-        keep_gradients=c.grad_sync == "batch" and plan.grad_accum_steps > 1,
+        keep_gradients=keep_gradients,
     )
+    shape = (plan.micro_batch_size, plan.model_config.seq_len)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
+    dist.settle_buckets(forward, keep_gradients, tokens, tokens)
+    return forward
 
 
 def build_optimizer(model: Transformer, c: Config) -> optim.Optimizer:

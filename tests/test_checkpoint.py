@@ -26,7 +26,7 @@ import checkpoint
 from model import ModelConfig, build_model
 
 TWENTY_STEPS = "--max_steps 20 --dtype float32 --save_interval 10 --keep_last 0"
-RANKS = {"single": 1, "ddp": 2, "fsdp": 4, "hsdp --dp_shard 2": 4, "fsdp --tp 2": 4}
+RANKS = {"single": 1, "ddp": 4, "fsdp": 4, "hsdp --dp_shard 2": 4, "fsdp --tp 2": 4}
 FORMATS = ["sharded", "sharded --async_save", "full"]
 FORMAT_OF_MESH = {
     "single": "sharded",
