@@ -35,6 +35,10 @@ def logged_steps(out: Path) -> int:
     return len(rows(out)) if (out / "metrics.jsonl").exists() else 0
 
 
+def newest_step(out: Path) -> int:
+    return checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
+
+
 def kill(out: Path, argv: list[str], rng: random.Random) -> None:
     """Start a run and kill it between its first new log row and its end.
 
@@ -53,19 +57,22 @@ def kill(out: Path, argv: list[str], rng: random.Random) -> None:
         assert checkpoint.verify(path) is None
 
 
-def stop_by_signal(out: Path, argv: list[str], number: int, victim: int) -> None:
-    """Start a run and send one rank a signal: all save, and stop."""
+def stop_torchrun(out: Path, argv: list[str]) -> None:
+    """Start a run and tell torchrun to stop, as a scheduler does: the ranks save, and stop.
+
+    It signals the process groups of its ranks, which data-loading workers have left.
+    """
     before = logged_steps(out)
-    job = torchrun(2, argv, out.with_name(f"{out.name} job"))
+    job = torchrun(2, [*argv, "--num_workers", 1], out.with_name(f"{out.name} job"))
     job.wait_until(lambda: logged_steps(out) > before, 60)
-    time.sleep(0.1)
-    os.kill(job.ranks()[victim], number)
+    os.kill(job.pid, signal.SIGTERM)
     job.wait(40)
-    assert "exitcode  : 75" in job.err and "the same command continues" in job.out
+    line = f"stopped after step {newest_step(out)}; the same command continues"
+    assert line in job.out
 
 
 def train_until_signalled(out: Path, argv: list[str], number: int, victim: int) -> int:
-    """The same in a worker of the pool, where the victim signals itself."""
+    """train.py in a worker of the pool, where the victim signals itself after the first row."""
 
     def signal_myself() -> None:
         before = logged_steps(out)
@@ -92,21 +99,18 @@ def drawn_with(seed: int) -> Iterator[random.Random]:
         raise
 
 
-def newest_step(out: Path) -> int:
-    return checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
-
-
 def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, pool, whole, tokens, tmp_path):
-    """Stopped by SIGINT to one rank, by SIGUSR1 to the other, then killed at a random moment."""
+    """Stopped by a signal to torchrun, to one rank and to the other, then killed at any moment."""
     out = tmp_path / "out"
     argv = flags(f"--data {tokens} --out {out} {SHORT} --async_save")
     # Without --save_interval only the signal can be the reason for a checkpoint.
     unsaved = [*argv, "--save_interval", "0"]
-    stop_by_signal(out, unsaved, signal.SIGINT, victim=1)
-    first = newest_step(out)
-    assert 0 < first < STEPS
-    assert pool(2, train_until_signalled, out, unsaved, signal.SIGUSR1, 0) == [75, 75]
-    assert first < newest_step(out) < STEPS
+    stop_torchrun(out, unsaved)
+    steps = [0, newest_step(out)]
+    for number, victim in ((signal.SIGINT, 1), (signal.SIGUSR1, 0)):
+        assert pool(2, train_until_signalled, out, unsaved, number, victim) == [75, 75]
+        steps.append(newest_step(out))
+    assert steps == sorted(set(steps)) and steps[-1] < STEPS
     with drawn_with(random.randrange(1000)) as rng:
         kill(out, argv, rng)
         run(2, SHORT, "out")

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,6 @@ from conftest import (
     ROOT,
     TRAIN,
     Job,
-    assert_same,
     build_run,
     call_train,
     flags,
@@ -60,23 +58,6 @@ def test_the_command_of_the_readme(tmp_path):
     sample = Job([ROOT / "sample.py", *argv, "--seed", 3], tmp_path / "sample")
     assert sample.wait(60) == 0
     assert sample.out.startswith("import") and len(sample.out) > 20
-
-
-def test_a_signal_to_torchrun_saves_and_the_same_command_continues(run, tokens, tmp_path):
-    """torchrun passes it on to the process groups of its ranks, which workers have left."""
-    text = "--max_steps 100 --keep_last 0 --strategy ddp --num_workers 1"
-    whole = run(2, text, "whole")
-    stopped = tmp_path / "stopped"
-    job = torchrun(2, flags(f"--data {tokens} --out {stopped} {text}"), tmp_path / "job")
-    job.wait_until(lambda: (stopped / "metrics.jsonl").exists() and len(rows(stopped)) > 4, 60)
-    os.kill(job.pid, signal.SIGTERM)  # as a scheduler does
-    job.wait(60)
-    (saved,) = checkpoint.list_checkpoints(stopped)
-    step = checkpoint.read_manifest(saved)["step"]
-    assert 5 <= step < 100
-    assert f"stopped after step {step}; the same command continues" in job.out
-    run(2, text, "stopped")
-    assert_same(whole, stopped)
 
 
 def test_a_folder_in_use_is_refused_until_its_run_is_dead(pool, tokens, tmp_path):
