@@ -512,7 +512,7 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(name, mistake, folders, 
 # Every text is tried
 
 RANKS_DIFFER = "test_watchdog.py::test_a_rank_that_is_not_like_the_others_ends_the_run"
-CHECKED_ON_CPUS = "test_check.py::test_two_ranks_on_cpus_give_the_numbers_of_one_without_a_sync"
+CHECKED_ON_CPUS = "test_check.py::test_a_check_that_fails_says_why_and_the_others_go_on"
 # Part of a text, and the test that tries it: it takes more than a command line and a folder.
 TRIED_ELSEWHERE = {
     # Ranks that differ
