@@ -224,17 +224,7 @@ class Run:
             lambda: run_folder.create(out, plan.manifest, self.step, world.size, plan.started)
         )
         dog.dump_folder = out / "flight"
-        self.log = metrics.Log(
-            out,
-            world.device,
-            last_step=self.step,
-            started=first_start.timestamp(),
-            max_steps=c.max_steps,
-            tokens_per_step=plan.tokens_per_step,
-            flops_per_token=self.model.flops_per_token(seq_len),
-            peak_flops=metrics.peak_flops(world.device, plan.dtype, c.peak_tflops),
-            max_skipped=c.max_skipped,
-        )
+        self.log = build_log(plan, self.model, world.device, first_start)
         self.profiler = profiling.Profiler(
             profile_window(c), out / "profile", self.mesh, self.log.say
         )
@@ -317,7 +307,7 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.M
         reshard_after_forward=c.reshard_after_forward,
         keep_gradients=keep_gradients,
     )
-    shape = (plan.micro_batch_size, plan.model_config.seq_len)
+    shape = (plan.micro_batch_size, plan.model_config.seq_len)  # (B, T), of any tokens
     tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
     dist.settle_buckets(forward, keep_gradients, tokens, tokens)
     return forward
@@ -335,6 +325,23 @@ def build_optimizer(model: Transformer, c: Config) -> optim.Optimizer:
         max_grad_norm=c.max_grad_norm,
         max_grad_norm_ratio=c.max_grad_norm_ratio,
         skip_spikes=c.skip_spikes,
+    )
+
+
+def build_log(
+    plan: Plan, model: Transformer, device: torch.device, first_start: datetime
+) -> metrics.Log:
+    c = plan.config
+    return metrics.Log(
+        Path(c.out),
+        device,
+        last_step=plan.resume.step,
+        started=first_start.timestamp(),
+        max_steps=c.max_steps,
+        tokens_per_step=plan.tokens_per_step,
+        flops_per_token=model.flops_per_token(plan.model_config.seq_len),
+        peak_flops=metrics.peak_flops(device, plan.dtype, c.peak_tflops),
+        max_skipped=c.max_skipped,
     )
 
 
