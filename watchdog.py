@@ -181,7 +181,7 @@ class Watchdog:
             # Without torchrun rank 0 keeps the store, and may have finished a moment before.
             if self.stopped.wait(2 * CONFIRM_BEATS * self.interval):
                 return None
-            self.abort("the store in which the ranks meet is gone: the host of rank 0 was lost")
+            self.abort("the store in which the ranks meet is gone: rank 0 or its host was lost")
         if verdict:
             self.abort()  # the rank that found out has printed why
         return heard
