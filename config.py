@@ -244,6 +244,7 @@ beside it, each with --help:
   python checkpoint.py         list, verify and consolidate checkpoints
   python -m tools.compare      runs side by side
   python -m tools.bench        speed and memory on this machine
+  python -m tools.check        does everything work on this machine
 """
 
 
