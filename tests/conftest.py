@@ -254,9 +254,9 @@ def run(pool, tokens, tmp_path):
 
 
 def rows(run: Path, key: str = "loss") -> list[dict]:
-    """The rows of a run's metrics.jsonl that hold `key`."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if key in row]
+    """The rows of a run's metrics.jsonl that hold `key`, but one that is being written."""
+    whole, _, _ = (run / "metrics.jsonl").read_text().rpartition("\n")
+    return [row for row in map(json.loads, whole.splitlines()) if key in row]
 
 
 def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:

@@ -329,7 +329,7 @@ SMALL = [
     "--micro_batch_size=2",
     "--steps=2",
     "--rounds=1",
-    "--flags=--n_layer 1 --seq_len 16",
+    "--flags=--n_layer 2 --seq_len 16",
 ]
 
 
@@ -353,7 +353,7 @@ def test_bench_strategies_has_all_of_them_and_what_they_communicate():
     sent = {name: megabytes(row) for name, row in found.items()}
     assert sent["single"] == {}
     assert list(sent["ddp"]) == list(sent["hsdp"]) == ["dp_replicate"]
-    # gathers weights once, not twice
+    # gathers the weights of the first of two blocks once, not twice
     assert sent["SHARD_GRAD_OP"]["dp_shard"] < sent["fsdp"]["dp_shard"]
 
 
