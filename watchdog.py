@@ -268,6 +268,9 @@ class Watchdog:
                 self.say_why(line)
             if self.dump_folder:
                 self.dump_flight_recorder()
+            if self.rank == 0:
+                # It may keep the store, in which the others read the verdict once in an interval.
+                time.sleep(2 * self.interval)
         finally:
             os._exit(1)
 
