@@ -307,9 +307,9 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.M
         reshard_after_forward=c.reshard_after_forward,
         keep_gradients=keep_gradients,
     )
-    shape = (plan.micro_batch_size, plan.model_config.seq_len)  # (B, T), of any tokens
+    shape = (plan.micro_batch_size, plan.model_config.seq_len + 1)  # as in train_step
     tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
-    dist.settle_buckets(forward, keep_gradients, tokens, tokens)
+    dist.settle_buckets(forward, keep_gradients, tokens[:, :-1], tokens[:, 1:])
     return forward
 
 
