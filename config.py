@@ -14,6 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Literal, get_args, get_origin
 
+import checkpoint
 import cli
 import optim
 from cli import UsageError
@@ -170,7 +171,8 @@ class Config:
     )
     init_from: str | None = flag(
         None,
-        "begin a new run, at step 0 with a new optimizer, with the weights of this checkpoint",
+        "begin a new run, at step 0 with a new optimizer, with the weights of this checkpoint, "
+        "whose model replaces --model",
         metavar="PATH",
     )
     allow_changes: bool = flag(
@@ -386,7 +388,7 @@ def check_pairs(c: Config) -> None:
 def peak_lr(config: Config) -> float:
     if config.lr is not None:
         return config.lr
-    return 0.5 / (config.d_model or SIZES[config.model].d_model)
+    return 0.5 / (config.d_model or base_model(config).d_model)
 
 
 def warmup_steps(config: Config) -> int:
@@ -405,13 +407,33 @@ def lr_schedule(config: Config) -> Callable[[int], float]:
     )
 
 
-def model_config(config: Config, vocab_size: int) -> ModelConfig:
-    """The named size with its overrides, for a vocabulary padded to a multiple of 64.
+def base_model(config: Config) -> ModelConfig:
+    """The model whose parts flags override: that of --init_from, or the named size.
 
-    Matrix kernels are fast at such sizes. Raises UsageError.
+    A run that continues does not need the checkpoint of its --init_from any more, if it has the
+    shape of --model. Raises UsageError and CheckpointError.
     """
-    size = SIZES[config.model]
-    overrides = {"vocab_size": math.ceil(vocab_size / 64) * 64}
+    path = Path(config.init_from or "")
+    if config.init_from is None or not (path / "manifest.json").is_file():
+        return SIZES[config.model]
+    try:
+        return ModelConfig(**checkpoint.read_manifest(path)["model"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"--init_from {path} is not a checkpoint of train.py: its manifest.json lacks {error}"
+        ) from None
+
+
+def model_config(config: Config, vocab_size: int) -> ModelConfig:
+    """The base model with its overrides, for a vocabulary padded to a multiple of 64.
+
+    Matrix kernels are fast at such sizes. The vocabulary of --init_from stays, if it is as large
+    with less padding. Raises UsageError.
+    """
+    size = base_model(config)
+    padded = math.ceil(vocab_size / 64) * 64
+    keeps_vocabulary = config.init_from and vocab_size <= size.vocab_size <= padded
+    overrides = {"vocab_size": size.vocab_size if keeps_vocabulary else padded}
     for name in ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "seq_len"):
         value = getattr(config, name)
         if value is not None:

@@ -25,6 +25,23 @@ from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Slower rotations for long contexts, as in Llama 3.1: see `scale_frequencies`."""
+
+    factor: float  # by which the slowest rotations are slowed down
+    low_freq_factor: float  # a frequency of at most this many turns in the original context is slow
+    high_freq_factor: float  # one of at least this many is fast
+    original_seq_len: int
+
+    def __post_init__(self):
+        if not 0 < self.low_freq_factor < self.high_freq_factor or self.factor <= 0:
+            raise ValueError(
+                f"RoPE scaling by {self.factor} between {self.low_freq_factor} and "
+                f"{self.high_freq_factor} turns: it takes 0 < factor and 0 < low < high"
+            )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder. Raises ValueError where its numbers do not fit together."""
 
@@ -37,8 +54,12 @@ class ModelConfig:
     seq_len: int  # context length in tokens
     rope_theta: float = 10_000.0
     tied: bool = True  # the head shares the embedding's matrix (Press & Wolf 2017)
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
+        if isinstance(self.rope_scaling, dict):  # from a manifest
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         if self.d_model % self.n_head or self.d_model // self.n_head % 2:
             raise ValueError(
                 f"d_model {self.d_model} / n_head {self.n_head} must be a whole, even number "
@@ -94,12 +115,13 @@ class Linear(nn.Linear):
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in x's dtype."""
 
-    def __init__(self, d: int):
+    def __init__(self, d: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(d))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), eps=1e-5)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), eps=self.eps)
 
 
 def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
@@ -111,16 +133,27 @@ def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
     d_head = config.d_model // config.n_head
     exponents = -torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head
     frequencies = config.rope_theta**exponents  # (d_head / 2,)
+    if config.rope_scaling:
+        frequencies = scale_frequencies(frequencies, config.rope_scaling)
     positions = torch.arange(T, device=device, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)  # (T, d_head / 2)
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate each pair (i, i + d_head / 2) of x (B, H, T, d_head) by the angle of its position.
+def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide slow frequencies by the factor, keep fast ones, and interpolate between them.
 
-    Hugging Face's Llama pairs the elements this way too.
+    For contexts longer than the original one (Llama 3.1, Grattafiori et al. 2024).
     """
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # within the original context
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow, 1: fast
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate each pair (i, i + d_head / 2) of x (B, H, T, d_head) by the angle of its position."""
     cos, sin = rope  # (T, d_head / 2) each
     a, b = x.chunk(2, dim=-1)  # (B, H, T, d_head / 2) each
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -194,9 +227,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.attention_norm = RMSNorm(config.d_model)
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.d_model)
+        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
@@ -258,7 +291,7 @@ class Transformer(nn.Module):
         self.dtype = dtype
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = RMSNorm(config.d_model)
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = Head(config, loss_chunks)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

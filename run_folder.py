@@ -27,6 +27,7 @@ from cli import UsageError
 from config import Config, lr_schedule, peak_lr, warmup_steps
 from lock import try_lock
 from metrics import replace_file
+from model import ModelConfig
 
 # --------------------------------------------------------------------------------------------------
 # One run at a time
@@ -118,10 +119,17 @@ class ResumePoint:
     changes: list[str] = field(default_factory=list)  # flags that differ, as "--NAME OLD -> NEW"
 
 
+def model_fields(manifest: dict) -> dict:
+    """The fields of the model. One that did not exist when they were saved has its default."""
+    fields = dataclasses.fields(ModelConfig)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    return defaults | manifest["model"]
+
+
 def resume_key(manifest: dict) -> dict:
     """What must not change within a run: the shape of the model, the data and their order."""
     return {
-        **manifest["model"],
+        **model_fields(manifest),
         "data": manifest["data"],
         "global_batch_size": manifest["config"]["global_batch_size"],
         "seed": manifest["config"]["seed"],
@@ -236,7 +244,7 @@ def check_max_steps(path: Path, step: int, config: Config, is_named: bool) -> No
 def check_init(path: Path, manifest: dict) -> None:
     """Check that --init_from names weights that fit. Raises UsageError, CheckpointError."""
     check_valid("--init_from", path)
-    saved = checkpoint.read_manifest(path).get("model", {})
+    saved = model_fields({"model": {}} | checkpoint.read_manifest(path))
     for key, value in manifest["model"].items():
         if key != "seq_len" and saved.get(key) != value:
             raise UsageError(

@@ -616,8 +616,8 @@ def print_summary(run: Run) -> None:
     auto = " (--dtype auto)" if c.dtype == "auto" else ""
     say = run.log.say
     say(
-        f"model   {c.model}: {m.n_layer} layers x {m.d_model} wide, vocabulary {m.vocab_size:,}: "
-        f"{run.model.parameter_count():,} parameters"
+        f"model   {c.init_from or c.model}: {m.n_layer} layers x {m.d_model} wide, "
+        f"vocabulary {m.vocab_size:,}: {run.model.parameter_count():,} parameters"
     )
     say(
         f"mesh    {plan.strategy}: {axes} = {run.world.size} x {run.world.device.type} "

@@ -1,3 +1,5 @@
+import dataclasses
+import math
 from collections import Counter
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model import (
     SIZES,
     ModelConfig,
+    RopeScaling,
     Transformer,
     build_model,
     causal_attention,
@@ -42,18 +45,33 @@ def test_named_sizes_have_their_published_parameter_counts(name):
 # ---- arithmetic
 
 
+def scaled(frequency: float, scaling: RopeScaling) -> float:
+    """Llama 3.1's RoPE scaling, as Meta published it."""
+    wavelength = 2 * math.pi / frequency
+    if wavelength < scaling.original_seq_len / scaling.high_freq_factor:
+        return frequency
+    if wavelength > scaling.original_seq_len / scaling.low_freq_factor:
+        return frequency / scaling.factor
+    smooth = scaling.original_seq_len / wavelength - scaling.low_freq_factor
+    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
 def plain_decoder(config: ModelConfig, weights: dict, tokens: torch.Tensor) -> torch.Tensor:
     """Logits (T, vocab_size) by the published formula: one head at a time, complex rotations."""
     T = tokens.numel()
     d_head = config.d_model // config.n_head
     heads_per_group = config.n_head // config.n_kv_head
     pairs = range(d_head // 2)
-    frequency = torch.tensor([config.rope_theta ** (-2 * i / d_head) for i in pairs])
+    frequency = [config.rope_theta ** (-2 * i / d_head) for i in pairs]
+    if config.rope_scaling:
+        frequency = [scaled(one, config.rope_scaling) for one in frequency]
+    frequency = torch.tensor(frequency)
     rotation = torch.polar(torch.ones(T, d_head // 2), torch.arange(T)[:, None] * frequency)
     future = torch.ones(T, T).triu(1).bool()
 
     def norm(x, weight):
-        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+        return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weight
 
     def rotated(x):  # (T, d_head)
         z = torch.complex(x[:, : d_head // 2], x[:, d_head // 2 :]) * rotation
@@ -82,16 +100,27 @@ def plain_decoder(config: ModelConfig, weights: dict, tokens: torch.Tensor) -> t
     return norm(x, weights["norm.weight"]) @ weights["embed.weight"].T
 
 
-def test_forward_is_the_published_formula():
-    model = build_model(SMALL, seed=3)
+# Of the 4 frequencies of SMALL, which turn 2.5, 0.25, 0.025 and 0.0025 times in 16 tokens, one is
+# fast, one in between, and two are slow.
+LONG = dataclasses.replace(SMALL, norm_eps=0.1, rope_scaling=RopeScaling(8.0, 0.1, 1.0, 16))
+
+
+@pytest.mark.parametrize("config", [SMALL, LONG], ids=["plain", "eps and RoPE scaling"])
+def test_forward_is_the_published_formula(config):
+    model = build_model(config, seed=3)
     for parameter in model.parameters():  # larger than initial weights, so that no term is lost
         parameter.data.mul_(5).add_(0.1)
     tokens = torch.randint(64, (16,), generator=torch.Generator().manual_seed(0))
-    logits = plain_decoder(SMALL, dict(model.named_parameters()), tokens)
+    logits = plain_decoder(config, dict(model.named_parameters()), tokens)
     torch.testing.assert_close(model(tokens[None])[0], logits, rtol=1e-4, atol=1e-4)
     targets = tokens.roll(-1)
     loss = F.cross_entropy(logits, targets)
     torch.testing.assert_close(model(tokens[None], targets[None]), loss, rtol=1e-5, atol=1e-5)
+
+
+def test_rope_scaling_between_equal_factors_is_refused():
+    with pytest.raises(ValueError, match="between 4.0 and 4.0 turns: it takes 0 < factor and"):
+        RopeScaling(8.0, 4.0, 4.0, 8192)
 
 
 def test_attention_over_long_and_short_sequences_agrees():

@@ -83,6 +83,20 @@ def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path
         begin(init_from=str(larger))
 
 
+def test_a_field_of_the_model_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
+    """Checkpoints of before a field existed."""
+    out = str(tmp_path / "run")
+    now = manifest(0, model={**MODEL, "norm_eps": 1e-5, "rope_scaling": None}, out=out)
+    path = save(tmp_path / "run", 10)
+    assert begin(path, now).step == 10
+    other = manifest(0, model={**MODEL, "norm_eps": 1e-6}, out=out)
+    with pytest.raises(UsageError, match="norm_eps was 1e-05 and is now 1e-06"):
+        begin(path, other)
+    named = save(tmp_path / "other", 10)
+    now["config"] |= {"init_from": str(named), "out": str(tmp_path / "new")}
+    assert begin(None, now).init_from == named
+
+
 @pytest.mark.parametrize(
     "change, line",
     [
