@@ -639,7 +639,7 @@ def consolidate(path: Path, out: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
     work.mkdir()
     try:
-        write_full(path, empty_state(reader), work / "full.pt")
+        load(path, map_full(empty_state(reader), work / "full.pt"))
         for name in manifest["files"]:
             if name != ".metadata" and not name.endswith(".distcp"):
                 shutil.copyfile(path / name, work / name)
@@ -657,20 +657,35 @@ def consolidate(path: Path, out: Path) -> None:
 
 def check_consolidate(path: Path, out: Path) -> None:
     """Raise UsageError or CheckpointError where `path` cannot be written as `out`."""
-    if out.exists():
-        raise UsageError(f"{out} exists: remove it or choose another name")
+    check_new(out)
     newest = checkpoints_at(path)[-1]
     if newest != path:
         raise UsageError(f"{path} is a run folder: name one of its checkpoints, such as {newest}")
     if (path / "full.pt").exists():
         raise UsageError(f"{path} is already in the full format: its tensors are in full.pt")
-    folder = next(parent for parent in out.absolute().parents if parent.exists())
-    if not folder.is_dir():
-        raise UsageError(f"{out} cannot be created: {folder} is a file")
     if problem := verify(path):
         raise CheckpointError(f"{path}: {problem}")
-    size = total_bytes(read_manifest(path))  # headers included, which take less in one file
-    free = shutil.disk_usage(folder).free
+    # Headers included, which take less in one file
+    check_free(out, total_bytes(read_manifest(path)))
+
+
+def nearest_folder(out: Path) -> Path:
+    """The innermost of the parents of `out` that exists."""
+    return next(parent for parent in out.absolute().parents if parent.exists())
+
+
+def check_new(out: Path) -> None:
+    """Raise UsageError where the folder `out` cannot be created."""
+    if out.exists():
+        raise UsageError(f"{out} exists: remove it or choose another name")
+    folder = nearest_folder(out)
+    if not folder.is_dir():
+        raise UsageError(f"{out} cannot be created: {folder} is a file")
+
+
+def check_free(out: Path, size: int) -> None:
+    """Raise CheckpointError unless the disk of the new folder `out` has room for `size` bytes."""
+    free = shutil.disk_usage(nearest_folder(out)).free
     if size > free:
         raise CheckpointError(
             f"{out} needs {size / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB free"
@@ -697,8 +712,11 @@ def empty_state(reader: Reader) -> dict:
     return state
 
 
-def write_full(path: Path, state: dict, file: Path) -> None:
-    """Write the tensors of the sharded checkpoint `path` to `file`, in the layout of `state`."""
+def map_full(state: dict, file: Path) -> dict:
+    """Create `file` with the layout of `state`; return its tensors, whose values are on disk.
+
+    `state` holds fake tensors. What is written to the mapped tensors reaches the file.
+    """
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(state, file)  # everything but the values, for which it leaves holes
     if hasattr(os, "posix_fallocate"):  # macOS lacks it
@@ -706,8 +724,7 @@ def write_full(path: Path, state: dict, file: Path) -> None:
         with open(file, "r+b") as opened:
             os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # writes reach the file
-        mapped = torch.load(file, mmap=True, weights_only=True)
-    load(path, mapped)
+        return torch.load(file, mmap=True, weights_only=True)
 
 
 def list_checkpoint(path: Path) -> str:

@@ -245,6 +245,7 @@ beside it, each with --help:
   python sample.py             text from a checkpoint
   python checkpoint.py         list, verify and consolidate checkpoints
   python -m tools.compare      runs side by side
+  python -m tools.hf           a checkpoint for Hugging Face's transformers, and back
   python -m tools.bench        speed and memory on this machine
   python -m tools.check        does everything work on this machine
 """

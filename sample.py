@@ -23,10 +23,10 @@ EXAMPLES = """examples:
 """
 
 
-def choose_checkpoint(named: Path) -> Path:
+def choose_checkpoint(named: Path, program: str = "sample.py") -> Path:
     """The checkpoint `named`, or the newest of the run `named` that verifies.
 
-    Says on stderr which newer ones it passed over. Raises checkpoint.UsageError and
+    Says on stderr, as `program`, which newer ones it passed over. Raises checkpoint.UsageError and
     CheckpointError.
     """
     problems = []
@@ -34,7 +34,7 @@ def choose_checkpoint(named: Path) -> Path:
         problem = checkpoint.verify(path)
         if problem is None:
             for line in problems:
-                print(f"sample.py: passed over {line}; using {path}", file=sys.stderr)
+                print(f"{program}: passed over {line}; using {path}", file=sys.stderr)
             return path
         problems.append(f"{path}: {problem}")
     raise checkpoint.CheckpointError(f"no checkpoint to use: {'; '.join(problems)}")

@@ -23,7 +23,7 @@ from conftest import ROOT, call_train, flags, listen
 import checkpoint
 import prepare
 import sample
-from tools import bench, check, cluster, compare
+from tools import bench, check, cluster, compare, hf
 
 SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
 
@@ -119,6 +119,7 @@ TRAIN = [
     Mistake("--out {unsaved}", "holds a run that saved no checkpoints and cannot be continued"),
     Mistake("--init_from {root}", "--init_from {root}: no checkpoint there"),
     Mistake("--init_from {other}/checkpoints/step-00000002 --d_ff 80", "has d_ff 64, and this run"),
+    Mistake("--init_from {no_model}", "is not a checkpoint of train.py: its manifest.json lacks"),
 ]
 
 PREPARE = [
@@ -268,6 +269,44 @@ CHECK = [
     Mistake("--rank=2", "unrecognized arguments: --rank=2; did you mean --ranks?"),
 ]
 
+HF = [
+    Mistake("", "the following arguments are required: command"),
+    Mistake("exprot {other} {root}/new", "invalid choice: 'exprot'"),
+    Mistake("export {other}", "the following arguments are required: OUT"),
+    Mistake("export {other} {foreign}", "foreign exists: remove it or choose another name"),
+    Mistake("import {root}/nowhere {foreign}", "foreign exists: remove it or choose another name"),
+    Mistake("import {root}/nowhere {root}/new", "config.json: No such file or directory; name a"),
+    Mistake("import {torn} {root}/new", "config.json: No such file or directory; name a folder"),
+    Mistake("import {listed} {root}/new", "config.json is not a JSON object"),
+    Mistake("import {foreign} {root}/new", "config.json lacks 'model_type'"),
+    Mistake("import {hf}/not_json {root}/new", "config.json is not JSON: Expecting value"),
+    Mistake("import {hf}/qwen2 {root}/new", "needs model_type 'qwen2' (biases of q, k and v), whi"),
+    Mistake("import {hf}/qwen3 {root}/new", "needs model_type 'qwen3' (norms of q and k), which"),
+    Mistake(
+        "import {hf}/mamba {root}/new", "needs model_type 'mamba', which this decoder does not"
+    ),
+    Mistake("import {hf}/head_dim {root}/new", "head_dim 64 (not hidden_size 32 / num_attention_h"),
+    Mistake("import {hf}/attention_bias {root}/new", "needs attention_bias, which this decoder"),
+    Mistake("import {hf}/mlp_bias {root}/new", "needs mlp_bias, which this decoder does not have"),
+    Mistake("import {hf}/gelu {root}/new", "needs hidden_act 'gelu', which this decoder does not"),
+    Mistake("import {hf}/window {root}/new", "needs sliding_window 4096, which this decoder does"),
+    Mistake("import {hf}/no_window {root}/new", "needs sliding_window 4096, which this decoder"),
+    Mistake("import {hf}/yarn {root}/new", "needs rope_type 'yarn', which this decoder does not"),
+    Mistake("import {hf}/linear {root}/new", "needs rope_type 'linear', which this decoder does"),
+    Mistake(
+        "import {hf}/partial {root}/new", "needs partial_rotary_factor 0.5, which this decoder"
+    ),
+    Mistake("import {hf}/quantized {root}/new", "needs quantization_config, which this decoder"),
+    Mistake("import {hf}/no_rope_factor {root}/new", "config.json lacks 'factor'"),
+    Mistake("import {hf}/rope_factors {root}/new", "turns: it takes 0 < factor and 0 < low < high"),
+    Mistake("import {hf}/text {root}/new", "hidden_size must be a whole number above 0, not '32'"),
+    Mistake("import {hf}/odd {root}/new", "d_model 33 / n_head 4 must be a whole, even number"),
+    Mistake("import {hf}/rope_list {root}/new", "config.json is damaged: "),
+    Mistake("import {hf}/good {root}/new", "good has no model.safetensors (other formats than"),
+    Mistake("import {hf}/no_map {root}/new", "index.json has no weight_map"),
+    Mistake("import {hf}/outside {root}/new", "index.json names ../x.safetensors, outside the fol"),
+]
+
 COMMANDS = {
     "train.py": (TRAIN, None),
     "prepare.py": (PREPARE, prepare.main),
@@ -277,6 +316,7 @@ COMMANDS = {
     "tools.bench": (BENCH, bench.main),
     "tools.cluster": (CLUSTER, cluster.main),
     "tools.check": (CHECK, check.main),
+    "tools.hf": (HF, hf.main),
 }
 CASES = [(name, mistake) for name, (mistakes, _) in COMMANDS.items() for mistake in mistakes]
 
@@ -361,6 +401,57 @@ def write_rank_files(folder: Path) -> Path:
     return folder
 
 
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}
+SPOILT_LLAMAS = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "mamba": {"model_type": "mamba"},
+    "head_dim": {"head_dim": 64},
+    "attention_bias": {"attention_bias": True},
+    "mlp_bias": {"mlp_bias": True},
+    "gelu": {"hidden_act": "gelu"},
+    "window": {"model_type": "mistral", "sliding_window": 4096},
+    "no_window": {"model_type": "mistral"},  # which is Mistral's default
+    "yarn": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "partial": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "quantized": {"quantization_config": {"quant_method": "gptq"}},
+    "no_rope_factor": {"rope_scaling": LLAMA3_ROPE},
+    "rope_factors": {
+        "rope_scaling": {**LLAMA3_ROPE, "factor": 8.0, "original_max_position_embeddings": 16}
+    },
+    "text": {"hidden_size": "32"},
+    "odd": {"hidden_size": 33},
+    "rope_list": {"rope_scaling": 5},
+    "good": {},
+    "no_map": {},
+    "outside": {},
+}
+
+
+def write_llamas(folder: Path) -> Path:
+    """Model folders without weights."""
+    for name, change in SPOILT_LLAMAS.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(LLAMA | change))
+    (folder / "not_json").mkdir()
+    (folder / "not_json/config.json").write_text("model_type: llama")
+    index = "model.safetensors.index.json"
+    (folder / "no_map" / index).write_text("{}")
+    weight_map = {"lm_head.weight": "../x.safetensors"}
+    (folder / "outside" / index).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bad")
@@ -387,6 +478,7 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
         "lost": lost_run(root / "lost", root / "other"),
         **write_sources(root),
         "ranks": write_rank_files(root / "ranks"),
+        "hf": write_llamas(root / "hf"),
     }
 
 
@@ -513,6 +605,7 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(name, mistake, folders, 
 
 RANKS_DIFFER = "test_watchdog.py::test_a_rank_that_is_not_like_the_others_ends_the_run"
 CHECKED_ON_CPUS = "test_check.py::test_a_check_that_fails_says_why_and_the_others_go_on"
+SPOILT_WEIGHTS = "test_hf.py::test_weights_that_are_not_those_of_config_json_are_refused"
 # Part of a text, and the test that tries it: it takes more than a command line and a folder.
 TRIED_ELSEWHERE = {
     # Ranks that differ
@@ -555,6 +648,12 @@ TRIED_ELSEWHERE = {
     "it points to": "test_checkpoint.py::"
     "test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused",
     "it has no tensor": "test_checkpoint.py::test_a_full_checkpoint_of_another_model_is_refused",
+    # Model folders, with safetensors
+    "lacks the tensor": SPOILT_WEIGHTS,
+    "holds  ... , which this decoder": SPOILT_WEIGHTS,
+    "has the shape": SPOILT_WEIGHTS,
+    "is of dtype": SPOILT_WEIGHTS,
+    "needs safetensors": "test_hf.py::test_without_safetensors_it_says_what_to_install",
     # Machines that lack something
     "it takes a multiple of": CHECKED_ON_CPUS,
     "it takes a GPU": CHECKED_ON_CPUS,

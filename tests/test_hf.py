@@ -1,0 +1,304 @@
+"""Hugging Face's folders: what goes out and comes in has the same logits, text and weights."""
+
+import base64
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import call_train, rows, tensors
+
+import checkpoint
+import sample
+import tokenizer
+from tools import hf
+
+TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(0))
+TRAIN = (
+    "--device cpu --dtype float32 --seq_len 16 --global_batch_size 8 --eval_sequences 10 "
+    "--sample_tokens 0 --log_interval 1 --lr 3e-3 --warmup_steps 1 --max_steps 3"
+)
+
+
+@pytest.fixture
+def safetensors():
+    return pytest.importorskip("safetensors", reason="needs tests/requirements-extra.txt")
+
+
+@pytest.fixture
+def transformers(safetensors, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return pytest.importorskip("transformers", reason="needs tests/requirements-extra.txt")
+
+
+def convert(command: str, source: Path, out: Path) -> Path:
+    assert hf.main([command, str(source), str(out)]) == 0
+    return out
+
+
+def our_logits(path: Path) -> torch.Tensor:
+    model = sample.load_model(path, sample.describe(path).config, torch.device("cpu"))
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+def their_logits(transformers, folder: Path) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def train_from(pool, path: Path, tokens: Path, out: Path) -> Path:
+    """Three steps on two ranks, fsdp, from the weights of `path`; returns the last checkpoint."""
+    argv = f"{TRAIN} --strategy fsdp --init_from {path} --data {tokens} --out {out}".split()
+    assert pool(2, call_train, argv) == [0, 0]
+    return checkpoint.list_checkpoints(out)[-1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Out and in again
+
+
+@pytest.fixture
+def trained(run) -> Path:
+    """The last checkpoint of a tied model, sharded over two ranks."""
+    folder = run(2, "--strategy fsdp --max_steps 3 --dtype float32")
+    return checkpoint.list_checkpoints(folder)[-1]
+
+
+@pytest.mark.hf
+def test_an_exported_model_has_the_same_logits_and_text_in_transformers(
+    transformers, trained, tmp_path, capsys
+):
+    out = convert("export", trained.parent.parent, tmp_path / "exported")
+    logits = their_logits(transformers, out)
+    torch.testing.assert_close(logits, our_logits(trained), rtol=0, atol=1e-4)
+    capsys.readouterr()
+    greedy = ["--temperature", "0", "--max_new_tokens", "11", "--prompt", "abcde"]
+    assert sample.main(["--run", str(trained), *greedy]) == 0
+    generate = transformers.pipeline("text-generation", str(out))
+    (answer,) = generate("abcde", max_new_tokens=11, do_sample=False)
+    assert answer["generated_text"] == capsys.readouterr().out.removesuffix("\n")
+
+
+@pytest.mark.hf
+def test_an_exported_model_comes_in_again_bit_for_bit_and_trains_on(
+    safetensors, trained, pool, tokens, tmp_path
+):
+    out = convert("export", trained, tmp_path / "exported")
+    imported = convert("import", out, tmp_path / "imported")
+    assert checkpoint.verify(imported) is None
+    before, after = tensors(trained, "model."), tensors(imported)
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
+    assert sample.describe(imported) == sample.describe(trained)
+    losses = []
+    for path in (trained, imported):
+        run = train_from(pool, path, tokens, tmp_path / f"from-{path.name}").parent.parent
+        losses.append([row["loss"] for row in rows(run)])
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's, in one process
+def test_large_models_are_split_into_files_with_an_index(transformers, trained, tmp_path):
+    out = tmp_path / "exported"
+    hf.export_model(trained, out, shard_bytes=30_000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(out.glob("model-0*.safetensors"))
+    assert {file.name for file in files} == set(index["weight_map"].values())
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 2
+    logits = their_logits(transformers, out)
+    torch.testing.assert_close(logits, our_logits(trained), rtol=0, atol=1e-4)
+    imported = convert("import", out, tmp_path / "imported")
+    torch.testing.assert_close(tensors(trained, "model."), tensors(imported), rtol=0, atol=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# The Llama family
+
+SHAPE = {
+    "vocab_size": 300,  # not a multiple of 64
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # logits of about 1: a term that is lost shows
+}
+# Of the frequencies of 8 elements some are fast, some slow, one is in between.
+LLAMA31 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 0.1,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES = {
+    "llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    "llama 3": {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
+    "llama 3.1": {"rope_parameters": LLAMA31, "rms_norm_eps": 1e-5},
+    "llama 3.2": {"rope_parameters": LLAMA31 | {"factor": 32.0}, "tie_word_embeddings": True},
+    "tinyllama": {"num_attention_heads": 8, "num_key_value_heads": 1},
+    "smollm2": {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1}
+    | {"tie_word_embeddings": True, "rope_theta": 100_000.0},
+    "mistral 0.3": {"rope_theta": 1e6, "sliding_window": None, "dtype": torch.bfloat16},
+}
+
+
+def make_model(transformers, family: str, folder: Path) -> Path:
+    """A random model, as its makers' transformers saves it."""
+    kind = "Mistral" if "mistral" in family else "Llama"
+    config = getattr(transformers, f"{kind}Config")(**SHAPE | FAMILIES[family])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 2.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_the_llama_family_comes_in_trains_on_two_ranks_and_goes_out(
+    transformers, family, pool, tokens, tmp_path
+):
+    theirs = make_model(transformers, family, tmp_path / "theirs")
+    imported = convert("import", theirs, tmp_path / "imported")
+    expected = their_logits(transformers, theirs)
+    torch.testing.assert_close(our_logits(imported), expected, rtol=0, atol=1e-4)
+    path = train_from(pool, imported, tokens, tmp_path / "run")
+    logits = our_logits(path)
+    assert (logits - expected).abs().max() > 0.01  # it has learned something
+    out = convert("export", path, tmp_path / "exported")
+    torch.testing.assert_close(their_logits(transformers, out), logits, rtol=0, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizers
+
+UGLY = [
+    "the thing that isn't there:  two   spaces\n\n\t and 12345678 tabs \r\n  end   ",
+    "I'LL we'Ve 'S ſ 'ſ naïve Ünïcödé 東京都に 한국어 ١٢٣ ½ e\u0301 \u00a0\u2003x\u0085y",
+    "👩\u200d👩\u200d👧 \x00\x1c\x7f",
+    "def f(x):\n    return {'a': [1,2,3], \"b\": x**2}  # comment...!!!\n\n\n",
+    "\n", "   ", "a\n ", "a \n b", "\ufeff\u180e\u200b", "x" * 300, "aaaaaaa aaaa aaa",
+]  # fmt: skip
+
+
+def write_ranks(file: Path, tokens: list[bytes]) -> str:
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    file.write_text("".join(lines))
+    return str(file)
+
+
+def trained_tokens(tokenizers, size: int) -> list[bytes]:
+    """The tokens of a byte-level BPE, lowest rank first."""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([Path(__file__).read_text(), *UGLY, "aaa aaaa " * 50], trainer)
+    letters = hf.byte_letters()
+    words = sorted(bpe.get_vocab(), key=bpe.get_vocab().get)
+    return [bytes(letters.index(letter) for letter in word) for word in words]
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", ["bytes", *tokenizer.PATTERNS])
+def test_a_tokenizer_gives_the_same_tokens_as_tokenizer_json(name, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
+    if name != "bytes":
+        words = trained_tokens(tokenizers, 700)
+        words += [b"unreachable", b"aaaaa"]  # ranks that no merges lead to
+        name = write_ranks(tmp_path / f"{name}.tiktoken", words)
+    encoding = tokenizer.load(name)
+    text = json.dumps(hf.tokenizer_json(encoding))
+    theirs = tokenizers.Tokenizer.from_str(text)
+    for line in [*UGLY, Path(__file__).read_text(), "unreachable unreachables aaaaa"]:
+        assert theirs.encode(line).ids == encoding.encode_ordinary(line), repr(line)
+        assert theirs.decode(theirs.encode(line).ids) == line
+    (end,) = theirs.encode(tokenizer.END_OF_TEXT).ids
+    assert end == encoding.eot_token
+
+
+def test_merges_are_what_lower_ranks_leave_of_a_token(tmp_path):
+    words = [bytes([i]) for i in range(256)] + [b"he", b"th", b"the", b"abc"]
+    encoding = tokenizer.load(write_ranks(tmp_path / "gpt2.tiktoken", words))
+    model = hf.tokenizer_json(encoding)["model"]
+    # "he" comes before "th", so "the" is t + he; nothing merges into "abc"
+    assert model["merges"] == ["h e", "t h", "t he"]
+    assert model["vocab"]["abc"] == 259 and model["vocab"]["Ġ"] == ord(" ")
+
+
+@pytest.mark.hf
+def test_a_rank_file_comes_in_again(safetensors, run, tmp_path):
+    folder = run(1, "--max_steps 1")
+    path = checkpoint.list_checkpoints(folder)[-1]
+    words = [bytes([i]) for i in range(256)]
+    file = path / "tokenizer.o200k.tiktoken"
+    write_ranks(file, words)
+    manifest = checkpoint.read_manifest(path)
+    manifest["tokenizer"] = file.name
+    manifest["files"][file.name] = checkpoint.sync_and_checksum(file)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    imported = convert("import", convert("export", path, tmp_path / "out"), tmp_path / "in")
+    assert (imported / file.name).read_bytes() == file.read_bytes()
+    assert sample.describe(imported).vocab_size == 257
+
+
+# --------------------------------------------------------------------------------------------------
+# Damage, and what is not installed
+
+
+def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "safetensors", None)  # an import raises ImportError
+    assert hf.main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.endswith("needs safetensors: pip install safetensors\n")
+    assert not (tmp_path / "out").exists()
+
+
+def spoil(folder: Path, change) -> None:
+    """Change the tensors of a model folder."""
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors")
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+NORM = "model.norm.weight"
+DAMAGE = {
+    "lacks the tensor model.norm.weight": lambda s: s.pop(NORM),
+    "holds model.bias, which this decoder": lambda s: s.update({"model.bias": torch.ones(1)}),
+    "has the shape [31], config.json gives [32]": lambda s: s.update({NORM: torch.ones(31)}),
+    "is of dtype I64; F32, F16, BF16 are read": lambda s: s.update({NORM: s[NORM].long()}),
+}
+
+
+@pytest.mark.hf
+def test_weights_that_are_not_those_of_config_json_are_refused(
+    safetensors, trained, tmp_path, capsys
+):
+    for number, (line, change) in enumerate(DAMAGE.items()):
+        out = convert("export", trained, tmp_path / f"exported-{number}")
+        spoil(out, change)
+        capsys.readouterr()
+        assert hf.main(["import", str(out), str(tmp_path / "new")]) == 2
+        said = capsys.readouterr().err
+        assert line in said and said.count("\n") == 1
+    truncate(out)
+    assert hf.main(["import", str(out), str(tmp_path / "new")]) == 1
+    assert "model.safetensors: Error while deserializing header" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,635 @@
+"""Models from and for Hugging Face: a checkpoint as a model folder of transformers, and back.
+
+python -m tools.hf export runs/tiny OUT
+python -m tools.hf import DIR OUT
+
+The decoder is Hugging Face's Llama: RoPE pairs the same elements, so tensors map one to one. Both
+commands execute nothing they read and do without transformers; weights need safetensors.
+"""
+
+import argparse
+import base64
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import tiktoken
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode  # as in checkpoint.py
+
+import checkpoint
+import cli
+import tokenizer
+from cli import UsageError
+from model import ModelConfig, RopeScaling, Transformer
+from sample import Trained, choose_checkpoint, describe
+
+SHARD_BYTES = 5_000_000_000  # of a file; transformers' own limit was the same for years
+
+# Modules of the decoder and of Hugging Face's Llama
+OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+IN_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+
+
+def hf_name(name: str) -> str:
+    """blocks.0.attention.q.weight -> model.layers.0.self_attn.q_proj.weight"""
+    module = name.removesuffix(".weight")
+    if module in OUTSIDE:
+        return f"{OUTSIDE[module]}.weight"
+    _, layer, part = module.split(".", 2)
+    return f"model.layers.{layer}.{IN_BLOCK[part]}.weight"
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        model = Transformer(config)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def require_safetensors():
+    """The package safetensors. Raises UsageError."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UsageError("tools.hf needs safetensors: pip install safetensors") from None
+    return safetensors
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `out`, for the block to fill and rename."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+    work.mkdir()
+    try:
+        yield work
+    except checkpoint.CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:
+        reason = checkpoint.why_not_written(error, out.parent)
+        raise checkpoint.CheckpointError(f"cannot write {out}: {reason}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Export
+
+
+def export_model(source: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a checkpoint, or the newest of a run, as the new model folder `out`.
+
+    Weights are float32. Holds `shard_bytes` of them at a time. Raises UsageError, CheckpointError
+    and TokenizerError.
+    """
+    checkpoint.check_new(out)
+    safetensors = require_safetensors()
+    path = choose_checkpoint(source, "tools.hf")
+    trained = describe(path)
+    shapes = parameter_shapes(trained.config)
+    size = sum(4 * shape.numel() for shape in shapes.values())
+    checkpoint.check_free(out, size)
+    encoding = tokenizer.load(trained.tokenizer) if trained.tokenizer else None
+    with new_folder(out) as work:
+        write_json(work / "config.json", to_hf(trained.config, encoding))
+        write_json(work / "generation_config.json", generation_config(trained, encoding))
+        if encoding:
+            write_json(work / "tokenizer.json", tokenizer_json(encoding))
+            write_json(work / "tokenizer_config.json", tokenizer_config(trained.config, encoding))
+        try:
+            write_weights(safetensors, path, shapes, work, shard_bytes)
+        except safetensors.SafetensorError as error:  # a full disk, for instance
+            raise OSError(str(error)) from None
+        for file in work.iterdir():
+            checkpoint.sync(file)
+        os.rename(work, out)
+        checkpoint.sync(out.parent)
+    print(f"{out}: {path} as a LlamaForCausalLM, {size / 1e6:,.1f} MB in float32")
+    if encoding is None:
+        print(f"{out} has no tokenizer: that of {path} is unknown")
+
+
+def write_json(file: Path, contents: dict) -> None:
+    file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+
+
+def shards(shapes: dict[str, torch.Size], shard_bytes: int) -> list[list[str]]:
+    """The names of the tensors of each file: at most `shard_bytes`, or one tensor."""
+    found: list[list[str]] = []
+    room = 0
+    for name, shape in shapes.items():
+        size = 4 * shape.numel()
+        if size > room or not found:
+            found.append([])
+            room = shard_bytes
+        found[-1].append(name)
+        room -= size
+    return found
+
+
+def write_weights(
+    safetensors, path: Path, shapes: dict[str, torch.Size], work: Path, shard_bytes: int
+) -> None:
+    """Write model.safetensors, or several files and their index."""
+    parts = shards(shapes, shard_bytes)
+    weight_map = {}
+    for number, names in enumerate(parts, start=1):
+        file = "model.safetensors"
+        if len(parts) > 1:
+            file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        weights = {name: torch.empty(shapes[name]) for name in names}
+        checkpoint.load(path, {"model": weights})
+        renamed = {hf_name(name): weight for name, weight in weights.items()}
+        safetensors.torch.save_file(renamed, work / file, metadata={"format": "pt"})
+        for name in renamed:
+            weight_map[name] = file
+    if len(parts) > 1:
+        size = sum(4 * shape.numel() for shape in shapes.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        write_json(work / "model.safetensors.index.json", index)
+
+
+def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
+    """The config.json of a model. transformers 4.43 and later read it."""
+    rope_scaling = None
+    if scaling := config.rope_scaling:
+        rope_scaling = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_seq_len,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "max_position_embeddings": config.seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope_scaling,
+        "tie_word_embeddings": config.tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "float32",
+        **special_ids(encoding),
+    }
+
+
+def special_ids(encoding: tiktoken.Encoding | None) -> dict:
+    """End-of-text ends a document and begins one. Without the null, Llama's default ids apply."""
+    end = encoding.eot_token if encoding else None
+    return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+
+
+def generation_config(trained: Trained, encoding: tiktoken.Encoding | None) -> dict:
+    """Ids that only pad the head are never drawn, as in sample.py."""
+    padding = list(range(trained.vocab_size, trained.config.vocab_size))
+    return {**special_ids(encoding), "suppress_tokens": padding or None}
+
+
+# --------------------------------------------------------------------------------------------------
+# Import
+
+ARCHITECTURES = ("llama", "mistral")
+LACKING = {  # what models of other types need, by model_type
+    "gpt2": "learned position embeddings and LayerNorm",
+    "mixtral": "experts",
+    "olmo2": "norms of q and k",
+    "phi3": "fused q, k and v",
+    "qwen2": "biases of q, k and v",
+    "qwen3": "norms of q and k",
+    "smollm3": "layers without RoPE",
+}
+INTEGERS = {
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "seq_len": "max_position_embeddings",
+}
+DTYPES = ("F32", "F16", "BF16")
+
+
+def import_model(source: Path, out: Path) -> None:
+    """Write the model folder `source` as the new checkpoint `out`, for --init_from and sample.py.
+
+    In the full format, in float32. Holds one tensor at a time. Raises UsageError and
+    CheckpointError.
+    """
+    checkpoint.check_new(out)
+    config = from_hf(source)
+    shapes = parameter_shapes(config)
+    files = weight_files(source)
+    safetensors = require_safetensors()
+    found = find_weights(safetensors, files, shapes)
+    size = sum(4 * shape.numel() for shape in shapes.values())
+    checkpoint.check_free(out, size)
+    with new_folder(out) as work:
+        copy_weights(safetensors, found, shapes, work / "full.pt")
+        name = import_tokenizer(source, work)
+        vocab_size = config.vocab_size
+        if name:
+            vocab_size = tokenizer.load(name if name == "bytes" else str(work / name)).n_vocab
+        manifest = {
+            "step": 0,
+            "tokens": 0,
+            "model": dataclasses.asdict(config),
+            "tokenizer": name,
+            "tokens_in_vocabulary": vocab_size,
+            "files": {file.name: checkpoint.sync_and_checksum(file) for file in work.iterdir()},
+            "torch": torch.__version__,
+        }
+        checkpoint.complete(work, out, manifest)
+    print(f"{out}: {source}, {len(shapes)} tensors, {size / 1e6:,.1f} MB in float32")
+    if name is None:
+        print(f"{out} has no tokenizer: sample.py takes and prints token ids")
+
+
+def copy_weights(
+    safetensors, files: dict[str, Path], shapes: dict[str, torch.Size], full: Path
+) -> None:
+    """Write full.pt, one tensor at a time."""
+    with FakeTensorMode():
+        layout = {name: torch.empty(shape) for name, shape in shapes.items()}
+    weights = checkpoint.map_full({"model": layout}, full)["model"]
+    for name, file in files.items():
+        with open_weights(safetensors, file) as opened:
+            weights[name].copy_(opened.get_tensor(hf_name(name)))
+
+
+def read_json(file: Path) -> dict:
+    """Raises UsageError."""
+    try:
+        contents = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}; name a folder with config.json") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is not JSON: {error}") from None
+    if not isinstance(contents, dict):
+        raise UsageError(f"{file} is not a JSON object")
+    return contents
+
+
+def from_hf(folder: Path) -> ModelConfig:
+    """The model that config.json describes. Raises UsageError, also for what the decoder lacks."""
+    file = folder / "config.json"
+    hf = read_json(file)
+    try:
+        rope = read_rope(hf)
+        if feature := missing_feature(hf, rope):
+            raise UsageError(f"{folder} needs {feature}, which this decoder does not have")
+        sizes = {ours: whole_number(hf, theirs) for ours, theirs in INTEGERS.items()}
+        return ModelConfig(
+            **sizes,
+            n_kv_head=hf.get("num_key_value_heads") or sizes["n_head"],
+            rope_theta=float(rope["rope_theta"]),
+            tied=bool(hf.get("tie_word_embeddings", False)),
+            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            rope_scaling=read_rope_scaling(rope),
+        )
+    except KeyError as error:
+        raise UsageError(f"{file} lacks {error}") from None
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise UsageError(f"{file} is damaged: {error}") from None
+    except ValueError as error:
+        raise UsageError(f"{file}: {error}") from None
+
+
+def whole_number(hf: dict, key: str) -> int:
+    value = hf[key]
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} must be a whole number above 0, not {value!r}")
+    return value
+
+
+def read_rope(hf: dict) -> dict:
+    """The fields of RoPE: transformers 5 has them in rope_parameters, older ones in two places."""
+    rope = {"rope_theta": hf.get("rope_theta", 10_000.0)}
+    rope |= hf.get("rope_scaling") or {}
+    rope |= hf.get("rope_parameters") or {}
+    rope.setdefault("rope_type", rope.get("type", "default"))  # "type" until 2024
+    return rope
+
+
+def read_rope_scaling(rope: dict) -> RopeScaling | None:
+    if rope["rope_type"] == "default":
+        return None
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_seq_len=whole_number(rope, "original_max_position_embeddings"),
+    )
+
+
+def missing_feature(hf: dict, rope: dict) -> str | None:
+    """What a model needs and the decoder lacks; None if nothing. Raises KeyError and TypeError."""
+    model_type = hf["model_type"]
+    if model_type not in ARCHITECTURES:
+        feature = f"model_type {model_type!r}"
+        return f"{feature} ({LACKING[model_type]})" if model_type in LACKING else feature
+    head_dim = hf.get("head_dim")
+    if head_dim is not None and head_dim * hf["num_attention_heads"] != hf["hidden_size"]:
+        return (
+            f"head_dim {head_dim} (not hidden_size {hf['hidden_size']} / "
+            f"num_attention_heads {hf['num_attention_heads']})"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if hf.get(key):
+            return key
+    if hf.get("hidden_act", "silu") != "silu":
+        return f"hidden_act {hf['hidden_act']!r}"
+    # Where config.json has none, Mistral's is 4096; Llama has no window.
+    window = hf.get("sliding_window", 4096) if model_type == "mistral" else None
+    if window is not None:
+        return f"sliding_window {window}"
+    if rope["rope_type"] not in ("default", "llama3"):
+        return f"rope_type {rope['rope_type']!r}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"partial_rotary_factor {rope['partial_rotary_factor']}"
+    return "quantization_config" if hf.get("quantization_config") else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder. Raises UsageError."""
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UsageError(f"{index} has no weight_map")
+        names = sorted(map(str, set(weight_map.values())))
+    for name in names:
+        if Path(name).name != name:
+            raise UsageError(f"{index} names {name}, outside the folder")
+        if not (folder / name).is_file():
+            raise UsageError(
+                f"{folder} has no {name} (other formats than safetensors are not read)"
+            )
+    return [folder / name for name in names]
+
+
+@contextlib.contextmanager
+def open_weights(safetensors, file: Path) -> Iterator:
+    """Open a safetensors file, which is mapped into memory. Raises CheckpointError for damage."""
+    try:
+        with safetensors.safe_open(file, framework="pt") as opened:
+            yield opened
+    except safetensors.SafetensorError as error:
+        raise checkpoint.CheckpointError(f"cannot read {file}: {error}") from None
+
+
+def find_weights(safetensors, files: list[Path], shapes: dict[str, torch.Size]) -> dict[str, Path]:
+    """The file of each parameter. Raises UsageError unless the files hold exactly the model."""
+    ours = {hf_name(name): name for name in shapes}
+    found = {}
+    for file in files:
+        with open_weights(safetensors, file) as opened:
+            for theirs in opened.keys():  # noqa: SIM118 (not a dict)
+                if theirs in ours:
+                    check_tensor(file, theirs, opened.get_slice(theirs), shapes[ours[theirs]])
+                    found[ours[theirs]] = file
+                elif not is_redundant(theirs):
+                    raise UsageError(f"{file} holds {theirs}, which this decoder does not have")
+    for name in shapes:
+        if name not in found:
+            raise UsageError(f"{files[0].parent} lacks the tensor {hf_name(name)}")
+    return found
+
+
+def is_redundant(name: str) -> bool:
+    """The head of a tied model is its embedding; old Llama files hold RoPE's frequencies."""
+    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+
+
+def check_tensor(file: Path, name: str, tensor, shape: torch.Size) -> None:
+    if tensor.get_shape() != list(shape):
+        raise UsageError(
+            f"{file}: {name} has the shape {tensor.get_shape()}, config.json gives {list(shape)}"
+        )
+    if tensor.get_dtype() not in DTYPES:
+        raise UsageError(
+            f"{file}: {name} is of dtype {tensor.get_dtype()}; {', '.join(DTYPES)} are read"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+def byte_letters() -> list[str]:
+    """GPT-2's character for each byte: Latin-1's where it can be seen, else one from U+0100 on."""
+    letters = []
+    invisible = 0
+    for byte in range(256):
+        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
+            letters.append(chr(byte))
+        else:
+            letters.append(chr(256 + invisible))
+            invisible += 1
+    return letters
+
+
+def hf_pattern(pattern: str) -> str:
+    """A pattern of tiktoken for Oniguruma, the regular expressions of the package tokenizers.
+
+    Oniguruma reads {1,3}+ as a repetition of {1,3}, not as possessive; it is at the end of an
+    alternative, where {1,3} matches the same.
+    """
+    return pattern.replace("{1,3}+", "{1,3}")
+
+
+def split_token(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The parts of a token to which byte-pair merging brings it before its own rank's turn."""
+    parts = [bytes([byte]) for byte in token]
+    while True:
+        lowest = ranks[token]
+        place = None
+        for i in range(len(parts) - 1):
+            rank = ranks.get(parts[i] + parts[i + 1], lowest)
+            if rank < lowest:
+                lowest = rank
+                place = i
+        if place is None:
+            return parts
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+
+
+def tokenizer_json(encoding: tiktoken.Encoding) -> dict:
+    """An encoding as a tokenizer.json of byte-level BPE, which gives the same tokens."""
+    pattern = encoding._pat_str  # there is no public name for it
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": hf_pattern(pattern)},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special_tokens(encoding),
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": byte_level_bpe(encoding),
+    }
+
+
+def special_tokens(encoding: tiktoken.Encoding) -> list[dict]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tokens = []
+    for text in sorted(encoding.special_tokens_set, key=encoding.encode_single_token):
+        token = {"id": encoding.encode_single_token(text), "content": text}
+        tokens.append(token | flags | {"special": True})
+    return tokens
+
+
+def byte_level_bpe(encoding: tiktoken.Encoding) -> dict:
+    """The vocabulary, and the pairs that merge, lowest rank first.
+
+    tiktoken merges any two parts whose union has a rank; tokenizers has a list of pairs. When it is
+    a rank's turn, only one pair can be its parts: what lower ranks leave of its token.
+    """
+    letters = byte_letters()
+
+    def written(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
+    vocabulary = {}
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        vocabulary[written(token)] = ranks[token]
+        parts = split_token(token, ranks)
+        if len(parts) == 2:  # more: no merge leads there, only a piece of text that is the token
+            merges.append(f"{written(parts[0])} {written(parts[1])}")
+    return {
+        "type": "BPE",
+        "ignore_merges": True,  # a piece of text that is a token is not merged, as in tiktoken
+        "vocab": vocabulary,
+        "merges": merges,
+    }
+
+
+def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
+    end = encoding.decode([encoding.eot_token])
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "model_max_length": config.seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def import_tokenizer(folder: Path, work: Path) -> str | None:
+    """Write the tokenizer of a model folder to `work`, if it is as export writes it.
+
+    Returns its name for the manifest, or None: not every tokenizer.json is byte-level BPE with one
+    of our patterns and nothing else.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    theirs = read_json(file)
+    if theirs == tokenizer_json(tokenizer.load("bytes")):
+        return "bytes"
+    try:
+        regex = theirs["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        lines = rank_lines(theirs["model"]["vocab"])
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return None
+    for name, pattern in tokenizer.PATTERNS.items():
+        if hf_pattern(pattern) == regex:
+            path = work / f"tokenizer.{name}.tiktoken"
+            path.write_text(lines)
+            with contextlib.suppress(tokenizer.TokenizerError):
+                if tokenizer_json(tokenizer.load(str(path))) == theirs:
+                    return path.name
+            path.unlink()
+    return None
+
+
+def rank_lines(vocabulary: dict[str, int]) -> str:
+    """A vocabulary as a .tiktoken file. Raises ValueError for a character that is no byte's."""
+    letters = byte_letters()
+    lines = []
+    for written, rank in vocabulary.items():
+        token = bytes(letters.index(letter) for letter in written)
+        lines.append(f"{base64.b64encode(token).decode()} {rank}\n")
+    return "".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
+
+
+def build_parser() -> cli.Parser:
+    parser = cli.Parser(
+        prog="tools.hf",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("export", help="write a checkpoint as a model folder")
+    add.add_argument("source", metavar="RUN|CHECKPOINT", type=Path)
+    add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
+    add = commands.add_parser("import", help="write a model folder as a checkpoint")
+    add.add_argument("source", metavar="DIR", type=Path, help="config.json, model.safetensors")
+    add.add_argument("out", metavar="OUT", type=Path, help="the checkpoint to create")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    # DCP warns when there is one process, which is intended here.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+
+    def command() -> None:
+        args = build_parser().parse_args(argv)
+        convert = export_model if args.command == "export" else import_model
+        convert(args.source, args.out)
+
+    return cli.run(
+        "tools.hf",
+        command,
+        usage=(checkpoint.UsageError, tokenizer.TokenizerError),
+        failure=(checkpoint.CheckpointError,),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
