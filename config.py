@@ -411,17 +411,20 @@ def lr_schedule(config: Config) -> Callable[[int], float]:
 def base_model(config: Config) -> ModelConfig:
     """The model whose parts flags override: that of --init_from, or the named size.
 
-    A run that continues does not need the checkpoint of its --init_from any more, if it has the
-    shape of --model. Raises UsageError and CheckpointError.
+    A run that continues has it in its own checkpoints, should that of --init_from be gone. Raises
+    UsageError and CheckpointError.
     """
-    path = Path(config.init_from or "")
-    if config.init_from is None or not (path / "manifest.json").is_file():
+    if config.init_from is None:
         return SIZES[config.model]
+    candidates = [Path(config.init_from), *checkpoint.list_checkpoints(Path(config.out))]
+    found = [path for path in candidates if (path / "manifest.json").is_file()]
+    if not found:
+        return SIZES[config.model]  # that there is no checkpoint is said later
     try:
-        return ModelConfig(**checkpoint.read_manifest(path)["model"])
+        return ModelConfig(**checkpoint.read_manifest(found[0])["model"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UsageError(
-            f"--init_from {path} is not a checkpoint of train.py: its manifest.json lacks {error}"
+            f"{found[0]} is not a checkpoint of train.py: its manifest.json lacks {error}"
         ) from None
 
 

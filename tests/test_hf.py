@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -98,6 +99,18 @@ def test_an_exported_model_comes_in_again_bit_for_bit_and_trains_on(
         run = train_from(pool, path, tokens, tmp_path / f"from-{path.name}").parent.parent
         losses.append([row["loss"] for row in rows(run)])
     assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+@pytest.mark.hf
+def test_a_run_goes_on_with_the_same_command_when_the_imported_folder_is_gone(
+    transformers, pool, tokens, tmp_path
+):
+    """Its model has no name: the run's own checkpoints tell what it is."""
+    theirs = make_model(transformers, "llama 3.1", tmp_path / "theirs")
+    imported = convert("import", theirs, tmp_path / "imported")
+    train_from(pool, imported, tokens, tmp_path / "run")
+    shutil.rmtree(imported)
+    assert train_from(pool, imported, tokens, tmp_path / "run").name == "step-00000003"
 
 
 @pytest.mark.hf

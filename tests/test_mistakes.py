@@ -119,7 +119,10 @@ TRAIN = [
     Mistake("--out {unsaved}", "holds a run that saved no checkpoints and cannot be continued"),
     Mistake("--init_from {root}", "--init_from {root}: no checkpoint there"),
     Mistake("--init_from {other}/checkpoints/step-00000002 --d_ff 80", "has d_ff 64, and this run"),
-    Mistake("--init_from {no_model}", "is not a checkpoint of train.py: its manifest.json lacks"),
+    Mistake(
+        "--init_from {no_model}",
+        "no_model is not a checkpoint of train.py: its manifest.json lacks",
+    ),
 ]
 
 PREPARE = [
