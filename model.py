@@ -452,7 +452,7 @@ def full_tensor(x: Tensor) -> Tensor:
 @torch.no_grad()
 def generate(
     model: nn.Module,
-    tokens: list[int],
+    prompts: list[list[int]],
     n: int,
     *,
     seq_len: int,
@@ -460,33 +460,67 @@ def generate(
     device: torch.device | str,
     temperature: float = 1.0,
     top_k: int = 0,
+    top_p: float = 1.0,
+    stop: int | None = None,
     seed: int = 0,
-) -> Iterator[int]:
-    """Yield n tokens that continue `tokens`, which must not be empty.
+) -> Iterator[dict[int, int]]:
+    """Continue all prompts in one batch: yield, up to n times, {index of a prompt: its next token}.
 
-    Each depends on the last seq_len tokens. It is drawn from softmax(logits / temperature), limited
-    to the top_k most likely if top_k > 0; at temperature 0 it is the most likely one. Ids from
-    vocab_size on only pad the head and are never drawn. The same seed gives the same tokens.
+    A prompt that draws the token `stop` ends there, without it. None may be empty. A token depends
+    on the last seq_len of its prompt, and is drawn as by `draw`. Ids from vocab_size on only pad
+    the head and are never drawn. Prompt i draws with seed + i: the same seed gives the same tokens.
     Raises FloatingPointError if the logits are not finite.
     """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(tokens)
+    rows = {i: list(tokens) for i, tokens in enumerate(prompts)}  # of those that have not ended
+    generators = [torch.Generator().manual_seed(seed + i) for i in rows]
     for _ in range(n):
-        context = torch.tensor([tokens[-seq_len:]], device=device)  # (1, T)
-        logits = model(context)[0, -1, :vocab_size]  # (vocab_size,), after the last token
-        logits = logits.cpu().double()
+        logits = next_logits(model, [tokens[-seq_len:] for tokens in rows.values()], device)
+        logits = logits[:, :vocab_size].cpu().double()  # (B, vocab_size)
         if not logits.isfinite().all():
             raise FloatingPointError(
                 "the model's logits are not finite: its weights have diverged or are damaged"
             )
-        if temperature == 0:
-            token = int(logits.argmax())
-        else:
-            if 0 < top_k < vocab_size:
-                smallest_kept = logits.topk(top_k).values[-1]
-                logits[logits < smallest_kept] = -math.inf
-            # The largest is 0 before the division: no temperature above 0 overflows to infinity.
-            probabilities = ((logits - logits.max()) / temperature).softmax(-1)
-            token = int(torch.multinomial(probabilities, 1, generator=generator))
-        tokens.append(token)
-        yield token
+        drawn = {}
+        for i, row_logits in zip(list(rows), logits):
+            token = draw(row_logits, temperature, top_k, top_p, generators[i])
+            if token == stop:
+                del rows[i]
+            else:
+                rows[i].append(token)
+                drawn[i] = token
+        if drawn:
+            yield drawn
+        if not rows:
+            return
+
+
+def next_logits(model: nn.Module, contexts: list[list[int]], device) -> Tensor:
+    """The logits (B, vocab_size) after the last token of each context."""
+    last = [len(tokens) - 1 for tokens in contexts]
+    longest = 1 + max(last)
+    # Padded at the end, which attention does not see from the tokens before.
+    padded = [tokens + [0] * (longest - len(tokens)) for tokens in contexts]
+    logits = model(torch.tensor(padded, device=device))  # (B, longest, vocab_size)
+    return logits[range(len(last)), last]
+
+
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> int:
+    """Draw a token from softmax(logits / temperature); at temperature 0 the most likely one.
+
+    Only from the top_k most likely tokens if top_k > 0, and only from the fewest whose
+    probabilities add up to top_p or more (nucleus sampling, Holtzman et al. 2020).
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < len(logits):
+        smallest_kept = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest_kept, -math.inf)
+    # The largest is 0 before the division: no temperature above 0 overflows to infinity.
+    probabilities = ((logits - logits.max()) / temperature).softmax(-1)
+    if top_p < 1:
+        ranked, tokens = probabilities.sort(descending=True)
+        before = ranked.cumsum(-1) - ranked  # of the tokens that are more likely
+        probabilities[tokens[before >= top_p]] = 0
+    return int(torch.multinomial(probabilities, 1, generator=generator))

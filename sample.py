@@ -5,6 +5,8 @@ python sample.py --run runs/tiny --prompt "def "
 
 import argparse
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,17 +109,24 @@ def build_parser() -> cli.Parser:
     add("--run", required=True, type=Path, metavar="DIR", help="a run folder, or a checkpoint")
     add(
         "--prompt",
-        default="",
+        action="append",
         metavar="TEXT",
         help="text to continue; token ids where the tokenizer is unknown (default: the start of a "
-        "document)",
+        "document); several, each with its --prompt, are continued in one batch",
     )
+    add_number_flags(parser)
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
+    return parser
+
+
+def add_number_flags(parser: cli.Parser) -> None:
+    add = parser.add_argument
     add(
         "--max_new_tokens",
         type=int,
         default=500,
         metavar="N",
-        help="number of tokens to sample (default: 500)",
+        help="number of tokens to sample, unless the document ends before (default: 500)",
     )
     add(
         "--temperature",
@@ -134,14 +143,19 @@ def build_parser() -> cli.Parser:
         help="sample from the K most likely tokens only; 0: from all (default: 0)",
     )
     add(
+        "--top_p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the fewest tokens whose probabilities add up to P (default: 1, all)",
+    )
+    add(
         "--seed",
         type=int,
         default=0,
         metavar="S",
-        help="the same seed gives the same text (default: 0)",
+        help="the same seed gives the same text; prompt number i, from 0, uses S + i (default: 0)",
     )
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
-    return parser
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -149,41 +163,76 @@ def check_flags(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if not 0 <= value < 2**32:  # nan is not, either
             raise cli.UsageError(f"--{option} {value} must be at least 0 and below {2**32}")
-    try:
-        args.prompt.encode()
-    except UnicodeEncodeError:
-        raise cli.UsageError("--prompt is not valid UTF-8") from None
+    if not 0 < args.top_p <= 1:
+        raise cli.UsageError(f"--top_p {args.top_p} must be above 0 and at most 1")
+    for prompt in args.prompt:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise cli.UsageError("--prompt is not valid UTF-8") from None
+
+
+def encode(prompt: str, trained: Trained) -> list[int]:
+    """The tokens of a prompt. Raises UsageError and TokenizerError."""
+    tokens = tokenizer.encode(trained.tokenizer, prompt)
+    if not 0 <= min(tokens) <= max(tokens) < trained.vocab_size:
+        raise cli.UsageError(f"--prompt: token ids are 0 to {trained.vocab_size - 1}")
+    seq_len = trained.config.seq_len
+    if len(tokens) > seq_len:
+        warning = f"a prompt has {len(tokens):,} tokens: the model sees the last {seq_len:,}"
+        print(f"sample.py: {warning}", file=sys.stderr)
+    return tokens
+
+
+def keep(steps: Iterator[dict[int, int]], kept: list[list[int]]) -> Iterator[int]:
+    """Yield the tokens of the first prompt as they come, and keep those of all."""
+    for drawn in steps:
+        for i, token in drawn.items():
+            kept[i].append(token)
+        if 0 in drawn:
+            yield drawn[0]
 
 
 def sample(args: argparse.Namespace, device: torch.device) -> None:
-    """Print the prompt and its continuation, token by token."""
+    """Print each prompt and its continuation, that of the first token by token."""
     path = choose_checkpoint(args.run)
     trained = describe(path)
-    tokens = tokenizer.encode(trained.tokenizer, args.prompt)
-    if not 0 <= min(tokens) <= max(tokens) < trained.vocab_size:
-        raise cli.UsageError(f"--prompt: token ids are 0 to {trained.vocab_size - 1}")
-    new = generate(
+    name = trained.tokenizer
+    prompts = [encode(prompt, trained) for prompt in args.prompt]
+    steps = generate(
         load_model(path, trained.config, device),
-        tokens,
+        prompts,
         args.max_new_tokens,
         seq_len=trained.config.seq_len,
         vocab_size=trained.vocab_size,
         device=device,
         temperature=args.temperature,
         top_k=args.top_k,
+        top_p=args.top_p,
+        stop=tokenizer.load(name).eot_token if name else None,
         seed=args.seed,
     )
-    texts = tokenizer.decode(trained.tokenizer, new)
+    new: list[list[int]] = [[] for _ in prompts]
+    began = time.perf_counter()
+    texts = tokenizer.decode(name, keep(steps, new))
     beginning = next(texts, "")  # before the prompt is printed: the model may prove broken
-    print(args.prompt + beginning, end="", flush=True)
+    print(args.prompt[0] + beginning, end="", flush=True)
     for text in texts:
         print(text, end="", flush=True)
     print()
+    seconds = time.perf_counter() - began
+    for prompt, tokens in zip(args.prompt[1:], new[1:]):
+        print("-" * 80)
+        print(prompt + "".join(tokenizer.decode(name, tokens)))
+    count = sum(map(len, new))
+    speed = f"{count:,} tokens in {seconds:.1f} s: {count / seconds:,.0f} tokens/s"
+    print(f"sample.py: {speed}", file=sys.stderr)
 
 
 def main(argv: list[str]) -> int:
     def command() -> None:
         args = build_parser().parse_args(argv)
+        args.prompt = args.prompt or [""]
         check_flags(args)
         device = dist.start(args.device).device
         if device.type == "cpu":

@@ -586,7 +586,7 @@ def sample(run: Run) -> str:
     prompt = folder.tokens("val")[: max(1, seq_len // 4)].tolist()
     new = generate(
         run.forward,
-        prompt,
+        [prompt],
         run.plan.config.sample_tokens,
         seq_len=seq_len,
         vocab_size=folder.vocab_size,
@@ -594,7 +594,7 @@ def sample(run: Run) -> str:
         temperature=0.8,
     )
     try:
-        tokens = [*prompt, *new]
+        tokens = [*prompt, *(drawn[0] for drawn in new)]
         if not run.log.is_rank0:
             return ""
         return "".join(tokenizer.decode(folder.tokenizer, tokens))

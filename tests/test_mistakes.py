@@ -180,6 +180,8 @@ SAMPLE = [
     ),
     Mistake("--run {other} --temperature nan", "--temperature nan must be at least 0 and below"),
     Mistake("--run {other} --temperature inf", "--temperature inf must be at least 0 and below"),
+    Mistake("--run {other} --top_p 0", "--top_p 0.0 must be above 0 and at most 1"),
+    Mistake("--run {other} --top_p nan", "--top_p nan must be above 0 and at most 1"),
     Mistake("--run {other} --top_k -1", "--top_k -1 must be at least 0 and below"),
     Mistake("--run {other} --seed 4294967296", "--seed 4294967296 must be at least 0 and below"),
     Mistake("--run {other} --prompt \udcff", "--prompt is not valid UTF-8"),

@@ -18,6 +18,7 @@ from model import (
     build_model,
     causal_attention,
     causal_mask,
+    draw,
     generate,
 )
 
@@ -336,12 +337,21 @@ def test_layers_that_a_tp_group_cannot_split_equally_are_refused(change):
 # ---- text
 
 
+def generated(model, prompts: list[list[int]], n: int, **options) -> list[list[int]]:
+    """What `generate` adds to each prompt."""
+    new = [[] for _ in prompts]
+    settings = {"seq_len": 16, "vocab_size": 60, "device": "cpu"}
+    for drawn in generate(model, prompts, n, **settings, **options):
+        for i, token in drawn.items():
+            new[i].append(token)
+    return new
+
+
 def test_generate_is_greedy_at_temperature_0_and_repeats_itself_with_one_seed():
     model = build_model(SMALL)
 
     def draw(**options) -> list[int]:
-        new = generate(model, [1, 2], 30, seq_len=16, vocab_size=60, device="cpu", **options)
-        return list(new)
+        return generated(model, [[1, 2]], 30, **options)[0]
 
     greedy = draw(temperature=0)
     tokens = [1, 2]
@@ -350,8 +360,36 @@ def test_generate_is_greedy_at_temperature_0_and_repeats_itself_with_one_seed():
         assert token == logits.argmax()
         tokens.append(token)
     assert draw(seed=5) == draw(seed=5) != draw(seed=6)
-    assert draw(top_k=1, seed=5) == greedy
+    assert draw(top_k=1, seed=5) == draw(top_p=1e-9, seed=5) == greedy
+    assert draw(temperature=5e-324) == greedy
     assert max(draw(temperature=5.0)) < 60
+
+
+def test_prompts_of_different_lengths_continue_in_a_batch_as_each_does_alone():
+    """Prompt i with seed + i. The last is longer than the context."""
+    model = build_model(SMALL)
+    prompts = [[1, 2], [3], list(range(20))]
+    alone = [generated(model, [prompt], 20, seed=7 + i)[0] for i, prompt in enumerate(prompts)]
+    assert generated(model, prompts, 20, seed=7) == alone
+
+
+def test_a_prompt_that_draws_the_stop_token_ends_without_it_and_the_others_go_on():
+    model = build_model(SMALL)
+    prompts = [[1, 2], [3]]
+    first, second = generated(model, prompts, 20)
+    stop = next(token for token in first if token not in second)
+    assert generated(model, prompts, 20, stop=stop) == [first[: first.index(stop)], second]
+
+
+@pytest.mark.parametrize(
+    "top_p, drawn",
+    [(0.49, {2}), (0.51, {2, 0}), (0.79, {2, 0}), (0.81, {2, 0, 1}), (1.0, {2, 0, 1, 3})],
+)
+def test_top_p_keeps_the_fewest_tokens_that_add_up_to_it(top_p, drawn):
+    logits = torch.tensor([0.3, 0.15, 0.5, 0.05]).double().log()
+    generator = torch.Generator().manual_seed(0)
+    draws = [draw(logits, 1.0, 0, top_p, generator) for _ in range(300)]
+    assert set(draws) == drawn
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -359,15 +397,5 @@ def test_generate_refuses_logits_that_are_not_finite(temperature):
     model = build_model(SMALL)
     with torch.no_grad():
         model.norm.weight.fill_(torch.nan)
-    new = generate(
-        model, [1, 2], 1, seq_len=16, vocab_size=60, device="cpu", temperature=temperature
-    )
     with pytest.raises(FloatingPointError, match="logits are not finite"):
-        next(new)
-
-
-def test_generate_takes_the_most_likely_token_at_the_smallest_temperature():
-    model = build_model(SMALL)
-    options = {"seq_len": 16, "vocab_size": 60, "device": "cpu"}
-    greedy = list(generate(model, [1, 2], 10, temperature=0.0, **options))
-    assert list(generate(model, [1, 2], 10, temperature=5e-324, **options)) == greedy
+        generated(model, [[1, 2]], 1, temperature=temperature)

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -40,11 +41,15 @@ def run(trained, tmp_path) -> Path:
 
 @pytest.fixture
 def text(capsys):
-    """text(path): what sample.py prints, and what it says beside."""
+    """text(path): what sample.py prints, and what it says beside, but for the speed."""
 
-    def call(path: Path) -> tuple[str, str]:
-        assert sample.main(["--run", str(path), "--prompt", "the", *TEN_TOKENS]) == 0
-        return capsys.readouterr()
+    def call(path: Path, *options: str) -> tuple[str, str]:
+        argv = ["--run", str(path), *TEN_TOKENS, *(options or ("--prompt", "the"))]
+        assert sample.main(argv) == 0
+        out, err = capsys.readouterr()
+        warnings, _, speed = err.rpartition("sample.py: ")
+        assert re.fullmatch(r"[\d,]+ tokens in \d+\.\d s: [\d,]+ tokens/s\n", speed)
+        return out, warnings
 
     return call
 
@@ -91,6 +96,41 @@ def test_a_manifest_may_name_the_tokenizer_by_its_absolute_path(run, tmp_path, t
     assert text(path) == text(trained)
     outside.rename(path / outside.name)
     assert text(path) == text(trained)
+
+
+def test_several_prompts_are_continued_in_one_batch(trained, text):
+    prompts = ["the", "thing", "t"]
+    flags = [word for prompt in prompts for word in ("--prompt", prompt)]
+    out, _ = text(trained, *flags)
+    alone = [text(trained, "--prompt", prompt)[0] for prompt in prompts]
+    assert out == f"{'-' * 80}\n".join(alone)
+
+
+def test_a_prompt_longer_than_the_context_is_slid_and_that_is_said(trained, text):
+    """The context is 16 tokens; one token of this tokenizer is "the"."""
+    out, err = text(trained, "--prompt", "x" * 5 + "the" * 16)
+    assert err == "sample.py: a prompt has 21 tokens: the model sees the last 16\n"
+    short, _ = text(trained, "--prompt", "the" * 16)
+    assert out == "x" * 5 + short
+
+
+def test_text_ends_where_the_document_does(trained, text, monkeypatch):
+    whole, _ = text(trained)
+    weights = sample.load_model
+
+    def prefers_the_end(path, config, device):
+        model = weights(path, config, device)
+        end = 258  # the end-of-text token
+        model.head.register_forward_hook(lambda module, x, logits: favour(logits, end))
+        return model
+
+    monkeypatch.setattr(sample, "load_model", prefers_the_end)
+    assert text(trained)[0] == "the\n" != whole
+
+
+def favour(logits, token: int):
+    logits[..., token] = 1e3
+    return logits
 
 
 def test_help_shows_examples(capsys):
