@@ -39,10 +39,10 @@ def flag(
 @dataclass(frozen=True)
 class Config:
     # Data and output
-    data: str = flag(
-        BUILTIN,
-        "token folder, written by prepare.py or nanoGPT; the default is prepared on first use from "
-        "the library of the installed Python",
+    data: str | None = flag(
+        None,
+        f"token folder, written by prepare.py or nanoGPT (default: {BUILTIN}, prepared on first "
+        "use from the library of the installed Python)",
         metavar="DIR",
     )
     out: str | None = flag(None, "run folder (default: runs/MODEL)", metavar="DIR")
@@ -147,6 +147,11 @@ class Config:
     )
     eval_interval: int = flag(250, "steps between evaluations; 0: at the end only", 0)
     eval_sequences: int = flag(512, "validation sequences per evaluation, always the same", 1)
+    eval_only: bool = flag(
+        False,
+        "print loss, perplexity and bits per byte of the newest checkpoint in --out, or that of "
+        "--init_from or --resume, on its data or --data; only reads",
+    )
     sample_tokens: int = flag(256, "tokens of text to sample at the end; 0: none", 0)
     profile: str | None = flag(
         None,
@@ -177,6 +182,9 @@ class Config:
     )
     allow_changes: bool = flag(
         False, "continue a run although flags of its optimizer, or its dtype, have changed"
+    )
+    dry_run: bool = flag(
+        False, "stop before the first step, with all checked, built and read, and nothing written"
     )
     time_limit: float = flag(
         0.0, "seconds after which the run has saved and stopped; 0: no limit", 0, metavar="SECONDS"
@@ -239,6 +247,7 @@ examples:
   python train.py --max_steps 100
   torchrun --standalone --nproc_per_node 8 train.py --strategy fsdp --model gpt2-124m \\
       --data tokens/mine --global_batch_size 512 --micro_batch_size 32 --out runs/mine
+  python train.py --eval_only --out runs/mine
 
 beside it, each with --help:
   python prepare.py            text -> token folder
@@ -265,11 +274,14 @@ def parse(argv: list[str]) -> Config:
     del flags["config"]
     if flags["out"] is None:
         flags["out"] = f"runs/{flags['model']}"
+    if flags["data"] is None and not flags["eval_only"]:  # whose default is the checkpoint's
+        flags["data"] = BUILTIN
     config = Config(**flags)
     check_ranges(config)
     check_pairs(config)
     # Fail early on flags that do not fit together whatever the data and the number of processes.
-    model_config(config, vocab_size=64 * config.tp)
+    if not config.eval_only:  # whose model is in the checkpoint
+        model_config(config, vocab_size=64 * config.tp)
     blocks_per_unit(config)
     profile_window(config)
     return config
@@ -376,6 +388,8 @@ def check_pairs(c: Config) -> None:
         raise UsageError(f"--min_lr {c.min_lr} is above the peak learning rate {peak_lr(c)}")
     if c.async_save and c.checkpoint == "none":
         raise UsageError("--async_save with --checkpoint none has nothing to save: drop one")
+    if c.dry_run and c.eval_only:
+        raise UsageError("--dry_run ends before training and --eval_only trains nothing: drop one")
     if c.init_from and c.resume not in ("auto", "never"):
         raise UsageError(
             "--init_from begins a new run and --resume PATH continues one: give only one of them"
@@ -490,6 +504,8 @@ def split_batch(config: Config, dp_size: int) -> tuple[int, int]:
     """Return (micro_batch_size, grad_accum_steps) for `dp_size` ranks. Raises UsageError."""
     global_batch_size = config.global_batch_size
     size = micro_batch_size(config, dp_size)
+    if config.eval_only:  # which has no global batch
+        return size, 1
     per_forward = size * dp_size  # sequences of all ranks
     if global_batch_size % per_forward:
         remedy = "change --global_batch_size or --micro_batch_size"

@@ -24,7 +24,7 @@ from pathlib import Path
 import checkpoint
 import dist
 from cli import UsageError
-from config import Config, lr_schedule, peak_lr, warmup_steps
+from config import BUILTIN, Config, lr_schedule, peak_lr, warmup_steps
 from lock import try_lock
 from metrics import replace_file
 from model import ModelConfig
@@ -170,6 +170,28 @@ def resume_point(
     return ResumePoint(step, resume_from, changes=check_changes(saved, manifest, step))
 
 
+def to_evaluate(config: Config) -> Config:
+    """The flags of --eval_only, with the checkpoint as --init_from and its --data by default.
+
+    The checkpoint is that of --init_from or --resume, each also as a run folder, or the newest in
+    --out. Raises checkpoint.UsageError and CheckpointError.
+    """
+    named = config.init_from
+    if config.resume not in ("auto", "never"):
+        named = config.resume
+    path = checkpoint.checkpoints_at(Path(named or config.out))[-1]
+    saved = checkpoint.read_manifest(path).get("config") or {}
+    folder = config.data or saved.get("data") or BUILTIN
+    return dataclasses.replace(config, init_from=str(path), data=folder)
+
+
+def evaluation_point(config: Config, manifest: dict) -> ResumePoint:
+    """The weights that --eval_only evaluates. Raises UsageError, CheckpointError."""
+    path = Path(config.init_from)
+    check_init(path, manifest)
+    return ResumePoint(step=0, checkpoint=None, init_from=path)
+
+
 def check_nothing_is_lost(out: Path, passed_over: list[str]) -> None:
     """Refuse to begin at step 1 in a folder whose checkpoints are all damaged."""
     for path in sorted(out.glob("checkpoints/step-*")):
@@ -302,7 +324,7 @@ CHANGE_THE_NUMBERS = {
     "skip_spikes",
     "dtype",
 }
-OF_ONE_START = {"out", "resume", "init_from", "allow_changes"}
+OF_ONE_START = {"out", "resume", "init_from", "allow_changes", "dry_run", "eval_only"}
 
 
 def saved_config(flags: dict) -> Config:

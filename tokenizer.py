@@ -152,3 +152,18 @@ def decode(name: str | None, tokens: Iterable[int]) -> Iterator[str]:
     for token in tokens:
         yield decoder.decode(encoding.decode_single_token_bytes(token))
     yield decoder.decode(b"", final=True)
+
+
+def text_bytes(name: str | None, counts: list[int]) -> int:
+    """The bytes of the text of counts[i] tokens of each id i; special tokens have none.
+
+    Raises TokenizerError.
+    """
+    if name is None:
+        raise TokenizerError("the tokenizer of this data is unknown, and ids have no text")
+    encoding = load(name)
+    total = 0
+    for token, count in enumerate(counts):
+        if count and not encoding.is_special_token(token):
+            total += count * len(encoding.decode_single_token_bytes(token))
+    return total

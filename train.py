@@ -108,16 +108,13 @@ def make_plan(config: Config, world: dist.World) -> Plan:
     )
     dp_size = mesh_shape[0] * mesh_shape[1]
     micro_batch, grad_accum_steps = split_batch(c, dp_size)
-    manifest = {
-        "config": dataclasses.asdict(c),
-        "model": dataclasses.asdict(model),
-        "dtype": str(dtype).removeprefix("torch."),
-        "data": token_folder.fingerprint,
-        "tokenizer": token_folder.tokenizer_name,
-        "tokens_in_vocabulary": token_folder.vocab_size,
-    }
-    latest, passed_over = checkpoint.latest_valid(Path(c.out))
-    resume = dist.on_rank0(lambda: run_folder.resume_point(c, manifest, latest, passed_over))
+    manifest = make_manifest(c, model, dtype, token_folder)
+    passed_over: list[str] = []
+    if c.eval_only:
+        resume = dist.on_rank0(lambda: run_folder.evaluation_point(c, manifest))
+    else:
+        latest, passed_over = checkpoint.latest_valid(Path(c.out))
+        resume = dist.on_rank0(lambda: run_folder.resume_point(c, manifest, latest, passed_over))
     return Plan(
         config=c,
         strategy=strategy,
@@ -136,6 +133,19 @@ def make_plan(config: Config, world: dist.World) -> Plan:
         started=started,
         deadline=deadline,
     )
+
+
+def make_manifest(
+    c: Config, model: ModelConfig, dtype: torch.dtype, token_folder: data.TokenFolder
+) -> dict:
+    return {
+        "config": dataclasses.asdict(c),
+        "model": dataclasses.asdict(model),
+        "dtype": str(dtype).removeprefix("torch."),
+        "data": token_folder.fingerprint,
+        "tokenizer": token_folder.tokenizer_name,
+        "tokens_in_vocabulary": token_folder.vocab_size,
+    }
 
 
 def choose_strategy(
@@ -193,11 +203,14 @@ def prepare_builtin(world: dist.World) -> None:
 
 
 class Run:
-    """What a step needs, on this rank. Once it is built, the run folder belongs to this run."""
+    """What a step needs, on this rank.
+
+    Once it is built, the run folder belongs to this run: not with --dry_run and --eval_only, which
+    write nothing. --eval_only needs no optimizer either.
+    """
 
     def __init__(self, plan: Plan, world: dist.World, dog: watchdog.Watchdog):
         c = plan.config
-        out = Path(c.out)
         seq_len = plan.model_config.seq_len
         self.plan = plan
         self.world = world
@@ -205,6 +218,7 @@ class Run:
         self.step = plan.resume.step  # updates so far
         self.train_data = data.TokenDataset(plan.token_folder, "train", seq_len, c.seed)
         self.val_data = data.TokenDataset(plan.token_folder, "val", seq_len, seed=None)
+        self.n_val = min(c.eval_sequences, len(self.val_data))  # windows of an evaluation
         self.mesh = dist.make_mesh(world, plan.mesh_shape)
         self.dp_rank = dist.dp_rank(self.mesh)
         with torch.device("meta"):
@@ -212,18 +226,28 @@ class Run:
         if c.checkpoint == "full":
             dist.on_rank0(lambda: check_full(self.model, plan.mesh_shape, world))
         self.forward = lay_out(self.model, self.mesh, plan)  # the model, or DDP around it
-        self.optimizer = build_optimizer(self.model, c)
-        memory.trim_freed_memory()  # of whole tensors, of which each rank keeps its shard
         # What a checkpoint holds: the live tensors, sharded. Taken before the first forward, since
         # after an evaluation the root unit of FSDP shows its gathered weights instead.
         weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
-        self.state = {"model": weights, "optimizer": self.optimizer.state()}
+        self.state = {"model": weights}
+        if not c.eval_only:
+            self.optimizer = build_optimizer(self.model, c)
+            self.state["optimizer"] = self.optimizer.state()
+        memory.trim_freed_memory()  # of whole tensors, of which each rank keeps its shard
         load(plan.resume, self.state)
         self.check_ranks_agree()
+        if not (c.dry_run or c.eval_only):
+            self.open_folder()
+
+    def open_folder(self) -> None:
+        """Take the run folder, and open all that writes there."""
+        plan, world = self.plan, self.world
+        c = plan.config
+        out = Path(c.out)
         first_start = dist.on_rank0(
             lambda: run_folder.create(out, plan.manifest, self.step, world.size, plan.started)
         )
-        dog.dump_folder = out / "flight"
+        self.watchdog.dump_folder = out / "flight"
         self.log = build_log(plan, self.model, world.device, first_start)
         self.profiler = profiling.Profiler(
             profile_window(c), out / "profile", self.mesh, self.log.say
@@ -244,9 +268,23 @@ class Run:
         must_match["the code"] = source_hash()
         must_match["the fingerprint of the data"] = self.plan.manifest["data"]
         first_step = self.indices(self.step + 1, self.step + 1)
+        if self.plan.config.eval_only:
+            first_step = self.val_indices()
         first_indices = itertools.chain.from_iterable(first_step)
         weights = self.model.parameters()
         watchdog.check_ranks_agree(self.mesh, must_match, weights, first_indices)
+
+    def say(self, line: str) -> None:
+        if self.world.is_rank0:
+            print(line, flush=True)
+
+    def val_indices(self) -> list[list[int]]:
+        """The windows of this rank's batches of the fixed validation set."""
+        plan = self.plan
+        batches = data.val_indices(
+            self.n_val, len(self.val_data), plan.micro_batch_size, self.dp_rank, plan.dp_size
+        )
+        return list(batches)
 
     def indices(self, start_step: int, stop_step: int) -> Iterator[list[int]]:
         """The sequence indices of this rank's micro-batches, from start_step through stop_step."""
@@ -307,9 +345,10 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.M
         reshard_after_forward=c.reshard_after_forward,
         keep_gradients=keep_gradients,
     )
-    shape = (plan.micro_batch_size, plan.model_config.seq_len + 1)  # as in train_step
-    tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
-    dist.settle_buckets(forward, keep_gradients, tokens[:, :-1], tokens[:, 1:])
+    if not c.eval_only:
+        shape = (plan.micro_batch_size, plan.model_config.seq_len + 1)  # as in train_step
+        tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
+        dist.settle_buckets(forward, keep_gradients, tokens[:, :-1], tokens[:, 1:])
     return forward
 
 
@@ -432,37 +471,37 @@ def finish_saves(run: Run) -> None:
         raise checkpoint.CheckpointError(run.saver.failure)
 
 
-@torch.no_grad()
 def evaluate(run: Run, step: int) -> None:
-    """Log the mean loss over the fixed validation set; every rank takes part in every forward.
-
-    Raises Diverged, on all ranks, where it is not finite.
-    """
-    plan = run.plan
-    n_windows = len(run.val_data)
-    count = min(plan.config.eval_sequences, n_windows)
-    index_lists = list(
-        data.val_indices(count, n_windows, plan.micro_batch_size, run.dp_rank, plan.dp_size)
-    )
-    # Read all batches first, so that a read error on one rank cannot leave the others hanging in a
-    # collective. A rank that has no windows left runs window 0 with weight 0.
+    """Log the validation loss. Raises Diverged, on all ranks, where it is not finite."""
     try:
-        batches = dist.raise_on_all_ranks(
-            lambda: [run.val_data[indices or [0]] for indices in index_lists]
-        )
+        val_loss = validation_loss(run)
     except data.DataError:  # it ends the run, but what was trained is not lost
         save(run, step)
         finish_saves(run)
         raise
+    run.log.evaluation(step, val_loss)
+
+
+@torch.no_grad()
+def validation_loss(run: Run) -> float:
+    """The mean loss over the fixed validation set; every rank takes part in every forward.
+
+    In nats per token. Raises DataError, on all ranks, where one cannot read its part.
+    """
+    index_lists = run.val_indices()
+    # Read all batches first, so that a read error on one rank cannot leave the others hanging in a
+    # collective. A rank that has no windows left runs window 0 with weight 0.
+    batches = dist.raise_on_all_ranks(
+        lambda: [run.val_data[indices or [0]] for indices in index_lists]
+    )
     total = torch.zeros((), device=run.world.device)
     for indices, tokens in zip(index_lists, batches):
-        run.watchdog.progress(step, "evaluating")
+        run.watchdog.progress(run.step, "evaluating")
         tokens = tokens.to(run.world.device)
         total += run.forward(tokens[:, :-1], tokens[:, 1:]) * len(indices)
     total = total.double()
     torch.distributed.all_reduce(total)
-    val_loss = total.item() / plan.config.tp / count  # the ranks of a tp group have the same loss
-    run.log.evaluation(step, val_loss)
+    return total.item() / run.plan.config.tp / run.n_val  # a tp group's ranks have the same loss
 
 
 # --------------------------------------------------------------------------------------------------
@@ -614,7 +653,7 @@ def print_summary(run: Run) -> None:
     axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, plan.mesh_shape))
     epochs = c.max_steps * c.global_batch_size / len(run.train_data)
     auto = " (--dtype auto)" if c.dtype == "auto" else ""
-    say = run.log.say
+    say = run.say
     say(
         f"model   {c.init_from or c.model}: {m.n_layer} layers x {m.d_model} wide, "
         f"vocabulary {m.vocab_size:,}: {run.model.parameter_count():,} parameters"
@@ -627,7 +666,8 @@ def print_summary(run: Run) -> None:
         say(f"        --strategy auto: {plan.strategy_reason}")
     dtype = str(plan.dtype).removeprefix("torch.")
     say(f"dtype   {dtype}{auto}; weights, reductions and optimizer in float32")
-    if run.world.device.type == "cuda" and run.log.peak_flops is None:
+    peak_flops = metrics.peak_flops(run.world.device, plan.dtype, c.peak_tflops)
+    if run.world.device.type == "cuda" and peak_flops is None:
         say(f"        no MFU: the peak of this GPU in {dtype} is not known; give --peak_tflops")
     say(
         f"batch   {c.global_batch_size} sequences = micro-batch {plan.micro_batch_size} x "
@@ -651,6 +691,39 @@ def print_summary(run: Run) -> None:
         say(f"        changed: {change}")
 
 
+def print_evaluation(run: Run) -> None:
+    """Evaluate, and print the line of --eval_only."""
+    plan = run.plan
+    val_loss = validation_loss(run)
+    if not run.world.is_rank0:
+        return
+    perplexity = math.exp(min(val_loss, 700))  # exp(710) is no float
+    run.say(
+        f"{plan.resume.init_from} on {plan.config.data}: val_loss {val_loss:.6f}, "
+        f"perplexity {perplexity:,.4f}, {bits_per_byte(run, val_loss)} "
+        f"({run.n_val:,} sequences of {plan.model_config.seq_len:,} tokens)"
+    )
+
+
+def bits_per_byte(run: Run, val_loss: float) -> str:
+    """val_loss as bits for each byte of the text that it predicts, in words.
+
+    nats per token x tokens / (ln 2 x bytes). An end-of-text token has a loss, but no bytes.
+    """
+    folder = run.plan.token_folder
+    counts = torch.zeros(folder.vocab_size, dtype=torch.int64)
+    (windows,) = data.val_indices(run.n_val, len(run.val_data), run.n_val, dp_rank=0, dp_size=1)
+    for window in windows:
+        targets = run.val_data[[window]][0, 1:]  # (T,)
+        counts += targets.bincount(minlength=folder.vocab_size)
+    try:
+        n_bytes = tokenizer.text_bytes(folder.tokenizer, counts.tolist())
+    except tokenizer.TokenizerError as error:
+        return f"no bits per byte: {error}"
+    nats = val_loss * int(counts.sum())
+    return f"{nats / (math.log(2) * n_bytes):.6f} bits per byte"
+
+
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """A collection on one rank holds up all of them, so the loop collects on all at once."""
@@ -671,36 +744,48 @@ def prepare_memory(plan: Plan, world: dist.World) -> None:
         print(f"train.py: warning: {shortage}", file=sys.stderr, flush=True)
 
 
-def run_training(config: Config) -> int:
-    """Join the other ranks, plan, build and train; return the exit status."""
+def run_command(config: Config) -> int:
+    """Join the other ranks, and train or evaluate; return the exit status."""
     collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * config.timeout)
     world = dist.start(config.device, collective_timeout)
     dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
-    lock = run_folder.locked(Path(config.out), config.timeout)
     # loss_parallel is for --tp, whose ranks hold parts of the logits.
-    with dog, loss_parallel(), no_garbage_collection(), lock:
-        plan = make_plan(config, world)
-        if plan.resume.step >= config.max_steps:
+    with dog, loss_parallel(), no_garbage_collection():
+        if config.eval_only:  # which only reads, so that it needs no lock
+            plan = make_plan(dist.on_rank0(lambda: run_folder.to_evaluate(config)), world)
+            print_evaluation(Run(plan, world, dog))
             status = 0
-            if world.is_rank0:
-                print(
-                    f"{config.out} is finished, step {plan.resume.step} of {config.max_steps}: "
-                    "raise --max_steps, or choose another --out"
-                )
         else:
-            prepare_memory(plan, world)
-            dog.saved_step = plan.resume.step or None
-            run = Run(plan, world, dog)
-            print_summary(run)
-            status = train(run)
+            with run_folder.locked(Path(config.out), config.timeout):
+                status = run_training(config, world, dog)
     dist.stop()
     return status
+
+
+def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> int:
+    """Plan, build and train, unless the run is finished; return the exit status."""
+    plan = make_plan(config, world)
+    if plan.resume.step >= config.max_steps:
+        if world.is_rank0:
+            print(
+                f"{config.out} is finished, step {plan.resume.step} of {config.max_steps}: "
+                "raise --max_steps, or choose another --out"
+            )
+        return 0
+    prepare_memory(plan, world)
+    dog.saved_step = plan.resume.step or None
+    run = Run(plan, world, dog)
+    print_summary(run)
+    if config.dry_run:
+        run.say("--dry_run: all is ready for the first step; nothing was written")
+        return 0
+    return train(run)
 
 
 def main(argv: list[str]) -> int:
     dist.read_slurm()
     try:
-        return run_training(parse(argv))
+        return run_command(parse(argv))
     except (
         UsageError,
         checkpoint.UsageError,

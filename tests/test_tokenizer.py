@@ -127,3 +127,11 @@ def test_gpt2_without_network_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     with pytest.raises(tokenizer.TokenizerError, match="TIKTOKEN_CACHE_DIR.*--tokenizer bytes"):
         tokenizer.load("gpt2")
+
+
+def test_text_bytes_are_those_of_the_text_without_the_end_of_a_document(tmp_path):
+    name = write_ranks(tmp_path / "mine.tiktoken", [b"th", b"the"])
+    counts = [0] * 259
+    for token in [*tokenizer.encode(name, "the thé"), 258]:
+        counts[token] += 1
+    assert tokenizer.text_bytes(name, counts) == len("the thé".encode())

@@ -1,8 +1,10 @@
 """The command: what it prints, logs, refuses and survives."""
 
 import json
+import math
 import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -220,6 +222,89 @@ def test_an_evaluation_that_fails_on_one_rank_saves_and_ends_the_run(pool, token
     (saved,) = checkpoint.list_checkpoints(out)
     assert checkpoint.read_manifest(saved)["step"] == 8
     assert [row["step"] for row in rows(out)] == list(range(1, 9))
+
+
+def files(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens, tmp_path):
+    out = run(1, "--max_steps 2 --save_interval 1 --dtype float32")
+    (row,) = rows(out, "val_loss")
+    before = files(tmp_path)
+    (out / "lock").touch()  # a run that took it would remove it
+    text = f"--out {out} --eval_only --eval_sequences 10 --device cpu --dtype float32 --strategy"
+    argv = text.split()  # the model and the data are those of the checkpoint
+    said = [
+        pool(2, listen, [*argv, "fsdp"])[0],
+        pool(2, listen, [*argv, "ddp", "--tp", "2"])[0],
+        pool(3, listen, [*argv, "ddp"])[0],  # a global batch of 8 does not divide over 3
+    ]
+    (out / "lock").unlink()
+    for status, line, err in said:
+        assert (status, line.count("\n"), err) == (0, 1, "")
+        assert line.startswith(f"{out}/checkpoints/step-00000002 on {tokens}: val_loss ")
+        loss, perplexity, bits = evaluation(line)
+        assert loss == pytest.approx(row["val_loss"], rel=1e-5)
+        assert perplexity == pytest.approx(math.exp(loss), rel=1e-4)
+        assert bits == pytest.approx(bits_of(loss, tokens), rel=1e-5)
+    assert files(tmp_path) == before
+
+
+def evaluation(line: str) -> list[float]:
+    """Loss, perplexity and bits per byte."""
+    pattern = r"val_loss (\S+), perplexity (\S+), (\S+) bits per byte \(10 sequences of 16 tokens\)"
+    return [float(text) for text in re.search(pattern, line).groups()]
+
+
+def bits_of(loss: float, tokens: Path) -> float:
+    """Bits per byte of the ten windows of an evaluation: a byte is a token, 256 the end of text."""
+    ids = np.fromfile(tokens / "val.bin", "<u2")
+    n_windows = (len(ids) - 1) // 16
+    n_bytes = 0
+    for i in range(10):
+        start = i * n_windows // 10 * 16 + 1
+        n_bytes += np.count_nonzero(ids[start : start + 16] != 256)
+    return loss * 160 / math.log(2) / n_bytes
+
+
+def test_eval_only_takes_another_checkpoint_and_other_data(run, pool, tokens, tmp_path):
+    out = run(1, "--max_steps 2 --save_interval 1 --dtype float32 --eval_interval 1")
+    other = tmp_path / "other"
+    shutil.copytree(tokens, other)
+    zeros = np.zeros(1000, "<u2")
+    zeros.tofile(other / "val.bin")
+    meta = json.loads((other / "meta.json").read_text()) | {"val_tokens": 1000, "tokenizer": None}
+    (other / "meta.json").write_text(json.dumps(meta))
+    path = checkpoint.list_checkpoints(out)[0]
+    text = "--eval_only --eval_sequences 10 --device cpu --dtype float32"
+    argv = [*text.split(), "--init_from"]
+    ((_, first, _),) = pool(1, listen, [*argv, str(path)])
+    assert evaluation(first)[0] == pytest.approx(rows(out, "val_loss")[0]["val_loss"], abs=1e-6)
+    ((_, newest, _),) = pool(1, listen, [*argv, str(out), "--data", str(other)])
+    assert newest.startswith(f"{out}/checkpoints/step-00000002 on {other}: val_loss ")
+    assert (
+        ", no bits per byte: the tokenizer of this data is unknown, and ids have no text (10 "
+        in newest
+    )
+
+
+def test_dry_run_does_all_but_the_steps_and_writes_nothing(run, pool, tokens, tmp_path):
+    before = files(tmp_path)
+    text = f"--data {tokens} --out {tmp_path}/run --dry_run --strategy fsdp --max_steps"
+    (status, said, err), _ = pool(2, listen, flags(f"{text} 2"))
+    assert (status, err) == (0, "")
+    for word in ("model ", "mesh    fsdp: dp_replicate 1 x dp_shard 2", "memory  a rank", "out "):
+        assert f"\n{word}" in f"\n{said}"
+    assert said.endswith("--dry_run: all is ready for the first step; nothing was written\n")
+    assert files(tmp_path) == before
+
+    run(1, "--max_steps 2")
+    before = files(tmp_path)
+    ((status, said, _),) = pool(1, listen, flags(f"{text} 4"))
+    assert status == 0 and "continuing from" in said
+    assert "changed: --max_steps 2 -> 4" in said and "--dry_run F" not in said
+    assert files(tmp_path) == before
 
 
 # --------------------------------------------------------------------------------------------------
