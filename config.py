@@ -247,6 +247,7 @@ examples:
   python train.py --max_steps 100
   torchrun --standalone --nproc_per_node 8 train.py --strategy fsdp --model gpt2-124m \\
       --data tokens/mine --global_batch_size 512 --micro_batch_size 32 --out runs/mine
+  torchrun --standalone --nproc_per_node 8 train.py --config configs/gpt2-124m.json
   python train.py --eval_only --out runs/mine
 
 beside it, each with --help:
@@ -302,7 +303,9 @@ def build_parser() -> cli.Parser:
     for name in FIRST:
         add_flag(group, fields[name])
     group.add_argument(
-        "--config", metavar="FILE.json", help="config.json of a run; flags on the command line win"
+        "--config",
+        metavar="FILE.json",
+        help="config.json of a run, or a file of configs/; flags on the command line win",
     )
     for name, f in fields.items():
         if name in GROUPS:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from conftest import ROOT
 
 from cli import UsageError
 from config import (
@@ -77,6 +78,22 @@ def test_a_batch_that_does_not_divide_names_the_ranks_that_would_do(
         split_batch(config, dp_size)
     assert f"16 is not a multiple of micro_batch_size {micro_batch_size or 5} x" in str(error.value)
     assert str(error.value).endswith(f"change --global_batch_size or --micro_batch_size{remedy}")
+
+
+@pytest.mark.parametrize(
+    "name, ranks, split, tokens_per_step, tokens",
+    [
+        ("gpt2-124m", 8, (12, 5), 491_520, 295e9),
+        ("olmo-1b", 64, (8, 4), 4_194_304, 3.1e12),
+        ("llama3-8b", 64, (1, 8), 4_194_304, 15e12),
+    ],
+)
+def test_configs_have_the_arithmetic_of_the_reference(name, ranks, split, tokens_per_step, tokens):
+    config = parse(["--config", str(ROOT / f"configs/{name}.json")])
+    model = model_config(config, vocab_size=64)
+    assert split_batch(config, ranks) == split
+    assert config.global_batch_size * model.seq_len == tokens_per_step
+    assert config.max_steps * tokens_per_step == pytest.approx(tokens, rel=1e-3)
 
 
 def test_a_named_size_takes_overrides_and_a_padded_vocabulary():

@@ -307,6 +307,22 @@ def test_dry_run_does_all_but_the_steps_and_writes_nothing(run, pool, tokens, tm
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "name, batch",
+    [
+        ("gpt2-124m", "480 sequences = micro-batch 12 x accumulation 20 x 2 ranks"),
+        ("olmo-1b", "2048 sequences = micro-batch 8 x accumulation 128 x 2 ranks"),
+        ("llama3-8b", "512 sequences = micro-batch 1 x accumulation 256 x 2 ranks"),
+    ],
+)
+def test_configs_start_at_a_tiny_size(pool, tokens, tmp_path, name, batch):
+    argv = f"--config {ROOT}/configs/{name}.json --dry_run --data {tokens} --out {tmp_path}/run"
+    small = "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16"
+    end = "--device cpu --compile false"  # DDP's buckets settle in a pass that would compile
+    (status, said, err), _ = pool(2, listen, f"{argv} {small} {end}".split())
+    assert (status, err, batch in said) == (0, "", True)
+
+
 # --------------------------------------------------------------------------------------------------
 # The host does not wait for the device
 
