@@ -16,6 +16,7 @@ from typing import Literal, get_args, get_origin
 
 import checkpoint
 import cli
+import metrics
 import optim
 from cli import UsageError
 from model import SIZES, ModelConfig
@@ -142,6 +143,9 @@ class Config:
 
     # Cadence, in optimizer steps
     log_interval: int = flag(10, "steps between log rows", 1)
+    tracker: Literal[("none", *metrics.TRACKERS)] = flag(
+        "none", "also send training and evaluation rows to this optional package"
+    )
     optim_metrics_interval: int = flag(
         0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", 0
     )

@@ -1,5 +1,6 @@
 """The log: rows of metrics.jsonl and optim.jsonl, and lines on the console."""
 
+import importlib
 import json
 import math
 import os
@@ -7,11 +8,12 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -190,6 +192,53 @@ def console_line(row: dict, max_steps: int, is_first: bool) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
+# Trackers
+
+# Optional packages, each with the module to import
+TRACKERS = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
+
+Send = Callable[[int, dict[str, float]], None]  # (step, numbers)
+
+
+class TrackerError(ImportError):
+    """A tracker's package that is not installed, or cannot be imported."""
+
+
+def import_tracker(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(TRACKERS[name])
+    except Exception as error:  # importing a package can raise anything
+        raise TrackerError(f"--tracker {name}: pip install {name} ({error})") from None
+
+
+def check_tracker(name: str) -> None:
+    """Raises TrackerError where the package of a tracker is missing."""
+    if name != "none":
+        import_tracker(name)
+
+
+def open_tracker(name: str, out: Path, run_id: str, last_step: int, config: dict) -> Send:
+    """Start wandb or TensorBoard, which write to a folder in `out`; return how to send numbers.
+
+    A run that continues after `last_step` gives the same `run_id`, and so goes on in wandb too.
+    """
+    module = import_tracker(name)
+    if name == "wandb":
+        run = module.init(
+            project="nanoshard", name=out.name, id=run_id, resume="allow", dir=out, config=config
+        )
+        return lambda step, numbers: run.log(numbers, step=step)
+    writer = module.SummaryWriter(out / "tensorboard", purge_step=last_step + 1)
+
+    def send(step: int, numbers: dict[str, float]) -> None:
+        for field, value in numbers.items():
+            writer.add_scalar(field, value, step)
+        writer.flush()  # a kill loses nothing
+
+    return send
+
+
+# --------------------------------------------------------------------------------------------------
 # The log
 
 
@@ -221,7 +270,7 @@ class Log:
     `last_step` is the step that the run continues from; `started` is when it was first started, in
     seconds since the epoch. Time left, speed and MFU follow from `max_steps`, `tokens_per_step` of
     all ranks, `flops_per_token` and `peak_flops` of a device (None: unknown). `max_skipped` updates
-    skipped in a row end the run (0: never).
+    skipped in a row end the run (0: never). `tracker` opens one, on rank 0.
     """
 
     def __init__(
@@ -236,6 +285,7 @@ class Log:
         flops_per_token: float,
         peak_flops: float | None,
         max_skipped: int,
+        tracker: Callable[[], Send] | None = None,
     ):
         self.out = out
         self.device = device
@@ -259,6 +309,9 @@ class Log:
         for path in (out / "metrics.jsonl", out / "optim.jsonl"):
             if self.is_rank0 and path.exists():
                 self.useful_time += useful_time(drop_rows_after(path, last_step), started)
+        self.send: Send | None = None  # to the tracker
+        if tracker and self.is_rank0:
+            self.send = self.ask_tracker(tracker)
 
     # Time
 
@@ -360,6 +413,7 @@ class Log:
             "peak_host_memory": int(max(ranks["peak_host_memory"])),
         }
         self.append_metrics(fields)
+        self.track(fields)
         is_first = row.began.step == self.resume_step
         self.say(console_line(fields, self.max_steps, is_first), fields["step"])
 
@@ -381,6 +435,7 @@ class Log:
     def evaluation(self, step: int, val_loss: float) -> None:
         """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
         self.append_metrics({"step": step, "val_loss": val_loss})
+        self.track({"step": step, "val_loss": val_loss})
         self.say(f"val_loss {val_loss:.4f}", step)
         if not math.isfinite(val_loss):
             raise Diverged(f"the validation loss of step {step} is {val_loss}. {REMEDY}")
@@ -405,6 +460,20 @@ class Log:
         )
 
     # Output
+
+    def track(self, row: dict) -> None:
+        """Send the numbers of a row to the tracker, if there is one."""
+        if self.send:
+            numbers = {name: value for name, value in row.items() if value is not None}
+            self.ask_tracker(self.send, numbers.pop("step"), numbers)
+
+    def ask_tracker(self, call: Callable, *arguments):
+        """Call, and return the result. A tracker that fails ends nothing: it is off, and None."""
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self.send = None
+            self.say(f"--tracker failed and is off until the next start: {error!r}")
 
     def say(self, line: str, step: int | None = None) -> None:
         if not self.is_rank0:

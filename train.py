@@ -371,8 +371,15 @@ def build_log(
     plan: Plan, model: Transformer, device: torch.device, first_start: datetime
 ) -> metrics.Log:
     c = plan.config
+    out = Path(c.out)
+    tracker = None
+    if c.tracker != "none":
+        run_id = f"{out.name}-{first_start:%Y%m%d-%H%M%S}"
+        tracker = functools.partial(
+            metrics.open_tracker, c.tracker, out, run_id, plan.resume.step, dataclasses.asdict(c)
+        )
     return metrics.Log(
-        Path(c.out),
+        out,
         device,
         last_step=plan.resume.step,
         started=first_start.timestamp(),
@@ -381,6 +388,7 @@ def build_log(
         flops_per_token=model.flops_per_token(plan.model_config.seq_len),
         peak_flops=metrics.peak_flops(device, plan.dtype, c.peak_tflops),
         max_skipped=c.max_skipped,
+        tracker=tracker,
     )
 
 
@@ -764,6 +772,7 @@ def run_command(config: Config) -> int:
 
 def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> int:
     """Plan, build and train, unless the run is finished; return the exit status."""
+    dist.on_rank0(lambda: metrics.check_tracker(config.tracker))
     plan = make_plan(config, world)
     if plan.resume.step >= config.max_steps:
         if world.is_rank0:
@@ -792,6 +801,7 @@ def main(argv: list[str]) -> int:
         data.DataError,
         tokenizer.TokenizerError,
         dist.MeshError,
+        metrics.TrackerError,
         watchdog.RankMismatch,
     ) as error:
         return fail(str(error), 2)

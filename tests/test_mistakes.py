@@ -123,6 +123,7 @@ TRAIN = [
     Mistake("--eval_only --init_from {foreign}", "foreign holds no checkpoint: name a run folder"),
     Mistake("--eval_only --resume {other} --d_ff 80", "has d_ff 64, and this run has 80: its"),
     Mistake("--eval_only --init_from {damaged}", "{damaged}: __0_0.distcp is missing", 1),
+    Mistake("--tracker comet", "argument --tracker: invalid choice: 'comet'"),
     Mistake("--init_from {other}/checkpoints/step-00000002 --d_ff 80", "has d_ff 64, and this run"),
     Mistake(
         "--init_from {no_model}",
@@ -644,6 +645,7 @@ TRIED_ELSEWHERE = {
     "is in use: name a new folder": "test_prepare.py::test_the_working_directory_itself_is_refused",
     "--plot needs matplotlib": "test_tools.py::test_a_plot_without_matplotlib_says_what_to_install",
     "install iproute2": "test_cluster.py::test_without_iproute2_it_says_what_to_install",
+    "--tracker ": "test_train.py::test_a_tracker_that_is_not_installed_is_named_at_once",
     "and ids have no text": "test_train.py::test_eval_only_takes_another_checkpoint_and_other_data",
     "not in tiktoken's cache": "test_tokenizer.py::test_gpt2_without_network_says_what_to_do",
     "which has  ...  GPUs": "test_dist.py::test_more_processes_than_gpus_are_refused",

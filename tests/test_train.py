@@ -324,6 +324,86 @@ def test_configs_start_at_a_tiny_size(pool, tokens, tmp_path, name, batch):
 
 
 # --------------------------------------------------------------------------------------------------
+# Trackers
+
+
+class FakeTracker:
+    """wandb and torch.utils.tensorboard, as far as nanoshard uses them; keeps what it is given."""
+
+    def __init__(self, fails_after: int = 1000):
+        self.left = fails_after
+        self.opened = []
+        self.sent = []
+
+    def init(self, **options):
+        self.opened.append(options)
+        return self
+
+    def SummaryWriter(self, folder: Path, purge_step: int):
+        self.opened.append({"folder": folder, "purge_step": purge_step})
+        return self
+
+    def log(self, numbers: dict, step: int) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError("no network")
+        self.sent.append((step, numbers))
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.log({name: value}, step)
+
+    def flush(self) -> None:
+        pass
+
+
+def train_with(tracker: FakeTracker | None, argv: list[str]):
+    """What train.py answers, and the tracker, which is installed unless it is None."""
+    modules = {"wandb": tracker, "torch.utils.tensorboard": tracker}
+    with mock.patch.dict(sys.modules, modules):
+        return listen(argv), tracker
+
+
+def test_wandb_gets_the_numbers_of_each_row_from_rank_0(pool, tokens, tmp_path):
+    out = tmp_path / "run"
+    argv = flags(f"--data {tokens} --out {out} --max_steps 2 --strategy fsdp --tracker wandb")
+    ((status, _, err), tracker), (_, other) = pool(2, train_with, FakeTracker(), argv)
+    assert (status, err, other.opened) == (0, "", [])
+    (options,) = tracker.opened
+    assert options["id"].startswith("run-20") and options["config"]["tracker"] == "wandb"
+    assert [step for step, _ in tracker.sent] == [1, 2, 2]
+    assert tracker.sent[0][1]["loss"] == rows(out)[0]["loss"]
+    assert tracker.sent[2][1] == {"val_loss": rows(out, "val_loss")[0]["val_loss"]}
+
+    ((status, _, _), again), _ = pool(2, train_with, FakeTracker(), [*argv, "--max_steps", "3"])
+    assert (status, again.opened[0]["id"]) == (0, options["id"])  # it goes on in the same run
+
+
+def test_tensorboard_gets_them_in_the_run_folder(pool, tokens, tmp_path):
+    out = tmp_path / "run"
+    argv = flags(f"--data {tokens} --out {out} --max_steps 1 --tracker tensorboard")
+    (((status, _, _), tracker),) = pool(1, train_with, FakeTracker(), argv)
+    assert (status, tracker.opened) == (0, [{"folder": out / "tensorboard", "purge_step": 1}])
+    assert (1, {"loss": rows(out)[0]["loss"]}) in tracker.sent
+    assert all("mfu" not in numbers for _, numbers in tracker.sent)  # null on CPUs
+
+
+def test_a_tracker_that_fails_ends_nothing_and_says_so_once(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 4 --tracker wandb")
+    (((status, said, err), tracker),) = pool(1, train_with, FakeTracker(fails_after=1), argv)
+    assert (status, err, len(tracker.sent)) == (0, "", 1)
+    line = "--tracker failed and is off until the next start: ConnectionError('no network')\n"
+    assert said.count(line) == said.count("no network") == 1
+    assert len(rows(tmp_path / "run")) == 4
+
+
+def test_a_tracker_that_is_not_installed_is_named_at_once(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --tracker tensorboard")
+    (((status, said, err), _),) = pool(1, train_with, None, argv)
+    assert (status, said, list(tmp_path.iterdir())) == (2, "", [])
+    assert err.startswith("train.py: error: --tracker tensorboard: pip install tensorboard (")
+
+
+# --------------------------------------------------------------------------------------------------
 # The host does not wait for the device
 
 # On a CPU nothing waits, so every way to ask for a value counts.
