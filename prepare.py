@@ -1,6 +1,6 @@
 """Text -> a token folder that train.py reads.
 
-    python prepare.py --source FILE|DIR ... --tokenizer bytes|gpt2|PATH.tiktoken --out DIR
+    python prepare.py --source FILE|DIR|GLOB|- ... --tokenizer bytes|gpt2|PATH.tiktoken --out DIR
 
 A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no header) and
 `meta.json` (the tokenizer, the dtype, counts and checksums).
@@ -11,19 +11,18 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
-import stat
 import sys
-import sysconfig
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from datetime import timedelta
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -32,165 +31,10 @@ import cli
 import tokenizer
 from cli import UsageError
 from lock import try_lock
-from tokenizer import END_OF_TEXT, TokenizerError
+from sources import STDIN, Corpus, SourceError, find_files, plural
+from tokenizer import TokenizerError
 
-# Characters read and encoded at a time, so that memory stays flat for a document of any size. A
-# chunk has at most twice as many: tiktoken's regular expressions overflow their stack on about a
-# million white-space characters in a row.
-CHUNK = 1 << 18
-# Between a letter or digit and a space or line break every tokenizer's pattern ends a piece, so a
-# cut there does not change the tokens.
-LAST_WORD_END = re.compile(r".*[^\W_](?=[ \n])", re.DOTALL)
-# A file with a NUL byte among its first 8 KiB is binary.
-PROBE = 8192
-
-
-# --------------------------------------------------------------------------------------------------
-# Sources
-
-
-def builtin_sources() -> list[Path]:
-    """List the installed Python's own sources and documentation: about 12 MB, without a network."""
-    suffixes = (".py", ".txt", ".html", ".rst")
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = []
-    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
-        subfolders[:] = set(subfolders) - left_out
-        files += [Path(folder, name) for name in names if name.endswith(suffixes)]
-    return sorted(files)
-
-
-def unreadable(path: str | Path, error: OSError) -> UsageError:
-    link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""
-    return UsageError(
-        f"--source {path}{link} cannot be read ({error.strerror}): correct that, or name sources "
-        "without it"
-    )
-
-
-def walk(source: Path) -> Iterator[Path]:
-    """Yield what is in a folder and its subfolders. Raises UsageError where one is unreadable."""
-
-    def fail(error: OSError) -> None:  # os.walk passes over such folders otherwise
-        raise unreadable(error.filename, error)
-
-    for folder, subfolders, names in os.walk(source, onerror=fail):
-        for name in names:
-            yield Path(folder, name)
-        for name in subfolders:
-            if Path(folder, name).is_symlink():  # os.walk does not follow it
-                yield Path(folder, name)
-
-
-def classify(path: Path) -> str:
-    """Return what is at `path`; only a "text file" is read. Raises UsageError."""
-    try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            return "linked folder"
-        if not stat.S_ISREG(mode):
-            return "special file"  # a pipe, a socket or a device
-        with open(path, "rb") as file:
-            beginning = file.read(PROBE)
-    except OSError as error:
-        raise unreadable(path, error) from None
-    if not beginning:
-        return "empty file"
-    return "binary file" if b"\0" in beginning else "text file"
-
-
-def classify_named(path: Path, takes_binary: bool) -> str:
-    """Return what a file that --source names is read as. Raises UsageError."""
-    kind = classify(path)
-    if kind == "special file":
-        raise UsageError(f"--source {path} is neither a file nor a folder")
-    if kind != "binary file":
-        return kind
-    if not takes_binary:
-        raise UsageError(
-            f"--source {path} is binary (a NUL byte in its first {PROBE:,}): leave it out; only "
-            "--tokenizer bytes reads binary files"
-        )
-    return "text file"
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-@dataclass
-class Corpus:
-    """The files to read, in order, and what was skipped."""
-
-    files: list[Path] = field(default_factory=list)
-    size: int = 0  # of `files`, in bytes
-    skipped: Counter[str] = field(default_factory=Counter)
-    skipped_size: int = 0  # bytes
-
-    def add(self, path: Path, kind: str) -> None:
-        """Add a text file, or count another kind as skipped."""
-        size = path.stat().st_size
-        if kind == "text file":
-            self.files.append(path)
-            self.size += size
-        else:
-            self.skipped[kind] += 1
-            self.skipped_size += size if kind == "binary file" else 0
-
-    def describe_skipped(self) -> str:
-        """Such as "1 binary file, 2 empty files (300 bytes)"."""
-        counts = [plural(count, kind) for kind, count in sorted(self.skipped.items())]
-        size = f" ({plural(self.skipped_size, 'byte')})" if self.skipped_size else ""
-        return ", ".join(counts) + size
-
-
-def find_files(sources: list[str] | None, takes_binary: bool) -> Corpus:
-    """List the files under `sources` (None: the built-in set), sorted: alike on every machine.
-
-    Raises UsageError, also where any of them cannot be read.
-    """
-    corpus = Corpus()
-    for path in builtin_sources() if sources is None else ():
-        corpus.add(path, classify(path))
-    for source in map(Path, sources or ()):
-        if os.path.isdir(source):
-            for path in sorted(walk(source)):
-                corpus.add(path, classify(path))
-        else:
-            corpus.add(source, classify_named(source, takes_binary))
-    if not corpus.files:
-        found = corpus.describe_skipped() or "no files"
-        raise UsageError(f"--source {' '.join(sources or ())} holds no text ({found})")
-    return corpus
-
-
-class Chunk(NamedTuple):
-    text: str
-    ends_document: bool
-
-
-def read_chunks(path: Path) -> Iterator[Chunk]:
-    """Yield the text of a file in chunks. A document is the file, or what END_OF_TEXT separates.
-
-    Bytes that are not UTF-8 are read as surrogates: the bytes tokenizer restores them, the others
-    see U+FFFD.
-    """
-    rest = ""
-    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
-        while text := file.read(CHUNK):
-            *documents, rest = (rest + text).split(END_OF_TEXT)
-            for document in documents:
-                yield Chunk(document, ends_document=True)
-            if len(rest) >= CHUNK:
-                # Cut at the end of a word, else of a line. Without either, keep enough of the end
-                # that a separator is never cut in two.
-                word = LAST_WORD_END.match(rest)
-                cut = word.end() if word else rest.rfind("\n") + 1
-                cut = cut or max(0, len(rest) - len(END_OF_TEXT))
-                yield Chunk(rest[:cut], ends_document=False)
-                rest = rest[cut:]
-    yield Chunk(rest, ends_document=True)
-
+BATCH = 1 << 18  # characters that a thread encodes at a time
 
 # --------------------------------------------------------------------------------------------------
 # Token folders
@@ -205,62 +49,124 @@ def choose_split(beginning: bytes, val_fraction: float) -> str:
     return "val" if key < val_fraction * 2**64 else "train"
 
 
-class SplitWriter:
-    """Writes the tokens of documents to train.bin or val.bin."""
+class Piece(NamedTuple):
+    split: str
+    text: str
+    ends_document: bool
 
-    def __init__(
-        self, encoding: tiktoken.Encoding, val_fraction: float, train: BinaryIO, val: BinaryIO
-    ):
+
+class Splitter:
+    """Assigns documents to train or val, and counts them."""
+
+    def __init__(self, corpus: Corpus, val_fraction: float):
+        self.corpus = corpus
+        self.val_fraction = val_fraction
+        self.documents = {"train": 0, "val": 0}
+        self.size = 0  # bytes of text
+
+    def pieces(self) -> Iterator[Piece]:
+        split = None  # of the current document; None between documents
+        for chunk in self.corpus.read():
+            if split is None and not chunk.text.strip():
+                # A document does not begin with white space alone.
+                if chunk.ends_document and chunk.text:
+                    self.corpus.skipped["blank document"] += 1
+                continue
+            raw = chunk.text.encode("utf-8", "surrogateescape")
+            if split is None:
+                split = choose_split(raw, self.val_fraction)
+                self.documents[split] += 1
+            self.size += len(raw)
+            yield Piece(split, *chunk)
+            if chunk.ends_document:
+                split = None
+
+
+class Encoder:
+    """Encodes pieces of text to the bytes of a token file."""
+
+    def __init__(self, encoding: tiktoken.Encoding):
         self.encoding = encoding
         self.dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
-        self.val_fraction = val_fraction
-        self.files = {"train": train, "val": val}
-        self.split: str | None = None  # of the current document; None between documents
-        self.documents = {"train": 0, "val": 0}
-        self.blank_documents = 0  # white space alone: not written
-        self.size = 0  # bytes of text written
+        self.end = self.to_bytes([encoding.eot_token])
 
-    def write(self, chunk: Chunk) -> None:
-        """Append the tokens of a chunk."""
-        if self.split is None and not chunk.text.strip():
-            # A document does not begin with white space alone.
-            self.blank_documents += chunk.ends_document and chunk.text != ""
-            return
-        raw = chunk.text.encode("utf-8", "surrogateescape")
-        if self.split is None:
-            self.split = choose_split(raw, self.val_fraction)
-            self.documents[self.split] += 1
-        if self.encoding.name == "bytes":  # encode_ordinary would lose the bytes that are not UTF-8
-            ids = np.frombuffer(raw, np.uint8)
-        else:
-            ids = self.encoding.encode_ordinary(chunk.text)
-        file = self.files[self.split]
-        file.write(np.asarray(ids, self.dtype).tobytes())
-        self.size += len(raw)
-        if chunk.ends_document:
-            file.write(np.asarray(self.encoding.eot_token, self.dtype).tobytes())
-            self.split = None
+    def to_bytes(self, ids) -> bytes:
+        return np.asarray(ids, self.dtype).tobytes()
+
+    def ids(self, text: str) -> np.ndarray:
+        if self.encoding.name == "bytes":  # tiktoken would lose the bytes that are not UTF-8
+            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+        # encode_ordinary, but without a Python list, during which no other thread could run
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def __call__(self, pieces: list[Piece]) -> dict[str, bytes]:
+        """Return what comes next in the token file of each split."""
+        tokens = {"train": bytearray(), "val": bytearray()}
+        for piece in pieces:
+            tokens[piece.split] += self.to_bytes(self.ids(piece.text))
+            if piece.ends_document:
+                tokens[piece.split] += self.end
+        return tokens
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Group pieces, since handing over each short document by itself would take longer."""
+    batch = []
+    size = 0  # characters
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= BATCH:
+            yield batch
+            batch = []
+            size = 0
+    yield batch
+
+
+def map_in_order(function: Callable, items: Iterable, num_threads: int) -> Iterator:
+    """Call `function` on each item in threads; yield the results in order.
+
+    Few items are taken ahead, so that memory stays flat.
+    """
+    ahead = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for item in items:
+            ahead.append(pool.submit(function, item))
+            if len(ahead) > 2 * num_threads:
+                yield ahead.popleft().result()
+        for future in ahead:
+            yield future.result()
 
 
 def tokenize(
     corpus: Corpus,
-    encoding: tiktoken.Encoding,
+    encoder: Encoder,
     folder: Path,
     val_fraction: float,
+    num_threads: int,
     say: Callable[[str], None],
-) -> SplitWriter:
-    """Write train.bin and val.bin into `folder`; return their writer, with its counts."""
-    last_said = time.monotonic()
+) -> Splitter:
+    """Write train.bin and val.bin into `folder`; return the counts."""
+    began = last_said = time.monotonic()
+    splitter = Splitter(corpus, val_fraction)
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        writer = SplitWriter(encoding, val_fraction, train, val)
-        for path in corpus.files:
-            for chunk in read_chunks(path):
-                writer.write(chunk)
-                if time.monotonic() - last_said > 2:
-                    last_said = time.monotonic()
-                    megabytes = f"{writer.size / 1e6:,.1f} of {corpus.size / 1e6:,.1f} MB"
-                    say(f"tokenizing: {megabytes}, {writer.size / max(corpus.size, 1):.0%}")
-    return writer
+        for tokens in map_in_order(encoder, batches(splitter.pieces()), num_threads):
+            train.write(tokens["train"])
+            val.write(tokens["val"])
+            if time.monotonic() - last_said > 2:
+                last_said = time.monotonic()
+                say(describe_progress(corpus, splitter.size, last_said - began))
+    return splitter
+
+
+def describe_progress(corpus: Corpus, size: int, seconds: float) -> str:
+    """Such as "tokenizing: 52.4 MB of text, 13.1 MB/s, 25%, 0:00:12 left"."""
+    line = f"tokenizing: {size / 1e6:,.1f} MB of text, {size / 1e6 / seconds:,.1f} MB/s"
+    if STDIN in corpus.files or not corpus.position:
+        return line
+    share = min(1, corpus.position / corpus.size)
+    left = timedelta(seconds=round(seconds / share - seconds))
+    return f"{line}, {share:.0%}, {left} left"
 
 
 def fill_empty_split(
@@ -270,8 +176,6 @@ def fill_empty_split(
     if not train.stat().st_size:  # the only documents fell to validation
         os.replace(val, train)
         val.touch()
-    if not train.stat().st_size:
-        raise UsageError("the sources hold no text but white space")
     if val.stat().st_size:
         return
     tokens = train.stat().st_size // itemsize
@@ -302,7 +206,9 @@ def check_out(out: Path, sources: list[str]) -> None:
     if os.path.ismount(out) or out == Path.cwd():
         raise UsageError(f"--out {out} is in use: name a new folder in it")
     for source in sources:
-        if Path(os.path.realpath(source)) in (out, *out.parents):
+        pattern = os.path.realpath(source)
+        folders = map(str, (out, *out.parents))
+        if any(folder == pattern or fnmatch(folder, pattern) for folder in folders):
             raise UsageError(
                 f"--out {out} is in --source {source}, where it would be read as text next time: "
                 "choose a folder outside it"
@@ -355,27 +261,33 @@ def prepare(
     val_fraction: float = 0.05,
     say: Callable[[str], None] = print,
     pattern: str | None = None,
+    field: str = "text",
+    num_threads: int = 1,
 ) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`.
 
-    `name` and `pattern` are those of tokenizer.load. The folder appears complete or, after an
-    error, not at all. Raises UsageError, TokenizerError and OSError.
+    `name` and `pattern` are those of tokenizer.load; `field` is that of JSON lines and parquet.
+    The folder appears complete or, after an error, not at all.
+    Raises UsageError, SourceError, TokenizerError and OSError.
     """
     encoding = tokenizer.load(name, pattern)
     new_folder = Path(os.path.realpath(out))
     check_out(new_folder, sources or [])
-    corpus = find_files(sources, takes_binary=name == "bytes")
+    corpus = find_files(sources, takes_binary=name == "bytes", text_field=field)
+    encoder = Encoder(encoding)
     with unfinished(new_folder) as folder:
         if name not in ("bytes", "gpt2"):
             name = keep_tokenizer(name, pattern or tokenizer.pattern_of(name), folder, say)
-        writer = tokenize(corpus, encoding, folder, val_fraction, say)
-        itemsize = writer.dtype.itemsize
+        splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads, say)
+        if not splitter.size:
+            raise SourceError(f"the sources hold no text ({corpus.describe_skipped()})")
+        itemsize = encoder.dtype.itemsize
         fill_empty_split(folder / "train.bin", folder / "val.bin", val_fraction, itemsize, say)
         meta = {
             "tokenizer": name,
-            "dtype": writer.dtype.name,
+            "dtype": encoder.dtype.name,
             "vocab_size": encoding.n_vocab,
-            "documents": writer.documents,
+            "documents": splitter.documents,
         }
         for split in ("train", "val"):
             meta |= measure(folder / f"{split}.bin", itemsize)
@@ -384,7 +296,7 @@ def prepare(
             file.flush()
             os.fsync(file.fileno())
         os.rename(folder, new_folder)
-    say_what_was_read(corpus, writer, say)
+    say_what_was_read(corpus, splitter, say)
     say_what_was_written(out, meta, val_fraction, say)
 
 
@@ -404,14 +316,19 @@ def measure(file: Path, itemsize: int) -> dict:
         }
 
 
-def say_what_was_read(corpus: Corpus, writer: SplitWriter, say: Callable[[str], None]) -> None:
+def say_what_was_read(corpus: Corpus, splitter: Splitter, say: Callable[[str], None]) -> None:
     files = plural(len(corpus.files), "file")
-    documents = plural(sum(writer.documents.values()), "document")
-    say(f"read {files}: {documents}, {plural(writer.size, 'byte')} of text")
-    if writer.blank_documents:
-        corpus.skipped["blank document"] = writer.blank_documents
+    documents = plural(sum(splitter.documents.values()), "document")
+    say(f"read {files}: {documents}, {plural(splitter.size, 'byte')} of text")
     if corpus.skipped:
         say(f"skipped {corpus.describe_skipped()}")
+    if corpus.first_broken:
+        say(f"the first broken line is {corpus.first_broken}")
+    if corpus.replaced:
+        say(
+            f"{plural(corpus.replaced, 'byte')} not in UTF-8 became U+FFFD, the first in "
+            f"{corpus.first_replaced}: convert such files, as with iconv -f latin1 -t utf-8"
+        )
 
 
 def say_what_was_written(
@@ -435,7 +352,8 @@ def say_what_was_written(
 
 EXAMPLES = """examples:
   python prepare.py --source corpus/ --tokenizer gpt2 --out tokens/corpus
-  python prepare.py --source a.txt b.txt --tokenizer o200k_base.tiktoken --out tokens/mine
+  python prepare.py --source 'web/*.jsonl.gz' --tokenizer o200k_base.tiktoken --out tokens/web
+  curl -L URL | python prepare.py --source - --out tokens/web
 """
 
 
@@ -450,10 +368,13 @@ def build_parser() -> cli.Parser:
     add(
         "--source",
         nargs="+",
-        metavar="FILE|DIR",
-        help="text files, or folders, read in sorted order; a document is a file, or "
-        "a part of one that <|endoftext|> ends (default: the library of the installed Python)",
+        metavar="FILE|DIR|GLOB|-",
+        help="text or .jsonl, also in .gz or .zst, .parquet, folders, quoted globs, in sorted "
+        "order, and - for standard input; a document is a JSON line, a row, a text file, or a part "
+        "of one that <|endoftext|> ends (default: the library of the installed Python)",
     )
+    field_help = "field of JSON lines, column of parquet, that holds the text (default: text)"
+    add("--field", default="text", metavar="NAME", help=field_help)
     add(
         "--tokenizer",
         default="bytes",
@@ -466,19 +387,20 @@ def build_parser() -> cli.Parser:
         help="how text is cut before merging, with PATH.tiktoken (default: the one in the file's "
         "name, as in o200k_base.tiktoken, else llama3)",
     )
-    add(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="the token folder to create",
-    )
+    add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
     add(
         "--val_fraction",
         type=float,
         default=0.05,
         metavar="F",
         help="fraction of the documents kept for validation (default: 0.05)",
+    )
+    add(
+        "--num_threads",
+        type=int,
+        default=os.cpu_count(),
+        metavar="N",
+        help="threads that encode; the tokens do not depend on it (default: all cores)",
     )
     return parser
 
@@ -487,17 +409,27 @@ def run_command(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     if not 0 < args.val_fraction < 1:
         raise UsageError(f"--val_fraction {args.val_fraction} must be between 0 and 1")
+    if args.num_threads < 1:
+        raise UsageError(f"--num_threads {args.num_threads} must be at least 1")
     if args.source and "" in args.source:
         raise UsageError("--source '' is empty: name a file or a folder")
     try:
-        prepare(args.source, args.out, args.tokenizer, args.val_fraction, pattern=args.pattern)
+        prepare(
+            args.source,
+            args.out,
+            args.tokenizer,
+            args.val_fraction,
+            pattern=args.pattern,
+            field=args.field,
+            num_threads=args.num_threads,
+        )
     except (KeyboardInterrupt, SystemExit):
         print(f"prepare.py: stopped; {args.out} was not created", file=sys.stderr, flush=True)
         raise
 
 
 def main(argv: list[str]) -> int:
-    return cli.run("prepare.py", lambda: run_command(argv), usage=(TokenizerError,))
+    return cli.run("prepare.py", lambda: run_command(argv), usage=(SourceError, TokenizerError))
 
 
 def exit_on_signal(number: int, frame) -> None:

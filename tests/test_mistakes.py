@@ -3,6 +3,7 @@
 import ast
 import base64
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -150,7 +151,17 @@ PREPARE = [
     Mistake("--out {root}/new --source /dev/null", "/dev/null is neither a file nor a folder"),
     Mistake("--out {root}/new --source {skipped}", "holds no text (1 binary file, 1 empty file"),
     Mistake("--out {root}/new --source {skipped}/empty", "holds no text (1 empty file)"),
-    Mistake("--out {root}/new --source {text}/blank", "the sources hold no text but white space"),
+    Mistake(
+        "--out {root}/new --source {text}/blank", "the sources hold no text (1 blank document)"
+    ),
+    Mistake("--out {root}/new --num_threads 0", "--num_threads 0 must be at least 1"),
+    Mistake("--out {text}/new --source {text}/*", "where it would be read as text next time"),
+    Mistake("--out {root}/new --source {root}/*.nothing", "*.nothing matches no file"),
+    Mistake(
+        "--out {root}/new --source {broken}/rows.jsonl --field body",
+        "rows.jsonl has no field body: give --field one of its own (id, text)",
+    ),
+    Mistake("--out {root}/new --source {broken}/cut.gz", "cut.gz is damaged (its compressed data"),
     Mistake(
         "--out {root}/new --source {skipped}/binary --tokenizer {ranks}/o200k.tiktoken",
         "is binary (a NUL byte in its first 8,192): leave it out; only --tokenizer bytes reads",
@@ -394,11 +405,15 @@ def write_sources(root: Path) -> dict[str, Path]:
     skipped.mkdir()
     (skipped / "empty").touch()
     (skipped / "binary").write_bytes(b"\x7fELF\0")
+    broken = root / "broken_sources"
+    broken.mkdir()
+    (broken / "rows.jsonl").write_text('{"id": 1, "text": "one"}\n')
+    (broken / "cut.gz").write_bytes(gzip.compress(b"text")[:-9])
     unreadable = root / "unreadable"
     unreadable.mkdir()
     (unreadable / "broken").symlink_to("nowhere")
     (unreadable / "loop").symlink_to("loop")
-    return {"text": text, "skipped": skipped, "unreadable": unreadable}
+    return {"text": text, "skipped": skipped, "broken": broken, "unreadable": unreadable}
 
 
 def write_rank_files(folder: Path) -> Path:
@@ -624,6 +639,10 @@ TRIED_ELSEWHERE = {
     "hold the same part": RANKS_DIFFER,
     "both read sequence": RANKS_DIFFER,
     "one tp group": RANKS_DIFFER,
+    # Optional packages, pipes
+    ": pip install": "test_sources.py::test_a_package_that_is_not_installed_is_named",
+    "not text": "test_sources.py::test_parquet_that_holds_no_text_is_refused",
+    "cannot be read from a pipe": "test_sources.py::test_parquet_that_holds_no_text_is_refused",
     # Two processes
     "is in use by": "test_train.py::test_a_folder_in_use_is_refused_until_its_run_is_dead",
     "another process is writing": "test_prepare.py::"

@@ -1,11 +1,16 @@
 """Text -> token folders: nothing lost, nothing overwritten, the same split on every machine."""
 
-import contextlib
+import base64
+import gzip
+import importlib.util
+import io
 import itertools
 import json
 import os
 import random
+import shutil
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -15,8 +20,10 @@ from conftest import ROOT, Job
 
 import data
 import prepare
+import sources
 import tokenizer
 from cli import UsageError
+from sources import STDIN, Corpus, SourceError
 
 
 def quiet(line: str) -> None:
@@ -84,32 +91,8 @@ def test_a_corpus_of_one_document_is_never_all_validation(tmp_path):
         tokens = np.concatenate([folder.tokens("train"), folder.tokens("val")])
         assert bytes(tokens[:-1].astype(np.uint8)).decode() == f"\n\n{i} text " * 20
         assert len(folder.tokens("train")) > len(folder.tokens("val")) > 0
-    with pytest.raises(UsageError, match="no text but white space"):
+    with pytest.raises(SourceError, match="hold no text .1 blank document"):
         prepared(tmp_path / "none", {"a": " \n "})
-
-
-@pytest.mark.parametrize("separator", ["\n", " "])
-def test_long_documents_are_read_in_chunks(tmp_path, monkeypatch, separator):
-    """Whatever their length, and wherever they cut separators and characters of several bytes."""
-    text = separator.join(
-        random.Random(0).choices(["ab", "é✓", "<|endoftext|>", "<|end", "x" * 40], k=400)
-    )
-    want = [part for part in text.split("<|endoftext|>") if part.strip()]
-    path = tmp_path / "a"
-    path.write_text(text)
-    for size in (1, 7, 64, 1 << 20):
-        monkeypatch.setattr(prepare, "CHUNK", size)
-        found, document = [], ""
-        for chunk, ends in prepare.read_chunks(path):
-            document += chunk
-            assert len(chunk) <= 2 * size + 13
-            if ends:
-                found, document = found + [document] * bool(document.strip()), ""
-        assert found == want
-
-
-def test_builtin_set_is_large_enough():
-    assert sum(path.stat().st_size for path in prepare.builtin_sources()) > 5e6
 
 
 # ---- what is read and what is not
@@ -135,42 +118,6 @@ def test_what_was_read_and_skipped_is_said(tmp_path):
     )
 
 
-def test_a_nul_byte_counts_in_the_first_8_kib(tmp_path):
-    (tmp_path / "text").write_bytes(b"x" * 8192 + b"\0")
-    (tmp_path / "binary").write_bytes(b"x" * 8191 + b"\0")
-    corpus = prepare.find_files([str(tmp_path)], takes_binary=True)
-    assert corpus.files == [tmp_path / "text"]
-    named = prepare.find_files([str(tmp_path / "binary")], takes_binary=True)
-    assert named.files == [tmp_path / "binary"]
-
-
-@contextlib.contextmanager
-def as_an_ordinary_user():
-    """For root, whom permissions do not stop."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
-
-
-@pytest.mark.parametrize("name", ["folder", "file"])
-def test_what_may_not_be_read_is_an_error_and_not_a_gap(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)  # above it, the way may be barred to other users
-    tmp_path.chmod(0o755)
-    Path("text/folder").mkdir(parents=True)
-    Path("text/file").write_text("secret")
-    Path("text/readable").write_text("text")
-    Path("text", name).chmod(0)
-    line = rf"--source text/{name} cannot be read \(Permission denied\)"
-    with as_an_ordinary_user(), pytest.raises(UsageError, match=line):
-        prepare.find_files(["text"], takes_binary=False)
-    Path("text", name).chmod(0o700)
-
-
 def test_the_share_of_validation_is_said_where_it_is_not_the_one_asked_for(tmp_path):
     """A long document to train on, and a short one to validate."""
     by_split = {}
@@ -185,6 +132,105 @@ def test_the_share_of_validation_is_said_where_it_is_not_the_one_asked_for(tmp_p
     assert "13,001 tokens to train on, 13 (0.0999%) to validate" in said[1]
     assert said[2].startswith("validation has 0.0999% of the tokens, not 5%: whole documents are")
     assert "or change --val_fraction" in said[2]
+
+
+# ---- tokens
+
+
+MERGES = [b"th", b" th", b"the", b" the", b"  ", b"\n\n", b"12", b"\xc3\xa9", b"\xef\xbf\xbd"]
+
+
+def write_ranks(folder: Path) -> str:
+    path = folder / "cl100k.tiktoken"
+    tokens = [bytes([i]) for i in range(256)] + MERGES
+    lines = [f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens)]
+    path.write_text("".join(lines))
+    return str(path)
+
+
+def write_ugly_corpus(folder: Path) -> list[str]:
+    """Files of every kind, in sorted order; return the documents that they hold."""
+    folder.mkdir()
+    rows = [
+        "the <|endoftext|> of a row",
+        "\ud83d half a pair",
+        "x " * 3000,
+        "é " * 3000,
+        " \n",
+        None,
+    ]
+    lines = "".join(json.dumps({"text": row}) + "\n" for row in rows)
+    files = {
+        "0 binary": b"\x7fELF\0",
+        "1 empty": b"",
+        "1 nothing.gz": gzip.compress(b""),
+        "2 latin-1": "the né à".encode("latin-1"),
+        "3 utf-16": "the é".encode("utf-16"),
+        "4 two<|endoftext|>": b"one 12<|endoftext|>\r\n  two\n\n",
+        "5 lines.jsonl": lines.encode(),
+        "6 packed.jsonl.gz": gzip.compress(b'{"text": "packed the"}\n{"text": "cut'),
+        "7 long": b"the 12\n" * 1000,
+    }
+    for name, contents in files.items():
+        (folder / name).write_bytes(contents)
+    documents = ["the n\ufffd \ufffd", "one 12", "\r\n  two\n\n", rows[0]]
+    documents += ["\ufffd half a pair", *rows[2:4], "packed the", files["7 long"].decode()]
+    if importlib.util.find_spec("zstandard"):
+        (folder / "8.zst").write_bytes(importlib.import_module("zstandard").compress(b"the zst"))
+        documents.append("the zst")
+    if importlib.util.find_spec("pyarrow"):
+        table = importlib.import_module("pyarrow").table({"text": ["the row", None, "é"]})
+        importlib.import_module("pyarrow.parquet").write_table(table, folder / "9.parquet")
+        documents += ["the row", "é"]
+    return documents
+
+
+def test_an_ugly_corpus_has_tiktokens_own_ids_and_what_is_left_out_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK", 1000)
+    documents = write_ugly_corpus(tmp_path / "text")
+    name = write_ranks(tmp_path)
+    said = []
+    prepare.prepare(
+        [str(tmp_path / "text")], tmp_path / "tokens", name, val_fraction=0.5, say=said.append
+    )
+    encoding = tokenizer.load(name)
+    expected = {"train": [], "val": []}
+    for document in documents:
+        chunks = list(sources.cut(io.StringIO(document, newline="")))
+        split = prepare.choose_split(chunks[0].text.encode(), 0.5)
+        expected[split] += encoding.encode(document, disallowed_special=())
+        expected[split].append(encoding.eot_token)
+    folder = data.open_folder(tmp_path / "tokens")
+    for split in ("train", "val"):
+        assert folder.tokens(split).tolist() == expected[split]
+    skipped, first_broken, replaced = said[2:5]
+    assert skipped.startswith("skipped 2 binary files, ") and "1 broken line, 2 empty" in skipped
+    assert first_broken.endswith("6 packed.jsonl.gz, line 2: not a JSON object")
+    assert replaced.startswith("3 bytes not in UTF-8 became U+FFFD, the first in ")
+    assert replaced.endswith("2 latin-1: convert such files, as with iconv -f latin1 -t utf-8")
+
+
+@pytest.mark.parametrize("name", ["bytes", "ranks"])
+def test_tokens_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sources, "CHUNK", 1000)
+    monkeypatch.setattr(prepare, "BATCH", 1000)
+    write_ugly_corpus(tmp_path / "text")
+    written = []
+    for num_threads in (1, 2, 4):
+        out = tmp_path / str(num_threads)
+        ranks = name if name == "bytes" else write_ranks(tmp_path)
+        prepare.prepare([str(tmp_path / "text")], out, ranks, say=quiet, num_threads=num_threads)
+        written.append(contents(out))
+    assert written[0] == written[1] == written[2]
+
+
+def test_progress_has_a_rate_and_the_time_left_where_the_size_is_known():
+    corpus = Corpus(files=[Path("a")], size=400_000_000, position=100_000_000)
+    line = prepare.describe_progress(corpus, size=300_000_000, seconds=30)
+    assert line == "tokenizing: 300.0 MB of text, 10.0 MB/s, 25%, 0:01:30 left"
+    corpus.files.append(STDIN)
+    line = prepare.describe_progress(corpus, size=300_000_000, seconds=30)
+    assert line == "tokenizing: 300.0 MB of text, 10.0 MB/s"
 
 
 # ---- the folder appears whole or not at all
@@ -279,3 +325,36 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert prepare.main(["--source", "text", "--out", "tokens"]) == 0
     assert "tokens to train on" in capsys.readouterr().out
     assert data.open_folder(Path("tokens")).vocab_size == 257
+
+
+@pytest.mark.chaos
+def test_killed_twenty_times_it_ends_with_the_same_folder(tmp_path):
+    """Each time the folder is whole or not there, and the same command starts again."""
+    rng = random.Random(0)
+    documents = [f"{i} {rng.randbytes(40_000).hex()}" for i in range(50)]  # 4 MB
+    lines = [json.dumps({"text": document}) + "\n" for document in documents]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    out = tmp_path / "tokens"
+    command = [ROOT / "prepare.py", "--source", tmp_path / "a.jsonl", "--tokenizer"]
+    command += [write_ranks(tmp_path), "--num_threads", 2, "--out"]
+    began = time.monotonic()
+    assert Job([*command, tmp_path / "whole"], tmp_path / "job").wait(120) == 0
+    seconds = time.monotonic() - began
+    was_unfinished = 0
+    for _ in range(20):
+        job = Job([*command, out], tmp_path / "job")
+        time.sleep(rng.uniform(0, 1.1 * seconds))
+        job.process.kill()
+        job.wait(10)
+        was_unfinished += (tmp_path / ".tokens.unfinished").exists()
+        if out.exists():
+            assert contents(out) == contents(tmp_path / "whole")
+            shutil.rmtree(out)
+    assert was_unfinished > 5
+    assert Job([*command, out], tmp_path / "job").wait(120) == 0
+    assert contents(out) == contents(tmp_path / "whole")
+    assert not list(tmp_path.glob(".tokens.*"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -9,6 +9,7 @@ from tiktoken_ext import openai_public
 
 import data
 import prepare
+import sources
 import tokenizer
 
 
@@ -89,9 +90,9 @@ def test_cutting_a_long_document_into_chunks_does_not_change_its_tokens(
     words = ["th", " th", "\n\n", "\n", "  ", " ", ".\n", "1234"]
     text = "".join(random.Random(0).choices(words, k=2000))
     (tmp_path / "text").write_text(text)
-    monkeypatch.setattr(prepare, "CHUNK", 100)
+    monkeypatch.setattr(sources, "CHUNK", 100)
     tokens = []
-    for chunk in prepare.read_chunks(tmp_path / "text"):
+    for chunk in sources.find_files([str(tmp_path / "text")], takes_binary=False).read():
         tokens += encoding.encode_ordinary(chunk.text)
     assert tokens == encoding.encode_ordinary(text)
 

@@ -1,0 +1,473 @@
+"""Sources -> documents: text, JSON lines and parquet, compressed or not, in sorted order.
+
+What is skipped or replaced is counted, and what cannot be read is an error.
+"""
+
+import glob
+import importlib
+import io
+import json
+import os
+import re
+import stat
+import sysconfig
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import BinaryIO, NamedTuple, TextIO
+
+# Separates the documents of a text file.
+SEPARATOR = "<|endoftext|>"
+# Characters read and encoded at a time, so that memory stays flat for a document of any size. A
+# chunk has at most twice as many: tiktoken's regular expressions overflow their stack on about a
+# million white-space characters in a row.
+CHUNK = 1 << 18
+# Between a letter or digit and a space or line break every tokenizer's pattern ends a piece, so a
+# cut there does not change the tokens.
+LAST_WORD_END = re.compile(r".*[^\W_](?=[ \n])", re.DOTALL)
+# Half of a UTF-16 pair, which is no character. Python reads a byte that is not UTF-8 as one, and
+# JSON can write one, as "\ud83d".
+SURROGATE = re.compile("[\ud800-\udfff]")
+# A file with a NUL byte among its first 8 KiB is binary.
+PROBE = 8192
+BLOCK = 1 << 16  # bytes read at a time
+LONGEST_LINE = 1 << 26  # bytes of a JSON line
+PARQUET_ROWS = 256  # decoded at a time
+STDIN = Path("/dev/stdin")  # as `-` is called in lists and messages
+
+
+class SourceError(ValueError):
+    """A source that cannot be read, or not as what it seems to be."""
+
+
+def unreadable(path: str | Path, error: OSError) -> SourceError:
+    link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""
+    return SourceError(
+        f"--source {path}{link} cannot be read ({error.strerror}): correct that, or name sources "
+        "without it"
+    )
+
+
+def damaged(path: Path, error: Exception) -> SourceError:
+    reason = str(error).partition("\n")[0]
+    return SourceError(f"--source {path} is damaged ({reason}): replace it, or leave it out")
+
+
+def binary(path: Path) -> SourceError:
+    return SourceError(
+        f"--source {path} is binary (a NUL byte in its first {PROBE:,}): leave it out; only "
+        "--tokenizer bytes reads binary files"
+    )
+
+
+def optional(module: str, path: Path) -> ModuleType:
+    """Import a module of a package that one format needs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise SourceError(f"--source {path} needs {package}: pip install {package}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# The files to read
+
+
+def builtin_sources() -> list[Path]:
+    """List the installed Python's own sources and documentation: about 12 MB, without a network."""
+    suffixes = (".py", ".txt", ".html", ".rst")
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = []
+    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+        subfolders[:] = set(subfolders) - left_out
+        files += [Path(folder, name) for name in names if name.endswith(suffixes)]
+    return sorted(files)
+
+
+def walk(source: str) -> Iterator[Path]:
+    """Yield what is in a folder and its subfolders. Raises SourceError where one is unreadable."""
+
+    def fail(error: OSError) -> None:  # os.walk passes over such folders otherwise
+        raise unreadable(error.filename, error)
+
+    for folder, subfolders, names in os.walk(source, onerror=fail):
+        for name in names:
+            yield Path(folder, name)
+        for name in subfolders:
+            if Path(folder, name).is_symlink():  # os.walk does not follow it
+                yield Path(folder, name)
+
+
+def expand(source: str) -> list[Path]:
+    """List the files in a folder, or of all that a glob matches, each once. Raises SourceError."""
+    if os.path.isdir(source):
+        return sorted(walk(source))
+    found = set()
+    for match in glob.glob(source, recursive=True):
+        found |= set(walk(match)) if os.path.isdir(match) else {Path(match)}
+    if not found:
+        raise SourceError(f"--source {source} matches no file")
+    return sorted(found)
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+@dataclass
+class Corpus:
+    """The files to read, in order, and what was skipped or replaced."""
+
+    text_field: str = "text"  # of JSON lines and parquet rows
+    takes_binary: bool = False  # and keeps bytes that are not UTF-8, as surrogates
+    files: list[Path] = field(default_factory=list)
+    size: int = 0  # of `files`, in bytes, without standard input
+    skipped: Counter[str] = field(default_factory=Counter)
+    skipped_size: int = 0  # bytes
+    first_broken: str = ""  # line: where it is, and why
+    replaced: int = 0  # bytes that are not UTF-8
+    first_replaced: Path | None = None
+    position: int = 0  # bytes of `files` that have been read
+
+    def read(self) -> Iterator["Chunk"]:
+        """Yield the documents of all files, in chunks. Raises SourceError."""
+        finished = 0  # bytes of the files before this one
+        for path in self.files:
+            is_stdin = path == STDIN
+            with open(0 if is_stdin else path, "rb", closefd=not is_stdin) as file:
+                for chunk in read_file(self, path, file):
+                    if not is_stdin:
+                        self.position = finished + file.tell()
+                    yield chunk
+                if not is_stdin:
+                    finished += os.fstat(file.fileno()).st_size
+
+    def add(self, path: Path, kind: str) -> None:
+        """Add a text file, or count another kind as skipped."""
+        size = path.stat().st_size
+        if kind == "text file":
+            self.files.append(path)
+            self.size += size
+        else:
+            self.skipped[kind] += 1
+            self.skipped_size += size if kind == "binary file" else 0
+
+    def skip_line(self, place: str, reason: Exception) -> None:
+        self.skipped["broken line"] += 1
+        self.first_broken = self.first_broken or f"{place}: {reason}"
+
+    def replace_surrogates(self, text: str, path: Path) -> str:
+        """Write U+FFFD in place of what is no character, and count it."""
+        if text.isascii():
+            return text
+        text, count = SURROGATE.subn("\ufffd", text)
+        if count:
+            self.replaced += count
+            self.first_replaced = self.first_replaced or path
+        return text
+
+    def describe_skipped(self) -> str:
+        """Such as "1 binary file, 2 empty files (300 bytes)"."""
+        counts = [plural(count, kind) for kind, count in sorted(self.skipped.items())]
+        size = f" ({plural(self.skipped_size, 'byte')})" if self.skipped_size else ""
+        return ", ".join(counts) + size
+
+
+def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = "text") -> Corpus:
+    """List the files under `sources` (None: the built-in set), sorted: alike on every machine.
+
+    Raises SourceError, also where any of them cannot be read.
+    """
+    corpus = Corpus(text_field, takes_binary)
+    for path in builtin_sources() if sources is None else ():
+        corpus.add(path, classify(path, text_field))
+    for source in sources or ():
+        if source == "-":
+            corpus.files.append(STDIN)
+        elif os.path.isdir(source) or (glob.has_magic(source) and not os.path.lexists(source)):
+            for path in expand(source):
+                corpus.add(path, classify(path, text_field))
+        else:
+            corpus.add(Path(source), classify_named(Path(source), takes_binary, text_field))
+    if not corpus.files:
+        found = corpus.describe_skipped() or "no files"
+        raise SourceError(f"--source {' '.join(sources or ())} holds no text ({found})")
+    return corpus
+
+
+def classify(path: Path, text_field: str) -> str:
+    """Return what is at `path`; only a "text file" is read.
+
+    Raises SourceError, also for one whose rows lack `text_field`.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            return "linked folder"
+        if not stat.S_ISREG(mode):
+            return "special file"  # a pipe, a socket or a device
+        with open(path, "rb") as file:
+            return classify_contents(path, file, Corpus(text_field))
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def classify_contents(path: Path, file: BinaryIO, scratch: Corpus) -> str:
+    if not file.peek(1):
+        return "empty file"
+    if is_parquet(path, file):
+        next(read_parquet(scratch, path, file), None)
+        return "text file"
+    contents = open_contents(path, file)
+    if not contents.beginning:
+        return "empty file"
+    if b"\0" in contents.beginning:
+        return "binary file"
+    if is_json_lines(path, contents.beginning):
+        next(read_json_lines(scratch, path, contents.blocks), None)
+    return "text file"
+
+
+def classify_named(path: Path, takes_binary: bool, text_field: str) -> str:
+    """Return what a file that --source names is read as. Raises SourceError."""
+    kind = classify(path, text_field)
+    if kind == "special file":
+        raise SourceError(
+            f"--source {path} is neither a file nor a folder; --source - reads a pipe"
+        )
+    if kind != "binary file":
+        return kind
+    if not takes_binary:
+        raise binary(path)
+    return "text file"
+
+
+# --------------------------------------------------------------------------------------------------
+# Bytes of a file, decompressed
+
+
+class Contents(NamedTuple):
+    beginning: bytes  # PROBE bytes, or all
+    blocks: Iterator[bytes]  # all bytes, the beginning included
+
+
+def peek(blocks: Iterator[bytes]) -> Contents:
+    beginning = b""
+    for block in blocks:
+        beginning += block
+        if len(beginning) >= PROBE:
+            break
+    return Contents(beginning[:PROBE], chain([beginning], blocks))
+
+
+def open_contents(path: Path, file: BinaryIO) -> Contents:
+    """Decompress a file that begins like gzip or zstd, whatever its name."""
+    contents = peek(iter(partial(file.read1, BLOCK), b""))
+    if contents.beginning.startswith(b"\x1f\x8b"):
+        start = partial(zlib.decompressobj, wbits=31)  # 31: with gzip's header
+    elif contents.beginning.startswith(b"\x28\xb5\x2f\xfd"):
+        start = optional("zstandard", path).ZstdDecompressor().decompressobj
+    else:
+        return contents
+    return peek(decompress(path, contents.blocks, start))
+
+
+def decompress(path: Path, blocks: Iterator[bytes], start: Callable) -> Iterator[bytes]:
+    """Yield what `blocks` hold: one compressed stream, or several in a row.
+
+    Raises SourceError, also where the last one ends too early, which zstandard's own reader does
+    not tell from a whole one.
+    """
+    stream = start()
+    for block in blocks:
+        while block:
+            if stream.eof:
+                stream = start()
+            try:
+                yield stream.decompress(block)
+            except Exception as error:  # zlib.error or zstandard.ZstdError
+                raise damaged(path, error) from None
+            block = stream.unused_data  # after the end of a stream
+    if not stream.eof:
+        raise damaged(path, EOFError("its compressed data end too early"))
+
+
+class Stream(io.RawIOBase):
+    """Blocks of bytes as a file."""
+
+    def __init__(self, blocks: Iterator[bytes]):
+        self.blocks = blocks
+        self.rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self.rest:
+            block = next(self.blocks, None)
+            if block is None:
+                return 0
+            self.rest = memoryview(block)
+        size = min(len(buffer), len(self.rest))
+        buffer[:size] = self.rest[:size]
+        self.rest = self.rest[size:]
+        return size
+
+
+# --------------------------------------------------------------------------------------------------
+# Documents
+
+
+class Chunk(NamedTuple):
+    text: str
+    ends_document: bool
+
+
+def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
+    """Yield the documents of a file, in chunks. Raises SourceError."""
+    if is_parquet(path, file):
+        yield from cut_rows(corpus, path, read_parquet(corpus, path, file))
+        return
+    contents = open_contents(path, file)
+    if is_json_lines(path, contents.beginning):
+        yield from cut_rows(corpus, path, read_json_lines(corpus, path, contents.blocks))
+        return
+    if b"\0" in contents.beginning and not corpus.takes_binary:  # standard input
+        raise binary(path)
+    for text, ends_document in read_text(contents.blocks):
+        if not corpus.takes_binary:
+            text = corpus.replace_surrogates(text, path)
+        yield Chunk(text, ends_document)
+
+
+def is_parquet(path: Path, file: BinaryIO) -> bool:
+    return path.name.lower().endswith(".parquet") or file.peek(4).startswith(b"PAR1")
+
+
+def is_json_lines(path: Path, beginning: bytes) -> bool:
+    if path == STDIN:
+        return re.match(rb'\s*\{\s*"', beginning) is not None
+    return path.name.lower().endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))
+
+
+def read_text(blocks: Iterator[bytes]) -> Iterator[Chunk]:
+    """Yield the documents of a text file. Bytes that are not UTF-8 are read as surrogates."""
+    raw = io.BufferedReader(Stream(blocks), BLOCK)
+    with io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape", newline="") as file:
+        yield from cut(file, SEPARATOR)
+
+
+def cut(file: TextIO, separator: str = "") -> Iterator[Chunk]:
+    """Yield text in chunks. With a separator, it ends documents, else all is one."""
+    rest = ""
+    while text := file.read(CHUNK):
+        rest += text
+        if separator:
+            *documents, rest = rest.split(separator)
+            for document in documents:
+                yield Chunk(document, ends_document=True)
+        if len(rest) >= CHUNK:
+            # Cut at the end of a word, else of a line. Without either, keep enough of the end
+            # that a separator is never cut in two.
+            word = LAST_WORD_END.match(rest)
+            end = word.end() if word else rest.rfind("\n") + 1
+            end = end or max(0, len(rest) - len(SEPARATOR))
+            yield Chunk(rest[:end], ends_document=False)
+            rest = rest[end:]
+    yield Chunk(rest, ends_document=True)
+
+
+def cut_rows(corpus: Corpus, path: Path, rows: Iterator[str]) -> Iterator[Chunk]:
+    """Yield each row as a document; those without a text are counted."""
+    for text in rows:
+        text = corpus.replace_surrogates(text, path)
+        if not text:
+            corpus.skipped["blank document"] += 1
+        elif len(text) < CHUNK:
+            yield Chunk(text, ends_document=True)
+        else:
+            yield from cut(io.StringIO(text, newline=""))
+
+
+def read_json_lines(corpus: Corpus, path: Path, blocks: Iterator[bytes]) -> Iterator[str]:
+    """Yield the text of each line, "" for null. Broken lines are counted."""
+    file = io.BufferedReader(Stream(blocks), BLOCK)
+    number = 0
+    field_was_found = False
+    while line := file.readline(LONGEST_LINE):
+        number += 1
+        if line.isspace():
+            continue
+        try:
+            row = parse_line(line)
+            if not field_was_found:
+                check_field(path, corpus.text_field, list(row))
+                field_was_found = True
+            yield text_of(row, corpus.text_field)
+        except BrokenLine as error:
+            corpus.skip_line(f"{path}, line {number}", error)
+        while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+            line = file.readline(LONGEST_LINE)
+
+
+class BrokenLine(Exception):
+    """A line that is not a JSON object with a text."""
+
+
+def parse_line(line: bytes) -> dict:
+    if len(line) == LONGEST_LINE:
+        raise BrokenLine(f"longer than {LONGEST_LINE:,} bytes")
+    row = None
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line.decode("utf-8", "surrogateescape").removeprefix("\ufeff"))
+    if not isinstance(row, dict):
+        raise BrokenLine("not a JSON object")
+    return row
+
+
+def text_of(row: dict, text_field: str) -> str:
+    text = row.get(text_field, 0)
+    if text is not None and not isinstance(text, str):
+        raise BrokenLine(f"no text in the field {text_field}")
+    return text or ""
+
+
+def check_field(path: Path, text_field: str, fields: list[str]) -> None:
+    if text_field not in fields:
+        raise SourceError(
+            f"--source {path} has no field {text_field}: give --field one of its own "
+            f"({', '.join(fields)})"
+        )
+
+
+def read_parquet(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
+    """Yield the text of each row, "" for null. Raises SourceError.
+
+    Without pre-buffering and with small buffers, memory stays flat for row groups of any size.
+    """
+    if not file.seekable():
+        raise SourceError("--source -: parquet cannot be read from a pipe: name a file")
+    parquet = optional("pyarrow.parquet", path)
+    column = corpus.text_field
+    try:
+        table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BLOCK)
+        schema = table.schema_arrow
+        check_field(path, column, schema.names)
+        kind = str(schema.field(column).type)
+        if kind not in ("string", "large_string", "binary", "large_binary"):
+            raise SourceError(f"--source {path}: the column {column} holds {kind}, not text")
+        batches = table.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False)
+        for batch in batches:
+            # As bytes: a string that is not UTF-8 would be an error.
+            for text in batch.column(0).cast("large_binary").to_pylist():
+                yield (text or b"").decode("utf-8", "surrogateescape")
+    except SourceError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
+        raise damaged(path, error) from None

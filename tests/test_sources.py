@@ -1,0 +1,264 @@
+"""Sources -> documents: every format gives the same ones, and nothing is lost without a word."""
+
+import contextlib
+import gzip
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sources
+from sources import SourceError, find_files
+
+DOCUMENTS = [
+    "one\r\ntwo é\n",
+    "\ufeff 雪 \U0001f600\0",
+    "<|endoftext|> is no separator here",
+    "x" * 99,
+]
+
+
+def documents(*names: Path | str, **options) -> list[str]:
+    """The documents of sources, each in one piece."""
+    corpus = find_files([str(name) for name in names], takes_binary=False, **options)
+    return join(corpus.read())
+
+
+def join(chunks: Iterator[sources.Chunk]) -> list[str]:
+    found = [""]
+    for text, ends_document in chunks:
+        found[-1] += text
+        if ends_document:
+            found.append("")
+    assert found.pop() == ""
+    return found
+
+
+def json_lines(texts: list, field: str = "text") -> bytes:
+    lines = [json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)]
+    return "".join(lines).encode()
+
+
+def zstd(contents: bytes) -> bytes:
+    zstandard = pytest.importorskip("zstandard")
+    return zstandard.ZstdCompressor(write_checksum=True).compress(contents)  # as the zstd command
+
+
+def write_parquet(path: Path, texts: list, field: str = "text", kind: str = "string") -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.array(texts, kind)
+    table = pyarrow.table({"id": list(range(len(texts))), field: column})
+    parquet.write_table(table, path, row_group_size=3)
+
+
+@contextlib.contextmanager
+def standard_input(contents: bytes):
+    """A pipe that holds `contents`, at most 64 KiB."""
+    out, into = os.pipe()
+    os.write(into, contents)
+    os.close(into)
+    saved = os.dup(0)
+    os.dup2(out, 0)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 0)
+        os.close(saved)
+        os.close(out)
+
+
+# ---- formats
+
+
+@pytest.mark.parametrize("name, pack", [("a", bytes), ("a.GZ", gzip.compress), ("a.zst", zstd)])
+def test_a_text_file_is_a_document_compressed_or_not(tmp_path, name, pack):
+    (tmp_path / name).write_bytes(pack(DOCUMENTS[0].encode()))
+    assert documents(tmp_path) == [DOCUMENTS[0]]
+
+
+@pytest.mark.parametrize(
+    "name, pack", [("a.jsonl", bytes), ("a.JSONL.gz", gzip.compress), ("a.jsonl.zst", zstd)]
+)
+def test_a_json_line_is_a_document(tmp_path, name, pack):
+    (tmp_path / name).write_bytes(pack(b"\xef\xbb\xbf" + json_lines(DOCUMENTS, "body")))
+    assert documents(tmp_path, text_field="body") == DOCUMENTS
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary"])
+def test_a_parquet_row_is_a_document(tmp_path, kind):
+    write_parquet(tmp_path / "a.parquet", [*DOCUMENTS, None], "body", kind)
+    corpus = find_files([str(tmp_path)], takes_binary=False, text_field="body")
+    assert join(corpus.read()) == DOCUMENTS
+    assert corpus.describe_skipped() == "1 blank document"
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+def test_several_compressed_streams_in_a_file_are_read_one_after_another(tmp_path, pack):
+    (tmp_path / "a").write_bytes(pack(b"one ") + pack(b"") + pack(b"two"))
+    assert documents(tmp_path) == ["one two"]
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
+def test_standard_input_is_text_or_json_lines_by_its_beginning(pack):
+    with standard_input(pack(b"one<|endoftext|>{two}")):
+        assert documents("-") == ["one", "{two}"]
+    with standard_input(pack(json_lines(DOCUMENTS))):
+        assert documents("-") == DOCUMENTS
+
+
+def test_sources_keep_their_order_and_what_is_in_a_folder_or_glob_is_sorted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b/2.txt", "b/1.txt", "a/[x].txt", "a/y.md", "c/deep/3.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    assert documents("b", "a/[x].txt") == ["b/1.txt", "b/2.txt", "a/[x].txt"]
+    assert documents("?/*.txt") == ["a/[x].txt", "b/1.txt", "b/2.txt"]
+    everything = ["a/[x].txt", "a/y.md", "b/1.txt", "b/2.txt", "c/deep/3.txt"]
+    assert documents("*") == documents("**") == documents(tmp_path) == everything
+    with pytest.raises(SourceError, match="--source \\*.jsonl matches no file"):
+        find_files(["a", "*.jsonl"], takes_binary=False)
+
+
+# ---- chunks
+
+
+@pytest.mark.parametrize("separator", ["\n", " "])
+def test_long_documents_are_read_in_chunks(tmp_path, monkeypatch, separator):
+    """Whatever their length, and wherever they cut separators and characters of several bytes."""
+    text = separator.join(
+        random.Random(0).choices(["ab", "é✓", "<|endoftext|>", "<|end", "x" * 40], k=400)
+    )
+    (tmp_path / "a").write_text(text)
+    (tmp_path / "b.jsonl").write_bytes(json_lines([text]))
+    for size in (1, 7, 64, 1 << 20):
+        monkeypatch.setattr(sources, "CHUNK", size)
+        corpus = find_files([str(tmp_path)], takes_binary=False)
+        assert join(corpus.read()) == [*text.split("<|endoftext|>"), text]
+        assert max(len(chunk.text) for chunk in corpus.read()) <= max(2 * size + 13, len(text))
+
+
+def test_builtin_set_is_large_enough():
+    assert sum(path.stat().st_size for path in sources.builtin_sources()) > 5e6
+
+
+# ---- what is skipped, replaced or refused
+
+
+def test_broken_lines_are_skipped_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LONGEST_LINE", 1 << 12)
+    lines = [
+        b'{"text": "first"}\r',
+        b"",
+        b'{"text": "cut',
+        b'["no object"]',
+        b'{"text": 5}',
+        b'{"other": "field"}',
+        b'{"text": null}',
+        b'{"text": ""}',
+        b"[" * 4000,  # more than Python's parser takes
+        b'{"text": "' + b"long" * 5000 + b'"}',
+        b'{"text": "last"}',
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\n".join(lines))
+    corpus = find_files([str(file)], takes_binary=False)
+    assert join(corpus.read()) == ["first", "last"]
+    assert corpus.describe_skipped() == "2 blank documents, 6 broken lines"
+    assert corpus.first_broken == f"{file}, line 3: not a JSON object"
+
+
+def test_what_is_not_utf_8_becomes_u_fffd_and_is_counted(tmp_path):
+    (tmp_path / "a").write_text("é")
+    (tmp_path / "b").write_bytes("né à Noël".encode("latin-1"))
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xe9 \\ud83d \\ud83d\\ude00"}')
+    corpus = find_files([str(tmp_path)], takes_binary=False)
+    assert join(corpus.read()) == ["é", "n\ufffd \ufffd No\ufffdl", "\ufffd \ufffd \U0001f600"]
+    assert (corpus.replaced, corpus.first_replaced) == (5, tmp_path / "b")
+
+
+def test_a_nul_byte_counts_in_the_first_8_kib(tmp_path):
+    (tmp_path / "text").write_bytes(b"x" * 8192 + b"\0")
+    (tmp_path / "binary").write_bytes(b"x" * 8191 + b"\0")
+    corpus = find_files([str(tmp_path)], takes_binary=True)
+    assert corpus.files == [tmp_path / "text"]
+    named = find_files([str(tmp_path / "binary")], takes_binary=True)
+    assert named.files == [tmp_path / "binary"]
+
+
+def test_what_is_in_compressed_files_counts(tmp_path):
+    (tmp_path / "empty").write_bytes(gzip.compress(b""))
+    (tmp_path / "binary").write_bytes(gzip.compress(b"\0"))
+    (tmp_path / "text").write_bytes(gzip.compress(b"text"))
+    corpus = find_files([str(tmp_path)], takes_binary=False)
+    assert corpus.files == [tmp_path / "text"]
+    assert dict(corpus.skipped) == {"binary file": 1, "empty file": 1}
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+def test_a_damaged_compressed_file_is_an_error_and_not_a_short_one(tmp_path, pack):
+    text = random.Random(0).randbytes(300_000).hex().encode()
+    whole = pack(text)
+    for name, contents in {
+        "cut": whole[:-100],
+        "changed": whole[:100_000] + bytes(1000) + whole[101_000:],
+    }.items():
+        (tmp_path / name).write_bytes(contents)
+        with pytest.raises(SourceError, match=f"--source .*/{name} is damaged"):
+            documents(tmp_path / name)
+
+
+def test_parquet_that_holds_no_text_is_refused(tmp_path):
+    write_parquet(tmp_path / "a.parquet", DOCUMENTS)
+    with pytest.raises(SourceError, match=r"has no field body: .* its own \(id, text\)"):
+        find_files([str(tmp_path)], takes_binary=False, text_field="body")
+    with pytest.raises(SourceError, match="the column id holds int64, not text"):
+        find_files([str(tmp_path)], takes_binary=False, text_field="id")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SourceError, match="a.parquet is damaged"):
+        find_files([str(tmp_path)], takes_binary=False)
+    with standard_input(whole), pytest.raises(SourceError, match="parquet cannot be read from a"):
+        documents("-")
+
+
+@pytest.mark.parametrize(
+    "package, contents", [("pyarrow", b"PAR1"), ("zstandard", b"\x28\xb5\x2f\xfd")]
+)
+def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, package, contents):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
+    (tmp_path / "a").write_bytes(contents)
+    with pytest.raises(SourceError, match=f"/a needs {package}: pip install {package}$"):
+        find_files([str(tmp_path)], takes_binary=False)
+
+
+@contextlib.contextmanager
+def as_an_ordinary_user():
+    """For root, whom permissions do not stop."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", ["folder", "file"])
+def test_what_may_not_be_read_is_an_error_and_not_a_gap(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)  # above it, the way may be barred to other users
+    tmp_path.chmod(0o755)
+    Path("text/folder").mkdir(parents=True)
+    Path("text/file").write_text("secret")
+    Path("text/readable").write_text("text")
+    Path("text", name).chmod(0)
+    line = rf"--source text/{name} cannot be read \(Permission denied\)"
+    with as_an_ordinary_user(), pytest.raises(SourceError, match=line):
+        find_files(["text"], takes_binary=False)
+    Path("text", name).chmod(0o700)
