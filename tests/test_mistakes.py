@@ -162,6 +162,8 @@ PREPARE = [
         "rows.jsonl has no field body: give --field one of its own (id, text)",
     ),
     Mistake("--out {root}/new --source {broken}/cut.gz", "cut.gz is damaged (its compressed data"),
+    Mistake("show", "the following arguments are required: DIR (prepare.py show --help lists"),
+    Mistake("show {root}/nowhere", "nowhere: no train.bin there; create it with"),
     Mistake(
         "--out {root}/new --source {skipped}/binary --tokenizer {ranks}/o200k.tiktoken",
         "is binary (a NUL byte in its first 8,192): leave it out; only --tokenizer bytes reads",

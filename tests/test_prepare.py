@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -231,6 +232,34 @@ def test_progress_has_a_rate_and_the_time_left_where_the_size_is_known():
     corpus.files.append(STDIN)
     line = prepare.describe_progress(corpus, size=300_000_000, seconds=30)
     assert line == "tokenizing: 300.0 MB of text, 10.0 MB/s"
+
+
+def test_show_prints_counts_lengths_and_documents(tmp_path, capsys):
+    texts = {f"{i}": f"document\t{i}\x1b" + "!" * i for i in range(30)}
+    prepared(tmp_path, texts, val_fraction=0.3)
+    assert prepare.main(["show", str(tmp_path / "tokens")]) == 0
+    summary, *shown = capsys.readouterr().out.split("\n--- train, from token ")
+    meta = json.loads((tmp_path / "tokens" / "meta.json").read_text())
+    title, train, val, _ = summary.split("\n")
+    assert title == f"{tmp_path}/tokens: tokenizer bytes, vocabulary 257, uint16"
+    documents = meta["documents"]["train"]
+    assert train.startswith(f"train: {meta['train_tokens']:,} tokens, {documents} documents of ")
+    mean = meta["train_tokens"] / documents - 1
+    assert re.search(rf"of 11 to \d+ tokens each, {mean:.1f} on average$", train)
+    assert val.startswith(f"val: {meta['val_tokens']:,} tokens, {meta['documents']['val']} doc")
+    assert len(shown) == 3
+    for text in shown:
+        assert re.fullmatch(r"\d+\ndocument\t\d+\\x1b!*\n", text)
+
+
+def test_show_prints_ids_where_the_tokenizer_is_unknown(tmp_path, capsys):
+    for split in ("train", "val"):
+        np.arange(9, dtype="<u2").tofile(tmp_path / f"{split}.bin")
+    (tmp_path / "meta.pkl").touch()
+    assert prepare.main(["show", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "tokenizer unknown, vocabulary 9, uint16\ntrain: 9 tokens\nval: 9 tokens\n" in out
+    assert "--- train, from token 3\n3 4 5 6 7 8\n" in out
 
 
 # ---- the folder appears whole or not at all
