@@ -413,14 +413,15 @@ class Transformer(nn.Module):
 
             6 * N + 6 * n_layer * d_model * seq_len
 
-        N counts the parameters in matrix products: the head's, but not those of an embedding that
-        is only looked up. Each takes a multiply and an add in forward and twice that in backward.
+        N counts the parameters in matrix products: the head's, but not those of norms, nor of an
+        embedding that is only looked up. Each takes a multiply and an add in forward and twice
+        that in backward.
 
         Attention multiplies d_model * seq_len elements twice per token and layer (scores, values):
         12 * d_model * seq_len FLOPs in forward and backward, of which the causal mask needs half.
         """
         c = self.config
-        n = self.parameter_count()
+        n = sum(p.numel() for p in self.parameters() if p.dim() == 2)  # without norms
         if not c.tied:
             n -= c.vocab_size * c.d_model
         return 6 * n + 6 * c.n_layer * c.d_model * seq_len
