@@ -174,6 +174,10 @@ def permute(n: int, size: int, key: bytes) -> int:
     It needs no table, so the size of the corpus costs nothing: a Feistel network on the smallest
     even number of bits that holds `size`, applied until the result falls inside ("cycle walking",
     Black & Rogaway 2002, Ciphers with arbitrary finite domains); at most 4 times on average.
+
+    Not uniform in pairs below about 20 windows: over 8,000 keys, where n and n' go together was 4
+    to 8% more or less likely than uniform (root mean square, 4 to 16 windows; from 20 on 1% or
+    less). So few windows are a batch or less. A fix would change the order of every run.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits
     mask = (1 << half) - 1
