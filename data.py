@@ -74,7 +74,7 @@ def open_folder(path: Path) -> TokenFolder:
         spot_check(file, dtype, vocab_size, digest)
     tokenizer = meta["tokenizer"]
     tokenizer_file = {}
-    if tokenizer and tokenizer.endswith(".tiktoken"):
+    if tokenizer and Path(tokenizer).suffix:  # a file; bytes and gpt2 are built in
         file = (path / tokenizer).absolute()
         tokenizer = str(file)
         tokenizer_file[file.name] = read_tokenizer(file)

@@ -1,6 +1,6 @@
 """Text -> a token folder that train.py reads.
 
-    python prepare.py --source FILE|DIR|GLOB|- ... --tokenizer bytes|gpt2|PATH.tiktoken --out DIR
+    python prepare.py --source FILE|DIR|GLOB|- ... --tokenizer bytes|gpt2|PATH --out DIR
     python prepare.py show DIR
 
 A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no header) and
@@ -279,7 +279,7 @@ def prepare(
     encoder = Encoder(encoding)
     with unfinished(new_folder) as folder:
         if name not in ("bytes", "gpt2"):
-            name = keep_tokenizer(name, pattern or tokenizer.pattern_of(name), folder, say)
+            name = keep_tokenizer(name, pattern, folder, say)
         splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads, say)
         if not splitter.size:
             raise SourceError(f"the sources hold no text ({corpus.describe_skipped()})")
@@ -302,10 +302,17 @@ def prepare(
     say_what_was_written(out, meta, val_fraction, say)
 
 
-def keep_tokenizer(name: str, pattern: str, folder: Path, say: Callable[[str], None]) -> str:
-    """Copy a .tiktoken file into the token folder; return its name there, with the pattern."""
-    say(f"{name} is used with the pattern of {pattern} (--pattern names another)")
-    return shutil.copyfile(name, folder / f"tokenizer.{pattern}.tiktoken").name
+def keep_tokenizer(name: str, pattern: str | None, folder: Path, say: Callable[[str], None]) -> str:
+    """Copy a tokenizer's file into the token folder; return its name there.
+
+    The name keeps what the file does not say: the pattern, or that it is Llama 3's.
+    """
+    suffix = Path(name).suffix
+    if suffix not in tokenizer.SELF_CONTAINED:
+        pattern = pattern or tokenizer.pattern_of(name)
+        say(f"{name} is used with the pattern of {pattern} (--pattern names another)")
+        suffix = f".{pattern}.tiktoken"
+    return shutil.copyfile(name, folder / f"tokenizer{suffix}").name
 
 
 def measure(file: Path, itemsize: int) -> dict:
@@ -447,7 +454,7 @@ def build_parser() -> cli.Parser:
         "--tokenizer",
         default="bytes",
         metavar="NAME",
-        help="bytes, gpt2 or PATH.tiktoken (default: bytes)",
+        help="bytes, gpt2, PATH.tiktoken or Llama 3's tokenizer.model (default: bytes)",
     )
     add(
         "--pattern",

@@ -64,7 +64,7 @@ def describe(path: Path) -> Trained:
         raise checkpoint.CheckpointError(
             f"{path} is not a checkpoint of train.py: its manifest.json lacks {error}"
         ) from None
-    if name and name.endswith(".tiktoken"):
+    if name and Path(name).suffix:  # a file; bytes and gpt2 are built in
         name = find_tokenizer(path, name, vocab_size)
     return Trained(config, name, vocab_size)
 

@@ -9,6 +9,10 @@ from pathlib import Path
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
+# A document ends with the first of these that its tokenizer has.
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")
+# Suffixes of files that bring their pattern and their special tokens.
+SELF_CONTAINED = (".model",)
 
 # How text is cut into pieces before byte-pair merging, for PATH.tiktoken. llama3 is that of Meta's
 # llama3/tokenizer.py. The others are tiktoken's own, from tiktoken_ext/openai_public.py, copied
@@ -36,22 +40,43 @@ class TokenizerError(ValueError):
     """A tokenizer that cannot be loaded, or text that it cannot encode."""
 
 
-def load(name: str, pattern: str | None = None) -> tiktoken.Encoding:
-    """Return the encoding `bytes` (256 bytes and end-of-text), `gpt2`, or PATH.tiktoken.
+class Encoding(tiktoken.Encoding):
+    @property
+    def eot_token(self) -> int:
+        """The token that ends a document. (tiktoken's is <|endoftext|> alone.)"""
+        ends = [name for name in ENDS_OF_TEXT if name in self.special_tokens_set]
+        return self.encode_single_token(ends[0])
 
-    A .tiktoken file has a line for each token: base64 and rank. `pattern`, one of PATTERNS, is for
-    such a file only, and by default the one that the file's name names. Raises TokenizerError.
+
+# --------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load(name: str, pattern: str | None = None) -> tiktoken.Encoding:
+    """Return the encoding `bytes` (256 bytes and end-of-text), `gpt2`, or that of a file.
+
+    PATH.tiktoken has a line for each token: base64 and rank. `pattern`, one of PATTERNS, is for
+    such a file only, and by default the one that the file's name names. PATH.model is the
+    tokenizer.model of Llama 3. Raises TokenizerError.
     """
-    if pattern and name in ("bytes", "gpt2"):
+    path = Path(name)
+    if pattern and (name in ("bytes", "gpt2") or path.suffix in SELF_CONTAINED):
         raise TokenizerError(f"--pattern {pattern} is for --tokenizer PATH.tiktoken, not {name}")
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
-        return tiktoken.Encoding(
+        return Encoding(
             "bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
         )
     if name == "gpt2":
         return load_gpt2()
-    return load_file(Path(name), pattern or pattern_of(name))
+    try:
+        contents = path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(
+            f"--tokenizer {path}: {error.strerror}; choose bytes, gpt2 or PATH (a .tiktoken "
+            "or .model file)"
+        ) from None
+    return load_ranks(path, contents, pattern or pattern_of(name))
 
 
 def pattern_of(path: str) -> str:
@@ -76,31 +101,54 @@ def load_gpt2() -> tiktoken.Encoding:
         ) from None
 
 
-def load_file(path: Path, pattern: str) -> tiktoken.Encoding:
+# --------------------------------------------------------------------------------------------------
+# Rank files
+
+
+def load_ranks(path: Path, contents: bytes, pattern: str) -> tiktoken.Encoding:
+    """Load a .tiktoken file, or Llama 3's tokenizer.model. Special tokens follow the ranks."""
+    is_llama3 = path.suffix == ".model"
     try:
-        ranks = read_ranks(path)
-    except OSError as error:
-        raise TokenizerError(
-            f"--tokenizer {path}: {error.strerror}; choose bytes, gpt2 or PATH.tiktoken"
-        ) from None
+        ranks = read_ranks(contents)
     except ValueError as error:
+        hint = "; SentencePiece models, as Llama 2 has, are not supported" if is_llama3 else ""
         raise TokenizerError(
-            f"--tokenizer {path} is not a .tiktoken file ({error}): it needs lines of a base64 "
-            "token and its rank, with a token for each of the 256 bytes"
+            f"--tokenizer {path} is not a {path.suffix if is_llama3 else '.tiktoken'} file "
+            f"({error}): it needs lines of a base64 token and its rank, with a token for each of "
+            f"the 256 bytes{hint}"
         ) from None
-    return tiktoken.Encoding(
-        path.stem,
-        pat_str=PATTERNS[pattern],
+    names = llama3_special_tokens() if is_llama3 else [END_OF_TEXT]
+    return Encoding(
+        path.name,
+        pat_str=LLAMA3 if is_llama3 else PATTERNS[pattern],
         mergeable_ranks=ranks,
-        special_tokens={END_OF_TEXT: len(ranks)},
+        special_tokens={name: len(ranks) + i for i, name in enumerate(names)},
     )
 
 
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """Return the rank of each token of a .tiktoken file. Raises ValueError and OSError."""
+def llama3_special_tokens() -> list[str]:
+    """The 256 tokens that follow the 128,000 ranks, of Meta's llama3/tokenizer.py.
+
+    Llama 3.1 renames four of the reserved ones and has the same ids.
+    """
+    reserved = [f"<|reserved_special_token_{i}|>" for i in range(251)]
+    return [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        *reserved[:4],
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        reserved[4],
+        "<|eot_id|>",  # of a turn in a chat
+        *reserved[5:],
+    ]
+
+
+def read_ranks(contents: bytes) -> dict[bytes, int]:
+    """Return the rank of each token of a .tiktoken file. Raises ValueError."""
     ranks = {}
     line_of_rank = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(contents.splitlines(), start=1):
         if not line:
             continue
         try:
@@ -118,10 +166,19 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     for rank in range(len(ranks)):
         if rank not in line_of_rank:
             raise ValueError(f"{len(ranks)} tokens, but none has rank {rank}")
+    check_bytes(ranks)
+    return ranks
+
+
+def check_bytes(ranks: dict[bytes, int]) -> None:
+    """Raise ValueError unless any text can be encoded."""
     for i in range(256):
         if bytes([i]) not in ranks:
             raise ValueError(f"no token for byte {i}")
-    return ranks
+
+
+# --------------------------------------------------------------------------------------------------
+# Text <-> tokens
 
 
 def encode(name: str | None, text: str) -> list[int]:

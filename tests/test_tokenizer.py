@@ -5,12 +5,16 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from tiktoken_ext import openai_public
 
 import data
 import prepare
+import sample
 import sources
 import tokenizer
+from config import Config, model_config
+from model import Transformer
 
 
 def write_ranks(path: Path, merges: list[bytes]) -> str:
@@ -136,3 +140,52 @@ def test_text_bytes_are_those_of_the_text_without_the_end_of_a_document(tmp_path
     for token in [*tokenizer.encode(name, "the thé"), 258]:
         counts[token] += 1
     assert tokenizer.text_bytes(name, counts) == len("the thé".encode())
+
+
+# --------------------------------------------------------------------------------------------------
+# Llama 3's tokenizer.model
+
+
+def test_llama_3s_tokenizer_gives_the_model_that_meta_published(tmp_path):
+    """128,000 ranks and 256 special tokens: 128,256 rows, with nothing padded."""
+    pairs = [bytes([a, b]) for a in range(256) for b in range(256)]
+    triples = [pair + b"x" for pair in pairs]
+    name = write_ranks(tmp_path / "tokenizer.model", [*pairs, *triples][: 128_000 - 256])
+    encoding = tokenizer.load(name)
+    assert encoding.encode_single_token("<|begin_of_text|>") == 128_000
+    assert encoding.eot_token == encoding.encode_single_token("<|end_of_text|>") == 128_001
+    assert encoding.encode_single_token("<|start_header_id|>") == 128_006
+    assert encoding.encode_single_token("<|eot_id|>") == 128_009
+    assert encoding.encode_single_token("<|reserved_special_token_250|>") == 128_255
+    config = model_config(Config(model="llama3-8b"), encoding.n_vocab)
+    assert config.vocab_size == encoding.n_vocab == 128_256
+    with torch.device("meta"):
+        assert Transformer(config).parameter_count() == 8_030_261_248
+
+
+def test_documents_end_with_the_end_of_text_of_their_tokenizer(tmp_path):
+    name = write_ranks(tmp_path / "tokenizer.model", [b"th", b"the"])
+    (tmp_path / "text").write_text("the<|endoftext|>" * 50)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, say=lambda line: None)
+    folder = data.open_folder(tmp_path / "tokens")
+    assert folder.tokens("train").tolist()[:4] == [257, 259, 257, 259]
+    assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.model", 258 + 256)
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    for name, contents in folder.tokenizer_file.items():
+        (checkpoint / name).write_bytes(contents)
+    found = sample.find_tokenizer(checkpoint, folder.tokenizer_name, folder.vocab_size)
+    assert "".join(tokenizer.decode(found, [257, 259])) == "the<|end_of_text|>"
+    assert tokenizer.encode(found, "") == [259]
+
+
+def test_the_same_ranks_in_an_older_folder_keep_their_end_of_text(tmp_path):
+    """Until 2026-11-21 it was the first free rank, for Llama 3's ranks too."""
+    encoding = tokenizer.load(write_ranks(tmp_path / "tokenizer.llama3.tiktoken", [b"th", b"the"]))
+    assert (encoding.eot_token, encoding.n_vocab) == (258, 259)
+
+
+def test_a_sentencepiece_model_is_refused(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    with pytest.raises(tokenizer.TokenizerError, match="SentencePiece models, as Llama 2 has"):
+        tokenizer.load(str(tmp_path / "tokenizer.model"))
