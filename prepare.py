@@ -454,7 +454,8 @@ def build_parser() -> cli.Parser:
         "--tokenizer",
         default="bytes",
         metavar="NAME",
-        help="bytes, gpt2, PATH.tiktoken or Llama 3's tokenizer.model (default: bytes)",
+        help="bytes, gpt2, PATH.tiktoken, Llama 3's tokenizer.model or a tokenizer.json of "
+        "byte-level BPE (default: bytes)",
     )
     add(
         "--pattern",

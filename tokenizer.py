@@ -2,6 +2,7 @@
 
 import base64
 import codecs
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,9 +11,9 @@ import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
 # A document ends with the first of these that its tokenizer has.
-ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 # Suffixes of files that bring their pattern and their special tokens.
-SELF_CONTAINED = (".model",)
+SELF_CONTAINED = (".model", ".json")
 
 # How text is cut into pieces before byte-pair merging, for PATH.tiktoken. llama3 is that of Meta's
 # llama3/tokenizer.py. The others are tiktoken's own, from tiktoken_ext/openai_public.py, copied
@@ -33,7 +34,13 @@ O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# SmolLM's and StarCoder's: every digit is a piece, the rest is cut as by GPT2.
+GPT2_DIGITS = r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 PATTERNS = {"llama3": LLAMA3, "cl100k": CL100K, "o200k": O200K, "gpt2": GPT2}
+
+# What means something else in the regular expressions of Hugging Face (Oniguruma's, with the syntax
+# of Ruby): anchors, possessive intervals, the option m, and options for the rest of a group.
+RUBY_DIFFERS = re.compile(r"\$|(?<!\[)\^|\d,?\}\+|\(\?[a-z-]*[m)]")
 
 
 class TokenizerError(ValueError):
@@ -57,7 +64,8 @@ def load(name: str, pattern: str | None = None) -> tiktoken.Encoding:
 
     PATH.tiktoken has a line for each token: base64 and rank. `pattern`, one of PATTERNS, is for
     such a file only, and by default the one that the file's name names. PATH.model is the
-    tokenizer.model of Llama 3. Raises TokenizerError.
+    tokenizer.model of Llama 3, and PATH.json a tokenizer.json of Hugging Face, of byte-level BPE.
+    Nothing is executed. Raises TokenizerError.
     """
     path = Path(name)
     if pattern and (name in ("bytes", "gpt2") or path.suffix in SELF_CONTAINED):
@@ -73,9 +81,11 @@ def load(name: str, pattern: str | None = None) -> tiktoken.Encoding:
         contents = path.read_bytes()
     except OSError as error:
         raise TokenizerError(
-            f"--tokenizer {path}: {error.strerror}; choose bytes, gpt2 or PATH (a .tiktoken "
-            "or .model file)"
+            f"--tokenizer {path}: {error.strerror}; choose bytes, gpt2 or PATH (a .tiktoken, "
+            ".model or .json file)"
         ) from None
+    if path.suffix == ".json":
+        return load_json(path, contents)
     return load_ranks(path, contents, pattern or pattern_of(name))
 
 
@@ -175,6 +185,156 @@ def check_bytes(ranks: dict[bytes, int]) -> None:
     for i in range(256):
         if bytes([i]) not in ranks:
             raise ValueError(f"no token for byte {i}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Hugging Face's tokenizer.json
+
+
+def load_json(path: Path, contents: bytes) -> tiktoken.Encoding:
+    """Load a tokenizer.json whose ids tiktoken computes exactly. Raises TokenizerError."""
+    try:
+        spec = json.loads(contents)
+        ranks, special_tokens = read_vocabulary(spec)
+        check_merges(spec["model"], ranks)
+        return Encoding(
+            path.name,
+            pat_str=read_pattern(spec["pre_tokenizer"]),
+            mergeable_ranks=ranks,
+            special_tokens=special_tokens,
+        )
+    except ValueError as error:
+        raise TokenizerError(f"--tokenizer {path} cannot be used: {error}") from None
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        raise TokenizerError(
+            f"--tokenizer {path} is not a tokenizer.json of Hugging Face ({error!r})"
+        ) from None
+
+
+def read_vocabulary(spec: dict) -> tuple[dict[bytes, int], dict[str, int]]:
+    """Return the ids of ordinary and of special tokens. Raises ValueError."""
+    model = spec["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback"):
+        raise ValueError("its model is not byte-level BPE")
+    if spec.get("normalizer"):
+        raise ValueError(f"its normalizer {spec['normalizer']['type']} is not supported")
+    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(option):
+            raise ValueError(f"its option {option} is not supported")
+    special_tokens = {}
+    for token in spec["added_tokens"]:
+        if not token["special"]:  # it would be found in text, before the pattern cuts it
+            raise ValueError(f"its added token {token['content']!r} is not a special one")
+        special_tokens[token["content"]] = token["id"]
+    ranks = {}
+    for text, rank in model["vocab"].items():
+        if text not in special_tokens:
+            ranks[to_bytes(text)] = rank
+    check_bytes(ranks)
+    ids = sorted([*ranks.values(), *special_tokens.values()])
+    if ids != list(range(len(ids))):
+        raise ValueError(f"the ids of its {len(ids):,} tokens are not 0 to {len(ids) - 1:,}")
+    if special_tokens.keys().isdisjoint(ENDS_OF_TEXT):
+        raise ValueError(f"none of its special tokens ends a document: {', '.join(ENDS_OF_TEXT)}")
+    return ranks, special_tokens
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte for which each character stands in a byte-level vocabulary, as in GPT-2's.
+
+    Printable bytes of Latin-1 are their own characters; the others follow from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet = {chr(byte): byte for byte in printable}
+    for byte in range(256):
+        if byte not in printable:
+            alphabet[chr(256 + len(alphabet) - len(printable))] = byte
+    return alphabet
+
+
+ALPHABET = byte_alphabet()
+
+
+def to_bytes(text: str) -> bytes:
+    """Return the bytes of a token of a byte-level vocabulary. Raises ValueError."""
+    try:
+        return bytes([ALPHABET[character] for character in text])
+    except KeyError:
+        raise ValueError(f"its token {text!r} is not one of bytes") from None
+
+
+def read_pattern(pre_tokenizer: dict | None) -> str:
+    """Return the pattern that cuts text as the file's pre-tokenizers do. Raises ValueError."""
+    steps = []
+    if pre_tokenizer:
+        steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    kinds = [step["type"] for step in steps]
+    if kinds[-1:] == ["ByteLevel"] and not steps[-1]["add_prefix_space"]:
+        cuts_as_gpt2 = steps[-1].get("use_regex", True)
+        if kinds == ["ByteLevel"] and cuts_as_gpt2:
+            return GPT2
+        if kinds == ["Digits", "ByteLevel"] and cuts_as_gpt2 and steps[0]["individual_digits"]:
+            return GPT2_DIGITS
+        if kinds == ["Split", "ByteLevel"] and not cuts_as_gpt2:
+            return split_pattern(steps[0])
+    raise ValueError(f"its pre-tokenizer ({', '.join(kinds) or 'none'}) is not supported")
+
+
+def split_pattern(split: dict) -> str:
+    """Return the regular expression of a Split whose matches and what lies between are pieces."""
+    regex = split["pattern"].get("Regex")
+    if not regex or split["behavior"] != "Isolated" or split["invert"]:
+        raise ValueError("its Split is not one by the matches of a regular expression (Isolated)")
+    for pattern in PATTERNS.values():
+        if regex == pattern.replace("{1,3}+", "{1,3}"):  # the same at the end of a branch
+            return pattern
+    if RUBY_DIFFERS.search(regex):
+        raise ValueError(f"its regular expression means something else in tiktoken: {regex}")
+    # tiktoken drops what no match covers.
+    return rf"{regex}|(?:(?!{regex})[\s\S])+"
+
+
+def check_merges(model: dict, ranks: dict[bytes, int]) -> None:
+    """Raise ValueError unless tiktoken's merges are those of the file, for any text.
+
+    The file lists pairs, the first of which in a piece is merged. tiktoken merges the two
+    neighbours whose joint token has the lowest rank. Neighbours that have come about by merges
+    within their own bytes are what these bytes alone would have become (`last_merge`). So if each
+    token's last merge is listed, and the list is in the order of ranks, both merge alike.
+    """
+    listed = set()
+    previous = -1
+    for merge in model["merges"]:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        pair = (to_bytes(left), to_bytes(right))
+        rank = ranks[pair[0] + pair[1]]
+        if rank < previous:
+            raise ValueError(f"its merge {left!r} {right!r} is not in the order of the ids")
+        previous = rank
+        listed.add(pair)
+    for token, rank in ranks.items():
+        if len(token) == 1:
+            continue
+        parts = last_merge(token, ranks)
+        # tiktoken takes a whole piece that is a token without merging, as ignore_merges does.
+        whole_only = len(parts) > 2 and model.get("ignore_merges", False)
+        if not (whole_only or tuple(parts) in listed):
+            raise ValueError(f"its merges do not lead to token {rank}, {token!r}, as tiktoken's do")
+
+
+def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """Return the two tokens that tiktoken joins to `token`; more where its merges end before."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        best = None
+        for i in range(len(parts) - 1):
+            rank = ranks.get(parts[i] + parts[i + 1])
+            if rank is not None and (best is None or rank < ranks[parts[best] + parts[best + 1]]):
+                best = i
+        if best is None:
+            break
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    return parts
 
 
 # --------------------------------------------------------------------------------------------------

@@ -184,6 +184,14 @@ PREPARE = [
     Mistake("--out {root}/new --tokenizer {ranks}/rank", "(line 257 repeats rank 7 of line 8)"),
     Mistake("--out {root}/new --tokenizer {ranks}/gap", "(257 tokens, but none has rank 256)"),
     Mistake("--out {root}/new --tokenizer {ranks}/minus", "(257 tokens, but none has rank 256)"),
+    Mistake(
+        "--out {root}/new --tokenizer {foreign}/config.json",
+        "config.json is not a tokenizer.json of Hugging Face (KeyError('model'))",
+    ),
+    Mistake(
+        "--out {root}/new --tokenizer {foreign}/config.json --pattern gpt2",
+        "--pattern gpt2 is for --tokenizer PATH.tiktoken, not {foreign}/config.json",
+    ),
 ]
 
 SAMPLE = [
@@ -632,6 +640,7 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(name, mistake, folders, 
 # Every text is tried
 
 RANKS_DIFFER = "test_watchdog.py::test_a_rank_that_is_not_like_the_others_ends_the_run"
+OTHER_IDS = "test_tokenizer.py::test_a_tokenizer_json_with_other_ids_in_tiktoken_is_refused"
 CHECKED_ON_CPUS = "test_check.py::test_a_check_that_fails_says_why_and_the_others_go_on"
 SPOILT_WEIGHTS = "test_hf.py::test_weights_that_are_not_those_of_config_json_are_refused"
 # Part of a text, and the test that tries it: it takes more than a command line and a folder.
@@ -672,6 +681,20 @@ TRIED_ELSEWHERE = {
     "which has  ...  GPUs": "test_dist.py::test_more_processes_than_gpus_are_refused",
     "some share a GPU": "test_dist.py::test_processes_that_share_a_gpu_are_refused",
     "network namespaces need root": "test_cluster.py::test_without_root_it_says_so",
+    # A tokenizer.json with something that tiktoken does not compute
+    "cannot be used": OTHER_IDS,
+    "its model is not": OTHER_IDS,
+    "its normalizer": OTHER_IDS,
+    "its option": OTHER_IDS,
+    "its added token": OTHER_IDS,
+    "the ids of its": OTHER_IDS,
+    "none of its special tokens": OTHER_IDS,
+    "is not one of bytes": OTHER_IDS,
+    "its pre-tokenizer": OTHER_IDS,
+    "its Split": OTHER_IDS,
+    "its regular expression": OTHER_IDS,
+    "is not in the order of the ids": OTHER_IDS,
+    "its merges do not lead": OTHER_IDS,
     # Damaged and hostile checkpoints
     "step and tokens must be": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",
     "files must be an object": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",

@@ -1,6 +1,7 @@
 """Text <-> tokens, with and without a network."""
 
 import base64
+import json
 import random
 from pathlib import Path
 
@@ -189,3 +190,143 @@ def test_a_sentencepiece_model_is_refused(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
     with pytest.raises(tokenizer.TokenizerError, match="SentencePiece models, as Llama 2 has"):
         tokenizer.load(str(tmp_path / "tokenizer.model"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Hugging Face's tokenizer.json
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+def split_by(regex: str) -> dict:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+def sequence(*pre_tokenizers: dict) -> dict:
+    """Pre-tokenizers whose ByteLevel only maps bytes to characters where a Split precedes it."""
+    use_regex = pre_tokenizers[0]["type"] != "Split"
+    last = BYTE_LEVEL | {"use_regex": use_regex}
+    return {"type": "Sequence", "pretokenizers": [*pre_tokenizers, last]}
+
+
+def describe(ranks: dict[bytes, int], pre_tokenizer: dict, **options) -> dict:
+    """A tokenizer.json of `ranks`, whose ids come after that of <|endoftext|>, as SmolLM's do."""
+    characters = {byte: character for character, byte in tokenizer.byte_alphabet().items()}
+
+    def text(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        if len(token) > 1:
+            merges.append([text(part) for part in tokenizer.last_merge(token, ranks)])
+    vocab = {text(token): rank + 1 for token, rank in ranks.items()}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    end = {"id": 0, "content": "<|endoftext|>", "special": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [end | flags],
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges} | options,
+    }
+
+
+def some_ranks() -> dict[bytes, int]:
+    """The bytes and three merges: 256 to 258."""
+    tokens = [*(bytes([i]) for i in range(256)), b"th", b"the", " é".encode()[:2]]
+    return {token: rank for rank, token in enumerate(tokens)}
+
+
+def write_json(path: Path, spec: object) -> str:
+    path.write_text(json.dumps(spec))
+    return str(path)
+
+
+def test_a_tokenizer_json_is_a_tokenizer_and_stays_with_the_folder(tmp_path):
+    name = write_json(tmp_path / "mine.json", describe(some_ranks(), BYTE_LEVEL))
+    (tmp_path / "text").write_text("the thé" * 50)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, say=lambda line: None)
+    folder = data.open_folder(tmp_path / "tokens")
+    tokens = folder.tokens("train").tolist()
+    assert tokens[:5] == [1 + 257, 1 + ord(" "), 1 + 256, 1 + 0xC3, 1 + 0xA9]
+    assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.json", 260)
+    assert folder.tokens("val")[-1] == 0  # <|endoftext|> has the id that the file gives
+    assert "".join(tokenizer.decode(folder.tokenizer, tokens)).startswith("the thé")
+
+
+def test_what_no_match_of_a_split_covers_is_a_piece_too(tmp_path):
+    """tiktoken by itself drops it."""
+    spec = describe(some_ranks(), sequence(split_by("the")))
+    encoding = tokenizer.load(write_json(tmp_path / "a.json", spec))
+    assert encoding.decode(encoding.encode_ordinary("a the b")) == "a the b"
+
+
+CHANGES = {
+    "its model is not byte-level BPE": {"model": {"type": "Unigram"}},
+    "its normalizer NFC is not supported": {"normalizer": {"type": "NFC"}},
+    "its added token '  ' is not a special one": {
+        "added_tokens": [{"id": 0, "content": "  ", "special": False}]
+    },
+    "none of its special tokens ends a document": {
+        "added_tokens": [{"id": 0, "content": "<|im_end|>", "special": True}]
+    },
+    "the ids of its 260 tokens are not 0 to 259": {
+        "added_tokens": [{"id": 300, "content": "<|endoftext|>", "special": True}]
+    },
+    "its pre-tokenizer (none) is not supported": {"pre_tokenizer": None},
+    "its pre-tokenizer (ByteLevel) is not": {
+        "pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}
+    },
+    "its pre-tokenizer (Split, Split, ByteLevel) is not": {
+        "pre_tokenizer": sequence(split_by("[0-9]"), split_by("[a-z]"))
+    },
+    "its Split is not one by the matches": {
+        "pre_tokenizer": sequence(split_by("a") | {"behavior": "Removed"})
+    },
+    "its regular expression means something else in tiktoken: \\w+$": {
+        "pre_tokenizer": sequence(split_by("\\w+$"))
+    },
+    "Parsing error at position": {"pre_tokenizer": sequence(split_by("("))},
+    "is not a tokenizer.json of Hugging Face (KeyError('added_tokens'))": {"added_tokens": None},
+}
+MODEL_CHANGES = {
+    "its option dropout is not supported": {"dropout": 0.1},
+    "its token '▁the' is not one of bytes": {"vocab": {"▁the": 0}},
+    "no token for byte 0": {"vocab": {"a": 0}},
+    # The right merges in the wrong order, or not those of the vocabulary
+    "its merge 't' 'h' is not in the order": {"merges": ["th e", "t h", "Ġ Ã"]},
+    "its merges do not lead to token 258, b'the'": {"merges": [["t", "h"], ["Ġ", "Ã"]]},
+}
+
+
+@pytest.mark.parametrize("line", [*CHANGES, *MODEL_CHANGES])
+def test_a_tokenizer_json_with_other_ids_in_tiktoken_is_refused(tmp_path, line):
+    spec = describe(some_ranks(), BYTE_LEVEL)
+    spec["model"] |= MODEL_CHANGES.get(line, {})
+    spec |= CHANGES.get(line, {})
+    spec = {key: value for key, value in spec.items() if value or key != "added_tokens"}
+    name = write_json(tmp_path / "tokenizer.json", spec)
+    with pytest.raises(tokenizer.TokenizerError) as refused:
+        tokenizer.load(name)
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"model": 5}', "\x00", '{"model": {"type": "BPE"}}'])
+def test_other_json_is_refused(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(tokenizer.TokenizerError, match="cannot be used|is not a tokenizer.json"):
+        tokenizer.load(str(tmp_path / "a.json"))
+
+
+def test_a_token_that_no_merge_leads_to_needs_ignore_merges(tmp_path):
+    """tiktoken takes a piece that is a token whole. With ignore_merges, so does Hugging Face."""
+    ranks = some_ranks() | {b"xyz": 259}
+    spec = describe(ranks, BYTE_LEVEL, ignore_merges=True)
+    spec["model"]["merges"].pop()  # last_merge has three parts
+    encoding = tokenizer.load(write_json(tmp_path / "a.json", spec))
+    assert encoding.encode_ordinary("xyz") == [260]
+    spec["model"]["ignore_merges"] = False
+    with pytest.raises(tokenizer.TokenizerError, match="do not lead to token 260, b'xyz'"):
+        tokenizer.load(write_json(tmp_path / "a.json", spec))
