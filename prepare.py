@@ -8,6 +8,7 @@ A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no hea
 """
 
 import argparse
+import base64
 import errno
 import hashlib
 import json
@@ -265,21 +266,30 @@ def prepare(
     pattern: str | None = None,
     field: str = "text",
     num_threads: int = 1,
+    train_vocab_size: int | None = None,
 ) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`.
 
-    `name` and `pattern` are those of tokenizer.load; `field` is that of JSON lines and parquet.
-    The folder appears complete or, after an error, not at all.
+    `name` and `pattern` are those of tokenizer.load; `field` is that of JSON lines and parquet;
+    `train_vocab_size` trains a tokenizer of that size on the sources instead. The folder appears
+    complete or, after an error, not at all.
     Raises UsageError, SourceError, TokenizerError and OSError.
     """
-    encoding = tokenizer.load(name, pattern)
+    trains = train_vocab_size is not None
+    encoding = None if trains else tokenizer.load(name, pattern)
     new_folder = Path(os.path.realpath(out))
     check_out(new_folder, sources or [])
-    corpus = find_files(sources, takes_binary=name == "bytes", text_field=field)
-    encoder = Encoder(encoding)
+    takes_binary = name == "bytes" and not trains
+    corpus = find_files(sources, takes_binary, field)
     with unfinished(new_folder) as folder:
-        if name not in ("bytes", "gpt2"):
+        if trains:
+            # Another corpus, so that what is skipped does not count twice
+            same = find_files(sources, takes_binary, field)
+            name = train_tokenizer(same, train_vocab_size, folder, say)
+            encoding = tokenizer.load(str(folder / name))
+        elif name not in ("bytes", "gpt2"):
             name = keep_tokenizer(name, pattern, folder, say)
+        encoder = Encoder(encoding)
         splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads, say)
         if not splitter.size:
             raise SourceError(f"the sources hold no text ({corpus.describe_skipped()})")
@@ -300,6 +310,43 @@ def prepare(
         os.rename(folder, new_folder)
     say_what_was_read(corpus, splitter, say)
     say_what_was_written(out, meta, val_fraction, say)
+
+
+def train_tokenizer(
+    corpus: Corpus, vocab_size: int, folder: Path, say: Callable[[str], None]
+) -> str:
+    """Write a tokenizer trained on a corpus into the token folder; return its name there."""
+    say(f"training a vocabulary of {vocab_size:,} on {corpus.size / 1e6:,.1f} MB")
+    file = folder / "tokenizer.llama3.tiktoken"
+    texts = (chunk.text for chunk in corpus.read())
+    file.write_bytes(train_ranks(texts, vocab_size))
+    return file.name
+
+
+def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Return a .tiktoken file of byte-pair merges, trained on `texts` with the pattern llama3.
+
+    It has `vocab_size` tokens with end-of-text, or fewer if there is nothing left to merge. The
+    same texts give the same file. Raises TokenizerError.
+    """
+    try:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    except ImportError:
+        raise TokenizerError(
+            "--train_tokenizer needs the tokenizers package: pip install tokenizers"
+        ) from None
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(tokenizer.LLAMA3), "isolated")
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), show_progress=False
+    )
+    model.train_from_iterator(texts, trainer)
+    lines = []
+    for text, rank in sorted(model.get_vocab().items(), key=lambda token: token[1]):
+        lines.append(base64.b64encode(tokenizer.to_bytes(text)) + f" {rank}\n".encode())
+    return b"".join(lines)
 
 
 def keep_tokenizer(name: str, pattern: str | None, folder: Path, say: Callable[[str], None]) -> str:
@@ -450,12 +497,19 @@ def build_parser() -> cli.Parser:
     )
     field_help = "field of JSON lines, column of parquet, that holds the text (default: text)"
     add("--field", default="text", metavar="NAME", help=field_help)
-    add(
+    tokenizers = parser.add_mutually_exclusive_group()
+    tokenizers.add_argument(
         "--tokenizer",
         default="bytes",
         metavar="NAME",
         help="bytes, gpt2, PATH.tiktoken, Llama 3's tokenizer.model or a tokenizer.json of "
         "byte-level BPE (default: bytes)",
+    )
+    tokenizers.add_argument(
+        "--train_tokenizer",
+        type=int,
+        metavar="SIZE",
+        help="train a vocabulary of SIZE tokens on the sources; needs the tokenizers package",
     )
     add(
         "--pattern",
@@ -481,6 +535,20 @@ def build_parser() -> cli.Parser:
     return parser
 
 
+def check_train_tokenizer(args: argparse.Namespace) -> None:
+    if args.train_tokenizer < 257:
+        raise UsageError(
+            f"--train_tokenizer {args.train_tokenizer} must be at least 257: the bytes and "
+            "end-of-text"
+        )
+    if "-" in (args.source or ()):
+        raise UsageError(
+            "--train_tokenizer reads the sources twice, which --source - cannot: name files"
+        )
+    if args.pattern:
+        raise UsageError("--pattern is for --tokenizer PATH.tiktoken, not --train_tokenizer")
+
+
 def run_command(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     if not 0 < args.val_fraction < 1:
@@ -489,6 +557,8 @@ def run_command(argv: list[str]) -> None:
         raise UsageError(f"--num_threads {args.num_threads} must be at least 1")
     if args.source and "" in args.source:
         raise UsageError("--source '' is empty: name a file or a folder")
+    if args.train_tokenizer is not None:
+        check_train_tokenizer(args)
     try:
         prepare(
             args.source,
@@ -498,6 +568,7 @@ def run_command(argv: list[str]) -> None:
             pattern=args.pattern,
             field=args.field,
             num_threads=args.num_threads,
+            train_vocab_size=args.train_tokenizer,
         )
     except (KeyboardInterrupt, SystemExit):
         print(f"prepare.py: stopped; {args.out} was not created", file=sys.stderr, flush=True)

@@ -192,6 +192,22 @@ PREPARE = [
         "--out {root}/new --tokenizer {foreign}/config.json --pattern gpt2",
         "--pattern gpt2 is for --tokenizer PATH.tiktoken, not {foreign}/config.json",
     ),
+    Mistake(
+        "--out {root}/new --tokenizer gpt2 --train_tokenizer 300",
+        "argument --train_tokenizer: not allowed with argument --tokenizer",
+    ),
+    Mistake(
+        "--out {root}/new --train_tokenizer 300 --pattern gpt2",
+        "--pattern is for --tokenizer PATH.tiktoken, not --train_tokenizer",
+    ),
+    Mistake(
+        "--out {root}/new --train_tokenizer 256 --source {text}",
+        "--train_tokenizer 256 must be at least 257: the bytes and end-of-text",
+    ),
+    Mistake(
+        "--out {root}/new --train_tokenizer 300 --source -",
+        "--train_tokenizer reads the sources twice, which --source - cannot: name files",
+    ),
 ]
 
 SAMPLE = [
@@ -681,6 +697,8 @@ TRIED_ELSEWHERE = {
     "which has  ...  GPUs": "test_dist.py::test_more_processes_than_gpus_are_refused",
     "some share a GPU": "test_dist.py::test_processes_that_share_a_gpu_are_refused",
     "network namespaces need root": "test_cluster.py::test_without_root_it_says_so",
+    "needs the tokenizers package": "test_tokenizer.py::"
+    "test_training_a_vocabulary_without_the_package_says_what_to_install",
     # A tokenizer.json with something that tiktoken does not compute
     "cannot be used": OTHER_IDS,
     "its model is not": OTHER_IDS,

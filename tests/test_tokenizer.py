@@ -3,9 +3,11 @@
 import base64
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
+import tiktoken
 import torch
 from tiktoken_ext import openai_public
 
@@ -330,3 +332,70 @@ def test_a_token_that_no_merge_leads_to_needs_ignore_merges(tmp_path):
     spec["model"]["ignore_merges"] = False
     with pytest.raises(tokenizer.TokenizerError, match="do not lead to token 260, b'xyz'"):
         tokenizer.load(write_json(tmp_path / "a.json", spec))
+
+
+# --------------------------------------------------------------------------------------------------
+# With the package tokenizers
+
+
+@pytest.fixture
+def tokenizers():
+    return pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
+
+
+def trained_ranks() -> dict[bytes, int]:
+    sources = [path.read_text() for path in sorted(Path(prepare.__file__).parent.glob("*.py"))]
+    return tokenizer.read_ranks(prepare.train_ranks(sources, 2000))
+
+
+QWEN = tokenizer.LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+PRE_TOKENIZERS = {
+    "gpt2": BYTE_LEVEL,
+    "smollm": sequence(DIGITS),
+    "qwen": sequence(split_by(QWEN)),
+    "gaps": sequence(split_by(r"\p{L}+|[0-9]")),
+}
+for name, pattern in tokenizer.PATTERNS.items():
+    # Oniguruma has no possessive intervals
+    PRE_TOKENIZERS[f"split {name}"] = sequence(split_by(pattern.replace("{1,3}+", "{1,3}")))
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_a_tokenizer_json_has_the_ids_of_the_package(tokenizers, tmp_path, name):
+    path = write_json(tmp_path / "a.json", describe(trained_ranks(), PRE_TOKENIZERS[name]))
+    theirs = tokenizers.Tokenizer.from_file(path)
+    ours = tokenizer.load(path)
+    words = [*"abeStTlLmM'  \t\n\r./,!?019_é日ा\u00a0\u2003ſ²😀", "'s", "'LL", "\r\n", "self", "12"]
+    generator = random.Random(0)
+    texts = ["".join(generator.choices(words, k=40)) for _ in range(2000)]
+    texts.append(Path(data.__file__).read_text())
+    for text, encoded in zip(texts, theirs.encode_batch(texts)):
+        assert ours.encode_ordinary(text) == encoded.ids, repr(text)
+
+
+@pytest.mark.hf
+def test_a_vocabulary_is_trained_on_the_source(tokenizers, tmp_path):
+    (tmp_path / "text").write_bytes(b"the thing " * 50 + b"\xff 1234")
+    for out in ("a", "b"):
+        argv = f"--source {tmp_path}/text --train_tokenizer 262 --out {tmp_path}/{out}".split()
+        assert prepare.main(argv) == 0
+    folder = data.open_folder(tmp_path / "a")
+    assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.llama3.tiktoken", 262)
+    encoding = tokenizer.load(folder.tokenizer)
+    assert isinstance(encoding, tiktoken.Encoding) and encoding.eot_token == 261
+    tokens = folder.tokens("train")
+    assert len(tokens) < 300  # of 500 bytes
+    assert encoding.decode(tokens.tolist()).startswith("the thing the thing")
+    assert folder.tokenizer_file == data.open_folder(tmp_path / "b").tokenizer_file
+
+
+@pytest.mark.hf
+def test_a_source_too_small_for_the_vocabulary_gives_fewer_tokens(tokenizers):
+    assert len(tokenizer.read_ranks(prepare.train_ranks(["abab"], 1000))) == 258
+
+
+def test_training_a_vocabulary_without_the_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(tokenizer.TokenizerError, match="pip install tokenizers"):
+        prepare.train_ranks(["text"], 300)
