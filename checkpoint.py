@@ -4,7 +4,7 @@
         __0_0.distcp __1_0.distcp ...   sharded format: the shards that each rank wrote
         .metadata                       and their index
         full.pt                         full format: all tensors in one file, for torch.load
-        *.tiktoken                      the tokenizer, where it is a file
+        tokenizer.*                     the tokenizer, where it is a file
         manifest.json                   step, tokens, config, data; file sizes and checksums
 
 The manifest is written last: a directory without one is not a checkpoint. Sharded checkpoints are
