@@ -280,13 +280,22 @@ def read_pattern(pre_tokenizer: dict | None) -> str:
     raise ValueError(f"its pre-tokenizer ({', '.join(kinds) or 'none'}) is not supported")
 
 
+def oniguruma_pattern(pattern: str) -> str:
+    """Return a pattern of tiktoken for Oniguruma, the regular expressions of tokenizers.
+
+    Oniguruma reads {1,3}+ as a repetition of {1,3}, not as possessive; it is at the end of an
+    alternative, where {1,3} matches the same.
+    """
+    return pattern.replace("{1,3}+", "{1,3}")
+
+
 def split_pattern(split: dict) -> str:
     """Return the regular expression of a Split whose matches and what lies between are pieces."""
     regex = split["pattern"].get("Regex")
     if not regex or split["behavior"] != "Isolated" or split["invert"]:
         raise ValueError("its Split is not one by the matches of a regular expression (Isolated)")
     for pattern in PATTERNS.values():
-        if regex == pattern.replace("{1,3}+", "{1,3}"):  # the same at the end of a branch
+        if regex == oniguruma_pattern(pattern):
             return pattern
     if RUBY_DIFFERS.search(regex):
         raise ValueError(f"its regular expression means something else in tiktoken: {regex}")

@@ -218,9 +218,8 @@ def trained_tokens(tokenizers, size: int) -> list[bytes]:
         vocab_size=size, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator([Path(__file__).read_text(), *UGLY, "aaa aaaa " * 50], trainer)
-    letters = hf.byte_letters()
     words = sorted(bpe.get_vocab(), key=bpe.get_vocab().get)
-    return [bytes(letters.index(letter) for letter in word) for word in words]
+    return [tokenizer.to_bytes(word) for word in words]
 
 
 @pytest.mark.hf

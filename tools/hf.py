@@ -442,50 +442,12 @@ def check_tensor(file: Path, name: str, tensor, shape: torch.Size) -> None:
 # Tokenizers
 
 
-def byte_letters() -> list[str]:
-    """GPT-2's character for each byte: Latin-1's where it can be seen, else one from U+0100 on."""
-    letters = []
-    invisible = 0
-    for byte in range(256):
-        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
-            letters.append(chr(byte))
-        else:
-            letters.append(chr(256 + invisible))
-            invisible += 1
-    return letters
-
-
-def hf_pattern(pattern: str) -> str:
-    """A pattern of tiktoken for Oniguruma, the regular expressions of the package tokenizers.
-
-    Oniguruma reads {1,3}+ as a repetition of {1,3}, not as possessive; it is at the end of an
-    alternative, where {1,3} matches the same.
-    """
-    return pattern.replace("{1,3}+", "{1,3}")
-
-
-def split_token(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The parts of a token to which byte-pair merging brings it before its own rank's turn."""
-    parts = [bytes([byte]) for byte in token]
-    while True:
-        lowest = ranks[token]
-        place = None
-        for i in range(len(parts) - 1):
-            rank = ranks.get(parts[i] + parts[i + 1], lowest)
-            if rank < lowest:
-                lowest = rank
-                place = i
-        if place is None:
-            return parts
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-
-
 def tokenizer_json(encoding: tiktoken.Encoding) -> dict:
     """An encoding as a tokenizer.json of byte-level BPE, which gives the same tokens."""
     pattern = encoding._pat_str  # there is no public name for it
     split = {
         "type": "Split",
-        "pattern": {"Regex": hf_pattern(pattern)},
+        "pattern": {"Regex": tokenizer.oniguruma_pattern(pattern)},
         "behavior": "Isolated",
         "invert": False,
     }
@@ -523,7 +485,7 @@ def byte_level_bpe(encoding: tiktoken.Encoding) -> dict:
     tiktoken merges any two parts whose union has a rank; tokenizers has a list of pairs. When it is
     a rank's turn, only one pair can be its parts: what lower ranks leave of its token.
     """
-    letters = byte_letters()
+    letters = {byte: letter for letter, byte in tokenizer.ALPHABET.items()}
 
     def written(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -533,7 +495,7 @@ def byte_level_bpe(encoding: tiktoken.Encoding) -> dict:
     merges = []
     for token in sorted(ranks, key=ranks.get):
         vocabulary[written(token)] = ranks[token]
-        parts = split_token(token, ranks)
+        parts = tokenizer.last_merge(token, ranks)
         if len(parts) == 2:  # more: no merge leads there, only a piece of text that is the token
             merges.append(f"{written(parts[0])} {written(parts[1])}")
     return {
@@ -574,7 +536,7 @@ def import_tokenizer(folder: Path, work: Path) -> str | None:
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         return None
     for name, pattern in tokenizer.PATTERNS.items():
-        if hf_pattern(pattern) == regex:
+        if tokenizer.oniguruma_pattern(pattern) == regex:
             path = work / f"tokenizer.{name}.tiktoken"
             path.write_text(lines)
             with contextlib.suppress(tokenizer.TokenizerError):
@@ -586,10 +548,9 @@ def import_tokenizer(folder: Path, work: Path) -> str | None:
 
 def rank_lines(vocabulary: dict[str, int]) -> str:
     """A vocabulary as a .tiktoken file. Raises ValueError for a character that is no byte's."""
-    letters = byte_letters()
     lines = []
     for written, rank in vocabulary.items():
-        token = bytes(letters.index(letter) for letter in written)
+        token = tokenizer.to_bytes(written)
         lines.append(f"{base64.b64encode(token).decode()} {rank}\n")
     return "".join(lines)
 
