@@ -303,13 +303,17 @@ def prepare(
         }
         for split in ("train", "val"):
             meta |= measure(folder / f"{split}.bin", itemsize)
-        with open(folder / "meta.json", "w") as file:
-            file.write(json.dumps(meta, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_meta(folder / "meta.json", meta)
         os.rename(folder, new_folder)
     say_what_was_read(corpus, splitter, say)
     say_what_was_written(out, meta, val_fraction, say)
+
+
+def write_meta(path: Path, meta: dict) -> None:
+    with open(path, "w") as file:
+        file.write(json.dumps(meta, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def train_tokenizer(
@@ -497,26 +501,7 @@ def build_parser() -> cli.Parser:
     )
     field_help = "field of JSON lines, column of parquet, that holds the text (default: text)"
     add("--field", default="text", metavar="NAME", help=field_help)
-    tokenizers = parser.add_mutually_exclusive_group()
-    tokenizers.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="NAME",
-        help="bytes, gpt2, PATH.tiktoken, Llama 3's tokenizer.model or a tokenizer.json of "
-        "byte-level BPE (default: bytes)",
-    )
-    tokenizers.add_argument(
-        "--train_tokenizer",
-        type=int,
-        metavar="SIZE",
-        help="train a vocabulary of SIZE tokens on the sources; needs the tokenizers package",
-    )
-    add(
-        "--pattern",
-        choices=tokenizer.PATTERNS,
-        help="how text is cut before merging, with PATH.tiktoken (default: the one in the file's "
-        "name, as in o200k_base.tiktoken, else llama3)",
-    )
+    add_tokenizer_flags(parser)
     add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
     add(
         "--val_fraction",
@@ -533,6 +518,29 @@ def build_parser() -> cli.Parser:
         help="threads that encode; the tokens do not depend on it (default: all cores)",
     )
     return parser
+
+
+def add_tokenizer_flags(parser: cli.Parser) -> None:
+    tokenizers = parser.add_mutually_exclusive_group()
+    tokenizers.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="bytes, gpt2, PATH.tiktoken, Llama 3's tokenizer.model or a tokenizer.json of "
+        "byte-level BPE (default: bytes)",
+    )
+    tokenizers.add_argument(
+        "--train_tokenizer",
+        type=int,
+        metavar="SIZE",
+        help="train a vocabulary of SIZE tokens on the sources; needs the tokenizers package",
+    )
+    parser.add_argument(
+        "--pattern",
+        choices=tokenizer.PATTERNS,
+        help="how text is cut before merging, with PATH.tiktoken (default: the one in the file's "
+        "name, as in o200k_base.tiktoken, else llama3)",
+    )
 
 
 def check_train_tokenizer(args: argparse.Namespace) -> None:
