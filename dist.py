@@ -379,7 +379,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Mo
     )
 
 
-def settle_buckets(model: nn.Module, keep_gradients: bool, *inputs: Tensor) -> None:
+def settle_buckets(model: nn.Module, *inputs: Tensor) -> None:
     """Let DDP choose its final buckets now, by a forward and backward pass without effect.
 
     It chooses them after the first backward pass, by the order in which gradients arrived, and on
@@ -387,6 +387,7 @@ def settle_buckets(model: nn.Module, keep_gradients: bool, *inputs: Tensor) -> N
     pass all steps add in the same order, also the first ones after a restart.
     """
     if isinstance(model, DistributedDataParallel):
+        keep_gradients = any(p.grad is not None for p in model.parameters())
         model(*inputs).backward()
         model.zero_grad(set_to_none=not keep_gradients)
 

@@ -333,7 +333,6 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.M
     dist.checkpoint_activations(model.blocks, c.activation_checkpointing)
     if c.compile:
         dist.compile_layers([*model.blocks, model.head])
-    keep_gradients = c.grad_sync == "batch" and plan.grad_accum_steps > 1
     forward = dist.parallelize(
         model,
         mesh,
@@ -343,12 +342,12 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.M
         tp_plan=model.tensor_parallel_plan(),
         fsdp_units=dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c)),
         reshard_after_forward=c.reshard_after_forward,
-        keep_gradients=keep_gradients,
+        keep_gradients=c.grad_sync == "batch" and plan.grad_accum_steps > 1,
     )
     if not c.eval_only:
         shape = (plan.micro_batch_size, plan.model_config.seq_len + 1)  # as in train_step
         tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
-        dist.settle_buckets(forward, keep_gradients, tokens[:, :-1], tokens[:, 1:])
+        dist.settle_buckets(forward, tokens[:, :-1], tokens[:, 1:])
     return forward
 
 
