@@ -44,17 +44,9 @@ import run_folder
 import tokenizer
 import watchdog
 from cli import UsageError
-from config import (
-    BUILTIN,
-    Config,
-    blocks_per_unit,
-    lr_schedule,
-    model_config,
-    parse,
-    profile_window,
-    split_batch,
-)
-from model import ModelConfig, Transformer, generate
+from config import BUILTIN, Config, lr_schedule, parse, profile_window
+from layout import Layout, choose_layout, empty_model, lay_out
+from model import Transformer, generate
 
 # --------------------------------------------------------------------------------------------------
 # What a run is made of
@@ -65,25 +57,13 @@ class Plan:
     """What every rank decides, alike, before anything is built."""
 
     config: Config
-    strategy: str
-    strategy_reason: str
-    mesh_shape: tuple[int, int, int]
-    dp_size: int
-    dtype: torch.dtype  # of the forward pass
-    micro_batch_size: int
-    grad_accum_steps: int
+    layout: Layout
     token_folder: data.TokenFolder
-    model_config: ModelConfig
     manifest: dict  # goes into every checkpoint
     resume: run_folder.ResumePoint
     passed_over: list[str]  # newer checkpoints, and what is wrong with them
-    memory: memory.Estimate
     started: datetime
     deadline: float  # of --time_limit, by time.monotonic()
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.config.global_batch_size * self.model_config.seq_len
 
 
 def make_plan(config: Config, world: dist.World) -> Plan:
@@ -91,24 +71,12 @@ def make_plan(config: Config, world: dist.World) -> Plan:
     c = config
     started = datetime.now().astimezone()
     deadline = time.monotonic() + (c.time_limit or math.inf)
-    dtype = dist.fast_dtype(world.device) if c.dtype == "auto" else getattr(torch, c.dtype)
     if c.data == BUILTIN:
         prepare_builtin(world)
     token_folder = data.open_folder(Path(c.data))
-    model = model_config(c, token_folder.vocab_size)
-    strategy, reason = c.strategy, ""
-    if strategy == "auto":
-        strategy, reason = choose_strategy(c, world, model, dtype)
-    if c.grad_sync == "shard" and strategy != "hsdp":
-        raise UsageError(
-            f"--grad_sync shard is for --strategy hsdp, not {strategy}: use batch or micro_batch"
-        )
-    mesh_shape = dist.mesh_shape(
-        strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard, c.tp
-    )
-    dp_size = mesh_shape[0] * mesh_shape[1]
-    micro_batch, grad_accum_steps = split_batch(c, dp_size)
-    manifest = make_manifest(c, model, dtype, token_folder)
+    device_memory = dist.on_rank0(lambda: memory.device_memory(world.device, world.local_size))
+    layout = choose_layout(c, world, token_folder.vocab_size, device_memory)
+    manifest = make_manifest(c, layout, token_folder)
     passed_over: list[str] = []
     if c.eval_only:
         resume = dist.on_rank0(lambda: run_folder.evaluation_point(c, manifest))
@@ -117,78 +85,25 @@ def make_plan(config: Config, world: dist.World) -> Plan:
         resume = dist.on_rank0(lambda: run_folder.resume_point(c, manifest, latest, passed_over))
     return Plan(
         config=c,
-        strategy=strategy,
-        strategy_reason=reason,
-        mesh_shape=mesh_shape,
-        dp_size=dp_size,
-        dtype=dtype,
-        micro_batch_size=micro_batch,
-        grad_accum_steps=grad_accum_steps,
+        layout=layout,
         token_folder=token_folder,
-        model_config=model,
         manifest=manifest,
         resume=resume,
         passed_over=passed_over,
-        memory=estimate_memory(c, model, mesh_shape, strategy, dtype, world.device),
         started=started,
         deadline=deadline,
     )
 
 
-def make_manifest(
-    c: Config, model: ModelConfig, dtype: torch.dtype, token_folder: data.TokenFolder
-) -> dict:
+def make_manifest(c: Config, layout: Layout, token_folder: data.TokenFolder) -> dict:
     return {
         "config": dataclasses.asdict(c),
-        "model": dataclasses.asdict(model),
-        "dtype": str(dtype).removeprefix("torch."),
+        "model": dataclasses.asdict(layout.model_config),
+        "dtype": str(layout.dtype).removeprefix("torch."),
         "data": token_folder.fingerprint,
         "tokenizer": token_folder.tokenizer_name,
         "tokens_in_vocabulary": token_folder.vocab_size,
     }
-
-
-def choose_strategy(
-    c: Config, world: dist.World, model: ModelConfig, dtype: torch.dtype
-) -> tuple[str, str]:
-    """--strategy auto: the strategy, and the sum that decided."""
-    ddp = (max(1, world.size // c.tp), 1, c.tp)
-    need = estimate_memory(c, model, ddp, "ddp", dtype, world.device)
-    have = dist.on_rank0(lambda: memory.device_memory(world.device, world.local_size))
-    fits = need.total <= 0.8 * have
-    reason = f"with ddp, {need}: {'at most' if fits else 'more than'} 80% of {have / 1e9:,.1f} GB"
-    return dist.choose_strategy(world, fits, c.tp), reason
-
-
-def estimate_memory(
-    c: Config,
-    config: ModelConfig,
-    mesh_shape: tuple[int, int, int],
-    strategy: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> memory.Estimate:
-    """The peak memory of a rank, from what the flags say: nothing is built but an empty model."""
-    micro_batch, grad_accum_steps = split_batch(c, mesh_shape[0] * mesh_shape[1])
-    with torch.device("meta"):
-        model = Transformer(config, dtype, c.loss_chunks)
-    return memory.estimate(
-        model,
-        mesh_shape,
-        strategy,
-        dtype=dtype,
-        tp_plan=model.tensor_parallel_plan(),
-        fsdp_units=dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c)),
-        reshard_after_forward=c.reshard_after_forward,
-        recomputes=c.activation_checkpointing != "none",
-        grad_sync=c.grad_sync,
-        grad_accum_steps=grad_accum_steps,
-        activations=model.activation_bytes(
-            micro_batch, c.activation_checkpointing, c.tp, device.type
-        ),
-        logits=model.logit_bytes(micro_batch, c.tp),
-        device_type=device.type,
-    )
 
 
 def prepare_builtin(world: dist.World) -> None:
@@ -211,21 +126,22 @@ class Run:
 
     def __init__(self, plan: Plan, world: dist.World, dog: watchdog.Watchdog):
         c = plan.config
-        seq_len = plan.model_config.seq_len
+        layout = plan.layout
+        seq_len = layout.model_config.seq_len
         self.plan = plan
+        self.layout = layout
         self.world = world
         self.watchdog = dog
         self.step = plan.resume.step  # updates so far
         self.train_data = data.TokenDataset(plan.token_folder, "train", seq_len, c.seed)
         self.val_data = data.TokenDataset(plan.token_folder, "val", seq_len, seed=None)
         self.n_val = min(c.eval_sequences, len(self.val_data))  # windows of an evaluation
-        self.mesh = dist.make_mesh(world, plan.mesh_shape)
+        self.mesh = dist.make_mesh(world, layout.mesh_shape)
         self.dp_rank = dist.dp_rank(self.mesh)
-        with torch.device("meta"):
-            self.model = Transformer(plan.model_config, plan.dtype, c.loss_chunks)
+        self.model = empty_model(layout, c)
         if c.checkpoint == "full":
-            dist.on_rank0(lambda: check_full(self.model, plan.mesh_shape, world))
-        self.forward = lay_out(self.model, self.mesh, plan)  # the model, or DDP around it
+            dist.on_rank0(lambda: check_full(self.model, layout.mesh_shape, world))
+        self.forward = lay_out(self.model, self.mesh, layout, c)  # the model, or DDP around it
         # What a checkpoint holds: the live tensors, sharded. Taken before the first forward, since
         # after an evaluation the root unit of FSDP shows its gathered weights instead.
         weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
@@ -280,20 +196,24 @@ class Run:
 
     def val_indices(self) -> list[list[int]]:
         """The windows of this rank's batches of the fixed validation set."""
-        plan = self.plan
-        batches = data.val_indices(
-            self.n_val, len(self.val_data), plan.micro_batch_size, self.dp_rank, plan.dp_size
+        return list(
+            data.val_indices(
+                self.n_val,
+                len(self.val_data),
+                self.layout.micro_batch_size,
+                self.dp_rank,
+                self.layout.dp_size,
+            )
         )
-        return list(batches)
 
     def indices(self, start_step: int, stop_step: int) -> Iterator[list[int]]:
         """The sequence indices of this rank's micro-batches, from start_step through stop_step."""
         return data.train_indices(
             range(start_step, stop_step + 1),
             self.plan.config.global_batch_size,
-            self.plan.micro_batch_size,
+            self.layout.micro_batch_size,
             self.dp_rank,
-            self.plan.dp_size,
+            self.layout.dp_size,
         )
 
     def batches(self, start_step: int, stop_step: int) -> Iterator[Tensor]:
@@ -325,30 +245,6 @@ def check_full(model: Transformer, mesh_shape: tuple[int, int, int], world: dist
     if world.device.type == "cpu" and dp_shard * tp > 1:  # tensors are gathered in host memory
         largest = max(parameter.numel() for parameter in model.parameters())
     checkpoint.check_full(model.parameter_count(), largest, world.local_size)
-
-
-def lay_out(model: Transformer, mesh: dist.DeviceMesh, plan: Plan) -> torch.nn.Module:
-    """Lay the model out on the mesh with its initial weights; return the module to call."""
-    c = plan.config
-    dist.checkpoint_activations(model.blocks, c.activation_checkpointing)
-    if c.compile:
-        dist.compile_layers([*model.blocks, model.head])
-    forward = dist.parallelize(
-        model,
-        mesh,
-        plan.strategy,
-        init=functools.partial(model.init_tensor, seed=c.seed),
-        dtype=plan.dtype,
-        tp_plan=model.tensor_parallel_plan(),
-        fsdp_units=dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c)),
-        reshard_after_forward=c.reshard_after_forward,
-        keep_gradients=c.grad_sync == "batch" and plan.grad_accum_steps > 1,
-    )
-    if not c.eval_only:
-        shape = (plan.micro_batch_size, plan.model_config.seq_len + 1)  # as in train_step
-        tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
-        dist.settle_buckets(forward, tokens[:, :-1], tokens[:, 1:])
-    return forward
 
 
 def build_optimizer(model: Transformer, c: Config) -> optim.Optimizer:
@@ -383,9 +279,9 @@ def build_log(
         last_step=plan.resume.step,
         started=first_start.timestamp(),
         max_steps=c.max_steps,
-        tokens_per_step=plan.tokens_per_step,
-        flops_per_token=model.flops_per_token(plan.model_config.seq_len),
-        peak_flops=metrics.peak_flops(device, plan.dtype, c.peak_tflops),
+        tokens_per_step=plan.layout.tokens_per_step,
+        flops_per_token=model.flops_per_token(plan.layout.model_config.seq_len),
+        peak_flops=metrics.peak_flops(device, plan.layout.dtype, c.peak_tflops),
         max_skipped=c.max_skipped,
         tracker=tracker,
     )
@@ -416,7 +312,7 @@ def train_step(run: Run, batches: Iterator[Tensor], step: int) -> dict[str, Tens
     table "parameters".
     """
     c = run.plan.config
-    n = run.plan.grad_accum_steps
+    n = run.layout.grad_accum_steps
     loss = torch.zeros((), device=run.world.device)
     for micro_step in range(n):
         tokens = next(batches)  # (B, T + 1)
@@ -448,7 +344,7 @@ def save(run: Run, step: int) -> None:
         run.saver.refuse(step, "the loss or a weight is not finite")
         log_saves(run)
         return
-    tokens = step * run.plan.tokens_per_step
+    tokens = step * run.layout.tokens_per_step
     run.saver.save(run.state, {"step": step, "tokens": tokens, **run.plan.manifest})
     log_saves(run)
 
@@ -597,7 +493,7 @@ def tidy_memory(run: Run, step: int, is_first: bool) -> None:
     """Collect garbage on all ranks in the same step, so that none waits for another."""
     if is_first and run.world.device.type == "cpu":
         # Only now, since the first step also allocates what lives until the end.
-        memory.keep_freed_memory(run.plan.memory.transient)
+        memory.keep_freed_memory(run.layout.memory.transient)
     if step % 100 == 0:
         gc.collect(1)
         memory.trim_freed_memory()  # what evaluations and saves have left behind
@@ -627,7 +523,7 @@ def sample(run: Run) -> str:
     Collective, as every forward is.
     """
     run.watchdog.progress(run.step, "sampling", slow=True)
-    seq_len = run.plan.model_config.seq_len
+    seq_len = run.layout.model_config.seq_len
     folder = run.plan.token_folder
     prompt = folder.tokens("val")[: max(1, seq_len // 4)].tolist()
     new = generate(
@@ -655,9 +551,10 @@ def sample(run: Run) -> str:
 def print_summary(run: Run) -> None:
     """Print the model, mesh, batch, data and memory of the run, with the arithmetic."""
     plan = run.plan
+    layout = run.layout
     c = plan.config
-    m = plan.model_config
-    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, plan.mesh_shape))
+    m = layout.model_config
+    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, layout.mesh_shape))
     epochs = c.max_steps * c.global_batch_size / len(run.train_data)
     auto = " (--dtype auto)" if c.dtype == "auto" else ""
     say = run.say
@@ -666,26 +563,26 @@ def print_summary(run: Run) -> None:
         f"vocabulary {m.vocab_size:,}: {run.model.parameter_count():,} parameters"
     )
     say(
-        f"mesh    {plan.strategy}: {axes} = {run.world.size} x {run.world.device.type} "
+        f"mesh    {layout.strategy}: {axes} = {run.world.size} x {run.world.device.type} "
         f"({metrics.device_name(run.world.device)})"
     )
     if c.strategy == "auto":
-        say(f"        --strategy auto: {plan.strategy_reason}")
-    dtype = str(plan.dtype).removeprefix("torch.")
+        say(f"        --strategy auto: {layout.strategy_reason}")
+    dtype = str(layout.dtype).removeprefix("torch.")
     say(f"dtype   {dtype}{auto}; weights, reductions and optimizer in float32")
-    peak_flops = metrics.peak_flops(run.world.device, plan.dtype, c.peak_tflops)
+    peak_flops = metrics.peak_flops(run.world.device, layout.dtype, c.peak_tflops)
     if run.world.device.type == "cuda" and peak_flops is None:
         say(f"        no MFU: the peak of this GPU in {dtype} is not known; give --peak_tflops")
     say(
-        f"batch   {c.global_batch_size} sequences = micro-batch {plan.micro_batch_size} x "
-        f"accumulation {plan.grad_accum_steps} x {plan.dp_size} ranks; x {m.seq_len} tokens = "
-        f"{plan.tokens_per_step:,} tokens a step"
+        f"batch   {c.global_batch_size} sequences = micro-batch {layout.micro_batch_size} x "
+        f"accumulation {layout.grad_accum_steps} x {layout.dp_size} ranks; "
+        f"x {m.seq_len} tokens = {layout.tokens_per_step:,} tokens a step"
     )
     say(
         f"data    {c.data}: {len(run.train_data):,} sequences; "
         f"{c.max_steps:,} steps read {epochs:.2f} epochs"
     )
-    say(f"memory  a rank at its peak: {plan.memory}")
+    say(f"memory  a rank at its peak: {layout.memory}")
     for problem in plan.passed_over:
         say(f"        passed over {problem}")
     begin = ""
@@ -708,7 +605,7 @@ def print_evaluation(run: Run) -> None:
     run.say(
         f"{plan.resume.init_from} on {plan.config.data}: val_loss {val_loss:.6f}, "
         f"perplexity {perplexity:,.4f}, {bits_per_byte(run, val_loss)} "
-        f"({run.n_val:,} sequences of {plan.model_config.seq_len:,} tokens)"
+        f"({run.n_val:,} sequences of {plan.layout.model_config.seq_len:,} tokens)"
     )
 
 
@@ -746,7 +643,7 @@ def prepare_memory(plan: Plan, world: dist.World) -> None:
     if world.device.type != "cpu":
         return
     memory.separate_large_blocks()
-    shortage = memory.shortage(plan.memory, world.local_size)
+    shortage = memory.shortage(plan.layout.memory, world.local_size)
     if shortage and world.local_rank == 0:
         print(f"train.py: warning: {shortage}", file=sys.stderr, flush=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PUT_LEAVES_TOGETHER = {"train", "config", "run_folder", "prepare", "sample"}
+PUT_LEAVES_TOGETHER = {"train", "config", "layout", "run_folder", "prepare", "sample"}
 LEAVES = sorted({path.stem for path in ROOT.glob("*.py")} - PUT_LEAVES_TOGETHER)
 ALLOWED = {"torch", "numpy", "tiktoken", *sys.stdlib_module_names}
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
 import dist
+import layout
 import memory
 import model
 import optim
@@ -60,7 +61,7 @@ def state_bytes(argv: list[str]) -> tuple[memory.Estimate, dict[str, int]]:
     moments += run.state["optimizer"]["exp_avg_sq"].values()
     taken["weights"] = sum(4 * optim.local(weight).numel() for weight in weights)
     taken["optimizer"] = sum(4 * optim.local(moment).numel() for moment in moments)
-    return run.plan.memory, taken
+    return run.layout.memory, taken
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def gradient_storages(argv: list[str]) -> tuple[memory.Estimate, list[set[tuple[
     batches = run.batches(1, 3)
     for step in (1, 2, 3):
         train.train_step(run, batches, step)
-    return run.plan.memory, found
+    return run.layout.memory, found
 
 
 def test_ddp_accumulates_gradients_in_its_bucket_and_nowhere_else(pool, tokens, tmp_path):
@@ -124,7 +125,7 @@ def parts(text: str, strategy: str, shape: tuple[int, int, int], accum: int = 1)
     config = train.parse(text.split())
     sizes = model.ModelConfig(64, 2, 4, 2, d_model=32, d_ff=64, seq_len=16)
     device = torch.device("cuda")
-    return train.estimate_memory(config, sizes, shape, strategy, torch.bfloat16, device)
+    return layout.estimate_memory(config, sizes, shape, strategy, torch.bfloat16, device)
 
 
 BLOCK = 2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
