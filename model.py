@@ -112,6 +112,20 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+class Embedding(nn.Embedding):
+    """The rows of the weight (vocab_size, d_model) that tokens (B, T) select: (B, T, d_model).
+
+    A CPU sums the gradients of equal tokens in the dtype of the weight. FSDP gathers that in
+    bfloat16, where a sum of 256 times an addend no longer changes when it is added.
+    """
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = self.weight
+        if weight.device.type == "cpu":
+            weight = weight.float()
+        return F.embedding(tokens, weight)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in x's dtype."""
 
@@ -290,7 +304,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = dtype
-        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.embed = Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = Head(config, loss_chunks)

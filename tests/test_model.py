@@ -247,6 +247,22 @@ def test_initial_weights_have_the_published_deviations():
 
 
 @pytest.mark.parametrize("tied", [True, False])
+def test_the_gradient_of_equal_tokens_is_summed_in_float32(tied):
+    """As precise with a bfloat16 weight, which is what FSDP gathers, as with one in float32."""
+    config = dataclasses.replace(SMALL, tied=tied, seq_len=256)
+    tokens = torch.randint(64, (16, 256))
+    targets = torch.randint(64, (16, 256))
+    tokens[:, ::2] = 7  # 2,048 times
+    gradients = []
+    for weight_dtype in (torch.float32, torch.bfloat16):
+        model = build_model(config, dtype=torch.bfloat16).bfloat16().to(weight_dtype)
+        model(tokens, targets).backward()
+        gradients.append(model.embed.weight.grad.float())
+    expected, rounded = gradients
+    assert (rounded - expected).norm() < 0.005 * expected.norm()
+
+
+@pytest.mark.parametrize("tied", [True, False])
 def test_weight_decay_applies_to_matrices_but_not_to_norms_and_the_embedding(tied):
     config = ModelConfig(
         64, n_layer=1, n_head=2, n_kv_head=1, d_model=16, d_ff=24, seq_len=8, tied=tied
