@@ -42,8 +42,8 @@ class Config:
     # Data and output
     data: str | None = flag(
         None,
-        f"token folder, written by prepare.py or nanoGPT (default: {BUILTIN}, prepared on first "
-        "use from the library of the installed Python)",
+        "token folder, written by prepare.py or nanoGPT, or a mixture DIR:SHARE,DIR:SHARE,... "
+        f"(default: {BUILTIN}, prepared on first use from the library of the installed Python)",
         metavar="DIR",
     )
     out: str | None = flag(None, "run folder (default: runs/MODEL)", metavar="DIR")

@@ -7,12 +7,15 @@ A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no hea
 A file of N tokens is cut into (N - 1) // T windows of T tokens, each read with the token after it.
 Sequence n of a run is window permute(n mod windows) in epoch n div windows. This is a pure function
 of (seed, n): it depends neither on the number of ranks or workers, nor on the micro-batch size, nor
-on the step at which a run was resumed. So a checkpoint needs no state of the data loader.
+on the step at which a run was resumed. So a checkpoint needs no state of the data loader. In a
+mixture, n also decides which folder a sequence is from.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,14 +43,47 @@ class TokenFolder:
     fingerprint: str  # changes when the tokens do
     # The tokenizer's file, {name: contents}, to copy into checkpoints; empty for a built-in one
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
+    share: int = 1000  # thousandths of the sequences of a mixture
 
     @property
     def tokenizer_name(self) -> str | None:
         """The tokenizer as a checkpoint names it: a file by its name, since it holds a copy."""
         return next(iter(self.tokenizer_file), self.tokenizer)
 
+    @property
+    def vocabulary(self) -> tuple:
+        """What the folders of a mixture have in common."""
+        return self.vocab_size, self.tokenizer_name, self.tokenizer_file
+
     def tokens(self, split: str) -> np.ndarray:
         return memmap_tokens(self.path / f"{split}.bin", self.dtype)
+
+
+def open_folders(data: str) -> list[TokenFolder]:
+    """Open the folder DIR, or those of the mixture DIR:SHARE,DIR:SHARE,... Raises DataError.
+
+    Shares are thousandths and add up to 1. A path that exists is one folder, whatever its name.
+    """
+    items = [re.fullmatch(r"(.+):(\d*\.?\d+)", item) for item in data.split(",")]
+    if None in items or Path(data).exists():
+        return [open_folder(Path(data))]
+    shares = [round(1000 * float(item[2])) for item in items]
+    if sum(shares) != 1000 or 0 in shares:
+        raise DataError(
+            f"--data {data}: the shares of a mixture must be at least 0.001 and add up to 1, "
+            f"but add up to {sum(shares) / 1000:g}"
+        )
+    folders = []
+    for item, share in zip(items, shares):
+        folder = open_folder(Path(item[1]))
+        mark = f"{share}/1000 of {folder.fingerprint}"
+        folders.append(dataclasses.replace(folder, share=share, fingerprint=mark))
+        if folder.vocabulary != folders[0].vocabulary:
+            raise DataError(
+                f"--data {data}: {folder.path} has another tokenizer than {folders[0].path}; "
+                "prepare all folders of a mixture with one"
+            )
+    return folders
 
 
 def memmap_tokens(file: Path, dtype: np.dtype) -> np.ndarray:
@@ -212,6 +248,11 @@ class TokenDataset(Dataset):
                 f"--seq_len {seq_len} needs {seq_len + 1:,}"
             )
 
+    @property
+    def parts(self) -> list["TokenDataset"]:
+        """As a MixedDataset has them."""
+        return [self]
+
     def __len__(self) -> int:
         return self.n_windows
 
@@ -230,6 +271,56 @@ class TokenDataset(Dataset):
         batch = np.stack(rows).astype(np.int64)
         check_range(batch, self.folder.vocab_size, self.file)
         return torch.from_numpy(batch)
+
+
+class MixedDataset(Dataset):
+    """The sequences of one split of a mixture, as TokenDataset has those of one folder.
+
+    With a seed the folders take turns, in the same order in every thousand sequences, and each has
+    its own epochs. Without one (the validation split) they stand one after the other, each
+    stretched to its share, so that `val_indices` finds every folder in its share, and all of it.
+    """
+
+    def __init__(self, folders: list[TokenFolder], split: str, seq_len: int, seed: int | None):
+        self.parts = [TokenDataset(folder, split, seq_len, seed) for folder in folders]
+        self.is_stretched = seed is None
+        self.turns = []  # of a thousand: (when it is due, number of the folder, turn of the folder)
+        for i, folder in enumerate(folders):
+            stagger = (i + 0.5) / len(folders)  # or folders of one share would come in a row
+            for turn in range(folder.share):
+                self.turns.append(((turn + stagger) / folder.share, i, turn))
+        if not self.is_stretched:
+            self.turns.sort()
+        self.longest = max(map(len, self.parts))
+
+    def __len__(self) -> int:
+        return len(self.turns) * self.longest
+
+    def __getitem__(self, indices: list[int]) -> Tensor:
+        return torch.cat([self.sequence(n) for n in indices])
+
+    def sequence(self, n: int) -> Tensor:
+        """Sequence n, int64 (1, T + 1)."""
+        if self.is_stretched:
+            place, offset = divmod(n, self.longest)
+        else:
+            thousand, place = divmod(n, len(self.turns))
+        _, i, turn = self.turns[place]
+        part = self.parts[i]
+        share = part.folder.share
+        if self.is_stretched:  # to share x longest numbers
+            number = (turn * self.longest + offset) * len(part) // (share * self.longest)
+        else:
+            number = thousand * share + turn
+        return part[[number]]
+
+
+def open_dataset(
+    folders: list[TokenFolder], split: str, seq_len: int, seed: int | None
+) -> TokenDataset | MixedDataset:
+    if len(folders) == 1:
+        return TokenDataset(folders[0], split, seq_len, seed)
+    return MixedDataset(folders, split, seq_len, seed)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -266,7 +357,7 @@ def val_indices(
 
 
 def loader(
-    dataset: TokenDataset, indices: Iterable[list[int]], workers: int = 0, pin: bool = False
+    dataset: Dataset, indices: Iterable[list[int]], workers: int = 0, pin: bool = False
 ) -> Iterator[Tensor]:
     """Yield the batch of each list of `indices` in order, read ahead by `workers` processes.
 

@@ -58,12 +58,17 @@ class Plan:
 
     config: Config
     layout: Layout
-    token_folder: data.TokenFolder
+    token_folders: list[data.TokenFolder]  # more than one: a mixture
     manifest: dict  # goes into every checkpoint
     resume: run_folder.ResumePoint
     passed_over: list[str]  # newer checkpoints, and what is wrong with them
     started: datetime
     deadline: float  # of --time_limit, by time.monotonic()
+
+    @property
+    def token_folder(self) -> data.TokenFolder:
+        """The first one, for what all have in common: the vocabulary and the tokenizer."""
+        return self.token_folders[0]
 
 
 def make_plan(config: Config, world: dist.World) -> Plan:
@@ -73,10 +78,10 @@ def make_plan(config: Config, world: dist.World) -> Plan:
     deadline = time.monotonic() + (c.time_limit or math.inf)
     if c.data == BUILTIN:
         prepare_builtin(world)
-    token_folder = data.open_folder(Path(c.data))
+    token_folders = data.open_folders(c.data)
     device_memory = dist.on_rank0(lambda: memory.device_memory(world.device, world.local_size))
-    layout = choose_layout(c, world, token_folder.vocab_size, device_memory)
-    manifest = make_manifest(c, layout, token_folder)
+    layout = choose_layout(c, world, token_folders[0].vocab_size, device_memory)
+    manifest = make_manifest(c, layout, token_folders)
     passed_over: list[str] = []
     if c.eval_only:
         resume = dist.on_rank0(lambda: run_folder.evaluation_point(c, manifest))
@@ -86,7 +91,7 @@ def make_plan(config: Config, world: dist.World) -> Plan:
     return Plan(
         config=c,
         layout=layout,
-        token_folder=token_folder,
+        token_folders=token_folders,
         manifest=manifest,
         resume=resume,
         passed_over=passed_over,
@@ -95,14 +100,14 @@ def make_plan(config: Config, world: dist.World) -> Plan:
     )
 
 
-def make_manifest(c: Config, layout: Layout, token_folder: data.TokenFolder) -> dict:
+def make_manifest(c: Config, layout: Layout, token_folders: list[data.TokenFolder]) -> dict:
     return {
         "config": dataclasses.asdict(c),
         "model": dataclasses.asdict(layout.model_config),
         "dtype": str(layout.dtype).removeprefix("torch."),
-        "data": token_folder.fingerprint,
-        "tokenizer": token_folder.tokenizer_name,
-        "tokens_in_vocabulary": token_folder.vocab_size,
+        "data": ", ".join(folder.fingerprint for folder in token_folders),
+        "tokenizer": token_folders[0].tokenizer_name,
+        "tokens_in_vocabulary": token_folders[0].vocab_size,
     }
 
 
@@ -133,8 +138,8 @@ class Run:
         self.world = world
         self.watchdog = dog
         self.step = plan.resume.step  # updates so far
-        self.train_data = data.TokenDataset(plan.token_folder, "train", seq_len, c.seed)
-        self.val_data = data.TokenDataset(plan.token_folder, "val", seq_len, seed=None)
+        self.train_data = data.open_dataset(plan.token_folders, "train", seq_len, c.seed)
+        self.val_data = data.open_dataset(plan.token_folders, "val", seq_len, seed=None)
         self.n_val = min(c.eval_sequences, len(self.val_data))  # windows of an evaluation
         self.mesh = dist.make_mesh(world, layout.mesh_shape)
         self.dp_rank = dist.dp_rank(self.mesh)
@@ -555,7 +560,6 @@ def print_summary(run: Run) -> None:
     c = plan.config
     m = layout.model_config
     axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, layout.mesh_shape))
-    epochs = c.max_steps * c.global_batch_size / len(run.train_data)
     auto = " (--dtype auto)" if c.dtype == "auto" else ""
     say = run.say
     say(
@@ -578,10 +582,14 @@ def print_summary(run: Run) -> None:
         f"accumulation {layout.grad_accum_steps} x {layout.dp_size} ranks; "
         f"x {m.seq_len} tokens = {layout.tokens_per_step:,} tokens a step"
     )
-    say(
-        f"data    {c.data}: {len(run.train_data):,} sequences; "
-        f"{c.max_steps:,} steps read {epochs:.2f} epochs"
-    )
+    for part in run.train_data.parts:
+        share = part.folder.share / 1000
+        epochs = share * c.max_steps * c.global_batch_size / len(part)
+        of_mixture = f" at a share of {share:g}" if share < 1 else ""
+        say(
+            f"data    {part.folder.path}: {len(part):,} sequences; "
+            f"{c.max_steps:,} steps read {epochs:.2f} epochs{of_mixture}"
+        )
     say(f"memory  a rank at its peak: {layout.memory}")
     for problem in plan.passed_over:
         say(f"        passed over {problem}")

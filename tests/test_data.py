@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from conftest import flags, listen
 
 import data
 
@@ -134,3 +135,103 @@ def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
             match=r"^\S+train.bin holds token 999, above its vocabulary of 257[^\n]*$",
         ):
             list(data.loader(dataset, [[0], [survey // 8]], workers))
+
+
+# --------------------------------------------------------------------------------------------------
+# Mixtures
+
+
+def write_folder(path, first_id: int, windows: int) -> None:
+    """Window w of 16 tokens is the id first_id + w, so that a sequence tells where it is from."""
+    path.mkdir()
+    ids = np.arange(first_id, first_id + windows)
+    meta = {"dtype": "uint16", "vocab_size": 257, "tokenizer": "bytes"}
+    for split in ("train", "val"):
+        tokens = np.append(np.repeat(ids, 16), 0).astype("<u2")
+        tokens.tofile(path / f"{split}.bin")
+        meta[f"{split}_tokens"] = len(tokens)
+    (path / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.fixture
+def mixture(tmp_path) -> str:
+    write_folder(tmp_path / "web", 0, 60)
+    write_folder(tmp_path / "code", 100, 25)
+    return f"{tmp_path}/web:0.7,{tmp_path}/code:0.3"
+
+
+@pytest.mark.parametrize(
+    "shares", [[700, 300], [334, 333, 333], [1, 999], [500] + [10] * 50, [331, 2, 89, 17, 561]]
+)
+def test_the_folders_of_a_mixture_take_turns_in_exact_shares(shares, tmp_path):
+    items = []
+    for i, share in enumerate(shares):
+        write_folder(tmp_path / str(i), i, 1)
+        items.append(f"{tmp_path}/{i}:{share / 1000}")
+    dataset = data.open_dataset(data.open_folders(",".join(items)), "train", 16, seed=5)
+    turns = dataset[list(range(2000))][:, 0]
+    for first in (0, 1000):
+        assert turns[first : first + 1000].bincount().tolist() == shares
+    counts = np.cumsum(np.eye(len(shares))[turns], axis=0)  # (2000, folders)
+    due = np.arange(1, 2001)[:, None] * np.array(shares) / 1000
+    assert abs(counts - due).max() < 2
+
+
+def test_a_mixture_reads_no_sequence_of_a_part_twice_in_an_epoch(mixture):
+    dataset = data.open_dataset(data.open_folders(mixture), "train", 16, seed=5)
+    read = dataset[list(range(200))][:, 0].tolist()  # 140 of the 60 of web, 60 of the 25 of code
+    web = [token for token in read if token < 100]
+    code = [token for token in read if token >= 100]
+    for part, ids in ((web, range(60)), (code, range(100, 125))):
+        epoch = len(ids)
+        assert sorted(part[:epoch]) == sorted(part[epoch : 2 * epoch]) == list(ids)
+        assert part[:epoch] != part[epoch : 2 * epoch]
+    # Each part in the order that its folder has alone
+    alone = data.TokenDataset(data.open_folders(mixture)[1], "train", 16, seed=5)
+    assert code == alone[list(range(60))][:, 0].tolist()
+
+
+def test_which_sequence_of_a_mixture_is_number_n_depends_on_n_alone(mixture):
+    """Not on the number of ranks or workers, on the micro-batch size, or on where a run resumed."""
+    folders = data.open_folders(mixture)
+    expected = data.open_dataset(folders, "train", 16, seed=5)[list(range(96))]
+    for ranks, micro_batch, workers, start_step in ((1, 8, 0, 1), (2, 2, 1, 1), (4, 1, 0, 7)):
+        dataset = data.open_dataset(folders, "train", 16, seed=5)
+        for rank in range(ranks):
+            steps = range(start_step, 13)
+            indices = list(data.train_indices(steps, 8, micro_batch, rank, ranks))
+            for numbers, batch in zip(indices, data.loader(dataset, indices, workers), strict=True):
+                assert batch.equal(expected[numbers])
+
+
+@pytest.mark.parametrize("count", [10, 50, 77])
+def test_the_validation_set_of_a_mixture_is_in_its_shares_and_spread_evenly(mixture, count):
+    dataset = data.open_dataset(data.open_folders(mixture), "val", 16, seed=None)
+    (chosen,) = data.val_indices(count, len(dataset), count, 0, 1)
+    read = dataset[chosen][:, 0].tolist()
+    web = [token for token in read if token < 100]
+    assert len(web) == pytest.approx(0.7 * count, abs=1)
+    assert web == pytest.approx([i * 60 // len(web) for i in range(len(web))], abs=1)
+    code = [token - 100 for token in read if token >= 100]
+    assert code == pytest.approx([i * 25 // len(code) for i in range(len(code))], abs=1)
+
+
+def test_one_path_is_one_folder_whatever_its_name(tokens, tmp_path):
+    write_folder(tmp_path / "run:1,x:0.5", 0, 20)
+    for path in (f"{tmp_path}/run:1,x:0.5", str(tokens)):
+        (folder,) = data.open_folders(path)
+        assert folder == data.open_folder(folder.path)
+    with pytest.raises(data.DataError, match="nowhere:here: no train.bin there"):
+        data.open_folders("nowhere:here")
+
+
+def test_a_run_on_a_mixture_says_its_epochs_and_keeps_its_shares(pool, mixture, tmp_path):
+    argv = flags(f"--data {mixture} --out {tmp_path}/run --max_steps 20")
+    ((status, out, _),) = pool(1, listen, argv)
+    assert status == 0
+    # 160 sequences: 112 of the 60 of web, 48 of the 25 of code
+    assert f"{tmp_path}/web: 60 sequences; 20 steps read 1.87 epochs at a share of 0.7" in out
+    assert f"{tmp_path}/code: 25 sequences; 20 steps read 1.92 epochs at a share of 0.3" in out
+    other = mixture.replace("0.7", "0.6").replace("0.3", "0.4")
+    ((status, _, err),) = pool(1, listen, flags(f"--data {other} --out {tmp_path}/run"))
+    assert status == 2 and f"the data was {mixture} and is now {other}" in err

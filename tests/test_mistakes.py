@@ -48,6 +48,10 @@ TRAIN = [
     Mistake("--data {high}", "train.bin holds token 300, above its vocabulary of 257"),
     Mistake("--data {torn}", "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes"),
     Mistake("--data {no_tokenizer_file}", "my.tiktoken: No such file or directory; the token fold"),
+    Mistake("--data {changed}:0.7,{high}:0.2", "at least 0.001 and add up to 1, but add up to 0.9"),
+    Mistake(
+        "--data {changed}:0.5,{gpt2}:0.5", "gpt2 has another tokenizer than {changed}; prepare"
+    ),
     Mistake("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
     Mistake(
         "--profile 2:2",
@@ -522,6 +526,7 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
         "other": root / "other",
         "changed": write_tokens(root / "changed", ramp),
         "high": write_tokens(root / "high", np.where(ramp == 200, 300, ramp)),
+        "gpt2": write_tokens(root / "gpt2", ramp, tokenizer="gpt2"),
         "torn": torn,
         "no_meta": without_meta(root / "no_meta", ramp),
         "no_tokenizer_file": write_tokens(root / "no_file", ramp, tokenizer="my.tiktoken"),
