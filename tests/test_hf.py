@@ -249,20 +249,45 @@ def test_merges_are_what_lower_ranks_leave_of_a_token(tmp_path):
     assert model["vocab"]["abc"] == 259 and model["vocab"]["Ġ"] == ord(" ")
 
 
+def with_tokenizer(path: Path, name: str, contents: str) -> None:
+    """Give a checkpoint a tokenizer of its own."""
+    (path / name).write_text(contents)
+    manifest = checkpoint.read_manifest(path)
+    manifest["tokenizer"] = name
+    manifest["files"][name] = checkpoint.sync_and_checksum(path / name)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.hf
-def test_a_rank_file_comes_in_again(safetensors, run, tmp_path):
+def test_a_tokenizer_goes_out_comes_in_and_goes_out_as_the_same_file(safetensors, run, tmp_path):
     folder = run(1, "--max_steps 1")
     path = checkpoint.list_checkpoints(folder)[-1]
     words = [bytes([i]) for i in range(256)]
-    file = path / "tokenizer.o200k.tiktoken"
-    write_ranks(file, words)
-    manifest = checkpoint.read_manifest(path)
-    manifest["tokenizer"] = file.name
-    manifest["files"][file.name] = checkpoint.sync_and_checksum(file)
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    imported = convert("import", convert("export", path, tmp_path / "out"), tmp_path / "in")
-    assert (imported / file.name).read_bytes() == file.read_bytes()
+    ranks = write_ranks(tmp_path / "ranks.tiktoken", words)
+    with_tokenizer(path, "tokenizer.o200k.tiktoken", Path(ranks).read_text())
+    out = convert("export", path, tmp_path / "out")
+    imported = convert("import", out, tmp_path / "in")
     assert sample.describe(imported).vocab_size == 257
+    text = "A word, 2 words\n"
+    expected = tokenizer.encode(str(path / "tokenizer.o200k.tiktoken"), text)
+    assert tokenizer.encode(str(imported / "tokenizer.json"), text) == expected
+    again = convert("export", imported, tmp_path / "again")
+    for file in (imported, again):
+        assert (file / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.hf
+def test_a_tokenizer_that_is_not_read_is_left_out_with_the_reason(
+    safetensors, trained, tmp_path, capsys
+):
+    out = convert("export", trained, tmp_path / "out")
+    spec = json.loads((out / "tokenizer.json").read_text())
+    spec["normalizer"] = {"type": "NFC"}
+    (out / "tokenizer.json").write_text(json.dumps(spec))
+    imported = convert("import", out, tmp_path / "in")
+    assert checkpoint.read_manifest(imported)["tokenizer"] is None
+    assert not (imported / "tokenizer.json").exists()
+    assert "its normalizer NFC is not supported" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------

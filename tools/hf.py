@@ -8,7 +8,6 @@ commands execute nothing they read and do without transformers; weights need saf
 """
 
 import argparse
-import base64
 import contextlib
 import dataclasses
 import json
@@ -111,7 +110,10 @@ def export_model(source: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Non
         write_json(work / "config.json", to_hf(trained.config, encoding))
         write_json(work / "generation_config.json", generation_config(trained, encoding))
         if encoding:
-            write_json(work / "tokenizer.json", tokenizer_json(encoding))
+            if trained.tokenizer.endswith(".json"):
+                shutil.copyfile(trained.tokenizer, work / "tokenizer.json")
+            else:
+                write_json(work / "tokenizer.json", tokenizer_json(encoding))
             write_json(work / "tokenizer_config.json", tokenizer_config(trained.config, encoding))
         try:
             write_weights(safetensors, path, shapes, work, shard_bytes)
@@ -519,40 +521,23 @@ def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
 
 
 def import_tokenizer(folder: Path, work: Path) -> str | None:
-    """Write the tokenizer of a model folder to `work`, if it is as export writes it.
+    """Copy the tokenizer.json of a model folder to `work`, if tokenizer.py reads it.
 
-    Returns its name for the manifest, or None: not every tokenizer.json is byte-level BPE with one
-    of our patterns and nothing else.
+    Returns the tokenizer's name for the manifest, or None.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
+        print(f"{folder} has no tokenizer.json")
         return None
-    theirs = read_json(file)
-    if theirs == tokenizer_json(tokenizer.load("bytes")):
+    if read_json(file) == tokenizer_json(tokenizer.load("bytes")):
         return "bytes"
     try:
-        regex = theirs["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-        lines = rank_lines(theirs["model"]["vocab"])
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        tokenizer.load(str(file))
+    except tokenizer.TokenizerError as error:
+        print(error)
         return None
-    for name, pattern in tokenizer.PATTERNS.items():
-        if tokenizer.oniguruma_pattern(pattern) == regex:
-            path = work / f"tokenizer.{name}.tiktoken"
-            path.write_text(lines)
-            with contextlib.suppress(tokenizer.TokenizerError):
-                if tokenizer_json(tokenizer.load(str(path))) == theirs:
-                    return path.name
-            path.unlink()
-    return None
-
-
-def rank_lines(vocabulary: dict[str, int]) -> str:
-    """A vocabulary as a .tiktoken file. Raises ValueError for a character that is no byte's."""
-    lines = []
-    for written, rank in vocabulary.items():
-        token = tokenizer.to_bytes(written)
-        lines.append(f"{base64.b64encode(token).decode()} {rank}\n")
-    return "".join(lines)
+    shutil.copyfile(file, work / file.name)
+    return file.name
 
 
 # --------------------------------------------------------------------------------------------------
