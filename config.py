@@ -46,7 +46,11 @@ class Config:
         f"(default: {BUILTIN}, prepared on first use from the library of the installed Python)",
         metavar="DIR",
     )
-    out: str | None = flag(None, "run folder (default: runs/MODEL)", metavar="DIR")
+    out: str | None = flag(
+        None,
+        "run folder (default: runs/MODEL, or runs/ and the name of --init_from)",
+        metavar="DIR",
+    )
     seed: int = flag(0, "seed of the initial weights and of the data order", 0, 2**32)
 
     # Model
@@ -278,7 +282,7 @@ def parse(argv: list[str]) -> Config:
     flags = vars(parser.parse_args(argv))
     del flags["config"]
     if flags["out"] is None:
-        flags["out"] = f"runs/{flags['model']}"
+        flags["out"] = f"runs/{Path(flags['init_from'] or flags['model']).name}"
     if flags["data"] is None and not flags["eval_only"]:  # whose default is the checkpoint's
         flags["data"] = BUILTIN
     config = Config(**flags)
@@ -391,7 +395,7 @@ def check_pairs(c: Config) -> None:
             f"--warmup_steps {c.warmup_steps} is more than --max_steps {c.max_steps}: the learning "
             "rate would never reach --lr"
         )
-    if c.min_lr > peak_lr(c):
+    if not c.eval_only and c.min_lr > peak_lr(c):
         raise UsageError(f"--min_lr {c.min_lr} is above the peak learning rate {peak_lr(c)}")
     if c.async_save and c.checkpoint == "none":
         raise UsageError("--async_save with --checkpoint none has nothing to save: drop one")
@@ -440,7 +444,10 @@ def base_model(config: Config) -> ModelConfig:
     candidates = [Path(config.init_from), *checkpoint.list_checkpoints(Path(config.out))]
     found = [path for path in candidates if (path / "manifest.json").is_file()]
     if not found:
-        return SIZES[config.model]  # that there is no checkpoint is said later
+        raise UsageError(
+            f"--init_from {config.init_from}: no checkpoint there, on this host; name one like "
+            "runs/tiny/checkpoints/step-00000250"
+        )
     try:
         return ModelConfig(**checkpoint.read_manifest(found[0])["model"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

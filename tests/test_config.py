@@ -1,5 +1,6 @@
 """Flags -> Config, and what follows from it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -14,6 +15,7 @@ from config import (
     profile_window,
     split_batch,
 )
+from model import SIZES
 
 
 def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):
@@ -22,6 +24,16 @@ def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):
     config = parse(["--config", str(file), "--lr", "1e-3"])
     assert (config.lr, config.async_save, config.max_steps) == (1e-3, True, 600)
     assert config.out == "runs/gpt2-124m"
+
+
+def test_a_run_from_imported_weights_has_their_name(tmp_path):
+    folder = tmp_path / "smollm2"
+    folder.mkdir()
+    model = dataclasses.asdict(SIZES["tiny"])
+    manifest = {"step": 0, "model": model, "files": {}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert parse(["--init_from", str(folder)]).out == "runs/smollm2"
+    assert parse(["--init_from", str(folder), "--out", "mine"]).out == "mine"
 
 
 @pytest.mark.parametrize(
