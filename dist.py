@@ -376,6 +376,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Mo
         process_group=mesh.get_group("dp_replicate"),
         device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
         gradient_as_bucket_view=True,  # no second copy of the gradients
+        init_sync=False,  # `materialize` has given all ranks the same weights
     )
 
 

@@ -119,9 +119,12 @@ class CommunicationCounter(TorchDispatchMode):
         if axis is None:
             return
         tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+        self.record(kind, axis, max(tensor.nbytes for tensor in tensors))
+
+    def record(self, kind: str, axis: str, size: int) -> None:
         traffic = self.counts.setdefault((kind, axis), Traffic())
         traffic.calls += 1
-        traffic.bytes += max(tensor.nbytes for tensor in tensors)
+        traffic.bytes += size
 
 
 def group_name(args) -> str | None:
