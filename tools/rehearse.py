@@ -26,7 +26,7 @@ from torch import Tensor, nn
 # What is private in torch, all of it here. There are no public fake tensors, no public process
 # group that sends nothing, and no public way to see every operation.
 from torch._C._distributed_c10d import Work, _create_work_from_future
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -131,25 +131,24 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
     mesh = dist.make_mesh(world, chosen.mesh_shape)
     net = layout.empty_model(chosen, c)
     parameters = net.parameter_count()
-    recorder = Recorder(chosen)
+    fakes = FakeTensors()
+    times = times_of_micro_batches(chosen.grad_accum_steps)
+    recorder = Recorder(chosen, fakes)
     counter = StepCommunication(mesh, recorder)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, StandIn(), counter, recorder, loss_parallel():
+    with fakes, StandIn(), counter, recorder, loss_parallel(), without_initial_weights():
         forward = layout.lay_out(net, mesh, chosen, c)
-        recorder.mark(net.parameters(), "parameters")
         optimizer = train.build_optimizer(net, c)
         state = optimizer.state()
-        recorder.mark(tree_leaves(state), "optimizer")
-        rehearsed = rehearsed_micro_steps(chosen.grad_accum_steps)
-        recorder.watch(forward)
         run = SimpleNamespace(
             plan=SimpleNamespace(config=c),
-            layout=dataclasses.replace(chosen, grad_accum_steps=len(rehearsed)),
+            layout=dataclasses.replace(chosen, grad_accum_steps=len(times)),
             world=world,
             forward=forward,
-            optimizer=RecordedOptimizer(optimizer, net, recorder),
+            model=net,
+            optimizer=optimizer,
         )
-        train.train_step(run, recorder.batches(rehearsed), step=1)
+        recorder.follow(run)
+        train.train_step(run, recorder.batches(empty_batches(chosen), times), step=1)
     memory = recorder.at_peak()
     return Rehearsal(
         layout=chosen,
@@ -165,8 +164,15 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
     )
 
 
-def rehearsed_micro_steps(grad_accum_steps: int) -> list[int]:
-    """For each micro-batch that is run how often it counts: first, between and last."""
+def empty_batches(chosen: Layout) -> Iterator[Tensor]:
+    """Micro-batches (B, T + 1), as those of train.py."""
+    while True:
+        shape = (chosen.micro_batch_size, chosen.model_config.seq_len + 1)
+        yield torch.zeros(shape, dtype=torch.int64)
+
+
+def times_of_micro_batches(grad_accum_steps: int) -> list[int]:
+    """How many micro-batches each that is run stands for: the first, one between and the last."""
     if grad_accum_steps <= 3:
         return [1] * grad_accum_steps
     return [1, grad_accum_steps - 2, 1]
@@ -182,39 +188,52 @@ def own_bytes(state: dict) -> int:
     return round(total)
 
 
-class RecordedOptimizer:
-    """The optimizer, and what is known of the step when its update begins."""
-
-    def __init__(self, optimizer: optim.Optimizer, net: nn.Module, recorder: "Recorder"):
-        self.optimizer = optimizer
-        self.net = net
-        self.recorder = recorder
-
-    def step(self, *arguments) -> dict[str, Tensor]:
-        self.recorder.phase = "optimizer"
-        gradients = [p.grad for p in self.net.parameters() if p.grad is not None]
-        self.recorder.mark(gradients, "gradients")
-        return self.optimizer.step(*arguments)
-
-
 # --------------------------------------------------------------------------------------------------
 # What fake tensors and the fake process group cannot do
 
 
-class StandIn(TorchDispatchMode):
-    """Runs for real what torch itself needs the values of, and completes DDP's collectives.
+class FakeTensors(FakeTensorMode):
+    """torch's fake tensors, which also says when a shape alone is asked for.
 
-    The ranks of a device mesh, and the order of DDP's buckets, are small tensors of 32-bit
-    integers whose values are read. Nothing in the model is of that dtype.
+    DTensor enters the mode once more to find the shape of a result, by the operation on whole
+    tensors, which no rank ever has.
+    """
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
+        self.depth = 0
+
+    def __enter__(self):
+        self.depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.depth -= 1
+        return super().__exit__(*error)
+
+    @property
+    def asks_for_shapes(self) -> bool:
+        return self.depth > 1
+
+
+class StandIn(TorchDispatchMode):
+    """Runs for real what needs values or takes no memory, and completes DDP's collectives.
+
+    torch reads the ranks of a mesh and the order of DDP's buckets, small tensors of 32-bit integers
+    on the CPU. Nothing in the model is of that dtype. Before it has memory, it is on the meta
+    device, where FSDP cuts each weight into as many views as there are ranks: as fake tensors these
+    would take a second for 16,384 ranks.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it decomposes into operations on its local tensors
         kwargs = kwargs or {}
-        if is_bookkeeping(args, kwargs):
+        if is_real(args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
+        if function is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # a fake one would be a copy
         result = function(*args, **kwargs)
         if function is torch.ops.c10d.allreduce_.default:
             # DDP reads the averaged bucket from the future, which the fake group leaves empty.
@@ -225,11 +244,28 @@ class StandIn(TorchDispatchMode):
         return result
 
 
-def is_bookkeeping(args, kwargs) -> bool:
+def is_real(args, kwargs) -> bool:
+    """Whether an operation has real operands only, and does not leave the meta device."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not tensors:
         return kwargs.get("dtype") == torch.int32
-    return all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors)
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return False
+    return "device" not in kwargs or kwargs["device"] == tensors[0].device
+
+
+@contextmanager
+def without_initial_weights() -> Iterator[None]:
+    """Let dist.materialize give the model memory, but compute no weights."""
+    with mock.patch.object(dist, "materialize", materialize_empty):
+        yield
+
+
+def materialize_empty(net: nn.Module, device: torch.device, init: Callable) -> None:
+    net.to_empty(device=device)
+    # dist.materialize has one whole tensor at a time.
+    largest = max(net.parameters(), key=Tensor.numel)
+    torch.empty(largest.shape, dtype=largest.dtype, device=device)
 
 
 @contextmanager
@@ -326,11 +362,11 @@ class Recorder(TorchDispatchMode):
     is not seen. It works with real tensors, too.
     """
 
-    def __init__(self, chosen: Layout):
+    def __init__(self, chosen: Layout, fakes: FakeTensors | None = None):
         super().__init__()
+        self.fakes = fakes
         self.phase = "build"
         self.times = 1
-        self.layout = chosen
         self.vocab = chosen.model_config.vocab_size // chosen.mesh_shape[2]
         self.live: dict[int, Block] = {}  # by the id of a storage
         self.events: list[Event] = []
@@ -359,9 +395,12 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # it decomposes into operations on its local tensors
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.see(leaf)
+        if self.is_about_shapes(types):
+            return result
+        if not function.is_view:  # else nothing is new but gloo's buffers, on which it works later
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.see(leaf)
         self.classify(function, args, kwargs, result)
         if self.phase != "build":
             self.count_flops(function, args, kwargs, result)
@@ -369,7 +408,7 @@ class Recorder(TorchDispatchMode):
 
     def see(self, tensor: Tensor) -> None:
         """Record the storage of a tensor if it is new."""
-        if tensor.device.type == "meta":
+        if not self.is_own(tensor):
             return
         storage = tensor.untyped_storage()
         if id(storage) in self.live:
@@ -382,6 +421,22 @@ class Recorder(TorchDispatchMode):
         block.reference = weakref.ref(storage, lambda _: self.freed(key))
         self.live[key] = block
         self.resized(storage)
+
+    def is_about_shapes(self, types) -> bool:
+        """Whether DTensor asks for a shape, for which it uses fake tensors in a real run, too."""
+        if self.fakes is not None:
+            return self.fakes.asks_for_shapes
+        return any(issubclass(kind, FakeTensor) for kind in types)
+
+    def is_own(self, tensor: Tensor) -> bool:
+        """Whether a tensor takes memory of the rank: here a fake one, or in a real run a real one.
+
+        The meta device takes none, nor does a tensor that wraps another until a collective ends.
+        """
+        if isinstance(tensor, FakeTensor):
+            return self.fakes is not None
+        is_plain = type(tensor) in (Tensor, nn.Parameter)
+        return self.fakes is None and is_plain and tensor.device.type != "meta"
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         block = self.live.get(id(storage))
@@ -398,9 +453,12 @@ class Recorder(TorchDispatchMode):
     def mark(self, tensors, kind: str) -> None:
         """Say what some tensors are."""
         for tensor in tensors:
-            block = self.block_of(optim.local(tensor))
-            if block and KINDS.index(kind) < KINDS.index(block.kind):
-                block.kind = kind
+            if block := self.block_of(optim.local(tensor)):
+                self.classify_as(block, kind)
+
+    def classify_as(self, block: Block, kind: str) -> None:
+        if KINDS.index(kind) < KINDS.index(block.kind):
+            block.kind = kind
 
     def block_of(self, tensor: Tensor) -> Block | None:
         return self.live.get(id(tensor.untyped_storage()))
@@ -427,29 +485,44 @@ class Recorder(TorchDispatchMode):
 
     # The phases of a step
 
-    def batches(self, rehearsed: list[int]) -> Iterator[Tensor]:
-        """The micro-batches, (B, T + 1) as in train.py; a new one begins a forward pass."""
-        for times in rehearsed:
-            self.mark_unsynchronized()
-            self.times = times
-            self.phase = "forward"
-            shape = (self.layout.micro_batch_size, self.layout.model_config.seq_len + 1)
-            yield torch.zeros(shape, dtype=torch.int64)
+    def follow(self, run: train.Run) -> None:
+        """Recognize the tensors of a run that has been built, and the phases of its steps."""
+        self.mark(run.model.parameters(), "parameters")
+        self.mark(tree_leaves(run.optimizer.state()), "optimizer")
+        self.mark_gradients(run.model)
+        run.forward.register_forward_hook(lambda *_: self.begin("backward"))
+        update = run.optimizer.step
+
+        def step(*arguments):
+            self.begin("optimizer")
+            self.mark_gradients(run.model)
+            return update(*arguments)
+
+        run.optimizer.step = step
+
+    def batches(self, batches: Iterator[Tensor], times: list[int]) -> Iterator[Tensor]:
+        """The micro-batches of a step; `times` says how many micro-batches each stands for."""
+        for number, stands_for in enumerate(times):
+            if number > 0:
+                self.mark_unsynchronized()
+            self.times = stands_for
+            self.begin("forward")
+            yield next(batches)
+
+    def begin(self, phase: str) -> None:
+        self.phase = phase
+        if phase == "optimizer":
             self.times = 1
 
+    def mark_gradients(self, net: nn.Module) -> None:
+        self.mark((p.grad for p in net.parameters() if p.grad is not None), "gradients")
+
     def mark_unsynchronized(self) -> None:
-        """What a backward pass leaves behind, before the last one, are its gradients."""
+        """What a backward pass leaves for the next micro-batch is gradients."""
         for block in self.live.values():
-            if block.phase == "backward" and block.size > 8 and block.kind != "gradients":
-                block.kind = "unsynchronized"
-
-    def watch(self, forward: nn.Module) -> None:
-        """Notice the end of each forward pass."""
-
-        def end(*_):
-            self.phase = "backward"
-
-        forward.register_forward_hook(end)
+            is_scalar = block.size <= 8
+            if block.phase == "backward" and not is_scalar:
+                self.classify_as(block, "unsynchronized")
 
     # What was found
 
