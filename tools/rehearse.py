@@ -20,7 +20,6 @@ from unittest import mock
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 # What is private in torch, all of it here. There are no public fake tensors, no public process
@@ -270,21 +269,36 @@ def materialize_empty(net: nn.Module, device: torch.device, init: Callable) -> N
 
 @contextmanager
 def as_on(device_type: str) -> Iterator[None]:
-    """Let the model allocate on the CPU what it would on this type of device."""
+    """Let the model allocate on the CPU what it would on a device of this type."""
     if device_type == "cpu":
         yield
         return
     with contextlib.ExitStack() as stack:
-        # Attention is always one kernel there.
+        # Attention is one kernel for any length there. The CPU's keeps as much, q, k, v, the result
+        # and a number per token and head, and returns the result in the layout of q, as cuDNN does.
         stack.enter_context(mock.patch.object(model, "causal_mask", lambda *_: None))
-        # So is a norm. It keeps its input and 1 / rms of each token.
+        # A norm is one kernel, too.
         stack.enter_context(mock.patch.object(model.RMSNorm, "forward", fused_rms_norm))
         yield
 
 
 def fused_rms_norm(norm: model.RMSNorm, x: Tensor) -> Tensor:
-    weight = norm.weight.to(x.dtype)
-    return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, norm.eps)[0]
+    return FusedRMSNorm.apply(x, norm.weight.to(x.dtype))
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """What a GPU's kernel allocates. Its operator has no implementation for the CPU."""
+
+    @staticmethod
+    def forward(context, x: Tensor, weight: Tensor) -> Tensor:
+        rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)  # 1 / rms of each token
+        context.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(context, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = context.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -352,6 +366,17 @@ class Event:
 
     block: Block
     change: int  # bytes
+
+
+# The kernel's operators, which torch's flop_counter does not count
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def attention_product(q: Tensor, k: Tensor) -> int:
+    """FLOPs of one product with the scores (B, H, T, T), of which a causal kernel computes half."""
+    B, H, T, d_head = q.shape
+    return 2 * B * H * T * k.size(2) * d_head // 2
 
 
 class Recorder(TorchDispatchMode):
@@ -475,13 +500,19 @@ class Recorder(TorchDispatchMode):
                 self.mark([result], "gathered")
 
     def count_flops(self, function, args, kwargs, result) -> None:
-        formula = flop_registry.get(function.overloadpacket)
-        if formula is None:
-            return
         # Gradients are recorded in backward only while a forward pass is repeated there.
         is_repeated = self.phase == "backward" and torch.is_grad_enabled()
-        flops = formula(*args, **kwargs, out_val=result)
-        self.flops["recomputed" if is_repeated else "computed"] += self.times * flops
+        purpose = "recomputed" if is_repeated else "computed"
+        packet = function.overloadpacket
+        if packet is ATTENTION:
+            self.flops[purpose] += self.times * 2 * attention_product(*args[:2])
+        elif packet is ATTENTION_BACKWARD:
+            # Gradients of q, k, v and the scores, and the scores once more, which were not kept
+            product = attention_product(*args[1:3])
+            self.flops["computed"] += self.times * 4 * product
+            self.flops["recomputed"] += self.times * product
+        elif formula := flop_registry.get(packet):
+            self.flops[purpose] += self.times * formula(*args, **kwargs, out_val=result)
 
     # The phases of a step
 
