@@ -107,12 +107,16 @@ class CommunicationCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it decomposes into operations on its local tensors
         result = function(*args, **(kwargs or {}))
+        self.count_operation(function, args, result)
+        return result
+
+    def count_operation(self, function, args, result) -> None:
+        """Count an operation that has been run, if it is a collective."""
         namespace, _, name = function._schema.name.partition("::")
         if namespace == "c10d":
             self.count(self.C10D_KINDS.get(name, name), group_name(args), args, result)
         elif namespace == "_c10d_functional" and name == "all_reduce":  # of tp
             self.count(name, args[-1], args, result)
-        return result
 
     def count(self, kind: str, group: str | None, args, result) -> None:
         axis = self.axes.get(group, "world")

@@ -4,16 +4,16 @@ The model is laid out and the step is run by the code that trains: layout.py, di
 train.train_step. Only two things are not real. The process group is torch's `fake` one, whose
 collectives return at once and send nothing. The tensors are torch's fake ones, which have shapes,
 dtypes and storages but no values. So what is communicated, allocated and computed is counted, not
-derived from a formula, for one rank of thousands.
+derived from formulas, for one rank of thousands.
 """
 
 import contextlib
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -22,12 +22,13 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-# What is private in torch, all of it here. There are no public fake tensors, no public process
-# group that sends nothing, and no public way to see every operation.
-from torch._C._distributed_c10d import Work, _create_work_from_future
+# All that is private in torch. There are no public fake tensors, no public process group that sends
+# nothing, and no public way to see every operation.
+from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -58,6 +59,19 @@ class Communication:
     bytes: int  # of full tensors, as profiling.CommunicationCounter counts them
 
 
+# The kinds of memory. Where several apply to a storage in its life, the first one counts.
+KINDS = (
+    "parameters",
+    "optimizer",
+    "gradients",  # that the optimizer reads
+    "unsynchronized",  # gradients that wait for a later micro-batch, beyond the bytes of those
+    "logits",
+    "gathered",  # buffers of FSDP's collectives, and weights in the compute dtype
+    "activations",
+    "other",
+)
+
+
 @dataclass(frozen=True)
 class Rehearsal:
     """What one optimizer step of one rank takes."""
@@ -65,9 +79,9 @@ class Rehearsal:
     layout: Layout
     parameters: int  # of the whole model
     parameters_per_rank: int
-    memory: dict[str, int]  # bytes at the peak by kind, see KINDS; their sum is the peak
+    memory: dict[str, int]  # bytes at the peak, by KINDS; their sum is the peak
     peak: int  # bytes of tensors, from the build of the model on
-    state: dict[str, int]  # bytes of parameters, gradients and optimizer at the update
+    state: dict[str, int]  # bytes of parameters, gradients and optimizer when the update begins
     communication: list[Communication]
     flops: float  # in one step, without those of recomputation
     recomputed_flops: float
@@ -108,7 +122,7 @@ def rehearse(
             store=store,
         )
         chosen = choose_layout(c, world, vocab_size, device_memory)
-        # FSDP on "cuda" would need a GPU's streams.
+        # On "cuda" FSDP would need a GPU's streams.
         world = dataclasses.replace(world, device=torch.device("cpu"))
         with as_on(device_type):
             return run_step(c, chosen, world)
@@ -126,48 +140,43 @@ def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
 
 
 def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
-    """Build the model and the optimizer, run one step and sum up."""
+    """Build the model and the optimizer, run a step and sum up."""
     mesh = dist.make_mesh(world, chosen.mesh_shape)
     net = layout.empty_model(chosen, c)
     parameters = net.parameter_count()
     fakes = FakeTensors()
-    times = times_of_micro_batches(chosen.grad_accum_steps)
-    recorder = Recorder(chosen, fakes)
-    counter = StepCommunication(mesh, recorder)
-    with fakes, StandIn(), counter, recorder, loss_parallel(), without_initial_weights():
+    recorder = FakeRecorder(chosen, fakes)
+    with fakes, recorder, loss_parallel(), without_initial_weights():
         forward = layout.lay_out(net, mesh, chosen, c)
         optimizer = train.build_optimizer(net, c)
-        state = optimizer.state()
         run = SimpleNamespace(
             plan=SimpleNamespace(config=c),
-            layout=dataclasses.replace(chosen, grad_accum_steps=len(times)),
+            layout=chosen,
             world=world,
-            forward=forward,
+            mesh=mesh,
             model=net,
+            forward=forward,
             optimizer=optimizer,
         )
         recorder.follow(run)
-        train.train_step(run, recorder.batches(empty_batches(chosen), times), step=1)
+        if isinstance(forward, DistributedDataParallel):
+            recorded_step(run, recorder, [1])  # the first step, in which DDP replaces its buckets
+            recorder.forget_counts()
+        recorded_step(run, recorder, times_of_micro_batches(chosen.grad_accum_steps))
     memory = recorder.at_peak()
+    state = {"model": dict(net.named_parameters()), "optimizer": optimizer.state()}
     return Rehearsal(
         layout=chosen,
         parameters=parameters,
-        parameters_per_rank=sum(optim.local(p).numel() for p in net.parameters()),
+        parameters_per_rank=sum(optim.local(weight).numel() for weight in net.parameters()),
         memory=memory,
         peak=sum(memory.values()),
-        state=recorder.state_bytes(),
-        communication=counter.of_step(),
+        state=recorder.state,
+        communication=recorder.communication(),
         flops=recorder.flops["computed"],
         recomputed_flops=recorder.flops["recomputed"],
-        checkpoint_bytes=own_bytes({"model": dict(net.named_parameters()), "optimizer": state}),
+        checkpoint_bytes=written_bytes(state),
     )
-
-
-def empty_batches(chosen: Layout) -> Iterator[Tensor]:
-    """Micro-batches (B, T + 1), as those of train.py."""
-    while True:
-        shape = (chosen.micro_batch_size, chosen.model_config.seq_len + 1)
-        yield torch.zeros(shape, dtype=torch.int64)
 
 
 def times_of_micro_batches(grad_accum_steps: int) -> list[int]:
@@ -177,8 +186,19 @@ def times_of_micro_batches(grad_accum_steps: int) -> list[int]:
     return [1, grad_accum_steps - 2, 1]
 
 
-def own_bytes(state: dict) -> int:
-    """Bytes of `state` that a rank writes. Ranks that hold the same tensor share the writing."""
+def recorded_step(run: SimpleNamespace, recorder: "Recorder", times: list[int]) -> None:
+    """One step of train.py on empty micro-batches, of which each stands for `times` equal ones."""
+    run.layout = dataclasses.replace(run.layout, grad_accum_steps=len(times))
+    shape = (run.layout.micro_batch_size, run.layout.model_config.seq_len + 1)  # (B, T + 1)
+    batches = (torch.zeros(shape, dtype=torch.int64) for _ in times)
+    train.train_step(run, recorder.batches(batches, times), step=1)
+
+
+def written_bytes(state: dict) -> int:
+    """Bytes of `state` that a rank writes in a sharded save.
+
+    Of ranks that hold the same tensor one writes it, which DCP chooses: an equal share is counted.
+    """
     world_size = torch.distributed.get_world_size()
     total = 0.0
     for _, tensor in flatten(state):
@@ -188,11 +208,278 @@ def own_bytes(state: dict) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What fake tensors and the fake process group cannot do
+# Recording a step, of fake or of real tensors
+
+
+@dataclass
+class Block:
+    """The storage that some tensors share."""
+
+    size: int
+    phase: str  # in which it was allocated
+    kind: str
+    reference: weakref.ref | None = None
+
+
+@dataclass
+class Change:
+    """A block that was allocated, resized or freed."""
+
+    block: Block
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    axis: str
+    kind: str
+    phase: str
+    times: int  # micro-batches that it stands for
+    bytes: int
+
+
+class Collectives(CommunicationCounter):
+    """Keeps each collective, with what the recorder is doing meanwhile."""
+
+    def __init__(self, mesh: dist.DeviceMesh, recorder: "Recorder"):
+        super().__init__(mesh)
+        self.recorder = recorder
+        self.seen: list[Collective] = []
+
+    def record(self, kind: str, axis: str, size: int) -> None:
+        phase = self.recorder.phase
+        self.seen.append(Collective(axis, kind, phase, self.recorder.times, size))
+
+
+# The operators of attention on a CPU, which torch's flop_counter does not count
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def attention_product(q: Tensor, k: Tensor) -> int:
+    """FLOPs of one product with the scores (B, H, T, T), of which a causal kernel computes half."""
+    B, H, T, d_head = q.shape
+    return 2 * B * H * T * k.size(2) * d_head // 2
+
+
+class Recorder(TorchDispatchMode):
+    """Records when the storage of each tensor comes and goes, collectives, and FLOPs.
+
+    A storage's kind may be known late, a gradient's when the optimizer reads it, so the peak is
+    searched at the end. What a kernel allocates and frees within one operation is not seen.
+    """
+
+    def __init__(self, chosen: Layout):
+        super().__init__()
+        self.vocab_size = chosen.model_config.vocab_size // chosen.mesh_shape[2]  # of this rank
+        self.phase = "build"
+        self.times = 1  # micro-batches that the one being run stands for
+        self.live: dict[int, Block] = {}  # by the id of a storage
+        self.changes: list[Change] = []
+        self.collectives: Collectives | None = None
+        self.flops: Counter[str] = Counter()
+        self.state: dict[str, int] = {}
+
+    def __enter__(self):
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_record(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            self.resized(storage)
+
+        # FSDP frees gathered weights so. It is no operation that a mode could see.
+        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_and_record)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.stop()
+        return super().__exit__(*error)
+
+    # Operations
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it decomposes into operations on its local tensors
+        kwargs = kwargs or {}
+        result = self.run(function, types, args, kwargs)
+        if self.is_about_shapes(types):
+            return result
+        if not function.is_view:  # else nothing is new but gloo's buffers, which it splits later
+            for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.see(leaf)
+        self.classify(function, args, kwargs, result)
+        if self.phase != "build":
+            self.collectives.count_operation(function, args, result)
+            self.count_flops(function, args, kwargs, result)
+        return result
+
+    def run(self, function, types, args, kwargs):
+        return function(*args, **kwargs)
+
+    def is_about_shapes(self, types) -> bool:
+        """Whether DTensor asks for the shape of a result, by an operation on fake tensors."""
+        return any(issubclass(kind, FakeTensor) for kind in types)
+
+    def takes_memory(self, tensor: Tensor) -> bool:
+        """Not on the meta device, nor a wrapper such as that of an unfinished collective."""
+        return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"
+
+    # Memory
+
+    def see(self, tensor: Tensor) -> None:
+        """Record the storage of a tensor if it is new."""
+        if not self.takes_memory(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self.live:
+            return
+        kind = "other"
+        if self.phase in ("forward", "backward"):
+            is_logits = tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size
+            kind = "logits" if is_logits else "activations"
+        reference = weakref.ref(storage, lambda _: self.freed(key))
+        self.live[key] = Block(0, self.phase, kind, reference)
+        self.resized(storage)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        if block := self.live.get(id(storage)):
+            self.changes.append(Change(block, storage.nbytes() - block.size))
+            block.size = storage.nbytes()
+
+    def freed(self, key: int) -> None:
+        block = self.live.pop(key)
+        self.changes.append(Change(block, -block.size))
+        block.reference = None
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        return self.live.get(id(tensor.untyped_storage()))
+
+    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say of what kind some tensors are."""
+        for tensor in tensors:
+            block = self.block_of(optim.local(tensor))
+            if block and KINDS.index(kind) < KINDS.index(block.kind):
+                block.kind = kind
+
+    def classify(self, function, args, kwargs, result) -> None:
+        """Recognize FSDP's buffers, and weights that are cast."""
+        if function.namespace == "fsdp":
+            leaves = tree_leaves((args, kwargs))
+            self.mark([leaf for leaf in leaves if isinstance(leaf, Tensor)], "gathered")
+        elif function is torch.ops.aten._to_copy.default:
+            source = self.block_of(args[0])
+            if source and source.kind == "parameters":
+                self.mark([result], "gathered")
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the first moment at which their sum is largest."""
+        total = 0
+        peak = 0
+        changes_to_peak = 0
+        for number, change in enumerate(self.changes, start=1):
+            total += change.bytes
+            if total > peak:
+                peak = total
+                changes_to_peak = number
+        sizes = dict.fromkeys(KINDS, 0)
+        for change in self.changes[:changes_to_peak]:
+            sizes[change.block.kind] += change.bytes
+        # Of gradients that accumulate, what FSDP's shards will take counts as gradients.
+        missing = min(sizes["unsynchronized"], self.state["gradients"] - sizes["gradients"])
+        sizes["unsynchronized"] -= missing
+        sizes["gradients"] += missing
+        return sizes
+
+    # FLOPs and collectives
+
+    def count_flops(self, function, args, kwargs, result) -> None:
+        # Gradients are recorded in backward only while a forward pass is repeated there.
+        is_repeated = self.phase == "backward" and torch.is_grad_enabled()
+        purpose = "recomputed" if is_repeated else "computed"
+        packet = function.overloadpacket
+        if packet is ATTENTION:
+            self.flops[purpose] += self.times * 2 * attention_product(*args[:2])
+        elif packet is ATTENTION_BACKWARD:
+            # Gradients of q, k, v and the scores, and the scores once more, which were not kept
+            product = attention_product(*args[1:3])
+            self.flops["computed"] += self.times * 4 * product
+            self.flops["recomputed"] += self.times * product
+        elif formula := flop_registry.get(packet):
+            self.flops[purpose] += self.times * formula(*args, **kwargs, out_val=result)
+
+    def forget_counts(self) -> None:
+        self.collectives.seen.clear()
+        self.flops.clear()
+
+    def communication(self) -> list[Communication]:
+        counts: Counter[tuple] = Counter()
+        sizes: Counter[tuple] = Counter()
+        for one in self.collectives.seen:
+            key = (one.axis, one.kind, one.phase)
+            counts[key] += one.times
+            sizes[key] += one.times * one.bytes
+        return [Communication(*key, count, sizes[key]) for key, count in counts.items()]
+
+    # The phases of a step
+
+    def follow(self, run: train.Run) -> None:
+        """Recognize the tensors of a run that has been built, and the phases of its steps."""
+        self.collectives = Collectives(run.mesh, self)
+        self.mark(run.model.parameters(), "parameters")
+        self.mark(tree_leaves(run.optimizer.state()), "optimizer")
+        self.mark_gradients(run.model)
+        run.forward.register_forward_hook(lambda *_: self.begin("backward"))
+        update = run.optimizer.step
+
+        def step(*arguments) -> dict[str, Tensor]:
+            self.begin("optimizer")
+            self.mark_gradients(run.model)
+            self.state = self.state_bytes()
+            return update(*arguments)
+
+        run.optimizer.step = step
+
+    def begin(self, phase: str) -> None:
+        self.phase = phase
+        if phase == "optimizer":
+            self.times = 1
+
+    def batches(self, batches: Iterator[Tensor], times: list[int]) -> Iterator[Tensor]:
+        """The micro-batches of a step; each stands for `times` equal ones."""
+        for number, stands_for in enumerate(times):
+            if number > 0:
+                self.mark_unsynchronized()
+            self.times = stands_for
+            self.begin("forward")
+            yield next(batches)
+
+    def mark_gradients(self, net: nn.Module) -> None:
+        self.mark([p.grad for p in net.parameters() if p.grad is not None], "gradients")
+
+    def mark_unsynchronized(self) -> None:
+        """What a backward pass leaves for the next micro-batch, but for scalars, is gradients."""
+        for block in self.live.values():
+            is_new = KINDS.index(block.kind) > KINDS.index("unsynchronized")
+            if block.phase == "backward" and block.size > 8 and is_new:
+                block.kind = "unsynchronized"
+
+    def state_bytes(self) -> dict[str, int]:
+        sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
+        for block in self.live.values():
+            if block.kind in sizes:
+                sizes[block.kind] += block.size
+        return sizes
+
+
+# --------------------------------------------------------------------------------------------------
+# Fake tensors in the place of real ones
 
 
 class FakeTensors(FakeTensorMode):
-    """torch's fake tensors, which also says when a shape alone is asked for.
+    """torch's fake tensors, which also say when only a shape is asked for.
 
     DTensor enters the mode once more to find the shape of a result, by the operation on whole
     tensors, which no rank ever has.
@@ -210,32 +497,29 @@ class FakeTensors(FakeTensorMode):
         self.depth -= 1
         return super().__exit__(*error)
 
-    @property
-    def asks_for_shapes(self) -> bool:
-        return self.depth > 1
 
+class FakeRecorder(Recorder):
+    """Records fake tensors, and does for them what the fake process group leaves out."""
 
-class StandIn(TorchDispatchMode):
-    """Runs for real what needs values or takes no memory, and completes DDP's collectives.
+    def __init__(self, chosen: Layout, fakes: FakeTensors):
+        super().__init__(chosen)
+        self.fakes = fakes
 
-    torch reads the ranks of a mesh and the order of DDP's buckets, small tensors of 32-bit integers
-    on the CPU. Nothing in the model is of that dtype. Before it has memory, it is on the meta
-    device, where FSDP cuts each weight into as many views as there are ranks: as fake tensors these
-    would take a second for 16,384 ranks.
-    """
+    def is_about_shapes(self, types) -> bool:
+        return self.fakes.depth > 1
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it decomposes into operations on its local tensors
-        kwargs = kwargs or {}
-        if is_real(args, kwargs):
+    def takes_memory(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, FakeTensor)
+
+    def run(self, function, types, args, kwargs):
+        if not any(issubclass(kind, FakeTensor) for kind in types) and is_real(args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
         if function is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # a fake one would be a copy
         result = function(*args, **kwargs)
         if function is torch.ops.c10d.allreduce_.default:
-            # DDP reads the averaged bucket from the future, which the fake group leaves empty.
+            # DDP reads the reduced bucket from the future, which the fake group leaves empty.
             tensors, _ = result
             future = torch.futures.Future()
             future.set_result(tensors)
@@ -244,27 +528,35 @@ class StandIn(TorchDispatchMode):
 
 
 def is_real(args, kwargs) -> bool:
-    """Whether an operation has real operands only, and does not leave the meta device."""
+    """Whether an operation without fake operands stays real.
+
+    torch reads the ranks of a mesh and the order of DDP's buckets, small tensors of 32-bit integers
+    on the CPU. Nothing in the model is of that dtype. On the meta device, where the model is before
+    it gets memory, fake tensors would only be slower.
+    """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not tensors:
         return kwargs.get("dtype") == torch.int32
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        return False
     return "device" not in kwargs or kwargs["device"] == tensors[0].device
 
 
 @contextmanager
 def without_initial_weights() -> Iterator[None]:
-    """Let dist.materialize give the model memory, but compute no weights."""
+    """Let dist.materialize give the model memory, and compute no weights."""
     with mock.patch.object(dist, "materialize", materialize_empty):
         yield
 
 
 def materialize_empty(net: nn.Module, device: torch.device, init: Callable) -> None:
     net.to_empty(device=device)
-    # dist.materialize has one whole tensor at a time.
+    # dist.materialize holds one whole tensor at a time.
     largest = max(net.parameters(), key=Tensor.numel)
-    torch.empty(largest.shape, dtype=largest.dtype, device=device)
+    if isinstance(largest, DTensor):
+        torch.empty(largest.shape, dtype=largest.dtype, device=device)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a GPU allocates
 
 
 @contextmanager
@@ -299,286 +591,3 @@ class FusedRMSNorm(torch.autograd.Function):
     def backward(context, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = context.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
-
-
-# --------------------------------------------------------------------------------------------------
-# Recording
-
-
-@dataclass
-class Collective:
-    kind: str
-    axis: str
-    phase: str
-    times: int  # micro-batches that it stands for
-    bytes: int
-
-
-class StepCommunication(CommunicationCounter):
-    """Counts collectives by phase, and those of a micro-batch as often as it stands for others."""
-
-    def __init__(self, mesh: dist.DeviceMesh, recorder: "Recorder"):
-        super().__init__(mesh)
-        self.recorder = recorder
-        self.collectives: list[Collective] = []
-
-    def record(self, kind: str, axis: str, size: int) -> None:
-        at = self.recorder
-        self.collectives.append(Collective(kind, axis, at.phase, at.times, size))
-
-    def of_step(self) -> list[Communication]:
-        counts: Counter = Counter()
-        sizes: Counter = Counter()
-        for one in self.collectives:
-            if one.phase != "build":
-                key = (one.axis, one.kind, one.phase)
-                counts[key] += one.times
-                sizes[key] += one.times * one.bytes
-        return [Communication(*key, count, sizes[key]) for key, count in counts.items()]
-
-
-# The kinds of memory. Where several apply to a storage in its life, the first one counts.
-KINDS = (
-    "parameters",
-    "optimizer",
-    "gradients",  # of the optimizer step
-    "unsynchronized",  # gradients that wait for a later micro-batch, beyond those
-    "logits",
-    "gathered",  # buffers of FSDP's collectives, and weights in the compute dtype
-    "activations",
-    "other",
-)
-
-
-@dataclass
-class Block:
-    """A storage that some tensors share."""
-
-    size: int
-    phase: str  # in which it was allocated
-    kind: str
-    reference: weakref.ref | None = None
-
-
-@dataclass
-class Event:
-    """A block has grown or shrunk."""
-
-    block: Block
-    change: int  # bytes
-
-
-# The kernel's operators, which torch's flop_counter does not count
-ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def attention_product(q: Tensor, k: Tensor) -> int:
-    """FLOPs of one product with the scores (B, H, T, T), of which a causal kernel computes half."""
-    B, H, T, d_head = q.shape
-    return 2 * B * H * T * k.size(2) * d_head // 2
-
-
-class Recorder(TorchDispatchMode):
-    """Records when each storage of a tensor comes and goes, and counts FLOPs.
-
-    A storage's kind may only be known later, a gradient's for example when the optimizer reads it,
-    so that the peak is searched in the end. What a kernel allocates and frees within one operation
-    is not seen. It works with real tensors, too.
-    """
-
-    def __init__(self, chosen: Layout, fakes: FakeTensors | None = None):
-        super().__init__()
-        self.fakes = fakes
-        self.phase = "build"
-        self.times = 1
-        self.vocab = chosen.model_config.vocab_size // chosen.mesh_shape[2]
-        self.live: dict[int, Block] = {}  # by the id of a storage
-        self.events: list[Event] = []
-        self.flops: Counter[str] = Counter()
-
-    def __enter__(self):
-        recorder = self
-        resize = torch.UntypedStorage.resize_
-
-        def resize_(storage, size):  # by which FSDP frees gathered weights; no operation shows it
-            resize(storage, size)
-            recorder.resized(storage)
-
-        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_)
-        self.patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patch.stop()
-        return super().__exit__(*error)
-
-    # What happens
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it decomposes into operations on its local tensors
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
-        if self.is_about_shapes(types):
-            return result
-        if not function.is_view:  # else nothing is new but gloo's buffers, on which it works later
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self.see(leaf)
-        self.classify(function, args, kwargs, result)
-        if self.phase != "build":
-            self.count_flops(function, args, kwargs, result)
-        return result
-
-    def see(self, tensor: Tensor) -> None:
-        """Record the storage of a tensor if it is new."""
-        if not self.is_own(tensor):
-            return
-        storage = tensor.untyped_storage()
-        if id(storage) in self.live:
-            return
-        kind = "activations" if self.phase in ("forward", "backward") else "other"
-        if tensor.dim() > 1 and tensor.shape[-1] == self.vocab and kind == "activations":
-            kind = "logits"
-        block = Block(0, self.phase, kind)
-        key = id(storage)
-        block.reference = weakref.ref(storage, lambda _: self.freed(key))
-        self.live[key] = block
-        self.resized(storage)
-
-    def is_about_shapes(self, types) -> bool:
-        """Whether DTensor asks for a shape, for which it uses fake tensors in a real run, too."""
-        if self.fakes is not None:
-            return self.fakes.asks_for_shapes
-        return any(issubclass(kind, FakeTensor) for kind in types)
-
-    def is_own(self, tensor: Tensor) -> bool:
-        """Whether a tensor takes memory of the rank: here a fake one, or in a real run a real one.
-
-        The meta device takes none, nor does a tensor that wraps another until a collective ends.
-        """
-        if isinstance(tensor, FakeTensor):
-            return self.fakes is not None
-        is_plain = type(tensor) in (Tensor, nn.Parameter)
-        return self.fakes is None and is_plain and tensor.device.type != "meta"
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        block = self.live.get(id(storage))
-        if block is not None:
-            change = storage.nbytes() - block.size
-            block.size += change
-            self.events.append(Event(block, change))
-
-    def freed(self, key: int) -> None:
-        block = self.live.pop(key)
-        self.events.append(Event(block, -block.size))
-        block.reference = None
-
-    def mark(self, tensors, kind: str) -> None:
-        """Say what some tensors are."""
-        for tensor in tensors:
-            if block := self.block_of(optim.local(tensor)):
-                self.classify_as(block, kind)
-
-    def classify_as(self, block: Block, kind: str) -> None:
-        if KINDS.index(kind) < KINDS.index(block.kind):
-            block.kind = kind
-
-    def block_of(self, tensor: Tensor) -> Block | None:
-        return self.live.get(id(tensor.untyped_storage()))
-
-    def classify(self, function, args, kwargs, result) -> None:
-        """Recognize FSDP's buffers, and weights that are cast."""
-        namespace, _, name = function._schema.name.partition("::")
-        if namespace == "fsdp" or name in ("_allgather_base_", "_reduce_scatter_base_"):
-            leaves = tree_leaves((args, kwargs))
-            self.mark((leaf for leaf in leaves if isinstance(leaf, Tensor)), "gathered")
-        elif name == "_to_copy":
-            source = self.block_of(args[0])
-            if source and source.kind == "parameters":
-                self.mark([result], "gathered")
-
-    def count_flops(self, function, args, kwargs, result) -> None:
-        # Gradients are recorded in backward only while a forward pass is repeated there.
-        is_repeated = self.phase == "backward" and torch.is_grad_enabled()
-        purpose = "recomputed" if is_repeated else "computed"
-        packet = function.overloadpacket
-        if packet is ATTENTION:
-            self.flops[purpose] += self.times * 2 * attention_product(*args[:2])
-        elif packet is ATTENTION_BACKWARD:
-            # Gradients of q, k, v and the scores, and the scores once more, which were not kept
-            product = attention_product(*args[1:3])
-            self.flops["computed"] += self.times * 4 * product
-            self.flops["recomputed"] += self.times * product
-        elif formula := flop_registry.get(packet):
-            self.flops[purpose] += self.times * formula(*args, **kwargs, out_val=result)
-
-    # The phases of a step
-
-    def follow(self, run: train.Run) -> None:
-        """Recognize the tensors of a run that has been built, and the phases of its steps."""
-        self.mark(run.model.parameters(), "parameters")
-        self.mark(tree_leaves(run.optimizer.state()), "optimizer")
-        self.mark_gradients(run.model)
-        run.forward.register_forward_hook(lambda *_: self.begin("backward"))
-        update = run.optimizer.step
-
-        def step(*arguments):
-            self.begin("optimizer")
-            self.mark_gradients(run.model)
-            return update(*arguments)
-
-        run.optimizer.step = step
-
-    def batches(self, batches: Iterator[Tensor], times: list[int]) -> Iterator[Tensor]:
-        """The micro-batches of a step; `times` says how many micro-batches each stands for."""
-        for number, stands_for in enumerate(times):
-            if number > 0:
-                self.mark_unsynchronized()
-            self.times = stands_for
-            self.begin("forward")
-            yield next(batches)
-
-    def begin(self, phase: str) -> None:
-        self.phase = phase
-        if phase == "optimizer":
-            self.times = 1
-
-    def mark_gradients(self, net: nn.Module) -> None:
-        self.mark((p.grad for p in net.parameters() if p.grad is not None), "gradients")
-
-    def mark_unsynchronized(self) -> None:
-        """What a backward pass leaves for the next micro-batch is gradients."""
-        for block in self.live.values():
-            is_scalar = block.size <= 8
-            if block.phase == "backward" and not is_scalar:
-                self.classify_as(block, "unsynchronized")
-
-    # What was found
-
-    def state_bytes(self) -> dict[str, int]:
-        sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
-        blocks = {id(event.block): event.block for event in self.events}
-        largest: Counter[int] = Counter()
-        for event in self.events:
-            largest[id(event.block)] += max(0, event.change)
-        for key, block in blocks.items():
-            if block.kind in sizes:
-                sizes[block.kind] += largest[key]
-        return sizes
-
-    def at_peak(self) -> dict[str, int]:
-        """Bytes by kind, at the first moment at which their sum is largest."""
-        total = 0
-        peak = 0
-        peak_event = 0
-        for number, event in enumerate(self.events, start=1):
-            total += event.change
-            if total > peak:
-                peak = total
-                peak_event = number
-        sizes = dict.fromkeys(KINDS, 0)
-        for event in self.events[:peak_event]:
-            sizes[event.block.kind] += event.change
-        return sizes
