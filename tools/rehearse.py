@@ -145,7 +145,7 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
     net = layout.empty_model(chosen, c)
     parameters = net.parameter_count()
     fakes = FakeTensors()
-    recorder = FakeRecorder(chosen, fakes)
+    recorder = FakeRecorder(fakes)
     with fakes, recorder, loss_parallel(), quick_build():
         forward = layout.lay_out(net, mesh, chosen, c)
         optimizer = train.build_optimizer(net, c)
@@ -269,9 +269,8 @@ class Recorder(TorchDispatchMode):
     searched at the end. What a kernel allocates and frees within one operation is not seen.
     """
 
-    def __init__(self, chosen: Layout):
+    def __init__(self):
         super().__init__()
-        self.vocab_size = chosen.model_config.vocab_size // chosen.mesh_shape[2]  # of this rank
         self.phase = "build"
         self.times = 1  # micro-batches that the one being run stands for
         self.live: dict[int, Block] = {}  # by the id of a storage
@@ -428,6 +427,8 @@ class Recorder(TorchDispatchMode):
     def follow(self, run: train.Run) -> None:
         """Recognize the tensors of a run that has been built, and the phases of its steps."""
         self.collectives = Collectives(run.mesh, self)
+        tp = run.layout.mesh_shape[2]
+        self.vocab_size = run.layout.model_config.vocab_size // tp  # of this rank
         self.mark(run.model.parameters(), "parameters")
         self.mark(tree_leaves(run.optimizer.state()), "optimizer")
         self.mark_gradients(run.model)
@@ -501,8 +502,8 @@ class FakeTensors(FakeTensorMode):
 class FakeRecorder(Recorder):
     """Records fake tensors, and does for them what the fake process group leaves out."""
 
-    def __init__(self, chosen: Layout, fakes: FakeTensors):
-        super().__init__(chosen)
+    def __init__(self, fakes: FakeTensors):
+        super().__init__()
         self.fakes = fakes
 
     def is_about_shapes(self, types) -> bool:

@@ -1,0 +1,151 @@
+"""What is rehearsed for one rank is what a real step of four ranks does."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import ROOT, build_run, flags
+from torch.distributed.tensor.parallel import loss_parallel
+
+import dist
+import optim
+import train
+from model import Transformer
+from tools.rehearse import Communication, Recorder, Rehearsal, rehearse
+
+# A micro-batch is one sequence: four ranks accumulate a quarter of the global batch, two tp groups a
+# half. Of four micro-batches the rehearsal runs three.
+UNTIED = "--model tinyllama-1.1b"
+CASES = [
+    "ddp --dtype bfloat16 --global_batch_size 8",
+    f"ddp --dtype float32 --global_batch_size 4 {UNTIED}",
+    "fsdp --dtype bfloat16 --global_batch_size 4",
+    f"fsdp --dtype float32 --global_batch_size 16 {UNTIED}",
+    "fsdp --dtype bfloat16 --global_batch_size 8 --reshard_after_forward false",
+    "hsdp --dp_shard 2 --dtype float32 --global_batch_size 8",
+    "hsdp --dp_shard 2 --dtype bfloat16 --global_batch_size 8 --grad_sync micro_batch",
+    "hsdp --dp_shard 2 --dtype bfloat16 --global_batch_size 12 --grad_sync shard",
+    f"fsdp --tp 2 --dtype float32 --global_batch_size 4 {UNTIED}",
+]
+
+
+@dataclass
+class Step:
+    """What one rank does in a step; sizes in bytes."""
+
+    memory: dict[str, int]  # at the peak
+    state: dict[str, int]
+    communication: list[Communication]
+    flops: float
+    parameters: int
+
+
+def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
+    """A step of a run, and on the last rank its rehearsal."""
+    recorder = Recorder()
+    with recorder, loss_parallel():
+        run = build_run(argv)
+        recorder.follow(run)
+        steps = 2 if run.layout.strategy == "ddp" else 1  # in the first, DDP replaces its buckets
+        batches = run.batches(1, steps)
+        for step in range(1, steps + 1):
+            recorder.forget_counts()
+            micro_batches = recorder.batches(batches, [1] * run.layout.grad_accum_steps)
+            train.train_step(run, micro_batches, step)
+    real = Step(
+        memory=recorder.at_peak(),
+        state=recorder.state,
+        communication=recorder.communication(),
+        flops=recorder.flops["computed"],
+        parameters=sum(optim.local(weight).nbytes for weight in run.model.parameters()),
+    )
+    if run.world.rank < 3:
+        return real, None
+    dist.stop()
+    config, vocab_size = run.plan.config, run.plan.token_folder.vocab_size
+    return real, rehearse(config, 3, 4, 4, vocab_size, "cpu", device_memory=10**9)
+
+
+@pytest.mark.parametrize("strategy", CASES)
+def test_a_rehearsed_step_is_the_real_one(pool, tokens, tmp_path, strategy):
+    text = f"--data {tokens} --out {tmp_path}/run --micro_batch_size 1 --strategy {strategy}"
+    *others, (real, rehearsed) = pool(4, both, flags(text))
+    for step, _ in others:
+        assert step == real  # all ranks do the same
+    assert sorted(rehearsed.communication, key=repr) == sorted(real.communication, key=repr)
+    assert rehearsed.state == real.state and real.state["parameters"] == real.parameters
+    assert rehearsed.flops == real.flops
+    assert sum(rehearsed.memory.values()) == rehearsed.peak
+    assert rehearsed.peak == pytest.approx(sum(real.memory.values()), rel=0.05)
+
+
+def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
+    found = []
+    for text in texts:
+        config = train.parse(text.split())
+        found.append(rehearse(config, 77, 512, 8, 50257, "cuda", device_memory=80 * 10**9))
+        assert not torch.distributed.is_initialized()
+    return found
+
+
+def test_a_rank_of_512_gpus(pool):
+    """FLOPs are those of the formula, and a rehearsal leaves nothing behind for the next one."""
+    base = "--model gpt2-124m --n_layer 1 --global_batch_size 4096 --micro_batch_size 4"
+    fsdp = f"{base} --strategy fsdp"
+    texts = [
+        f"{base} --strategy hsdp --dp_shard 64 --tp 4 --activation_checkpointing full",
+        f"{fsdp} --compile",
+        f"{fsdp} --activation_checkpointing full",
+        fsdp,
+        f"{base} --strategy auto",
+    ]
+    (found,) = pool(1, rehearse_on_gpus, texts)
+    tp, plain, full, again, auto = found
+    assert plain == again
+    with torch.device("meta"):
+        flops_per_token = Transformer(plain.layout.model_config).flops_per_token(1024)
+    tokens = 8 * 1024  # of a rank
+    assert plain.flops == full.flops == flops_per_token * tokens
+    assert tp.flops == flops_per_token * (4096 // 128) * 1024 / 4
+    assert full.recomputed_flops > plain.recomputed_flops
+    assert full.memory["activations"] < plain.memory["activations"]
+    assert auto.layout.strategy == "ddp"
+    # 768 rows are two for each of 384 ranks
+    assert plain.checkpoint_bytes == pytest.approx(12 * plain.parameters / 512, rel=0.1)
+    for one in found:
+        assert one.memory["parameters"] == one.state["parameters"]
+
+
+LLAMA3_70B = """
+import json, resource, sys, time
+import train
+from tools.rehearse import rehearse
+started = time.perf_counter()
+base = "--model llama3-70b --micro_batch_size 1 --activation_checkpointing full"
+config = train.parse([*base.split(), *sys.argv[2:]])
+rehearse(config, 0, int(sys.argv[1]), 8, 128256, "cuda", device_memory=80 * 10**9)
+resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([time.perf_counter() - started, resident]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks, strategy",
+    [
+        (512, "fsdp --global_batch_size 2048"),
+        (512, "hsdp --dp_shard 64 --tp 8 --global_batch_size 1024"),
+        (16384, "fsdp --global_batch_size 65536"),
+        (16384, "hsdp --dp_shard 128 --tp 8 --global_batch_size 8192"),
+    ],
+)
+def test_llama3_70b_takes_less_than_a_minute_and_4_gb(ranks, strategy):
+    command = [sys.executable, "-c", LLAMA3_70B, str(ranks), "--strategy", *strategy.split()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    seconds, resident = json.loads(answer.stdout)
+    assert seconds < 60 and resident < 4e9
