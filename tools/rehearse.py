@@ -141,30 +141,27 @@ def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
 
 def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
     """Build the model and the optimizer, run a step and sum up."""
+    fakes = FakeTensors()
+    recorder = FakeRecorder(fakes)
     mesh = dist.make_mesh(world, chosen.mesh_shape)
     net = layout.empty_model(chosen, c)
     parameters = net.parameter_count()
-    fakes = FakeTensors()
-    recorder = FakeRecorder(fakes)
-    with fakes, recorder, loss_parallel(), quick_build():
-        forward = layout.lay_out(net, mesh, chosen, c)
-        optimizer = train.build_optimizer(net, c)
-        run = SimpleNamespace(
+    with fakes, recorder, loss_parallel(), train.no_garbage_collection(), quick_build():
+        run = SimpleNamespace(  # what a step needs of train.Run
             plan=SimpleNamespace(config=c),
             layout=chosen,
             world=world,
             mesh=mesh,
             model=net,
-            forward=forward,
-            optimizer=optimizer,
+            forward=layout.lay_out(net, mesh, chosen, c),
+            optimizer=train.build_optimizer(net, c),
         )
         recorder.follow(run)
-        if isinstance(forward, DistributedDataParallel):
+        if isinstance(run.forward, DistributedDataParallel):
             recorded_step(run, recorder, [1])  # the first step, in which DDP replaces its buckets
             recorder.forget_counts()
         recorded_step(run, recorder, times_of_micro_batches(chosen.grad_accum_steps))
     memory = recorder.at_peak()
-    state = {"model": dict(net.named_parameters()), "optimizer": optimizer.state()}
     return Rehearsal(
         layout=chosen,
         parameters=parameters,
@@ -175,7 +172,7 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
         communication=recorder.communication(),
         flops=recorder.flops["computed"],
         recomputed_flops=recorder.flops["recomputed"],
-        checkpoint_bytes=written_bytes(state),
+        checkpoint_bytes=written_bytes(run),
     )
 
 
@@ -194,15 +191,15 @@ def recorded_step(run: SimpleNamespace, recorder: "Recorder", times: list[int]) 
     train.train_step(run, recorder.batches(batches, times), step=1)
 
 
-def written_bytes(state: dict) -> int:
-    """Bytes of `state` that a rank writes in a sharded save.
+def written_bytes(run: SimpleNamespace) -> int:
+    """Bytes that a rank writes in a sharded save.
 
     Of ranks that hold the same tensor one writes it, which DCP chooses: an equal share is counted.
     """
-    world_size = torch.distributed.get_world_size()
+    state = {"model": dict(run.model.named_parameters()), "optimizer": run.optimizer.state()}
     total = 0.0
     for _, tensor in flatten(state):
-        holders = world_size / optim.num_shards(tensor)
+        holders = run.world.size / optim.num_shards(tensor)
         total += optim.local(tensor).nbytes / holders
     return round(total)
 
