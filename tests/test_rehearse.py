@@ -47,7 +47,7 @@ class Step:
 def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
     """A step of a run, and on the last rank its rehearsal."""
     recorder = Recorder()
-    with recorder, loss_parallel():
+    with recorder, loss_parallel(), train.no_garbage_collection():
         run = build_run(argv)
         recorder.follow(run)
         steps = 2 if run.layout.strategy == "ddp" else 1  # in the first, DDP replaces its buckets

@@ -9,6 +9,7 @@ derived from formulas, for one rank of thousands.
 
 import contextlib
 import dataclasses
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -124,7 +125,8 @@ def rehearse(
         chosen = choose_layout(c, world, vocab_size, device_memory)
         # On "cuda" FSDP would need a GPU's streams.
         world = dataclasses.replace(world, device=torch.device("cpu"))
-        with as_on(device_type):
+        with as_on(device_type), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a run will show them
             return run_step(c, chosen, world)
 
 
@@ -295,7 +297,7 @@ class Recorder(TorchDispatchMode):
     # Operations
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
+        if DTensor in types:
             return NotImplemented  # it decomposes into operations on its local tensors
         kwargs = kwargs or {}
         result = self.run(function, types, args, kwargs)
@@ -316,7 +318,7 @@ class Recorder(TorchDispatchMode):
 
     def is_about_shapes(self, types) -> bool:
         """Whether DTensor asks for the shape of a result, by an operation on fake tensors."""
-        return any(issubclass(kind, FakeTensor) for kind in types)
+        return FakeTensor in types
 
     def takes_memory(self, tensor: Tensor) -> bool:
         """Not on the meta device, nor a wrapper such as that of an unfinished collective."""
@@ -510,7 +512,7 @@ class FakeRecorder(Recorder):
         return isinstance(tensor, FakeTensor)
 
     def run(self, function, types, args, kwargs):
-        if not any(issubclass(kind, FakeTensor) for kind in types) and is_real(args, kwargs):
+        if FakeTensor not in types and is_real(args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
         if function is torch.ops._c10d_functional.wait_tensor.default:
