@@ -17,8 +17,8 @@ import train
 from model import Transformer
 from tools.rehearse import Communication, Recorder, Rehearsal, rehearse
 
-# A micro-batch is one sequence: four ranks accumulate a quarter of the global batch, two tp groups a
-# half. Of four micro-batches the rehearsal runs three.
+# A micro-batch is one sequence: four ranks accumulate a quarter of the global batch each, two tp
+# groups a half. Of four micro-batches the rehearsal runs three.
 UNTIED = "--model tinyllama-1.1b"
 CASES = [
     "ddp --dtype bfloat16 --global_batch_size 8",
@@ -73,14 +73,14 @@ def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
 @pytest.mark.parametrize("strategy", CASES)
 def test_a_rehearsed_step_is_the_real_one(pool, tokens, tmp_path, strategy):
     text = f"--data {tokens} --out {tmp_path}/run --micro_batch_size 1 --strategy {strategy}"
-    *others, (real, rehearsed) = pool(4, both, flags(text))
-    for step, _ in others:
-        assert step == real  # all ranks do the same
-    assert sorted(rehearsed.communication, key=repr) == sorted(real.communication, key=repr)
-    assert rehearsed.state == real.state and real.state["parameters"] == real.parameters
-    assert rehearsed.flops == real.flops
+    answers = pool(4, both, flags(text))
+    rehearsed = answers[-1][1]
     assert sum(rehearsed.memory.values()) == rehearsed.peak
-    assert rehearsed.peak == pytest.approx(sum(real.memory.values()), rel=0.05)
+    for real, _ in answers:  # all ranks do the same
+        assert rehearsed.peak == pytest.approx(sum(real.memory.values()), rel=0.05)
+        assert sorted(rehearsed.communication, key=repr) == sorted(real.communication, key=repr)
+        assert rehearsed.state == real.state and real.state["parameters"] == real.parameters
+        assert rehearsed.flops == real.flops
 
 
 def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
@@ -124,12 +124,12 @@ LLAMA3_70B = """
 import json, resource, sys, time
 import train
 from tools.rehearse import rehearse
-started = time.perf_counter()
+started = time.process_time()
 base = "--model llama3-70b --micro_batch_size 1 --activation_checkpointing full"
 config = train.parse([*base.split(), *sys.argv[2:]])
 rehearse(config, 0, int(sys.argv[1]), 8, 128256, "cuda", device_memory=80 * 10**9)
 resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([time.perf_counter() - started, resident]))
+print(json.dumps([time.process_time() - started, resident]))
 """
 
 
@@ -147,5 +147,5 @@ def test_llama3_70b_takes_less_than_a_minute_and_4_gb(ranks, strategy):
     command = [sys.executable, "-c", LLAMA3_70B, str(ranks), "--strategy", *strategy.split()]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    seconds, resident = json.loads(answer.stdout)
+    seconds, resident = json.loads(answer.stdout)  # seconds of one core
     assert seconds < 60 and resident < 4e9
