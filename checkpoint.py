@@ -195,18 +195,23 @@ def host_memory() -> HostMemory:
     )
 
 
-def check_full(parameters: int, largest: int = 0, local_size: int = 1) -> None:
-    """Raise CheckpointError if this host lacks the memory for a full checkpoint of a model.
+def full_bytes(parameters: int, largest: int = 0, local_size: int = 1) -> int:
+    """Bytes that a full checkpoint of a model takes on the host of rank 0.
 
     `largest`: elements of its largest tensor, if the host's `local_size` ranks gather tensors in
     host memory, as fsdp and tp do on CPUs; 0 if they gather them on their GPUs, or not at all.
     """
-    needed = 12 * parameters  # on rank 0: a weight and AdamW's two moments, in float32
+    # On rank 0: a weight and AdamW's two moments, in float32. On every rank, of one tensor at a
+    # time: the gathered tensor, gloo's buffers for its input and output, and freed ones. Up to
+    # 3.6 x its 4 bytes an element were measured, so 4 x.
+    return 12 * parameters + 16 * largest * local_size
+
+
+def check_full(parameters: int, largest: int = 0, local_size: int = 1) -> None:
+    """Raise CheckpointError if this host lacks the memory for a full checkpoint: `full_bytes`."""
+    needed = full_bytes(parameters, largest, local_size)
     arithmetic = f"12 bytes x {parameters:,} parameters"
     if largest:
-        # On every rank, of one tensor at a time: the gathered tensor, gloo's buffers for its input
-        # and output, and freed ones. Up to 3.6 x its 4 bytes an element were measured, so 4 x.
-        needed += 16 * largest * local_size
         arithmetic += f" + 16 bytes x {largest:,} of the largest tensor x {local_size} ranks"
     available = host_memory().available
     if available and needed > available:

@@ -45,7 +45,7 @@ import tokenizer
 import watchdog
 from cli import UsageError
 from config import BUILTIN, Config, lr_schedule, parse, profile_window
-from layout import Layout, choose_layout, empty_model, lay_out
+from layout import Layout, choose_layout, empty_model, largest_gathered, lay_out
 from model import Transformer, generate
 
 # --------------------------------------------------------------------------------------------------
@@ -245,10 +245,7 @@ class Run:
 
 def check_full(model: Transformer, mesh_shape: tuple[int, int, int], world: dist.World) -> None:
     """Raises CheckpointError where the host of rank 0 lacks the memory for --checkpoint full."""
-    _, dp_shard, tp = mesh_shape
-    largest = 0
-    if world.device.type == "cpu" and dp_shard * tp > 1:  # tensors are gathered in host memory
-        largest = max(parameter.numel() for parameter in model.parameters())
+    largest = largest_gathered(model, mesh_shape, world.device.type)
     checkpoint.check_full(model.parameter_count(), largest, world.local_size)
 
 
