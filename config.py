@@ -266,6 +266,7 @@ beside it, each with --help:
   python -m tools.hf           a checkpoint for Hugging Face's transformers, and back
   python -m tools.bench        speed and memory on this machine
   python -m tools.check        does everything work on this machine
+  python -m tools.plan         memory, communication and time on any cluster, without it
 """
 
 
@@ -274,13 +275,25 @@ beside it, each with --help:
 
 
 def parse(argv: list[str]) -> Config:
-    """Parse the command line; flags override those of a --config file. Raises UsageError."""
-    parser = build_parser()
+    """Parse the command line. Raises UsageError."""
+    return to_config(parse_flags(build_parser(), argv))
+
+
+def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
+    """Flag -> value; flags of `argv` override those of a --config file. Raises UsageError.
+
+    `parser` has the flags of `build_parser`, and may have more.
+    """
     file = parser.parse_known_args(argv)[0].config
     if file:
         argv = config_flags(parser, file) + argv
     flags = vars(parser.parse_args(argv))
     del flags["config"]
+    return flags
+
+
+def to_config(flags: dict) -> Config:
+    """Fill in the defaults that follow from other flags; check them all. Raises UsageError."""
     if flags["out"] is None:
         flags["out"] = f"runs/{Path(flags['init_from'] or flags['model']).name}"
     if flags["data"] is None and not flags["eval_only"]:  # whose default is the checkpoint's
