@@ -1,0 +1,570 @@
+"""Plan a run on any cluster, from this machine: memory, communication, checkpoints and time.
+
+python -m tools.plan --model llama3-70b --world_size 512 --strategy hsdp --dp_shard 64 --tp 8 \
+    --micro_batch_size 1 --global_batch_size 1024 --device_type h200
+
+It takes train.py's flags, rehearses one optimizer step of one rank with train.py's code
+(rehearse.py), and predicts from what happened how long the step takes (predict.py).
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import checkpoint
+import cli
+import config
+import data
+import dist
+import memory
+import tokenizer
+from cli import UsageError
+from config import Config
+from layout import Layout, empty_model, largest_gathered
+from tools import predict, search
+from tools.compare import positive_number
+from tools.predict import DEVICES, Cluster, Links
+from tools.rehearse import Rehearsal, rehearse
+
+# --------------------------------------------------------------------------------------------------
+# Flags
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def fraction(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
+    return number
+
+
+# The flags of this command beside train.py's: name -> options of argparse
+FLAGS = {
+    "world_size": dict(type=positive, required=True, metavar="N", help="devices in all"),
+    "nproc_per_node": dict(
+        type=positive, default=8, metavar="N", help="devices of a host (default: 8)"
+    ),
+    "rank": dict(type=int, default=0, metavar="N", help="the rank to rehearse (default: 0)"),
+    "device_type": dict(
+        choices=DEVICES, default="h100", help="memory, speed and links (default: h100)"
+    ),
+    "achieved": dict(
+        type=fraction,
+        default=predict.ACHIEVED,
+        metavar="X",
+        help="share of its peak that a device reaches while it computes (default: "
+        f"{predict.ACHIEVED})",
+    ),
+    "intra_host_bandwidth": dict(
+        type=positive_number,
+        metavar="GB/s",
+        help="of a device to the others of its host, in one direction, as nccl-tests' busbw "
+        "(default: 80%% of the data sheet's)",
+    ),
+    "inter_host_bandwidth": dict(
+        type=positive_number,
+        metavar="GB/s",
+        help="of a host to others, in one direction, all its network cards together, which its "
+        "devices share (default: 80%% of the data sheet's)",
+    ),
+    "intra_host_latency": dict(
+        type=positive_number, metavar="US", help="microseconds of a hop (default: 3.4, NVLink's)"
+    ),
+    "inter_host_latency": dict(
+        type=positive_number, metavar="US", help="microseconds of a hop (default: 14)"
+    ),
+    "host_memory": dict(
+        type=positive_number, metavar="GB", help="of a host, to compare checkpoints with"
+    ),
+    "tokens": dict(
+        type=positive_number, metavar="N", help="tokens to train on, such as 15e12: hours"
+    ),
+    "search": dict(action="store_true", help="rank the meshes and policies that fit"),
+    "search_seconds": dict(
+        type=positive_number, default=120.0, metavar="S", help="of --search (default: 120)"
+    ),
+    "json": dict(action="store_true", help="print one JSON object"),
+}
+
+
+def build_parser() -> cli.Parser:
+    parser = config.build_parser()
+    parser.prog = "tools.plan"
+    parser.usage = "python -m tools.plan --world_size N [--FLAG VALUE ...]"
+    parser.description = (
+        "Rehearse a step of train.py on any cluster, without it: what a rank holds,\n"
+        "sends and computes, and how long that takes. It takes all flags of train.py."
+    )
+    parser.epilog = "examples, and how the prediction is computed: docs/plan.md"
+    group = parser.add_argument_group("the cluster")
+    for name, options in FLAGS.items():
+        group.add_argument(f"--{name}", **options)
+    return parser
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    config: Config
+    cluster: Cluster
+    vocab_size: int
+    rank: int
+    tokens: float | None
+    as_json: bool
+    search_seconds: float | None  # None: no search
+    free: frozenset[str]  # flags of train.py that the command line leaves open
+
+
+def parse(argv: list[str]) -> Request:
+    """Raises UsageError and DataError."""
+    flags = config.parse_flags(build_parser(), argv)
+    own = argparse.Namespace(**{name: flags.pop(name) for name in FLAGS})
+    has_data = flags["data"] is not None
+    c = config.to_config(flags)
+    cluster = make_cluster(own)
+    if c.dtype == "auto":  # of the planned device, not of this machine
+        on_gpu = cluster.device.kind == "cuda"
+        dtype = "bfloat16" if on_gpu else str(dist.fast_dtype(dist.set_device("cpu", 0, 1)))
+        c = dataclasses.replace(c, dtype=dtype.removeprefix("torch."))
+    if has_data:
+        vocab_size = data.open_folder(Path(c.data)).vocab_size
+    else:
+        vocab_size = config.base_model(c).vocab_size
+    given = {word.split("=")[0].removeprefix("--") for word in argv if word.startswith("--")}
+    return Request(
+        config=c,
+        cluster=cluster,
+        vocab_size=vocab_size,
+        rank=own.rank,
+        tokens=own.tokens,
+        as_json=own.json,
+        search_seconds=own.search_seconds if own.search else None,
+        free=frozenset(flags) - given,
+    )
+
+
+def make_cluster(own: argparse.Namespace) -> Cluster:
+    """Raises UsageError where ranks and hosts do not fit together."""
+    world_size = own.world_size
+    local_size = min(own.nproc_per_node, world_size)
+    if world_size % local_size:
+        raise UsageError(
+            f"--world_size {world_size} is not a multiple of --nproc_per_node {local_size}"
+        )
+    if not 0 <= own.rank < world_size:
+        raise UsageError(f"--rank {own.rank}: the ranks are 0 to {world_size - 1}")
+    device = DEVICES[own.device_type]
+    device_memory = device.memory
+    if device_memory is None:
+        device_memory = memory.device_memory(dist.set_device("cpu", 0, 1), local_size)
+    return Cluster(
+        world_size=world_size,
+        device_type=own.device_type,
+        device=device,
+        device_memory=device_memory,
+        links=make_links(own, predict.default_links(device, local_size)),
+        achieved=own.achieved,
+        host_memory=int(own.host_memory * 1e9) if own.host_memory else None,
+    )
+
+
+def make_links(own: argparse.Namespace, links: Links) -> Links:
+    """The links of the table, with those that flags give."""
+    given = {
+        "intra_bandwidth": (own.intra_host_bandwidth, 1e9),
+        "host_bandwidth": (own.inter_host_bandwidth, 1e9),
+        "intra_latency": (own.intra_host_latency, 1e-6),
+        "inter_latency": (own.inter_host_latency, 1e-6),
+    }
+    for name, (value, unit) in given.items():
+        if value is not None:
+            links = dataclasses.replace(links, **{name: value * unit})
+    return links
+
+
+# --------------------------------------------------------------------------------------------------
+# The plan
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Bytes."""
+
+    written_per_rank: int
+    host_sharded: int  # on each host, while it saves; at most
+    host_async: int
+    host_full: int  # on the host of rank 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was rehearsed, and what is predicted from it."""
+
+    request: Request
+    rehearsal: Rehearsal
+    speed: predict.Speed
+    scaling: list["ScalingRow"]
+    checkpoint: CheckpointPlan
+
+    @property
+    def fits(self) -> bool:
+        return predict.fits(self.rehearsal.peak, self.request.cluster)
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """The same run on fewer hosts; `problem` says why it cannot run there."""
+
+    hosts: int
+    world_size: int
+    mesh_shape: tuple[int, int, int] | None = None
+    speed: predict.Speed | None = None
+    fits: bool = False  # by the estimate of layout.py
+    problem: str = ""
+
+
+def make_plan(request: Request) -> Plan:
+    cluster = request.cluster
+    rehearsal = rehearse(
+        request.config,
+        request.rank,
+        cluster.world_size,
+        cluster.links.local_size,
+        request.vocab_size,
+        cluster.device.kind,
+        cluster.device_memory,
+    )
+    return Plan(
+        request=request,
+        rehearsal=rehearsal,
+        speed=predict.speed(rehearsal, request.config, cluster, request.rank),
+        scaling=list(scaling(request, rehearsal)),
+        checkpoint=plan_checkpoint(request, rehearsal),
+    )
+
+
+def plan_checkpoint(request: Request, rehearsal: Rehearsal) -> CheckpointPlan:
+    """Host memory of the three ways to save.
+
+    sharded: tensors are copied to the host one by one; a rank's shard is the most that it may take.
+    async: every rank copies all it holds: a weight and two moments, in float32.
+    """
+    cluster = request.cluster
+    layout = rehearsal.layout
+    local_size = cluster.links.local_size
+    model = empty_model(layout, request.config)
+    largest = largest_gathered(model, layout.mesh_shape, cluster.device.kind)
+    return CheckpointPlan(
+        written_per_rank=rehearsal.checkpoint_bytes,
+        host_sharded=local_size * rehearsal.checkpoint_bytes,
+        host_async=local_size * 12 * rehearsal.parameters_per_rank,
+        host_full=checkpoint.full_bytes(rehearsal.parameters, largest, local_size),
+    )
+
+
+def scaling(request: Request, rehearsal: Rehearsal) -> Iterator[ScalingRow]:
+    """From one host on, twice as many each time, with the same global batch and micro-batch.
+
+    dp_shard becomes smaller where there are fewer ranks, dp_replicate follows.
+    """
+    cluster = request.cluster
+    local_size = cluster.links.local_size
+    whole = rehearsal.layout
+    hosts = 1
+    while hosts < cluster.hosts:
+        yield scaled(request, rehearsal, hosts, hosts * local_size)
+        hosts *= 2
+    fits = predict.fits(rehearsal.peak, cluster)
+    speed = predict.speed(rehearsal, request.config, cluster, request.rank)
+    yield ScalingRow(cluster.hosts, cluster.world_size, whole.mesh_shape, speed, fits)
+
+
+def scaled(request: Request, rehearsal: Rehearsal, hosts: int, world_size: int) -> ScalingRow:
+    whole = rehearsal.layout
+    cluster = dataclasses.replace(request.cluster, world_size=world_size)
+    _, dp_shard, tp = whole.mesh_shape
+    c = dataclasses.replace(
+        request.config,
+        strategy=whole.strategy,
+        dp_replicate=None,
+        dp_shard=min(dp_shard, max(1, world_size // tp)) if whole.strategy == "hsdp" else None,
+        micro_batch_size=whole.micro_batch_size,
+    )
+    try:
+        layout = search.lay_out(c, cluster, request.vocab_size)
+    except (UsageError, dist.MeshError) as error:
+        return ScalingRow(hosts, world_size, problem=str(error))
+    rescaled = predict.rescale(rehearsal, c, layout)
+    speed = predict.speed(rescaled, c, cluster)
+    fits = predict.fits(layout.memory.total, cluster)
+    return ScalingRow(hosts, world_size, layout.mesh_shape, speed, fits)
+
+
+# --------------------------------------------------------------------------------------------------
+# JSON
+
+
+def to_json(plan: Plan) -> dict:
+    rehearsal = plan.rehearsal
+    cluster = plan.request.cluster
+    speed = plan.speed
+    found = {
+        "parameters": rehearsal.parameters,
+        "parameters_per_rank": rehearsal.parameters_per_rank,
+        # The first three as they are at the update, the other kinds at the peak of the step
+        "memory": {
+            **rehearsal.memory,
+            **rehearsal.state,
+            "peak": rehearsal.peak,
+            "device": cluster.device_memory,
+        },
+        "fits": plan.fits,
+        "communication": communication_rows(plan),
+        "checkpoint": {
+            "bytes_per_rank": plan.checkpoint.written_per_rank,
+            "host_bytes_sharded": plan.checkpoint.host_sharded,
+            "host_bytes_async": plan.checkpoint.host_async,
+            "host_bytes_full": plan.checkpoint.host_full,
+        },
+        "flops": rehearsal.flops,
+        "recomputed_flops": rehearsal.recomputed_flops,
+        "step_time": speed.step.total,
+        "step_time_parts": {
+            "compute": speed.step.compute,
+            "exposed_communication": speed.step.exposed,
+            "optimizer": speed.step.optimizer,
+        },
+        "tokens_per_second_per_device": speed.tokens_per_second_per_device,
+        "mfu": speed.mfu,
+        "scaling": [scaling_json(row) for row in plan.scaling],
+    }
+    if plan.request.tokens:
+        hours = training_hours(plan)
+        found["hours"] = hours
+        found["device_hours"] = hours * cluster.world_size
+    return found
+
+
+def communication_rows(plan: Plan) -> list[dict]:
+    """One row for each axis and collective of a step."""
+    cluster = plan.request.cluster
+    shape = plan.rehearsal.layout.mesh_shape
+    rows = {}
+    for entry in plan.rehearsal.communication:
+        group = predict.group_of(entry.axis, plan.request.rank, shape, cluster.links.local_size)
+        row = rows.setdefault(
+            (entry.axis, entry.collective),
+            {
+                "axis": entry.axis,
+                "collective": entry.collective,
+                "count": 0,
+                "bytes": 0,
+                "inter_host": group.hosts > 1,
+                "seconds": 0.0,
+            },
+        )
+        row["count"] += entry.count
+        row["bytes"] += entry.bytes
+        row["seconds"] += predict.collective_seconds(entry, group, cluster.links)
+    return list(rows.values())
+
+
+def scaling_json(row: ScalingRow) -> dict:
+    found = {"hosts": row.hosts, "world_size": row.world_size, "fits": row.fits}
+    if row.speed is None:
+        return found | {"problem": row.problem}
+    return found | {
+        "step_time": row.speed.step.total,
+        "tokens_per_second_per_device": row.speed.tokens_per_second_per_device,
+        "mfu": row.speed.mfu,
+    }
+
+
+def training_hours(plan: Plan) -> float:
+    devices = plan.request.cluster.world_size
+    return plan.request.tokens / (plan.speed.tokens_per_second_per_device * devices) / 3600
+
+
+# --------------------------------------------------------------------------------------------------
+# The report
+
+
+def report(plan: Plan) -> Iterator[str]:
+    """The lines for people: one screen, with the arithmetic."""
+    layout = plan.rehearsal.layout
+    yield from describe_run(plan, layout)
+    yield from describe_memory(plan)
+    yield from describe_communication(plan)
+    yield from describe_checkpoint(plan)
+    yield from describe_step(plan)
+    yield from describe_scaling(plan)
+
+
+def describe_run(plan: Plan, layout: Layout) -> Iterator[str]:
+    rehearsal = plan.rehearsal
+    cluster = plan.request.cluster
+    model = layout.model_config
+    yield (
+        f"model       {plan.request.config.model}: {model.n_layer} layers x {model.d_model} wide, "
+        f"vocabulary {model.vocab_size:,}: {rehearsal.parameters:,} parameters, "
+        f"{rehearsal.parameters_per_rank:,} a rank"
+    )
+    replicate, shard, tp = layout.mesh_shape
+    yield (
+        f"mesh        {layout.strategy}: dp_replicate {replicate} x dp_shard {shard} x tp {tp} = "
+        f"{cluster.world_size} x {cluster.device_type}, {cluster.links.local_size} on each of "
+        f"{cluster.hosts} hosts"
+    )
+    if layout.strategy_reason:
+        yield f"            --strategy auto: {layout.strategy_reason}"
+    yield (
+        f"batch       {plan.request.config.global_batch_size:,} sequences = micro-batch "
+        f"{layout.micro_batch_size} x accumulation {layout.grad_accum_steps} x {layout.dp_size} "
+        f"ranks; x {model.seq_len:,} tokens = {layout.tokens_per_step:,} tokens a step"
+    )
+
+
+def describe_memory(plan: Plan) -> Iterator[str]:
+    available = plan.request.cluster.device_memory
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    yield f"memory      rank {plan.request.rank}, GB: {parts_of(plan.rehearsal.state)} at the update"
+    yield f"            at its peak: {parts_of(plan.rehearsal.memory)}"
+    yield (
+        f"            = {gigabytes(plan.rehearsal.peak)} GB of {gigabytes(available)} GB, "
+        f"{plan.rehearsal.peak / available:.0%}: {verdict} (limit {predict.USABLE:.0%})"
+    )
+
+
+def parts_of(sizes: dict[str, int]) -> str:
+    """Those that are not 0."""
+    return " + ".join(f"{kind} {gigabytes(size)}" for kind, size in sizes.items() if size)
+
+
+def describe_communication(plan: Plan) -> Iterator[str]:
+    rows = communication_rows(plan)
+    title = "sends       "
+    if not rows:
+        yield f"{title}nothing"
+    for row in rows:
+        where = "between hosts" if row["inter_host"] else "within a host"
+        yield (
+            f"{title}{row['axis']:12} {row['count']:6,} x {row['collective']:14} "
+            f"{gigabytes(row['bytes']):>9} GB  {where}  {row['seconds']:8.4f} s"
+        )
+        title = "            "
+
+
+def describe_checkpoint(plan: Plan) -> Iterator[str]:
+    saved = plan.checkpoint
+    yield (
+        f"checkpoint  sharded: {gigabytes(saved.written_per_rank)} GB a rank, on a host at most "
+        f"{gigabytes(saved.host_sharded)} GB; async_save: {gigabytes(saved.host_async)} GB; "
+        f"full: {gigabytes(saved.host_full)} GB on rank 0's"
+    )
+    available = plan.request.cluster.host_memory
+    if available:
+        ways = {
+            "sharded": saved.host_sharded,
+            "async_save": saved.host_async,
+            "full": saved.host_full,
+        }
+        verdicts = []
+        for way, size in ways.items():
+            verdicts.append(f"{way} {'fits' if size <= available else 'DOES NOT FIT'}")
+        yield f"            of {gigabytes(available)} GB a host: {', '.join(verdicts)}"
+
+
+def describe_step(plan: Plan) -> Iterator[str]:
+    speed = plan.speed
+    step = speed.step
+    rehearsal = plan.rehearsal
+    recomputed = ""
+    if rehearsal.recomputed_flops:
+        recomputed = f" + {rehearsal.recomputed_flops / 1e12:,.1f} recomputed"
+    yield (
+        f"compute     {rehearsal.flops / 1e12:,.1f}{recomputed} TFLOP / ({speed.peak / 1e12:,.4g} "
+        f"TFLOP/s x {plan.request.cluster.achieved:.3g}) = {step.compute:.4g} s"
+    )
+    exposed = []
+    for axis, seconds in step.exposed.items():
+        exposed.append(f"{axis} {seconds:.4f} of {step.communication[axis]:.4f} s")
+    yield f"exposed     {', '.join(exposed) or 'nothing'}"
+    yield (
+        f"step        compute {step.compute:.4g} + exposed communication "
+        f"{sum(step.exposed.values()):.4g} + optimizer {step.optimizer:.4g} = {step.total:.4g} s"
+    )
+    tokens_per_second = f"{speed.tokens_per_second_per_device:,.0f} tokens/s/device"
+    yield f"speed       {tokens_per_second}, MFU {speed.mfu:.1%}"
+    if plan.request.tokens:
+        hours = training_hours(plan)
+        devices = plan.request.cluster.world_size
+        yield (
+            f"training    {plan.request.tokens:.4g} tokens: {hours:,.1f} hours x {devices} = "
+            f"{hours * devices:,.0f} device-hours"
+        )
+
+
+def describe_scaling(plan: Plan) -> Iterator[str]:
+    if len(plan.scaling) == 1:
+        return
+    yield "scaling     hosts  devices  mesh           step, s  tokens/s/device     MFU"
+    for row in plan.scaling:
+        begin = f"            {row.hosts:5}  {row.world_size:7}"
+        if row.speed is None:
+            yield f"{begin}  {row.problem:.60}"
+            continue
+        shape = " x ".join(map(str, row.mesh_shape))
+        note = "" if row.fits else "  does not fit"
+        yield (
+            f"{begin}  {shape:13}  {row.speed.step.total:7.4g}  "
+            f"{row.speed.tokens_per_second_per_device:15,.0f}  {row.speed.mfu:6.1%}{note}"
+        )
+
+
+def gigabytes(size: int) -> str:
+    """In GB, with three significant digits below 100."""
+    number = size / 1e9
+    digits = max(0, 2 - math.floor(math.log10(number))) if number > 0 else 0
+    return f"{number:,.{min(digits, 4)}f}"
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+
+def run(argv: list[str]) -> None:
+    request = parse(argv)
+    if request.search_seconds:
+        search.run(request)
+        return
+    plan = make_plan(request)
+    if request.as_json:
+        print(json.dumps(to_json(plan), indent=2))
+    else:
+        print("\n".join(report(plan)))
+
+
+def main(argv: list[str]) -> int:
+    usage = (
+        dist.MeshError,
+        data.DataError,
+        checkpoint.UsageError,
+        tokenizer.TokenizerError,
+    )
+    return cli.run("tools.plan", lambda: run(argv), usage, (checkpoint.CheckpointError,))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

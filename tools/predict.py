@@ -1,0 +1,342 @@
+"""The time of a step, predicted from a rehearsal: devices, links, and what overlaps.
+
+    step = compute + exposed communication + optimizer
+
+All constants are in this file, each with its source.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import dist
+import metrics
+from cli import UsageError
+from config import Config
+from layout import Layout, empty_model
+from tools.rehearse import Communication, Rehearsal
+
+# The share of its peak that a device reaches while it only computes. The FLOPs are those of
+# torch's FlopCounterMode, which counts the masked half of attention too. modded-nanogpt's track 3
+# trains 124 million parameters on one H200 at 490,000 tokens/s; a run without communication. With
+# 6 x 124e6 + 12 x 12 layers x 768 x 1,024 FLOPs a token that is 42% of 989 TFLOP/s.
+ACHIEVED = 0.42
+
+# NVLink carries 450 GB/s each way on an H100, and NCCL reaches 360 to 370 of them in gathers and
+# rings: a fifth is protocol (github.com/NVIDIA/nccl-tests, issues 212 and 326).
+LINK_EFFICIENCY = 0.8
+
+# The share of a device's memory that tensors may fill. The rest is for the CUDA context, NCCL's
+# buffers and the gaps of torch's caching allocator. --strategy auto fills 80%, of an estimate.
+USABLE = 0.9
+
+# What AdamW with clipping moves for each parameter, in float32: the norm reads the gradient, the
+# update reads weight, gradient and two moments and writes all but the gradient: (1 + 4 + 3) x 4.
+OPTIMIZER_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Device:
+    """A row of the table. Bytes, and bytes per second in one direction, from data sheets."""
+
+    kind: str  # of torch: cuda or cpu
+    name: str | None  # in metrics.PEAK_FLOPS
+    memory: int | None  # as torch reports it, total_memory; None: this machine's
+    memory_bandwidth: float
+    intra_bandwidth: float  # of a device to the others of its host
+    nic_bandwidth: float  # of a device's share of its host's network cards
+
+
+GIB = 1 << 30
+DEVICES = {
+    # A100 data sheet 1758950: 2.0 TB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s
+    "a100": Device("cuda", "NVIDIA A100-SXM4-80GB", int(79.2 * GIB), 2.04e12, 300e9, 25e9),
+    # nvidia.com/en-us/data-center/h100: 3.35 TB/s, 900 GB/s both ways; DGX H100: 8 x 400 Gb/s
+    "h100": Device("cuda", "NVIDIA H100 80GB HBM3", int(79.1 * GIB), 3.35e12, 450e9, 50e9),
+    # nvidia.com/en-us/data-center/h200: 4.8 TB/s, the rest as the H100
+    "h200": Device("cuda", "NVIDIA H200", int(139.7 * GIB), 4.8e12, 450e9, 50e9),
+    # DGX B200 data sheet: 8 TB/s, 1.8 TB/s both ways, 8 x 400 Gb/s
+    "b200": Device("cuda", "NVIDIA B200", int(178.3 * GIB), 8e12, 900e9, 50e9),
+    # A core of a server and 10 Gb/s Ethernet for 8 of them: set what yours reach
+    "cpu": Device("cpu", None, None, 10e9, 2e9, 0.16e9),
+}
+
+
+@dataclass(frozen=True)
+class Links:
+    """What collectives reach: bytes per second in one direction, and seconds.
+
+    The latencies are of one hop of a ring, and of a collective that begins.
+    """
+
+    local_size: int  # devices of a host
+    intra_bandwidth: float  # of a device to the others of its host
+    host_bandwidth: float  # of a host to others, all its cards together
+    intra_latency: float
+    inter_latency: float
+    launch_latency: float
+    # What each rank sends in a reduce_scatter, in parts of (n - 1) / n of the tensor. gloo sends as
+    # much as in an all_reduce.
+    scatter_passes: int = 1
+
+
+# Seconds: NCCL's own tuning model for rings with its Simple protocol (src/graph/tuning.cc: hwLat of
+# NVLink and network, baseLat).
+NVLINK_HOP = 3.4e-6
+NETWORK_HOP = 14.0e-6
+LAUNCH = 8.4e-6
+
+
+def default_links(device: Device, local_size: int) -> Links:
+    return Links(
+        local_size=local_size,
+        intra_bandwidth=LINK_EFFICIENCY * device.intra_bandwidth,
+        host_bandwidth=LINK_EFFICIENCY * device.nic_bandwidth * local_size,
+        intra_latency=NVLINK_HOP,
+        inter_latency=NETWORK_HOP,
+        launch_latency=LAUNCH,
+        scatter_passes=2 if device.kind == "cpu" else 1,
+    )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machine that a run is planned for."""
+
+    world_size: int
+    device_type: str  # in DEVICES
+    device: Device
+    device_memory: int
+    links: Links
+    achieved: float  # share of its peak that a device reaches while it computes
+    host_memory: int | None = None  # None: unknown
+
+    @property
+    def hosts(self) -> int:
+        return math.ceil(self.world_size / self.links.local_size)
+
+
+def fits(peak: int, cluster: Cluster) -> bool:
+    """Whether a rank whose tensors take `peak` bytes fits on a device."""
+    return peak <= USABLE * cluster.device_memory
+
+
+def peak_flops(cluster: Cluster, c: Config) -> float:
+    """FLOP/s of a device in the compute dtype. Raises UsageError where they are not known."""
+    if c.peak_tflops is not None:
+        return c.peak_tflops * 1e12
+    if cluster.device.name is None or c.dtype != "bfloat16":
+        raise UsageError(
+            f"the speed of --device_type {cluster.device_type} with --dtype {c.dtype} is not "
+            "known: give --peak_tflops, the dense TFLOP/s of one device"
+        )
+    return metrics.PEAK_FLOPS[cluster.device.name]
+
+
+# --------------------------------------------------------------------------------------------------
+# Collectives
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one line of the mesh, or of the world."""
+
+    size: int
+    hosts: int
+
+
+def group_of(axis: str, rank: int, mesh_shape: tuple[int, int, int], local_size: int) -> Group:
+    """The group of `rank` on an axis: rank = (replicate x dp_shard + shard) x tp + tp_rank."""
+    if axis not in dist.AXES:
+        size = math.prod(mesh_shape)
+        return Group(size, math.ceil(size / local_size))
+    place = dist.AXES.index(axis)
+    size = mesh_shape[place]
+    stride = math.prod(mesh_shape[place + 1 :])
+    first = rank - rank // stride % size * stride
+    hosts = {member // local_size for member in range(first, first + size * stride, stride)}
+    return Group(size, len(hosts))
+
+
+def collective_seconds(row: Communication, group: Group, links: Links) -> float:
+    """Seconds of a row's collectives, one after the other.
+
+    Rings: each rank sends (n - 1) / n of the tensor in a gather or scatter, twice that in an
+    all_reduce, at the speed of the slowest link of the ring. Between hosts that is the network: of
+    a host's cards, a group uses the share of its ranks among the devices of the host, since the
+    others run the same collective at the same time. NCCL forms a ring for each card, so 8 ranks of
+    a host use 8 cards.
+
+    Latency: a ring takes n - 1 hops a pass, of which hosts - 1 leave a host. An all_reduce may
+    take a tree instead: twice the hops within a host and the logarithm of the hosts.
+    """
+    if group.size == 1:
+        return 0.0
+    passes = 1
+    if row.collective == "all_reduce":
+        passes = 2
+    elif row.collective == "reduce_scatter":
+        passes = links.scatter_passes
+    sent = passes * row.bytes * (group.size - 1) / group.size
+    bandwidth = links.intra_bandwidth
+    if group.hosts > 1:
+        share = group.size / group.hosts / links.local_size
+        bandwidth = min(bandwidth, links.host_bandwidth * share)
+    inner_hops = group.size - group.hosts
+    hops = inner_hops * links.intra_latency + (group.hosts - 1) * links.inter_latency
+    if row.collective == "all_reduce":
+        inner = (group.size / group.hosts - 1) * links.intra_latency
+        hops = min(hops, inner + math.log2(group.hosts) * links.inter_latency)
+    return sent / bandwidth + row.count * (links.launch_latency + passes * hops)
+
+
+# --------------------------------------------------------------------------------------------------
+# The step
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step and of its parts."""
+
+    compute: float
+    optimizer: float
+    exposed: dict[str, float] = field(default_factory=dict)  # axis -> communication that waits
+    communication: dict[str, float] = field(default_factory=dict)  # axis -> all of it
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.optimizer + sum(self.exposed.values())
+
+
+@dataclass
+class Queue:
+    """Communication beside the forward or the backward pass of one micro-batch."""
+
+    seconds: Counter = field(default_factory=Counter)  # axis -> seconds
+    longest: float = 0.0  # of a single collective
+    count: float = 0.0  # of the kind of which there are most
+
+    def add(self, axis: str, seconds: float, count: float, longest: float) -> None:
+        self.seconds[axis] += seconds
+        self.count = max(self.count, count)
+        self.longest = max(self.longest, longest)
+
+    def exposed(self, compute: float) -> Counter:
+        """Seconds by axis that `compute` seconds do not hide.
+
+        The work is cut into as many parts as there are collectives, and each part overlaps the
+        collective of its neighbour: one collective is always exposed, the first gather or the last
+        reduction, and the others where they take longer than all parts but one.
+        """
+        total = sum(self.seconds.values())
+        if not total:
+            return Counter()
+        hidden = compute * max(0.0, 1 - 1 / self.count)
+        seconds = max(self.longest, total - hidden)
+        return Counter({axis: seconds * part / total for axis, part in self.seconds.items()})
+
+
+def predict(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> StepTime:
+    """Predict a step of `rank`. Raises UsageError where the device's speed is not known.
+
+    What overlaps, and what does not:
+
+    fsdp, hsdp: a unit's gather overlaps the compute of the unit before it, and its reduce_scatter,
+        with hsdp also its all_reduce, that of the unit after it (torch's FSDP2 runs them in streams
+        of their own). Exposed are the first gather, the last reduction, and what takes longer than
+        the compute it is beside. With --wrap none there is one unit, and all is exposed.
+    ddp: a bucket's all_reduce overlaps the rest of the backward pass of the last micro-batch.
+    tp: the next layer needs the sum, so every all_reduce is exposed.
+    optimizer: the norm's all_reduce is exposed; AdamW is limited by memory bandwidth.
+
+    Left out: that communication slows compute down where they overlap, waiting for slower ranks,
+    reading data, evaluations, checkpoints.
+    """
+    layout = rehearsal.layout
+    n = layout.grad_accum_steps
+    speed = peak_flops(cluster, c) * cluster.achieved  # FLOP/s
+    forward_compute = rehearsal.flops / 3 / n / speed
+    backward_compute = (rehearsal.flops * 2 / 3 + rehearsal.recomputed_flops) / n / speed
+    forward = Queue()
+    backward = Queue()  # of each micro-batch
+    last = Queue()  # of the last micro-batch
+    exposed = Counter()
+    communication = Counter()
+    for row in rehearsal.communication:
+        group = group_of(row.axis, rank, layout.mesh_shape, cluster.links.local_size)
+        seconds = collective_seconds(row, group, cluster.links)
+        communication[row.axis] += seconds
+        longest = seconds / row.count
+        if row.axis in ("tp", "world") or row.phase == "optimizer":
+            exposed[row.axis] += seconds
+        elif row.phase == "forward":
+            forward.add(row.axis, seconds / n, row.count / n, longest)
+        elif is_last_only(row, c):
+            last.add(row.axis, seconds, row.count, longest)
+        else:
+            backward.add(row.axis, seconds / n, row.count / n, longest)
+            last.add(row.axis, seconds / n, row.count / n, longest)
+    for _ in range(n):
+        exposed += forward.exposed(forward_compute)
+    for _ in range(n - 1):
+        exposed += backward.exposed(backward_compute)
+    exposed += last.exposed(backward_compute)
+    return StepTime(
+        compute=n * (forward_compute + backward_compute),
+        optimizer=OPTIMIZER_BYTES * rehearsal.parameters_per_rank / cluster.device.memory_bandwidth,
+        exposed=dict(exposed),
+        communication=dict(communication),
+    )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A predicted step, and what follows from it."""
+
+    step: StepTime
+    tokens_per_second_per_device: float
+    peak: float  # FLOP/s of a device
+    mfu: float  # as train.py logs it: the model's FLOPs a token, without recomputation
+
+
+def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> Speed:
+    """Predict a step of `rank`, in tokens per second. Raises UsageError like `predict`."""
+    layout = rehearsal.layout
+    step = predict(rehearsal, c, cluster, rank)
+    tokens_per_second = layout.tokens_per_step / step.total / math.prod(layout.mesh_shape)
+    peak = peak_flops(cluster, c)
+    flops_per_token = empty_model(layout, c).flops_per_token(layout.model_config.seq_len)
+    return Speed(step, tokens_per_second, peak, flops_per_token * tokens_per_second / peak)
+
+
+def is_last_only(row: Communication, c: Config) -> bool:
+    """Whether a collective of the backward pass runs in the last micro-batch alone."""
+    if row.collective == "all_gather" or c.grad_sync == "micro_batch":
+        return False
+    return c.grad_sync == "batch" or row.collective == "all_reduce"
+
+
+def rescale(rehearsal: Rehearsal, c: Config, layout: Layout) -> Rehearsal:
+    """The rehearsal on another number of ranks, with the same micro-batch, tp and policies.
+
+    What happens in each micro-batch is repeated as often as the new layout says; a collective's
+    tensor does not depend on the size of its group. `memory` and `peak` are not rescaled.
+    """
+    ratio = layout.grad_accum_steps / rehearsal.layout.grad_accum_steps
+    rows = []
+    for row in rehearsal.communication:
+        if row.phase == "optimizer" or (row.phase == "backward" and is_last_only(row, c)):
+            rows.append(row)
+            continue
+        count = round(row.count * ratio)
+        rows.append(dataclasses.replace(row, count=count, bytes=round(row.bytes * ratio)))
+    shards = rehearsal.layout.mesh_shape[1] / layout.mesh_shape[1]
+    return dataclasses.replace(
+        rehearsal,
+        layout=layout,
+        communication=rows,
+        flops=rehearsal.flops * ratio,
+        recomputed_flops=rehearsal.recomputed_flops * ratio,
+        parameters_per_rank=round(rehearsal.parameters_per_rank * shards),
+    )

@@ -1,0 +1,400 @@
+"""All meshes and policies that fit, ranked by predicted speed: tools.plan --search.
+
+A candidate is a set of flags. Its step is first sketched with formulas, which takes no time, and
+predicted from that. Then the candidates are rehearsed, the fastest first, until the time is up;
+those that do not fit by layout.py's estimate are passed over.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+import dist
+import memory
+from cli import UsageError
+from config import Config, blocks_per_unit, model_config, split_batch
+from layout import Layout, choose_layout, empty_model
+from tools import predict
+from tools.predict import Cluster, Speed
+from tools.rehearse import Communication, Rehearsal, rehearse
+
+# Predictions that differ by less say nothing: of these the simplest candidate is the best.
+TIE = 0.03
+SHOWN = 10  # rows of the table
+BUCKET = 25 << 20  # bytes of a DDP bucket, torch's default
+# Policies, the simplest first
+STRATEGIES = ("single", "ddp", "fsdp", "hsdp")
+CHECKPOINTING = ("none", "selective", "full")
+SYNCS = ("batch", "shard", "micro_batch")
+
+
+def lay_out(c: Config, cluster: Cluster, vocab_size: int) -> Layout:
+    """The layout on a cluster, with its memory estimate. Raises UsageError and MeshError."""
+    world = dist.World(
+        rank=0,
+        size=cluster.world_size,
+        local_rank=0,
+        local_size=cluster.links.local_size,
+        device=torch.device(cluster.device.kind),
+        timeout=timedelta(minutes=1),
+        store=None,
+    )
+    return choose_layout(c, world, vocab_size, cluster.device_memory)
+
+
+# --------------------------------------------------------------------------------------------------
+# Candidates
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def candidates(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Config]:
+    """Every combination of the flags in `free` that can differ; others keep their value.
+
+    Some do not fit the model, the batch or the number of ranks.
+    """
+    tps = [c.tp]
+    if "tp" in free:
+        tps = divisors(cluster.links.local_size)  # beyond a host its links are too slow
+    checkpointing = [c.activation_checkpointing]
+    if "activation_checkpointing" in free:
+        checkpointing = CHECKPOINTING
+    for tp, mode in itertools.product(tps, checkpointing):
+        for mesh in meshes(dataclasses.replace(c, tp=tp), cluster, free):
+            for policy in policies(mesh, free):
+                policy = dataclasses.replace(policy, activation_checkpointing=mode)
+                for size in micro_batch_sizes(policy, cluster, free):
+                    yield dataclasses.replace(policy, micro_batch_size=size)
+
+
+def meshes(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Config]:
+    dp_size = cluster.world_size // c.tp
+    strategies = STRATEGIES
+    if "strategy" not in free and c.strategy != "auto":
+        strategies = [c.strategy]
+    for strategy in strategies:
+        if (strategy == "single") != (dp_size == 1):
+            continue
+        shards = [c.dp_shard]
+        if strategy == "hsdp" and free >= {"dp_shard", "dp_replicate"}:
+            shards = divisors(dp_size)[1:-1]  # 1 is ddp, dp_size fsdp
+        for dp_shard in shards:
+            yield dataclasses.replace(c, strategy=strategy, dp_shard=dp_shard)
+
+
+def policies(c: Config, free: frozenset[str]) -> Iterator[Config]:
+    is_sharded = c.strategy in ("fsdp", "hsdp")
+    reshards = [c.reshard_after_forward]
+    if is_sharded and "reshard_after_forward" in free:
+        reshards = [True, False]
+    syncs = [c.grad_sync]
+    if is_sharded and "grad_sync" in free:
+        syncs = SYNCS if c.strategy == "hsdp" else ("batch", "micro_batch")
+    for reshard, sync in itertools.product(reshards, syncs):
+        yield dataclasses.replace(c, reshard_after_forward=reshard, grad_sync=sync)
+
+
+def micro_batch_sizes(c: Config, cluster: Cluster, free: frozenset[str]) -> list[int | None]:
+    """Divisors of a rank's share of the batch. With one micro-batch grad_sync changes nothing."""
+    if "micro_batch_size" not in free:
+        return [c.micro_batch_size]
+    share = c.global_batch_size // (cluster.world_size // c.tp)
+    sizes = divisors(share)
+    return sizes if c.grad_sync == "batch" else sizes[:-1]
+
+
+# --------------------------------------------------------------------------------------------------
+# The sketch
+
+
+@dataclass(frozen=True)
+class Candidate:
+    config: Config
+    sketched: Speed
+
+
+class Sketches:
+    """Rehearsals by formula. What does not depend on the mesh is computed once."""
+
+    def __init__(self, cluster: Cluster, vocab_size: int):
+        self.cluster = cluster
+        self.vocab_size = vocab_size
+        self.whole: dict[int, dict[str, int]] = {}  # tp -> elements of a rank, before FSDP
+
+    def layout(self, c: Config) -> Layout:
+        """Without an estimate. Raises UsageError and MeshError."""
+        cluster = self.cluster
+        shape = dist.mesh_shape(
+            c.strategy,
+            cluster.world_size,
+            cluster.links.local_size,
+            c.dp_replicate,
+            c.dp_shard,
+            c.tp,
+        )
+        micro_batch_size, grad_accum_steps = split_batch(c, shape[0] * shape[1])
+        return Layout(
+            strategy=c.strategy,
+            strategy_reason="",
+            mesh_shape=shape,
+            micro_batch_size=micro_batch_size,
+            grad_accum_steps=grad_accum_steps,
+            dtype=getattr(torch, c.dtype),
+            model_config=model_config(c, self.vocab_size),
+            memory=None,
+        )
+
+    def rehearsal(self, c: Config) -> Rehearsal:
+        """Raises UsageError and MeshError."""
+        layout = self.layout(c)
+        model = empty_model(layout, c)
+        if c.tp not in self.whole:
+            plan = model.tensor_parallel_plan()
+            self.whole[c.tp] = memory.local_numels(model, c.tp, plan)
+        numel = sum(self.whole[c.tp].values())
+        seq_len = layout.model_config.seq_len
+        tokens = layout.micro_batch_size * layout.grad_accum_steps * seq_len  # of a rank
+        flops = model.flops_per_token(seq_len) * tokens / c.tp
+        recomputed = flops / 3 if c.activation_checkpointing == "full" else 0.0
+        return Rehearsal(
+            layout=layout,
+            parameters=model.parameter_count(),
+            parameters_per_rank=math.ceil(numel / layout.mesh_shape[1]),
+            memory={},
+            peak=0,
+            state={},
+            communication=[*data_parallel(c, layout, numel), *tensor_parallel(c, layout)],
+            flops=flops,
+            recomputed_flops=recomputed,
+            checkpoint_bytes=0,
+        )
+
+
+def data_parallel(c: Config, layout: Layout, numel: int) -> Iterator[Communication]:
+    """What dist.py's strategies send, for `numel` parameters on a rank of a tp group."""
+    replicate, shard, _ = layout.mesh_shape
+    n = layout.grad_accum_steps
+    units = len(range(0, layout.model_config.n_layer, blocks_per_unit(c) or 1 << 30)) + 1
+    gathered = layout.dtype.itemsize * numel
+    if shard > 1:
+        yield Communication("dp_shard", "all_gather", "forward", n * units, n * gathered)
+        if c.reshard_after_forward and blocks_per_unit(c):
+            yield Communication("dp_shard", "all_gather", "backward", n * units, n * gathered)
+        times = 1 if c.grad_sync == "batch" else n
+        count = times * units
+        yield Communication("dp_shard", "reduce_scatter", "backward", count, times * 4 * numel)
+    if replicate > 1:
+        times = n if c.grad_sync == "micro_batch" else 1
+        own = 4 * numel // shard
+        count = units if shard > 1 else math.ceil(own / BUCKET)
+        yield Communication("dp_replicate", "all_reduce", "backward", times * count, times * own)
+
+
+def tensor_parallel(c: Config, layout: Layout) -> Iterator[Communication]:
+    """Megatron's sums: two a block in forward and in backward, and again where it is recomputed."""
+    if c.tp == 1:
+        return
+    model = layout.model_config
+    n = layout.grad_accum_steps
+    size = layout.dtype.itemsize * layout.micro_batch_size * model.seq_len * model.d_model
+    for phase in ("forward", "backward"):
+        count = 2 * model.n_layer + 1
+        if phase == "backward" and c.activation_checkpointing == "full":
+            count += 2 * model.n_layer
+        yield Communication("tp", "all_reduce", phase, n * count, n * count * size)
+
+
+# --------------------------------------------------------------------------------------------------
+# The search
+
+
+@dataclass(frozen=True)
+class Found:
+    """A candidate that was rehearsed and fits."""
+
+    config: Config
+    rehearsal: Rehearsal
+    speed: Speed
+
+
+@dataclass
+class Result:
+    ranked: list[Found]  # best first
+    passed_over: Counter  # why -> candidates
+    seconds: float
+
+
+def search(request) -> Result:
+    """Rank the candidates of a tools.plan.Request, until its seconds are over."""
+    began = time.monotonic()
+    cluster = request.cluster
+    ordered, impossible = sketch_all(request)
+    passed_over = Counter({"impossible": impossible})
+    found = []
+    for number, candidate in enumerate(ordered):
+        left = request.search_seconds - (time.monotonic() - began)
+        if left <= 0 and found:
+            passed_over["no time left"] = len(ordered) - number
+            break
+        c = candidate.config
+        show(f"{number + 1} of {len(ordered)}, {left:.0f} s left: {flags_of(c)}")
+        if lay_out(c, cluster, request.vocab_size).memory.total > cluster.device_memory:
+            passed_over["too large by the estimate"] += 1
+            continue
+        rehearsal = rehearse(
+            c,
+            request.rank,
+            cluster.world_size,
+            cluster.links.local_size,
+            request.vocab_size,
+            cluster.device.kind,
+            cluster.device_memory,
+        )
+        if predict.fits(rehearsal.peak, cluster):
+            speed = predict.speed(rehearsal, c, cluster, request.rank)
+            found.append(Found(c, rehearsal, speed))
+        else:
+            passed_over["too large when rehearsed"] += 1
+    return Result(rank(found), passed_over, time.monotonic() - began)
+
+
+def sketch_all(request) -> tuple[list[Candidate], int]:
+    """The candidates, fastest first by their sketches, and how many are impossible."""
+    sketches = Sketches(request.cluster, request.vocab_size)
+    possible = []
+    impossible = 0
+    for c in candidates(request.config, request.cluster, request.free):
+        try:
+            speed = predict.speed(sketches.rehearsal(c), c, request.cluster)
+        except (UsageError, dist.MeshError):
+            impossible += 1
+            continue
+        possible.append(Candidate(c, speed))
+    # The first of them all, to let it say what is wrong
+    if not possible:
+        sketches.rehearsal(next(candidates(request.config, request.cluster, request.free)))
+    possible.sort(key=lambda candidate: -candidate.sketched.tokens_per_second_per_device)
+    return possible, impossible
+
+
+def rank(found: list[Found]) -> list[Found]:
+    """Fastest first; but the simplest of those that are within TIE of the fastest comes first."""
+    ranked = sorted(found, key=lambda one: -one.speed.tokens_per_second_per_device)
+    if not ranked:
+        return []
+    least = (1 - TIE) * ranked[0].speed.tokens_per_second_per_device
+    tied = [one for one in ranked if one.speed.tokens_per_second_per_device >= least]
+    best = min(tied, key=lambda one: complexity(one.config))
+    ranked.remove(best)
+    return [best, *ranked]
+
+
+def complexity(c: Config) -> tuple:
+    """Smaller is simpler: fewer axes, less recomputation, fewer flags that differ from default."""
+    return (
+        c.tp,
+        STRATEGIES.index(c.strategy),
+        CHECKPOINTING.index(c.activation_checkpointing),
+        SYNCS.index(c.grad_sync),
+        not c.reshard_after_forward,
+        -(c.micro_batch_size or 0),
+    )
+
+
+def show(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# What it prints
+
+
+def flags_of(c: Config) -> str:
+    """The flags of a candidate."""
+    flags = f"--strategy {c.strategy}"
+    if c.strategy == "hsdp" and c.dp_shard:
+        flags += f" --dp_shard {c.dp_shard}"
+    if c.tp > 1:
+        flags += f" --tp {c.tp}"
+    if c.micro_batch_size:
+        flags += f" --micro_batch_size {c.micro_batch_size}"
+    if c.activation_checkpointing != "none":
+        flags += f" --activation_checkpointing {c.activation_checkpointing}"
+    if not c.reshard_after_forward:
+        flags += " --reshard_after_forward false"
+    if c.grad_sync != "batch":
+        flags += f" --grad_sync {c.grad_sync}"
+    return flags
+
+
+def reason(result: Result) -> str:
+    """Why the first one is the best."""
+    best, *others = result.ranked
+    speed = best.speed.tokens_per_second_per_device
+    step = best.speed.step
+    exposed = sum(step.exposed.values()) / step.total
+    text = f"{step.compute / step.total:.0%} of its step is compute, {exposed:.0%} waits"
+    if not others:
+        return text
+    fastest = max(others, key=lambda one: one.speed.tokens_per_second_per_device)
+    ratio = fastest.speed.tokens_per_second_per_device / speed
+    if ratio > 1:
+        text += f"; {flags_of(fastest.config)} is {ratio - 1:.1%} faster, within the error of "
+        return f"{text}{TIE:.0%}, and less simple"
+    return f"{text}; the next is {1 - ratio:.1%} slower"
+
+
+def table(result: Result, cluster: Cluster) -> Iterator[str]:
+    yield "tokens/s/device     MFU  step, s  memory  flags"
+    for one in result.ranked[:SHOWN]:
+        share = one.rehearsal.peak / cluster.device_memory
+        yield (
+            f"{one.speed.tokens_per_second_per_device:15,.0f}  {one.speed.mfu:6.1%}  "
+            f"{one.speed.step.total:7.4g}  {share:6.0%}  {flags_of(one.config)}"
+        )
+    counts = [f"{count:,} {why}" for why, count in result.passed_over.items() if count]
+    yield (
+        f"{len(result.ranked)} fit and were rehearsed in {result.seconds:.0f} s; "
+        f"{', '.join(counts) or 'none passed over'}"
+    )
+    yield f"best: {flags_of(result.ranked[0].config)}: {reason(result)}"
+
+
+def to_json(result: Result) -> dict:
+    rows = []
+    for one in result.ranked:
+        rows.append(
+            {
+                "flags": flags_of(one.config),
+                "peak": one.rehearsal.peak,
+                "step_time": one.speed.step.total,
+                "tokens_per_second_per_device": one.speed.tokens_per_second_per_device,
+                "mfu": one.speed.mfu,
+            }
+        )
+    return {"ranked": rows, "reason": reason(result), "passed_over": dict(result.passed_over)}
+
+
+def run(request) -> None:
+    """Raises UsageError where nothing fits."""
+    result = search(request)
+    if not result.ranked:
+        raise UsageError(
+            f"nothing fits on {request.cluster.world_size} x {request.cluster.device_type}: "
+            "more devices, a smaller model or a shorter --seq_len"
+        )
+    if request.as_json:
+        print(json.dumps(to_json(result), indent=2))
+    else:
+        print("\n".join(table(result, request.cluster)))
