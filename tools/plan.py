@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import checkpoint
 import cli
 import config
@@ -24,12 +26,11 @@ import dist
 import memory
 import tokenizer
 from cli import UsageError
-from config import Config
 from layout import Layout, empty_model, largest_gathered
 from tools import predict, search
 from tools.compare import positive_number
-from tools.predict import DEVICES, Cluster, Links
-from tools.rehearse import Rehearsal, rehearse
+from tools.predict import DEVICES, Cluster, Links, Request
+from tools.rehearse import Rehearsal
 
 # --------------------------------------------------------------------------------------------------
 # Flags
@@ -113,46 +114,29 @@ def build_parser() -> cli.Parser:
     return parser
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for."""
+def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
+    """The run, and this command's own flags, with `free`: train.py's flags that were not given.
 
-    config: Config
-    cluster: Cluster
-    vocab_size: int
-    rank: int
-    tokens: float | None
-    as_json: bool
-    search_seconds: float | None  # None: no search
-    free: frozenset[str]  # flags of train.py that the command line leaves open
-
-
-def parse(argv: list[str]) -> Request:
-    """Raises UsageError and DataError."""
+    Raises UsageError, MeshError and DataError.
+    """
     flags = config.parse_flags(build_parser(), argv)
     own = argparse.Namespace(**{name: flags.pop(name) for name in FLAGS})
     has_data = flags["data"] is not None
     c = config.to_config(flags)
     cluster = make_cluster(own)
     if c.dtype == "auto":  # of the planned device, not of this machine
-        on_gpu = cluster.device.kind == "cuda"
-        dtype = "bfloat16" if on_gpu else str(dist.fast_dtype(dist.set_device("cpu", 0, 1)))
-        c = dataclasses.replace(c, dtype=dtype.removeprefix("torch."))
+        dtype = torch.bfloat16
+        if cluster.device.kind == "cpu":
+            dtype = dist.fast_dtype(torch.device("cpu"))
+        c = dataclasses.replace(c, dtype=str(dtype).removeprefix("torch."))
+    predict.peak_flops(cluster, c)  # raises early where it is not known
     if has_data:
         vocab_size = data.open_folder(Path(c.data)).vocab_size
     else:
         vocab_size = config.base_model(c).vocab_size
-    given = {word.split("=")[0].removeprefix("--") for word in argv if word.startswith("--")}
-    return Request(
-        config=c,
-        cluster=cluster,
-        vocab_size=vocab_size,
-        rank=own.rank,
-        tokens=own.tokens,
-        as_json=own.json,
-        search_seconds=own.search_seconds if own.search else None,
-        free=frozenset(flags) - given,
-    )
+    given = {word.split("=")[0].removeprefix("--") for word in argv}
+    own.free = frozenset(flags) - given
+    return Request(c, cluster, vocab_size, own.rank), own
 
 
 def make_cluster(own: argparse.Namespace) -> Cluster:
@@ -168,7 +152,7 @@ def make_cluster(own: argparse.Namespace) -> Cluster:
     device = DEVICES[own.device_type]
     device_memory = device.memory
     if device_memory is None:
-        device_memory = memory.device_memory(dist.set_device("cpu", 0, 1), local_size)
+        device_memory = memory.device_memory(torch.device("cpu"), local_size)
     return Cluster(
         world_size=world_size,
         device_type=own.device_type,
@@ -217,6 +201,7 @@ class Plan:
     speed: predict.Speed
     scaling: list["ScalingRow"]
     checkpoint: CheckpointPlan
+    tokens: float | None  # to train on
 
     @property
     def fits(self) -> bool:
@@ -235,23 +220,15 @@ class ScalingRow:
     problem: str = ""
 
 
-def make_plan(request: Request) -> Plan:
-    cluster = request.cluster
-    rehearsal = rehearse(
-        request.config,
-        request.rank,
-        cluster.world_size,
-        cluster.links.local_size,
-        request.vocab_size,
-        cluster.device.kind,
-        cluster.device_memory,
-    )
+def make_plan(request: Request, tokens: float | None = None) -> Plan:
+    rehearsal = request.rehearse()
     return Plan(
         request=request,
         rehearsal=rehearsal,
-        speed=predict.speed(rehearsal, request.config, cluster, request.rank),
+        speed=predict.speed(rehearsal, request.config, request.cluster, request.rank),
         scaling=list(scaling(request, rehearsal)),
         checkpoint=plan_checkpoint(request, rehearsal),
+        tokens=tokens,
     )
 
 
@@ -350,7 +327,7 @@ def to_json(plan: Plan) -> dict:
         "mfu": speed.mfu,
         "scaling": [scaling_json(row) for row in plan.scaling],
     }
-    if plan.request.tokens:
+    if plan.tokens:
         hours = training_hours(plan)
         found["hours"] = hours
         found["device_hours"] = hours * cluster.world_size
@@ -394,7 +371,8 @@ def scaling_json(row: ScalingRow) -> dict:
 
 def training_hours(plan: Plan) -> float:
     devices = plan.request.cluster.world_size
-    return plan.request.tokens / (plan.speed.tokens_per_second_per_device * devices) / 3600
+    seconds = plan.tokens / (plan.speed.tokens_per_second_per_device * devices)
+    return seconds / 3600
 
 
 # --------------------------------------------------------------------------------------------------
@@ -439,7 +417,8 @@ def describe_run(plan: Plan, layout: Layout) -> Iterator[str]:
 def describe_memory(plan: Plan) -> Iterator[str]:
     available = plan.request.cluster.device_memory
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    yield f"memory      rank {plan.request.rank}, GB: {parts_of(plan.rehearsal.state)} at the update"
+    state = parts_of(plan.rehearsal.state)
+    yield f"memory      rank {plan.request.rank}, in GB: {state} at the update"
     yield f"            at its peak: {parts_of(plan.rehearsal.memory)}"
     yield (
         f"            = {gigabytes(plan.rehearsal.peak)} GB of {gigabytes(available)} GB, "
@@ -507,11 +486,11 @@ def describe_step(plan: Plan) -> Iterator[str]:
     )
     tokens_per_second = f"{speed.tokens_per_second_per_device:,.0f} tokens/s/device"
     yield f"speed       {tokens_per_second}, MFU {speed.mfu:.1%}"
-    if plan.request.tokens:
+    if plan.tokens:
         hours = training_hours(plan)
         devices = plan.request.cluster.world_size
         yield (
-            f"training    {plan.request.tokens:.4g} tokens: {hours:,.1f} hours x {devices} = "
+            f"training    {plan.tokens:.4g} tokens: {hours:,.1f} hours x {devices} = "
             f"{hours * devices:,.0f} device-hours"
         )
 
@@ -545,15 +524,19 @@ def gigabytes(size: int) -> str:
 
 
 def run(argv: list[str]) -> None:
-    request = parse(argv)
-    if request.search_seconds:
-        search.run(request)
-        return
-    plan = make_plan(request)
-    if request.as_json:
-        print(json.dumps(to_json(plan), indent=2))
+    request, own = parse(argv)
+    if own.search:
+        result = search.search(request, own.free, own.search_seconds)
+        found = search.to_json(result)
+        lines = search.table(result, request.cluster)
     else:
-        print("\n".join(report(plan)))
+        plan = make_plan(request, own.tokens)
+        found = to_json(plan)
+        lines = report(plan)
+    if own.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(lines))
 
 
 def main(argv: list[str]) -> int:

@@ -6,16 +6,20 @@ All constants are in this file, each with its source.
 """
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+
+import torch
 
 import dist
 import metrics
 from cli import UsageError
 from config import Config
-from layout import Layout, empty_model
-from tools.rehearse import Communication, Rehearsal
+from layout import Layout
+from model import ModelConfig, Transformer
+from tools.rehearse import Communication, Rehearsal, rehearse
 
 # The share of its peak that a device reaches while it only computes. The FLOPs are those of
 # torch's FlopCounterMode, which counts the masked half of attention too. modded-nanogpt's track 3
@@ -115,6 +119,29 @@ class Cluster:
     @property
     def hosts(self) -> int:
         return math.ceil(self.world_size / self.links.local_size)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run of train.py that is planned for a cluster."""
+
+    config: Config  # dtype is chosen
+    cluster: Cluster
+    vocab_size: int
+    rank: int  # to rehearse
+
+    def rehearse(self) -> Rehearsal:
+        """Raises UsageError and MeshError."""
+        cluster = self.cluster
+        return rehearse(
+            self.config,
+            self.rank,
+            cluster.world_size,
+            cluster.links.local_size,
+            self.vocab_size,
+            cluster.device.kind,
+            cluster.device_memory,
+        )
 
 
 def fits(peak: int, cluster: Cluster) -> bool:
@@ -306,8 +333,14 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
     step = predict(rehearsal, c, cluster, rank)
     tokens_per_second = layout.tokens_per_step / step.total / math.prod(layout.mesh_shape)
     peak = peak_flops(cluster, c)
-    flops_per_token = empty_model(layout, c).flops_per_token(layout.model_config.seq_len)
-    return Speed(step, tokens_per_second, peak, flops_per_token * tokens_per_second / peak)
+    mfu = flops_per_token(layout.model_config) * tokens_per_second / peak
+    return Speed(step, tokens_per_second, peak, mfu)
+
+
+@functools.cache
+def flops_per_token(config: ModelConfig) -> float:
+    with torch.device("meta"):
+        return Transformer(config).flops_per_token(config.seq_len)
 
 
 def is_last_only(row: Communication, c: Config) -> bool:

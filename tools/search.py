@@ -7,7 +7,6 @@ those that do not fit by layout.py's estimate are passed over.
 
 import dataclasses
 import itertools
-import json
 import math
 import sys
 import time
@@ -24,8 +23,8 @@ from cli import UsageError
 from config import Config, blocks_per_unit, model_config, split_batch
 from layout import Layout, choose_layout, empty_model
 from tools import predict
-from tools.predict import Cluster, Speed
-from tools.rehearse import Communication, Rehearsal, rehearse
+from tools.predict import Cluster, Request, Speed
+from tools.rehearse import Communication, Rehearsal
 
 # Predictions that differ by less say nothing: of these the simplest candidate is the best.
 TIE = 0.03
@@ -121,7 +120,7 @@ def micro_batch_sizes(c: Config, cluster: Cluster, free: frozenset[str]) -> list
 @dataclass(frozen=True)
 class Candidate:
     config: Config
-    sketched: Speed
+    sketched: float  # tokens/s/device
 
 
 class Sketches:
@@ -130,7 +129,7 @@ class Sketches:
     def __init__(self, cluster: Cluster, vocab_size: int):
         self.cluster = cluster
         self.vocab_size = vocab_size
-        self.whole: dict[int, dict[str, int]] = {}  # tp -> elements of a rank, before FSDP
+        self.numels: dict[int, int] = {}  # tp -> elements of a rank, before FSDP
 
     def layout(self, c: Config) -> Layout:
         """Without an estimate. Raises UsageError and MeshError."""
@@ -158,18 +157,18 @@ class Sketches:
     def rehearsal(self, c: Config) -> Rehearsal:
         """Raises UsageError and MeshError."""
         layout = self.layout(c)
-        model = empty_model(layout, c)
-        if c.tp not in self.whole:
+        if c.tp not in self.numels:
+            model = empty_model(layout, c)
             plan = model.tensor_parallel_plan()
-            self.whole[c.tp] = memory.local_numels(model, c.tp, plan)
-        numel = sum(self.whole[c.tp].values())
+            self.numels[c.tp] = sum(memory.local_numels(model, c.tp, plan).values())
+        numel = self.numels[c.tp]
         seq_len = layout.model_config.seq_len
         tokens = layout.micro_batch_size * layout.grad_accum_steps * seq_len  # of a rank
-        flops = model.flops_per_token(seq_len) * tokens / c.tp
+        flops = predict.flops_per_token(layout.model_config) * tokens / c.tp
         recomputed = flops / 3 if c.activation_checkpointing == "full" else 0.0
         return Rehearsal(
             layout=layout,
-            parameters=model.parameter_count(),
+            parameters=numel * c.tp,
             parameters_per_rank=math.ceil(numel / layout.mesh_shape[1]),
             memory={},
             peak=0,
@@ -235,64 +234,76 @@ class Result:
     seconds: float
 
 
-def search(request) -> Result:
-    """Rank the candidates of a tools.plan.Request, until its seconds are over."""
+def search(request: Request, free: frozenset[str], seconds: float) -> Result:
+    """Rank what the flags in `free` can be, until the time is up. Raises UsageError if none fits.
+
+    At least one that fits is found, however long it takes.
+    """
     began = time.monotonic()
     cluster = request.cluster
-    ordered, impossible = sketch_all(request)
-    passed_over = Counter({"impossible": impossible})
+    ordered, impossible = sketch_all(request, free)
+    passed_over = Counter({"are impossible": impossible})
     found = []
     for number, candidate in enumerate(ordered):
-        left = request.search_seconds - (time.monotonic() - began)
+        left = seconds - (time.monotonic() - began)
         if left <= 0 and found:
-            passed_over["no time left"] = len(ordered) - number
+            passed_over["had no time left"] = len(ordered) - number
             break
         c = candidate.config
-        show(f"{number + 1} of {len(ordered)}, {left:.0f} s left: {flags_of(c)}")
+        show(f"{number + 1} of {len(ordered)}, {max(0, left):.0f} s left: {flags_of(c)}")
         if lay_out(c, cluster, request.vocab_size).memory.total > cluster.device_memory:
-            passed_over["too large by the estimate"] += 1
+            passed_over["are too large by the estimate"] += 1
             continue
-        rehearsal = rehearse(
-            c,
-            request.rank,
-            cluster.world_size,
-            cluster.links.local_size,
-            request.vocab_size,
-            cluster.device.kind,
-            cluster.device_memory,
-        )
+        rehearsal = dataclasses.replace(request, config=c).rehearse()
         if predict.fits(rehearsal.peak, cluster):
             speed = predict.speed(rehearsal, c, cluster, request.rank)
             found.append(Found(c, rehearsal, speed))
         else:
-            passed_over["too large when rehearsed"] += 1
+            passed_over["are too large when rehearsed"] += 1
+    if not found:
+        raise UsageError(
+            f"nothing fits on {cluster.world_size} x {cluster.device_type}: take more devices, a "
+            "smaller model or a shorter --seq_len"
+        )
     return Result(rank(found), passed_over, time.monotonic() - began)
 
 
-def sketch_all(request) -> tuple[list[Candidate], int]:
-    """The candidates, fastest first by their sketches, and how many are impossible."""
+def sketch_all(request: Request, free: frozenset[str]) -> tuple[list[Candidate], int]:
+    """The candidates in the order to try them, and how many are impossible.
+
+    Raises UsageError or MeshError, that of the last one, where all are.
+    """
     sketches = Sketches(request.cluster, request.vocab_size)
     possible = []
+    problem = None
     impossible = 0
-    for c in candidates(request.config, request.cluster, request.free):
+    for c in candidates(request.config, request.cluster, free):
         try:
             speed = predict.speed(sketches.rehearsal(c), c, request.cluster)
-        except (UsageError, dist.MeshError):
+        except (UsageError, dist.MeshError) as error:
+            problem = error
             impossible += 1
             continue
-        possible.append(Candidate(c, speed))
-    # The first of them all, to let it say what is wrong
-    if not possible:
-        sketches.rehearsal(next(candidates(request.config, request.cluster, request.free)))
-    possible.sort(key=lambda candidate: -candidate.sketched.tokens_per_second_per_device)
-    return possible, impossible
+        possible.append(Candidate(c, speed.tokens_per_second_per_device))
+    if problem and not possible:
+        raise problem
+    return in_order(possible), impossible
+
+
+def in_order(possible: list[Candidate]) -> list[Candidate]:
+    """Fastest first, and the simplest first of those within TIE of each other."""
+    left = sorted(possible, key=lambda one: -one.sketched)
+    ordered = []
+    while left:
+        tied = [one for one in left if one.sketched >= (1 - TIE) * left[0].sketched]
+        ordered += sorted(tied, key=lambda one: complexity(one.config))
+        left = left[len(tied) :]
+    return ordered
 
 
 def rank(found: list[Found]) -> list[Found]:
     """Fastest first; but the simplest of those that are within TIE of the fastest comes first."""
     ranked = sorted(found, key=lambda one: -one.speed.tokens_per_second_per_device)
-    if not ranked:
-        return []
     least = (1 - TIE) * ranked[0].speed.tokens_per_second_per_device
     tied = [one for one in ranked if one.speed.tokens_per_second_per_device >= least]
     best = min(tied, key=lambda one: complexity(one.config))
@@ -384,17 +395,3 @@ def to_json(result: Result) -> dict:
             }
         )
     return {"ranked": rows, "reason": reason(result), "passed_over": dict(result.passed_over)}
-
-
-def run(request) -> None:
-    """Raises UsageError where nothing fits."""
-    result = search(request)
-    if not result.ranked:
-        raise UsageError(
-            f"nothing fits on {request.cluster.world_size} x {request.cluster.device_type}: "
-            "more devices, a smaller model or a shorter --seq_len"
-        )
-    if request.as_json:
-        print(json.dumps(to_json(result), indent=2))
-    else:
-        print("\n".join(table(result, request.cluster)))
