@@ -24,7 +24,7 @@ from conftest import ROOT, call_train, flags, listen
 import checkpoint
 import prepare
 import sample
-from tools import bench, check, cluster, compare, hf
+from tools import bench, check, cluster, compare, hf, plan
 
 SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
 
@@ -359,6 +359,28 @@ HF = [
     Mistake("import {hf}/outside {root}/new", "index.json names ../x.safetensors, outside the fol"),
 ]
 
+PLAN = [
+    Mistake("", "the following arguments are required: --world_size (tools.plan --help lists"),
+    Mistake("--world_sise 8", "the following arguments are required: --world_size"),
+    Mistake("--world_size 8 --dp_shards 8", "--dp_shards 8; did you mean --dp_shard?"),
+    Mistake("--world_size 0", "argument --world_size: invalid positive value: '0'"),
+    Mistake("--world_size 12", "--world_size 12 is not a multiple of --nproc_per_node 8"),
+    Mistake("--world_size 8 --rank 8", "--rank 8: the ranks are 0 to 7"),
+    Mistake("--world_size 8 --achieved 1.5", "--achieved: 1.5 must be above 0 and at most 1"),
+    Mistake("--world_size 8 --tokens inf", "--tokens: inf must be above 0 and finite"),
+    Mistake("--world_size 8 --device_type h300", "--device_type: invalid choice: 'h300'"),
+    Mistake(
+        "--world_size 8 --dtype float32",
+        "the speed of --device_type h100 with --dtype float32 is not known: give --peak_tflops",
+    ),
+    # As train.py says it
+    Mistake("--world_size 8 --data {root}/nowhere", "no train.bin there; create it with"),
+    Mistake("--world_size 8 --max_steps 0", "--max_steps 0 must be at least 1"),
+    Mistake("--world_size 8 --dp_replicate 2 --strategy fsdp", "has dp_replicate 1, not 2"),
+    Mistake("--world_size 8 --tp 3", "n_kv_head 4 / tp 3 = 1.33, but each rank of a tp group"),
+    Mistake("--world_size 8 --global_batch_size 12", "12 is not a multiple of micro_batch_size 1"),
+]
+
 COMMANDS = {
     "train.py": (TRAIN, None),
     "prepare.py": (PREPARE, prepare.main),
@@ -369,6 +391,7 @@ COMMANDS = {
     "tools.cluster": (CLUSTER, cluster.main),
     "tools.check": (CHECK, check.main),
     "tools.hf": (HF, hf.main),
+    "tools.plan": (PLAN, plan.main),
 }
 CASES = [(name, mistake) for name, (mistakes, _) in COMMANDS.items() for mistake in mistakes]
 
@@ -737,6 +760,7 @@ TRIED_ELSEWHERE = {
     # Machines that lack something
     "it takes a multiple of": CHECKED_ON_CPUS,
     "it takes a GPU": CHECKED_ON_CPUS,
+    "nothing fits on": "test_plan.py::test_a_model_that_fits_nowhere_is_refused",
     # Programs that a benchmark starts
     "bench.py": "test_tools.py::test_bench_shows_the_error_of_a_trainer_that_failed",
 }

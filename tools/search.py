@@ -22,6 +22,7 @@ import memory
 from cli import UsageError
 from config import Config, blocks_per_unit, model_config, split_batch
 from layout import Layout, choose_layout, empty_model
+from model import Transformer
 from tools import predict
 from tools.predict import Cluster, Request, Speed
 from tools.rehearse import Communication, Rehearsal
@@ -123,13 +124,32 @@ class Candidate:
     sketched: float  # tokens/s/device
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Of one rank of a tp group, before FSDP."""
+
+    numel: int  # elements of all parameters
+    regathered: int  # of those that FSDP gathers once more in backward, see dist.parallelize
+    units: int  # that FSDP gathers, the rest of the model included
+
+
+def sizes_of(model: Transformer, c: Config) -> Sizes:
+    numels = memory.local_numels(model, c.tp, model.tensor_parallel_plan())
+    units = dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c))
+    sizes, _ = memory.unit_numels(model, numels, units)
+    # Neither the last unit nor an embedding
+    again = sizes[1:-1] if model.embed_and_head() else sizes[:-1]
+    regathered = sum(again) if c.reshard_after_forward else 0
+    return Sizes(sum(numels.values()), regathered, len(units) + 1)
+
+
 class Sketches:
     """Rehearsals by formula. What does not depend on the mesh is computed once."""
 
     def __init__(self, cluster: Cluster, vocab_size: int):
         self.cluster = cluster
         self.vocab_size = vocab_size
-        self.numels: dict[int, int] = {}  # tp -> elements of a rank, before FSDP
+        self.sizes: dict[tuple[int, bool], Sizes] = {}  # by tp and reshard_after_forward
 
     def layout(self, c: Config) -> Layout:
         """Without an estimate. Raises UsageError and MeshError."""
@@ -157,45 +177,46 @@ class Sketches:
     def rehearsal(self, c: Config) -> Rehearsal:
         """Raises UsageError and MeshError."""
         layout = self.layout(c)
-        if c.tp not in self.numels:
-            model = empty_model(layout, c)
-            plan = model.tensor_parallel_plan()
-            self.numels[c.tp] = sum(memory.local_numels(model, c.tp, plan).values())
-        numel = self.numels[c.tp]
+        key = (c.tp, c.reshard_after_forward)
+        if key not in self.sizes:
+            self.sizes[key] = sizes_of(empty_model(layout, c), c)
+        sizes = self.sizes[key]
         seq_len = layout.model_config.seq_len
         tokens = layout.micro_batch_size * layout.grad_accum_steps * seq_len  # of a rank
         flops = predict.flops_per_token(layout.model_config) * tokens / c.tp
         recomputed = flops / 3 if c.activation_checkpointing == "full" else 0.0
         return Rehearsal(
             layout=layout,
-            parameters=numel * c.tp,
-            parameters_per_rank=math.ceil(numel / layout.mesh_shape[1]),
+            parameters=sizes.numel * c.tp,
+            parameters_per_rank=math.ceil(sizes.numel / layout.mesh_shape[1]),
             memory={},
             peak=0,
             state={},
-            communication=[*data_parallel(c, layout, numel), *tensor_parallel(c, layout)],
+            communication=[*data_parallel(c, layout, sizes), *tensor_parallel(c, layout)],
             flops=flops,
             recomputed_flops=recomputed,
             checkpoint_bytes=0,
         )
 
 
-def data_parallel(c: Config, layout: Layout, numel: int) -> Iterator[Communication]:
-    """What dist.py's strategies send, for `numel` parameters on a rank of a tp group."""
+def data_parallel(c: Config, layout: Layout, sizes: Sizes) -> Iterator[Communication]:
+    """What dist.py's strategies send."""
     replicate, shard, _ = layout.mesh_shape
     n = layout.grad_accum_steps
-    units = len(range(0, layout.model_config.n_layer, blocks_per_unit(c) or 1 << 30)) + 1
-    gathered = layout.dtype.itemsize * numel
+    units = sizes.units
+    itemsize = layout.dtype.itemsize  # of gathered weights; gradients are float32
     if shard > 1:
-        yield Communication("dp_shard", "all_gather", "forward", n * units, n * gathered)
-        if c.reshard_after_forward and blocks_per_unit(c):
-            yield Communication("dp_shard", "all_gather", "backward", n * units, n * gathered)
+        size = n * itemsize * sizes.numel
+        yield Communication("dp_shard", "all_gather", "forward", n * units, size)
+        if sizes.regathered:
+            size = n * itemsize * sizes.regathered
+            yield Communication("dp_shard", "all_gather", "backward", n * units, size)
         times = 1 if c.grad_sync == "batch" else n
-        count = times * units
-        yield Communication("dp_shard", "reduce_scatter", "backward", count, times * 4 * numel)
+        size = times * 4 * sizes.numel
+        yield Communication("dp_shard", "reduce_scatter", "backward", times * units, size)
     if replicate > 1:
         times = n if c.grad_sync == "micro_batch" else 1
-        own = 4 * numel // shard
+        own = 4 * sizes.numel // shard
         count = units if shard > 1 else math.ceil(own / BUCKET)
         yield Communication("dp_replicate", "all_reduce", "backward", times * count, times * own)
 

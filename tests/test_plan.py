@@ -1,0 +1,341 @@
+"""tools/plan.py, predict.py and search.py: what a run takes on a cluster that is not there."""
+
+import contextlib
+import dataclasses
+import io
+import json
+
+import pytest
+from conftest import TINY
+
+import config
+from tools import plan, predict, search
+from tools.predict import Cluster, Group, Links
+from tools.rehearse import Communication, Rehearsal
+
+# Round numbers: 100 GB/s within a host, 10 GB/s out of a host of 4 devices; no latency
+LINKS = Links(
+    local_size=4,
+    intra_bandwidth=100e9,
+    host_bandwidth=10e9,
+    intra_latency=0.0,
+    inter_latency=0.0,
+    launch_latency=0.0,
+)
+# 1e12 FLOP/s x 0.5, with --peak_tflops 1
+CLUSTER = Cluster(
+    world_size=8,
+    device_type="h100",
+    device=dataclasses.replace(predict.DEVICES["h100"], memory_bandwidth=32e9),
+    device_memory=10**9,
+    links=LINKS,
+    achieved=0.5,
+)
+
+
+def plan_of(text: str) -> tuple[predict.Request, object]:
+    return plan.parse(f"{TINY} {text}".split())
+
+
+def rehearsal(communication=(), flops=0.0, recomputed=0.0, grad_accum_steps=1, mesh=(1, 8, 1)):
+    """What a rehearsal could have found, for a tiny model of 1,000,000 parameters."""
+    request, _ = plan_of("--world_size 8 --micro_batch_size 1 --strategy fsdp")
+    layout = search.lay_out(request.config, request.cluster, request.vocab_size)
+    layout = dataclasses.replace(layout, grad_accum_steps=grad_accum_steps, mesh_shape=mesh)
+    return Rehearsal(
+        layout=layout,
+        parameters=10**6,
+        parameters_per_rank=10**6,
+        memory={"parameters": 4 * 10**6, "activations": 10**6},
+        peak=5 * 10**6,
+        state={"parameters": 4 * 10**6, "gradients": 4 * 10**6, "optimizer": 8 * 10**6},
+        communication=list(communication),
+        flops=flops,
+        recomputed_flops=recomputed,
+        checkpoint_bytes=12 * 10**6,
+    )
+
+
+def flags(text: str = "") -> config.Config:
+    return config.parse(f"{TINY} --peak_tflops 1 --dtype bfloat16 {text}".split())
+
+
+def step(found: Rehearsal, text: str = "", cluster: Cluster = CLUSTER) -> predict.StepTime:
+    return predict.predict(found, flags(text), cluster)
+
+
+# --------------------------------------------------------------------------------------------------
+# Collectives
+
+
+@pytest.mark.parametrize(
+    "axis, mesh, group",
+    [
+        ("tp", (2, 2, 2), Group(size=2, hosts=1)),
+        ("dp_shard", (2, 2, 2), Group(size=2, hosts=1)),
+        ("dp_replicate", (2, 2, 2), Group(size=2, hosts=2)),
+        ("dp_shard", (1, 8, 1), Group(size=8, hosts=2)),
+        ("dp_shard", (1, 4, 2), Group(size=4, hosts=2)),
+        ("world", (1, 4, 2), Group(size=8, hosts=2)),
+    ],
+)
+def test_a_group_leaves_its_host_where_the_order_of_the_mesh_says_so(axis, mesh, group):
+    assert {predict.group_of(axis, rank, mesh, 4) for rank in range(8)} == {group}
+
+
+@pytest.mark.parametrize(
+    "collective, group, seconds",
+    [
+        ("all_gather", Group(4, 1), 0.75 * 1e9 / 100e9),
+        ("reduce_scatter", Group(4, 1), 0.75 * 1e9 / 100e9),
+        ("all_reduce", Group(4, 1), 2 * 0.75 * 1e9 / 100e9),
+        # All four ranks of a host: all of its cards
+        ("all_gather", Group(8, 2), 7 / 8 * 1e9 / 10e9),
+        # One rank of each host: the other three use as much
+        ("all_reduce", Group(2, 2), 2 * 1 / 2 * 1e9 / 2.5e9),
+        ("all_gather", Group(1, 1), 0.0),
+    ],
+)
+def test_a_ring_sends_its_part_over_the_slowest_link(collective, group, seconds):
+    row = Communication("dp_shard", collective, "forward", 1, 10**9)
+    assert predict.collective_seconds(row, group, LINKS) == pytest.approx(seconds)
+
+
+def test_gloo_scatters_with_the_traffic_of_an_all_reduce():
+    row = Communication("dp_shard", "reduce_scatter", "backward", 1, 10**9)
+    once = predict.collective_seconds(row, Group(4, 1), LINKS)
+    links = predict.default_links(predict.DEVICES["cpu"], 4)
+    links = dataclasses.replace(LINKS, scatter_passes=links.scatter_passes)
+    assert predict.collective_seconds(row, Group(4, 1), links) == pytest.approx(2 * once)
+
+
+def test_latency_counts_hops_and_an_all_reduce_of_many_hosts_takes_a_tree():
+    links = dataclasses.replace(
+        LINKS, intra_latency=1e-6, inter_latency=10e-6, launch_latency=100e-6
+    )
+    gather = Communication("dp_shard", "all_gather", "forward", 2, 0)
+    # 3 hops within each of the two hosts, one between them
+    assert predict.collective_seconds(gather, Group(8, 2), links) == pytest.approx(2 * 116e-6)
+    reduce = Communication("world", "all_reduce", "optimizer", 1, 0)
+    # 3 hops within a host and log2(1024) between hosts, up and down
+    seconds = 100e-6 + 2 * (3e-6 + 10 * 10e-6)
+    assert predict.collective_seconds(reduce, Group(4096, 1024), links) == pytest.approx(seconds)
+
+
+# --------------------------------------------------------------------------------------------------
+# The step
+
+
+def test_compute_and_optimizer_are_flops_and_bytes_over_rates():
+    found = step(rehearsal(flops=3e12, recomputed=1e12))
+    assert found.compute == pytest.approx(4e12 / 0.5e12)
+    assert found.optimizer == pytest.approx(32 * 1e6 / 32e9)
+    assert found.total == pytest.approx(8.001)
+
+
+def gathers(seconds: float, count: int = 10, phase: str = "forward") -> Communication:
+    """Gathers over 8 ranks of two hosts that take this long in all."""
+    return Communication("dp_shard", "all_gather", phase, count, round(seconds * 10e9 * 8 / 7))
+
+
+def test_fsdp_exposes_its_first_gather_and_what_takes_longer_than_the_compute_beside_it():
+    # 3e12 FLOPs: 2 s forward, of which 9 of 10 units can hide a gather
+    hidden = step(rehearsal([gathers(1.0)], flops=3e12))
+    assert hidden.exposed == pytest.approx({"dp_shard": 0.1})
+    long = step(rehearsal([gathers(5.0)], flops=3e12))
+    assert long.exposed == pytest.approx({"dp_shard": 5.0 - 0.9 * 2})
+    assert long.communication == pytest.approx({"dp_shard": 5.0})
+
+
+def test_one_unit_overlaps_nothing():
+    found = step(rehearsal([gathers(1.0, count=1)], flops=3e12))
+    assert found.exposed == pytest.approx({"dp_shard": 1.0})
+
+
+def test_tensor_parallelism_and_the_norm_are_exposed():
+    rows = [
+        Communication("tp", "all_reduce", "forward", 10, 10**9),
+        Communication("dp_shard", "all_reduce", "optimizer", 1, 10**9),
+    ]
+    found = step(rehearsal(rows, flops=3e15, mesh=(1, 2, 4)))
+    assert found.exposed == pytest.approx(found.communication)
+    assert found.exposed["tp"] == pytest.approx(2 * 3 / 4 * 1e9 / 100e9)
+
+
+def test_gradients_synchronized_once_overlap_the_last_micro_batch_only():
+    reduced = Communication("dp_shard", "reduce_scatter", "backward", 4, round(4e10 * 8 / 7))
+    found = rehearsal([reduced], flops=12e12, grad_accum_steps=4)
+    # 4 s; a micro-batch has 4 s of backward, of which 3 of 4 units hide
+    assert step(found).exposed == pytest.approx({"dp_shard": 1.0})
+    # One second beside each
+    each = dataclasses.replace(reduced, count=16)
+    found = rehearsal([each], flops=12e12, grad_accum_steps=4)
+    assert step(found, "--grad_sync micro_batch").exposed == pytest.approx({"dp_shard": 1.0})
+    each = dataclasses.replace(each, bytes=4 * each.bytes)
+    found = rehearsal([each], flops=12e12, grad_accum_steps=4)
+    assert step(found).exposed == pytest.approx({"dp_shard": 16 - 4 * 15 / 16})
+    found = step(found, "--grad_sync micro_batch").exposed
+    assert found == pytest.approx({"dp_shard": 4 * (4 - 4 * 3 / 4)})
+
+
+def test_mfu_leaves_recomputation_out():
+    found = rehearsal(flops=3e12, recomputed=1e12)
+    speed = predict.speed(found, flags(), CLUSTER)
+    tokens = found.layout.tokens_per_step
+    assert speed.tokens_per_second_per_device == pytest.approx(tokens / 8 / 8.001)
+    per_token = predict.flops_per_token(found.layout.model_config)
+    assert speed.mfu == pytest.approx(per_token * speed.tokens_per_second_per_device / 1e12)
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
+
+
+def call(*arguments: str) -> str:
+    """What tools.plan prints, as a new process would."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert plan.main(" ".join([TINY, *arguments]).split()) == 0
+    return out.getvalue()
+
+
+HSDP = "--world_size 16 --strategy hsdp --micro_batch_size 1 --global_batch_size 32"
+
+
+def test_json_has_the_fields_that_are_promised(pool):
+    (text,) = pool(1, call, HSDP, "--tokens 1e9 --json")
+    found = json.loads(text)
+    assert {"parameters", "parameters_per_rank"} <= found.keys()
+    memory = {"parameters", "gradients", "optimizer", "activations", "peak", "device"}
+    assert all(isinstance(found["memory"][kind], int) for kind in memory)
+    assert found["memory"]["optimizer"] >= 8 * found["parameters_per_rank"]
+    assert found["fits"] is True
+    between = {}
+    for row in found["communication"]:
+        assert row["count"] > 0 and row["bytes"] > 0
+        between[row["axis"], row["collective"]] = row["inter_host"]
+    assert between["dp_shard", "all_gather"] is False
+    assert between["dp_replicate", "all_reduce"] is True
+    saved = found["checkpoint"]
+    assert saved["host_bytes_sharded"] == 8 * saved["bytes_per_rank"]
+    assert saved["host_bytes_full"] == 12 * found["parameters"]
+    for name in ("step_time", "tokens_per_second_per_device", "mfu", "hours", "device_hours"):
+        assert isinstance(found[name], float) and found[name] > 0
+    assert [row["world_size"] for row in found["scaling"]] == [8, 16]
+
+
+def test_the_report_fits_on_a_screen_and_says_what_does_not_fit(monkeypatch, capsys):
+    found = rehearsal([gathers(1.0)], flops=3e12)
+    too_large = dataclasses.replace(found, peak=10**12)
+    monkeypatch.setattr(predict.Request, "rehearse", lambda request: too_large)
+    text = "--world_size 8 --micro_batch_size 1 --strategy fsdp --tokens 1e9 --host_memory 0.01"
+    assert plan.main(f"{TINY} {text}".split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 30
+    assert "DOES NOT FIT (limit 90%)" in "\n".join(lines)
+    assert "sharded DOES NOT FIT, async_save DOES NOT FIT, full DOES NOT FIT" in "\n".join(lines)
+
+
+def test_the_vocabulary_is_that_of_the_data_or_else_of_the_named_size(tokens):
+    argv = ["--world_size=8", "--model=gpt2-124m"]
+    request, _ = plan.parse(argv)
+    assert request.vocab_size == 50257
+    request, _ = plan.parse([*argv, f"--data={tokens}"])
+    assert request.vocab_size == 257
+
+
+def test_the_scaling_table_goes_from_one_host_to_all_with_the_same_batch():
+    request, _ = plan_of("--world_size 32 --strategy fsdp --micro_batch_size 1 --peak_tflops 1")
+    request = dataclasses.replace(
+        request, config=dataclasses.replace(request.config, global_batch_size=64)
+    )
+    layout = search.lay_out(request.config, request.cluster, request.vocab_size)
+    found = dataclasses.replace(rehearsal(flops=3e12), layout=layout)
+    rows = list(plan.scaling(request, found))
+    assert [(row.hosts, row.world_size) for row in rows] == [(1, 8), (2, 16), (4, 32)]
+    assert [row.mesh_shape for row in rows] == [(1, 8, 1), (1, 16, 1), (1, 32, 1)]
+    compute = [row.speed.step.compute for row in rows]
+    assert compute == pytest.approx([4 * compute[2], 2 * compute[2], compute[2]])
+
+
+def rehearse_two(hosts: int) -> tuple[list, float, list, float]:
+    """A run on 16 ranks rescaled to 8, and rehearsed there."""
+    found = []
+    for world_size in (16, 8):
+        text = f"--world_size {world_size} --strategy fsdp --micro_batch_size 1"
+        request, _ = plan_of(f"{text} --global_batch_size 64 --grad_sync batch")
+        found.append((request, request.rehearse()))
+    (request, large), (_, small) = found
+    rescaled = predict.rescale(large, request.config, small.layout)
+    return rescaled.communication, rescaled.flops, small.communication, small.flops
+
+
+def test_a_rescaled_rehearsal_is_that_of_the_smaller_cluster(pool):
+    ((rescaled, rescaled_flops, rehearsed, flops),) = pool(1, rehearse_two, 2)
+    assert rescaled == rehearsed
+    assert rescaled_flops == flops
+
+
+# --------------------------------------------------------------------------------------------------
+# The search
+
+
+def search_beside_auto(memory: float) -> tuple[str, str]:
+    """The best strategy, and that of --strategy auto, where a device has part of ddp's memory."""
+    text = "--world_size 16 --micro_batch_size 1 --tp 1 --d_model 256 --global_batch_size 16"
+    request, own = plan_of(f"{text} --activation_checkpointing none")
+    ddp = dataclasses.replace(request.config, strategy="ddp")
+    need = search.lay_out(ddp, request.cluster, request.vocab_size).memory.total
+    cluster = dataclasses.replace(request.cluster, device_memory=int(memory * need))
+    request = dataclasses.replace(request, cluster=cluster)
+    auto = search.lay_out(request.config, cluster, request.vocab_size)
+    with contextlib.redirect_stderr(io.StringIO()):
+        result = search.search(request, own.free, 0.01)
+    return result.ranked[0].config.strategy, auto.strategy
+
+
+@pytest.mark.parametrize("memory, strategy", [(2.0, "ddp"), (0.7, "hsdp")])
+def test_auto_and_the_search_agree(memory, strategy, pool):
+    assert pool(1, search_beside_auto, memory) == [(strategy, strategy)]
+
+
+def test_of_candidates_that_are_as_fast_the_simplest_comes_first():
+    def candidate(text: str, speed: float) -> search.Candidate:
+        return search.Candidate(flags(text), speed)
+
+    ddp = candidate("--strategy ddp", 98.0)
+    fsdp = candidate("--strategy fsdp", 100.0)
+    kept = candidate("--strategy fsdp --reshard_after_forward false", 99.0)
+    slow = candidate("--strategy ddp --activation_checkpointing full", 80.0)
+    assert search.in_order([slow, fsdp, kept, ddp]) == [ddp, fsdp, kept, slow]
+
+
+def test_flags_that_are_given_are_not_searched():
+    request, own = plan_of("--world_size 16 --strategy hsdp --dp_shard 4 --global_batch_size 64")
+    found = list(search.candidates(request.config, request.cluster, own.free))
+    assert {(c.strategy, c.dp_shard) for c in found} == {("hsdp", 4)}
+    assert {c.grad_sync for c in found} == {"batch", "shard", "micro_batch"}
+    assert {1, 2, 4} <= {c.micro_batch_size for c in found}
+
+
+def test_a_model_that_fits_nowhere_is_refused(capsys):
+    text = "--world_size 8 --model llama3-70b --strategy ddp --tp 1 --micro_batch_size 1 --search"
+    assert plan.main(f"{text} --activation_checkpointing none".split()) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "nothing fits on 8 x h100: take more devices" in errors[-1]
+
+
+def sketch_beside_rehearsal(text: str) -> tuple[float, float]:
+    request, _ = plan_of(text)
+    sketched = search.Sketches(request.cluster, request.vocab_size).rehearsal(request.config)
+    found = request.rehearse()
+    sizes = []
+    for one in (sketched, found):
+        sizes.append(sum(row.bytes for row in one.communication if row.phase != "optimizer"))
+    return tuple(sizes)
+
+
+def test_the_sketch_of_a_candidate_is_close_to_its_rehearsal(pool):
+    text = f"{HSDP} --dp_shard 4 --grad_sync micro_batch --tp 2"
+    ((sketched, rehearsed),) = pool(1, sketch_beside_rehearsal, text)
+    assert sketched == pytest.approx(rehearsed, rel=0.05)
