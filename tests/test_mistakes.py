@@ -24,7 +24,7 @@ from conftest import ROOT, call_train, flags, listen
 import checkpoint
 import prepare
 import sample
-from tools import bench, check, cluster, compare, hf, plan
+from tools import bench, check, cluster, compare, hf, plan, timecheck
 
 SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
 
@@ -313,6 +313,11 @@ CLUSTER = [
     Mistake("--strategies", "argument --strategies: expected at least one argument"),
 ]
 
+TIMECHECK = [
+    Mistake("--bandwidths fast", "--bandwidths: fast is not a rate as tc writes it, such as 200m"),
+    Mistake("--syncs never", "argument --syncs: invalid choice: 'never'"),
+]
+
 CHECK = [
     Mistake("--device cuda", "PyTorch finds no CUDA device here; use --device cpu"),
     Mistake("--ranks 0", "argument --ranks: invalid positive value: '0'"),
@@ -392,6 +397,7 @@ COMMANDS = {
     "tools.check": (CHECK, check.main),
     "tools.hf": (HF, hf.main),
     "tools.plan": (PLAN, plan.main),
+    "tools.timecheck": (TIMECHECK, timecheck.main),
 }
 CASES = [(name, mistake) for name, (mistakes, _) in COMMANDS.items() for mistake in mistakes]
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import TINY
 
 import config
-from tools import plan, predict, search
+from tools import plan, predict, search, timecheck
 from tools.predict import Cluster, Group, Links
 from tools.rehearse import Communication, Rehearsal
 
@@ -120,6 +120,16 @@ def test_latency_counts_hops_and_an_all_reduce_of_many_hosts_takes_a_tree():
     # 3 hops within a host and log2(1024) between hosts, up and down
     seconds = 100e-6 + 2 * (3e-6 + 10 * 10e-6)
     assert predict.collective_seconds(reduce, Group(4096, 1024), links) == pytest.approx(seconds)
+
+
+def test_links_solved_from_measured_times_predict_those_times():
+    within, between = [2e-4, 3e-3], [1e-3, 2e-1]
+    links = timecheck.solve(local_size=2, hosts=2, within=within, between=between)
+    for group, seconds in ((Group(2, 1), within), (Group(4, 2), between)):
+        for elements, expected in zip((timecheck.SMALL, timecheck.LARGE), seconds):
+            row = Communication("world", "all_reduce", "optimizer", 1, 4 * elements)
+            found = predict.collective_seconds(row, group, links)
+            assert found == pytest.approx(expected, rel=0.01)
 
 
 # --------------------------------------------------------------------------------------------------

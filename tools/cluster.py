@@ -204,12 +204,20 @@ def kill_all(namespace: str) -> None:
 # Runs
 
 
-def run_on(namespaces: list[str], nproc: int, port: int, flags: list[str], out: Path) -> None:
-    """Run train.py under one torchrun on each host. Raises RunFailed if one fails.
+def run_on(
+    namespaces: list[str],
+    nproc: int,
+    port: int,
+    flags: list[str],
+    out: Path,
+    script: tuple[str, ...] = (TRAIN,),
+) -> None:
+    """Run train.py, or another script, under one torchrun on each host.
 
-    What host i prints goes to the file `out`-host<i>.txt.
+    What host i prints goes to the file `out`-host<i>.txt. Raises RunFailed if one fails.
     """
     environment = os.environ | ONE_THREAD
+    environment["PYTHONPATH"] = str(Path(TRAIN).parent)  # for -m tools....
     environment["TMPDIR"] = str(out.parent)  # torchrun leaves folders there
     environment["GLOO_SOCKET_IFNAME"] = "eth0"  # gloo's default is the address of the host name
     logs = []
@@ -227,7 +235,7 @@ def run_on(namespaces: list[str], nproc: int, port: int, flags: list[str], out: 
         logs.append(out.with_name(f"{out.name}-host{number}.txt"))
         with open(logs[-1], "w") as log:
             agent = subprocess.Popen(
-                ["ip", "netns", "exec", namespace, *torchrun, TRAIN, *flags],
+                ["ip", "netns", "exec", namespace, *torchrun, *script, *flags],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -237,7 +245,7 @@ def run_on(namespaces: list[str], nproc: int, port: int, flags: list[str], out: 
         agents.append(agent)
     failed = wait_for(agents)
     if failed is not None:
-        message = f"host {failed} failed: train.py {' '.join(flags)}"
+        message = f"host {failed} failed: {' '.join([*script, *flags])}"
         raise RunFailed(message, logs[failed].read_text())
 
 

@@ -1,0 +1,292 @@
+"""Is a step as long as tools.plan predicts? Measured in the cluster in a box, at two bandwidths.
+
+python -m tools.timecheck --bandwidths 200mbit 1gbit --rounds 2
+
+Each round measures what the prediction starts from: the speed of all ranks that compute at once
+without communication, and gloo's bandwidth and latency within a host and between hosts. Then it
+trains with each strategy. Rounds and bandwidths take turns, A B A B. Needs Linux, root and
+iproute2.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+import cli
+import config
+import prepare
+from tools import bench, cluster, predict
+from tools.bench import STRATEGIES, TRAIN, CannotMeasure, RunFailed, Table
+from tools.compare import read_rows
+from tools.predict import Cluster, Links, Request
+
+# --------------------------------------------------------------------------------------------------
+# gloo's links, measured by all ranks: this file is then run by torchrun
+
+SMALL = 256  # elements: latency
+LARGE = 1 << 19  # elements, 2 MB: the unit that fsdp gathers in tools.cluster's model is 1 MB
+REPEATS = 20
+
+
+def measure_links(out: str) -> None:
+    """Write what gloo's all_reduce reaches, within a host and between hosts, as JSON."""
+    torch.distributed.init_process_group("gloo")
+    size = torch.distributed.get_world_size()
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    within, _ = torch.distributed.new_subgroups(local_size)
+    links = solve(
+        local_size=local_size,
+        hosts=size // local_size,
+        within=[seconds_of(SMALL, within), seconds_of(LARGE, within)],
+        between=[seconds_of(SMALL), seconds_of(LARGE)],
+    )
+    if torch.distributed.get_rank() == 0:
+        Path(out).write_text(json.dumps(dataclasses.asdict(links)))
+    torch.distributed.destroy_process_group()
+
+
+def seconds_of(elements: int, group=None) -> float:
+    """Median seconds of an all_reduce."""
+    tensor = torch.zeros(elements)
+    found = []
+    for _ in range(REPEATS):
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        torch.distributed.all_reduce(tensor, group=group)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def solve(local_size: int, hosts: int, within: list[float], between: list[float]) -> Links:
+    """The links for which predict.collective_seconds gives these times, [small, large].
+
+    Both are rings of an all_reduce, which sends 2 (n - 1) / n of the tensor in two passes.
+    """
+    extra_bytes = 4 * (LARGE - SMALL)
+    size = local_size * hosts
+    inner = within[0] / 2 / (local_size - 1) if local_size > 1 else 0.0
+    intra_bandwidth = float("inf")
+    if local_size > 1:
+        sent = 2 * (local_size - 1) / local_size * extra_bytes
+        intra_bandwidth = sent / (within[1] - within[0])
+    sent = 2 * (size - 1) / size * extra_bytes
+    return Links(
+        local_size=local_size,
+        intra_bandwidth=intra_bandwidth,
+        host_bandwidth=sent / (between[1] - between[0]),
+        intra_latency=inner,
+        inter_latency=max(0.0, between[0] / 2 - (local_size - 1) * inner) / max(1, hosts - 1),
+        launch_latency=0.0,
+        scatter_passes=2,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Measured and predicted
+
+
+@dataclass
+class Case:
+    """A strategy at a bandwidth."""
+
+    bandwidth: str
+    strategy: str
+    sync: str
+    measured: list[float] = field(default_factory=list)  # seconds of a step, by round
+    predicted: list[float] = field(default_factory=list)
+
+
+def check(args: Namespace) -> Table:
+    """Step times predicted and measured, and their ratios to ddp's."""
+    cases = []
+    for bandwidth in args.bandwidths:
+        for strategy in args.strategies:
+            for sync in args.syncs:
+                cases.append(Case(bandwidth, strategy, sync))
+    with tempfile.TemporaryDirectory(prefix="timecheck-") as folder:
+        tokens = Path(folder, "tokens")
+        sources = sorted(str(path) for path in Path(TRAIN).parent.glob("*.py"))
+        prepare.prepare(sources, tokens, say=lambda line: None)
+        for turn in range(args.rounds):
+            for bandwidth in args.bandwidths:
+                of_bandwidth = [case for case in cases if case.bandwidth == bandwidth]
+                work = Path(folder, f"{turn}-{bandwidth}")
+                work.mkdir()
+                run_round(of_bandwidth, args, turn, tokens, work)
+    return Table(
+        f"{args.hosts} hosts x {args.nproc} processes, {args.rounds} rounds",
+        [row for bandwidth in args.bandwidths for row in rows_of(cases, bandwidth)],
+    )
+
+
+def run_round(cases: list[Case], args: Namespace, turn: int, tokens: Path, work: Path) -> None:
+    """Measure the machine, then each case; predict each from that."""
+    bandwidth = cases[0].bandwidth
+    with cluster.hosts(args.hosts, bandwidth) as namespaces:
+        port = cluster.FIRST_PORT
+        bench.show_round(turn, args.rounds, f"{bandwidth}, links and cores")
+        script = ("-m", "tools.timecheck")
+        links_file = work / "links.json"
+        flags = ["--measure_links", str(links_file)]
+        cluster.run_on(namespaces, args.nproc, port, flags, work / "links", script)
+        machine = measured_cluster(args, Links(**json.loads(links_file.read_text())), tokens, work)
+        for number, case in enumerate(cases, start=1):
+            bench.show_round(turn, args.rounds, f"{bandwidth}, {case.strategy}, {case.sync}")
+            out = work / f"{case.strategy}-{case.sync}"
+            flags = cluster.train_flags(case.strategy, case.sync, args) + [f"--data={tokens}"]
+            cluster.run_on(namespaces, args.nproc, port + number, [*flags, f"--out={out}"], out)
+            case.measured.append(step_seconds(out))
+            step = predicted_step(flags, machine)
+            case.predicted.append(step.total)
+
+
+def step_seconds(out: Path) -> float:
+    """The median step but the first, which sets up buckets and buffers."""
+    return statistics.median(
+        row["step_time"] for row in read_rows(out) if row.get("step_time") and row["step"] > 1
+    )
+
+
+def measured_cluster(args: Namespace, links: Links, tokens: Path, work: Path) -> Cluster:
+    """The box as a cluster. Its ranks share cores, so their speed is that of all at once.
+
+    A step of `single` tells it, with optimizer and all, so that nothing else is predicted.
+    """
+    world_size = args.hosts * args.nproc
+    flags = cluster.train_flags("ddp", "batch", args)
+    flags += ["--strategy=single", f"--global_batch_size={cluster.GRAD_ACCUM_STEPS}"]
+    flags.append(f"--data={tokens}")
+    out = work / "single"
+    out.mkdir()
+    bench.run_at_once([sys.executable, TRAIN, *flags], world_size, str(out))
+    seconds = statistics.median(step_seconds(out / str(job)) for job in range(world_size))
+    no_optimizer = dataclasses.replace(predict.DEVICES["cpu"], memory_bandwidth=float("inf"))
+    machine = Cluster(
+        world_size=world_size,
+        device_type="cpu",
+        device=no_optimizer,
+        device_memory=1 << 60,
+        links=links,
+        achieved=1.0,
+    )
+    alone = dataclasses.replace(
+        machine, world_size=1, links=dataclasses.replace(links, local_size=1)
+    )
+    flops = request_of(flags, alone).rehearse().flops
+    return dataclasses.replace(machine, achieved=flops / seconds / 1e12)  # of 1 TFLOP/s
+
+
+def request_of(flags: list[str], machine: Cluster) -> Request:
+    c = config.parse([*flags, "--peak_tflops=1"])
+    return Request(c, machine, vocab_size=257, rank=0)
+
+
+def predicted_step(flags: list[str], machine: Cluster) -> predict.StepTime:
+    request = request_of(flags, machine)
+    return predict.predict(request.rehearse(), request.config, machine)
+
+
+def rows_of(cases: list[Case], bandwidth: str) -> list[dict]:
+    """The rows of a bandwidth; the first case, ddp's, is what the others are compared with."""
+    of_bandwidth = [case for case in cases if case.bandwidth == bandwidth]
+    first = of_bandwidth[0]
+    rows = []
+    for case in of_bandwidth:
+        measured = bench.ratios(case.measured, first.measured)
+        predicted = bench.ratios(case.predicted, first.predicted)
+        error = statistics.median(predicted) / statistics.median(measured) - 1
+        rows.append(
+            {
+                "bandwidth": bandwidth,
+                "strategy": case.strategy,
+                "grad_sync": case.sync,
+                "step, s": case.measured,
+                "predicted, s": case.predicted,
+                f"ratio to {first.strategy}": measured,
+                "predicted ratio": predicted,
+                "error": f"{error:+.0%}",
+                "place": place(case, of_bandwidth, measured_seconds),
+                "predicted place": place(case, of_bandwidth, predicted_seconds),
+            }
+        )
+    return rows
+
+
+def measured_seconds(case: Case) -> float:
+    return statistics.median(case.measured)
+
+
+def predicted_seconds(case: Case) -> float:
+    return statistics.median(case.predicted)
+
+
+def place(case: Case, cases: list[Case], seconds: Callable[[Case], float]) -> str:
+    """1 is the fastest."""
+    return str(1 + sum(seconds(other) < seconds(case) for other in cases))
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+
+def parse(argv: list[str]) -> Namespace:
+    parser = cli.Parser(
+        prog="tools.timecheck",
+        description="Compare the step times that tools.plan predicts for this machine with those "
+        "of the cluster in a box. Needs Linux, root and iproute2.",
+    )
+    parser.set_defaults(table="timecheck")
+    bench.add_count(parser, "--hosts", 2, "hosts")
+    bench.add_count(parser, "--nproc", 2, "processes on each host")
+    parser.add_argument(
+        "--bandwidths",
+        type=cluster.rate,
+        nargs="+",
+        default=["200mbit", "1gbit"],
+        metavar="RATE",
+        help="of each host's link, as tc writes them (default: 200mbit 1gbit)",
+    )
+    bench.add_count(parser, "--steps", 3, "counted steps of each run")
+    bench.add_count(parser, "--rounds", 2, "rounds over the bandwidths")
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        default=list(STRATEGIES),
+        choices=STRATEGIES,
+        metavar="NAME",
+        help=f"of {', '.join(STRATEGIES)}; the first is compared with (default: all)",
+    )
+    parser.add_argument(
+        "--syncs",
+        nargs="+",
+        default=["batch"],
+        choices=("batch", "micro_batch"),
+        metavar="SYNC",
+        help="of batch, micro_batch (default: batch)",
+    )
+    parser.add_argument("--json", action="store_true", help="print numbers, not a table")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["--measure_links"]:  # a rank that `run_round` has started
+        measure_links(argv[1])
+        return 0
+    return cli.run(
+        "tools.timecheck", lambda: bench.report(check, parse(argv)), (CannotMeasure,), (RunFailed,)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
