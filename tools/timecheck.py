@@ -10,6 +10,7 @@ iproute2.
 
 import dataclasses
 import json
+import math
 import os
 import statistics
 import sys
@@ -71,25 +72,38 @@ def seconds_of(elements: int, group=None) -> float:
 def solve(local_size: int, hosts: int, within: list[float], between: list[float]) -> Links:
     """The links for which predict.collective_seconds gives these times, [small, large].
 
-    Both are rings of an all_reduce, which sends 2 (n - 1) / n of the tensor in two passes.
+    Within a host an all_reduce is a ring of local_size - 1 hops a pass; between hosts it takes a
+    tree, which has as many and the logarithm of the hosts.
     """
-    extra_bytes = 4 * (LARGE - SMALL)
-    size = local_size * hosts
-    inner = within[0] / 2 / (local_size - 1) if local_size > 1 else 0.0
-    intra_bandwidth = float("inf")
-    if local_size > 1:
-        sent = 2 * (local_size - 1) / local_size * extra_bytes
-        intra_bandwidth = sent / (within[1] - within[0])
-    sent = 2 * (size - 1) / size * extra_bytes
+    inner = fit(local_size, within)
+    outer = fit(local_size * hosts, between)
+    hop = inner.latency / max(1, local_size - 1)
     return Links(
         local_size=local_size,
-        intra_bandwidth=intra_bandwidth,
-        host_bandwidth=sent / (between[1] - between[0]),
-        intra_latency=inner,
-        inter_latency=max(0.0, between[0] / 2 - (local_size - 1) * inner) / max(1, hosts - 1),
+        intra_bandwidth=inner.bandwidth,
+        host_bandwidth=outer.bandwidth,
+        intra_latency=hop,
+        inter_latency=max(0.0, outer.latency - inner.latency) / max(1.0, math.log2(hosts)),
         launch_latency=0.0,
         scatter_passes=2,
     )
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of an all_reduce = 2 x latency + 2 (n - 1) / n x bytes / bandwidth."""
+
+    latency: float  # seconds of a pass
+    bandwidth: float  # bytes per second
+
+
+def fit(ranks: int, seconds: list[float]) -> Line:
+    """The line through the times of the small and the large tensor; one rank takes no time."""
+    if ranks == 1:
+        return Line(0.0, math.inf)
+    small, large = (2 * (ranks - 1) / ranks * 4 * elements for elements in (SMALL, LARGE))
+    bandwidth = (large - small) / (seconds[1] - seconds[0])
+    return Line(max(0.0, seconds[0] - small / bandwidth) / 2, bandwidth)
 
 
 # --------------------------------------------------------------------------------------------------
