@@ -9,7 +9,7 @@ import pytest
 from conftest import TINY
 
 import config
-from tools import plan, predict, search, timecheck
+from tools import forecast, plan, predict, search, timecheck
 from tools.predict import Cluster, Group, Links
 from tools.rehearse import Communication, Rehearsal
 
@@ -261,7 +261,7 @@ def test_the_scaling_table_goes_from_one_host_to_all_with_the_same_batch():
     )
     layout = search.lay_out(request.config, request.cluster, request.vocab_size)
     found = dataclasses.replace(rehearsal(flops=3e12), layout=layout)
-    rows = list(plan.scaling(request, found))
+    rows = list(forecast.scaling(request, found))
     assert [(row.hosts, row.world_size) for row in rows] == [(1, 8), (2, 16), (4, 32)]
     assert [row.mesh_shape for row in rows] == [(1, 8, 1), (1, 16, 1), (1, 32, 1)]
     compute = [row.speed.step.compute for row in rows]

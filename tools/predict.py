@@ -21,10 +21,10 @@ from layout import Layout
 from model import ModelConfig, Transformer
 from tools.rehearse import Communication, Rehearsal, rehearse
 
-# The share of its peak that a device reaches while it only computes, in the FLOPs of train.py's MFU:
-# attention counts half, for its mask. From a run without communication: modded-nanogpt's track 3
-# trains 124 million parameters on one H200 at 490,000 tokens/s. With 6 x 124e6 + 6 x 12 layers x
-# 768 x 1,024 = 0.80e9 FLOPs a token, these are 0.39e15 FLOP/s, 40% of 989e12.
+# The share of its peak that a device reaches while it only computes. Attention counts half, for its
+# mask, as in train.py's MFU. From a run without communication: modded-nanogpt's track 3 trains 124
+# million parameters on one H200 at 490,000 tokens/s. With 6 x 124e6 + 6 x 12 layers x 768 x 1,024 =
+# 0.80e9 FLOPs a token, these are 0.39e15 FLOP/s, 40% of 989e12.
 ACHIEVED = 0.40
 
 # NVLink carries 450 GB/s each way on an H100, and NCCL reaches 360 to 370 of them in gathers and
@@ -244,10 +244,11 @@ class Queue:
     longest: float = 0.0  # of a single collective
     count: float = 0.0  # of the kind of which there are most
 
-    def add(self, axis: str, seconds: float, count: float, longest: float) -> None:
-        self.seconds[axis] += seconds
-        self.count = max(self.count, count)
-        self.longest = max(self.longest, longest)
+    def add(self, row: Communication, seconds: float, micro_batches: int) -> None:
+        """Add what `micro_batches` share equally, and takes `seconds` in all of them."""
+        self.seconds[row.axis] += seconds / micro_batches
+        self.count = max(self.count, row.count / micro_batches)
+        self.longest = max(self.longest, seconds / row.count)
 
     def exposed(self, compute: float) -> Counter:
         """Seconds by axis that `compute` seconds do not hide.
@@ -262,6 +263,26 @@ class Queue:
         hidden = compute * max(0.0, 1 - 1 / self.count)
         seconds = max(self.longest, total - hidden)
         return Counter({axis: seconds * part / total for axis, part in self.seconds.items()})
+
+
+@dataclass
+class Schedule:
+    """The communication of a step: what runs beside which work, and what has none beside it."""
+
+    forward: Queue = field(default_factory=Queue)  # beside the forward pass of a micro-batch
+    backward: Queue = field(default_factory=Queue)  # beside the backward pass of one
+    last: Queue = field(default_factory=Queue)  # beside that of the last one
+    alone: Counter = field(default_factory=Counter)  # axis -> seconds of the whole step
+    total: Counter = field(default_factory=Counter)  # axis -> seconds of the whole step
+
+    def exposed(self, n: int, forward: float, backward: float) -> Counter:
+        """Seconds by axis, of n micro-batches whose passes compute for that many seconds."""
+        exposed = Counter(self.alone)
+        for axis, seconds in self.forward.exposed(forward).items():
+            exposed[axis] += n * seconds
+        for axis, seconds in self.backward.exposed(backward).items():
+            exposed[axis] += (n - 1) * seconds
+        return exposed + self.last.exposed(backward)
 
 
 def predict(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> StepTime:
@@ -280,41 +301,37 @@ def predict(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) ->
     Left out: that communication slows compute down where they overlap, waiting for slower ranks,
     reading data, evaluations, checkpoints.
     """
+    n = rehearsal.layout.grad_accum_steps
+    speed = peak_flops(cluster, c) * cluster.achieved  # FLOP/s
+    forward = rehearsal.flops / 3 / n / speed  # seconds of a micro-batch
+    backward = (rehearsal.flops * 2 / 3 + rehearsal.recomputed_flops) / n / speed
+    schedule = make_schedule(rehearsal, c, cluster.links, rank)
+    return StepTime(
+        compute=n * (forward + backward),
+        optimizer=OPTIMIZER_BYTES * rehearsal.parameters_per_rank / cluster.device.memory_bandwidth,
+        exposed=dict(schedule.exposed(n, forward, backward)),
+        communication=dict(schedule.total),
+    )
+
+
+def make_schedule(rehearsal: Rehearsal, c: Config, links: Links, rank: int) -> Schedule:
     layout = rehearsal.layout
     n = layout.grad_accum_steps
-    speed = peak_flops(cluster, c) * cluster.achieved  # FLOP/s
-    forward_compute = rehearsal.flops / 3 / n / speed
-    backward_compute = (rehearsal.flops * 2 / 3 + rehearsal.recomputed_flops) / n / speed
-    forward = Queue()
-    backward = Queue()  # of each micro-batch
-    last = Queue()  # of the last micro-batch
-    exposed = Counter()
-    communication = Counter()
+    schedule = Schedule()
     for row in rehearsal.communication:
-        group = group_of(row.axis, rank, layout.mesh_shape, cluster.links.local_size)
-        seconds = collective_seconds(row, group, cluster.links)
-        communication[row.axis] += seconds
-        longest = seconds / row.count
+        group = group_of(row.axis, rank, layout.mesh_shape, links.local_size)
+        seconds = collective_seconds(row, group, links)
+        schedule.total[row.axis] += seconds
         if row.axis in ("tp", "world") or row.phase == "optimizer":
-            exposed[row.axis] += seconds
+            schedule.alone[row.axis] += seconds
         elif row.phase == "forward":
-            forward.add(row.axis, seconds / n, row.count / n, longest)
+            schedule.forward.add(row, seconds, n)
         elif is_last_only(row, c):
-            last.add(row.axis, seconds, row.count, longest)
+            schedule.last.add(row, seconds, 1)
         else:
-            backward.add(row.axis, seconds / n, row.count / n, longest)
-            last.add(row.axis, seconds / n, row.count / n, longest)
-    for _ in range(n):
-        exposed += forward.exposed(forward_compute)
-    for _ in range(n - 1):
-        exposed += backward.exposed(backward_compute)
-    exposed += last.exposed(backward_compute)
-    return StepTime(
-        compute=n * (forward_compute + backward_compute),
-        optimizer=OPTIMIZER_BYTES * rehearsal.parameters_per_rank / cluster.device.memory_bandwidth,
-        exposed=dict(exposed),
-        communication=dict(communication),
-    )
+            schedule.backward.add(row, seconds, n)
+            schedule.last.add(row, seconds, n)
+    return schedule
 
 
 @dataclass(frozen=True)
