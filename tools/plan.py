@@ -336,6 +336,8 @@ def describe_step(plan: Plan) -> Iterator[str]:
     )
     exposed = []
     for axis, seconds in step.exposed.items():
+        if seconds < 1e-4:
+            continue
         exposed.append(f"{axis} {seconds:.4f} of {step.communication[axis]:.4f} s")
     yield f"exposed     {', '.join(exposed) or 'nothing'}"
     yield (
