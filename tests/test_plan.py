@@ -316,8 +316,13 @@ def test_of_candidates_that_are_as_fast_the_simplest_comes_first():
     ddp = candidate("--strategy ddp", 98.0)
     fsdp = candidate("--strategy fsdp", 100.0)
     kept = candidate("--strategy fsdp --reshard_after_forward false", 99.0)
+    hsdp = candidate("--strategy hsdp --dp_shard 4", 98.0)
     slow = candidate("--strategy ddp --activation_checkpointing full", 80.0)
-    assert search.in_order([slow, fsdp, kept, ddp]) == [ddp, fsdp, kept, slow]
+    tied = [slow, fsdp, kept, hsdp, ddp]
+    # CLUSTER has two hosts of four: as --strategy auto, which would take hsdp before fsdp
+    assert search.in_order(tied, CLUSTER) == [ddp, hsdp, fsdp, kept, slow]
+    one_host = dataclasses.replace(CLUSTER, world_size=4)
+    assert search.in_order(tied, one_host) == [ddp, fsdp, kept, hsdp, slow]
 
 
 def test_flags_that_are_given_are_not_searched():

@@ -286,7 +286,7 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
             f"nothing fits on {cluster.world_size} x {cluster.device_type}: take more devices, a "
             "smaller model or a shorter --seq_len"
         )
-    return Result(rank(found), passed_over, time.monotonic() - began)
+    return Result(rank(found, cluster), passed_over, time.monotonic() - began)
 
 
 def sketch_all(request: Request, free: frozenset[str]) -> tuple[list[Candidate], int]:
@@ -308,40 +308,52 @@ def sketch_all(request: Request, free: frozenset[str]) -> tuple[list[Candidate],
         possible.append(Candidate(c, speed.tokens_per_second_per_device))
     if problem and not possible:
         raise problem
-    return in_order(possible), impossible
+    return in_order(possible, request.cluster), impossible
 
 
-def in_order(possible: list[Candidate]) -> list[Candidate]:
+def in_order(possible: list[Candidate], cluster: Cluster) -> list[Candidate]:
     """Fastest first, and the simplest first of those within TIE of each other."""
     left = sorted(possible, key=lambda one: -one.sketched)
     ordered = []
     while left:
         tied = [one for one in left if one.sketched >= (1 - TIE) * left[0].sketched]
-        ordered += sorted(tied, key=lambda one: complexity(one.config))
+        ordered += sorted(tied, key=lambda one: complexity(one.config, cluster))
         left = left[len(tied) :]
     return ordered
 
 
-def rank(found: list[Found]) -> list[Found]:
+def rank(found: list[Found], cluster: Cluster) -> list[Found]:
     """Fastest first; but the simplest of those that are within TIE of the fastest comes first."""
     ranked = sorted(found, key=lambda one: -one.speed.tokens_per_second_per_device)
     least = (1 - TIE) * ranked[0].speed.tokens_per_second_per_device
     tied = [one for one in ranked if one.speed.tokens_per_second_per_device >= least]
-    best = min(tied, key=lambda one: complexity(one.config))
+    best = min(tied, key=lambda one: complexity(one.config, cluster))
     ranked.remove(best)
     return [best, *ranked]
 
 
-def complexity(c: Config) -> tuple:
+def complexity(c: Config, cluster: Cluster) -> tuple:
     """Smaller is simpler: fewer axes, less recomputation, fewer flags that differ from default."""
     return (
         c.tp,
-        STRATEGIES.index(c.strategy),
+        preference(c, cluster),
         CHECKPOINTING.index(c.activation_checkpointing),
         SYNCS.index(c.grad_sync),
         not c.reshard_after_forward,
         -(c.micro_batch_size or 0),
     )
+
+
+def preference(c: Config, cluster: Cluster) -> float:
+    """The order in which --strategy auto takes strategies: ddp, fsdp, across hosts hsdp.
+
+    hsdp shards within a host where --dp_shard leaves it open.
+    """
+    in_host = cluster.links.local_size // c.tp
+    shards_in_host = c.strategy == "hsdp" and c.dp_shard in (None, in_host)
+    if shards_in_host and cluster.hosts > 1:
+        return STRATEGIES.index("fsdp") - 0.5
+    return STRATEGIES.index(c.strategy)
 
 
 def show(line: str) -> None:
