@@ -285,8 +285,9 @@ def describe_memory(plan: Plan) -> Iterator[str]:
 
 
 def parts_of(sizes: dict[str, int]) -> str:
-    """Those that are not 0."""
-    return " + ".join(f"{kind} {gigabytes(size)}" for kind, size in sizes.items() if size)
+    """As a sum, without the parts that are nothing beside the others."""
+    visible = {kind: size for kind, size in sizes.items() if size > 1e-4 * sum(sizes.values())}
+    return " + ".join(f"{kind} {gigabytes(size)}" for kind, size in visible.items())
 
 
 def describe_communication(plan: Plan) -> Iterator[str]:
