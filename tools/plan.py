@@ -13,7 +13,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -130,7 +129,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
         c = dataclasses.replace(c, dtype=str(dtype).removeprefix("torch."))
     predict.peak_flops(cluster, c)  # raises early where it is not known
     if has_data:
-        vocab_size = data.open_folder(Path(c.data)).vocab_size
+        vocab_size = data.open_folders(c.data)[0].vocab_size
     else:
         vocab_size = config.base_model(c).vocab_size
     given = {word.split("=")[0].removeprefix("--") for word in argv}
