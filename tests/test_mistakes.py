@@ -372,6 +372,8 @@ PLAN = [
     Mistake("--world_size 12", "--world_size 12 is not a multiple of --nproc_per_node 8"),
     Mistake("--world_size 8 --rank 8", "--rank 8: the ranks are 0 to 7"),
     Mistake("--world_size 8 --achieved 1.5", "--achieved: 1.5 must be above 0 and at most 1"),
+    Mistake("--world_size 8 --achieved {other}", "the log of {other} has no MFU: it needs --peak_"),
+    Mistake("--world_size 8 --achieved {root}/nowhere", "--achieved: invalid fraction value: "),
     Mistake("--world_size 8 --tokens inf", "--tokens: inf must be above 0 and finite"),
     Mistake("--world_size 8 --device_type h300", "--device_type: invalid choice: 'h300'"),
     Mistake(

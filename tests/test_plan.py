@@ -10,6 +10,7 @@ from conftest import TINY
 
 import config
 from tools import forecast, plan, predict, search, timecheck
+from tools.compare import FIELDS
 from tools.predict import Cluster, Group, Links
 from tools.rehearse import Communication, Rehearsal
 
@@ -252,6 +253,15 @@ def test_the_vocabulary_is_that_of_the_data_or_else_of_the_named_size(tokens):
     assert request.vocab_size == 50257
     request, _ = plan.parse([*argv, f"--data={tokens}"])
     assert request.vocab_size == 257
+
+
+def test_the_achieved_fraction_can_be_read_from_a_run(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    row = dict.fromkeys(FIELDS, 1) | {"step": 1}
+    lines = [json.dumps(row | {"mfu": mfu}) + "\n" for mfu in (0.1, 0.5, 0.3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    request, _ = plan_of(f"--world_size 8 --achieved {tmp_path}")
+    assert request.cluster.achieved == 0.3
 
 
 def test_the_scaling_table_goes_from_one_host_to_all_with_the_same_batch():

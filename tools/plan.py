@@ -11,8 +11,10 @@ import argparse
 import dataclasses
 import json
 import math
+import statistics
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -26,7 +28,7 @@ import tokenizer
 from cli import UsageError
 from layout import Layout
 from tools import predict, search
-from tools.compare import positive_number
+from tools.compare import LogError, positive_number, read_rows
 from tools.forecast import Plan, ScalingRow, communication_rows, make_plan, training_hours
 from tools.predict import DEVICES, Cluster, Links, Request
 
@@ -42,6 +44,14 @@ def positive(text: str) -> int:
 
 
 def fraction(text: str) -> float:
+    """A number, or the folder of a run on one device, whose median MFU it is."""
+    if Path(text).is_dir():
+        values = [row["mfu"] for row in read_rows(Path(text)) if row.get("mfu")]
+        if not values:
+            raise argparse.ArgumentTypeError(
+                f"the log of {text} has no MFU: it needs --peak_tflops, or a GPU that is known"
+            )
+        return statistics.median(values)
     number = float(text)
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
@@ -61,9 +71,9 @@ FLAGS = {
     "achieved": dict(
         type=fraction,
         default=predict.ACHIEVED,
-        metavar="X",
-        help="share of its peak that a device reaches while it computes (default: "
-        f"{predict.ACHIEVED})",
+        metavar="X|RUN",
+        help="share of its peak that a device reaches while it computes, or a run on one device "
+        f"to read it from (default: {predict.ACHIEVED})",
     ),
     "intra_host_bandwidth": dict(
         type=positive_number,
@@ -406,7 +416,8 @@ def main(argv: list[str]) -> int:
         checkpoint.UsageError,
         tokenizer.TokenizerError,
     )
-    return cli.run("tools.plan", lambda: run(argv), usage, (checkpoint.CheckpointError,))
+    failure = (checkpoint.CheckpointError, LogError)
+    return cli.run("tools.plan", lambda: run(argv), usage, failure)
 
 
 if __name__ == "__main__":
