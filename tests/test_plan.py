@@ -163,6 +163,16 @@ def test_one_unit_overlaps_nothing():
     assert found.exposed == pytest.approx({"dp_shard": 1.0})
 
 
+def test_on_cpus_a_host_does_not_compute_while_it_copies():
+    device = dataclasses.replace(CLUSTER.device, kind="cpu")
+    cpus = dataclasses.replace(CLUSTER, device=device)
+    between_hosts = rehearsal([gathers(1.0)], flops=3e12)
+    assert step(between_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 0.1})
+    one_second = dataclasses.replace(gathers(1.0), bytes=round(100e9 * 4 / 3))
+    within_hosts = rehearsal([one_second], flops=3e12, mesh=(2, 4, 1))
+    assert step(within_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 1.0})
+
+
 def test_tensor_parallelism_and_the_norm_are_exposed():
     rows = [
         Communication("tp", "all_reduce", "forward", 10, 10**9),

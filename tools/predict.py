@@ -296,6 +296,7 @@ def predict(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) ->
         the compute it is beside. With --wrap none there is one unit, and all is exposed.
     ddp: a bucket's all_reduce overlaps the rest of the backward pass of the last micro-batch.
     tp: the next layer needs the sum, so every all_reduce is exposed.
+    CPUs: within a host the cores that would compute copy the data, so nothing overlaps.
     optimizer: the norm's all_reduce is exposed; AdamW is limited by memory bandwidth.
 
     Left out: that communication slows compute down where they overlap, waiting for slower ranks,
@@ -305,7 +306,7 @@ def predict(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) ->
     speed = peak_flops(cluster, c) * cluster.achieved  # FLOP/s
     forward = rehearsal.flops / 3 / n / speed  # seconds of a micro-batch
     backward = (rehearsal.flops * 2 / 3 + rehearsal.recomputed_flops) / n / speed
-    schedule = make_schedule(rehearsal, c, cluster.links, rank)
+    schedule = make_schedule(rehearsal, c, cluster, rank)
     return StepTime(
         compute=n * (forward + backward),
         optimizer=OPTIMIZER_BYTES * rehearsal.parameters_per_rank / cluster.device.memory_bandwidth,
@@ -314,15 +315,17 @@ def predict(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) ->
     )
 
 
-def make_schedule(rehearsal: Rehearsal, c: Config, links: Links, rank: int) -> Schedule:
+def make_schedule(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int) -> Schedule:
     layout = rehearsal.layout
+    links = cluster.links
     n = layout.grad_accum_steps
     schedule = Schedule()
     for row in rehearsal.communication:
         group = group_of(row.axis, rank, layout.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         schedule.total[row.axis] += seconds
-        if row.axis in ("tp", "world") or row.phase == "optimizer":
+        on_cores = cluster.device.kind == "cpu" and group.hosts == 1
+        if on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
             schedule.alone[row.axis] += seconds
         elif row.phase == "forward":
             schedule.forward.add(row, seconds, n)

@@ -3,9 +3,9 @@
 python -m tools.timecheck --bandwidths 200mbit 1gbit --rounds 2
 
 Each round measures what the prediction starts from: the speed of all ranks that compute at once
-without communication, and gloo's bandwidth and latency within a host and between hosts. Then it
-trains with each strategy. Rounds and bandwidths take turns, A B A B. Needs Linux, root and
-iproute2.
+without communication, without FSDP and with it, and gloo's bandwidth and latency within a host and
+between hosts. Then it trains with each strategy. Rounds and bandwidths take turns, A B A B. Needs
+Linux, root and iproute2.
 """
 
 import dataclasses
@@ -154,14 +154,19 @@ def run_round(cases: list[Case], args: Namespace, turn: int, tokens: Path, work:
         links_file = work / "links.json"
         flags = ["--measure_links", str(links_file)]
         cluster.run_on(namespaces, args.nproc, port, flags, work / "links", script)
-        machine = measured_cluster(args, Links(**json.loads(links_file.read_text())), tokens, work)
+        machine = measured_cluster(args, Links(**json.loads(links_file.read_text())))
+        speeds = {}
+        for strategy in ("single", "fsdp"):
+            flags = cluster.train_flags("ddp", "batch", args) + [f"--data={tokens}"]
+            speeds[strategy] = measured_speed(strategy, machine, flags, work / strategy)
         for number, case in enumerate(cases, start=1):
             bench.show_round(turn, args.rounds, f"{bandwidth}, {case.strategy}, {case.sync}")
             out = work / f"{case.strategy}-{case.sync}"
             flags = cluster.train_flags(case.strategy, case.sync, args) + [f"--data={tokens}"]
             cluster.run_on(namespaces, args.nproc, port + number, [*flags, f"--out={out}"], out)
             case.measured.append(step_seconds(out))
-            step = predicted_step(flags, machine)
+            speed = speeds["single" if case.strategy == "ddp" else "fsdp"]
+            step = predicted_step(flags, dataclasses.replace(machine, achieved=speed))
             case.predicted.append(step.total)
 
 
@@ -172,33 +177,32 @@ def step_seconds(out: Path) -> float:
     )
 
 
-def measured_cluster(args: Namespace, links: Links, tokens: Path, work: Path) -> Cluster:
-    """The box as a cluster. Its ranks share cores, so their speed is that of all at once.
-
-    A step of `single` tells it, with optimizer and all, so that nothing else is predicted.
-    """
-    world_size = args.hosts * args.nproc
-    flags = cluster.train_flags("ddp", "batch", args)
-    flags += ["--strategy=single", f"--global_batch_size={cluster.GRAD_ACCUM_STEPS}"]
-    flags.append(f"--data={tokens}")
-    out = work / "single"
-    out.mkdir()
-    bench.run_at_once([sys.executable, TRAIN, *flags], world_size, str(out))
-    seconds = statistics.median(step_seconds(out / str(job)) for job in range(world_size))
+def measured_cluster(args: Namespace, links: Links) -> Cluster:
+    """The box as a cluster, but for the speed of its ranks."""
+    # A measured step has the optimizer in it.
     no_optimizer = dataclasses.replace(predict.DEVICES["cpu"], memory_bandwidth=float("inf"))
-    machine = Cluster(
-        world_size=world_size,
+    return Cluster(
+        world_size=args.hosts * args.nproc,
         device_type="cpu",
         device=no_optimizer,
         device_memory=1 << 60,
         links=links,
         achieved=1.0,
     )
-    alone = dataclasses.replace(
-        machine, world_size=1, links=dataclasses.replace(links, local_size=1)
-    )
-    flops = request_of(flags, alone).rehearse().flops
-    return dataclasses.replace(machine, achieved=flops / seconds / 1e12)  # of 1 TFLOP/s
+
+
+def measured_speed(strategy: str, machine: Cluster, flags: list[str], out: Path) -> float:
+    """TFLOP/s of a rank that sends nothing, while as many as the box has share its cores.
+
+    Under FSDP they are fewer: its copies and its Python take the same cores.
+    """
+    flags = [*flags, f"--strategy={strategy}", f"--global_batch_size={cluster.GRAD_ACCUM_STEPS}"]
+    out.mkdir()
+    bench.run_at_once([sys.executable, TRAIN, *flags], machine.world_size, str(out))
+    seconds = statistics.median(step_seconds(out / str(job)) for job in range(machine.world_size))
+    one_device = dataclasses.replace(machine.links, local_size=1)
+    alone = dataclasses.replace(machine, world_size=1, links=one_device)
+    return request_of(flags, alone).rehearse().flops / seconds / 1e12
 
 
 def request_of(flags: list[str], machine: Cluster) -> Request:
