@@ -120,10 +120,9 @@ class Embedding(nn.Embedding):
     """
 
     def forward(self, tokens: Tensor) -> Tensor:
-        weight = self.weight
-        if weight.device.type == "cpu":
-            weight = weight.float()
-        return F.embedding(tokens, weight)
+        if self.weight.device.type != "cpu":
+            return super().forward(tokens)
+        return F.embedding(tokens, self.weight.float()).to(self.weight.dtype)
 
 
 class RMSNorm(nn.Module):
