@@ -365,8 +365,8 @@ HF = [
 ]
 
 PLAN = [
-    Mistake("", "the following arguments are required: --world_size (tools.plan --help lists"),
-    Mistake("--world_sise 8", "the following arguments are required: --world_size"),
+    Mistake("", "--world_size is missing: give the number of devices in all"),
+    Mistake("--world_sise 8", "--world_sise 8; did you mean --world_size?"),
     Mistake("--world_size 8 --dp_shards 8", "--dp_shards 8; did you mean --dp_shard?"),
     Mistake("--world_size 0", "argument --world_size: invalid positive value: '0'"),
     Mistake("--world_size 12", "--world_size 12 is not a multiple of --nproc_per_node 8"),

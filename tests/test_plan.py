@@ -4,11 +4,13 @@ import contextlib
 import dataclasses
 import io
 import json
+from pathlib import Path
 
 import pytest
-from conftest import TINY
+from conftest import ROOT, TINY
 
 import config
+from model import SIZES
 from tools import forecast, plan, predict, search, timecheck
 from tools.compare import FIELDS
 from tools.predict import Cluster, Group, Links
@@ -263,6 +265,16 @@ def test_the_vocabulary_is_that_of_the_data_or_else_of_the_named_size(tokens):
     assert request.vocab_size == 50257
     request, _ = plan.parse([*argv, f"--data={tokens}"])
     assert request.vocab_size == 257
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "olmo-1b", "llama3-8b"])
+def test_a_configuration_is_planned_where_its_data_is_not(name):
+    argv = ["--config", str(ROOT / f"configs/{name}.json"), "--world_size", "64"]
+    request, _ = plan.parse(argv)
+    assert request.vocab_size == SIZES[name].vocab_size
+    assert (
+        request.config.micro_batch_size == json.loads(Path(argv[1]).read_text())["micro_batch_size"]
+    )
 
 
 def test_the_achieved_fraction_can_be_read_from_a_run(tmp_path):

@@ -60,7 +60,7 @@ def fraction(text: str) -> float:
 
 # The flags of this command beside train.py's: name -> options of argparse
 FLAGS = {
-    "world_size": dict(type=positive, required=True, metavar="N", help="devices in all"),
+    "world_size": dict(type=positive, metavar="N", help="devices in all; required"),
     "nproc_per_node": dict(
         type=positive, default=8, metavar="N", help="devices of a host (default: 8)"
     ),
@@ -129,7 +129,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
     """
     flags = config.parse_flags(build_parser(), argv)
     own = argparse.Namespace(**{name: flags.pop(name) for name in FLAGS})
-    has_data = flags["data"] is not None
+    folders = flags["data"]
     c = config.to_config(flags)
     cluster = make_cluster(own)
     if c.dtype == "auto":  # of the planned device, not of this machine
@@ -138,18 +138,19 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
             dtype = dist.fast_dtype(torch.device("cpu"))
         c = dataclasses.replace(c, dtype=str(dtype).removeprefix("torch."))
     predict.peak_flops(cluster, c)  # raises early where it is not known
-    if has_data:
-        vocab_size = data.open_folders(c.data)[0].vocab_size
-    else:
-        vocab_size = config.base_model(c).vocab_size
     given = {word.split("=")[0].removeprefix("--") for word in argv}
     own.free = frozenset(flags) - given
+    vocab_size = config.base_model(c).vocab_size
+    if folders and ("data" in given or Path(folders).exists()):  # that of a --config may be away
+        vocab_size = data.open_folders(folders)[0].vocab_size
     return Request(c, cluster, vocab_size, own.rank), own
 
 
 def make_cluster(own: argparse.Namespace) -> Cluster:
     """Raises UsageError where ranks and hosts do not fit together."""
     world_size = own.world_size
+    if world_size is None:
+        raise UsageError("--world_size is missing: give the number of devices in all")
     local_size = min(own.nproc_per_node, world_size)
     if world_size % local_size:
         raise UsageError(
