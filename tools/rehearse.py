@@ -23,8 +23,8 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-# All that is private in torch. There are no public fake tensors, no public process group that sends
-# nothing, and no public way to see every operation.
+# Modules that begin with an underscore are private. There are no public fake tensors, no public
+# process group that sends nothing, and no public way to see every operation.
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
