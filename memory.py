@@ -92,7 +92,10 @@ def estimate(
     accumulated = 0
     if grad_sync == "batch" and grad_accum_steps > 1 and strategy != "single":
         if is_fsdp:  # whole gradients; those of a unit are freed when its shards have been reduced
-            accumulated = 4 * (sum(whole.values()) - own_numel)
+            gradients = sum(whole.values())
+            if not model.config.tied:  # under tp torch has all rows of its gradient on every rank
+                gradients += (tp - 1) * whole["embed.weight"]
+            accumulated = 4 * (gradients - own_numel)
         else:  # in DDP's buckets, which DDP replaces once, before the second step computes
             accumulated = max(0, 4 * own_numel - gathered - activations - logits)
     found = Estimate(

@@ -98,13 +98,14 @@ def test_a_rank_of_512_gpus(pool):
     fsdp = f"{base} --strategy fsdp"
     texts = [
         f"{base} --strategy hsdp --dp_shard 64 --tp 4 --activation_checkpointing full",
+        f"{base} {UNTIED} --n_layer 2 --strategy fsdp --tp 4 --activation_checkpointing full",
         f"{fsdp} --compile",
         f"{fsdp} --activation_checkpointing full",
         fsdp,
         f"{base} --strategy auto",
     ]
     (found,) = pool(1, rehearse_on_gpus, texts)
-    tp, plain, full, again, auto = found
+    tp, untied, plain, full, again, auto = found
     assert plain == again
     with torch.device("meta"):
         flops_per_token = Transformer(plain.layout.model_config).flops_per_token(1024)
@@ -118,6 +119,9 @@ def test_a_rank_of_512_gpus(pool):
     assert plain.checkpoint_bytes == pytest.approx(12 * plain.parameters / 512, rel=0.1)
     for one in found:
         assert one.memory["parameters"] == one.state["parameters"]
+        # What the estimate of train.py says
+        assert one.memory["unsynchronized"] == one.layout.memory.accumulated
+    assert untied.memory["unsynchronized"] > 0
 
 
 LLAMA3_70B = """
