@@ -28,19 +28,13 @@ import tokenizer
 from cli import UsageError
 from layout import Layout
 from tools import predict, search
+from tools.bench import positive
 from tools.compare import LogError, positive_number, read_rows
 from tools.forecast import Plan, ScalingRow, communication_rows, make_plan, training_hours
 from tools.predict import DEVICES, Cluster, Links, Request
 
 # --------------------------------------------------------------------------------------------------
 # Flags
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 def fraction(text: str) -> float:
