@@ -89,15 +89,14 @@ def estimate_memory(
 ) -> memory.Estimate:
     """The peak memory of a rank, from what the flags say: nothing is built but an empty model."""
     micro_batch, grad_accum_steps = split_batch(c, mesh_shape[0] * mesh_shape[1])
-    with torch.device("meta"):
-        model = Transformer(config, dtype, c.loss_chunks)
+    model = empty_model(config, dtype, c)
     return memory.estimate(
         model,
         mesh_shape,
         strategy,
         dtype=dtype,
         tp_plan=model.tensor_parallel_plan(),
-        fsdp_units=dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c)),
+        fsdp_units=fsdp_units(model, c),
         reshard_after_forward=c.reshard_after_forward,
         recomputes=c.activation_checkpointing != "none",
         grad_sync=c.grad_sync,
@@ -118,10 +117,14 @@ def largest_gathered(model: Transformer, mesh_shape: tuple[int, int, int], devic
     return max(parameter.numel() for parameter in model.parameters())
 
 
-def empty_model(layout: Layout, c: Config) -> Transformer:
+def empty_model(config: ModelConfig, dtype: torch.dtype, c: Config) -> Transformer:
     """The model without memory: on the meta device."""
     with torch.device("meta"):
-        return Transformer(layout.model_config, layout.dtype, c.loss_chunks)
+        return Transformer(config, dtype, c.loss_chunks)
+
+
+def fsdp_units(model: Transformer, c: Config) -> list[list[nn.Module]]:
+    return dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c))
 
 
 def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout, c: Config) -> nn.Module:
@@ -136,7 +139,7 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout, c: Config
         init=functools.partial(model.init_tensor, seed=c.seed),
         dtype=layout.dtype,
         tp_plan=model.tensor_parallel_plan(),
-        fsdp_units=dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c)),
+        fsdp_units=fsdp_units(model, c),
         reshard_after_forward=c.reshard_after_forward,
         keep_gradients=c.grad_sync == "batch" and layout.grad_accum_steps > 1,
     )

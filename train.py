@@ -143,7 +143,7 @@ class Run:
         self.n_val = min(c.eval_sequences, len(self.val_data))  # windows of an evaluation
         self.mesh = dist.make_mesh(world, layout.mesh_shape)
         self.dp_rank = dist.dp_rank(self.mesh)
-        self.model = empty_model(layout, c)
+        self.model = empty_model(layout.model_config, layout.dtype, c)
         if c.checkpoint == "full":
             dist.on_rank0(lambda: check_full(self.model, layout.mesh_shape, world))
         self.forward = lay_out(self.model, self.mesh, layout, c)  # the model, or DDP around it

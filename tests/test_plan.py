@@ -293,7 +293,8 @@ def test_the_scaling_table_goes_from_one_host_to_all_with_the_same_batch():
     )
     layout = search.lay_out(request.config, request.cluster, request.vocab_size)
     found = dataclasses.replace(rehearsal(flops=3e12), layout=layout)
-    rows = list(forecast.scaling(request, found))
+    speed = predict.speed(found, request.config, request.cluster)
+    rows = list(forecast.scaling(request, found, speed))
     assert [(row.hosts, row.world_size) for row in rows] == [(1, 8), (2, 16), (4, 32)]
     assert [row.mesh_shape for row in rows] == [(1, 8, 1), (1, 16, 1), (1, 32, 1)]
     compute = [row.speed.step.compute for row in rows]

@@ -95,6 +95,7 @@ def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
 def test_a_rank_of_512_gpus(pool):
     """FLOPs are those of the formula, and a rehearsal leaves nothing behind for the next one."""
     base = "--model gpt2-124m --n_layer 1 --global_batch_size 4096 --micro_batch_size 4"
+    base += " --dtype bfloat16"
     fsdp = f"{base} --strategy fsdp"
     texts = [
         f"{base} --strategy hsdp --dp_shard 64 --tp 4 --activation_checkpointing full",
@@ -129,7 +130,7 @@ import json, resource, sys, time
 import train
 from tools.rehearse import rehearse
 started = time.process_time()
-base = "--model llama3-70b --micro_batch_size 1 --activation_checkpointing full"
+base = "--dtype bfloat16 --model llama3-70b --micro_batch_size 1 --activation_checkpointing full"
 config = train.parse([*base.split(), *sys.argv[2:]])
 rehearse(config, 0, int(sys.argv[1]), 8, 128256, "cuda", device_memory=80 * 10**9)
 resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -53,11 +53,12 @@ class ScalingRow:
 
 def make_plan(request: Request, tokens: float | None = None) -> Plan:
     rehearsal = request.rehearse()
+    speed = predict.speed(rehearsal, request.config, request.cluster, request.rank)
     return Plan(
         request=request,
         rehearsal=rehearsal,
-        speed=predict.speed(rehearsal, request.config, request.cluster, request.rank),
-        scaling=list(scaling(request, rehearsal)),
+        speed=speed,
+        scaling=list(scaling(request, rehearsal, speed)),
         checkpoint=plan_checkpoint(request, rehearsal),
         tokens=tokens,
     )
@@ -72,7 +73,7 @@ def plan_checkpoint(request: Request, rehearsal: Rehearsal) -> CheckpointPlan:
     cluster = request.cluster
     layout = rehearsal.layout
     local_size = cluster.links.local_size
-    model = empty_model(layout, request.config)
+    model = empty_model(layout.model_config, layout.dtype, request.config)
     largest = largest_gathered(model, layout.mesh_shape, cluster.device.kind)
     return CheckpointPlan(
         written_per_rank=rehearsal.checkpoint_bytes,
@@ -82,7 +83,7 @@ def plan_checkpoint(request: Request, rehearsal: Rehearsal) -> CheckpointPlan:
     )
 
 
-def scaling(request: Request, rehearsal: Rehearsal) -> Iterator[ScalingRow]:
+def scaling(request: Request, rehearsal: Rehearsal, speed: predict.Speed) -> Iterator[ScalingRow]:
     """From one host on, twice as many each time, with the same global batch and micro-batch.
 
     dp_shard becomes smaller where there are fewer ranks, dp_replicate follows.
@@ -95,7 +96,6 @@ def scaling(request: Request, rehearsal: Rehearsal) -> Iterator[ScalingRow]:
         yield scaled(request, rehearsal, hosts, hosts * local_size)
         hosts *= 2
     fits = predict.fits(rehearsal.peak, cluster)
-    speed = predict.speed(rehearsal, request.config, cluster, request.rank)
     yield ScalingRow(cluster.hosts, cluster.world_size, whole.mesh_shape, speed, fits)
 
 

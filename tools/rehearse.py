@@ -105,13 +105,12 @@ def rehearse(
     """Run one optimizer step of rank `rank` of `world_size`, of which a host has `local_size`.
 
     `vocab_size` is that of the tokenizer, `device_memory` the bytes that one rank may fill, for
-    --strategy auto. With `device_type` "cuda" the step allocates what it would on a GPU. --compile
-    is ignored: the rehearsal shows the step without it. Raises UsageError and MeshError where flags
-    and ranks do not fit together, as train.py does.
+    --strategy auto. With `device_type` "cuda" the step allocates what it would on a GPU, and
+    `config` names the dtype, since auto would ask this machine's. --compile is ignored: the
+    rehearsal shows the step without it. Raises UsageError and MeshError where flags and ranks do
+    not fit together, as train.py does.
     """
     c = dataclasses.replace(config, compile=False)
-    if device_type == "cuda" and c.dtype == "auto":
-        c = dataclasses.replace(c, dtype="bfloat16")  # there may be no GPU here to ask
     with fake_group(rank, world_size) as store:
         world = dist.World(
             rank=rank,
@@ -146,7 +145,7 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
     fakes = FakeTensors()
     recorder = FakeRecorder(fakes)
     mesh = dist.make_mesh(world, chosen.mesh_shape)
-    net = layout.empty_model(chosen, c)
+    net = layout.empty_model(chosen.model_config, chosen.dtype, c)
     parameters = net.parameter_count()
     with fakes, recorder, loss_parallel(), train.no_garbage_collection(), quick_build():
         run = SimpleNamespace(  # what a step needs of train.Run

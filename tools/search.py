@@ -20,8 +20,8 @@ import torch
 import dist
 import memory
 from cli import UsageError
-from config import Config, blocks_per_unit, model_config, split_batch
-from layout import Layout, choose_layout, empty_model
+from config import Config, model_config, split_batch
+from layout import Layout, choose_layout, empty_model, fsdp_units
 from model import Transformer
 from tools import predict
 from tools.predict import Cluster, Request, Speed
@@ -135,7 +135,7 @@ class Sizes:
 
 def sizes_of(model: Transformer, c: Config) -> Sizes:
     numels = memory.local_numels(model, c.tp, model.tensor_parallel_plan())
-    units = dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c))
+    units = fsdp_units(model, c)
     sizes, _ = memory.unit_numels(model, numels, units)
     # Neither the last unit nor an embedding
     again = sizes[1:-1] if model.embed_and_head() else sizes[:-1]
@@ -179,7 +179,7 @@ class Sketches:
         layout = self.layout(c)
         key = (c.tp, c.reshard_after_forward)
         if key not in self.sizes:
-            self.sizes[key] = sizes_of(empty_model(layout, c), c)
+            self.sizes[key] = sizes_of(empty_model(layout.model_config, layout.dtype, c), c)
         sizes = self.sizes[key]
         seq_len = layout.model_config.seq_len
         tokens = layout.micro_batch_size * layout.grad_accum_steps * seq_len  # of a rank
