@@ -92,10 +92,7 @@ def estimate(
     accumulated = 0
     if grad_sync == "batch" and grad_accum_steps > 1 and strategy != "single":
         if is_fsdp:  # whole gradients; those of a unit are freed when its shards have been reduced
-            gradients = sum(whole.values())
-            if not model.config.tied:  # under tp torch has all rows of its gradient on every rank
-                gradients += (tp - 1) * whole["embed.weight"]
-            accumulated = 4 * (gradients - own_numel)
+            accumulated = 4 * (gradient_numel(model, whole, tp) - own_numel)
         else:  # in DDP's buckets, which DDP replaces once, before the second step computes
             accumulated = max(0, 4 * own_numel - gathered - activations - logits)
     found = Estimate(
@@ -146,6 +143,15 @@ def local_numels(
         shape[0] = -(-shape[0] // dp_shard)  # rounded up
         numels[name] = torch.Size(shape).numel()
     return numels
+
+
+def gradient_numel(model: nn.Module, numels: dict[str, int], tp: int) -> int:
+    """Elements of the gradients that a rank accumulates before FSDP shards them.
+
+    Under tp, torch computes all rows of a separate embedding's gradient on every rank.
+    """
+    rows_of_others = 0 if model.config.tied else (tp - 1) * numels["embed.weight"]
+    return sum(numels.values()) + rows_of_others
 
 
 def unit_numels(
