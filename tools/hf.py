@@ -253,22 +253,19 @@ def import_model(source: Path, out: Path) -> None:
     checkpoint.check_free(out, size)
     with new_folder(out) as work:
         copy_weights(safetensors, found, shapes, work / "full.pt")
-        name = import_tokenizer(source, work)
-        vocab_size = config.vocab_size
-        if name:
-            vocab_size = tokenizer.load(name if name == "bytes" else str(work / name)).n_vocab
+        encoding = import_tokenizer(source, work)
         manifest = {
             "step": 0,
             "tokens": 0,
             "model": dataclasses.asdict(config),
-            "tokenizer": name,
-            "tokens_in_vocabulary": vocab_size,
+            "tokenizer": encoding.name if encoding else None,
+            "tokens_in_vocabulary": encoding.n_vocab if encoding else config.vocab_size,
             "files": {file.name: checkpoint.sync_and_checksum(file) for file in work.iterdir()},
             "torch": torch.__version__,
         }
         checkpoint.complete(work, out, manifest)
     print(f"{out}: {source}, {len(shapes)} tensors, {size / 1e6:,.1f} MB in float32")
-    if name is None:
+    if encoding is None:
         print(f"{out} has no tokenizer: sample.py takes and prints token ids")
 
 
@@ -520,24 +517,25 @@ def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
     }
 
 
-def import_tokenizer(folder: Path, work: Path) -> str | None:
+def import_tokenizer(folder: Path, work: Path) -> tiktoken.Encoding | None:
     """Copy the tokenizer.json of a model folder to `work`, if tokenizer.py reads it.
 
-    Returns the tokenizer's name for the manifest, or None.
+    The built-in `bytes` needs no copy. An encoding's name is the tokenizer's in the manifest.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
         print(f"{folder} has no tokenizer.json")
         return None
-    if read_json(file) == tokenizer_json(tokenizer.load("bytes")):
-        return "bytes"
+    built_in = tokenizer.load("bytes")
+    if read_json(file) == tokenizer_json(built_in):
+        return built_in
     try:
-        tokenizer.load(str(file))
+        encoding = tokenizer.load(str(file))
     except tokenizer.TokenizerError as error:
         print(error)
         return None
     shutil.copyfile(file, work / file.name)
-    return file.name
+    return encoding
 
 
 # --------------------------------------------------------------------------------------------------
