@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,16 +49,12 @@ def cluster(args: Namespace) -> Table:
     gloo's reduce-scatter sends as much as an all-reduce, twice what nccl's sends: that is why
     micro_batch is so much slower under fsdp.
     """
-    if args.hosts > MAX_HOSTS:
-        raise CannotMeasure(f"--hosts {args.hosts}: {SUBNET}.0/24 has room for {MAX_HOSTS}")
     rows = []
     with (
         tempfile.TemporaryDirectory(prefix="cluster-") as folder,
         hosts(args.hosts, args.bandwidth) as namespaces,
     ):
-        tokens = Path(folder, "tokens")
-        sources = sorted(str(path) for path in Path(TRAIN).parent.glob("*.py"))
-        prepare.prepare(sources, tokens, say=lambda line: None)
+        tokens = prepare_tokens(folder)
         for strategy in args.strategies:
             for sync in ("batch", "micro_batch"):
                 print(f"{strategy}, {sync} ...", file=sys.stderr, flush=True)
@@ -77,6 +73,14 @@ def cluster(args: Namespace) -> Table:
         f"2.4 million parameters, accumulation {GRAD_ACCUM_STEPS}, {args.steps} steps"
     )
     return Table(subject, rows)
+
+
+def prepare_tokens(folder: str) -> Path:
+    """A token folder of the sources of train.py."""
+    tokens = Path(folder, "tokens")
+    sources = sorted(str(path) for path in Path(TRAIN).parent.glob("*.py"))
+    prepare.prepare(sources, tokens, say=lambda line: None)
+    return tokens
 
 
 def train_flags(strategy: str, sync: str, args: Namespace) -> list[str]:
@@ -111,6 +115,8 @@ def hosts(count: int, bandwidth: str) -> Iterator[list[str]]:
     They are deleted when the block ends, and all processes in them are killed. Raises CannotMeasure
     where namespaces cannot be created.
     """
+    if count > MAX_HOSTS:
+        raise CannotMeasure(f"--hosts {count}: {SUBNET}.0/24 has room for {MAX_HOSTS}")
     check_requirements()
     prefix = f"cluster-{os.getpid()}"
     switch = f"{prefix}-switch"
@@ -281,8 +287,7 @@ def parse(argv: list[str]) -> Namespace:
         "Needs Linux, root and iproute2.",
     )
     parser.set_defaults(table="cluster")
-    add_count(parser, "--hosts", 2, "hosts")
-    add_count(parser, "--nproc", 2, "processes on each host")
+    add_flags(parser)
     parser.add_argument(
         "--bandwidth",
         type=rate,
@@ -290,6 +295,13 @@ def parse(argv: list[str]) -> Namespace:
         metavar="RATE",
         help="of each host's link, in each direction, as tc writes it (default: 200mbit)",
     )
+    return parser.parse_args(argv)
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags of all that measures in these hosts."""
+    add_count(parser, "--hosts", 2, "hosts")
+    add_count(parser, "--nproc", 2, "processes on each host")
     add_count(parser, "--steps", 3, "counted steps of each run")
     parser.add_argument(
         "--strategies",
@@ -297,10 +309,9 @@ def parse(argv: list[str]) -> Namespace:
         default=list(STRATEGIES),
         choices=STRATEGIES,
         metavar="NAME",
-        help=f"the ones to measure, of {', '.join(STRATEGIES)} (default: all)",
+        help=f"of {', '.join(STRATEGIES)}; the first is compared with (default: all)",
     )
     parser.add_argument("--json", action="store_true", help="print numbers, not a table")
-    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:

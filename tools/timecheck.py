@@ -26,9 +26,8 @@ import torch.distributed
 
 import cli
 import config
-import prepare
 from tools import bench, cluster, predict
-from tools.bench import STRATEGIES, TRAIN, CannotMeasure, RunFailed, Table
+from tools.bench import TRAIN, CannotMeasure, RunFailed, Table
 from tools.compare import read_rows
 from tools.predict import Cluster, Links, Request
 
@@ -129,9 +128,7 @@ def check(args: Namespace) -> Table:
             for sync in args.syncs:
                 cases.append(Case(bandwidth, strategy, sync))
     with tempfile.TemporaryDirectory(prefix="timecheck-") as folder:
-        tokens = Path(folder, "tokens")
-        sources = sorted(str(path) for path in Path(TRAIN).parent.glob("*.py"))
-        prepare.prepare(sources, tokens, say=lambda line: None)
+        tokens = cluster.prepare_tokens(folder)
         for turn in range(args.rounds):
             for bandwidth in args.bandwidths:
                 of_bandwidth = [case for case in cases if case.bandwidth == bandwidth]
@@ -265,8 +262,7 @@ def parse(argv: list[str]) -> Namespace:
         "of the cluster in a box. Needs Linux, root and iproute2.",
     )
     parser.set_defaults(table="timecheck")
-    bench.add_count(parser, "--hosts", 2, "hosts")
-    bench.add_count(parser, "--nproc", 2, "processes on each host")
+    cluster.add_flags(parser)
     parser.add_argument(
         "--bandwidths",
         type=cluster.rate,
@@ -275,16 +271,7 @@ def parse(argv: list[str]) -> Namespace:
         metavar="RATE",
         help="of each host's link, as tc writes them (default: 200mbit 1gbit)",
     )
-    bench.add_count(parser, "--steps", 3, "counted steps of each run")
     bench.add_count(parser, "--rounds", 2, "rounds over the bandwidths")
-    parser.add_argument(
-        "--strategies",
-        nargs="+",
-        default=list(STRATEGIES),
-        choices=STRATEGIES,
-        metavar="NAME",
-        help=f"of {', '.join(STRATEGIES)}; the first is compared with (default: all)",
-    )
     parser.add_argument(
         "--syncs",
         nargs="+",
@@ -293,7 +280,6 @@ def parse(argv: list[str]) -> Namespace:
         metavar="SYNC",
         help="of batch, micro_batch (default: batch)",
     )
-    parser.add_argument("--json", action="store_true", help="print numbers, not a table")
     return parser.parse_args(argv)
 
 
