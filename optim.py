@@ -110,6 +110,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def lay_out_gradient(parameter: nn.Parameter) -> None:
+    """Lay the gradient of a parameter out as the parameter is.
+
+    Under tp, torch gives a separate embedding the gradient of the whole matrix on every rank: a sum
+    over ranks would count it once for each.
+    """
+    if isinstance(parameter, DTensor) and parameter.grad is not None:
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+
 def num_shards(parameter: Tensor) -> int:
     """How many parts a parameter is split into: 1 where it is replicated."""
     count = 1
@@ -274,6 +284,7 @@ class Optimizer:
         """
         grads = []
         for parameter in self.parameters.values():
+            lay_out_gradient(parameter)
             has_grad = parameter.grad is not None
             grads.append(local(parameter.grad) if has_grad else self.empty_grad)
         square_sums = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of this rank's parts

@@ -19,11 +19,12 @@ MESHES = {
     "single tp 2": 2,
     "ddp 2 tp 2": 4,
     "fsdp 2 tp 2": 4,
+    "hsdp 2x1 tp 2": 4,
 }
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative
 
 # Each with which (grad_accum_steps, dtype). A strategy sees all four, on two numbers of ranks; tp,
-# whose many small collectives take long, sees fewer.
+# whose many small collectives take long, sees fewer. "untied": the head has a weight of its own.
 COMBINATIONS = {
     "single": [(1, "float32"), (1, "bfloat16"), (4, "float32"), (4, "bfloat16")],
     "ddp 2": [(1, "float32"), (4, "bfloat16")],
@@ -34,17 +35,33 @@ COMBINATIONS = {
     "single tp 2": [(1, "float32")],
     "ddp 2 tp 2": [(1, "float32")],
     "fsdp 2 tp 2": [(1, "bfloat16"), (4, "float32")],
+    "hsdp 2x1 tp 2": [(1, "float32")],
+    "single untied": [(1, "float32")],
+    "single tp 2 untied": [(1, "float32")],
+    "ddp 2 tp 2 untied": [(1, "float32")],
+    "fsdp 2 tp 2 untied": [(1, "float32")],
+    "hsdp 2x1 tp 2 untied": [(1, "float32")],
 }
 CASES = [(mesh, *each) for mesh, combinations in COMBINATIONS.items() for each in combinations]
 
 
+def ranks_of(mesh: str) -> int:
+    return MESHES[mesh.removesuffix(" untied")]
+
+
+def reference(mesh: str) -> str:
+    return "single untied" if "untied" in mesh else "single"
+
+
 def case_flags(mesh: str, grad_accum_steps: int, dtype: str) -> str:
-    dp_size = MESHES[mesh] // (2 if "tp" in mesh else 1)
+    dp_size = ranks_of(mesh) // (2 if "tp" in mesh else 1)
     global_batch_size = 8 if grad_accum_steps == 1 else 16
     text = f"--strategy {mesh.split()[0]} --dtype {dtype} --global_batch_size {global_batch_size}"
     text += f" --micro_batch_size {global_batch_size // dp_size // grad_accum_steps}"
-    if mesh == "hsdp 2x2":
-        text += " --dp_shard 2"
+    if mesh.startswith("hsdp"):
+        text += " --dp_replicate 2"
+    if "untied" in mesh:  # a size whose head is; its other parts are overridden
+        text += " --model tinyllama-1.1b --max_steps 5"  # a wrong norm shows in the first step
     if "tp" in mesh:
         text += " --tp 2 --checkpoint full"  # which gathers over two axes
     return text
@@ -56,19 +73,21 @@ def results(pool, tokens, tmp_path_factory) -> dict:
     root = tmp_path_factory.mktemp("parity")
     runs = {}
     for i, case in enumerate(CASES):
-        ranks = MESHES[case[0]]
+        ranks = ranks_of(case[0])
         text = f"--data {tokens} --out {root}/{i} --max_steps 20 --max_grad_norm 2"
         assert pool(ranks, call_train, flags(f"{text} {case_flags(*case)}")) == [0] * ranks
         runs[case] = root / str(i)
     return runs
 
 
-@pytest.mark.parametrize("mesh, grad_accum_steps, dtype", [c for c in CASES if c[0] != "single"])
+@pytest.mark.parametrize(
+    "mesh, grad_accum_steps, dtype", [c for c in CASES if c[0] != reference(c[0])]
+)
 def test_every_mesh_gives_the_numbers_of_a_single_process(results, mesh, grad_accum_steps, dtype):
-    single = results["single", grad_accum_steps, dtype]
+    single = results[reference(mesh), grad_accum_steps, dtype]
     out = results[mesh, grad_accum_steps, dtype]
     tolerance = TOLERANCE[dtype]
-    assert len(rows(out)) == 20
+    assert len(rows(out)) == (5 if "untied" in mesh else 20)
     for expected, row in zip(rows(single), rows(out), strict=True):
         for key in ("loss", "grad_norm"):
             assert row[key] == pytest.approx(expected[key], rel=tolerance)
@@ -94,9 +113,9 @@ def initial_weights(mesh_name: str) -> tuple[int, dict]:
     """The number of parameters that this rank holds, and the full weights."""
     world = dist.start("cpu")
     strategy = mesh_name.split()[0]
-    dp_shard = 2 if mesh_name == "hsdp 2x2" else None
+    dp_replicate = 2 if strategy == "hsdp" else None
     tp = 2 if "tp" in mesh_name else 1
-    shape = dist.mesh_shape(strategy, world.size, world.local_size, None, dp_shard, tp)
+    shape = dist.mesh_shape(strategy, world.size, world.local_size, dp_replicate, None, tp)
     config = model.ModelConfig(
         64, n_layer=2, n_head=4, n_kv_head=2, d_model=16, d_ff=24, seq_len=8, tied=False
     )
@@ -129,6 +148,7 @@ def test_initial_weights_are_the_same_on_every_mesh_and_no_rank_holds_more_than_
         "single tp 2": (total + norms) / 2,
         "ddp 2 tp 2": (total + norms) / 2,
         "fsdp 2 tp 2": (total + norms) / 4,
+        "hsdp 2x1 tp 2": (total + norms) / 2,
     }
     for mesh, ranks in MESHES.items():
         for held, weights in pool(ranks, initial_weights, mesh):
