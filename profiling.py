@@ -200,7 +200,10 @@ class Profiler:
     Counting slows a step down, so it is kept out of the trace. Each rank writes
     `folder`/rank_N.trace.json, for chrome://tracing or ui.perfetto.dev, and rank_N.json, the
     figures; `say` gets them in words. Without a window every step passes untouched, as it does in a
-    run that was resumed inside the window.
+    run that was resumed inside the window. An exception of the profiler costs the profile only.
+
+    torch's profiler corrupts memory where it starts or stops while a collective runs on a thread of
+    gloo. `settle` is called before it does: it returns when this rank has none in flight.
     """
 
     def __init__(
@@ -209,12 +212,14 @@ class Profiler:
         folder: Path,
         mesh: DeviceMesh,
         say: Callable[[str], None],
+        settle: Callable[[], None],
     ):
         self.window = window
         self.path = folder / f"rank_{dist.get_rank()}"
         self.is_cuda = mesh.device_type == "cuda"
         self.mesh = mesh
         self.say = say
+        self.settle = settle
         self.trace: profile | None = None
         self.figures: dict = {}
 
@@ -226,28 +231,33 @@ class Profiler:
             return
         start, stop = self.window
         if step == start + 1:
-            self.begin(data_wait)
-        if self.trace is None or step != stop + 1:
+            self.attempt(self.begin, data_wait)
+        if self.trace and step == stop + 1:
+            self.attempt(self.end, data_wait)
+        if not self.figures:
             yield
             return
-        self.end(data_wait)
         syncs = CudaSyncCounter() if self.is_cuda else HostSyncCounter()
         with CommunicationCounter(self.mesh) as traffic, syncs:
             yield
-        self.figures["host_syncs"] = dict(syncs.counts)
-        self.figures["communicated"] = []
-        for (kind, axis), total in traffic.counts.items():
-            row = {"kind": kind, "axis": axis, "calls": total.calls, "bytes": total.bytes}
-            self.figures["communicated"].append(row)
-        self.path.with_suffix(".json").write_text(json.dumps(self.figures, indent=2) + "\n")
-        for line in self.report():
-            self.say(line)
+        self.attempt(self.finish, syncs.counts, traffic.counts)
+        self.window = self.trace = None
+
+    def attempt(self, part: Callable, *arguments) -> None:
+        """Call a part of the profile; give the profile up, and not the run, where it fails."""
+        try:
+            part(*arguments)
+        except Exception as error:
+            self.window = self.trace = None
+            self.figures = {}
+            print(f"rank {dist.get_rank()}: no profile: {error!r}", file=sys.stderr, flush=True)
 
     def begin(self, data_wait: float) -> None:
         activities = [ProfilerActivity.CPU]
         if self.is_cuda:
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()
+        self.settle()
         self.trace = profile(activities=activities)
         self.trace.start()
         self.began = Clocks(time.perf_counter(), time.thread_time(), data_wait)
@@ -256,10 +266,21 @@ class Profiler:
         if self.is_cuda:
             torch.cuda.synchronize()
         now = Clocks(time.perf_counter(), time.thread_time(), data_wait)
+        self.settle()
         self.trace.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.trace.export_chrome_trace(f"{self.path}.trace.json")
         self.figures = self.summarize(now.since(self.began))
+
+    def finish(self, host_syncs: dict[str, int], traffic: dict[tuple[str, str], Traffic]) -> None:
+        self.figures["host_syncs"] = dict(host_syncs)
+        self.figures["communicated"] = []
+        for (kind, axis), total in traffic.items():
+            row = {"kind": kind, "axis": axis, "calls": total.calls, "bytes": total.bytes}
+            self.figures["communicated"].append(row)
+        self.path.with_suffix(".json").write_text(json.dumps(self.figures, indent=2) + "\n")
+        for line in self.report():
+            self.say(line)
 
     def summarize(self, elapsed: Clocks) -> dict:
         start, stop = self.window

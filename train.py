@@ -170,8 +170,9 @@ class Run:
         )
         self.watchdog.dump_folder = out / "flight"
         self.log = build_log(plan, self.model, world.device, first_start)
+        self.any_rank = watchdog.AnyRankFlag(world.timeout)
         self.profiler = profiling.Profiler(
-            profile_window(c), out / "profile", self.mesh, self.log.say
+            profile_window(c), out / "profile", self.mesh, self.log.say, self.settle
         )
         self.saver = checkpoint.Saver(
             out,
@@ -182,6 +183,11 @@ class Run:
             timeout=world.timeout,
             extra_files=plan.token_folder.tokenizer_file,
         )
+
+    def settle(self) -> None:
+        """Wait until this rank has no collective in flight: those of a step have ended by then."""
+        self.any_rank.wait()
+        self.saver.wait()
 
     def check_ranks_agree(self) -> None:
         """Check that the ranks form one run: flags, code and data, weights, and who reads what."""
@@ -453,7 +459,6 @@ def train(run: Run) -> int:
     log = run.log
     start_step = run.step + 1
     batches = run.batches(start_step, c.max_steps)  # their order is a function of (seed, step)
-    any_rank = watchdog.AnyRankFlag(run.world.timeout)
     should_stop = StopRequest(run.plan.deadline, log)
     log.start_interval()
     for step in range(start_step, c.max_steps + 1):
@@ -462,7 +467,7 @@ def train(run: Run) -> int:
         run.step = step
         is_last = step == c.max_steps
         # One step late, so that no host waits for it, and in the same step on every rank.
-        stop = any_rank(should_stop()) and not is_last
+        stop = run.any_rank(should_stop()) and not is_last
         should_evaluate = is_last or due(step, c.eval_interval)
         should_save = is_last or stop or due(step, c.save_interval)
         pause = should_evaluate or should_save

@@ -318,12 +318,16 @@ class AnyRankFlag:
 
     def __call__(self, raised: bool) -> bool:
         """Send this step's flag; return whether any rank raised one in the step before."""
-        if self.in_flight:
-            self.in_flight.wait()
+        self.wait()
         any_raised = self.flag.numpy()[0] > 0  # not .item(), which counts as a host sync
         self.flag = torch.tensor([float(raised)])
         self.in_flight = dist.all_reduce(self.flag, group=self.group, async_op=True)
         return any_raised
+
+    def wait(self) -> None:
+        """Wait until no all_reduce is in flight."""
+        if self.in_flight:
+            self.in_flight.wait()
 
 
 class RankMismatch(ValueError):

@@ -12,6 +12,7 @@ import torch
 from conftest import flags, listen
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
+import checkpoint
 import data
 import dist
 import optim
@@ -70,6 +71,57 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
             assert figures["host_syncs"] == {} and figures["data_wait"] > 0.5
     assert "profile steps 4 to 6, " in out and "4 x all_gather over dp_shard" in out
     assert "host syncs: " + ("1 x test_profiling.py:" if fault == "sync" else "none") in out
+
+
+def switches(argv: list[str], fails: bool) -> tuple[int, str, list]:
+    """(status, standard error, what is in flight where the profiler starts and stops) of train.py.
+
+    Slow ranks and slow saves keep collectives in flight for longer than a step takes.
+    """
+    works, saves, found = [], [], []
+    all_reduce, finish = torch.distributed.all_reduce, checkpoint.Saver.finish
+
+    def late(*args, **options):
+        if options.get("async_op"):
+            threading.Event().wait(0.1 * torch.distributed.get_rank())
+            works.append(all_reduce(*args, **options))
+            return works[-1]
+        return all_reduce(*args, **options)
+
+    def slow(saver, pending):
+        saves.append("a save")
+        threading.Event().wait(0.2)
+        finish(saver, pending)
+        saves.pop()
+
+    class Switch(torch.profiler.profile):
+        def start(self):
+            found.append([work for work in works if not work.is_completed()] + saves)
+            if fails:
+                raise MemoryError("std::bad_alloc")
+            super().start()
+
+        def stop(self):
+            found.append([work for work in works if not work.is_completed()] + saves)
+            super().stop()
+
+    with (
+        mock.patch("torch.distributed.all_reduce", late),
+        mock.patch.object(checkpoint.Saver, "finish", slow),
+        mock.patch.object(profiling, "profile", Switch),
+    ):
+        status, _, err = listen(argv)
+    return status, err, [list(map(str, each)) for each in found]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_profiler_switches_while_no_collective_is_in_flight(pool, tokens, tmp_path, fails):
+    text = f"--data {tokens} --out {tmp_path}/run --max_steps 6 --profile 2:3 --strategy ddp"
+    argv = flags(f"{text} --async_save --save_interval 2 --log_interval 10")
+    for rank, (status, err, found) in enumerate(pool(2, switches, argv, fails)):
+        assert status == 0 and found == ([[]] if fails else [[], []])
+        assert (f"rank {rank}: no profile: MemoryError('std::bad_alloc')" in err) == fails
+    assert len(list(tmp_path.glob("run/profile/*"))) == (0 if fails else 4)
 
 
 def test_a_run_that_is_continued_inside_the_window_has_nothing_to_report(run):
@@ -171,7 +223,7 @@ def gpu_figures(one_process, monkeypatch, tmp_path) -> dict:
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_sync_debug_mode)
     monkeypatch.setattr(profiling.time, "perf_counter", iter([0.0, 1e-3]).__next__)  # seconds
     mesh = SimpleNamespace(device_type="cuda", mesh_dim_names=())
-    profiler = profiling.Profiler((3, 4), tmp_path, mesh, lambda line: None)
+    profiler = profiling.Profiler((3, 4), tmp_path, mesh, lambda line: None, lambda: None)
     with profiler.step(4, data_wait=0.0):
         pass
     with profiler.step(5, data_wait=0.0):
