@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, Job, call_train, children, flags, listen, rows, torchrun
+from conftest import ROOT, Job, build_run, call_train, children, flags, listen, rows, torchrun
 
 import data
 import dist
@@ -217,14 +217,26 @@ def test_the_line_comes_within_the_timeout_and_torchrun_ends_the_job_30_seconds_
 
 
 def train_with_a_slow_rank(argv: list[str]) -> int:
+    """train.py, where a read of rank 2 takes 10 seconds by its clock, so that no load takes more.
+
+    The other ranks wait for a hundredth of a second.
+    """
     read = data.TokenDataset.__getitem__
+    seconds = 0
 
     def slow_read(dataset, indices):
+        nonlocal seconds
         if os.environ["RANK"] == "2":
             time.sleep(0.01)
+            seconds += 10
         return read(dataset, indices)
 
-    with mock.patch.object(data.TokenDataset, "__getitem__", slow_read):
+    clock = mock.Mock(wraps=time)
+    clock.perf_counter.side_effect = lambda: time.perf_counter() + seconds
+    with (
+        mock.patch.object(data.TokenDataset, "__getitem__", slow_read),
+        mock.patch.object(train, "time", clock),
+    ):
         return call_train(argv)
 
 
@@ -232,9 +244,10 @@ def test_the_slowest_rank_is_named_in_the_log(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy ddp --max_steps 4")
     assert pool(4, train_with_a_slow_rank, argv) == [0] * 4
     for row in rows(tmp_path / "run")[1:]:  # the first step has the start-up cost of every rank
-        assert row["slowest_rank"] == 2 and row["step_time_min"] < row["step_time_max"]
-        # The others waited for rank 2, not for data.
-        assert row["data_wait"] > 0.01 > row["data_wait_min"]
+        assert row["slowest_rank"] == 2 and row["step_time_max"] > 10
+        # The others waited for rank 2, not for data: that is in a step's time, but not in theirs.
+        assert row["data_wait"] > 10 > row["data_wait_min"]
+        assert row["step_time_min"] < row["step_time"]
 
 
 @pytest.mark.parametrize(
@@ -258,6 +271,101 @@ def test_who_is_to_blame(after, collective_failed, line):
     for text in ("2 9 a|4 9 a|4 9 b", after):
         looks.append([watchdog.Heartbeat.decode(beat.encode()) for beat in text.split("|")])
     assert dog.diagnose(*looks) == line
+
+
+class Beats:
+    """In place of the event that ends the thread: intervals pass at once, `count` of them.
+
+    In each, rank 1 sends a heartbeat.
+    """
+
+    def __init__(self, count: int, rank1: watchdog.Watchdog):
+        self.count = count
+        self.rank1 = rank1
+        self.passed = 0
+
+    def wait(self, seconds: float) -> bool:
+        self.passed += 1
+        self.rank1.send_heartbeat(self.passed)
+        return self.passed > self.count
+
+
+@pytest.mark.parametrize(
+    "seconds, slow, ends", [(50, False, 0), (70, False, 1), (500, True, 0), (700, True, 1)]
+)
+def test_slow_work_may_take_ten_times_the_timeout(seconds, slow, ends):
+    """Two ranks without progress, with a timeout of 60 seconds: a beat is a second."""
+    store = torch.distributed.HashStore()
+    dogs = [watchdog.Watchdog(store, rank, 2, timeout=60) for rank in range(2)]
+    for dog in dogs:
+        dog.progress(3, "saving", slow=slow)
+    dogs[0].stopped = Beats(seconds, dogs[1])
+    with (
+        mock.patch.object(dogs[0], "abort", side_effect=SystemExit) as abort,
+        contextlib.suppress(SystemExit),
+    ):
+        dogs[0].run()
+    line = "no rank made progress for 60 s: all are after step 3, saving"
+    assert abort.call_args_list == [mock.call(line)] * ends
+
+
+def watch_a_run(argv: list[str]) -> list[tuple[str, int, bool]]:
+    """(what, after how many steps, whether the watchdog takes it for slow)."""
+    run = build_run(argv)
+    seen = []
+
+    def see(what: str) -> None:
+        seen.append((what, run.step, run.watchdog.slow))
+
+    run.forward.register_forward_hook(lambda *_: see("forward"))
+    with mock.patch.object(run.saver, "wait", lambda: see("save")):
+        train.train(run)
+    return seen
+
+
+def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
+    text = "--max_steps 3 --save_interval 2 --eval_sequences 1 --sample_tokens 1"
+    (seen,) = pool(1, watch_a_run, flags(f"--data {tokens} --out {tmp_path}/run {text}"))
+    assert seen == [
+        ("forward", 0, True),
+        ("forward", 1, False),
+        ("save", 2, True),
+        ("forward", 2, False),
+        ("forward", 3, False),  # the evaluation
+        ("save", 3, True),
+        ("save", 3, True),  # waits for the last one
+        ("forward", 3, True),  # the closing sample
+    ]
+
+
+def lose_rank(folder: Path, rank: int, number: signal.Signals) -> None:
+    watchdog.Watchdog(torch.distributed.FileStore(f"{folder}/store", 3), rank, 3, timeout=60)
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    "number, fate",
+    [
+        (signal.SIGKILL, "died without an exception (killed by a signal, or crashed)"),
+        (signal.SIGSTOP, "stopped or died"),
+    ],
+)
+def test_ranks_died_only_where_none_of_them_may_have_stopped(tmp_path, number, fate):
+    """Rank 1 is killed, and rank 2 too or only stopped."""
+    context = multiprocessing.get_context("fork")  # no second start of torch
+    processes = []
+    for rank, own_number in ((1, signal.SIGKILL), (2, number)):
+        process = context.Process(target=lose_rank, args=(tmp_path, rank, own_number))
+        process.start()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        processes.append(process)
+    dog = watchdog.Watchdog(torch.distributed.FileStore(f"{tmp_path}/store", 3), 0, 3, timeout=60)
+    line = dog.diagnose(dog.read_all(), dog.read_all())
+    for process in processes:
+        process.kill()
+        process.join()
+    where = "before the first step"
+    assert line == f"ranks 1 and 2 {fate}, last seen {where}; rank 0 is {where}"
 
 
 def test_nccl_leaves_it_to_the_watchdog_to_end_a_rank():
