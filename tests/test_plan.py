@@ -259,6 +259,15 @@ def test_the_report_fits_on_a_screen_and_says_what_does_not_fit(monkeypatch, cap
     assert "sharded DOES NOT FIT, async_save DOES NOT FIT, full DOES NOT FIT" in "\n".join(lines)
 
 
+def test_links_are_those_of_the_flags():
+    text = "--intra_host_bandwidth 100 --inter_host_bandwidth 10"
+    text += " --intra_host_latency 2 --inter_host_latency 30"
+    request, _ = plan_of(f"--world_size 8 --nproc_per_node 4 {text}")
+    links = request.cluster.links
+    assert (links.intra_bandwidth, links.host_bandwidth) == (100e9, 10e9)
+    assert (links.intra_latency, links.inter_latency) == pytest.approx((2e-6, 30e-6))
+
+
 def test_the_vocabulary_is_that_of_the_data_or_else_of_the_named_size(tokens):
     argv = ["--world_size=8", "--model=gpt2-124m"]
     request, _ = plan.parse(argv)
@@ -301,7 +310,7 @@ def test_the_scaling_table_goes_from_one_host_to_all_with_the_same_batch():
     assert compute == pytest.approx([4 * compute[2], 2 * compute[2], compute[2]])
 
 
-def rehearse_two(hosts: int) -> tuple[list, float, list, float]:
+def rehearse_two() -> tuple[list, float, list, float]:
     """A run on 16 ranks rescaled to 8, and rehearsed there."""
     found = []
     for world_size in (16, 8):
@@ -314,7 +323,7 @@ def rehearse_two(hosts: int) -> tuple[list, float, list, float]:
 
 
 def test_a_rescaled_rehearsal_is_that_of_the_smaller_cluster(pool):
-    ((rescaled, rescaled_flops, rehearsed, flops),) = pool(1, rehearse_two, 2)
+    ((rescaled, rescaled_flops, rehearsed, flops),) = pool(1, rehearse_two)
     assert rescaled == rehearsed
     assert rescaled_flops == flops
 

@@ -112,7 +112,9 @@ def test_a_rank_of_512_gpus(pool):
         flops_per_token = Transformer(plain.layout.model_config).flops_per_token(1024)
     tokens = 8 * 1024  # of a rank
     assert plain.flops == full.flops == flops_per_token * tokens
+    # Four times as many micro-batches, of which each is computed by four ranks
     assert tp.flops == flops_per_token * (4096 // 128) * 1024 / 4
+    assert tp.recomputed_flops == full.recomputed_flops
     assert full.recomputed_flops > plain.recomputed_flops
     assert full.memory["activations"] < plain.memory["activations"]
     assert auto.layout.strategy == "ddp"

@@ -192,6 +192,47 @@ def test_config_json_starts_the_same_run(run, pool, tmp_path):
     assert now == {**before, "out": str(again), "min_lr": 1e-5}
 
 
+class Clock:
+    """In place of the module `time`: what a run is told to take moves it on, and nothing else."""
+
+    now = 0.0
+    time = staticmethod(time.time)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = thread_time = monotonic
+
+
+def train_by_a_clock(argv: list[str]) -> tuple[int, float]:
+    """The status of train.py, where a step takes 10 seconds and a save 30, and when it ended."""
+    clock = Clock()
+
+    def taking(seconds: float, function):
+        def call(*arguments):
+            clock.now += seconds
+            return function(*arguments)
+
+        return call
+
+    with (
+        mock.patch.object(train, "time", clock),
+        mock.patch.object(metrics, "time", clock),
+        mock.patch.object(train, "train_step", taking(10, train.train_step)),
+        mock.patch.object(train, "save", taking(30, train.save)),
+    ):
+        status = call_train(argv)
+    return status, clock.now
+
+
+def test_the_last_save_ends_before_the_time_limit(pool, tokens, tmp_path):
+    text = "--max_steps 100 --save_interval 5 --time_limit 300"
+    argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
+    ((status, ended),) = pool(1, train_by_a_clock, argv)
+    assert status == 75 and 200 < ended <= 300
+    assert checkpoint.list_checkpoints(tmp_path / "run")[-1].name == "step-00000017"
+
+
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
@@ -272,17 +313,23 @@ def test_eval_only_takes_another_checkpoint_and_other_data(run, pool, tokens, tm
     out = run(1, "--max_steps 2 --save_interval 1 --dtype float32 --eval_interval 1")
     other = tmp_path / "other"
     shutil.copytree(tokens, other)
-    zeros = np.zeros(1000, "<u2")
-    zeros.tofile(other / "val.bin")
-    meta = json.loads((other / "meta.json").read_text()) | {"val_tokens": 1000, "tokenizer": None}
+    ids = np.zeros(1000, "<u2")
+    ids[0] = 256  # an end of text, which is an input only
+    ids.tofile(other / "val.bin")
+    meta = json.loads((other / "meta.json").read_text()) | {"val_tokens": 1000}
     (other / "meta.json").write_text(json.dumps(meta))
     path = checkpoint.list_checkpoints(out)[0]
     text = "--eval_only --eval_sequences 10 --device cpu --dtype float32"
     argv = [*text.split(), "--init_from"]
     ((_, first, _),) = pool(1, listen, [*argv, str(path)])
     assert evaluation(first)[0] == pytest.approx(rows(out, "val_loss")[0]["val_loss"], abs=1e-6)
-    ((_, newest, _),) = pool(1, listen, [*argv, str(out), "--data", str(other)])
+    argv += [str(out), "--data", str(other)]
+    ((_, newest, _),) = pool(1, listen, argv)
     assert newest.startswith(f"{out}/checkpoints/step-00000002 on {other}: val_loss ")
+    loss, _, bits = evaluation(newest)
+    assert bits == pytest.approx(loss / math.log(2), rel=1e-5)  # a byte for each prediction
+    (other / "meta.json").write_text(json.dumps(meta | {"tokenizer": None}))
+    ((_, newest, _),) = pool(1, listen, argv)
     assert (
         ", no bits per byte: the tokenizer of this data is unknown, and ids have no text (10 "
         in newest
@@ -339,8 +386,10 @@ class FakeTracker:
         self.opened.append(options)
         return self
 
-    def SummaryWriter(self, folder: Path, purge_step: int):
-        self.opened.append({"folder": folder, "purge_step": purge_step})
+    def SummaryWriter(self, folder: Path, purge_step: int | None = None):
+        """TensorBoard then shows no row of `purge_step` or later that was written before."""
+        self.opened.append(folder)
+        self.sent = [row for row in self.sent if purge_step is None or row[0] < purge_step]
         return self
 
     def log(self, numbers: dict, step: int) -> None:
@@ -380,11 +429,19 @@ def test_wandb_gets_the_numbers_of_each_row_from_rank_0(pool, tokens, tmp_path):
 
 def test_tensorboard_gets_them_in_the_run_folder(pool, tokens, tmp_path):
     out = tmp_path / "run"
-    argv = flags(f"--data {tokens} --out {out} --max_steps 1 --tracker tensorboard")
+    text = "--max_steps 3 --save_interval 1 --keep_last 0 --eval_interval 1 --tracker tensorboard"
+    argv = flags(f"--data {tokens} --out {out} {text}")
     (((status, _, _), tracker),) = pool(1, train_with, FakeTracker(), argv)
-    assert (status, tracker.opened) == (0, [{"folder": out / "tensorboard", "purge_step": 1}])
+    assert (status, tracker.opened) == (0, [out / "tensorboard"])
     assert (1, {"loss": rows(out)[0]["loss"]}) in tracker.sent
     assert all("mfu" not in numbers for _, numbers in tracker.sent)  # null on CPUs
+    names = [(step, *numbers) for step, numbers in tracker.sent]
+
+    # A run that goes on from step 2 replaces the rows of step 3.
+    shutil.rmtree(checkpoint.list_checkpoints(out)[-1])
+    (((status, _, _), tracker),) = pool(1, train_with, tracker, argv)
+    assert status == 0 and [(step, *numbers) for step, numbers in tracker.sent] == names
+    assert tracker.sent[-1] == (3, {"val_loss": rows(out, "val_loss")[-1]["val_loss"]})
 
 
 def test_a_tracker_that_fails_ends_nothing_and_says_so_once(pool, tokens, tmp_path):
