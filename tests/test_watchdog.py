@@ -293,7 +293,7 @@ class Beats:
 
 
 NO_PROGRESS = "no rank made progress for 60 s: all are after step 3, saving"
-SILENT = "rank 1 stopped or died, last seen after step 3, saving; rank 0 is after step 3, saving"
+SILENT = "rank 1 stopped or died, last seen before the first step; rank 0 is after step 3, saving"
 
 
 @pytest.mark.parametrize(
