@@ -30,10 +30,12 @@ def make_log(out, **changes) -> metrics.Log:
     return metrics.Log(out, torch.device("cpu"), **settings | changes)
 
 
-def device_metrics(loss: float, skipped_in_a_row: int = 0) -> dict[str, torch.Tensor]:
+def device_metrics(
+    loss: float, skipped_in_a_row: int = 0, grad_norm: float = 2.0
+) -> dict[str, torch.Tensor]:
     values = {
         "loss": loss,
-        "grad_norm": 2.0,
+        "grad_norm": grad_norm,
         "clipped": 1.0,
         "skipped_steps": 5.0,
         "skipped_in_a_row": float(skipped_in_a_row),
@@ -68,6 +70,32 @@ def test_times_are_those_of_a_step_whatever_the_interval(log, tmp_path, monkeypa
     assert rows(tmp_path)[-1]["step_time"] == 0.5
 
 
+def log_of_a_rank(out) -> float:
+    """A row in which everything of rank 1 is larger but its data_wait and device memory."""
+    rank = dist.start("cpu").rank
+    memory = {"peak_device_memory": 500 - rank, "peak_host_memory": 700 + rank}
+    the_log = make_log(out)
+    the_log.start_interval()
+    the_log.data_wait += 30 - 20 * rank
+    with mock.patch.object(metrics, "peak_memory", lambda device: memory):
+        the_log.queue(1, device_metrics(2.0 + rank, grad_norm=3.0 + rank), lr=0.1)
+        the_log.data_wait += 1
+        the_log.queue(2, device_metrics(5.0 + rank), lr=0.1)
+    return the_log.loss
+
+
+def test_a_row_is_of_all_ranks(pool, tmp_path):
+    assert pool(2, log_of_a_rank, tmp_path) == [5.5, 5.5]
+    row, next_row = rows(tmp_path)
+    assert (row["loss"], row["grad_norm"], row["slowest_rank"]) == (2.5, 4.0, 0)
+    assert (row["data_wait"], row["data_wait_min"]) == (30.0, 10.0)
+    assert row["step_time_max"] > 30 > row["step_time_min"] > 10
+    assert (row["peak_device_memory"], row["peak_host_memory"]) == (500, 701)
+    # Times are those of the row's own interval.
+    assert (next_row["data_wait"], next_row["data_wait_min"]) == (1.0, 1.0)
+    assert 10 > next_row["step_time_max"] > 1
+
+
 def test_a_pause_is_not_part_of_a_step(log, tmp_path, monkeypatch):
     the_log = log()
     with the_log.paused():
@@ -90,6 +118,15 @@ def test_the_console_line(log, capsys, monkeypatch):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 103.0)
     the_log.queue(6, device_metrics(2.5), lr=0.1)
     assert capsys.readouterr().out.endswith("  0m47s left\n")
+
+
+def test_the_console_says_for_how_long_training_waited_for_a_save(log, capsys):
+    row = {"event": "checkpoint", "step": 4, "path": "here", "bytes": 2_500_000, "seconds": 1.5}
+    the_log = log()
+    the_log.checkpoint(row | {"blocking_seconds": 1.5})
+    the_log.checkpoint(row | {"blocking_seconds": 0.25})
+    line = "step   4/100  saved here: 2.5 MB in 1.50 s"
+    assert capsys.readouterr().out == f"{line}\n{line}, of which training waited 0.25 s\n"
 
 
 def test_too_many_skipped_updates_in_a_row_end_the_run_after_their_row(log, tmp_path, monkeypatch):
@@ -128,8 +165,11 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
     the_log.queue(5, device_metrics(2.5), lr=0.1)
     assert [row["goodput"] for row in rows(tmp_path)] == [0.3, 0.4, 0.5]
 
+    of_parameters = [json.dumps({"step": step, "parameter": "w"}) + "\n" for step in (4, 5)]
+    (tmp_path / "optim.jsonl").write_text("".join(of_parameters))
     monkeypatch.setattr(metrics.time, "time", lambda: 1070.0)
     again = log(started=1000.0, last_step=4)
+    assert (tmp_path / "optim.jsonl").read_text() == of_parameters[0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 108.0)
     again.queue(7, device_metrics(2.5), lr=0.1)
     assert [row["goodput"] for row in rows(tmp_path)] == [0.3, 0.4, pytest.approx(7 / 70)]
