@@ -114,7 +114,7 @@ def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
     survey = (
         65536 // 2
     )  # tokens in a block of the start-up survey; the second of a run of blocks is not read
-    tokens[survey + 5] = 999
+    tokens[survey + 5] = 257
     tokens.tofile(tmp_path / "train.bin")
     tokens[:100].tofile(tmp_path / "val.bin")
     (tmp_path / "meta.json").write_text(
@@ -132,7 +132,7 @@ def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
     for workers in (0, 1):
         with pytest.raises(
             data.DataError,
-            match=r"^\S+train.bin holds token 999, above its vocabulary of 257[^\n]*$",
+            match=r"^\S+train.bin holds token 257, above its vocabulary of 257[^\n]*$",
         ):
             list(data.loader(dataset, [[0], [survey // 8]], workers))
 
