@@ -6,6 +6,7 @@ compute dtype (FSDP gathers them that way); each layer casts its weight to the d
 In shape comments B is sequences, T tokens of a sequence, H heads, and d_head = d_model / n_head.
 """
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Iterator
@@ -41,6 +42,18 @@ class RopeScaling:
             )
 
 
+def check_names(cls: type, fields: dict) -> None:
+    """Raise ValueError unless the dataclass `cls` can be built from `fields`, by their names."""
+    known = dataclasses.fields(cls)
+    required = [field.name for field in known if field.default is dataclasses.MISSING]
+    unknown = sorted(fields.keys() - {field.name for field in known})
+    missing = [name for name in required if name not in fields]
+    if unknown:
+        raise ValueError(f"its model has {', '.join(unknown)}, which this code does not know")
+    if missing:
+        raise ValueError(f"its model lacks {', '.join(missing)}")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder. Raises ValueError where its numbers do not fit together."""
@@ -57,8 +70,21 @@ class ModelConfig:
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     rope_scaling: RopeScaling | None = None
 
+    @classmethod
+    def from_dict(cls, fields: dict) -> "ModelConfig":
+        """The model of a manifest. A field that did not exist when it was written has its default.
+
+        Raises ValueError, also for a field that does not exist here: it is that of another model.
+        """
+        try:
+            check_names(cls, fields)
+            return cls(**fields)
+        except (TypeError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"the fields of its model are damaged: {error}") from None
+
     def __post_init__(self):
-        if isinstance(self.rope_scaling, dict):  # from a manifest
+        if not isinstance(self.rope_scaling, RopeScaling | None):  # from a manifest
+            check_names(RopeScaling, self.rope_scaling)
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         if self.d_model % self.n_head or self.d_model // self.n_head % 2:
             raise ValueError(

@@ -55,15 +55,17 @@ def describe(path: Path) -> Trained:
     """Read the manifest of a checkpoint. Raises CheckpointError and TokenizerError."""
     manifest = checkpoint.read_manifest(path)
     try:
-        config = ModelConfig(**manifest["model"])
+        config = ModelConfig.from_dict(manifest["model"])
         vocab_size = int(manifest["tokens_in_vocabulary"])
         name = manifest["tokenizer"]
         if not isinstance(name, str | None):
-            raise TypeError(f"a tokenizer's name, but {name!r}")
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise TypeError(f"its tokenizer must be a name or null, not {name!r}")
+    except KeyError as error:
         raise checkpoint.CheckpointError(
             f"{path} is not a checkpoint of train.py: its manifest.json lacks {error}"
         ) from None
+    except (TypeError, ValueError) as error:
+        raise checkpoint.CheckpointError(f"{path} cannot be used: {error}") from None
     if name and Path(name).suffix:  # a file; bytes and gpt2 are built in
         name = find_tokenizer(path, name, vocab_size)
     return Trained(config, name, vocab_size)

@@ -238,8 +238,11 @@ SAMPLE = [
     Mistake("--run {moved}", "is missing: there is no /old/my.tiktoken and no "),
     Mistake("--run {other_tokenizer}", "is another tokenizer: it has 258 tokens, the model's 257"),
     Mistake("--run {damaged}", "no checkpoint to use: {damaged}: __0_0.distcp is missing", 1),
-    Mistake("--run {no_model}", "is not a checkpoint of train.py: its manifest.json lacks", 1),
-    Mistake("--run {no_tokenizer}", "its manifest.json lacks a tokenizer's name, but 5", 1),
+    Mistake("--run {no_model}", "cannot be used: its model lacks vocab_size, n_layer, n_head,", 1),
+    Mistake("--run {forked}", "its model has window, which this code does not know", 1),
+    Mistake("--run {listed_model}", "cannot be used: the fields of its model are damaged: ", 1),
+    Mistake("--run {no_data}", "is not a checkpoint of train.py: its manifest.json lacks 'tok", 1),
+    Mistake("--run {no_tokenizer}", "used: its tokenizer must be a name or null, not 5", 1),
     Mistake("--run {nan}", "the model's logits are not finite: its weights have diverged or", 1),
 ]
 
@@ -571,9 +574,10 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
 
 
 def variant(folder: Path, source: Path, **fields) -> Path:
-    """A copy of a checkpoint whose manifest differs."""
+    """A copy of a checkpoint whose manifest differs; a field that is ... is left out."""
     shutil.copytree(source, folder)
     manifest = checkpoint.read_manifest(source) | fields
+    manifest = {name: value for name, value in manifest.items() if value is not ...}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -602,12 +606,16 @@ def diverged(folder: Path, source: Path) -> Path:
 
 def checkpoints(root: Path, newest: Path) -> dict[str, Path]:
     """Copies of the checkpoint `newest`, each with something wrong."""
+    model = checkpoint.read_manifest(newest)["model"]
     found = {
         "newest": newest,
         "ids": variant(root / "ids", newest, tokenizer=None),
         "moved": variant(root / "moved", newest, tokenizer="/old/my.tiktoken"),
         "other_tokenizer": variant(root / "other_tokenizer", newest, tokenizer="my.tiktoken"),
         "no_model": variant(root / "no_model", newest, model={}),
+        "forked": variant(root / "forked", newest, model=model | {"window": 4}),
+        "listed_model": variant(root / "listed_model", newest, model=[]),
+        "no_data": variant(root / "no_data", newest, tokens_in_vocabulary=...),
         "no_tokenizer": variant(root / "no_tokenizer", newest, tokenizer=5),
         "damaged": variant(root / "damaged", newest),
         "truncated": variant(root / "truncated", newest),
