@@ -66,28 +66,28 @@ def describe(path: Path) -> Trained:
         ) from None
     except (TypeError, ValueError) as error:
         raise checkpoint.CheckpointError(f"{path} cannot be used: {error}") from None
-    if name and Path(name).suffix:  # a file; bytes and gpt2 are built in
-        name = find_tokenizer(path, name, vocab_size)
-    return Trained(config, name, vocab_size)
+    return Trained(config, name and find_tokenizer(path, name, vocab_size), vocab_size)
 
 
 def find_tokenizer(path: Path, name: str, vocab_size: int) -> str:
-    """The tokenizer's file, which lies in the checkpoint `path`. Raises TokenizerError."""
-    places = [path / name]
-    if Path(name).is_absolute():  # in older manifests: where the token folder was
-        places.append(path / Path(name).name)
-    found = [str(place) for place in places if place.is_file()]
-    if not found:
-        missing = " and no ".join(map(str, places))
-        raise tokenizer.TokenizerError(
-            f"the tokenizer of {path} is missing: there is no {missing}; copy the file there"
-        )
-    size = tokenizer.load(found[0]).n_vocab
+    """The tokenizer `name`, which is built in or a file in the checkpoint `path`.
+
+    Raises TokenizerError.
+    """
+    if name not in ("bytes", "gpt2"):
+        # Older manifests have the path of where the file was, in a token folder.
+        file = path / Path(name).name
+        if not file.is_file():
+            raise tokenizer.TokenizerError(
+                f"the tokenizer of {path} is missing: there is no {file}; copy the file there"
+            )
+        name = str(file)
+    size = tokenizer.load(name).n_vocab
     if size != vocab_size:
         raise tokenizer.TokenizerError(
-            f"{found[0]} is another tokenizer: it has {size:,} tokens, the model's {vocab_size:,}"
+            f"{name} is another tokenizer: it has {size:,} tokens, the model's {vocab_size:,}"
         )
-    return found[0]
+    return name
 
 
 def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transformer:

@@ -235,7 +235,8 @@ SAMPLE = [
     Mistake("--run {other} --device cuda", "PyTorch finds no CUDA device here"),
     Mistake("--run {ids} --prompt three", "write the prompt as token ids, such as '17 4 52'"),
     Mistake("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
-    Mistake("--run {moved}", "is missing: there is no /old/my.tiktoken and no "),
+    Mistake("--run {moved}", "is missing: there is no {moved}/my.tiktoken; copy the file there"),
+    Mistake("--run {outside}", "is missing: there is no {outside}/o200k.tiktoken; copy the file"),
     Mistake("--run {other_tokenizer}", "is another tokenizer: it has 258 tokens, the model's 257"),
     Mistake("--run {damaged}", "no checkpoint to use: {damaged}: __0_0.distcp is missing", 1),
     Mistake("--run {no_model}", "cannot be used: its model lacks vocab_size, n_layer, n_head,", 1),
@@ -610,6 +611,7 @@ def checkpoints(root: Path, newest: Path) -> dict[str, Path]:
     found = {
         "newest": newest,
         "ids": variant(root / "ids", newest, tokenizer=None),
+        "outside": variant(root / "outside", newest, tokenizer="../ranks/o200k.tiktoken"),
         "moved": variant(root / "moved", newest, tokenizer="/old/my.tiktoken"),
         "other_tokenizer": variant(root / "other_tokenizer", newest, tokenizer="my.tiktoken"),
         "no_model": variant(root / "no_model", newest, model={}),

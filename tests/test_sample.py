@@ -84,16 +84,20 @@ def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(run, text):
     assert out == text(older)[0]
 
 
-def test_a_manifest_may_name_the_tokenizer_by_its_absolute_path(run, tmp_path, trained, text):
-    """As checkpoints did until 2026-11-21. The file may also lie in the checkpoint by now."""
+def test_a_tokenizer_is_read_in_its_checkpoint_only(run, tmp_path, trained, text, capsys):
+    """Until 2026-11-21 manifests had its absolute path. One may be hostile."""
     path = newest(run)
     (inside,) = path.glob("*.tiktoken")
     outside = inside.rename(tmp_path / "elsewhere.tiktoken")
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["files"][inside.name]
-    manifest["tokenizer"] = str(outside)
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert text(path) == text(trained)
+    for name in (str(outside), "../../../elsewhere.tiktoken"):
+        manifest["tokenizer"] = name
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        assert (path / name).is_file()
+        assert sample.main(["--run", str(path)]) == 2
+        line = f"is missing: there is no {path / outside.name}; copy the file there\n"
+        assert capsys.readouterr().err.endswith(line)
     outside.rename(path / outside.name)
     assert text(path) == text(trained)
 
