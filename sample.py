@@ -201,6 +201,7 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
     trained = describe(path)
     name = trained.tokenizer
     prompts = [encode(prompt, trained) for prompt in args.prompt]
+    shown = args.prompt if name else ["".join(tokenizer.decode(None, ids)) for ids in prompts]
     steps = generate(
         load_model(path, trained.config, device),
         prompts,
@@ -218,12 +219,12 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
     began = time.perf_counter()
     texts = tokenizer.decode(name, keep(steps, new))
     beginning = next(texts, "")  # before the prompt is printed: the model may prove broken
-    print(args.prompt[0] + beginning, end="", flush=True)
+    print(shown[0] + beginning, end="", flush=True)
     for text in texts:
         print(text, end="", flush=True)
     print()
     seconds = time.perf_counter() - began
-    for prompt, tokens in zip(args.prompt[1:], new[1:]):
+    for prompt, tokens in zip(shown[1:], new[1:]):
         print("-" * 80)
         print(prompt + "".join(tokenizer.decode(name, tokens)))
     count = sum(map(len, new))
