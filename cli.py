@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import io
 import platform
 import sys
 from collections.abc import Callable
@@ -47,6 +48,12 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 
+def print_any_text() -> None:
+    """Let stdout take any text: it prints as \\u1234 what its encoding, such as ASCII, lacks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run(
     program: str,
     command: Callable[[], int | None],
@@ -58,6 +65,7 @@ def run(
     An expected error is printed in one line: 2 for a UsageError or one of `usage`, 1 for an OSError
     or one of `failure`. 130 for Ctrl-C, and where the reader of a pipe has left.
     """
+    print_any_text()
     try:
         return command() or 0
     except (UsageError, *usage) as error:

@@ -43,7 +43,7 @@ import profiling
 import run_folder
 import tokenizer
 import watchdog
-from cli import UsageError
+from cli import UsageError, print_any_text
 from config import BUILTIN, Config, lr_schedule, parse, profile_window
 from layout import Layout, choose_layout, empty_model, largest_gathered, lay_out
 from model import Transformer, generate
@@ -698,6 +698,7 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
 
 
 def main(argv: list[str]) -> int:
+    print_any_text()
     dist.read_slurm()
     try:
         return run_command(parse(argv))
