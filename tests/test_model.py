@@ -397,13 +397,24 @@ def test_a_prompt_that_draws_the_stop_token_ends_without_it_and_the_others_go_on
 
 
 @pytest.mark.parametrize(
-    "top_p, drawn",
-    [(0.49, {2}), (0.51, {2, 0}), (0.79, {2, 0}), (0.81, {2, 0, 1}), (1.0, {2, 0, 1, 3})],
+    "top_k, top_p, drawn",
+    [
+        (0, 0.49, {2}),
+        (0, 0.51, {2, 0}),
+        (0, 0.79, {2, 0}),
+        (0, 0.81, {2, 0, 1}),
+        (0, 1.0, {2, 0, 1, 3}),
+        (1, 1.0, {2}),
+        (2, 1.0, {2, 0}),
+        (3, 1.0, {2, 0, 1}),
+        (3, 0.51, {2}),  # of the three, 0.5 / 0.95 = 0.526
+        (4, 1.0, {2, 0, 1, 3}),
+    ],
 )
-def test_top_p_keeps_the_fewest_tokens_that_add_up_to_it(top_p, drawn):
+def test_only_the_top_k_tokens_and_the_fewest_that_add_up_to_top_p_are_drawn(top_k, top_p, drawn):
     logits = torch.tensor([0.3, 0.15, 0.5, 0.05]).double().log()
     generator = torch.Generator().manual_seed(0)
-    draws = [draw(logits, 1.0, 0, top_p, generator) for _ in range(300)]
+    draws = [draw(logits, 1.0, top_k, top_p, generator) for _ in range(300)]
     assert set(draws) == drawn
 
 

@@ -1,6 +1,8 @@
 """Sampling: which checkpoint, which tokenizer."""
 
 import base64
+import contextlib
+import io
 import json
 import re
 import shutil
@@ -13,7 +15,7 @@ import checkpoint
 import prepare
 import sample
 
-TEN_TOKENS = ["--max_new_tokens", "10", "--temperature", "0"]
+TEN_TOKENS = ["--max_new_tokens", "10"]
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +105,35 @@ def test_a_tokenizer_is_read_in_its_checkpoint_only(run, tmp_path, trained, text
 
 
 def test_several_prompts_are_continued_in_one_batch(trained, text):
+    """Prompt i as with seed + i alone."""
     prompts = ["the", "thing", "t"]
     flags = [word for prompt in prompts for word in ("--prompt", prompt)]
-    out, _ = text(trained, *flags)
-    alone = [text(trained, "--prompt", prompt)[0] for prompt in prompts]
+    out, _ = text(trained, *flags, "--seed", "5")
+    alone = []
+    for seed, prompt in enumerate(prompts, start=5):
+        alone.append(text(trained, "--prompt", prompt, "--seed", str(seed))[0])
     assert out == f"{'-' * 80}\n".join(alone)
+
+
+def test_flags_choose_how_tokens_are_drawn(trained, text):
+    def drawn(*options: str) -> str:
+        return text(trained, "--prompt", "the", *options)[0]
+
+    greedy = drawn("--temperature", "0")
+    assert greedy != drawn("--seed", "1") != drawn("--seed", "2")
+    for option in ("--temperature=1e-9", "--top_k=1", "--top_p=1e-9"):
+        assert drawn("--seed", "1", option) == greedy
+    assert drawn("--seed", "1", "--top_k", "2") != greedy
+
+
+def test_without_a_tokenizer_all_ids_have_a_space_between(run, text):
+    path = newest(run)
+    manifest = json.loads((path / "manifest.json").read_text()) | {"tokenizer": None}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    out, _ = text(path, "--prompt", "17 4", "--prompt", "52")
+    first, second = out.split(f"{'-' * 80}\n")
+    assert re.fullmatch(r"17 4( \d+){10} \n", first)
+    assert re.fullmatch(r"52( \d+){10} \n", second)
 
 
 def test_a_prompt_longer_than_the_context_is_slid_and_that_is_said(trained, text):
@@ -118,23 +144,54 @@ def test_a_prompt_longer_than_the_context_is_slid_and_that_is_said(trained, text
     assert out == "x" * 5 + short
 
 
-def test_text_ends_where_the_document_does(trained, text, monkeypatch):
-    whole, _ = text(trained)
+@pytest.fixture
+def always(monkeypatch):
+    """always(token): from now on the model prefers this token to all others."""
     weights = sample.load_model
 
-    def prefers_the_end(path, config, device):
-        model = weights(path, config, device)
-        end = 258  # the end-of-text token
-        model.head.register_forward_hook(lambda module, x, logits: favour(logits, end))
-        return model
+    def prefer(token: int) -> None:
+        def load_model(path, config, device):
+            model = weights(path, config, device)
+            model.head.register_forward_hook(lambda module, x, logits: favour(logits, token))
+            return model
 
-    monkeypatch.setattr(sample, "load_model", prefers_the_end)
-    assert text(trained)[0] == "the\n" != whole
+        monkeypatch.setattr(sample, "load_model", load_model)
+
+    return prefer
 
 
 def favour(logits, token: int):
     logits[..., token] = 1e3
     return logits
+
+
+def test_text_ends_where_the_document_does(trained, text, always):
+    whole, _ = text(trained)
+    always(258)  # the end-of-text token
+    assert text(trained)[0] == "the\n" != whole
+
+
+def test_text_that_ends_within_a_character_shows_that(trained, text, always):
+    always(0xC3)  # the first byte of two
+    assert text(trained)[0] == "the" + 10 * "\ufffd" + "\n"
+
+
+def in_ascii(main, argv: list[str]) -> tuple[int, str]:
+    """Return the status of a command, and what it prints where stdout takes ASCII only."""
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as out:
+        status = main(argv)
+        out.seek(0)
+        return status, out.read()
+
+
+def test_text_that_stdout_cannot_show_is_escaped(trained, always, pool, tokens, tmp_path):
+    """As with LC_ALL=C. train.py ends with the text of a model that has learned nothing."""
+    always(0xC3)
+    argv = ["--run", str(trained), *TEN_TOKENS, "--prompt", "the"]
+    assert in_ascii(sample.main, argv) == (0, "the" + 10 * r"\ufffd" + "\n")
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1 --sample_tokens 40")
+    ((status, out),) = pool(1, in_ascii, call_train, argv)
+    assert status == 0 and r"\ufffd" in out
 
 
 def test_help_shows_examples(capsys):
