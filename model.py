@@ -24,6 +24,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+MAX_SIZE = 1 << 24  # of a ModelConfig: float32 counts positions up to there
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -35,7 +37,8 @@ class RopeScaling:
     original_seq_len: int
 
     def __post_init__(self):
-        if not 0 < self.low_freq_factor < self.high_freq_factor or self.factor <= 0:
+        factors_rise = 0 < self.low_freq_factor < self.high_freq_factor < math.inf
+        if not (factors_rise and 0 < self.factor < math.inf):
             raise ValueError(
                 f"RoPE scaling by {self.factor} between {self.low_freq_factor} and "
                 f"{self.high_freq_factor} turns: it takes 0 < factor and 0 < low < high"
@@ -86,6 +89,18 @@ class ModelConfig:
         if not isinstance(self.rope_scaling, RopeScaling | None):  # from a manifest
             check_names(RopeScaling, self.rope_scaling)
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        for field in dataclasses.fields(self):
+            size = getattr(self, field.name)
+            is_size = type(size) is int and 0 < size <= MAX_SIZE
+            if field.default is dataclasses.MISSING and not is_size:
+                raise ValueError(
+                    f"{field.name} {size!r} must be a whole number from 1 to {MAX_SIZE:,}"
+                )
+        if not (0 < self.rope_theta < math.inf and 0 <= self.norm_eps < math.inf):
+            raise ValueError(
+                f"rope_theta {self.rope_theta} must be above 0, norm_eps {self.norm_eps} at least "
+                "0, and both finite"
+            )
         if self.d_model % self.n_head or self.d_model // self.n_head % 2:
             raise ValueError(
                 f"d_model {self.d_model} / n_head {self.n_head} must be a whole, even number "
@@ -94,6 +109,20 @@ class ModelConfig:
         if self.n_head % self.n_kv_head:
             raise ValueError(
                 f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}"
+            )
+
+    def check_room(self, size: int) -> None:
+        """Raise ValueError where files of `size` bytes cannot hold the weights of such a model.
+
+        Before it is built, which takes forever, or all memory, where the sizes are wrong.
+        """
+        with torch.device("meta"):
+            small = [Transformer(dataclasses.replace(self, n_layer=n)) for n in (1, 2)]
+        one, two = [model.parameter_count() for model in small]
+        parameters = one + (self.n_layer - 1) * (two - one)
+        if parameters > size:  # each takes a byte or more
+            raise ValueError(
+                f"its model has {parameters:,} parameters, but its files only {size:,} bytes"
             )
 
     def check_tensor_parallel(self, tp: int) -> None:

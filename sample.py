@@ -57,9 +57,14 @@ def describe(path: Path) -> Trained:
     try:
         config = ModelConfig.from_dict(manifest["model"])
         vocab_size = int(manifest["tokens_in_vocabulary"])
+        if not 0 < vocab_size <= config.vocab_size:
+            raise ValueError(
+                f"its tokens_in_vocabulary must be 1 to {config.vocab_size}, not {vocab_size}"
+            )
         name = manifest["tokenizer"]
         if not isinstance(name, str | None):
             raise TypeError(f"its tokenizer must be a name or null, not {name!r}")
+        config.check_room(checkpoint.total_bytes(manifest))
     except KeyError as error:
         raise checkpoint.CheckpointError(
             f"{path} is not a checkpoint of train.py: its manifest.json lacks {error}"

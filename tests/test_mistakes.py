@@ -244,6 +244,8 @@ SAMPLE = [
     Mistake("--run {listed_model}", "cannot be used: the fields of its model are damaged: ", 1),
     Mistake("--run {no_data}", "is not a checkpoint of train.py: its manifest.json lacks 'tok", 1),
     Mistake("--run {no_tokenizer}", "used: its tokenizer must be a name or null, not 5", 1),
+    Mistake("--run {no_tokens}", "its tokens_in_vocabulary must be 1 to 320, not 0", 1),
+    Mistake("--run {deep}", "its model has 9,280,010,272 parameters, but its files only", 1),
     Mistake("--run {nan}", "the model's logits are not finite: its weights have diverged or", 1),
 ]
 
@@ -575,9 +577,17 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
 
 
 def variant(folder: Path, source: Path, **fields) -> Path:
-    """A copy of a checkpoint whose manifest differs; a field that is ... is left out."""
+    """A copy of a checkpoint whose manifest differs."""
     shutil.copytree(source, folder)
     manifest = checkpoint.read_manifest(source) | fields
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def bare(folder: Path, source: Path, **fields) -> Path:
+    """A checkpoint of a manifest alone, which differs; a field that is ... is left out."""
+    folder.mkdir()
+    manifest = checkpoint.read_manifest(source) | {"files": {}} | fields
     manifest = {name: value for name, value in manifest.items() if value is not ...}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
@@ -614,11 +624,13 @@ def checkpoints(root: Path, newest: Path) -> dict[str, Path]:
         "outside": variant(root / "outside", newest, tokenizer="../ranks/o200k.tiktoken"),
         "moved": variant(root / "moved", newest, tokenizer="/old/my.tiktoken"),
         "other_tokenizer": variant(root / "other_tokenizer", newest, tokenizer="my.tiktoken"),
-        "no_model": variant(root / "no_model", newest, model={}),
-        "forked": variant(root / "forked", newest, model=model | {"window": 4}),
-        "listed_model": variant(root / "listed_model", newest, model=[]),
-        "no_data": variant(root / "no_data", newest, tokens_in_vocabulary=...),
-        "no_tokenizer": variant(root / "no_tokenizer", newest, tokenizer=5),
+        "deep": variant(root / "deep", newest, model=model | {"n_layer": 10**6}),
+        "no_tokens": bare(root / "no_tokens", newest, tokens_in_vocabulary=0),
+        "no_model": bare(root / "no_model", newest, model={}),
+        "forked": bare(root / "forked", newest, model=model | {"window": 4}),
+        "listed_model": bare(root / "listed_model", newest, model=[]),
+        "no_data": bare(root / "no_data", newest, tokens_in_vocabulary=...),
+        "no_tokenizer": bare(root / "no_tokenizer", newest, tokenizer=5),
         "damaged": variant(root / "damaged", newest),
         "truncated": variant(root / "truncated", newest),
         "flipped": variant(root / "flipped", newest),

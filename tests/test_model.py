@@ -335,10 +335,45 @@ def test_logit_bytes_is_its_formula():
     assert build_model(SMALL, loss_chunks=4).logit_bytes(3) == tokens * 16 * (4 + 4)
 
 
-@pytest.mark.parametrize("change", [{"n_head": 3}, {"n_kv_head": 3}, {"d_model": 36}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_head": 3},
+        {"n_kv_head": 3},
+        {"d_model": 36},
+        {"d_ff": 0},
+        {"n_head": "4"},
+        {"seq_len": 2**24 + 1},
+        {"rope_theta": math.nan},
+        {"norm_eps": -1e-5},
+    ],
+)
 def test_numbers_that_do_not_fit_together_are_refused(change):
     with pytest.raises(ValueError, match="must be"):
         ModelConfig(**{**vars(SMALL), **change})
+
+
+def test_a_manifest_gives_its_model_and_no_other():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_seq_len"] = 16
+    config = dataclasses.replace(SMALL, rope_scaling=scaling)
+    fields = dataclasses.asdict(config)
+    del fields["norm_eps"]  # it may be older than the field, which then has its default
+    assert ModelConfig.from_dict(fields) == config
+    for other in ({"window": 4}, {"rope_scaling": scaling | {"window": 4}}):
+        with pytest.raises(ValueError, match="has window, which this code does not know"):
+            ModelConfig.from_dict(fields | other)
+    with pytest.raises(ValueError, match="between 1.0 and nan turns"):
+        ModelConfig.from_dict(fields | {"rope_scaling": scaling | {"high_freq_factor": math.nan}})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_room_for_the_weights_is_that_of_all_layers(tied):
+    config = dataclasses.replace(SMALL, n_layer=5, tied=tied)
+    parameters = build_model(config).parameter_count()
+    config.check_room(parameters)
+    with pytest.raises(ValueError, match=f"has {parameters:,} parameters, but its files only"):
+        config.check_room(parameters - 1)
 
 
 @pytest.mark.parametrize("change", [{"n_kv_head": 2}, {"d_ff": 8}, {"vocab_size": 8}])
@@ -411,7 +446,7 @@ def test_a_prompt_that_draws_the_stop_token_ends_without_it_and_the_others_go_on
         (4, 1.0, {2, 0, 1, 3}),
     ],
 )
-def test_only_the_top_k_tokens_and_the_fewest_that_add_up_to_top_p_are_drawn(top_k, top_p, drawn):
+def test_top_k_and_top_p_leave_the_most_likely_tokens(top_k, top_p, drawn):
     logits = torch.tensor([0.3, 0.15, 0.5, 0.05]).double().log()
     generator = torch.Generator().manual_seed(0)
     draws = [draw(logits, 1.0, top_k, top_p, generator) for _ in range(300)]
