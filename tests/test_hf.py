@@ -4,6 +4,7 @@ import base64
 import json
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from conftest import call_train, rows, tensors
 import checkpoint
 import sample
 import tokenizer
+from model import ModelConfig
 from tools import hf
 
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -111,6 +113,30 @@ def test_a_run_goes_on_with_the_same_command_when_the_imported_folder_is_gone(
     train_from(pool, imported, tokens, tmp_path / "run")
     shutil.rmtree(imported)
     assert train_from(pool, imported, tokens, tmp_path / "run").name == "step-00000003"
+
+
+@dataclass(frozen=True)
+class Fork(ModelConfig):
+    """The model of a fork, which tools/hf.py does not know."""
+
+    window: int = 0
+
+
+@pytest.mark.hf
+def test_a_field_of_a_fork_is_exported_at_its_default_only(
+    safetensors, trained, monkeypatch, tmp_path, capsys
+):
+    for module in (sample, hf):
+        monkeypatch.setattr(module, "ModelConfig", Fork)
+    convert("export", trained, tmp_path / "exported")
+    manifest = checkpoint.read_manifest(trained)
+    manifest["model"]["window"] = 4
+    (trained / "manifest.json").write_text(json.dumps(manifest))
+    capsys.readouterr()
+    assert hf.main(["export", str(trained), str(tmp_path / "new")]) == 2
+    line = "tools.hf: error: a LlamaForCausalLM cannot have the model's window 4\n"
+    assert capsys.readouterr().err == line
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.hf

@@ -343,7 +343,10 @@ HF = [
     Mistake("import {listed} {root}/new", "config.json is not a JSON object"),
     Mistake("import {foreign} {root}/new", "config.json lacks 'model_type'"),
     Mistake("import {hf}/not_json {root}/new", "config.json is not JSON: Expecting value"),
-    Mistake("import {hf}/qwen2 {root}/new", "needs model_type 'qwen2' (biases of q, k and v), whi"),
+    Mistake(
+        "import {hf}/qwen2 {root}/new",
+        "error: {hf}/qwen2/config.json: the model needs model_type 'qwen2' (biases of q, k and v)",
+    ),
     Mistake("import {hf}/qwen3 {root}/new", "needs model_type 'qwen3' (norms of q and k), which"),
     Mistake(
         "import {hf}/mamba {root}/new", "needs model_type 'mamba', which this decoder does not"
@@ -786,6 +789,7 @@ TRIED_ELSEWHERE = {
     "holds  ... , which this decoder": SPOILT_WEIGHTS,
     "has the shape": SPOILT_WEIGHTS,
     "is of dtype": SPOILT_WEIGHTS,
+    "cannot have the model's": "test_hf.py::test_a_field_of_a_fork_is_exported_at_its_default_only",
     "needs safetensors": "test_hf.py::test_without_safetensors_it_says_what_to_install",
     # Machines that lack something
     "it takes a multiple of": CHECKED_ON_CPUS,

@@ -106,8 +106,9 @@ def export_model(source: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Non
     size = sum(4 * shape.numel() for shape in shapes.values())
     checkpoint.check_free(out, size)
     encoding = tokenizer.load(trained.tokenizer) if trained.tokenizer else None
+    config = to_hf(trained.config, encoding)
     with new_folder(out) as work:
-        write_json(work / "config.json", to_hf(trained.config, encoding))
+        write_json(work / "config.json", config)
         write_json(work / "generation_config.json", generation_config(trained, encoding))
         if encoding:
             if trained.tokenizer.endswith(".json"):
@@ -169,7 +170,7 @@ def write_weights(
 
 
 def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
-    """The config.json of a model. transformers 4.43 and later read it."""
+    """The config.json of a model. transformers 4.43 and later read it. Raises UsageError."""
     rope_scaling = None
     if scaling := config.rope_scaling:
         rope_scaling = {
@@ -179,7 +180,7 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_seq_len,
         }
-    return {
+    hf = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": config.vocab_size,
@@ -199,6 +200,13 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
         "torch_dtype": "float32",
         **special_ids(encoding),
     }
+    # What is not mapped above, such as a field that a fork adds, is read back as its default.
+    read_back = read_config(hf)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != getattr(read_back, field.name):
+            raise UsageError(f"a LlamaForCausalLM cannot have the model's {field.name} {value}")
+    return hf
 
 
 def special_ids(encoding: tiktoken.Encoding | None) -> dict:
@@ -299,24 +307,29 @@ def from_hf(folder: Path) -> ModelConfig:
     file = folder / "config.json"
     hf = read_json(file)
     try:
-        rope = read_rope(hf)
-        if feature := missing_feature(hf, rope):
-            raise UsageError(f"{folder} needs {feature}, which this decoder does not have")
-        sizes = {ours: whole_number(hf, theirs) for ours, theirs in INTEGERS.items()}
-        return ModelConfig(
-            **sizes,
-            n_kv_head=hf.get("num_key_value_heads") or sizes["n_head"],
-            rope_theta=float(rope["rope_theta"]),
-            tied=bool(hf.get("tie_word_embeddings", False)),
-            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            rope_scaling=read_rope_scaling(rope),
-        )
+        return read_config(hf)
     except KeyError as error:
         raise UsageError(f"{file} lacks {error}") from None
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise UsageError(f"{file} is damaged: {error}") from None
     except ValueError as error:
         raise UsageError(f"{file}: {error}") from None
+
+
+def read_config(hf: dict) -> ModelConfig:
+    """The model of a config.json. Raises ValueError, and for damage also what from_hf catches."""
+    rope = read_rope(hf)
+    if feature := missing_feature(hf, rope):
+        raise ValueError(f"the model needs {feature}, which this decoder does not have")
+    sizes = {ours: whole_number(hf, theirs) for ours, theirs in INTEGERS.items()}
+    return ModelConfig(
+        **sizes,
+        n_kv_head=hf.get("num_key_value_heads") or sizes["n_head"],
+        rope_theta=float(rope["rope_theta"]),
+        tied=bool(hf.get("tie_word_embeddings", False)),
+        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rope_scaling=read_rope_scaling(rope),
+    )
 
 
 def whole_number(hf: dict, key: str) -> int:
