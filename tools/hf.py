@@ -253,6 +253,15 @@ def import_model(source: Path, out: Path) -> None:
     """
     checkpoint.check_new(out)
     config = from_hf(source)
+    files = weight_files(source)
+    try:
+        config.check_room(sum(file.stat().st_size for file in files))
+    except ValueError as error:
+        raise UsageError(f"{source}: {error}") from None
+    safetensors = require_safetensors()
+    if config.tied and has_own_head(safetensors, files):
+        print(f"{source} has a head of its own: it is not tied to the embedding")
+        config = dataclasses.replace(config, tied=False)
     shapes = parameter_shapes(config)
     files = weight_files(source)
     safetensors = require_safetensors()
@@ -432,6 +441,19 @@ def find_weights(safetensors, files: list[Path], shapes: dict[str, torch.Size]) 
         if name not in found:
             raise UsageError(f"{files[0].parent} lacks the tensor {hf_name(name)}")
     return found
+
+
+def has_own_head(safetensors, files: list[Path]) -> bool:
+    """Whether the files hold a head that is not the embedding, which transformers does not tie."""
+    found = {}
+    for file in files:
+        with open_weights(safetensors, file) as opened:
+            for name in {hf_name("embed"), hf_name("head")}.intersection(opened.keys()):
+                found[name] = opened.get_tensor(name)  # mapped, not read into memory
+    if len(found) < 2:
+        return False
+    embedding, head = found.values()
+    return embedding.dtype != head.dtype or not torch.equal(embedding, head)
 
 
 def is_redundant(name: str) -> bool:
