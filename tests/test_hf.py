@@ -78,6 +78,9 @@ def test_an_exported_model_has_the_same_logits_and_text_in_transformers(
     out = convert("export", trained.parent.parent, tmp_path / "exported")
     logits = their_logits(transformers, out)
     torch.testing.assert_close(logits, our_logits(trained), rtol=0, atol=1e-4)
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert generation["suppress_tokens"] == list(range(257, 320))  # which only pad the head
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1  # that of the umask
     capsys.readouterr()
     greedy = ["--temperature", "0", "--max_new_tokens", "11", "--prompt", "abcde"]
     assert sample.main(["--run", str(trained), *greedy]) == 0
@@ -177,6 +180,7 @@ LLAMA31 = {
     "original_max_position_embeddings": 32,
 }
 FAMILIES = {
+    "defaults": {"num_key_value_heads": 4},
     "llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama 3": {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
     "llama 3.1": {"rope_parameters": LLAMA31, "rms_norm_eps": 1e-5},
@@ -197,7 +201,13 @@ def make_model(transformers, family: str, folder: Path) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data.uniform_(0.5, 2.0)
+        if "embed" in name and family == "defaults":
+            parameter.data *= 0.01  # so that the logits tell 1e-6 from 1e-5 in the first norms
     model.save_pretrained(folder)
+    if family == "defaults":
+        written = json.loads((folder / "config.json").read_text())
+        needed = {key: written[key] for key in ("model_type", *hf.INTEGERS.values())}
+        (folder / "config.json").write_text(json.dumps(needed))
     return folder
 
 

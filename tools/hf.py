@@ -161,6 +161,7 @@ def write_weights(
         checkpoint.load(path, {"model": weights})
         renamed = {hf_name(name): weight for name, weight in weights.items()}
         safetensors.torch.save_file(renamed, work / file, metadata={"format": "pt"})
+        shutil.copymode(work / "config.json", work / file)  # it is for its owner only
         for name in renamed:
             weight_map[name] = file
     if len(parts) > 1:
