@@ -338,6 +338,16 @@ def test_a_tokenizer_that_is_not_read_is_left_out_with_the_reason(
     assert "its normalizer NFC is not supported" in capsys.readouterr().out
 
 
+@pytest.mark.hf
+def test_a_tokenizer_with_more_tokens_than_the_model_is_left_out(safetensors, trained, tmp_path):
+    out = convert("export", trained, tmp_path / "out")
+    spec = json.loads((out / "tokenizer.json").read_text())
+    for i in range(257, 321):  # the model has 320
+        spec["added_tokens"].append(spec["added_tokens"][0] | {"id": i, "content": f"<{i}>"})
+    (out / "tokenizer.json").write_text(json.dumps(spec))
+    assert sample.describe(convert("import", out, tmp_path / "in")).tokenizer is None
+
+
 # --------------------------------------------------------------------------------------------------
 # Damage, and what is not installed
 

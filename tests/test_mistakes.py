@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -338,8 +339,9 @@ HF = [
     Mistake("export {other}", "the following arguments are required: OUT"),
     Mistake("export {other} {foreign}", "foreign exists: remove it or choose another name"),
     Mistake("import {root}/nowhere {foreign}", "foreign exists: remove it or choose another name"),
-    Mistake("import {root}/nowhere {root}/new", "config.json: No such file or directory; name a"),
-    Mistake("import {torn} {root}/new", "config.json: No such file or directory; name a folder"),
+    Mistake("import {root}/nowhere {root}/new", "there is no file {root}/nowhere/config.json: na"),
+    Mistake("import {torn} {root}/new", "no file {torn}/config.json: name a model folder"),
+    Mistake("import {hf}/pipe {root}/new", "no file {hf}/pipe/config.json: name a model folder"),
     Mistake("import {listed} {root}/new", "config.json is not a JSON object"),
     Mistake("import {foreign} {root}/new", "config.json lacks 'model_type'"),
     Mistake("import {hf}/not_json {root}/new", "config.json is not JSON: Expecting value"),
@@ -362,6 +364,14 @@ HF = [
     Mistake(
         "import {hf}/partial {root}/new", "needs partial_rotary_factor 0.5, which this decoder"
     ),
+    Mistake("import {hf}/outer_partial {root}/new", "needs partial_rotary_factor 0.25, which"),
+    Mistake("import {hf}/granite {root}/new", "needs residual_multiplier 0.22, which this decod"),
+    Mistake("import {hf}/theta {root}/new", "config.json: rope_theta nan must be above 0, norm_"),
+    Mistake("import {hf}/eps {root}/new", "norm_eps -1e-05 at least 0, and both finite"),
+    Mistake("import {hf}/power {root}/new", "config.json is damaged: int too large to convert to"),
+    Mistake("import {hf}/kv {root}/new", "n_kv_head -2 must be a whole number from 1 to 16,777,"),
+    Mistake("import {hf}/positions {root}/new", "seq_len 1000000000000 must be a whole number fr"),
+    Mistake("import {hf}/deep {root}/new", "parameters, but its files only 0 bytes"),
     Mistake("import {hf}/quantized {root}/new", "needs quantization_config, which this decoder"),
     Mistake("import {hf}/no_rope_factor {root}/new", "config.json lacks 'factor'"),
     Mistake("import {hf}/rope_factors {root}/new", "turns: it takes 0 < factor and 0 < low < high"),
@@ -520,6 +530,14 @@ SPOILT_LLAMAS = {
     "yarn": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
     "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
     "partial": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "outer_partial": {"partial_rotary_factor": 0.25},
+    "granite": {"use_cache": True, "bos_token_id": 5, "residual_multiplier": 0.22},
+    "theta": {"rope_theta": math.nan},
+    "eps": {"rms_norm_eps": -1e-5},
+    "power": {"rope_theta": 10**400},
+    "kv": {"num_key_value_heads": -2},
+    "positions": {"max_position_embeddings": 10**12},
+    "deep": {"num_hidden_layers": 10**6},
     "quantized": {"quantization_config": {"quant_method": "gptq"}},
     "no_rope_factor": {"rope_scaling": LLAMA3_ROPE},
     "rope_factors": {
@@ -541,6 +559,9 @@ def write_llamas(folder: Path) -> Path:
         (folder / name / "config.json").write_text(json.dumps(LLAMA | change))
     (folder / "not_json").mkdir()
     (folder / "not_json/config.json").write_text("model_type: llama")
+    (folder / "pipe").mkdir()
+    os.mkfifo(folder / "pipe/config.json")
+    (folder / "deep/model.safetensors").touch()
     index = "model.safetensors.index.json"
     (folder / "no_map" / index).write_text("{}")
     weight_map = {"lm_head.weight": "../x.safetensors"}

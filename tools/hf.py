@@ -243,6 +243,14 @@ INTEGERS = {
     "d_ff": "intermediate_size",
     "seq_len": "max_position_embeddings",
 }
+# Other numbers that are read below, or do not change the logits. What a number that is not listed
+# does, such as Granite's residual_multiplier, is unknown; 0 and 1 rarely do anything.
+NUMBERS = {
+    *INTEGERS.values(),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "sliding_window"),
+    *("initializer_range", "attention_dropout", "pretraining_tp", "max_sequence_length"),
+    *("max_length", "temperature", "top_k", "top_p", "repetition_penalty"),
+}
 DTYPES = ("F32", "F16", "BF16")
 
 
@@ -264,14 +272,12 @@ def import_model(source: Path, out: Path) -> None:
         print(f"{source} has a head of its own: it is not tied to the embedding")
         config = dataclasses.replace(config, tied=False)
     shapes = parameter_shapes(config)
-    files = weight_files(source)
-    safetensors = require_safetensors()
     found = find_weights(safetensors, files, shapes)
     size = sum(4 * shape.numel() for shape in shapes.values())
     checkpoint.check_free(out, size)
     with new_folder(out) as work:
         copy_weights(safetensors, found, shapes, work / "full.pt")
-        encoding = import_tokenizer(source, work)
+        encoding = import_tokenizer(source, work, config.vocab_size)
         manifest = {
             "step": 0,
             "tokens": 0,
@@ -301,10 +307,10 @@ def copy_weights(
 
 def read_json(file: Path) -> dict:
     """Raises UsageError."""
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}: name a model folder")
     try:
         contents = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}; name a folder with config.json") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not JSON: {error}") from None
     if not isinstance(contents, dict):
@@ -320,7 +326,7 @@ def from_hf(folder: Path) -> ModelConfig:
         return read_config(hf)
     except KeyError as error:
         raise UsageError(f"{file} lacks {error}") from None
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, AttributeError, ArithmeticError) as error:
         raise UsageError(f"{file} is damaged: {error}") from None
     except ValueError as error:
         raise UsageError(f"{file}: {error}") from None
@@ -394,6 +400,10 @@ def missing_feature(hf: dict, rope: dict) -> str | None:
         return f"rope_type {rope['rope_type']!r}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return f"partial_rotary_factor {rope['partial_rotary_factor']}"
+    for key, value in hf.items():
+        is_known = key in NUMBERS or key.endswith("_token_id")
+        if type(value) in (int, float) and value not in (0, 1) and not is_known:
+            return f"{key} {value}"
     return "quantization_config" if hf.get("quantization_config") else None
 
 
@@ -553,7 +563,7 @@ def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
     }
 
 
-def import_tokenizer(folder: Path, work: Path) -> tiktoken.Encoding | None:
+def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Encoding | None:
     """Copy the tokenizer.json of a model folder to `work`, if tokenizer.py reads it.
 
     The built-in `bytes` needs no copy. An encoding's name is the tokenizer's in the manifest.
@@ -569,6 +579,9 @@ def import_tokenizer(folder: Path, work: Path) -> tiktoken.Encoding | None:
         encoding = tokenizer.load(str(file))
     except tokenizer.TokenizerError as error:
         print(error)
+        return None
+    if encoding.n_vocab > vocab_size:
+        print(f"{file} has {encoding.n_vocab:,} tokens, the model {vocab_size:,}: it is left out")
         return None
     shutil.copyfile(file, work / file.name)
     return encoding
