@@ -2,6 +2,7 @@
 
 import base64
 import codecs
+import errno
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -37,10 +38,10 @@ GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(
 # SmolLM's and StarCoder's: every digit is a piece, the rest is cut as by GPT2.
 GPT2_DIGITS = r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 PATTERNS = {"llama3": LLAMA3, "cl100k": CL100K, "o200k": O200K, "gpt2": GPT2}
-
-# What means something else in the regular expressions of Hugging Face (Oniguruma's, with the syntax
-# of Ruby): anchors, possessive intervals, the option m, and options for the rest of a group.
-RUBY_DIFFERS = re.compile(r"\$|(?<!\[)\^|\d,?\}\+|\(\?[a-z-]*[m)]")
+BYTES = r"[\s\S]"
+# Of tokenizer.json files: Qwen2's, and that of Mistral NeMo and Nemotron.
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN = O200K.replace(r"\p{N}{1,3}", r"\p{N}").replace(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "")
 
 
 class TokenizerError(ValueError):
@@ -73,11 +74,13 @@ def load(name: str, pattern: str | None = None) -> tiktoken.Encoding:
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
         return Encoding(
-            "bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
+            "bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
         )
     if name == "gpt2":
         return load_gpt2()
     try:
+        if path.exists() and not path.is_file():  # reading a pipe or a device may not end
+            raise OSError(errno.EINVAL, "Not a regular file")
         contents = path.read_bytes()
     except OSError as error:
         raise TokenizerError(
@@ -206,8 +209,9 @@ def load_json(path: Path, contents: bytes) -> tiktoken.Encoding:
     except ValueError as error:
         raise TokenizerError(f"--tokenizer {path} cannot be used: {error}") from None
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else "a value has a wrong type"
         raise TokenizerError(
-            f"--tokenizer {path} is not a tokenizer.json of Hugging Face ({error!r})"
+            f"--tokenizer {path} is not a tokenizer.json of Hugging Face ({reason})"
         ) from None
 
 
@@ -294,13 +298,11 @@ def split_pattern(split: dict) -> str:
     regex = split["pattern"].get("Regex")
     if not regex or split["behavior"] != "Isolated" or split["invert"]:
         raise ValueError("its Split is not one by the matches of a regular expression (Isolated)")
-    for pattern in PATTERNS.values():
+    # Only these: Oniguruma and tiktoken read \w, [:alpha:], ~~, $ and more differently.
+    for pattern in (*PATTERNS.values(), QWEN2, TEKKEN, BYTES):
         if regex == oniguruma_pattern(pattern):
             return pattern
-    if RUBY_DIFFERS.search(regex):
-        raise ValueError(f"its regular expression means something else in tiktoken: {regex}")
-    # tiktoken drops what no match covers.
-    return rf"{regex}|(?:(?!{regex})[\s\S])+"
+    raise ValueError(f"its regular expression is not one that tiktoken is known to share: {regex}")
 
 
 def check_merges(model: dict, ranks: dict[bytes, int]) -> None:

@@ -174,7 +174,10 @@ PREPARE = [
         "is binary (a NUL byte in its first 8,192): leave it out; only --tokenizer bytes reads",
     ),
     Mistake("--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose bytes,"),
-    Mistake("--out {root}/new --tokenizer {root}", "Is a directory; choose bytes, gpt2 or PATH"),
+    Mistake(
+        "--out {root}/new --tokenizer {root}", "Not a regular file; choose bytes, gpt2 or PATH"
+    ),
+    Mistake("--out {root}/new --tokenizer {pipe}/meta.json", "Not a regular file; choose bytes,"),
     Mistake("--out {root}/new --pattern gpt4", "argument --pattern: invalid choice: 'gpt4'"),
     Mistake(
         "--out {root}/new --pattern o200k",
@@ -191,7 +194,7 @@ PREPARE = [
     Mistake("--out {root}/new --tokenizer {ranks}/minus", "(257 tokens, but none has rank 256)"),
     Mistake(
         "--out {root}/new --tokenizer {foreign}/config.json",
-        "config.json is not a tokenizer.json of Hugging Face (KeyError('model'))",
+        "config.json is not a tokenizer.json of Hugging Face (it lacks 'model')",
     ),
     Mistake(
         "--out {root}/new --tokenizer {foreign}/config.json --pattern gpt2",
