@@ -12,6 +12,7 @@ mixture, n also decides which folder a sequence is from.
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -110,32 +111,37 @@ def open_folder(path: Path) -> TokenFolder:
         spot_check(file, dtype, vocab_size, digest)
     tokenizer = meta["tokenizer"]
     tokenizer_file = {}
-    if tokenizer and Path(tokenizer).suffix:  # a file; bytes and gpt2 are built in
+    if tokenizer not in (None, "bytes", "gpt2"):  # which are built in
         file = (path / tokenizer).absolute()
         tokenizer = str(file)
-        tokenizer_file[file.name] = read_tokenizer(file)
+        tokenizer_file[file.name] = read_file(file)
     fingerprint = digest.hexdigest()[:16]
     return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file)
 
 
-def read_tokenizer(file: Path) -> bytes:
+def read_file(file: Path) -> bytes:
+    """Read meta.json, or the tokenizer that it names. Raises DataError."""
     try:
+        if file.exists() and not file.is_file():  # reading a pipe or a device may not end
+            raise OSError(errno.EINVAL, "Not a regular file")
         return file.read_bytes()
     except OSError as error:
         raise DataError(
-            f"{file}: {error.strerror}; the token folder's meta.json names this tokenizer: "
-            "put the file back, or prepare the folder again"
+            f"{file}: {error.strerror}; the token folder needs this file: put it back, or prepare "
+            "the folder again"
         ) from None
 
 
 def read_meta(path: Path) -> dict:
+    contents = read_file(path / "meta.json")
     try:
-        meta = json.loads((path / "meta.json").read_text())
+        meta = json.loads(contents)
         counts = {name: int(meta[name]) for name in ("vocab_size", "train_tokens", "val_tokens")}
         dtype = np.dtype(meta["dtype"])
-        if not isinstance(meta["tokenizer"], str | None):
-            raise TypeError("tokenizer is not a name")
-        return {**meta, **counts, "dtype": dtype, "tokenizer": meta["tokenizer"]}
+        name = meta["tokenizer"]
+        if not (name is None or isinstance(name, str) and name == Path(name).name):
+            raise TypeError("tokenizer is not the name of a file in the folder")
+        return {**meta, **counts, "dtype": dtype, "tokenizer": name}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path / 'meta.json'} is damaged ({error!r}): prepare the folder again with prepare.py"

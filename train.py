@@ -47,6 +47,7 @@ from cli import UsageError, print_any_text
 from config import BUILTIN, Config, lr_schedule, parse, profile_window
 from layout import Layout, choose_layout, empty_model, largest_gathered, lay_out
 from model import Transformer, generate
+from sample import find_tokenizer
 
 # --------------------------------------------------------------------------------------------------
 # What a run is made of
@@ -79,6 +80,7 @@ def make_plan(config: Config, world: dist.World) -> Plan:
     if c.data == BUILTIN:
         prepare_builtin(world)
     token_folders = data.open_folders(c.data)
+    dist.on_rank0(lambda: check_tokenizer(token_folders[0]))
     device_memory = dist.on_rank0(lambda: memory.device_memory(world.device, world.local_size))
     layout = choose_layout(c, world, token_folders[0].vocab_size, device_memory)
     manifest = make_manifest(c, layout, token_folders)
@@ -98,6 +100,12 @@ def make_plan(config: Config, world: dist.World) -> Plan:
         started=started,
         deadline=deadline,
     )
+
+
+def check_tokenizer(folder: data.TokenFolder) -> None:
+    """Check what goes into every checkpoint as the tokenizer. Raises TokenizerError."""
+    if folder.tokenizer_file:  # a built-in one may need the network
+        find_tokenizer(folder.path, folder.tokenizer_name, folder.vocab_size)
 
 
 def make_manifest(c: Config, layout: Layout, token_folders: list[data.TokenFolder]) -> dict:

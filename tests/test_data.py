@@ -29,7 +29,7 @@ def test_the_file_of_the_tokenizer_comes_with_the_folder_and_must_be_there(token
     folder = shutil.copytree(tokens, tmp_path / "tokens")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "my.tiktoken"}))
-    with pytest.raises(data.DataError, match=r"my.tiktoken: No such file.*put the file back"):
+    with pytest.raises(data.DataError, match=r"my.tiktoken: No such file.*put it back"):
         data.open_folder(folder)
     (folder / "my.tiktoken").write_bytes(b"IQ== 0")
     opened = data.open_folder(folder)
@@ -37,9 +37,11 @@ def test_the_file_of_the_tokenizer_comes_with_the_folder_and_must_be_there(token
     assert opened.tokenizer_name == "my.tiktoken"
     assert opened.tokenizer == str(folder / "my.tiktoken")
     assert data.open_folder(tokens).tokenizer_name == "bytes"
-    (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": 5}))
-    with pytest.raises(data.DataError, match="meta.json is damaged.*tokenizer is not a name"):
-        data.open_folder(folder)
+    (tmp_path / "my.tiktoken").write_bytes(b"a secret")
+    for name in (5, "../my.tiktoken", str(tmp_path / "my.tiktoken")):
+        (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": name}))
+        with pytest.raises(data.DataError, match="meta.json is damaged.*tokenizer is not the name"):
+            data.open_folder(folder)
 
 
 class Bomb:

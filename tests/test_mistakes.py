@@ -49,6 +49,12 @@ TRAIN = [
     Mistake("--data {high}", "train.bin holds token 300, above its vocabulary of 257"),
     Mistake("--data {torn}", "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes"),
     Mistake("--data {no_tokenizer_file}", "my.tiktoken: No such file or directory; the token fold"),
+    Mistake(
+        "--data {stray}", "stray/meta.json is damaged (TypeError('tokenizer is not the name of"
+    ),
+    Mistake("--data {secret}", "secret/my.tiktoken is not a .tiktoken file (line 1 is not a token"),
+    Mistake("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
+    Mistake("--data {pipe}", "pipe/meta.json: Not a regular file; the token folder needs this"),
     Mistake("--data {changed}:0.7,{high}:0.2", "at least 0.001 and add up to 1, but add up to 0.9"),
     Mistake(
         "--data {changed}:0.5,{gpt2}:0.5", "gpt2 has another tokenizer than {changed}; prepare"
@@ -426,6 +432,10 @@ COMMANDS = {
 CASES = [(name, mistake) for name, (mistakes, _) in COMMANDS.items() for mistake in mistakes]
 
 
+# A .tiktoken file of the 256 bytes
+RANKS = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
+
+
 def write_tokens(folder: Path, tokens: np.ndarray, tokenizer: str = "bytes") -> Path:
     folder.mkdir()
     for split in ("train", "val"):
@@ -445,6 +455,22 @@ def without_meta(folder: Path, tokens: np.ndarray) -> Path:
     write_tokens(folder, tokens)
     (folder / "meta.json").write_text("{}")
     return folder
+
+
+def token_folders(root: Path) -> dict[str, Path]:
+    """Token folders whose tokenizer or meta.json is not what train.py can use."""
+    ids = np.arange(1000) % 256
+    found = {
+        "stray": write_tokens(root / "stray", ids, tokenizer="../secret/my.tiktoken"),
+        "secret": write_tokens(root / "secret", ids, tokenizer="my.tiktoken"),
+        "misfit": write_tokens(root / "misfit", ids, tokenizer="my.tiktoken"),
+        "pipe": write_tokens(root / "pipe", ids),
+    }
+    (found["secret"] / "my.tiktoken").write_text("not a tokenizer")
+    (found["misfit"] / "my.tiktoken").write_text(RANKS + "dGg= 256\n")
+    (found["pipe"] / "meta.json").unlink()
+    os.mkfifo(found["pipe"] / "meta.json")
+    return found
 
 
 def lost_run(folder: Path, run: Path) -> Path:
@@ -501,12 +527,11 @@ def write_sources(root: Path) -> dict[str, Path]:
 
 def write_rank_files(folder: Path) -> Path:
     folder.mkdir()
-    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)]
     last_lines = {"token": "Bw== 256", "rank": "dGg= 7", "gap": "dGg= 300", "minus": "dGg= -1"}
-    (folder / "o200k.tiktoken").write_text("".join(lines))
-    (folder / "short").write_text("".join(lines[:-1]))
+    (folder / "o200k.tiktoken").write_text(RANKS)
+    (folder / "short").write_text("".join(RANKS.splitlines(keepends=True)[:-1]))
     for name, line in last_lines.items():
-        (folder / name).write_text("".join(lines) + line)
+        (folder / name).write_text(RANKS + line)
     return folder
 
 
@@ -595,6 +620,7 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
         "no_meta": without_meta(root / "no_meta", ramp),
         "no_tokenizer_file": write_tokens(root / "no_file", ramp, tokenizer="my.tiktoken"),
         "foreign": foreign,
+        **token_folders(root),
         **spoilt_logs(root, root / "other"),
         "lost": lost_run(root / "lost", root / "other"),
         **write_sources(root),
@@ -664,8 +690,7 @@ def checkpoints(root: Path, newest: Path) -> dict[str, Path]:
         "torn_manifest": variant(root / "torn_manifest", newest),
         "nan": diverged(root / "nan", newest),
     }
-    ranks = [f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)]
-    (found["other_tokenizer"] / "my.tiktoken").write_text("".join([*ranks, "dGg= 256\n"]))
+    (found["other_tokenizer"] / "my.tiktoken").write_text(RANKS + "dGg= 256\n")
     (found["damaged"] / "__0_0.distcp").unlink()
     os.truncate(found["truncated"] / "__0_0.distcp", 1000)
     with open(found["flipped"] / "__0_0.distcp", "r+b") as file:
