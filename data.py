@@ -65,18 +65,27 @@ def open_folders(data: str) -> list[TokenFolder]:
 
     Shares are thousandths and add up to 1. A path that exists is one folder, whatever its name.
     """
-    items = [re.fullmatch(r"(.+):(\d*\.?\d+)", item) for item in data.split(",")]
-    if None in items or Path(data).exists():
+    items = [re.fullmatch(r"(.+):(-?\d*\.?\d+)", item) for item in data.split(",")]
+    if items == [None] or Path(data).exists():
         return [open_folder(Path(data))]
+    if None in items:
+        raise DataError(
+            f"--data {data}: there is no such folder, and a mixture gives each folder a share: "
+            "DIR:SHARE,DIR:SHARE,..."
+        )
     shares = [round(1000 * float(item[2])) for item in items]
-    if sum(shares) != 1000 or 0 in shares:
+    if sum(shares) != 1000 or min(shares) < 1:
         raise DataError(
             f"--data {data}: the shares of a mixture must be at least 0.001 and add up to 1, "
-            f"but add up to {sum(shares) / 1000:g}"
+            f"but the least is {min(shares) / 1000:g} and the sum {sum(shares) / 1000:g}"
         )
     folders = []
     for item, share in zip(items, shares):
         folder = open_folder(Path(item[1]))
+        if any(folder.path.samefile(other.path) for other in folders):
+            raise DataError(
+                f"--data {data}: {folder.path} is there twice; name it once, with both shares added"
+            )
         mark = f"{share}/1000 of {folder.fingerprint}"
         folders.append(dataclasses.replace(folder, share=share, fingerprint=mark))
         if folder.vocabulary != folders[0].vocabulary:
