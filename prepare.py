@@ -499,7 +499,9 @@ def build_parser() -> cli.Parser:
         "order, and - for standard input; a document is a JSON line, a row, a text file, or a part "
         "of one that <|endoftext|> ends (default: the library of the installed Python)",
     )
-    field_help = "field of JSON lines, column of parquet, that holds the text (default: text)"
+    field_help = (
+        "field of JSON lines, column of parquet, with the text; a.b if nested (default: text)"
+    )
     add("--field", default="text", metavar="NAME", help=field_help)
     add_tokenizer_flags(parser)
     add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")

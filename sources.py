@@ -66,6 +66,13 @@ def binary(path: Path) -> SourceError:
     )
 
 
+def no_field(path: Path, text_field: str, fields: list[str]) -> SourceError:
+    return SourceError(
+        f"--source {path} has no field {text_field}: give --field one of its own "
+        f"({', '.join(fields)}), or a.b for the b in an object a"
+    )
+
+
 def optional(module: str, path: Path) -> ModuleType:
     """Import a module of a package that one format needs."""
     try:
@@ -117,7 +124,9 @@ def expand(source: str) -> list[Path]:
 
 
 def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    """Such as "2 lines (broken)", for the noun "line (broken)"."""
+    word, bracket, note = noun.partition(" (")
+    return f"{count:,} {word}{'' if count == 1 else 's'}{bracket}{note}"
 
 
 @dataclass
@@ -159,7 +168,7 @@ class Corpus:
             self.skipped_size += size if kind == "binary file" else 0
 
     def skip_line(self, place: str, reason: Exception) -> None:
-        self.skipped["broken line"] += 1
+        self.skipped[f"broken line ({reason})"] += 1
         self.first_broken = self.first_broken or f"{place}: {reason}"
 
     def replace_surrogates(self, text: str, path: Path) -> str:
@@ -399,21 +408,27 @@ def read_json_lines(corpus: Corpus, path: Path, blocks: Iterator[bytes]) -> Iter
     """Yield the text of each line, "" for null. Broken lines are counted."""
     file = io.BufferedReader(Stream(blocks), BLOCK)
     number = 0
-    field_was_found = False
+    is_first = True  # of the objects
     while line := file.readline(LONGEST_LINE):
         number += 1
         if line.isspace():
             continue
         try:
             row = parse_line(line)
-            if not field_was_found:
-                check_field(path, corpus.text_field, list(row))
-                field_was_found = True
-            yield text_of(row, corpus.text_field)
+            text = look_up(row, corpus.text_field)
+            if text is MISSING and is_first:
+                raise no_field(path, corpus.text_field, list(row))
+            is_first = False
+            if text is not None and not isinstance(text, str):
+                raise BrokenLine(f"no text in the field {corpus.text_field}")
+            yield text or ""
         except BrokenLine as error:
             corpus.skip_line(f"{path}, line {number}", error)
         while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
             line = file.readline(LONGEST_LINE)
+
+
+MISSING = object()  # what a field is that is not there
 
 
 class BrokenLine(Exception):
@@ -431,19 +446,15 @@ def parse_line(line: bytes) -> dict:
     return row
 
 
-def text_of(row: dict, text_field: str) -> str:
-    text = row.get(text_field, 0)
-    if text is not None and not isinstance(text, str):
-        raise BrokenLine(f"no text in the field {text_field}")
-    return text or ""
-
-
-def check_field(path: Path, text_field: str, fields: list[str]) -> None:
-    if text_field not in fields:
-        raise SourceError(
-            f"--source {path} has no field {text_field}: give --field one of its own "
-            f"({', '.join(fields)})"
-        )
+def look_up(row: dict, text_field: str) -> object:
+    """Return row["a.b"] or, if there is none, row["a"]["b"] for a.b; None if a is null."""
+    if text_field in row:
+        return row[text_field]
+    value = row
+    for name in text_field.split("."):
+        if value is not None:
+            value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
+    return value
 
 
 def read_parquet(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
@@ -457,15 +468,21 @@ def read_parquet(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
     column = corpus.text_field
     try:
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BLOCK)
-        schema = table.schema_arrow
-        check_field(path, column, schema.names)
-        kind = str(schema.field(column).type)
-        if kind not in ("string", "large_string", "binary", "large_binary"):
-            raise SourceError(f"--source {path}: the column {column} holds {kind}, not text")
+        columns = [table.schema.column(i).path for i in range(len(table.schema))]
+        if column not in columns:
+            raise no_field(path, column, columns)
         batches = table.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False)
         for batch in batches:
+            texts = batch.column(0)
+            while hasattr(texts, "field"):  # a struct, read with this one field
+                (texts,) = texts.flatten()
+            if hasattr(texts, "dictionary"):
+                texts = texts.dictionary_decode()
+            kind = str(texts.type)
+            if kind not in ("string", "large_string", "binary", "large_binary"):
+                raise SourceError(f"--source {path}: the column {column} holds {kind}, not text")
             # As bytes: a string that is not UTF-8 would be an error.
-            for text in batch.column(0).cast("large_binary").to_pylist():
+            for text in texts.cast("large_binary").to_pylist():
                 yield (text or b"").decode("utf-8", "surrogateescape")
     except SourceError:
         raise

@@ -205,7 +205,10 @@ def test_an_ugly_corpus_has_tiktokens_own_ids_and_what_is_left_out_is_said(tmp_p
     for split in ("train", "val"):
         assert folder.tokens(split).tolist() == expected[split]
     skipped, first_broken, replaced = said[2:5]
-    assert skipped.startswith("skipped 2 binary files, ") and "1 broken line, 2 empty" in skipped
+    assert (
+        skipped.startswith("skipped 2 binary files, ")
+        and "1 broken line (not a JSON object), 2 empty" in skipped
+    )
     assert first_broken.endswith("6 packed.jsonl.gz, line 2: not a JSON object")
     assert replaced.startswith("3 bytes not in UTF-8 became U+FFFD, the first in ")
     assert replaced.endswith("2 latin-1: convert such files, as with iconv -f latin1 -t utf-8")

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import itertools
 import json
 import os
 import random
@@ -51,7 +52,9 @@ def zstd(contents: bytes) -> bytes:
 def write_parquet(path: Path, texts: list, field: str = "text", kind: str = "string") -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    column = pyarrow.array(texts, kind)
+    is_dictionary = kind == "dictionary"
+    column = pyarrow.array(texts, "string" if is_dictionary else kind)
+    column = column.dictionary_encode() if is_dictionary else column
     table = pyarrow.table({"id": list(range(len(texts))), field: column})
     parquet.write_table(table, path, row_group_size=3)
 
@@ -89,12 +92,43 @@ def test_a_json_line_is_a_document(tmp_path, name, pack):
     assert documents(tmp_path, text_field="body") == DOCUMENTS
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string", "binary"])
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "dictionary"])
 def test_a_parquet_row_is_a_document(tmp_path, kind):
     write_parquet(tmp_path / "a.parquet", [*DOCUMENTS, None], "body", kind)
     corpus = find_files([str(tmp_path)], takes_binary=False, text_field="body")
     assert join(corpus.read()) == DOCUMENTS
     assert corpus.describe_skipped() == "1 blank document"
+
+
+NESTED = [
+    {"meta": {"text": "one"}},
+    {"meta": None},
+    {"meta": {"text": None}},
+    {"meta": {"text": "2"}},
+]
+
+
+def test_a_field_may_be_in_an_object_of_a_json_line(tmp_path):
+    others = [{"meta": {"id": 5}}, {"meta": "no object"}, {"meta.text": "flat", "meta": 5}]
+    rows = [json.dumps(row) + "\n" for row in NESTED + others]
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    corpus = find_files([str(tmp_path)], takes_binary=False, text_field="meta.text")
+    assert join(corpus.read()) == ["one", "2", "flat"]
+    broken = "2 broken lines (no text in the field meta.text)"
+    assert corpus.describe_skipped() == f"2 blank documents, {broken}"
+    with pytest.raises(SourceError, match=r"has no field meta.body: .* its own \(meta\), or a.b"):
+        find_files([str(tmp_path)], takes_binary=False, text_field="meta.body")
+
+
+def test_a_field_may_be_in_a_struct_of_a_parquet_row(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(NESTED), tmp_path / "a.parquet")
+    corpus = find_files([str(tmp_path)], takes_binary=False, text_field="meta.text")
+    assert join(corpus.read()) == ["one", "2"]
+    assert corpus.describe_skipped() == "2 blank documents"
+    with pytest.raises(SourceError, match=r"has no field meta: .* its own \(meta.text\)"):
+        find_files([str(tmp_path)], takes_binary=False, text_field="meta")
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstd])
@@ -139,7 +173,17 @@ def test_long_documents_are_read_in_chunks(tmp_path, monkeypatch, separator):
         monkeypatch.setattr(sources, "CHUNK", size)
         corpus = find_files([str(tmp_path)], takes_binary=False)
         assert join(corpus.read()) == [*text.split("<|endoftext|>"), text]
-        assert max(len(chunk.text) for chunk in corpus.read()) <= max(2 * size + 13, len(text))
+        assert max(len(chunk.text) for chunk in corpus.read()) <= 2 * size + len("<|endoftext|>")
+
+
+def test_the_position_counts_the_bytes_of_all_files_so_far(tmp_path):
+    contents = {"a": b"x" * 100, "b.gz": gzip.compress(b"y" * 500), "c.jsonl": json_lines(["1"])}
+    for name, packed in contents.items():
+        (tmp_path / name).write_bytes(packed)
+    corpus = find_files([str(tmp_path)], takes_binary=False)
+    positions = [corpus.position for _ in corpus.read()]
+    assert positions == list(itertools.accumulate(map(len, contents.values())))
+    assert positions[-1] == corpus.size
 
 
 def test_builtin_set_is_large_enough():
@@ -168,7 +212,10 @@ def test_broken_lines_are_skipped_and_counted(tmp_path, monkeypatch):
     file.write_bytes(b"\n".join(lines))
     corpus = find_files([str(file)], takes_binary=False)
     assert join(corpus.read()) == ["first", "last"]
-    assert corpus.describe_skipped() == "2 blank documents, 6 broken lines"
+    assert corpus.describe_skipped() == (
+        "2 blank documents, 1 broken line (longer than 4,096 bytes), "
+        "2 broken lines (no text in the field text), 3 broken lines (not a JSON object)"
+    )
     assert corpus.first_broken == f"{file}, line 3: not a JSON object"
 
 
@@ -179,6 +226,13 @@ def test_what_is_not_utf_8_becomes_u_fffd_and_is_counted(tmp_path):
     corpus = find_files([str(tmp_path)], takes_binary=False)
     assert join(corpus.read()) == ["é", "n\ufffd \ufffd No\ufffdl", "\ufffd \ufffd \U0001f600"]
     assert (corpus.replaced, corpus.first_replaced) == (5, tmp_path / "b")
+
+
+def test_what_is_not_utf_8_in_parquet_is_counted_too(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["é", b"n\xe9 \xe0"], kind="binary")
+    corpus = find_files([str(tmp_path)], takes_binary=False)
+    assert join(corpus.read()) == ["é", "n\ufffd \ufffd"]
+    assert (corpus.replaced, corpus.first_replaced) == (2, tmp_path / "a.parquet")
 
 
 def test_a_nul_byte_counts_in_the_first_8_kib(tmp_path):
