@@ -340,7 +340,9 @@ def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
             "--train_tokenizer needs the tokenizers package: pip install tokenizers"
         ) from None
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    split = pre_tokenizers.Split(Regex(tokenizer.LLAMA3), "isolated")
+    # Merges take the square of a piece's length: it is bounded, and shorter ones are as in LLAMA3.
+    pattern = tokenizer.LLAMA3.replace("+", "{1,1000}").replace("*", "{0,1000}")
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     trainer = trainers.BpeTrainer(

@@ -401,6 +401,13 @@ def test_a_source_too_small_for_the_vocabulary_gives_fewer_tokens(tokenizers):
     assert len(tokenizer.read_ranks(prepare.train_ranks(["abab"], 1000))) == 258
 
 
+@pytest.mark.hf
+def test_no_word_is_so_long_that_training_does_not_end(tokenizers):
+    """Merges take the square of the length of what is not cut."""
+    ranks = tokenizer.read_ranks(prepare.train_ranks(["a" * 5000, " " * 5000, "?" * 5000], 1000))
+    assert max(map(len, ranks)) == 1000
+
+
 def test_training_a_vocabulary_without_the_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(tokenizer.TokenizerError, match="pip install tokenizers"):
