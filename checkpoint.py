@@ -51,10 +51,20 @@ class UsageError(ValueError):
     """A path that names no checkpoint, or flags that cannot be used. The message is one line."""
 
 
+def unwrap(error: BaseException) -> BaseException:
+    """The exception that DCP has wrapped: a Ctrl-C, or else that of the first rank that failed."""
+    if not isinstance(error, dcp.CheckpointException):
+        return error
+    causes = [cause for cause, _ in error.failures.values()]
+    return next((cause for cause in causes if not isinstance(cause, Exception)), causes[0])
+
+
 def last_line(error: BaseException) -> str:
-    """The reason alone: DCP's messages begin with the traceback of each rank that failed."""
+    """The reason in one line, with the type of an error whose text may be a mere name."""
     lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
+    if lines and isinstance(error, (OSError, RuntimeError, ValueError, UnpicklingError)):
+        return lines[-1]
+    return repr(error)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -302,12 +312,30 @@ def complete(work: Path, path: Path, manifest: dict) -> None:
 def why_not_written(error: BaseException, folder: Path) -> str:
     """The reason why nothing could be written to `folder`, with the space that is free there."""
     reason = last_line(error)
-    free = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB"
+    try:
+        free = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB"
+    except OSError:  # the folder or its disk is gone
+        return reason
     # torch says only that the file is shorter than what it has written.
     full = ("unexpected pos", os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
     if any(sign in reason for sign in full):
         return f"the disk is full, or its quota: {free} free at {folder} ({reason})"
     return f"{reason} ({free} were free on its disk)"
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer. DCP pickles an error for the other ranks, which would wait if that failed."""
+
+    def write_data(self, *args):
+        try:
+            return super().write_data(*args)
+        except Exception as error:
+            raise on_this_rank(error) from None
+
+
+def on_this_rank(error: BaseException) -> CheckpointError:
+    """An error of this rank for all ranks: not every exception can be pickled."""
+    return CheckpointError(f"rank {dist.get_rank()}: {last_line(error)}")
 
 
 @dataclass
@@ -420,15 +448,19 @@ class Saver:
         try:
             row |= self.write(pending)
             self.failure = None
-        except (dcp.CheckpointException, OSError, RuntimeError) as error:
+        except BaseException as error:  # whatever it is: a lost save must not pass as success
+            cause = unwrap(error)
+            if not (self.async_save or isinstance(cause, Exception)):
+                raise cause from None  # a Ctrl-C, which ends the run
             row["event"] = "checkpoint_failed"
-            row["error"] = why_not_written(error, self.run)
+            row["error"] = why_not_written(cause, self.run)
             self.failure = f"cannot write {path}: {row['error']}"
-            if self.is_rank0:
-                self.remove_leftovers()
         row["seconds"] = time.perf_counter() - pending.started
         row["blocking_seconds"] = pending.blocking_seconds or row["seconds"]
         self.rows.append(row)
+        if self.failure and self.is_rank0:
+            with contextlib.suppress(OSError):  # the next save tries again
+                self.remove_leftovers()
 
     def write(self, pending: PendingSave) -> dict:
         """Write a checkpoint; return its size and memory use. An error is raised on all ranks."""
@@ -441,7 +473,7 @@ class Saver:
             # per_thread_copy_ahead=0: no CUDA streams. Where CUDA is available, even tensors on the
             # CPU would use the current stream of the calling thread, which in the saving thread is
             # that of GPU 0: a context on GPU 0 for every rank.
-            writer = dcp.FileSystemWriter(str(work), sync_files=False, per_thread_copy_ahead=0)
+            writer = Writer(str(work), sync_files=False, per_thread_copy_ahead=0)
             dcp.save(pending.state, storage_writer=writer, process_group=self.group)
         else:
             self.on_rank0(lambda: torch.save(pending.state, work / "full.pt"))
@@ -455,7 +487,7 @@ class Saver:
             "bytes": total_bytes(manifest),
             "peak_host_memory": max(rank.peak for rank in memory),
             "host_memory_before": pending.memory_before.resident,
-            "host_memory_after": host_memory().resident,
+            "host_memory_after": memory[dist.get_rank()].resident,
             "available_host_memory": min(rank.available for rank in memory),
         }
 
@@ -507,17 +539,19 @@ class Saver:
 
         Separate from the training's helpers for this: it uses the saving thread's process group.
         """
-        answer = {"result": None, "error": None}
+        result = error = None
         try:
-            answer["result"] = work()
-        except (OSError, RuntimeError) as error:
-            answer["error"] = f"rank {dist.get_rank()}: {error}"
+            result = work()
+        except BaseException as raised:  # whatever it is: the other ranks wait for this one
+            error = raised
         answers: list = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, answer, group=self.group)
-        for answer in answers:
-            if answer["error"]:
-                raise CheckpointError(answer["error"])
-        return [answer["result"] for answer in answers]
+        dist.all_gather_object(answers, (result, error and on_this_rank(error)), group=self.group)
+        if not isinstance(error, Exception | None):
+            raise error  # a Ctrl-C
+        for _, error in answers:
+            if error:
+                raise error
+        return [result for result, _ in answers]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -593,13 +627,11 @@ def load(path: Path, state: dict) -> None:
             dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
         else:
             load_full(full, state)
-    except dcp.CheckpointException as error:
-        for cause, _ in error.failures.values():
-            if isinstance(cause, KeyboardInterrupt):  # DCP wraps a Ctrl-C, too
-                raise cause from None
-        raise CheckpointError(f"cannot read {path}: {last_line(error)}") from None
-    except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
-        raise CheckpointError(f"cannot read {path}: {last_line(error)}") from None
+    except (dcp.CheckpointException, OSError, ValueError, RuntimeError, UnpicklingError) as error:
+        cause = unwrap(error)
+        if not isinstance(cause, Exception):
+            raise cause from None  # a Ctrl-C
+        raise CheckpointError(f"cannot read {path}: {last_line(cause)}") from None
 
 
 def load_full(path: Path, state: dict) -> None:
