@@ -574,10 +574,11 @@ class MetadataUnpickler(Unpickler):
         "torch.distributed.checkpoint.filesystem": "_StorageInfo",
         "collections": "OrderedDict",
         "pathlib": "PosixPath WindowsPath",
-        "pathlib._local": "PosixPath WindowsPath",  # their module in Python 3.13
     }
 
     def find_class(self, module: str, name: str):
+        if module == "pathlib._local":  # where Python 3.13 alone has the classes of pathlib
+            module = "pathlib"
         if name not in self.ALLOWED.get(module, "").split():
             raise UnpicklingError(f"{module}.{name} is not allowed in it")
         return super().find_class(module, name)
