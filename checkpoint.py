@@ -97,6 +97,8 @@ def checkpoints_at(path: Path) -> list[Path]:
 def read_manifest(path: Path) -> dict:
     """The manifest of the checkpoint `path`. Raises CheckpointError if it is missing or damaged."""
     try:
+        if not (path / "manifest.json").is_file():  # reading a FIFO would never end
+            raise ValueError("it is missing, or not a file")
         manifest = json.loads((path / "manifest.json").read_text())
         check_manifest(manifest)
         return manifest
@@ -109,10 +111,10 @@ def read_manifest(path: Path) -> dict:
 def check_manifest(manifest: dict) -> None:
     """Raise ValueError, KeyError or TypeError unless the fields that this file reads are valid."""
     for number in (manifest["step"], manifest.get("tokens", 0)):
-        if not isinstance(number, int):
-            raise ValueError("step and tokens must be integers")
-    if not isinstance(manifest["files"], dict):
-        raise ValueError("files must be an object")
+        if not isinstance(number, int) or number < 0:
+            raise ValueError("step and tokens must be integers of at least 0")
+    if not isinstance(manifest["files"], dict) or not manifest["files"]:
+        raise ValueError("files must be an object of at least one file")
     for name, file in manifest["files"].items():
         if Path(name).name != name:
             raise ValueError(f"it names the file {name}, outside the checkpoint")
@@ -606,6 +608,11 @@ class Reader(dcp.FileSystemReader):
         super().__init__(str(path))
         try:
             self.metadata = load_metadata(path / ".metadata")
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"cannot read {path}: it has neither full.pt nor .metadata, so its format is "
+                "unknown: name a checkpoint of train.py"
+            ) from None
         except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
                 f"cannot read {path}: its .metadata is damaged or hostile: {last_line(error)}"

@@ -30,7 +30,8 @@ def test_a_run_from_imported_weights_has_their_name(tmp_path):
     folder = tmp_path / "smollm2"
     folder.mkdir()
     model = dataclasses.asdict(SIZES["tiny"])
-    manifest = {"step": 0, "model": model, "files": {}}
+    files = {"full.pt": {"bytes": 0, "crc32": "00000000"}}
+    manifest = {"step": 0, "model": model, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert parse(["--init_from", str(folder)]).out == "runs/smollm2"
     assert parse(["--init_from", str(folder), "--out", "mine"]).out == "mine"

@@ -833,6 +833,9 @@ TRIED_ELSEWHERE = {
     "files must be an object": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",
     "it names the file": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",
     "the entry of": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",
+    "it is missing, or not": "test_checkpoint.py::"
+    "test_a_manifest_that_is_no_file_is_damaged_and_nobody_waits_for_it",
+    "neither full.pt nor": "test_checkpoint.py::test_a_checkpoint_of_no_known_format_is_refused",
     "checkpoints damaged": "test_checkpoint.py::test_list_says_which_manifest_is_damaged",
     "it holds a": "test_checkpoint.py::test_a_hostile_pickle_runs_nothing",
     "it points to": "test_checkpoint.py::"

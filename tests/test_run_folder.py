@@ -22,14 +22,16 @@ MODEL = {"n_layer": 2, "d_model": 32, "vocab_size": 320}
 def manifest(step: int, dtype: str = "float32", data: str = "abc", model=MODEL, **flags) -> dict:
     """What a checkpoint of step `step` says, after a start with `flags`."""
     config = {"global_batch_size": 8, "d_model": 32, "data": "tokens/a", **flags}
-    base = {"step": step, "files": {}, "model": model, "data": data, "dtype": dtype}
+    files = {"full.pt": {"bytes": 0, "crc32": "00000000"}}
+    base = {"step": step, "files": files, "model": model, "data": data, "dtype": dtype}
     return base | {"config": {"seed": 0} | config}
 
 
 def save(out, step: int, **changes):
-    """A checkpoint without files, which is complete and verifies."""
+    """A checkpoint without tensors, which is complete and verifies."""
     path = out / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
+    (path / "full.pt").touch()
     (path / "manifest.json").write_text(json.dumps(manifest(step, **changes)))
     return path
 
@@ -69,9 +71,9 @@ def test_a_named_checkpoint_begins_a_run_and_then_its_own_come_first(begin, tmp_
 def test_a_named_checkpoint_that_is_damaged_is_an_error(begin, tmp_path):
     named = save(tmp_path / "other", 10)
     (named / "manifest.json").write_text(
-        json.dumps(manifest(10) | {"files": {"full.pt": {"bytes": 3, "crc32": "0"}}})
+        json.dumps(manifest(10) | {"files": {"lost.pt": {"bytes": 3, "crc32": "0"}}})
     )
-    with pytest.raises(checkpoint.CheckpointError, match="full.pt is missing"):
+    with pytest.raises(checkpoint.CheckpointError, match="lost.pt is missing"):
         begin(resume=str(named))
 
 
