@@ -1,7 +1,9 @@
 """Checkpoints: any mesh to any mesh, damaged, hostile, too large for the disk, or of 2026-11-20."""
 
+import base64
 import contextlib
 import io
+import json
 import math
 import os
 import pickle
@@ -10,6 +12,7 @@ import shutil
 import subprocess
 import threading
 import warnings
+import zlib
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
@@ -23,9 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import checkpoint
+import train
 from model import ModelConfig, build_model
 
-TWENTY_STEPS = "--max_steps 20 --dtype float32 --save_interval 10 --keep_last 0"
+TEN_STEPS = "--max_steps 10 --dtype float32 --save_interval 5 --keep_last 0"
 RANKS = {"single": 1, "ddp": 4, "fsdp": 4, "hsdp --dp_shard 2": 4, "fsdp --tp 2": 4}
 FORMATS = ["sharded", "sharded --async_save", "full"]
 FORMAT_OF_MESH = {
@@ -47,12 +51,12 @@ def file_names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(pool, tokens, tmp_path_factory) -> dict[str, Path]:
-    """On every mesh a run of 20 steps without a stop, with a checkpoint at step 10."""
+    """On every mesh a run of 10 steps without a stop, with a checkpoint at step 5."""
     root = tmp_path_factory.mktemp("whole")
     runs = {}
     for mesh, ranks in RANKS.items():
         runs[mesh] = root / mesh.replace(" ", "")
-        text = f"{TWENTY_STEPS} --strategy {mesh} --checkpoint {FORMAT_OF_MESH[mesh]}"
+        text = f"{TEN_STEPS} --strategy {mesh} --checkpoint {FORMAT_OF_MESH[mesh]}"
         argv = flags(f"--data {tokens} --out {runs[mesh]} {text}")
         assert pool(ranks, call_train, argv) == [0] * ranks
     return runs
@@ -62,14 +66,14 @@ def whole(pool, tokens, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("mesh", RANKS)
-def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(run, whole, tmp_path, mesh):
+def test_five_steps_and_five_more_are_ten_bit_for_bit(run, whole, tmp_path, mesh):
     resumed = tmp_path / "resumed"
-    shutil.copytree(whole[mesh], resumed)  # as if killed between step 10 and step 20
-    shutil.rmtree(resumed / "checkpoints" / "step-00000020")
-    run(RANKS[mesh], f"{TWENTY_STEPS} --strategy {mesh}", "resumed")
+    shutil.copytree(whole[mesh], resumed)  # as if killed between step 5 and step 10
+    shutil.rmtree(resumed / "checkpoints" / "step-00000010")
+    run(RANKS[mesh], f"{TEN_STEPS} --strategy {mesh}", "resumed")
     expected = rows(whole[mesh])
     actual = rows(resumed)
-    assert [row["step"] for row in actual] == list(range(1, 21))  # no step is logged twice
+    assert [row["step"] for row in actual] == list(range(1, 11))  # no step is logged twice
     for key in ("loss", "lr", "grad_norm"):
         assert [row[key] for row in actual] == [row[key] for row in expected]
     assert_same(whole[mesh], resumed)
@@ -81,10 +85,10 @@ RING = list(zip(RANKS, [*list(RANKS)[1:], "single"]))  # from each mesh to the n
 @pytest.mark.parametrize("start, goal", RING)
 def test_a_checkpoint_of_any_mesh_continues_on_another(run, whole, start, goal):
     """The checkpoints are in the format of FORMAT_OF_MESH[start]."""
-    path = whole[start] / "checkpoints" / "step-00000010"
-    resumed = rows(run(RANKS[goal], f"{TWENTY_STEPS} --strategy {goal} --resume {path}"))
-    expected = rows(whole[start])[10:]
-    assert [row["step"] for row in resumed] == list(range(11, 21))
+    path = whole[start] / "checkpoints" / "step-00000005"
+    resumed = rows(run(RANKS[goal], f"{TEN_STEPS} --strategy {goal} --resume {path}"))
+    expected = rows(whole[start])[5:]
+    assert [row["step"] for row in resumed] == list(range(6, 11))
     losses = [row["loss"] for row in resumed]
     assert losses == pytest.approx([row["loss"] for row in expected], rel=1e-5)
 
@@ -145,40 +149,52 @@ def test_names_are_those_of_the_bare_model(whole, mesh):
     assert not [name for name in state if "_orig_mod" in name or "module." in name]
 
 
-def test_keep_last_and_keep_every(run):
-    out = run(1, "--max_steps 12 --save_interval 1 --keep_last 2 --keep_every 5")
-    assert [path.name[-2:] for path in checkpoint.list_checkpoints(out)] == ["05", "10", "11", "12"]
-    assert [row["step"] for row in rows(out, "event")] == list(range(1, 13))
-
-
-def test_a_copy_that_the_user_made_is_no_checkpoint_of_the_run_and_is_kept(run, tmp_path):
+def test_keep_last_and_keep_every_leave_a_copy_that_the_user_made(run, tmp_path):
     copy = tmp_path / "run" / "checkpoints" / "step-00000001-copy"
     copy.mkdir(parents=True)
     (copy / "manifest.json").write_text("{}")
-    out = run(1, "--max_steps 4 --save_interval 1 --keep_last 2")
-    assert file_names(out / "checkpoints") == [copy.name, "step-00000003", "step-00000004"]
-    assert [path.name for path in checkpoint.list_checkpoints(out)][0] == "step-00000003"
+    out = run(1, "--max_steps 7 --save_interval 1 --keep_last 2 --keep_every 4")
+    kept = ["step-00000004", "step-00000006", "step-00000007"]
+    assert file_names(out / "checkpoints") == [copy.name, *kept]
+    assert [path.name for path in checkpoint.list_checkpoints(out)] == kept
+    assert [row["step"] for row in rows(out, "event")] == list(range(1, 8))
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_rows_and_manifest_of_a_checkpoint(run, format):
-    out = run(2, f"--max_steps 4 --strategy fsdp --checkpoint {format}")
-    (row,) = rows(out, "event")
-    path = last_checkpoint(out)
+def save_over_later_ones(folder: Path) -> list[str]:
+    """Save step 2 with --keep_last 1 beside damaged checkpoints that are later."""
+    torch.distributed.init_process_group("gloo")
+    saver = checkpoint.Saver(folder, "sharded", False, 1, 0, timedelta(seconds=20))
+    for step in (1, 2):
+        saver.save({"weight": torch.ones(3)}, {"step": step})
+        assert saver.failure is None
+    return file_names(folder / "checkpoints")
+
+
+def test_checkpoints_that_are_later_and_damaged_do_not_count_as_kept(pool, tmp_path):
+    later = tmp_path / "checkpoints" / "step-00000009"
+    later.mkdir(parents=True)
+    (later / "manifest.json").write_text("torn")
+    assert pool(1, save_over_later_ones, tmp_path) == [["step-00000002", later.name]]
+
+
+@pytest.mark.parametrize("mesh", ["ddp", "fsdp", "hsdp --dp_shard 2"])
+def test_rows_and_manifest_of_a_checkpoint(whole, mesh):
+    _, row = rows(whole[mesh], "event")
+    path = last_checkpoint(whole[mesh])
     files = [file for file in path.iterdir() if file.name != "manifest.json"]
     assert row["event"] == "checkpoint"
-    assert row["step"] == 4
+    assert row["step"] == 10
     assert row["path"] == str(path)
     assert row["bytes"] == sum(file.stat().st_size for file in files)
     assert 0 < row["blocking_seconds"] <= row["seconds"]
-    assert ("async" in format) == (row["blocking_seconds"] < row["seconds"])
+    assert ("async" in FORMAT_OF_MESH[mesh]) == (row["blocking_seconds"] < row["seconds"])
     assert row["host_memory_before"] > 1e7
     assert row["host_memory_after"] > 1e7
     assert row["peak_host_memory"] > 0.99 * row["host_memory_before"]  # Linux counts roughly
     assert row["available_host_memory"] > 1e6
     manifest = checkpoint.read_manifest(path)
-    assert manifest["step"] == 4
-    assert manifest["tokens"] == 4 * 8 * 16
+    assert manifest["step"] == 10
+    assert manifest["tokens"] == 10 * 8 * 16
     assert {"files", "config", "model", "data", "torch"} < manifest.keys()
     assert manifest["files"].keys() == {file.name for file in files}
     assert checkpoint.verify(path) is None
@@ -278,13 +294,13 @@ def test_a_half_written_checkpoint_does_not_count_and_the_next_save_removes_it(r
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_disk, format):
     out = small_disk / "run"
-    text = f"--max_steps 8 --save_interval 1 --keep_last 0 --strategy fsdp --checkpoint {format}"
+    text = f"--max_steps 5 --save_interval 1 --keep_last 0 --strategy fsdp --checkpoint {format}"
     argv = flags(f"--data {tokens} --out {out} {text}")
     answers = pool(2, listen, argv)
     assert [status for status, _, _ in answers] == [1, 1]  # since the last checkpoint is missing
     _, said, error = answers[0]
     assert "NOT SAVED: cannot write" in said
-    assert "step 8/8" in said
+    assert "step 5/5" in said
     assert error.count("\n") == 1
     assert f"the disk is full, or its quota: 0.0 MB free at {out}" in error
     saved = checkpoint.list_checkpoints(out)
@@ -294,7 +310,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     ((status, said, _), _) = pool(2, listen, argv)
     assert status == 0
     assert f"continuing from {saved[-1]}" in said
-    assert len(checkpoint.list_checkpoints(out)) == 8
+    assert len(checkpoint.list_checkpoints(out)) == 5
     assert not list((out / "checkpoints").glob(".*"))
 
 
@@ -313,34 +329,101 @@ def test_an_error_of_torch_that_does_not_say_so_is_said_to_be_a_full_disk(pool, 
     assert "\n" not in failure
 
 
-def save_where_something_is_in_the_way(folder: Path) -> list[str | None]:
-    """Save with a file where the folder of checkpoints should be, then without it."""
+class Unpicklable(Exception):
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+
+# What fails on rank 1: the writing of its shards by DCP, and what follows it
+PLACES = [(torch.distributed.checkpoint.FileSystemWriter, "write_data"), (checkpoint, "checksum")]
+
+
+def save_with_errors(run: Path, async_save: bool) -> list[str | None]:
+    """Save where nothing can be written, with errors on rank 1, and without one.
+
+    Returns `failure` before the first save and after each.
+    """
     torch.distributed.init_process_group("gloo")
-    saver = checkpoint.Saver(folder, "sharded", False, 0, 0, timedelta(seconds=20))
+    saver = checkpoint.Saver(run, "sharded", async_save, 0, 0, timedelta(seconds=20))
+    errors = [TypeError("lost"), Unpicklable("lost"), OSError("lost")]
+    if async_save:
+        errors.append(SystemExit("lost"))
     failures = [saver.failure]
-    for step in (1, 2):
+
+    def save(step: int) -> None:
         saver.save({"weight": torch.ones(3)}, {"step": step})
+        saver.wait()
         failures.append(saver.failure)
-        if torch.distributed.get_rank() == 0 and step == 1:
-            (folder / "checkpoints").unlink()
-        torch.distributed.barrier()
+
+    save(1)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        run.parent.unlink()
+    torch.distributed.barrier()
+    for place in PLACES:
+        for error in errors:
+            with contextlib.ExitStack() as stack:
+                if torch.distributed.get_rank() == 1:
+                    stack.enter_context(mock.patch.object(*place, side_effect=error))
+                save(2)
+    save(2)
     events = [row["event"] for row in saver.done()]
-    assert events == ["checkpoint_failed", "checkpoint"]
+    assert events == ["checkpoint_failed"] * (len(events) - 1) + ["checkpoint"]
     return failures
 
 
-def test_failure_says_why_the_last_save_failed_until_one_succeeds(pool, tmp_path):
-    (tmp_path / "checkpoints").write_text("in the way")
-    for failures in pool(2, save_where_something_is_in_the_way, tmp_path):
-        before, failed, succeeded = failures
+@pytest.mark.parametrize("async_save", [False, True])
+def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async_save):
+    run = tmp_path / "a_file" / "run"
+    run.parent.write_text("in the way")
+    answers = pool(2, save_with_errors, run, async_save)
+    for before, in_the_way, *lost, succeeded in answers:
         assert before is None
-        assert failed.startswith(f"cannot write {tmp_path}/checkpoints/step-00000001: rank 0: ")
+        assert in_the_way.startswith(f"cannot write {run}/checkpoints/step-00000001: rank 0: [Errn")
+        assert len(lost) == 6 + 2 * async_save
+        for failure in lost:
+            assert failure.startswith(f"cannot write {run}/checkpoints/step-00000002: ")
+            assert "lost" in failure and ("rank 1: " in failure or "SystemExit" in failure)
         assert succeeded is None
+
+
+def save_interrupted(run: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    saver = checkpoint.Saver(run, "sharded", False, 0, 0, timedelta(seconds=20))
+    for place in PLACES:
+        interrupted = mock.patch.object(*place, side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            saver.save({"weight": torch.ones(3)}, {"step": 1})
+
+
+def test_ctrl_c_in_a_save_that_training_waits_for_is_no_failed_save(pool, tmp_path):
+    pool(1, save_interrupted, tmp_path)
+    assert not checkpoint.list_checkpoints(tmp_path)
+
+
+def save_with_a_nan_on_rank_1(argv: list[str]) -> str | None:
+    run = build_run(argv)
+    run.log.loss = 1.0
+    if torch.distributed.get_rank() == 1:
+        local(run.state["model"]["norm.weight"])[0] = torch.nan
+    train.save(run, 1)
+    return run.saver.failure
+
+
+def test_one_weight_of_one_rank_that_is_not_finite_refuses_the_save(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp")
+    for failure in pool(2, save_with_a_nan_on_rank_1, argv):
+        assert failure.endswith("step-00000001: the loss or a weight is not finite")
+    assert not checkpoint.list_checkpoints(tmp_path / "run")
+
+
+# Longer than what is read at a time
+RANKS_FILE = b"IQ== 0\n" * 200_000
 
 
 def save_with_extra_files(folder: Path, format: str) -> None:
     torch.distributed.init_process_group("gloo")
-    extra = {"my.tiktoken": b"IQ== 0\n"}
+    extra = {"my.tiktoken": RANKS_FILE}
     saver = checkpoint.Saver(folder, format, False, 0, 0, timedelta(seconds=20), extra)
     saver.save({"weight": torch.ones(3)}, {"step": 1})
     assert saver.failure is None
@@ -350,9 +433,9 @@ def save_with_extra_files(folder: Path, format: str) -> None:
 def test_extra_files_belong_to_every_checkpoint(pool, tmp_path, format):
     pool(2, save_with_extra_files, tmp_path, format)
     path = last_checkpoint(tmp_path)
-    assert (path / "my.tiktoken").read_bytes() == b"IQ== 0\n"
-    assert checkpoint.read_manifest(path)["files"]["my.tiktoken"]["bytes"] == 7
-    (path / "my.tiktoken").write_bytes(b"IQ== 1\n")
+    assert (path / "my.tiktoken").read_bytes() == RANKS_FILE
+    assert checkpoint.read_manifest(path)["files"]["my.tiktoken"]["bytes"] == 1_400_000
+    (path / "my.tiktoken").write_bytes(b"IQ== 1\n" + RANKS_FILE[7:])
     assert "my.tiktoken has changed since it was written" in checkpoint.verify(path)
 
 
@@ -493,11 +576,13 @@ def test_a_full_checkpoint_of_another_model_is_refused(tmp_path):
 HOSTILE_MANIFESTS = [
     "[]",
     "{}",
-    '{"step": "os.system", "files": {}}',
+    '{"step": "os.system", "files": {"full.pt": {"bytes": 1, "crc32": "0"}}}',
     '{"step": 1, "files": {"../../x": {}}}',
     '{"step": 1, "files": ["full.pt"]}',
     '{"step": 1, "files": {"full.pt": {"bytes": "many", "crc32": "0"}}}',
-    '{"step": 1, "files": {}, "tokens": "many"}',
+    '{"step": 1, "files": {"full.pt": {"bytes": 1, "crc32": "0"}}, "tokens": "many"}',
+    '{"step": -5, "files": {"full.pt": {"bytes": 1, "crc32": "0"}}}',
+    '{"step": 1, "files": {}}',
     "[" * 100_000,
 ]
 
@@ -506,7 +591,7 @@ HOSTILE_MANIFESTS = [
 def test_a_hostile_manifest_is_a_clear_error(whole, pool, tokens, tmp_path, text):
     out = tmp_path / "run"
     shutil.copytree(whole["single"], out)
-    shutil.rmtree(out / "checkpoints" / "step-00000010")
+    shutil.rmtree(out / "checkpoints" / "step-00000005")
     path = last_checkpoint(out)
     (path / "manifest.json").write_text(text)
     assert checkpoint.verify(path)
@@ -533,16 +618,16 @@ def test_list_prints_step_tokens_and_size(whole, tmp_path, command):
     run = whole["single"]
     status, out, _ = command("list", run)
     assert status == 0
-    step_10, step_20 = out.splitlines()
+    step_5, step_10 = out.splitlines()
+    assert step_5.startswith(f"{run}/checkpoints/step-00000005  step 5  640 tokens  ")
     assert step_10.startswith(f"{run}/checkpoints/step-00000010  step 10  1,280 tokens  ")
-    assert step_20.startswith(f"{run}/checkpoints/step-00000020  step 20  2,560 tokens  ")
 
 
 def copy_and_damage(whole: dict[str, Path], folder: Path) -> Path:
     """A run of two checkpoints, the first of which is damaged."""
     run = folder / "run"
     shutil.copytree(whole["fsdp --tp 2"], run)
-    flip_a_bit(run / "checkpoints/step-00000010")
+    flip_a_bit(run / "checkpoints/step-00000005")
     return run
 
 
@@ -551,10 +636,10 @@ def test_verify_of_a_run_verifies_each_of_its_checkpoints(whole, tmp_path, comma
     status, out, error = command("verify", run)
     assert status == 1
     first, second = out.splitlines()
-    assert first.startswith(f"DAMAGED: {run}/checkpoints/step-00000010: __0_0.distcp has changed")
-    assert second.startswith(f"{run}/checkpoints/step-00000020: complete and unchanged: 5 files, ")
+    assert first.startswith(f"DAMAGED: {run}/checkpoints/step-00000005: __0_0.distcp has changed")
+    assert second.startswith(f"{run}/checkpoints/step-00000010: complete and unchanged: 5 files, ")
     assert error == f"checkpoint.py: error: {run}: 1 of 2 checkpoints damaged\n"
-    shutil.rmtree(run / "checkpoints/step-00000010")
+    shutil.rmtree(run / "checkpoints/step-00000005")
     assert command("verify", run) == (0, f"{second}\n", "")
 
 
@@ -562,14 +647,52 @@ def test_verify_of_a_run_verifies_each_of_its_checkpoints(whole, tmp_path, comma
 def test_list_says_which_manifest_is_damaged(whole, tmp_path, command, text):
     run = tmp_path / "run"
     shutil.copytree(whole["single"], run)
-    (run / "checkpoints/step-00000010/manifest.json").write_text(text)
+    (run / "checkpoints/step-00000005/manifest.json").write_text(text)
     status, out, error = command("list", run)
     assert status == 1
     first, second = out.splitlines()
-    assert first.startswith(f"DAMAGED: {run}/checkpoints/step-00000010 is not a complete")
+    assert first.startswith(f"DAMAGED: {run}/checkpoints/step-00000005 is not a complete")
     assert "its manifest.json is damaged" in first
-    assert second.startswith(f"{run}/checkpoints/step-00000020  step 20  ")
+    assert second.startswith(f"{run}/checkpoints/step-00000010  step 10  ")
     assert error.count("\n") == 1
+
+
+def make_pipe(path: Path) -> None:
+    """A named pipe, which a thread opens and closes for each reader, so that none waits."""
+    os.mkfifo(path)
+
+    def write_nothing() -> None:
+        while True:
+            path.write_text("")
+
+    threading.Thread(target=write_nothing, daemon=True).start()
+
+
+@pytest.mark.parametrize("create", [make_pipe, os.mkdir])
+def test_a_manifest_that_is_no_file_is_damaged_and_nobody_waits_for_it(tmp_path, command, create):
+    path = tmp_path / "checkpoints/step-00000001"
+    path.mkdir(parents=True)
+    create(path / "manifest.json")
+    for name in ("list", "verify"):
+        status, out, error = command(name, tmp_path)
+        assert (status, out.count("\n"), error.count("\n")) == (1, 1, 1)
+        assert out.startswith(f"DAMAGED: {path}")
+        assert "it is missing, or not a file" in out
+
+
+def test_a_checkpoint_of_no_known_format_is_refused(whole, tmp_path, command):
+    path = tmp_path / "checkpoint"
+    shutil.copytree(last_checkpoint(whole["single"]), path)
+    manifest = checkpoint.read_manifest(path)
+    del manifest["files"][".metadata"]
+    (path / ".metadata").unlink()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    line = f"cannot read {path}: it has neither full.pt nor .metadata, so its format is unknown"
+    with pytest.raises(checkpoint.CheckpointError, match=f"^{line}"):
+        load_one_tensor(path)
+    status, out, error = command("consolidate", path, tmp_path / "one")
+    assert (status, out, error.count("\n")) == (1, "", 1)
+    assert line in error
 
 
 def test_verify_finds_a_flipped_bit(whole, tmp_path, command):
@@ -588,9 +711,9 @@ def test_verify_finds_a_flipped_bit(whole, tmp_path, command):
 
 @pytest.fixture(scope="module")
 def consolidated(whole, tmp_path_factory) -> Path:
-    """Step 10 of the hsdp run as a checkpoint of the full format, in a folder that is created."""
+    """Step 5 of the hsdp run as a checkpoint of the full format, in a folder that is created."""
     root = tmp_path_factory.mktemp("consolidated")
-    path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000010"
+    path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000005"
     out = root / "new/one"
     said, error = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
@@ -606,7 +729,7 @@ def consolidated(whole, tmp_path_factory) -> Path:
 
 
 def test_consolidate_writes_a_complete_checkpoint_of_the_full_format(whole, consolidated, command):
-    path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000010"
+    path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000005"
     assert file_names(consolidated) == ["full.pt", "manifest.json"]
     torch.testing.assert_close(tensors(consolidated), tensors(path), rtol=0, atol=0, equal_nan=True)
     source = checkpoint.read_manifest(path)
@@ -620,8 +743,8 @@ def test_consolidate_writes_a_complete_checkpoint_of_the_full_format(whole, cons
 
 
 def test_a_run_continues_from_a_consolidated_checkpoint(run, whole, consolidated):
-    resumed = rows(run(2, f"{TWENTY_STEPS} --strategy fsdp --resume {consolidated}"))
-    losses = [row["loss"] for row in rows(whole["hsdp --dp_shard 2"])[10:]]
+    resumed = rows(run(2, f"{TEN_STEPS} --strategy fsdp --resume {consolidated}"))
+    losses = [row["loss"] for row in rows(whole["hsdp --dp_shard 2"])[5:]]
     assert [row["loss"] for row in resumed] == pytest.approx(losses, rel=1e-5)
 
 
@@ -641,11 +764,11 @@ def test_consolidate_copies_the_extra_files(pool, tmp_path, command):
     pool(2, save_with_extra_files, tmp_path, "sharded")
     out = tmp_path / "one"
     assert command("consolidate", last_checkpoint(tmp_path), out)[0] == 0
-    assert (out / "my.tiktoken").read_bytes() == b"IQ== 0\n"
+    assert (out / "my.tiktoken").read_bytes() == RANKS_FILE
 
 
 def test_consolidate_of_a_damaged_checkpoint_writes_nothing(whole, tmp_path, command):
-    damaged = copy_and_damage(whole, tmp_path) / "checkpoints/step-00000010"
+    damaged = copy_and_damage(whole, tmp_path) / "checkpoints/step-00000005"
     status, out, error = command("consolidate", damaged, tmp_path / "one")
     assert (status, out) == (1, "")
     assert f"{damaged}: __0_0.distcp has changed since it was written" in error
@@ -687,6 +810,30 @@ def test_ctrl_c_leaves_nothing_of_consolidate(whole, tmp_path, command):
 # ---- compatibility
 
 SAVED = Path(__file__).parent / "saved_run_2026_11_20"
+
+
+# The .metadata of a checkpoint with one tensor, pickled by Python 3.13.0: a path in it is one of
+# pathlib._local, a module that 3.11 and 3.12 do not have.
+METADATA_OF_PYTHON_3_13 = """
+eNp9kktv00AUhQN5GEiDEC0/AAlEu4ix27RqVwiVgqIqadR2i0Zjz3U8xPEYz7gvqRIsskC6uw7/lxnn4UgIvLKvvznnnjv3
+R+P3t3qtfPCtEnkYu4xLlfOgUMDcMIZwkgmeKncKijKqqMYng+Xrg975qe/1Nm5KRRUQxkNFVuC9xtY18HGsdFzDV5eQSpFf
+GBM6hr8lnmW5yCBXHKTFX8zxUVUsyW1sll1qdKJEULW3a+q4Oe9cQs5pwu+o4iLV2CZjUCSht6JQluosKJOOAdMzfa5/Gact
+MjgZkM9n54OPl+RkeHz2qT/8YvjTWkkoHWBD8jvQK+vGhf00RH1WqmArjIt0IvVX2/nWsf34Z05HRJEEZUK+tg7l+abVLysL
+xSKgRSBxI0tomkJOFvOMndiZaVOXc/VVvYadpVM/ZXBT2dWj72l1D9jk5e/TGrbmfay1UQT47r8rEPEE5K1UMNW4QRYJ+2kk
+KrtODokZ/xWQjKrYYsQjXikYZjr+YI0TSMfm32CnVWZcZrF7Y5O010a3Jlz1QTjT+NzqJzxwSSJCmmh8OhKS34ys64PhH73X
+WFfTTOPjcGInPKWJodqVjNT40iwDZF1v/viu5ZW9EEdSE8H6vPH2/YP9Hj3qBlEUdHse+N3D3iHrHkV7jIY+9UPPYI5ZRmYP
+DNGZClaYQZltMBN1riCX5To2fddzPVNz/wAKwlh5
+"""
+
+
+def test_metadata_of_other_versions_of_python_is_read(tmp_path):
+    of_3_11 = (SAVED / "run/checkpoints/step-00000004/.metadata").read_bytes()
+    of_3_13 = zlib.decompress(base64.b64decode(METADATA_OF_PYTHON_3_13))
+    for pickled, tensor in ((of_3_11, "model.norm.weight"), (of_3_13, "weight")):
+        (tmp_path / ".metadata").write_bytes(pickled)
+        metadata = checkpoint.Reader(tmp_path).metadata
+        assert tensor in metadata.state_dict_metadata
+        assert isinstance(metadata.storage_meta.checkpoint_id, Path)
 
 
 @pytest.mark.parametrize("strategy, ranks", [("fsdp", 2), ("single", 1)])
