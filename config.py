@@ -368,15 +368,24 @@ def boolean(text: str) -> bool:
 def config_flags(parser: cli.Parser, file: str) -> list[str]:
     """Turn a saved config.json into flags, so that one parser checks both. Raises UsageError."""
     try:
-        items = json.loads(Path(file).read_text()).items()
+        # Objects become tuples, in which a name that is given twice stands twice.
+        items = json.loads(Path(file).read_text(), object_pairs_hook=tuple)
     except OSError as error:
         raise UsageError(f"--config {file}: {error.strerror}") from None
-    except (ValueError, AttributeError):
+    except ValueError as error:
+        raise UsageError(f"--config {file} is not JSON: {error}") from None
+    if not isinstance(items, tuple):
         raise UsageError(
             f"--config {file} is not a JSON object of flags; give the config.json of a run"
-        ) from None
+        )
     flags = []
+    names = {"config"}  # given on the command line
     for name, value in items:
+        if name in names:
+            raise UsageError(f"--config {file} gives --{name} a second time: leave one")
+        if isinstance(value, (list, tuple)):
+            raise UsageError(f"--config {file}: --{name} takes one value, not an object or a list")
+        names.add(name)
         if value is not None and name != "allow_changes":  # which was for one start
             flags.append(f"--{name}={value}")
     try:

@@ -101,6 +101,13 @@ TRAIN = [
     Mistake("--config {root}/nothing.json", "nothing.json: No such file or directory"),
     Mistake("--config {listed}/config.json", "config.json is not a JSON object of flags"),
     Mistake(
+        "--config {configs}/comma", "comma is not JSON: Expecting property name enclosed in do"
+    ),
+    Mistake("--config {configs}/twice", "/twice gives --lr a second time: leave one"),
+    Mistake("--config {configs}/nested", "/nested gives --config a second time: leave one"),
+    Mistake("--config {configs}/object", "--data takes one value, not an object or a list"),
+    Mistake("--config {configs}/list", "--data takes one value, not an object or a list"),
+    Mistake(
         "--config {foreign}/config.json", "config.json: unrecognized arguments: --architectures"
     ),
     Mistake("--max_step 5", "unrecognized arguments: --max_step 5; did you mean --max_steps?"),
@@ -509,6 +516,21 @@ def spoilt_logs(root: Path, run: Path) -> dict[str, Path]:
     return found
 
 
+def write_configs(folder: Path) -> Path:
+    """Files for --config that cannot be used."""
+    folder.mkdir()
+    contents = {
+        "comma": '{"lr": 0.5,\n}',
+        "twice": '{"lr": 0.5, "lr": 0.6}',
+        "nested": '{"config": "other.json"}',
+        "object": '{"data": {"web": 0.5}}',
+        "list": '{"data": ["web"]}',
+    }
+    for name, text in contents.items():
+        (folder / name).write_text(text)
+    return folder
+
+
 def write_sources(root: Path) -> dict[str, Path]:
     """What prepare.py reads, and what it cannot."""
     text = root / "text"
@@ -631,6 +653,7 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
         **write_sources(root),
         "ranks": write_rank_files(root / "ranks"),
         "hf": write_llamas(root / "hf"),
+        "configs": write_configs(root / "configs"),
     }
 
 
