@@ -4,6 +4,7 @@ import argparse
 import difflib
 import io
 import platform
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -28,13 +29,14 @@ class Parser(argparse.ArgumentParser):
             f"Python {platform.python_version()}",
         )
 
-    def flags(self) -> list[str]:
-        """All flags, those of subcommands included."""
-        found = list(self._option_string_actions)
+    def flags(self) -> dict[str, str]:
+        """All flags with their help texts, those of subcommands included."""
+        found = {}
         for action in self._actions:
+            found |= dict.fromkeys(action.option_strings, action.help or "")
             if isinstance(action, argparse._SubParsersAction):
                 for parser in action.choices.values():
-                    found += parser.flags()
+                    found |= parser.flags()
         return found
 
     def error(self, message: str) -> NoReturn:
@@ -42,8 +44,12 @@ class Parser(argparse.ArgumentParser):
         _, is_unknown, rest = message.partition("unrecognized arguments: ")
         if is_unknown:
             name = rest.split()[0].split("=")[0]
-            others = set(self.flags()) - {name}  # it may be a flag of another subcommand
+            others = self.flags()
+            others.pop(name, None)  # it may be a flag of another subcommand
+            words = re.sub("[-_]+", " ", name).strip()
             nearest = difflib.get_close_matches(name, others, n=1)
+            if " " in words:  # as in --learning_rate, whose words are in the help text of --lr
+                nearest += [flag for flag, text in others.items() if words in text]
             message += f"; did you mean {nearest[0]}?" if nearest else ""
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 

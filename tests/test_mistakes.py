@@ -111,6 +111,8 @@ TRAIN = [
         "--config {foreign}/config.json", "config.json: unrecognized arguments: --architectures"
     ),
     Mistake("--max_step 5", "unrecognized arguments: --max_step 5; did you mean --max_steps?"),
+    Mistake("--learning_rate 1", "--learning_rate 1; did you mean --lr?"),
+    Mistake("--learning-rate 1", "--learning-rate 1; did you mean --lr?"),
     Mistake("--lr inf", "--lr inf must be at least 0 and finite"),
     Mistake("--peak_tflops 0", "--peak_tflops 0.0 must be at least 1e-09 and finite"),
     Mistake("--peak_tflops -989", "--peak_tflops -989.0 must be at least 1e-09 and finite"),
