@@ -118,12 +118,14 @@ class Config:
     lr: float | None = flag(
         None, "peak learning rate (default: 0.5 / d_model, close to GPT-3's table)", 0
     )
-    min_lr: float = flag(0.0, "learning rate at the end of the schedule", 0)
+    min_lr: float = flag(
+        0.0, "learning rate that the schedule would reach in the step after the last", 0
+    )
     warmup_steps: int | None = flag(
         None, f"steps of linear warm-up from 0 to lr (default: {WARMUP_STEPS})", 0
     )
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
-        "cosine", "decay from lr to min_lr; wsd: over the last fifth of the run"
+        "cosine", "decay from lr to min_lr; wsd: over the last fifth after warm-up"
     )
     weight_decay: float = flag(0.1, "AdamW weight decay; not applied to norms and the embedding", 0)
     beta1: float = flag(0.9, "AdamW beta1", 0, 1)

@@ -18,10 +18,11 @@ SPIKE_HISTORY = 128  # updates whose loss and gradient norm a new one is compare
 # --------------------------------------------------------------------------------------------------
 # Learning rate
 
-# Height between min_lr (0) and lr (1), at progress x from 0 (end of warm-up) to 1 (end of the run)
+# Height between min_lr (0) and lr (1), at progress x from 0 (the first step after warm-up) to 1
+# (the step after the last)
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
-    # warm-up, stable, decay: decays over the last fifth only (Hu et al. 2024)
+    # warm-up, stable, decay: decays over the last fifth of the rest only (Hu et al. 2024)
     "wsd": lambda x: min(1.0, (1 - x) / 0.2),
     "linear": lambda x: 1 - x,
     "constant": lambda x: 1.0,
@@ -33,7 +34,8 @@ def learning_rate(
 ) -> float:
     """The learning rate of update `step`, counted from 1. Stateless, so resuming restores nothing.
 
-    Rises linearly to `lr` at step `warmup_steps`, then follows the schedule towards `min_lr`.
+    Rises linearly to `lr` at step `warmup_steps`, then follows the schedule towards `min_lr`, which
+    step max_steps + 1 would have.
     """
     if step <= warmup_steps:
         return lr * step / warmup_steps
