@@ -357,7 +357,9 @@ def preference(c: Config, cluster: Cluster) -> float:
 
 
 def show(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Progress, for whoever watches: not into a file."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------
