@@ -274,9 +274,9 @@ def shortage(need: Estimate, local_size: int) -> str | None:
     if missing <= available:
         return None
     return (
-        f"the {local_size} ranks on {socket.gethostname()} need {missing / 1e9:,.1f} GB more, and "
-        f"{available / 1e9:,.1f} GB are available: lower --micro_batch_size, shard with --strategy "
-        "fsdp, or start fewer ranks on a host"
+        f"on {socket.gethostname()} this run needs {missing / 1e9:,.1f} GB more ({local_size} x "
+        f"{missing / local_size / 1e9:,.1f} a rank), and {available / 1e9:,.1f} GB are available: "
+        "lower --micro_batch_size, shard with --strategy fsdp, or start fewer ranks on a host"
     )
 
 

@@ -723,12 +723,26 @@ def main(argv: list[str]) -> int:
     except (checkpoint.CheckpointError, metrics.Diverged, OSError) as error:
         return fail(str(error), 1)
     except RuntimeError as error:
-        if "out of memory" not in str(error) and "allocate memory" not in str(error):  # CUDA, CPU
+        message = explain(error)
+        if message is None:
             raise
-        first_line = str(error).splitlines()[0]
-        return fail(f"{first_line} Lower --micro_batch_size, or shard with --strategy fsdp", 1)
+        return fail(message, 1)
     except KeyboardInterrupt:
         return 130
+
+
+def explain(error: RuntimeError) -> str | None:
+    """An error of torch that can be mended, in one line: too little memory, or torch.compile's."""
+    inner = getattr(error, "inner_exception", None)  # which torch.compile's errors have
+    first_line = str(inner or error).partition("\n")[0]
+    for text in ("out of memory", "allocate memory", "calculation overflowed"):  # CUDA, CPU, both
+        if text in str(error):
+            need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
+            return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
+    if inner:
+        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # which torch.compile sets
+        return f"--compile: {first_line}; if its cache is damaged, remove {cache}"
+    return None
 
 
 def fail(message: str, status: int) -> int:

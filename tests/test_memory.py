@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_run, flags, listen
+from conftest import TRAIN, Job, build_run, flags, listen
 from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
@@ -119,13 +119,16 @@ def test_ddp_accumulates_gradients_in_its_bucket_and_nowhere_else(pool, tokens, 
             assert size == estimate.gradients
 
 
-def parts(text: str, strategy: str, shape: tuple[int, int, int], accum: int = 1):
-    """The estimate of a decoder of two blocks for two sequences of 16 tokens, on GPUs."""
+def parts(
+    text: str, strategy: str, shape: tuple[int, int, int], accum: int = 1, device: str = "cuda"
+) -> memory.Estimate:
+    """The estimate of a decoder of two blocks for two sequences of 16 tokens."""
     text += f" --micro_batch_size 2 --global_batch_size {2 * 2 * accum}"
     config = train.parse(text.split())
     sizes = model.ModelConfig(64, 2, 4, 2, d_model=32, d_ff=64, seq_len=16)
-    device = torch.device("cuda")
-    return layout.estimate_memory(config, sizes, shape, strategy, torch.bfloat16, device)
+    return layout.estimate_memory(
+        config, sizes, shape, strategy, torch.bfloat16, torch.device(device)
+    )
 
 
 BLOCK = 2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
@@ -160,6 +163,24 @@ def test_what_a_policy_holds_besides(text, strategy, accum, gathered, accumulate
     estimate = parts(text, strategy, shape, accum)
     assert (estimate.gathered, estimate.accumulated) == (gathered, accumulated)
     assert estimate.process == estimate.kept == 0  # on GPUs
+
+
+def test_activation_checkpointing_lowers_the_estimate():
+    sizes = {}
+    for mode in ("none", "selective", "full"):
+        estimate = parts(f"--activation_checkpointing {mode}", "fsdp", (1, 2, 1))
+        sizes[mode] = estimate.activations
+    assert sizes["selective"] == sizes["none"] / 2
+    assert sizes["full"] < 0.75 * sizes["none"] and sizes["full"] != sizes["selective"]
+
+
+@pytest.mark.parametrize("strategy, share", [("ddp", 0.5), ("fsdp", 1)])
+def test_logits_leave_freed_memory_on_cpus(strategy, share):
+    shape = (2, 1, 1) if strategy == "ddp" else (1, 2, 1)
+    whole = parts("", strategy, shape, device="cpu")
+    chunked = parts("--loss_chunks 4", strategy, shape, device="cpu")
+    assert whole.logits == 4 * chunked.logits
+    assert whole.kept - chunked.kept == share * (whole.logits - chunked.logits)
 
 
 def test_of_a_separate_embedding_and_head_only_the_head_is_gathered_for_backward():
@@ -231,6 +252,32 @@ def test_available_memory_is_what_linux_says_or_all_of_it_elsewhere(tmp_path):
                 assert memory.available_memory() == 2000 * 4096
 
 
+def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
+    """What --strategy auto takes where ddp would use these shares of a rank's memory."""
+    world = dist.start("cpu")
+    ddp = train.make_plan(train.parse([*argv, "--strategy", "ddp"]), world)
+    found = []
+    for share in used:
+        host = int(world.size * ddp.layout.memory.total / share)
+        with mock.patch.object(memory, "available_memory", return_value=host):
+            found.append(train.make_plan(train.parse(argv), world).layout.strategy)
+    return found
+
+
+def test_auto_takes_ddp_up_to_80_percent_of_a_ranks_share_of_the_host(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run")
+    for found in pool(2, chosen_strategies, argv, [0.79, 0.81]):
+        assert found == ["ddp", "fsdp"]
+
+
+def test_processes_that_run_already_are_no_shortage():
+    need = parts("", "fsdp", (1, 2, 1), device="cpu")
+    missing = 2 * (need.total - need.process)
+    for available, is_short in ((missing, False), (missing - 1, True)):
+        with mock.patch.object(memory, "available_memory", return_value=available):
+            assert bool(memory.shortage(need, local_size=2)) == is_short
+
+
 def train_on_a_small_host(argv: list[str]) -> tuple[int, str, str]:
     with mock.patch.object(memory, "available_memory", lambda: 2_000_000):
         return listen(argv)
@@ -241,11 +288,33 @@ def test_a_host_whose_memory_will_not_do_is_warned_of_before_the_first_step(pool
     answers = pool(2, train_on_a_small_host, [*argv, "--d_ff", "4096"])
     assert [status for status, _, _ in answers] == [0, 0]
     assert re.match(
-        r"train.py: warning: the 2 ranks on .+ need 0\.\d GB more, and 0\.0 GB are available: "
+        r"train.py: warning: on .+ this run needs 0\.\d GB more \(2 x 0\.\d a rank\), and 0\.0 GB "
+        "are available: "
         "lower --micro_batch_size, shard with --strategy fsdp, or start fewer ranks on a host\n",
         answers[0][2],
     )
     assert answers[1][2] == ""
+
+
+@pytest.mark.parametrize(
+    "batch, problem",
+    [
+        # In a process of its own, whose heap glibc leaves once it could not grow
+        pytest.param(10**12, "can't allocate memory: you tried to", marks=pytest.mark.slow),
+        (10**18, "Storage size calculation overflowed"),
+    ],
+)
+def test_a_batch_larger_than_any_memory_is_one_line(pool, tokens, tmp_path, batch, problem):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --global_batch_size {batch}")
+    if batch == 10**12:
+        job = Job([TRAIN, *argv], tmp_path / "job")
+        status, err = job.wait(60), job.err
+    else:
+        ((status, _, err),) = pool(1, listen, argv)
+    warning, error = err.splitlines()
+    assert status == 1 and ": warning: on " in warning
+    assert error.startswith(f"train.py: error: {problem}")
+    assert error.endswith("; lower --micro_batch_size, or shard with --strategy fsdp")
 
 
 def page_faults_of_a_large_tensor() -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import build_run, call_train, flags, rows, tensors
+from conftest import TRAIN, Job, build_run, call_train, flags, rows, tensors
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import profile
 
@@ -263,3 +263,16 @@ def test_one_compilation_serves_all_blocks_and_learning_rates_and_changes_no_num
     for ddp in pool(2, compiled_steps, [*argv, "--compile", "--strategy", "ddp"], timeout=120):
         for expected, (_, grad_norm, _, graphs) in zip(eager, ddp, strict=True):
             assert (grad_norm, graphs) == (pytest.approx(expected[1], rel=1e-5), 2)
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_is_one_line_that_names_its_cache(tokens, tmp_path, monkeypatch):
+    """A damaged cache ends in such an error too, once a file of it is read or compiled again."""
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    text = f"--data {tokens} --out {tmp_path}/run --max_steps 1 --compile"
+    job = Job([TRAIN, *flags(text)], tmp_path / "job")
+    assert job.wait(120) == 1
+    (error,) = job.err.splitlines()
+    assert error.startswith("train.py: error: --compile: No working C++ compiler")
+    assert error.endswith(f"if its cache is damaged, remove {tmp_path}/cache")
