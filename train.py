@@ -44,7 +44,7 @@ import run_folder
 import tokenizer
 import watchdog
 from cli import UsageError, print_any_text
-from config import BUILTIN, Config, lr_schedule, parse, profile_window
+from config import BUILTIN, WARMUP_STEPS, Config, lr_schedule, parse, profile_window
 from layout import Layout, choose_layout, empty_model, largest_gathered, lay_out
 from model import Transformer, generate
 from sample import find_tokenizer
@@ -599,6 +599,11 @@ def print_summary(run: Run) -> None:
         say(
             f"data    {part.folder.path}: {len(part):,} sequences; "
             f"{c.max_steps:,} steps read {epochs:.2f} epochs{of_mixture}"
+        )
+    if c.warmup_steps is None and c.max_steps <= WARMUP_STEPS:
+        say(
+            f"        warning: all {c.max_steps} steps are warm-up (--warmup_steps {WARMUP_STEPS} "
+            "by default): give fewer"
         )
     say(f"memory  a rank at its peak: {layout.memory}")
     for problem in plan.passed_over:

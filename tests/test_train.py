@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    TINY,
     TRAIN,
     Job,
     build_run,
@@ -352,6 +353,15 @@ def test_dry_run_does_all_but_the_steps_and_writes_nothing(run, pool, tokens, tm
     assert status == 0 and "continuing from" in said
     assert "changed: --max_steps 2 -> 4" in said and "--dry_run F" not in said
     assert files(tmp_path) == before
+
+
+def test_a_run_that_is_all_warm_up_by_default_says_so(pool, tokens, tmp_path):
+    text = f"{TINY} --device cpu --data {tokens} --out {tmp_path}/run --dry_run --max_steps 50"
+    ((_, said, _),) = pool(1, listen, text.split())
+    assert "warning: all 50 steps are warm-up (--warmup_steps 50 by default)" in said
+    for other in ("--max_steps 51", "--warmup_steps 50"):
+        ((_, said, _),) = pool(1, listen, f"{text} {other}".split())
+        assert "warning" not in said and "--dry_run: all is ready" in said
 
 
 @pytest.mark.parametrize(
