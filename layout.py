@@ -9,7 +9,7 @@ from torch import nn
 import dist
 import memory
 from cli import UsageError
-from config import Config, blocks_per_unit, model_config, split_batch
+from config import Config, blocks_per_unit, model_config, profile_window, split_batch
 from model import ModelConfig, Transformer
 
 
@@ -89,6 +89,7 @@ def estimate_memory(
 ) -> memory.Estimate:
     """The peak memory of a rank, from what the flags say: nothing is built but an empty model."""
     micro_batch, grad_accum_steps = split_batch(c, mesh_shape[0] * mesh_shape[1])
+    start, stop = profile_window(c) or (0, 0)
     model = empty_model(config, dtype, c)
     return memory.estimate(
         model,
@@ -105,6 +106,7 @@ def estimate_memory(
             micro_batch, c.activation_checkpointing, c.tp, device.type
         ),
         logits=model.logit_bytes(micro_batch, c.tp),
+        traced_blocks=(stop - start) * grad_accum_steps * config.n_layer,
         device_type=device.type,
     )
 

@@ -183,6 +183,24 @@ def test_logits_leave_freed_memory_on_cpus(strategy, share):
     assert whole.kept - chunked.kept == share * (whole.logits - chunked.logits)
 
 
+def profiled_bytes(argv: list[str]) -> tuple[int, int]:
+    """What a profile of five steps is estimated to take, and what it took."""
+    run = build_run(argv)
+    batches = run.batches(1, 8)
+    for step in range(1, 9):
+        with run.profiler.step(step, 0.0):
+            train.train_step(run, batches, step)
+        if step == 2:
+            before = checkpoint.host_memory().resident
+    return run.layout.memory.profile, checkpoint.host_memory().resident - before
+
+
+def test_a_profile_is_in_the_estimate(pool, tokens, tmp_path):
+    text = f"--data {tokens} --out {tmp_path}/run --max_steps 9 --profile 2:7"
+    ((estimate, taken),) = pool(1, profiled_bytes, flags(text))
+    assert 0.6 * taken < estimate < 1.7 * taken
+
+
 def test_of_a_separate_embedding_and_head_only_the_head_is_gathered_for_backward():
     config = model.ModelConfig(1024, 2, 4, 2, d_model=32, d_ff=64, seq_len=16, tied=False)
     with torch.device("meta"):
@@ -207,6 +225,7 @@ def test_a_large_model_holds_its_gradients_twice_while_ddp_moves_them():
         "reshard_after_forward": True,
         "recomputes": False,
         "grad_sync": "batch",
+        "traced_blocks": 0,
         "device_type": "cuda",
     }
     step = 1_000_000  # bytes of activations and logits
