@@ -524,6 +524,8 @@ def finish(run: Run, stopped: bool) -> int:
         line = f"stopped after step {run.step}{continues}"
         run.log.say(line)
         watchdog.tell_torchrun(line)
+        if run.world.is_rank0:
+            watchdog.say_after_torchrun(line)
         # 75 tells a scheduler to try again. torchrun --max-restarts would do so at once: there 0.
         will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
         return 0 if will_restart else os.EX_TEMPFAIL

@@ -5,6 +5,7 @@ import faulthandler
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -298,6 +299,23 @@ def tell_torchrun(line: str) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"timestamp": str(int(time.time()))}
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
+
+
+def say_after_torchrun(line: str) -> None:
+    """Print a line on the terminal after torchrun's report, or after its traceback on Ctrl-C.
+
+    No rank is left by then. A process of its own waits until torchrun, which ends, closes the
+    store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not sys.stdout.isatty():
+        return
+    wait_and_print = (
+        "import socket, sys; socket.create_connection(sys.argv[1:3], timeout=60).recv(1); "
+        "print(sys.argv[3])"
+    )
+    store = [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]]
+    command = [sys.executable, "-c", wait_and_print, *store, line]
+    subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,10 +1,14 @@
 """The command: what it prints, logs, refuses and survives."""
 
+import contextlib
 import json
 import math
 import os
+import pty
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -61,6 +65,34 @@ def test_the_command_of_the_readme(tmp_path):
     sample = Job([ROOT / "sample.py", *argv, "--seed", 3], tmp_path / "sample")
     assert sample.wait(60) == 0
     assert sample.out.startswith("import") and len(sample.out) > 20
+
+
+@pytest.mark.slow
+def test_after_ctrl_c_the_last_line_on_a_terminal_says_what_to_do(tokens, tmp_path):
+    """Torchrun prints a traceback when its ranks have ended."""
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 2000")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    terminal, far_end = pty.openpty()
+    job = subprocess.Popen(
+        [*launcher, "--nproc_per_node", "2", TRAIN, *argv],
+        stdin=far_end,
+        stdout=far_end,
+        stderr=far_end,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    os.close(far_end)
+    said = ""
+    with contextlib.suppress(OSError):  # as soon as no process has the terminal open
+        while data := os.read(terminal, 4096):
+            if " 10/2000 " in data.decode():
+                job.send_signal(signal.SIGINT)  # what a terminal sends; torchrun forwards it
+            said += data.decode()
+    os.close(terminal)
+    assert job.wait(10) == 1
+    step = checkpoint.read_manifest(checkpoint.list_checkpoints(tmp_path / "run")[-1])["step"]
+    assert said.endswith(
+        f"got signal: 2\r\nstopped after step {step}; the same command continues\r\n"
+    )
 
 
 def test_a_folder_in_use_is_refused_until_its_run_is_dead(pool, tokens, tmp_path):
