@@ -1,0 +1,19 @@
+#!/bin/bash
+# Train on 4 nodes of 8 GPUs, one task per GPU, and continue after each time limit until the run is
+# finished. From the project's folder:
+#
+#     sbatch examples/slurm.sh --strategy hsdp --data tokens/web ...
+#
+#SBATCH --nodes=4 --ntasks-per-node=8 --gpus-per-node=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+# Where a cluster's default is 1, the first rank that leaves would have the others terminated, and
+# srun would end with 143.
+srun --kill-on-bad-exit=0 python train.py "$@"
+status=$?
+# 75: stopped and saved. By itself --requeue only requeues a job that has lost a node.
+[ $status = 75 ] && scontrol requeue $SLURM_JOB_ID
+exit $status

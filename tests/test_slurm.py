@@ -1,0 +1,274 @@
+"""examples/slurm.sh under a real Slurm: two nodes, as two slurmd on this machine."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, assert_same, call_train, flags, free_port, rows
+
+import checkpoint
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = ROOT / "examples/slurm.sh"
+# Slurm names the first host of a job, and the ranks meet there: its name must have an address.
+NODES = [socket.gethostname(), f"{socket.gethostname()}-2"]
+ENDLESS = "--strategy fsdp --max_steps 1000000 --save_interval 20 --timeout 10"
+
+# A cluster may have JobRequeue=0 and KillOnBadExit=1, which the script has to override.
+# A job that is requeued waits for cred_expire, 120 s by default.
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=2,bf_interval=2
+JobRequeue=0
+KillOnBadExit=1
+KillWait=10
+ReturnToService=2
+SlurmdTimeout=5
+PartitionName=all Nodes=ALL Default=YES
+"""
+
+
+class Slurm:
+    """A Slurm of its own, with its state in `folder`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.daemons: dict[str, subprocess.Popen] = {}
+        (folder / "state").mkdir()
+        text = CONFIGURATION.format(host=NODES[0], port=free_port(), folder=folder)
+        for name in NODES:
+            text += f"NodeName={name} NodeAddr=127.0.0.1 Port={free_port()} CPUs=8\n"
+        (folder / "slurm.conf").write_text(text)
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(64))
+        key.chmod(0o600)
+        self.environment = os.environ | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # the script's python
+        }
+
+    def start(self) -> None:
+        munge = self.folder / "munge"
+        files = [f"--{kind}-file={munge}.{kind}" for kind in ("key", "pid", "log", "seed")]
+        self.start_daemon("munged", "-F", "--force", f"--socket={munge}.socket", *files)
+        wait_until(Path(f"{munge}.socket").exists, 10)
+        self.start_daemon("slurmctld", "-D")
+        for name in NODES:
+            self.start_node(name)
+        wait_until(lambda: self.run("sinfo", "-h", "-o", "%D %T").split() == ["2", "idle"], 30)
+
+    def start_daemon(self, program: str, *arguments: str, name: str = "") -> None:
+        name = name or program
+        with open(self.folder / f"{name}.log", "a") as log:
+            self.daemons[name] = subprocess.Popen(
+                [program, *arguments], stdout=log, stderr=log, env=self.environment
+            )
+
+    def start_node(self, name: str) -> None:
+        self.start_daemon("slurmd", "-D", "-N", name, name=name)
+
+    def kill_daemon(self, name: str) -> None:
+        self.daemons[name].kill()
+        self.daemons[name].wait()
+
+    def stop(self) -> None:
+        """Kill the daemons, and the jobs: all that was started with this Slurm's configuration."""
+        mark = f"SLURM_CONF={self.folder}/".encode()
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended
+                if mark in environment.read_bytes():
+                    os.kill(int(environment.parent.name), signal.SIGKILL)
+        for daemon in self.daemons.values():
+            daemon.wait()
+
+    def run(self, *command: str) -> str:
+        """Standard output of one of Slurm's commands."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        return done.stdout
+
+    def submit(self, out: Path, argv: list[str], *options: str) -> "SlurmJob":
+        """Submit the script as a user does who has two nodes without GPUs."""
+        printed = out.with_name(f"{out.name}.txt")
+        on_cpus = ["--nodes=2", "--gpus-per-node=0", f"--output={printed}", f"--chdir={ROOT}"]
+        answer = self.run("sbatch", "--parsable", *on_cpus, *options, str(SCRIPT), *argv)
+        return SlurmJob(self, answer.strip(), out, printed)
+
+
+class SlurmJob:
+    def __init__(self, slurm: Slurm, number: str, out: Path, printed: Path):
+        self.slurm = slurm
+        self.number = number
+        self.run = out
+        self.printed = printed
+
+    @property
+    def said(self) -> str:
+        return self.printed.read_text() if self.printed.exists() else ""
+
+    def fields(self) -> dict[str, str]:
+        """What `scontrol show job` says."""
+        words = self.slurm.run("scontrol", "-o", "show", "job", self.number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def steps(self) -> int:
+        return rows(self.run)[-1]["step"] if (self.run / "metrics.jsonl").exists() else 0
+
+    def wait_until(self, condition, seconds: float) -> None:
+        try:
+            wait_until(condition, seconds)
+        except AssertionError:
+            raise AssertionError(self.said) from None
+
+    def train_on(self, n_steps: int) -> None:
+        goal = self.steps() + n_steps
+        self.wait_until(lambda: self.steps() >= goal, 120)
+
+    def wait_for(self, state: str, restarts: int) -> None:
+        def is_there() -> bool:
+            fields = self.fields()
+            return (fields["JobState"], fields["Restarts"]) == (state, str(restarts))
+
+        self.wait_until(is_there, 120)
+
+    def ranks(self, node: str) -> list[int]:
+        """The process ids of the ranks on a node."""
+        lines = self.slurm.run("scontrol", "listpids", f"{self.number}.0", node).splitlines()
+        return [int(line.split()[0]) for line in lines[1:]]
+
+
+def wait_until(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def newest_step(run: Path) -> int:
+    return checkpoint.read_manifest(checkpoint.list_checkpoints(run)[-1])["step"]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    programs = ("munged", "slurmctld", "slurmd", "sbatch")
+    if missing := [program for program in programs if not shutil.which(program)]:
+        pytest.skip(f"a real Slurm needs {', '.join(missing)} (Debian: slurm-wlm and munge)")
+    if os.geteuid():
+        pytest.skip("a real Slurm needs root, to start tasks on its nodes")
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def submit(slurm, tokens, tmp_path):
+    """submit("--strategy ...", *options of sbatch): the job, which is cancelled at the end."""
+    jobs = []
+
+    def start(text: str, *options: str) -> SlurmJob:
+        out = tmp_path / "run"
+        argv = flags(f"--data {tokens} --out {out} --dtype float32 {text}")
+        jobs.append(slurm.submit(out, argv, *options))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        slurm.run("scancel", job.number)
+        job.wait_until(lambda job=job: not slurm.run("squeue", "-h", "-j", job.number), 30)
+
+
+def test_a_signalled_job_is_requeued_and_ends_with_the_same_weights(
+    submit, slurm, pool, tokens, tmp_path
+):
+    text = "--strategy hsdp --max_steps 80"
+    whole = tmp_path / "whole"
+    argv = flags(f"--data {tokens} --out {whole} --dtype float32 {text} --dp_shard 2")
+    assert pool(4, call_train, argv, timeout=120) == [0] * 4
+
+    job = submit(text, "--ntasks-per-node=2")
+    job.train_on(5)
+    slurm.run("scancel", "--signal=USR1", job.number)
+    job.wait_for("COMPLETED", 1)
+    assert job.fields()["ExitCode"] == "0:0"
+    assert "hsdp: dp_replicate 2 x dp_shard 2 x tp 1 = 4 x cpu" in job.said
+    stopped, continued = job.said.split("; the same command continues")
+    step = int(stopped.split()[-1])
+    assert 5 <= step < 80 and f"continuing from {job.run}/checkpoints/step-{step:08d}" in continued
+    assert [row["loss"] for row in rows(job.run)] == [row["loss"] for row in rows(whole)]
+    assert_same(whole, job.run)
+
+
+def test_a_job_saves_and_is_requeued_before_its_time_limit(submit, slurm):
+    job = submit(f"{ENDLESS} --save_interval 0", "--ntasks-per-node=1", "--time=60")
+    job.train_on(5)
+    # A limit of 3 minutes from the start; the signal is due 2 minutes before, at most 60 s early.
+    slurm.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=3")
+    job.wait_for("PENDING", 1)
+    assert f"stopped after step {newest_step(job.run)}; the same command continues" in job.said
+
+
+def test_a_cancelled_job_saves_and_is_not_requeued(submit, slurm):
+    job = submit(f"{ENDLESS} --save_interval 0", "--ntasks-per-node=1")
+    job.train_on(5)
+    slurm.run("scancel", job.number)
+    job.wait_until(lambda: "; the same command continues" in job.said, 30)
+    assert f"stopped after step {newest_step(job.run)};" in job.said
+    job.wait_for("CANCELLED", 0)
+
+
+def test_a_killed_task_ends_the_job(submit):
+    job = submit(ENDLESS, "--ntasks-per-node=1")
+    job.train_on(30)
+    os.kill(job.ranks(NODES[1])[0], signal.SIGKILL)
+    job.wait_for("FAILED", 0)
+    assert job.fields()["ExitCode"] == "137:0"
+    assert "train.py: error: rank 1 died without an exception" in job.said
+    assert "; the same command continues from step " in job.said
+
+
+@pytest.mark.parametrize("lost", ["slurmd alone", "the node"])
+def test_a_job_goes_on_after_slurm_has_lost_a_node(submit, slurm, lost):
+    """Where the ranks of the node live on, no step is lost."""
+    job = submit(ENDLESS, "--ntasks-per-node=1")
+    job.train_on(30)
+    (rank,) = job.ranks(NODES[1])
+    slurm.kill_daemon(NODES[1])
+    if lost == "the node":
+        for pid in (parent(rank), rank):
+            os.kill(pid, signal.SIGKILL)
+    job.wait_for("PENDING", 1)
+    step = newest_step(job.run)
+    if lost == "the node":
+        assert "train.py: error: rank 1 died without an exception" in job.said
+    else:
+        assert f"stopped after step {step}; the same command continues" in job.said
+    slurm.start_node(NODES[1])
+    line = f"continuing from {job.run}/checkpoints/step-{step:08d}"
+    job.wait_until(lambda: line in job.said, 90)
