@@ -22,7 +22,10 @@ def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Bomb()))
     folder = data.open_folder(tmp_path)
     assert folder.vocab_size == 65 and folder.tokenizer is None
-    assert data.TokenDataset(folder, "train", 8, None)[[0, 1]][1].tolist() == list(range(8, 17))
+    dataset = data.TokenDataset(folder, "train", 8, None)
+    assert dataset[[0, 1]][1].tolist() == list(range(8, 17))
+    # 3000 is a multiple of 8, and the last window needs a token after it.
+    assert dataset[[len(dataset) - 1]].shape == (1, 9)
 
 
 def test_the_file_of_the_tokenizer_comes_with_the_folder_and_must_be_there(tokens, tmp_path):
