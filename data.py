@@ -152,8 +152,9 @@ def read_meta(path: Path) -> dict:
             raise TypeError("tokenizer is not the name of a file in the folder")
         return {**meta, **counts, "dtype": dtype, "tokenizer": name}
     except (ValueError, KeyError, TypeError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise DataError(
-            f"{path / 'meta.json'} is damaged ({error!r}): prepare the folder again with prepare.py"
+            f"{path / 'meta.json'} is damaged ({reason}): prepare the folder again with prepare.py"
         ) from None
 
 

@@ -49,9 +49,7 @@ TRAIN = [
     Mistake("--data {high}", "train.bin holds token 300, above its vocabulary of 257"),
     Mistake("--data {torn}", "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes"),
     Mistake("--data {no_tokenizer_file}", "my.tiktoken: No such file or directory; the token fold"),
-    Mistake(
-        "--data {stray}", "stray/meta.json is damaged (TypeError('tokenizer is not the name of"
-    ),
+    Mistake("--data {stray}", "stray/meta.json is damaged (tokenizer is not the name of a file"),
     Mistake("--data {secret}", "secret/my.tiktoken is not a .tiktoken file (line 1 is not a token"),
     Mistake("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
     Mistake("--data {pipe}", "pipe/meta.json: Not a regular file; the token folder needs this"),
@@ -138,9 +136,7 @@ TRAIN = [
         "--init_from begins a new run and --resume PATH continues one",
     ),
     Mistake("--strategy single", "is one process, but 2 were started: use ddp, fsdp", ranks=2),
-    Mistake(
-        "--data {no_meta}", "meta.json is damaged (KeyError('vocab_size')): prepare the folder"
-    ),
+    Mistake("--data {no_meta}", "meta.json is damaged (it lacks 'vocab_size'): prepare the folder"),
     Mistake("--out {lost}", "lost has checkpoints, but none is valid ({lost}/checkpoints/step-", 1),
     Mistake("--out {unsaved}", "holds a run that saved no checkpoints and cannot be continued"),
     Mistake("--init_from {root}", "--init_from {root}: no checkpoint there"),
