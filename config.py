@@ -385,7 +385,7 @@ def config_flags(parser: cli.Parser, file: str) -> list[str]:
     for name, value in items:
         if name in names:
             raise UsageError(f"--config {file} gives --{name} a second time: leave one")
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and f"--{name}" in parser.flags():
             raise UsageError(f"--config {file}: --{name} takes one value, not an object or a list")
         names.add(name)
         if value is not None and name != "allow_changes":  # which was for one start
