@@ -158,6 +158,23 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
+def choose_checkpoint(named: Path, program: str) -> Path:
+    """The checkpoint `named`, or the newest of the run `named` that verifies.
+
+    Says on stderr, as `program`, which newer ones it passed over. Raises UsageError and
+    CheckpointError.
+    """
+    problems = []
+    for path in reversed(checkpoints_at(named)):
+        problem = verify(path)
+        if problem is None:
+            for line in problems:
+                print(f"{program}: passed over {line}; using {path}", file=sys.stderr)
+            return path
+        problems.append(f"{path}: {problem}")
+    raise CheckpointError(f"no checkpoint to use: {'; '.join(problems)}")
+
+
 def latest_valid(run: Path) -> tuple[Path | None, list[str]]:
     """The latest checkpoint that verifies, and the problem of each later one, as "PATH: PROBLEM".
 

@@ -25,23 +25,6 @@ EXAMPLES = """examples:
 """
 
 
-def choose_checkpoint(named: Path, program: str = "sample.py") -> Path:
-    """The checkpoint `named`, or the newest of the run `named` that verifies.
-
-    Says on stderr, as `program`, which newer ones it passed over. Raises checkpoint.UsageError and
-    CheckpointError.
-    """
-    problems = []
-    for path in reversed(checkpoint.checkpoints_at(named)):
-        problem = checkpoint.verify(path)
-        if problem is None:
-            for line in problems:
-                print(f"{program}: passed over {line}; using {path}", file=sys.stderr)
-            return path
-        problems.append(f"{path}: {problem}")
-    raise checkpoint.CheckpointError(f"no checkpoint to use: {'; '.join(problems)}")
-
-
 @dataclass(frozen=True)
 class Trained:
     """What a checkpoint says about its model."""
@@ -202,7 +185,7 @@ def keep(steps: Iterator[dict[int, int]], kept: list[list[int]]) -> Iterator[int
 
 def sample(args: argparse.Namespace, device: torch.device) -> None:
     """Print each prompt and its continuation, that of the first token by token."""
-    path = choose_checkpoint(args.run)
+    path = checkpoint.choose_checkpoint(args.run, "sample.py")
     trained = describe(path)
     name = trained.tokenizer
     prompts = [encode(prompt, trained) for prompt in args.prompt]

@@ -27,7 +27,7 @@ import cli
 import tokenizer
 from cli import UsageError
 from model import ModelConfig, RopeScaling, Transformer
-from sample import Trained, choose_checkpoint, describe
+from sample import Trained, describe
 
 SHARD_BYTES = 5_000_000_000  # of a file; transformers' own limit was the same for years
 
@@ -100,7 +100,7 @@ def export_model(source: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Non
     """
     checkpoint.check_new(out)
     safetensors = require_safetensors()
-    path = choose_checkpoint(source, "tools.hf")
+    path = checkpoint.choose_checkpoint(source, "tools.hf")
     trained = describe(path)
     shapes = parameter_shapes(trained.config)
     size = sum(4 * shape.numel() for shape in shapes.values())
