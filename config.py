@@ -31,22 +31,32 @@ def flag(
     least: float | None = None,
     below: float | None = None,
     metavar: str | None = None,
+    resume: Literal["refused", "allowed", "not compared"] = "refused",
 ):
-    """A field of Config: its help text, its metavar and, for numbers, least <= value < below."""
-    metadata = {"help": help, "least": least, "below": below, "metavar": metavar}
+    """A field of Config: its help text, its metavar and, for numbers, least <= value < below.
+
+    `resume`: what becomes of another value in a run that continues. Refused, without
+    --allow_changes, unless it is known that the numbers of the run stay the same.
+    """
+    metadata = {"help": help, "least": least, "below": below, "metavar": metavar, "resume": resume}
     return field(default=default, metadata=metadata)
+
+
+# Does not change the numbers; or is compared by what it stands for: run_folder.resume_key.
+free = functools.partial(flag, resume="allowed")
+once = functools.partial(flag, resume="not compared")  # of one start
 
 
 @dataclass(frozen=True)
 class Config:
     # Data and output
-    data: str | None = flag(
+    data: str | None = free(
         None,
         "token folder, written by prepare.py or nanoGPT, or a mixture DIR:SHARE,DIR:SHARE,... "
         f"(default: {BUILTIN}, prepared on first use from the library of the installed Python)",
         metavar="DIR",
     )
-    out: str | None = flag(
+    out: str | None = once(
         None,
         "run folder (default: runs/MODEL, or runs/ and the name of --init_from)",
         metavar="DIR",
@@ -54,41 +64,41 @@ class Config:
     seed: int = flag(0, "seed of the initial weights and of the data order", 0, 2**32)
 
     # Model
-    model: Literal[tuple(SIZES)] = flag(
+    model: Literal[tuple(SIZES)] = free(
         "tiny", "named size; --n_layer to --seq_len override its parts"
     )
-    n_layer: int | None = flag(None, "number of blocks", 1)
-    n_head: int | None = flag(None, "number of attention heads", 1)
-    n_kv_head: int | None = flag(
+    n_layer: int | None = free(None, "number of blocks", 1, 10_000)
+    n_head: int | None = free(None, "number of attention heads", 1, 10_000)
+    n_kv_head: int | None = free(
         None, "number of key and value heads; below n_head: grouped-query attention", 1
     )
-    d_model: int | None = flag(None, "width of the residual stream", 1)
-    d_ff: int | None = flag(None, "hidden width of the MLP", 1)
-    seq_len: int | None = flag(None, "tokens per sequence", 1)
+    d_model: int | None = free(None, "width of the residual stream", 1, 1_000_000)
+    d_ff: int | None = free(None, "hidden width of the MLP", 1, 10_000_000)
+    seq_len: int | None = free(None, "tokens per sequence", 1)
 
     # Mesh
-    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = flag(
+    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = free(
         "auto",
         "what is sharded; auto: ddp if everything fits on a device, else fsdp, across hosts hsdp",
     )
-    dp_replicate: int | None = flag(
+    dp_replicate: int | None = free(
         None, "number of replicas (default: the strategy's; hsdp: one per host)", 1
     )
-    dp_shard: int | None = flag(
+    dp_shard: int | None = free(
         None, "ranks that share a replica (default: the strategy's; hsdp: those of a host)", 1
     )
-    tp: int = flag(
+    tp: int = free(
         1, "tensor parallelism: ranks that compute one forward pass together; any strategy", 1
     )
-    wrap: str = flag(
+    wrap: str = free(
         "block",
         "unit that fsdp gathers: block, block_group:K (K blocks) or none (the whole model)",
         metavar="UNIT",
     )
-    reshard_after_forward: bool = flag(
+    reshard_after_forward: bool = free(
         True, "drop gathered weights after forward and gather them again; false: SHARD_GRAD_OP"
     )
-    grad_sync: Literal["batch", "micro_batch", "shard"] = flag(
+    grad_sync: Literal["batch", "micro_batch", "shard"] = free(
         "batch",
         "average gradients once per step; after every micro-batch (more traffic; less memory under "
         "fsdp); or, for hsdp, scatter after each and average between replicas once",
@@ -96,17 +106,17 @@ class Config:
 
     # Batch: global_batch_size = micro_batch_size x grad_accum_steps x dp_size
     global_batch_size: int = flag(32, "sequences per optimizer step, over all ranks", 1)
-    micro_batch_size: int | None = flag(
+    micro_batch_size: int | None = free(
         None,
         "sequences per rank and forward (default: the rank's share of the step); a smaller one "
         "accumulates gradients",
         1,
     )
-    activation_checkpointing: Literal["none", "selective", "full"] = flag(
+    activation_checkpointing: Literal["none", "selective", "full"] = free(
         "none",
         "recompute in backward; selective: all but matrix products and attention; full: blocks",
     )
-    loss_chunks: int = flag(
+    loss_chunks: int = free(
         1,
         "compute the logits of a micro-batch in this many parts, and again in backward: less "
         "memory for large vocabularies",
@@ -114,7 +124,7 @@ class Config:
     )
 
     # Optimizer
-    max_steps: int = flag(600, "optimizer steps of the run", 1)
+    max_steps: int = free(600, "optimizer steps of the run", 1)
     lr: float | None = flag(
         None, "peak learning rate (default: 0.5 / d_model, close to GPT-3's table)", 0
     )
@@ -145,61 +155,61 @@ class Config:
         "the mean of the last 128",
         1e-9,
     )
-    max_skipped: int = flag(100, "updates skipped in a row that end the run; 0: never", 0)
+    max_skipped: int = free(100, "updates skipped in a row that end the run; 0: never", 0)
 
     # Cadence, in optimizer steps
-    log_interval: int = flag(10, "steps between log rows", 1)
-    tracker: Literal[("none", *metrics.TRACKERS)] = flag(
+    log_interval: int = free(10, "steps between log rows", 1)
+    tracker: Literal[("none", *metrics.TRACKERS)] = free(
         "none", "also send training and evaluation rows to this optional package"
     )
-    optim_metrics_interval: int = flag(
+    optim_metrics_interval: int = free(
         0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", 0
     )
-    eval_interval: int = flag(250, "steps between evaluations; 0: at the end only", 0)
-    eval_sequences: int = flag(512, "validation sequences per evaluation, always the same", 1)
-    eval_only: bool = flag(
+    eval_interval: int = free(250, "steps between evaluations; 0: at the end only", 0)
+    eval_sequences: int = free(512, "validation sequences per evaluation, always the same", 1)
+    eval_only: bool = once(
         False,
         "print loss, perplexity and bits per byte of the newest checkpoint in --out, or that of "
         "--init_from or --resume, on its data or --data; only reads",
     )
-    sample_tokens: int = flag(256, "tokens of text to sample at the end; 0: none", 0)
-    profile: str | None = flag(
+    sample_tokens: int = free(256, "tokens of text to sample at the end; 0: none", 0)
+    profile: str | None = free(
         None,
         "trace the steps after START up to STOP and report where time goes",
         metavar="START:STOP",
     )
 
     # Checkpoints and stops
-    save_interval: int = flag(250, "steps between checkpoints; 0: at the end only", 0)
-    keep_last: int = flag(2, "number of newest checkpoints to keep; 0: all", 0)
-    keep_every: int = flag(0, "also keep the checkpoints of every N-th step; 0: none", 0)
-    checkpoint: Literal["sharded", "full", "none"] = flag(
+    save_interval: int = free(250, "steps between checkpoints; 0: at the end only", 0)
+    keep_last: int = free(2, "number of newest checkpoints to keep; 0: all", 0)
+    keep_every: int = free(0, "also keep the checkpoints of every N-th step; 0: none", 0)
+    checkpoint: Literal["sharded", "full", "none"] = free(
         "sharded",
         "sharded: each rank writes its part; full: one file, assembled in the memory of rank 0",
     )
-    async_save: bool = flag(False, "copy to host memory, and write while training goes on")
-    resume: str = flag(
+    async_save: bool = free(False, "copy to host memory, and write while training goes on")
+    resume: str = once(
         "auto",
         "auto: continue the run in --out; never: require an empty --out; a checkpoint's path: "
         "continue from there in a new --out",
         metavar="auto|never|PATH",
     )
-    init_from: str | None = flag(
+    init_from: str | None = once(
         None,
         "begin a new run, at step 0 with a new optimizer, with the weights of this checkpoint, "
         "whose model replaces --model",
         metavar="PATH",
     )
-    allow_changes: bool = flag(
+    allow_changes: bool = once(
         False, "continue a run although flags of its optimizer, or its dtype, have changed"
     )
-    dry_run: bool = flag(
+    dry_run: bool = once(
         False, "stop before the first step, with all checked, built and read, and nothing written"
     )
-    time_limit: float = flag(
+    time_limit: float = free(
         0.0, "seconds after which the run has saved and stopped; 0: no limit", 0, metavar="SECONDS"
     )
-    timeout: float = flag(
+    timeout: float = free(
         120.0,
         "seconds after which a rank that is lost or makes no progress ends the run; ten times as "
         "long while it starts or saves",
@@ -209,16 +219,16 @@ class Config:
     )
 
     # Hardware
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: GPUs if there are any")
+    device: Literal["auto", "cpu", "cuda"] = free("auto", "auto: GPUs if there are any")
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto",
         "compute dtype; auto: bfloat16 if the hardware has it; weights and reductions are float32",
     )
-    compile: bool = flag(False, "compile the blocks with torch.compile, in the first step")
-    num_workers: int | None = flag(
+    compile: bool = free(False, "compile the blocks with torch.compile, in the first step")
+    num_workers: int | None = free(
         None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0
     )
-    peak_tflops: float | None = flag(
+    peak_tflops: float | None = free(
         None,
         "dense TFLOP/s of one device in the compute dtype, which MFU divides by (default: the "
         "data sheet's in bfloat16, where the GPU is known)",

@@ -309,27 +309,9 @@ def steps_without_checkpoint(config: Config, manifest: dict) -> int:
 # --------------------------------------------------------------------------------------------------
 # Flags that changed between two starts
 
-# A run whose mesh, batch split, cadence or logging change has the same numbers. Not with these:
-CHANGE_THE_NUMBERS = {
-    "lr",
-    "min_lr",
-    "warmup_steps",
-    "schedule",
-    "weight_decay",
-    "beta1",
-    "beta2",
-    "eps",
-    "clip",
-    "max_grad_norm",
-    "max_grad_norm_ratio",
-    "skip_spikes",
-    "dtype",
-}
-OF_ONE_START = {"out", "resume", "init_from", "allow_changes", "dry_run", "eval_only"}
-
 
 def saved_config(flags: dict) -> Config:
-    """The flags of an earlier start. A flag that did not exist then has its default."""
+    """The flags of an earlier start that exist now. One that did not exist has its default."""
     names = {f.name for f in dataclasses.fields(Config)}
     return Config(**{name: value for name, value in flags.items() if name in names})
 
@@ -343,7 +325,7 @@ def resolved(config: Config, dtype: str) -> dict:
 def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
     """Return each flag that differs between two manifests, as text; `step` updates are done.
 
-    Raises UsageError for one of CHANGE_THE_NUMBERS, unless --allow_changes is given.
+    Raises UsageError for one that may change the numbers, unless --allow_changes is given.
     """
     config = Config(**manifest["config"])
     before_config = saved_config(saved["config"])
@@ -351,15 +333,17 @@ def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
     # A checkpoint of before 2026-11-21 does not tell what --dtype auto was.
     auto = manifest["dtype"] if before_config.dtype == "auto" else before_config.dtype
     before = resolved(before_config, saved.get("dtype", auto))
-    changes = []
-    refused = []
-    for name, value in now.items():
-        if name in OF_ONE_START or value == before[name]:
+    unknown = {name: value for name, value in saved["config"].items() if name not in now}
+    changes = [f"--{name} {value} -> unknown to this code" for name, value in unknown.items()]
+    refused = list(changes)
+    for f in dataclasses.fields(Config):
+        old, new = before[f.name], now[f.name]
+        if new == old or f.metadata["resume"] == "not compared":
             continue
-        changes.append(f"--{name} {before[name]} -> {value}")
-        if name in CHANGE_THE_NUMBERS:
+        changes.append(f"--{f.name} {old} -> {new}")
+        if f.metadata["resume"] == "refused":
             refused.append(changes[-1])
-        if name == "max_steps":
+        if f.name == "max_steps":
             changes[-1] += f": {new_schedule(before_config, config, step)}"
     if refused and not config.allow_changes:
         if step == config.max_steps:

@@ -62,6 +62,7 @@ TRAIN = [
     Mistake(
         "--data {changed}:0.5,{gpt2}:0.5", "gpt2 has another tokenizer than {changed}; prepare"
     ),
+    Mistake("--n_layer 1000000", "--n_layer 1000000 must be at least 1 and below 10000"),
     Mistake("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
     Mistake(
         "--profile 2:2",

@@ -7,14 +7,17 @@ import signal
 import threading
 import time
 from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass
 from pathlib import Path
 
+from unittest import mock
 import pytest
 
 import checkpoint
 import run_folder
 from cli import UsageError
-from config import Config
+from config import Config, flag
+from lock import try_lock
 
 MODEL = {"n_layer": 2, "d_model": 32, "vocab_size": 320}
 
@@ -43,7 +46,9 @@ def begin(tmp_path):
     def call(latest=None, now=None, passed_over=(), **flags):
         flags = {"out": str(tmp_path / "run"), **flags}
         now = now or manifest(0, **flags)
-        return run_folder.resume_point(Config(**now["config"]), now, latest, list(passed_over))
+        return run_folder.resume_point(
+            run_folder.Config(**now["config"]), now, latest, list(passed_over)
+        )
 
     return call
 
@@ -213,6 +218,83 @@ def hold(out, is_held) -> None:
 def first(tmp_path):
     """A process that holds the lock of tmp_path / "run", and has a child."""
     fork = multiprocessing.get_context("fork")
+# Another value of each flag that changes the numbers of a run
+CHANGED = {
+    "lr": 0.5,
+    "min_lr": 0.001,
+    "warmup_steps": 7,
+    "schedule": "wsd",
+    "weight_decay": 0.2,
+    "beta1": 0.8,
+    "beta2": 0.9,
+    "eps": 1e-7,
+    "clip": "value",
+    "max_grad_norm": 2.0,
+    "max_grad_norm_ratio": 3.0,
+    "skip_spikes": 5.0,
+}
+# Flags that do not, or that are compared by what they stand for
+MAY_CHANGE = """data model n_layer n_head n_kv_head d_model d_ff seq_len strategy dp_replicate
+    dp_shard tp wrap reshard_after_forward grad_sync micro_batch_size activation_checkpointing
+    loss_chunks max_steps max_skipped log_interval tracker optim_metrics_interval eval_interval
+    eval_sequences sample_tokens profile save_interval keep_last keep_every checkpoint
+    async_save time_limit timeout device compile num_workers peak_tflops"""
+OF_ONE_START = "out resume init_from allow_changes dry_run eval_only"
+
+
+@pytest.fixture
+def change(begin, tmp_path):
+    """change(name, value, **flags): what a start says with another value of one flag."""
+    path = save(tmp_path / "run", 3, lr=0.25)
+
+    def call(name: str, value, **flags) -> list[str]:
+        now = manifest(0, **{"lr": 0.25, "out": str(tmp_path / "run"), **flags})
+        now["config"][name] = value
+        return begin(path, now).changes
+
+    return call
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_flag_that_changes_the_numbers_is_refused(change, name):
+    with pytest.raises(UsageError, match=f"not have the same numbers with --{name} .* -> "):
+        change(name, CHANGED[name])
+    (said,) = change(name, CHANGED[name], allow_changes=True)
+    assert said.startswith(f"--{name} ")
+
+
+@pytest.mark.parametrize("name", MAY_CHANGE.split())
+def test_a_flag_that_does_not_may_change_and_is_said(change, name):
+    (said,) = change(name, 5)  # nothing is built, so that any value will do
+    assert said.startswith(f"--{name} ")
+
+
+@pytest.mark.parametrize("name", OF_ONE_START.split())
+def test_a_flag_that_holds_for_one_start_is_not_compared(change, tmp_path, name):
+    assert change(name, str(tmp_path / "run/other")) == []
+
+
+@dataclass(frozen=True)
+class ForkedConfig(Config):
+    label_smoothing: float = flag(0.0, "share of the target for the other tokens")
+
+
+def test_a_flag_that_a_fork_adds_is_refused_without_a_list_to_remember(change):
+    with mock.patch.object(run_folder, "Config", ForkedConfig):
+        assert change("label_smoothing", 0.0) == []
+        with pytest.raises(UsageError, match="numbers with --label_smoothing 0.0 -> 0.1: change"):
+            change("label_smoothing", 0.1)
+
+
+def test_a_flag_that_only_the_checkpoint_has_is_refused(begin, tmp_path):
+    path = save(tmp_path / "run", 10, label_smoothing=0.1)
+    line = "the same numbers with --label_smoothing 0.1 -> unknown to this code: change that back"
+    with pytest.raises(UsageError, match=line):
+        begin(path)
+    (change,) = begin(path, allow_changes=True).changes
+    assert change == "--label_smoothing 0.1 -> unknown to this code"
+
+
     is_held = fork.Event()
     process = fork.Process(target=hold, args=(tmp_path / "run", is_held))
     process.start()
