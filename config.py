@@ -475,19 +475,32 @@ def base_model(config: Config) -> ModelConfig:
     """
     if config.init_from is None:
         return SIZES[config.model]
-    candidates = [Path(config.init_from), *checkpoint.list_checkpoints(Path(config.out))]
-    found = [path for path in candidates if (path / "manifest.json").is_file()]
-    if not found:
-        raise UsageError(
-            f"--init_from {config.init_from}: no checkpoint there, on this host; name one like "
-            "runs/tiny/checkpoints/step-00000250"
-        )
+    own = checkpoint.list_checkpoints(Path(config.out))
     try:
-        return ModelConfig(**checkpoint.read_manifest(found[0])["model"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        path = checkpoint.checkpoints_at(Path(config.init_from))[-1]
+    except checkpoint.UsageError as error:
+        if not own:
+            raise UsageError(f"--init_from on this host: {error}") from None
+        path = own[-1]
+    manifest = checkpoint.read_manifest(path)
+    model = read_model(path, manifest)
+    # At least, without attention; and files of at least a byte each. A model of damaged numbers
+    # would take forever to build.
+    weights = model.d_model * (model.vocab_size + 3 * model.n_layer * model.d_ff)
+    if weights > checkpoint.total_bytes(manifest):
         raise UsageError(
-            f"{found[0]} is not a checkpoint of train.py: its manifest.json lacks {error}"
-        ) from None
+            f"{path} cannot be used: its files are {checkpoint.total_bytes(manifest):,} bytes, and "
+            f"its model has more than {weights:,} weights"
+        )
+    return model
+
+
+def read_model(path: Path, manifest: dict) -> ModelConfig:
+    """The model of a manifest; `path` is what it is of. Raises UsageError."""
+    try:
+        return ModelConfig.from_dict(manifest.get("model", {}))
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be used: {error}") from None
 
 
 def model_config(config: Config, vocab_size: int) -> ModelConfig:

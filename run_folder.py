@@ -25,10 +25,9 @@ from pathlib import Path
 import checkpoint
 import dist
 from cli import UsageError
-from config import BUILTIN, Config, lr_schedule, peak_lr, warmup_steps
+from config import BUILTIN, Config, lr_schedule, peak_lr, read_model, warmup_steps
 from lock import try_lock
 from metrics import replace_file
-from model import ModelConfig
 
 # --------------------------------------------------------------------------------------------------
 # One run at a time
@@ -120,21 +119,19 @@ class ResumePoint:
     changes: list[str] = field(default_factory=list)  # flags that differ, as "--NAME OLD -> NEW"
 
 
-def model_fields(manifest: dict) -> dict:
-    """The fields of the model. One that did not exist when they were saved has its default."""
-    fields = dataclasses.fields(ModelConfig)
-    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    return defaults | manifest["model"]
-
-
-def resume_key(manifest: dict) -> dict:
+def resume_key(path: Path, manifest: dict) -> dict:
     """What must not change within a run: the shape of the model, the data and their order."""
-    return {
-        **model_fields(manifest),
-        "data": manifest["data"],
-        "global_batch_size": manifest["config"]["global_batch_size"],
-        "seed": manifest["config"]["seed"],
-    }
+    try:
+        return {
+            **dataclasses.asdict(read_model(path, manifest)),
+            "data": manifest["data"],
+            "global_batch_size": manifest["config"]["global_batch_size"],
+            "seed": manifest["config"]["seed"],
+        }
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} is not a checkpoint of train.py: its manifest.json lacks {error}"
+        ) from None
 
 
 def resume_point(
@@ -151,6 +148,8 @@ def resume_point(
         raise UsageError(
             f"--out {out} is not empty, and --resume never would overwrite it: choose another --out"
         )
+    if config.init_from:
+        check_is_new(Path(config.init_from), out)
     if latest is None:
         check_nothing_is_lost(out, passed_over)
     resume_from = latest
@@ -160,8 +159,9 @@ def resume_point(
         resume_from = latest or named
     if resume_from is None:
         step = steps_without_checkpoint(config, manifest)
-        init_from = Path(config.init_from) if config.init_from and step == 0 else None
-        if init_from:
+        init_from = None
+        if config.init_from and step == 0:
+            init_from = checkpoint.choose_checkpoint(Path(config.init_from), "train.py")
             check_init(init_from, manifest)
         return ResumePoint(step, None, init_from)
     saved = checkpoint.read_manifest(resume_from)
@@ -193,10 +193,14 @@ def evaluation_point(config: Config, manifest: dict) -> ResumePoint:
     return ResumePoint(step=0, checkpoint=None, init_from=path)
 
 
-def check_nothing_is_lost(out: Path, passed_over: list[str]) -> None:
-    """Refuse to begin at step 1 in a folder whose checkpoints are all damaged."""
-    for path in sorted(out.glob("checkpoints/step-*")):
-        if path.name.removeprefix("step-").isdecimal():
+    check_valid("--init_from", path)
+def check_is_new(init_from: Path, out: Path) -> None:
+    """Refuse to begin a run in the run folder that --init_from names."""
+    is_run = not (init_from / "manifest.json").is_file()
+    if is_run and init_from.resolve() == out.resolve():
+        raise UsageError(f"--init_from {init_from} is the run in --out {out}: choose another --out")
+
+
             reason = passed_over[0] if passed_over else f"{path}: manifest.json is missing"
             raise checkpoint.CheckpointError(
                 f"--out {out} has checkpoints, but none is valid ({reason}): restore one, or begin "
@@ -227,17 +231,12 @@ def check_valid(flag: str, path: Path) -> None:
 
 
 def check_same_run(path: Path, saved: dict, manifest: dict) -> None:
-    try:
-        before = resume_key(saved)
-        now = resume_key(manifest)
-    except (KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path} is not a checkpoint of train.py: its manifest.json lacks {error}"
-        ) from None
+    before = resume_key(path, saved)
+    now = resume_key(path, manifest)
     changed = []
     for key, value in now.items():
-        if key != "data" and value != before.get(key):
-            changed.append(f"{key} was {before.get(key)} and is now {value}")
+        if key != "data" and value != before[key]:
+            changed.append(f"{key} was {before[key]} and is now {value}")
     if changed:
         raise UsageError(
             f"{path} cannot be continued: {', '.join(changed)}; "
@@ -265,13 +264,12 @@ def check_max_steps(path: Path, step: int, config: Config, is_named: bool) -> No
 
 
 def check_init(path: Path, manifest: dict) -> None:
-    """Check that --init_from names weights that fit. Raises UsageError, CheckpointError."""
-    check_valid("--init_from", path)
-    saved = model_fields({"model": {}} | checkpoint.read_manifest(path))
+    """Check that the weights of --init_from fit. Raises UsageError, CheckpointError."""
+    saved = dataclasses.asdict(read_model(path, checkpoint.read_manifest(path)))
     for key, value in manifest["model"].items():
-        if key != "seq_len" and saved.get(key) != value:
+        if key != "seq_len" and saved[key] != value:
             raise UsageError(
-                f"--init_from {path} has {key} {saved.get(key)}, and this run has {value}: "
+                f"--init_from {path} has {key} {saved[key]}, and this run has {value}: "
                 "its weights do not fit"
             )
 

@@ -30,7 +30,7 @@ def test_a_run_from_imported_weights_has_their_name(tmp_path):
     folder = tmp_path / "smollm2"
     folder.mkdir()
     model = dataclasses.asdict(SIZES["tiny"])
-    files = {"full.pt": {"bytes": 0, "crc32": "00000000"}}
+    files = {"full.pt": {"bytes": 3_347_456, "crc32": "0"}}
     manifest = {"step": 0, "model": model, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert parse(["--init_from", str(folder)]).out == "runs/smollm2"

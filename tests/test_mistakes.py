@@ -139,8 +139,12 @@ TRAIN = [
     Mistake("--strategy single", "is one process, but 2 were started: use ddp, fsdp", ranks=2),
     Mistake("--data {no_meta}", "meta.json is damaged (it lacks 'vocab_size'): prepare the folder"),
     Mistake("--out {lost}", "lost has checkpoints, but none is valid ({lost}/checkpoints/step-", 1),
+    Mistake(
+        "--out {gone}", "gone has saved step 2, by its metrics.jsonl, and has no checkpoint", 1
+    ),
     Mistake("--out {unsaved}", "holds a run that saved no checkpoints and cannot be continued"),
-    Mistake("--init_from {root}", "--init_from {root}: no checkpoint there"),
+    Mistake("--init_from {root}", "--init_from on this host: {root} holds no checkpoint: name a"),
+    Mistake("--init_from {other} --out {other}", "{other} is the run in --out {other}: choose an"),
     Mistake("--dry_run --eval_only", "--dry_run ends before training and --eval_only trains not"),
     Mistake("--eval_only", "there is no folder {root}/new: name a run folder"),
     Mistake("--eval_only --init_from {foreign}", "foreign holds no checkpoint: name a run folder"),
@@ -148,10 +152,15 @@ TRAIN = [
     Mistake("--eval_only --init_from {damaged}", "{damaged}: __0_0.distcp is missing", 1),
     Mistake("--tracker comet", "argument --tracker: invalid choice: 'comet'"),
     Mistake("--init_from {other}/checkpoints/step-00000002 --d_ff 80", "has d_ff 64, and this run"),
+    Mistake("--init_from {no_model}", "no_model cannot be used: its model lacks vocab_size, n_l"),
+    Mistake("--init_from {forked}", "forked cannot be used: its model has window, which this"),
+    Mistake("--eval_only --resume {forked}", "forked cannot be used: its model has window, which"),
+    Mistake("--init_from {huge}", "huge cannot be used: its files are "),
+    Mistake("--eval_only --init_from {huge}", "and its model has more than 320,000,000,"),
     Mistake(
-        "--init_from {no_model}",
-        "no_model is not a checkpoint of train.py: its manifest.json lacks",
+        "--resume {no_seed}", "is not a checkpoint of train.py: its manifest.json lacks 'seed'"
     ),
+    Mistake("--out /proc/run", "--out /proc/run: No such file or directory; choose another --out"),
 ]
 
 PREPARE = [
@@ -649,6 +658,9 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
         **token_folders(root),
         **spoilt_logs(root, root / "other"),
         "lost": lost_run(root / "lost", root / "other"),
+        "gone": shutil.copytree(
+            root / "other", root / "gone", ignore=shutil.ignore_patterns("checkpoints")
+        ),
         **write_sources(root),
         "ranks": write_rank_files(root / "ranks"),
         "hf": write_llamas(root / "hf"),
@@ -660,15 +672,6 @@ def variant(folder: Path, source: Path, **fields) -> Path:
     """A copy of a checkpoint whose manifest differs."""
     shutil.copytree(source, folder)
     manifest = checkpoint.read_manifest(source) | fields
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
-
-
-def bare(folder: Path, source: Path, **fields) -> Path:
-    """A checkpoint of a manifest alone, which differs; a field that is ... is left out."""
-    folder.mkdir()
-    manifest = checkpoint.read_manifest(source) | {"files": {}} | fields
-    manifest = {name: value for name, value in manifest.items() if value is not ...}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -705,12 +708,14 @@ def checkpoints(root: Path, newest: Path) -> dict[str, Path]:
         "moved": variant(root / "moved", newest, tokenizer="/old/my.tiktoken"),
         "other_tokenizer": variant(root / "other_tokenizer", newest, tokenizer="my.tiktoken"),
         "deep": variant(root / "deep", newest, model=model | {"n_layer": 10**6}),
-        "no_tokens": bare(root / "no_tokens", newest, tokens_in_vocabulary=0),
-        "no_model": bare(root / "no_model", newest, model={}),
-        "forked": bare(root / "forked", newest, model=model | {"window": 4}),
-        "listed_model": bare(root / "listed_model", newest, model=[]),
-        "no_data": bare(root / "no_data", newest, tokens_in_vocabulary=...),
-        "no_tokenizer": bare(root / "no_tokenizer", newest, tokenizer=5),
+        "no_tokens": variant(root / "no_tokens", newest, tokens_in_vocabulary=0),
+        "no_model": variant(root / "no_model", newest, model={}),
+        "huge": variant(root / "huge", newest, model=model | {"vocab_size": 10**13}),
+        "no_seed": variant(root / "no_seed", newest, config={"global_batch_size": 8}),
+        "forked": variant(root / "forked", newest, model=model | {"window": 4}),
+        "listed_model": variant(root / "listed_model", newest, model=[]),
+        "no_data": variant(root / "no_data", newest, tokens_in_vocabulary=...),
+        "no_tokenizer": variant(root / "no_tokenizer", newest, tokenizer=5),
         "damaged": variant(root / "damaged", newest),
         "truncated": variant(root / "truncated", newest),
         "flipped": variant(root / "flipped", newest),

@@ -1,16 +1,17 @@
 """Who writes a run folder, which run may continue in it, and from where."""
 
+import fcntl
 import json
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from datetime import UTC, datetime, timedelta
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-
 from unittest import mock
+
 import pytest
 
 import checkpoint
@@ -19,7 +20,15 @@ from cli import UsageError
 from config import Config, flag
 from lock import try_lock
 
-MODEL = {"n_layer": 2, "d_model": 32, "vocab_size": 320}
+MODEL = {
+    "vocab_size": 320,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_kv_head": 2,
+    "d_model": 32,
+    "d_ff": 64,
+    "seq_len": 16,
+}
 
 
 def manifest(step: int, dtype: str = "float32", data: str = "abc", model=MODEL, **flags) -> dict:
@@ -104,6 +113,48 @@ def test_a_field_of_the_model_that_a_checkpoint_lacks_has_its_default(begin, tmp
     assert begin(None, now).init_from == named
 
 
+def test_a_field_that_only_the_checkpoint_has_is_another_model(begin, tmp_path):
+    """Such as a fork's window of attention."""
+    path = save(tmp_path / "run", 10, model=MODEL | {"window": 4})
+    begun = {
+        "in its own folder": lambda: begin(path),
+        "in another": lambda: begin(resume=str(path), out=str(tmp_path / "new")),
+        "with its weights": lambda: begin(init_from=str(path), out=str(tmp_path / "new")),
+    }
+    for begin_there in begun.values():
+        with pytest.raises(UsageError, match=f"{path} cannot be used: its model has window, which"):
+            begin_there()
+
+
+def test_weights_of_a_run_are_those_of_its_newest_valid_checkpoint(begin, tmp_path, capsys):
+    good = save(tmp_path / "other", 10)
+    newest = save(tmp_path / "other", 20)
+    assert begin(init_from=str(tmp_path / "other")).init_from == newest
+    damaged = manifest(20) | {"files": {"full.pt": {"bytes": 3, "crc32": "0"}}}
+    (newest / "manifest.json").write_text(json.dumps(damaged))
+    assert begin(init_from=str(tmp_path / "other")).init_from == good
+    assert f"train.py: passed over {newest}: full.pt is missing; using {good}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_weights_of_a_run_do_not_begin_another_in_its_folder(begin, tmp_path):
+    path = save(tmp_path / "run", 10)
+    with pytest.raises(UsageError, match="--init_from .*/run is the run in --out .*/run: choose"):
+        begin(path, init_from=str(tmp_path / "run"))
+
+
+def test_an_evaluation_computes_in_the_dtype_of_its_checkpoint(tmp_path):
+    path = save(tmp_path, 10, dtype="bfloat16")
+    assert run_folder.to_evaluate(Config(out=str(tmp_path))).dtype == "bfloat16"
+    assert run_folder.to_evaluate(Config(out=str(tmp_path), dtype="float32")).dtype == "float32"
+    saved = json.loads((path / "manifest.json").read_text())
+    del saved["dtype"]  # as before 2026-11-21
+    for flags, dtype in (({"dtype": "float32"}, "float32"), ({}, "auto")):
+        (path / "manifest.json").write_text(json.dumps(saved | {"config": flags}))
+        assert run_folder.to_evaluate(Config(out=str(tmp_path))).dtype == dtype
+
+
 @pytest.mark.parametrize(
     "change, line",
     [
@@ -142,6 +193,18 @@ def test_damage_is_never_a_fresh_start(begin, tmp_path):
         begin(None)
 
 
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
+    log = tmp_path / "run/metrics.jsonl"
+    log.parent.mkdir()
+    failed = {"step": 2, "event": "checkpoint_failed"}
+    log.write_text(json.dumps({"step": 1, "loss": 5.5}) + "\n" + json.dumps(failed) + '\n{"step')
+    assert begin() == run_folder.ResumePoint(0, None)  # stopped before its first save
+    log.write_text(json.dumps({"step": 250, "event": "checkpoint"}) + "\n")
+    line = "run has saved step 250, by its metrics.jsonl, and has no checkpoint now: put its check"
+    with pytest.raises(checkpoint.CheckpointError, match=line):
+        begin()
+
+
 # --------------------------------------------------------------------------------------------------
 # Flags that changed
 
@@ -155,69 +218,6 @@ def test_a_change_of_the_numbers_is_refused_unless_it_is_allowed(begin, tmp_path
     assert begun.changes == ["--lr 0.5 -> 0.1", "--clip norm -> none"]
 
 
-def test_flags_are_compared_as_resolved(begin, tmp_path):
-    path = save(tmp_path / "run", 10, lr=0.5 / 32, warmup_steps=50, dtype="float32")
-    assert begin(path).changes == []
-    now = manifest(0, dtype="bfloat16", out=str(tmp_path / "run"))
-    with pytest.raises(UsageError, match="--dtype float32 -> bfloat16"):
-        begin(path, now)
-
-
-def test_mesh_batch_split_cadence_and_logging_may_change_and_are_said(begin, tmp_path):
-    path = save(tmp_path / "run", 10)
-    flags = {"strategy": "fsdp", "micro_batch_size": 2, "eval_interval": 5, "log_interval": 1}
-    assert begin(path, **flags).changes == [
-        "--strategy auto -> fsdp",
-        "--micro_batch_size None -> 2",
-        "--log_interval 10 -> 1",
-        "--eval_interval 250 -> 5",
-    ]
-
-
-def test_another_max_steps_says_what_it_does_to_the_learning_rate(begin, tmp_path):
-    path = save(tmp_path / "run", 600)
-    (change,) = begin(path, max_steps=1200).changes
-    assert change == (
-        "--max_steps 600 -> 1200: the cosine schedule ends at step 1200; "
-        "the learning rate of step 601 is 8.35e-03, not 0.00e+00"
-    )
-
-
-def test_a_finished_run_with_other_flags_is_an_error(begin, tmp_path):
-    path = save(tmp_path / "run", 600)
-    with pytest.raises(UsageError, match="is finished, step 600 of 600, with other flags"):
-        begin(path, lr=0.25)
-    assert begin(path, log_interval=1).step == 600
-
-
-def test_the_folder_holds_the_flags_of_every_start(tmp_path):
-    began = datetime(2026, 11, 21, tzinfo=UTC)
-    for step, lr in ((0, 0.5), (10, 0.25)):
-        now = began + timedelta(hours=step)
-        first = run_folder.create(tmp_path, manifest(0, lr=lr), step, 2, now)
-        assert first == began
-    starts = run_folder.read_starts(tmp_path)
-    assert [(start["step"], start["config"]["lr"]) for start in starts] == [(0, 0.5), (10, 0.25)]
-    assert starts[0]["process"] == os.getpid() and starts[0]["ranks"] == 2
-    assert json.loads((tmp_path / "config.json").read_text())["lr"] == 0.25
-
-
-# --------------------------------------------------------------------------------------------------
-# One run at a time
-
-
-def hold(out, is_held) -> None:
-    """Lock `out`, start a child as a data loader does, and wait."""
-    run_folder.Lock(out).acquire()
-    if os.fork():
-        is_held.set()
-    time.sleep(60)
-
-
-@pytest.fixture
-def first(tmp_path):
-    """A process that holds the lock of tmp_path / "run", and has a child."""
-    fork = multiprocessing.get_context("fork")
 # Another value of each flag that changes the numbers of a run
 CHANGED = {
     "lr": 0.5,
@@ -295,6 +295,77 @@ def test_a_flag_that_only_the_checkpoint_has_is_refused(begin, tmp_path):
     assert change == "--label_smoothing 0.1 -> unknown to this code"
 
 
+def test_flags_are_compared_as_resolved(begin, tmp_path):
+    path = save(tmp_path / "run", 10, lr=0.5 / 32, warmup_steps=50, dtype="float32")
+    assert begin(path).changes == []
+    now = manifest(0, dtype="bfloat16", out=str(tmp_path / "run"))
+    with pytest.raises(UsageError, match="--dtype float32 -> bfloat16"):
+        begin(path, now)
+
+
+def test_mesh_batch_split_cadence_and_logging_may_change_and_are_said(begin, tmp_path):
+    path = save(tmp_path / "run", 10)
+    flags = {"strategy": "fsdp", "micro_batch_size": 2, "eval_interval": 5, "log_interval": 1}
+    assert begin(path, **flags).changes == [
+        "--strategy auto -> fsdp",
+        "--micro_batch_size None -> 2",
+        "--log_interval 10 -> 1",
+        "--eval_interval 250 -> 5",
+    ]
+
+
+def test_another_max_steps_says_what_it_does_to_the_learning_rate(begin, tmp_path):
+    path = save(tmp_path / "run", 600)
+    (change,) = begin(path, max_steps=1200).changes
+    assert change == (
+        "--max_steps 600 -> 1200: the cosine schedule ends at step 1200; "
+        "the learning rate of step 601 is 8.35e-03, not 0.00e+00"
+    )
+    early = save(tmp_path / "early", 10)  # in the warm-up, which is the same
+    (change,) = begin(early, max_steps=1200).changes
+    assert change.endswith("the cosine schedule ends at step 1200")
+
+
+def test_a_finished_run_with_other_flags_is_an_error(begin, tmp_path):
+    path = save(tmp_path / "run", 600)
+    with pytest.raises(UsageError, match="is finished, step 600 of 600, with other flags"):
+        begin(path, lr=0.25)
+    assert begin(path, log_interval=1).step == 600
+
+
+def test_the_folder_holds_the_flags_of_every_start(tmp_path):
+    began = datetime(2026, 11, 21, tzinfo=UTC)
+    for step, lr in ((0, 0.5), (10, 0.25)):
+        now = began + timedelta(hours=step)
+        first = run_folder.create(tmp_path, manifest(0, lr=lr), step, 2, now)
+        assert first == began
+    starts = run_folder.read_starts(tmp_path)
+    assert [(start["step"], start["config"]["lr"]) for start in starts] == [(0, 0.5), (10, 0.25)]
+    assert starts[0]["process"] == os.getpid() and starts[0]["ranks"] == 2
+    assert json.loads((tmp_path / "config.json").read_text())["lr"] == 0.25
+
+    with open(tmp_path / "starts.jsonl", "a") as file:
+        file.write('{"config": {"lr": 0.5}')  # torn, by a kill or a full disk
+    assert run_folder.create(tmp_path, manifest(0, lr=0.1), 20, 2, now) == began
+    assert [start["config"]["lr"] for start in run_folder.read_starts(tmp_path)] == [0.5, 0.25, 0.1]
+
+
+# --------------------------------------------------------------------------------------------------
+# One run at a time
+
+
+def hold(out, is_held) -> None:
+    """Lock `out`, start a child as a data loader does, and wait."""
+    run_folder.Lock(out).acquire()
+    if os.fork():
+        is_held.set()
+    time.sleep(60)
+
+
+@pytest.fixture
+def first(tmp_path):
+    """A process that holds the lock of tmp_path / "run", and has a child."""
+    fork = multiprocessing.get_context("fork")
     is_held = fork.Event()
     process = fork.Process(target=hold, args=(tmp_path / "run", is_held))
     process.start()
@@ -331,3 +402,25 @@ def test_an_unused_lock_leaves_what_was_there(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
     with pytest.raises(UsageError, match="--out .*/file: File exists; choose another"):
         run_folder.Lock(tmp_path / "file").acquire()
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", f"/{'x' * 300}"])
+def test_a_folder_that_cannot_be_written_is_a_usage_error(folder):
+    """As on a file system that is mounted read-only."""
+    with pytest.raises(UsageError, match=f"--out {folder}: .*; choose another --out"):
+        run_folder.Lock(Path(folder)).acquire()
+
+
+def test_a_lock_file_that_was_replaced_before_it_was_locked_locks_nothing(tmp_path):
+    """The last holder removes it, and a third run creates it anew."""
+    path = tmp_path / "lock"
+    lock_it = fcntl.lockf
+
+    def replace_first(descriptor: int, operation: int) -> None:
+        path.unlink()
+        path.touch()
+        lock_it(descriptor, operation)
+
+    with mock.patch("fcntl.lockf", replace_first):
+        assert try_lock(path) is None
+    assert try_lock(path) is not None
