@@ -47,15 +47,13 @@ class Lock:
         Raises UsageError where another run holds it.
         """
         deadline = time.monotonic() + patience
-        self.create_folders()
-        while (descriptor := try_lock(self.path)) is None:
+        while (descriptor := self.try_acquire()) is None:
             if time.monotonic() >= deadline:
                 raise UsageError(
                     f"--out {self.path.parent} is in use by {self.holder()}: "
                     "wait until it ends or choose another --out"
                 )
             time.sleep(1)
-            self.create_folders()
         started = datetime.now().astimezone().isoformat(" ", "seconds")
         holder = f"host {socket.gethostname()}, process {os.getpid()}, since {started}"
         self.descriptor = descriptor
@@ -69,14 +67,16 @@ class Lock:
                 return text
         return "another run"
 
-    def create_folders(self) -> None:
+    def try_acquire(self) -> int | None:
+        """Create the folder if needed and lock it; None where another run holds it."""
         out = self.path.parent
-        missing = [folder for folder in (out, *out.parents) if not folder.exists()]
         try:
+            missing = [folder for folder in (out, *out.parents) if not folder.exists()]
             out.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            self.new_folders = missing or self.new_folders
+            return try_lock(self.path)
+        except OSError as error:
             raise UsageError(f"--out {out}: {error.strerror}; choose another --out") from None
-        self.new_folders = missing or self.new_folders
 
     def release(self) -> None:
         """Remove the lock, and the folder if the run has written nothing to it."""
