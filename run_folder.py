@@ -172,18 +172,22 @@ def resume_point(
 
 
 def to_evaluate(config: Config) -> Config:
-    """The flags of --eval_only, with the checkpoint as --init_from and its --data by default.
+    """The flags of --eval_only, with the checkpoint as --init_from, by default on its data.
 
-    The checkpoint is that of --init_from or --resume, each also as a run folder, or the newest in
-    --out. Raises checkpoint.UsageError and CheckpointError.
+    In its dtype unless --dtype names one. The checkpoint is that of --init_from or --resume, each
+    also as a run folder, or the newest in --out. Raises checkpoint.UsageError and CheckpointError.
     """
     named = config.init_from
     if config.resume not in ("auto", "never"):
         named = config.resume
     path = checkpoint.checkpoints_at(Path(named or config.out))[-1]
-    saved = checkpoint.read_manifest(path).get("config") or {}
+    manifest = checkpoint.read_manifest(path)
+    saved = manifest.get("config") or {}
     folder = config.data or saved.get("data") or BUILTIN
-    return dataclasses.replace(config, init_from=str(path), data=folder)
+    dtype = config.dtype
+    if dtype == "auto":  # what --dtype auto was is not in config, but beside it
+        dtype = manifest.get("dtype") or saved.get("dtype", "auto")
+    return dataclasses.replace(config, init_from=str(path), data=folder, dtype=dtype)
 
 
 def evaluation_point(config: Config, manifest: dict) -> ResumePoint:

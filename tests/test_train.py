@@ -307,8 +307,8 @@ def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens
     (row,) = rows(out, "val_loss")
     before = files(tmp_path)
     (out / "lock").touch()  # a run that took it would remove it
-    text = f"--out {out} --eval_only --eval_sequences 10 --device cpu --dtype float32 --strategy"
-    argv = text.split()  # the model and the data are those of the checkpoint
+    text = f"--out {out} --eval_only --eval_sequences 10 --device cpu --strategy"
+    argv = text.split()  # the model, its dtype and the data are those of the checkpoint
     said = [
         pool(2, listen, [*argv, "fsdp"])[0],
         pool(2, listen, [*argv, "ddp", "--tp", "2"])[0],
