@@ -362,10 +362,12 @@ def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
 
 def new_schedule(before: Config, now: Config, step: int) -> str:
     """What another --max_steps does to the learning rate."""
-    old_lr = lr_schedule(before)(step + 1)
-    new_lr = lr_schedule(now)(step + 1)
+    old_lr = f"{lr_schedule(before)(step + 1):.2e}"
+    new_lr = f"{lr_schedule(now)(step + 1):.2e}"
     ends = f"the {now.schedule} schedule ends at step {now.max_steps}"
-    return f"{ends}; the learning rate of step {step + 1} is {new_lr:.2e}, not {old_lr:.2e}"
+    if new_lr == old_lr:
+        return ends
+    return f"{ends}; the learning rate of step {step + 1} is {new_lr}, not {old_lr}"
 
 
 # --------------------------------------------------------------------------------------------------
