@@ -196,8 +196,8 @@ class Config:
     )
     init_from: str | None = once(
         None,
-        "begin a new run, at step 0 with a new optimizer, with the weights of this checkpoint, "
-        "whose model replaces --model",
+        "begin a new run, at step 0 with a new optimizer, with the weights of this checkpoint, or "
+        "of the newest of this run; its model replaces --model",
         metavar="PATH",
     )
     allow_changes: bool = once(

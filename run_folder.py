@@ -193,11 +193,11 @@ def to_evaluate(config: Config) -> Config:
 def evaluation_point(config: Config, manifest: dict) -> ResumePoint:
     """The weights that --eval_only evaluates. Raises UsageError, CheckpointError."""
     path = Path(config.init_from)
+    check_valid("--init_from", path)
     check_init(path, manifest)
     return ResumePoint(step=0, checkpoint=None, init_from=path)
 
 
-    check_valid("--init_from", path)
 def check_is_new(init_from: Path, out: Path) -> None:
     """Refuse to begin a run in the run folder that --init_from names."""
     is_run = not (init_from / "manifest.json").is_file()
@@ -205,11 +205,21 @@ def check_is_new(init_from: Path, out: Path) -> None:
         raise UsageError(f"--init_from {init_from} is the run in --out {out}: choose another --out")
 
 
+def check_nothing_is_lost(out: Path, passed_over: list[str]) -> None:
+    """Refuse to begin at step 1 in a folder whose checkpoints are all damaged, or gone."""
+    for path in sorted(out.glob("checkpoints/step-*")):
+        if path.name.removeprefix("step-").isdecimal():
             reason = passed_over[0] if passed_over else f"{path}: manifest.json is missing"
             raise checkpoint.CheckpointError(
                 f"--out {out} has checkpoints, but none is valid ({reason}): restore one, or begin "
                 "again in another --out"
             )
+    saved = [row for row in read_rows(out / "metrics.jsonl") if row.get("event") == "checkpoint"]
+    if saved:
+        raise checkpoint.CheckpointError(
+            f"--out {out} has saved step {saved[-1].get('step')}, by its metrics.jsonl, and has no "
+            "checkpoint now: put its checkpoints/ back, or begin again in another --out"
+        )
 
 
 def check_named(named: Path, latest: Path | None, out: Path) -> None:
@@ -288,8 +298,7 @@ def steps_without_checkpoint(config: Config, manifest: dict) -> int:
         before = json.loads((out / "config.json").read_text())
         if before["checkpoint"] != "none":
             return 0
-        rows = (out / "metrics.jsonl").read_text().splitlines()
-        steps = [json.loads(row)["step"] for row in rows]
+        steps = [row["step"] for row in read_rows(out / "metrics.jsonl")]
         starts = read_starts(out)
     except FileNotFoundError:
         return 0
@@ -297,7 +306,9 @@ def steps_without_checkpoint(config: Config, manifest: dict) -> int:
         raise UsageError(
             f"--out {out} holds files that are not train.py's ({error!r}): choose another --out"
         ) from None
-    if not steps or steps[-1] != config.max_steps:
+    if not steps:
+        return 0
+    if steps[-1] != config.max_steps:
         raise UsageError(
             f"--out {out} holds a run that saved no checkpoints and cannot be continued: "
             "choose another --out"
@@ -374,9 +385,20 @@ def new_schedule(before: Config, now: Config, step: int) -> str:
 # Starts
 
 
+def read_rows(file: Path) -> list[dict]:
+    """The rows of a file of JSON lines; [] where there is none.
+
+    Without lines that are no rows, such as the part of one that a kill or a full disk leaves.
+    """
+    rows = []
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
 def read_starts(out: Path) -> list[dict]:
-    file = out / "starts.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [row for row in read_rows(out / "starts.jsonl") if "time" in row]
 
 
 def create(out: Path, manifest: dict, step: int, world_size: int, started: datetime) -> datetime:
