@@ -42,7 +42,8 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
-# Does not change the numbers; or is compared by what it stands for: run_folder.resume_key.
+# The numbers stay the same, or what the flag stands for is compared (run_folder.resume_key), or,
+# for max_steps, the start says what changes.
 free = functools.partial(flag, resume="allowed")
 once = functools.partial(flag, resume="not compared")  # of one start
 
@@ -484,8 +485,8 @@ def base_model(config: Config) -> ModelConfig:
         path = own[-1]
     manifest = checkpoint.read_manifest(path)
     model = read_model(path, manifest)
-    # At least, without attention; and files of at least a byte each. A model of damaged numbers
-    # would take forever to build.
+    # Without attention: a lower bound, and files have more than a byte for each. A model of damaged
+    # numbers would take forever to build.
     weights = model.d_model * (model.vocab_size + 3 * model.n_layer * model.d_ff)
     if weights > checkpoint.total_bytes(manifest):
         raise UsageError(
