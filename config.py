@@ -485,14 +485,10 @@ def base_model(config: Config) -> ModelConfig:
         path = own[-1]
     manifest = checkpoint.read_manifest(path)
     model = read_model(path, manifest)
-    # Without attention: a lower bound, and files have more than a byte for each. A model of damaged
-    # numbers would take forever to build.
-    weights = model.d_model * (model.vocab_size + 3 * model.n_layer * model.d_ff)
-    if weights > checkpoint.total_bytes(manifest):
-        raise UsageError(
-            f"{path} cannot be used: its files are {checkpoint.total_bytes(manifest):,} bytes, and "
-            f"its model has more than {weights:,} weights"
-        )
+    try:
+        model.check_room(checkpoint.total_bytes(manifest))
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be used: {error}") from None
     return model
 
 

@@ -155,8 +155,12 @@ TRAIN = [
     Mistake("--init_from {no_model}", "no_model cannot be used: its model lacks vocab_size, n_l"),
     Mistake("--init_from {forked}", "forked cannot be used: its model has window, which this"),
     Mistake("--eval_only --resume {forked}", "forked cannot be used: its model has window, which"),
-    Mistake("--init_from {huge}", "huge cannot be used: its files are "),
-    Mistake("--eval_only --init_from {huge}", "and its model has more than 320,000,000,"),
+    Mistake(
+        "--init_from {deep}", "deep cannot be used: its model has 9,280,010,272 parameters, but"
+    ),
+    Mistake(
+        "--eval_only --init_from {deep}", "deep cannot be used: its model has 9,280,010,272 par"
+    ),
     Mistake(
         "--resume {no_seed}", "is not a checkpoint of train.py: its manifest.json lacks 'seed'"
     ),
@@ -669,9 +673,10 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
 
 
 def variant(folder: Path, source: Path, **fields) -> Path:
-    """A copy of a checkpoint whose manifest differs."""
+    """A copy of a checkpoint whose manifest differs; a field that is ... is left out."""
     shutil.copytree(source, folder)
     manifest = checkpoint.read_manifest(source) | fields
+    manifest = {name: value for name, value in manifest.items() if value is not ...}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -710,7 +715,6 @@ def checkpoints(root: Path, newest: Path) -> dict[str, Path]:
         "deep": variant(root / "deep", newest, model=model | {"n_layer": 10**6}),
         "no_tokens": variant(root / "no_tokens", newest, tokens_in_vocabulary=0),
         "no_model": variant(root / "no_model", newest, model={}),
-        "huge": variant(root / "huge", newest, model=model | {"vocab_size": 10**13}),
         "no_seed": variant(root / "no_seed", newest, config={"global_batch_size": 8}),
         "forked": variant(root / "forked", newest, model=model | {"window": 4}),
         "listed_model": variant(root / "listed_model", newest, model=[]),
