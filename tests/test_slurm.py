@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -24,9 +25,10 @@ NODES = [socket.gethostname(), f"{socket.gethostname()}-2"]
 ENDLESS = "--strategy fsdp --max_steps 1000000 --save_interval 20 --timeout 10"
 
 # A cluster may have JobRequeue=0 and KillOnBadExit=1, which the script has to override.
-# A job that is requeued waits for cred_expire, 120 s by default.
+# A job that is requeued waits for cred_expire, 120 s by default. Ports follow from job ids.
 CONFIGURATION = """
 ClusterName=test
+FirstJobId={job_id}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
@@ -55,7 +57,8 @@ class Slurm:
         self.folder = folder
         self.daemons: dict[str, subprocess.Popen] = {}
         (folder / "state").mkdir()
-        text = CONFIGURATION.format(host=NODES[0], port=free_port(), folder=folder)
+        job_id = random.randrange(1, 10000)
+        text = CONFIGURATION.format(host=NODES[0], port=free_port(), folder=folder, job_id=job_id)
         for name in NODES:
             text += f"NodeName={name} NodeAddr=127.0.0.1 Port={free_port()} CPUs=8\n"
         (folder / "slurm.conf").write_text(text)
