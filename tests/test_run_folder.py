@@ -133,7 +133,7 @@ def test_weights_of_a_run_are_those_of_its_newest_valid_checkpoint(begin, tmp_pa
     damaged = manifest(20) | {"files": {"full.pt": {"bytes": 3, "crc32": "0"}}}
     (newest / "manifest.json").write_text(json.dumps(damaged))
     assert begin(init_from=str(tmp_path / "other")).init_from == good
-    assert f"train.py: passed over {newest}: full.pt is missing; using {good}" in (
+    assert f"train.py: passed over {newest}: full.pt has 0 bytes, not 3; using {good}" in (
         capsys.readouterr().err
     )
 
