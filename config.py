@@ -15,11 +15,11 @@ from types import NoneType
 from typing import Literal, get_args, get_origin
 
 import checkpoint
-import cli
 import metrics
 import optim
-from cli import UsageError
 from model import SIZES, ModelConfig
+from runtime import cli
+from runtime.cli import UsageError
 
 BUILTIN = "tokens/python"
 WARMUP_STEPS = 50  # where --warmup_steps is not given

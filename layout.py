@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import dist
-import memory
-from cli import UsageError
 from config import Config, blocks_per_unit, model_config, profile_window, split_batch
 from model import ModelConfig, Transformer
+from runtime import memory
+from runtime.cli import UsageError
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ from typing import NamedTuple
 import numpy as np
 import tiktoken
 
-import cli
-import tokenizer
-from cli import UsageError
-from lock import try_lock
-from sources import STDIN, Corpus, SourceError, find_files, plural
-from tokenizer import TokenizerError
+from runtime import cli
+from runtime.cli import UsageError
+from runtime.lock import try_lock
+from text import tokenizer
+from text.sources import STDIN, Corpus, SourceError, find_files, plural
+from text.tokenizer import TokenizerError
 
 BATCH = 1 << 18  # characters that a thread encodes at a time
 SHOWN = 100  # tokens of a document that `show` prints

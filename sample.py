@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 
 import checkpoint
-import cli
 import dist
-import memory
-import tokenizer
 from model import ModelConfig, Transformer, generate
+from runtime import cli, memory
+from text import tokenizer
 
 EXAMPLES = """examples:
   python sample.py --run runs/tiny --prompt "def "
@@ -54,28 +53,7 @@ def describe(path: Path) -> Trained:
         ) from None
     except (TypeError, ValueError) as error:
         raise checkpoint.CheckpointError(f"{path} cannot be used: {error}") from None
-    return Trained(config, name and find_tokenizer(path, name, vocab_size), vocab_size)
-
-
-def find_tokenizer(path: Path, name: str, vocab_size: int) -> str:
-    """The tokenizer `name`, which is built in or a file in the checkpoint `path`.
-
-    Raises TokenizerError.
-    """
-    if name not in ("bytes", "gpt2"):
-        # Older manifests have the path of where the file was, in a token folder.
-        file = path / Path(name).name
-        if not file.is_file():
-            raise tokenizer.TokenizerError(
-                f"the tokenizer of {path} is missing: there is no {file}; copy the file there"
-            )
-        name = str(file)
-    size = tokenizer.load(name).n_vocab
-    if size != vocab_size:
-        raise tokenizer.TokenizerError(
-            f"{name} is another tokenizer: it has {size:,} tokens, the model's {vocab_size:,}"
-        )
-    return name
+    return Trained(config, name and tokenizer.find(path, name, vocab_size), vocab_size)
 
 
 def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transformer:

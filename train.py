@@ -35,19 +35,15 @@ from torch.distributed.tensor.parallel import loss_parallel
 import checkpoint
 import data
 import dist
-import memory
 import metrics
 import optim
 import prepare
-import profiling
-import run_folder
-import tokenizer
-import watchdog
-from cli import UsageError, print_any_text
 from config import BUILTIN, WARMUP_STEPS, Config, lr_schedule, parse, profile_window
 from layout import Layout, choose_layout, empty_model, largest_gathered, lay_out
 from model import Transformer, generate
-from sample import find_tokenizer
+from runtime import memory, profiling, run_folder, watchdog
+from runtime.cli import UsageError, print_any_text
+from text import tokenizer
 
 # --------------------------------------------------------------------------------------------------
 # What a run is made of
@@ -105,7 +101,7 @@ def make_plan(config: Config, world: dist.World) -> Plan:
 def check_tokenizer(folder: data.TokenFolder) -> None:
     """Check what goes into every checkpoint as the tokenizer. Raises TokenizerError."""
     if folder.tokenizer_file:  # a built-in one may need the network
-        find_tokenizer(folder.path, folder.tokenizer_name, folder.vocab_size)
+        tokenizer.find(folder.path, folder.tokenizer_name, folder.vocab_size)
 
 
 def make_manifest(c: Config, layout: Layout, token_folders: list[data.TokenFolder]) -> dict:
@@ -312,9 +308,13 @@ def load(resume: run_folder.ResumePoint, state: dict) -> None:
 
 
 def source_hash() -> str:
-    """A hash of the Python files that a run is made of."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    """A hash of the Python files that a run is made of, and of where they stand."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for pattern in ("*.py", "runtime/*.py", "text/*.py"):
+        for path in sorted(root.glob(pattern)):
+            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import checkpoint
 import dist
 import prepare
 import train
-import watchdog
+from runtime import watchdog
 
 ROOT = Path(__file__).parent.parent
 TRAIN = ROOT / "train.py"

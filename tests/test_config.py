@@ -6,7 +6,6 @@ import json
 import pytest
 from conftest import ROOT
 
-from cli import UsageError
 from config import (
     Config,
     blocks_per_unit,
@@ -16,6 +15,7 @@ from config import (
     split_batch,
 )
 from model import SIZES
+from runtime.cli import UsageError
 
 
 def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):

@@ -13,8 +13,8 @@ from conftest import call_train, rows, tensors
 
 import checkpoint
 import sample
-import tokenizer
 from model import ModelConfig
+from text import tokenizer
 from tools import hf
 
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(0))

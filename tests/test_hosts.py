@@ -9,8 +9,8 @@ import pytest
 from conftest import TRAIN, Job, build_run, call_train, flags, free_port, listen, rows
 from test_dist import slurm_task
 
-import run_folder
 import train
+from runtime import run_folder
 
 RUN = "--strategy hsdp --max_steps 3 --dtype float32"
 MESH = "hsdp: dp_replicate 2 x dp_shard 2 x tp 1 = 4 x cpu"

@@ -1,4 +1,4 @@
-"""The leaf rule: each leaf can be lifted into another project by copying one file."""
+"""Imports point one way, and a leaf can be lifted into another project by copying one file."""
 
 import ast
 import sys
@@ -7,21 +7,62 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PUT_LEAVES_TOGETHER = {"train", "config", "layout", "run_folder", "prepare", "sample"}
-LEAVES = sorted({path.stem for path in ROOT.glob("*.py")} - PUT_LEAVES_TOGETHER)
-ALLOWED = {"torch", "numpy", "tiktoken", *sys.stdlib_module_names}
+# Each file may import only files of the floors above its own in this list.
+FLOORS = [
+    "model data dist optim checkpoint metrics",  # the leaves
+    "runtime.cli runtime.lock runtime.memory runtime.profiling runtime.watchdog "
+    "text.sources text.tokenizer",
+    "config",
+    "runtime.run_folder",
+    "layout",
+    "prepare sample",
+    "train",
+    "tools.planning.rehearse",
+    "tools.planning.predict",
+    "tools.planning.search",
+    "tools.planning.forecast",
+    "tools.compare tools.hf",
+    "tools.bench",
+    "tools.check tools.cluster tools.plan",
+    "tools.timecheck",
+]
+FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+PATHS = [*ROOT.glob("*.py"), *ROOT.glob("runtime/*.py"), *ROOT.glob("text/*.py")]
+PATHS += ROOT.glob("tools/**/*.py")
+MODULES = {module_name(path): path for path in PATHS if path.name != "__init__.py"}
 
 
 def imported_modules(path: Path) -> set[str]:
+    """Such as {"torch", "runtime.cli"}."""
     modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            modules.add("." * node.level + (node.module or ""))
-    return {module.split(".")[0] for module in modules}
+            module = "." * node.level + (node.module or "")
+            inner = {f"{module}.{alias.name}" for alias in node.names}
+            modules |= inner & MODULES.keys() or {module}
+    return modules
 
 
-@pytest.mark.parametrize("name", LEAVES)
-def test_a_leaf_imports_only_torch_numpy_tiktoken_and_the_standard_library(name):
-    assert imported_modules(ROOT / f"{name}.py") <= ALLOWED
+@pytest.mark.parametrize("name", MODULES)
+def test_a_file_imports_only_files_of_the_floors_before_it(name):
+    for module in imported_modules(MODULES[name]) & MODULES.keys():
+        assert FLOOR[module] < FLOOR[name], f"{name} imports {module}"
+
+
+@pytest.mark.parametrize("name", FLOORS[0].split())
+def test_a_leaf_imports_only_torch_numpy_and_the_standard_library(name):
+    roots = {module.split(".")[0] for module in imported_modules(MODULES[name])}
+    assert roots <= {"torch", "numpy", *sys.stdlib_module_names}
+
+
+def test_packages_have_no_code_of_their_own():
+    for path in PATHS:
+        assert path.name != "__init__.py" or path.read_text() == ""

@@ -15,10 +15,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 import checkpoint
 import dist
 import layout
-import memory
 import model
 import optim
 import train
+from runtime import memory
 
 
 def test_an_estimate_says_its_sum():

@@ -27,7 +27,12 @@ import prepare
 import sample
 from tools import bench, check, cluster, compare, hf, plan, timecheck
 
-SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
+SOURCES = [
+    *ROOT.glob("*.py"),
+    *ROOT.glob("runtime/*.py"),
+    *ROOT.glob("text/*.py"),
+    *ROOT.glob("tools/**/*.py"),
+]
 
 
 class Mistake(NamedTuple):

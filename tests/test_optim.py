@@ -17,7 +17,7 @@ import dist
 import model
 import optim
 import train
-from profiling import CommunicationCounter, HostSyncCounter
+from runtime.profiling import CommunicationCounter, HostSyncCounter
 
 MESHES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
 SMALL = model.ModelConfig(64, n_layer=1, n_head=2, n_kv_head=1, d_model=16, d_ff=24, seq_len=8)

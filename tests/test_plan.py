@@ -1,4 +1,4 @@
-"""tools/plan.py, predict.py and search.py: what a run takes on a cluster that is not there."""
+"""tools/plan.py and tools/planning/: what a run takes on a cluster that is not there."""
 
 import contextlib
 import dataclasses
@@ -11,10 +11,11 @@ from conftest import ROOT, TINY
 
 import config
 from model import SIZES
-from tools import forecast, plan, predict, search, timecheck
+from tools import plan, timecheck
 from tools.compare import FIELDS
-from tools.predict import Cluster, Group, Links
-from tools.rehearse import Communication, Rehearsal
+from tools.planning import forecast, predict, search
+from tools.planning.predict import Cluster, Group, Links
+from tools.planning.rehearse import Communication, Rehearsal
 
 # Round numbers: 100 GB/s within a host, 10 GB/s out of a host of 4 devices; no latency
 LINKS = Links(

@@ -12,7 +12,7 @@ import checkpoint
 import dist
 import model
 import train
-from profiling import CommunicationCounter, Traffic
+from runtime.profiling import CommunicationCounter, Traffic
 
 # tinyllama-1.1b has a head with separate weights.
 BASE = "--max_steps 4 --dtype float32 --model tinyllama-1.1b"

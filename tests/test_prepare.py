@@ -21,10 +21,9 @@ from conftest import ROOT, Job
 
 import data
 import prepare
-import sources
-import tokenizer
-from cli import UsageError
-from sources import STDIN, Corpus, SourceError
+from runtime.cli import UsageError
+from text import sources, tokenizer
+from text.sources import STDIN, Corpus, SourceError
 
 
 def quiet(line: str) -> None:

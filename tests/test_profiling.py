@@ -16,7 +16,7 @@ import checkpoint
 import data
 import dist
 import optim
-import profiling
+from runtime import profiling
 
 
 def profiled(argv: list[str], fault: str) -> tuple[int, str, str]:

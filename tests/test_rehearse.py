@@ -15,7 +15,7 @@ import dist
 import optim
 import train
 from model import Transformer
-from tools.rehearse import Communication, Recorder, Rehearsal, rehearse
+from tools.planning.rehearse import Communication, Recorder, Rehearsal, rehearse
 
 # A micro-batch is one sequence: four ranks accumulate a quarter of the global batch each, two tp
 # groups a half. Of four micro-batches the rehearsal runs three.
@@ -130,7 +130,7 @@ def test_a_rank_of_512_gpus(pool):
 LLAMA3_70B = """
 import json, resource, sys, time
 import train
-from tools.rehearse import rehearse
+from tools.planning.rehearse import rehearse
 started = time.process_time()
 base = "--dtype bfloat16 --model llama3-70b --micro_batch_size 1 --activation_checkpointing full"
 config = train.parse([*base.split(), *sys.argv[2:]])

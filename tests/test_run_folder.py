@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 
 import checkpoint
-import run_folder
-from cli import UsageError
 from config import Config, flag
-from lock import try_lock
+from runtime import run_folder
+from runtime.cli import UsageError
+from runtime.lock import try_lock
 
 MODEL = {
     "vocab_size": 320,

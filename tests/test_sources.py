@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import sources
-from sources import SourceError, find_files
+from text import sources
+from text.sources import SourceError, find_files
 
 DOCUMENTS = [
     "one\r\ntwo é\n",

@@ -13,11 +13,9 @@ from tiktoken_ext import openai_public
 
 import data
 import prepare
-import sample
-import sources
-import tokenizer
 from config import Config, model_config
 from model import Transformer
+from text import sources, tokenizer
 
 
 def write_ranks(path: Path, merges: list[bytes]) -> str:
@@ -177,7 +175,7 @@ def test_documents_end_with_the_end_of_text_of_their_tokenizer(tmp_path):
     checkpoint.mkdir()
     for name, contents in folder.tokenizer_file.items():
         (checkpoint / name).write_bytes(contents)
-    found = sample.find_tokenizer(checkpoint, folder.tokenizer_name, folder.vocab_size)
+    found = tokenizer.find(checkpoint, folder.tokenizer_name, folder.vocab_size)
     assert "".join(tokenizer.decode(found, [257, 259])) == "the<|end_of_text|>"
     assert tokenizer.encode(found, "") == [259]
 

@@ -34,7 +34,7 @@ import checkpoint
 import data
 import metrics
 import train
-from profiling import HostSyncCounter
+from runtime.profiling import HostSyncCounter
 
 
 def test_the_command_of_the_readme(tmp_path):

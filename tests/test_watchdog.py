@@ -21,7 +21,7 @@ import dist
 import model
 import prepare
 import train
-import watchdog
+from runtime import watchdog
 
 # train.py, whose rank 1 never gets its 40th micro-batch
 HANGS = """

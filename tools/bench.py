@@ -29,7 +29,6 @@ from pathlib import Path
 import torch
 
 import checkpoint
-import cli
 import data
 import dist
 import metrics
@@ -37,6 +36,7 @@ import optim
 import prepare
 from config import BUILTIN
 from model import SIZES, Transformer, build_model
+from runtime import cli
 from tools.compare import markdown_table, positive_number, read_rows
 
 TRAIN = str(Path(__file__).parent.parent / "train.py")

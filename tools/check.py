@@ -31,12 +31,11 @@ import numpy as np
 import torch
 
 import checkpoint
-import cli
 import dist
 import prepare
 import train
-import watchdog
-from profiling import CudaSyncCounter, HostSyncCounter
+from runtime import cli, watchdog
+from runtime.profiling import CudaSyncCounter, HostSyncCounter
 from tools import bench
 
 ROOT = Path(bench.TRAIN).parent

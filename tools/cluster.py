@@ -19,8 +19,8 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-import cli
 import prepare
+from runtime import cli
 from tools.bench import (
     ONE_THREAD,
     ONLY_STEPS,

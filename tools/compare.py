@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-import cli
+from runtime import cli
 
 # Relative difference that counts as rounding: 8 steps of float32, whose resolution is 1.2e-7. The
 # losses of single, ddp, fsdp and tp in float32 stay within 2e-7 while their weights agree. They

@@ -23,11 +23,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # as in checkpoint.py
 
 import checkpoint
-import cli
-import tokenizer
-from cli import UsageError
 from model import ModelConfig, RopeScaling, Transformer
+from runtime import cli
+from runtime.cli import UsageError
 from sample import Trained, describe
+from text import tokenizer
 
 SHARD_BYTES = 5_000_000_000  # of a file; transformers' own limit was the same for years
 

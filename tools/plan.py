@@ -3,8 +3,8 @@
 python -m tools.plan --model llama3-70b --world_size 512 --strategy hsdp --dp_shard 64 --tp 8 \
     --micro_batch_size 1 --global_batch_size 1024 --device_type h200
 
-It takes train.py's flags, rehearses one optimizer step of one rank with train.py's code
-(rehearse.py), and predicts from what happened how long the step takes (predict.py).
+It takes train.py's flags, rehearses one optimizer step of one rank with train.py's code, and
+predicts from what happened how long the step takes: planning/rehearse.py and planning/predict.py.
 """
 
 import argparse
@@ -19,19 +19,18 @@ from pathlib import Path
 import torch
 
 import checkpoint
-import cli
 import config
 import data
 import dist
-import memory
-import tokenizer
-from cli import UsageError
 from layout import Layout
-from tools import predict, search
+from runtime import cli, memory
+from runtime.cli import UsageError
+from text import tokenizer
 from tools.bench import positive
 from tools.compare import LogError, positive_number, read_rows
-from tools.forecast import Plan, ScalingRow, communication_rows, make_plan, training_hours
-from tools.predict import DEVICES, Cluster, Links, Request
+from tools.planning import predict, search
+from tools.planning.forecast import Plan, ScalingRow, communication_rows, make_plan, training_hours
+from tools.planning.predict import DEVICES, Cluster, Links, Request
 
 # --------------------------------------------------------------------------------------------------
 # Flags

@@ -24,12 +24,13 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-import cli
 import config
-from tools import bench, cluster, predict
+from runtime import cli
+from tools import bench, cluster
 from tools.bench import TRAIN, CannotMeasure, RunFailed, Table
 from tools.compare import read_rows
-from tools.predict import Cluster, Links, Request
+from tools.planning import predict
+from tools.planning.predict import Cluster, Links, Request
 
 # --------------------------------------------------------------------------------------------------
 # gloo's links, measured by all ranks: this file is then run by torchrun

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import checkpoint
 import dist
-from cli import UsageError
 from layout import empty_model, largest_gathered
-from tools import predict, search
-from tools.predict import Request
-from tools.rehearse import Rehearsal
+from runtime.cli import UsageError
+from tools.planning import predict, search
+from tools.planning.predict import Request
+from tools.planning.rehearse import Rehearsal
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from datetime import timedelta
 import torch
 
 import dist
-import memory
-from cli import UsageError
 from config import Config, model_config, split_batch
 from layout import Layout, choose_layout, empty_model, fsdp_units
 from model import Transformer
-from tools import predict
-from tools.predict import Cluster, Request, Speed
-from tools.rehearse import Communication, Rehearsal
+from runtime import memory
+from runtime.cli import UsageError
+from tools.planning import predict
+from tools.planning.predict import Cluster, Request, Speed
+from tools.planning.rehearse import Communication, Rehearsal
 
 # Predictions that differ by less say nothing: of these the simplest candidate is the best.
 TIE = 0.03

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import checkpoint
 import dist
-from cli import UsageError
 from config import BUILTIN, Config, lr_schedule, peak_lr, read_model, warmup_steps
-from lock import try_lock
 from metrics import replace_file
+from runtime.cli import UsageError
+from runtime.lock import try_lock
 
 # --------------------------------------------------------------------------------------------------
 # One run at a time

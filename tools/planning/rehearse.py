@@ -43,7 +43,7 @@ import train
 from checkpoint import flatten
 from config import Config
 from layout import Layout, choose_layout
-from profiling import CommunicationCounter
+from runtime.profiling import CommunicationCounter
 
 # --------------------------------------------------------------------------------------------------
 # What comes out

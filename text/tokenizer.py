@@ -92,6 +92,27 @@ def load(name: str, pattern: str | None = None) -> tiktoken.Encoding:
     return load_ranks(path, contents, pattern or pattern_of(name))
 
 
+def find(path: Path, name: str, vocab_size: int) -> str:
+    """The tokenizer `name`, which is built in or a file in the checkpoint `path`.
+
+    Raises TokenizerError.
+    """
+    if name not in ("bytes", "gpt2"):
+        # Older manifests have the path of where the file was, in a token folder.
+        file = path / Path(name).name
+        if not file.is_file():
+            raise TokenizerError(
+                f"the tokenizer of {path} is missing: there is no {file}; copy the file there"
+            )
+        name = str(file)
+    size = load(name).n_vocab
+    if size != vocab_size:
+        raise TokenizerError(
+            f"{name} is another tokenizer: it has {size:,} tokens, the model's {vocab_size:,}"
+        )
+    return name
+
+
 def pattern_of(path: str) -> str:
     """Return the pattern that a file's name contains as a word, as o200k_base.tiktoken; or llama3.
 

@@ -15,11 +15,11 @@ import torch
 
 import dist
 import metrics
-from cli import UsageError
 from config import Config
 from layout import Layout
 from model import ModelConfig, Transformer
-from tools.rehearse import Communication, Rehearsal, rehearse
+from runtime.cli import UsageError
+from tools.planning.rehearse import Communication, Rehearsal, rehearse
 
 # The share of its peak that a device reaches while it only computes. Attention counts half, for its
 # mask, as in train.py's MFU. From a run without communication: modded-nanogpt's track 3 trains 124
