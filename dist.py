@@ -13,7 +13,6 @@ unique and covers 0 ... R * S - 1.
 import functools
 import itertools
 import os
-import re
 import resource
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -57,38 +56,6 @@ class World:
     @property
     def is_rank0(self) -> bool:
         return self.rank == 0
-
-
-def read_slurm() -> None:
-    """Translate the variables of srun to those of torchrun, in a task that srun started directly.
-
-    The ranks meet on the first host of the job step, at a port derived from the job's number.
-    MASTER_ADDR and MASTER_PORT override both.
-    """
-    env = os.environ
-    if "RANK" in env or "SLURM_STEP_NUM_TASKS" not in env:
-        return
-    tasks = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
-    env["RANK"] = env["SLURM_PROCID"]
-    env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
-    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-    env["LOCAL_WORLD_SIZE"] = str(tasks[int(env["SLURM_NODEID"])])
-    env.setdefault("MASTER_ADDR", first_node(env["SLURM_STEP_NODELIST"]))
-    env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's "4(x2),3" to [4, 4, 3]."""
-    tasks = []
-    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        tasks += [int(count)] * int(repeats or 1)
-    return tasks
-
-
-def first_node(text: str) -> str:
-    """Return the first host of Slurm's "gpu[07-09,12]", gpu07."""
-    prefix, number = re.match(r"([^\[,]+)(?:\[([^],-]+))?", text).groups("")
-    return prefix + number
 
 
 def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) -> World:

@@ -41,7 +41,7 @@ import prepare
 from config import BUILTIN, WARMUP_STEPS, Config, lr_schedule, parse, profile_window
 from layout import Layout, choose_layout, empty_model, largest_gathered, lay_out
 from model import Transformer, generate
-from runtime import memory, profiling, run_folder, watchdog
+from runtime import agreement, memory, profiling, run_folder, slurm, watchdog
 from runtime.cli import UsageError, print_any_text
 from text import tokenizer
 
@@ -174,7 +174,7 @@ class Run:
         )
         self.watchdog.dump_folder = out / "flight"
         self.log = build_log(plan, self.model, world.device, first_start)
-        self.any_rank = watchdog.AnyRankFlag(world.timeout)
+        self.any_rank = agreement.AnyRankFlag(world.timeout)
         self.profiler = profiling.Profiler(
             profile_window(c), out / "profile", self.mesh, self.log.say, self.settle
         )
@@ -203,7 +203,7 @@ class Run:
             first_step = self.val_indices()
         first_indices = itertools.chain.from_iterable(first_step)
         weights = self.model.parameters()
-        watchdog.check_ranks_agree(self.mesh, must_match, weights, first_indices)
+        agreement.check_ranks_agree(self.mesh, must_match, weights, first_indices)
 
     def say(self, line: str) -> None:
         if self.world.is_rank0:
@@ -714,7 +714,7 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
 
 def main(argv: list[str]) -> int:
     print_any_text()
-    dist.read_slurm()
+    slurm.read_slurm()
     try:
         return run_command(parse(argv))
     except (
@@ -724,7 +724,7 @@ def main(argv: list[str]) -> int:
         tokenizer.TokenizerError,
         dist.MeshError,
         metrics.TrackerError,
-        watchdog.RankMismatch,
+        agreement.RankMismatch,
     ) as error:
         return fail(str(error), 2)
     except (checkpoint.CheckpointError, metrics.Diverged, OSError) as error:

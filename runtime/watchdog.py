@@ -1,4 +1,4 @@
-"""Ranks that hang, are lost, or disagree: a job ends with one line that names them."""
+"""Ranks that hang or are lost: a job ends with one line that names them."""
 
 import contextlib
 import faulthandler
@@ -9,32 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import torch._C._distributed_c10d as c10d  # for the flight recorder
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+
+from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
 CONFIRM_BEATS = 3  # heartbeats that it takes to see which ranks are silent
 LAST_WORDS_SECONDS = 10  # for a rank that has to end to say why, and to write its dump
-
-
-def format_ranks(ranks: list[int]) -> str:
-    """`rank 3`, or `ranks 1 and 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
-
-
-# --------------------------------------------------------------------------------------------------
-# Ranks that hang or are lost
 
 
 class Heartbeat(NamedTuple):
@@ -316,130 +302,3 @@ def say_after_torchrun(line: str) -> None:
     store = [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]]
     command = [sys.executable, "-c", wait_and_print, *store, line]
     subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
-
-
-# --------------------------------------------------------------------------------------------------
-# Do all ranks agree?
-
-
-class AnyRankFlag:
-    """The logical OR of a flag of each rank, delivered to all ranks one step later.
-
-    The all_reduce runs meanwhile, on a gloo group of CPU tensors: no host waits for it, and the
-    devices take no part.
-    """
-
-    def __init__(self, timeout: timedelta):
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
-        self.flag = torch.zeros(1)
-        self.in_flight: dist.Work | None = None
-
-    def __call__(self, raised: bool) -> bool:
-        """Send this step's flag; return whether any rank raised one in the step before."""
-        self.wait()
-        any_raised = self.flag.numpy()[0] > 0  # not .item(), which counts as a host sync
-        self.flag = torch.tensor([float(raised)])
-        self.in_flight = dist.all_reduce(self.flag, group=self.group, async_op=True)
-        return any_raised
-
-    def wait(self) -> None:
-        """Wait until no all_reduce is in flight."""
-        if self.in_flight:
-            self.in_flight.wait()
-
-
-class RankMismatch(ValueError):
-    """Ranks that were not started alike."""
-
-
-@dataclass(frozen=True)
-class RankReport:
-    must_match: dict[str, object]
-    weight_sums: dict[tuple, int]  # which part of the weights -> the sum of their bits
-    dp_coordinates: tuple[int, int]  # on dp_replicate and dp_shard
-    first_indices: list[int]
-
-
-def check_ranks_agree(
-    mesh: DeviceMesh,
-    must_match: dict[str, object],
-    weights: Iterable[Tensor],
-    first_indices: Iterable[int],
-) -> None:
-    """Check, before the first step, that the ranks form one run, with one all_gather.
-
-    All ranks must have equal values in `must_match`. Ranks that hold the same part of `weights`,
-    the parameters, must hold the same bits. The ranks of a tp group must read the same
-    `first_indices`, the sequences of their first step, and no other rank may read one of them.
-    Raises RankMismatch on every rank.
-    """
-    replicate_rank, shard_rank, _ = mesh.get_coordinate()
-    own = RankReport(
-        must_match, sum_weights(weights), (replicate_rank, shard_rank), list(first_indices)
-    )
-    reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, own)
-    check_values(reports)
-    check_weights(reports)
-    check_indices(reports)
-
-
-def sum_weights(weights: Iterable[Tensor]) -> dict[tuple, int]:
-    """Sum the bits of the local weights as integers: exact, whatever the order of summation."""
-    sums: Counter = Counter()  # one for each way to cut a parameter: dp_shard alone cuts the norms
-    for weight in weights:
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        bits = local.detach().view(torch.int32)
-        sums[shard_coordinates(weight)] += int(bits.sum(dtype=torch.int64))
-    return dict(sums)
-
-
-def shard_coordinates(weight: Tensor) -> tuple:
-    """Return which part of a weight this rank holds: (axis, rank) for each axis that cuts it."""
-    if not isinstance(weight, DTensor):
-        return ()
-    mesh = weight.device_mesh
-    axes = zip(mesh.mesh_dim_names, mesh.get_coordinate(), weight.placements)
-    return tuple((axis, rank) for axis, rank, placement in axes if not placement.is_replicate())
-
-
-def check_values(reports: list[RankReport]) -> None:
-    for name, expected in reports[0].must_match.items():
-        for report in reports:
-            value = report.must_match[name]
-            if value != expected:
-                others = [r for r, other in enumerate(reports) if other.must_match[name] == value]
-                raise RankMismatch(
-                    f"{name} is {expected} on rank 0 and {value} on {format_ranks(others)}: "
-                    "start all ranks alike"
-                )
-
-
-def check_weights(reports: list[RankReport]) -> None:
-    holders: dict[tuple, int] = {}  # the first rank that holds a part
-    for rank, report in enumerate(reports):
-        for part, total in report.weight_sums.items():
-            holder = holders.setdefault(part, rank)
-            if total != reports[holder].weight_sums[part]:
-                raise RankMismatch(
-                    f"{format_ranks([holder, rank])} hold the same part of the model, but with "
-                    "different weights"
-                )
-
-
-def check_indices(reports: list[RankReport]) -> None:
-    leaders: dict[tuple, int] = {}  # the first rank of each tp group
-    readers: dict[int, int] = {}  # the leader that reads a sequence
-    for rank, report in enumerate(reports):
-        leader = leaders.setdefault(report.dp_coordinates, rank)
-        if report.first_indices != reports[leader].first_indices:
-            raise RankMismatch(
-                f"{format_ranks([leader, rank])} are one tp group, but read different sequences"
-            )
-        for index in report.first_indices:
-            reader = readers.setdefault(index, leader)
-            if reader != leader:
-                raise RankMismatch(
-                    f"{format_ranks([reader, rank])} both read sequence {index}: each would train "
-                    "on it"
-                )

@@ -11,6 +11,7 @@ import torch
 from conftest import flags, listen
 
 import dist
+from runtime import slurm
 
 
 @pytest.mark.parametrize(
@@ -265,12 +266,12 @@ def test_the_lists_of_slurm(monkeypatch, hosts, tasks, node, address, local_size
         "MASTER_PORT": "23456",
     }
     with mock.patch.dict(os.environ, variables):
-        dist.read_slurm()
+        slurm.read_slurm()
         assert {name: os.environ[name] for name in expected} == expected
 
 
 def test_torchrun_within_slurm_keeps_its_own_numbers(monkeypatch):
     monkeypatch.setenv("RANK", "7")
     with mock.patch.dict(os.environ, slurm_task(0, SLURM_STEP_NODELIST="a")):
-        dist.read_slurm()
+        slurm.read_slurm()
         assert os.environ["RANK"] == "7" and os.environ.get("MASTER_ADDR") != "a"

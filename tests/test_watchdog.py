@@ -21,7 +21,7 @@ import dist
 import model
 import prepare
 import train
-from runtime import watchdog
+from runtime import agreement, watchdog
 
 # train.py, whose rank 1 never gets its 40th micro-batch
 HANGS = """
@@ -59,7 +59,8 @@ sys.exit(train.main(sys.argv[1:]))
 OUT_OF_MEMORY = """
 import itertools, sys
 sys.path.insert(0, {root!r})
-import train, watchdog
+import train
+from runtime import watchdog
 watchdog.out_of_memory_kills = itertools.count().__next__
 sys.exit(train.main(sys.argv[1:]))
 """
@@ -456,7 +457,7 @@ def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path,
 def raise_flags(rank_of_step: dict[int, int], steps: int) -> list[bool]:
     """What this rank was told in each step, where a rank raises its flag in some."""
     world = dist.start("cpu")
-    any_rank = watchdog.AnyRankFlag(world.timeout)
+    any_rank = agreement.AnyRankFlag(world.timeout)
     return [bool(any_rank(rank_of_step.get(step) == world.rank)) for step in range(steps)]
 
 
