@@ -11,10 +11,9 @@ The manifest is written last: a directory without one is not a checkpoint. Shard
 written and read by torch.distributed.checkpoint (DCP). Loading executes no code: tensors are read
 with weights_only=True, `.metadata` with an unpickler that admits a few classes only.
 
-    python checkpoint.py list|verify|consolidate ...
+    python -m tools.checkpoint list|verify|consolidate ...
 """
 
-import argparse
 import contextlib
 import errno
 import json
@@ -24,7 +23,6 @@ import shutil
 import sys
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +30,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from pickle import Unpickler, UnpicklingError
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,9 +43,13 @@ from torch.distributed.tensor import DTensor
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read: damage, an I/O error. The message is one line."""
 
+    exit_status = 1
 
-class UsageError(ValueError):
-    """A path that names no checkpoint, or flags that cannot be used. The message is one line."""
+
+class PathError(ValueError):
+    """A path that names no checkpoint, or where none can be created. The message is one line."""
+
+    exit_status = 2
 
 
 def unwrap(error: BaseException) -> BaseException:
@@ -83,14 +84,14 @@ def list_checkpoints(run: Path) -> list[Path]:
 def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoints that `path` names, oldest first: itself, or those of the run folder `path`.
 
-    Raises UsageError if there are none.
+    Raises PathError if there are none.
     """
     if (path / "manifest.json").is_file():
         return [path]
     found = list_checkpoints(path)
     if not found:
         problem = f"{path} holds no checkpoint" if path.is_dir() else f"there is no folder {path}"
-        raise UsageError(f"{problem}: name a run folder such as runs/tiny, or a checkpoint in one")
+        raise PathError(f"{problem}: name a run folder such as runs/tiny, or a checkpoint in one")
     return found
 
 
@@ -161,7 +162,7 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
 def choose_checkpoint(named: Path, program: str) -> Path:
     """The checkpoint `named`, or the newest of the run `named` that verifies.
 
-    Says on stderr, as `program`, which newer ones it passed over. Raises UsageError and
+    Says on stderr, as `program`, which newer ones it passed over. Raises PathError and
     CheckpointError.
     """
     problems = []
@@ -684,14 +685,14 @@ def own_shard(full: Tensor, target: DTensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# Commands
+# One file
 
 
 def consolidate(path: Path, out: Path) -> None:
     """Write the sharded checkpoint `path` as the checkpoint `out` in the full format.
 
     In one process, which holds one tensor at a time: DCP loads into a mapping of the new file.
-    `out` appears complete or not at all. Raises CheckpointError and UsageError.
+    `out` appears complete or not at all. Raises CheckpointError and PathError.
     """
     check_consolidate(path, out)
     manifest = read_manifest(path)
@@ -718,13 +719,13 @@ def consolidate(path: Path, out: Path) -> None:
 
 
 def check_consolidate(path: Path, out: Path) -> None:
-    """Raise UsageError or CheckpointError where `path` cannot be written as `out`."""
+    """Raise PathError or CheckpointError where `path` cannot be written as `out`."""
     check_new(out)
     newest = checkpoints_at(path)[-1]
     if newest != path:
-        raise UsageError(f"{path} is a run folder: name one of its checkpoints, such as {newest}")
+        raise PathError(f"{path} is a run folder: name one of its checkpoints, such as {newest}")
     if (path / "full.pt").exists():
-        raise UsageError(f"{path} is already in the full format: its tensors are in full.pt")
+        raise PathError(f"{path} is already in the full format: its tensors are in full.pt")
     if problem := verify(path):
         raise CheckpointError(f"{path}: {problem}")
     # Headers included, which take less in one file
@@ -737,12 +738,12 @@ def nearest_folder(out: Path) -> Path:
 
 
 def check_new(out: Path) -> None:
-    """Raise UsageError where the folder `out` cannot be created."""
+    """Raise PathError where the folder `out` cannot be created."""
     if out.exists():
-        raise UsageError(f"{out} exists: remove it or choose another name")
+        raise PathError(f"{out} exists: remove it or choose another name")
     folder = nearest_folder(out)
     if not folder.is_dir():
-        raise UsageError(f"{out} cannot be created: {folder} is a file")
+        raise PathError(f"{out} cannot be created: {folder} is a file")
 
 
 def check_free(out: Path, size: int) -> None:
@@ -787,97 +788,3 @@ def map_full(state: dict, file: Path) -> dict:
             os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # writes reach the file
         return torch.load(file, mmap=True, weights_only=True)
-
-
-def list_checkpoint(path: Path) -> str:
-    """A line on a checkpoint. Raises CheckpointError."""
-    manifest = read_manifest(path)
-    progress = f"step {manifest['step']:,}  {manifest.get('tokens', 0):,} tokens"
-    return f"{path}  {progress}  {total_bytes(manifest) / 1e6:,.1f} MB"
-
-
-def verify_checkpoint(path: Path) -> str:
-    """A line on a checkpoint that verifies. Raises CheckpointError."""
-    if problem := verify(path):
-        raise CheckpointError(f"{path}: {problem}")
-    manifest = read_manifest(path)
-    size = f"{len(manifest['files'])} files, {total_bytes(manifest) / 1e6:,.1f} MB"
-    return f"{path}: complete and unchanged: {size}"
-
-
-def report(path: Path, line: Callable[[Path], str]) -> None:
-    """Print the line of each checkpoint that `path` names. Raises CheckpointError and UsageError.
-
-    A damaged checkpoint of a run does not hide the others.
-    """
-    paths = checkpoints_at(path)
-    if paths == [path]:
-        print(line(path))
-        return
-    damaged = 0
-    for checkpoint in paths:
-        try:
-            print(line(checkpoint))
-        except CheckpointError as error:
-            damaged += 1
-            print(f"DAMAGED: {error}")
-    if damaged:
-        raise CheckpointError(f"{path}: {damaged} of {len(paths)} checkpoints damaged")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line, raised as UsageError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (checkpoint.py --help lists the commands)")
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="checkpoint.py",
-        description="List, verify and consolidate checkpoints.",
-        epilog="A RUN is a run folder, such as runs/tiny; a CHECKPOINT is a folder in it, such as "
-        "runs/tiny/checkpoints/step-00000600.",
-    )
-    version = f"checkpoint.py of nanoshard, torch {torch.__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("list", help="list the checkpoints of a run: step, tokens and size")
-    add.add_argument("path", metavar="RUN", type=Path)
-    add = commands.add_parser(
-        "verify", help="compare the files of a checkpoint, or of all of a run, with the manifest"
-    )
-    add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
-    add = commands.add_parser(
-        "consolidate", help="write a sharded checkpoint as one in the full format"
-    )
-    add.add_argument("path", metavar="CHECKPOINT", type=Path)
-    add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
-    return parser
-
-
-def main(argv: list[str]) -> int:
-    """Return the exit status: 1 for damage and I/O errors, 2 for a usage error, 130 for Ctrl-C."""
-    # DCP warns when there is one process, which is intended here.
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    try:
-        args = build_parser().parse_args(argv)
-        if args.command == "list":
-            report(args.path, list_checkpoint)
-        elif args.command == "verify":
-            report(args.path, verify_checkpoint)
-        else:
-            consolidate(args.path, args.out)
-        return 0
-    except UsageError as error:
-        status, message = 2, str(error)
-    except (KeyboardInterrupt, BrokenPipeError):
-        return 130
-    except (CheckpointError, OSError) as error:
-        status, message = 1, str(error)
-    print(f"checkpoint.py: error: {message}", file=sys.stderr)
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

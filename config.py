@@ -274,7 +274,7 @@ examples:
 beside it, each with --help:
   python prepare.py            text -> token folder
   python sample.py             text from a checkpoint
-  python checkpoint.py         list, verify and consolidate checkpoints
+  python -m tools.checkpoint   list, verify and consolidate checkpoints
   python -m tools.compare      runs side by side
   python -m tools.hf           a checkpoint for Hugging Face's transformers, and back
   python -m tools.bench        speed and memory on this machine
@@ -479,7 +479,7 @@ def base_model(config: Config) -> ModelConfig:
     own = checkpoint.list_checkpoints(Path(config.out))
     try:
         path = checkpoint.checkpoints_at(Path(config.init_from))[-1]
-    except checkpoint.UsageError as error:
+    except checkpoint.PathError as error:
         if not own:
             raise UsageError(f"--init_from on this host: {error}") from None
         path = own[-1]

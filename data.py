@@ -30,6 +30,8 @@ from torch.utils.data import DataLoader, Dataset
 class DataError(ValueError):
     """Text or token files that cannot be used."""
 
+    exit_status = 2
+
 
 # --------------------------------------------------------------------------------------------------
 # Token folders

@@ -56,6 +56,8 @@ REMEDY = "The checkpoints in --out are from before: lower --lr or check the data
 class Diverged(RuntimeError):
     """Training that no longer makes progress."""
 
+    exit_status = 1
+
 
 # --------------------------------------------------------------------------------------------------
 # What is measured
@@ -202,6 +204,8 @@ Send = Callable[[int, dict[str, float]], None]  # (step, numbers)
 
 class TrackerError(ImportError):
     """A tracker's package that is not installed, or cannot be imported."""
+
+    exit_status = 2
 
 
 def import_tracker(name: str) -> ModuleType:

@@ -519,6 +519,12 @@ def full_tensor(x: Tensor) -> Tensor:
     return x
 
 
+class NotFinite(ArithmeticError):
+    """Logits that are not finite."""
+
+    exit_status = 1
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -539,7 +545,7 @@ def generate(
     A prompt that draws the token `stop` ends there, without it. None may be empty. A token depends
     on the last seq_len of its prompt, and is drawn as by `draw`. Ids from vocab_size on only pad
     the head and are never drawn. Prompt i draws with seed + i: the same seed gives the same tokens.
-    Raises FloatingPointError if the logits are not finite.
+    Raises NotFinite.
     """
     rows = {i: list(tokens) for i, tokens in enumerate(prompts)}  # of those that have not ended
     generators = [torch.Generator().manual_seed(seed + i) for i in rows]
@@ -547,7 +553,7 @@ def generate(
         logits = next_logits(model, [tokens[-seq_len:] for tokens in rows.values()], device)
         logits = logits[:, :vocab_size].cpu().double()  # (B, vocab_size)
         if not logits.isfinite().all():
-            raise FloatingPointError(
+            raise NotFinite(
                 "the model's logits are not finite: its weights have diverged or are damaged"
             )
         drawn = {}

@@ -588,20 +588,14 @@ def run_command(argv: list[str]) -> None:
 
 
 def run_show(argv: list[str]) -> None:
-    from data import DataError  # imports torch, which takes longer than most corpora
-
     parser = cli.Parser(prog="prepare.py show", description="Show what a token folder holds.")
     parser.add_argument("folder", type=Path, metavar="DIR")
-    args = parser.parse_args(argv[1:])
-    try:
-        show(args.folder)
-    except DataError as error:
-        raise UsageError(error) from None
+    show(parser.parse_args(argv[1:]).folder)
 
 
 def main(argv: list[str]) -> int:
     command = run_show if argv[:1] == ["show"] else run_command
-    return cli.run("prepare.py", lambda: command(argv), usage=(SourceError, TokenizerError))
+    return cli.run("prepare.py", lambda: command(argv))
 
 
 def exit_on_signal(number: int, frame) -> None:

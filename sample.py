@@ -208,15 +208,12 @@ def main(argv: list[str]) -> int:
             memory.keep_freed_memory(1 << 30)  # each token takes the same activations
         try:
             sample(args, device)
+        except torch.OutOfMemoryError as error:
+            raise cli.RunError(str(error)) from None
         finally:
             dist.stop()
 
-    return cli.run(
-        "sample.py",
-        command,
-        usage=(checkpoint.UsageError, tokenizer.TokenizerError, dist.MeshError),
-        failure=(checkpoint.CheckpointError, FloatingPointError, torch.OutOfMemoryError),
-    )
+    return cli.run("sample.py", command)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,8 @@ import optim
 import prepare
 from config import BUILTIN, WARMUP_STEPS, Config, lr_schedule, parse, profile_window
 from layout import Layout, choose_layout, empty_model, largest_gathered, lay_out
-from model import Transformer, generate
-from runtime import agreement, memory, profiling, run_folder, slurm, watchdog
-from runtime.cli import UsageError, print_any_text
+from model import NotFinite, Transformer, generate
+from runtime import agreement, cli, memory, profiling, run_folder, slurm, watchdog
 from text import tokenizer
 
 # --------------------------------------------------------------------------------------------------
@@ -557,7 +556,7 @@ def sample(run: Run) -> str:
         if not run.log.is_rank0:
             return ""
         return "".join(tokenizer.decode(folder.tokenizer, tokens))
-    except (tokenizer.TokenizerError, FloatingPointError) as error:  # the run has succeeded
+    except (tokenizer.TokenizerError, NotFinite) as error:  # the run has succeeded
         return f"no text: {error}"
 
 
@@ -713,29 +712,17 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
 
 
 def main(argv: list[str]) -> int:
-    print_any_text()
+    def command() -> int:
+        try:
+            return run_command(parse(argv))
+        except RuntimeError as error:
+            message = None if hasattr(error, "exit_status") else explain(error)
+            if message is None:
+                raise
+            raise cli.RunError(message) from None
+
     slurm.read_slurm()
-    try:
-        return run_command(parse(argv))
-    except (
-        UsageError,
-        checkpoint.UsageError,
-        data.DataError,
-        tokenizer.TokenizerError,
-        dist.MeshError,
-        metrics.TrackerError,
-        agreement.RankMismatch,
-    ) as error:
-        return fail(str(error), 2)
-    except (checkpoint.CheckpointError, metrics.Diverged, OSError) as error:
-        return fail(str(error), 1)
-    except RuntimeError as error:
-        message = explain(error)
-        if message is None:
-            raise
-        return fail(message, 1)
-    except KeyboardInterrupt:
-        return 130
+    return cli.run("train.py", command, fail)
 
 
 def explain(error: RuntimeError) -> str | None:
@@ -752,7 +739,7 @@ def explain(error: RuntimeError) -> str | None:
     return None
 
 
-def fail(message: str, status: int) -> int:
+def fail(program: str, message: str, status: int) -> int:
     """Print what is wrong in one line; return the exit status.
 
     If all ranks fail alike, only rank 0 prints: the others sleep, and torchrun ends them when rank
@@ -762,7 +749,7 @@ def fail(message: str, status: int) -> int:
     if rank:
         time.sleep(3)
     on_rank = f" on rank {rank}" if rank else ""
-    line = f"train.py: error{on_rank}: {message}"
+    line = f"{program}: error{on_rank}: {message}"
     print(line, file=sys.stderr, flush=True)
     watchdog.tell_torchrun(line)
     return status

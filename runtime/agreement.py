@@ -46,6 +46,8 @@ class AnyRankFlag:
 class RankMismatch(ValueError):
     """Ranks that were not started alike."""
 
+    exit_status = 2
+
 
 @dataclass(frozen=True)
 class RankReport:

@@ -14,7 +14,15 @@ VERSION = "0.1"
 
 
 class UsageError(ValueError):
-    """Flags that do not fit together, or do not fit what is on disk: exit status 2."""
+    """Flags that do not fit together, or do not fit what is on disk."""
+
+    exit_status = 2
+
+
+class RunError(RuntimeError):
+    """What goes wrong at run time and can be mended, such as too little memory."""
+
+    exit_status = 1
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,25 +68,30 @@ def print_any_text() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def fail(program: str, message: str, status: int) -> int:
+    """Print what is wrong in one line; return the exit status."""
+    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+    return status
+
+
 def run(
     program: str,
     command: Callable[[], int | None],
-    usage: tuple[type[Exception], ...] = (),
-    failure: tuple[type[Exception], ...] = (),
+    fail: Callable[[str, str, int], int] = fail,
 ) -> int:
     """Call `command` and return the exit status: its result, or that of an error it raises.
 
-    An expected error is printed in one line: 2 for a UsageError or one of `usage`, 1 for an OSError
-    or one of `failure`. 130 for Ctrl-C, and where the reader of a pipe has left.
+    An error that a person can mend is said in one line: its class has an `exit_status`, 2 for usage
+    and 1 at run time, or it is an OSError, 1. 130 for Ctrl-C, and where the reader of a pipe has
+    left. Other exceptions are faults of the program and pass.
     """
     print_any_text()
     try:
         return command() or 0
-    except (UsageError, *usage) as error:
-        status, message = 2, error
     except (KeyboardInterrupt, BrokenPipeError):
         return 130
-    except (OSError, *failure) as error:
-        status, message = 1, error
-    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
-    return status
+    except Exception as error:
+        status = getattr(error, "exit_status", 1 if isinstance(error, OSError) else None)
+        if status is None:
+            raise
+        return fail(program, str(error), status)

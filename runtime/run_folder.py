@@ -175,7 +175,7 @@ def to_evaluate(config: Config) -> Config:
     """The flags of --eval_only, with the checkpoint as --init_from, by default on its data.
 
     In its dtype unless --dtype names one. The checkpoint is that of --init_from or --resume, each
-    also as a run folder, or the newest in --out. Raises checkpoint.UsageError and CheckpointError.
+    also as a run folder, or the newest in --out. Raises checkpoint.PathError and CheckpointError.
     """
     named = config.init_from
     if config.resume not in ("auto", "never"):

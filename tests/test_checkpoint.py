@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import checkpoint
 import train
 from model import ModelConfig, build_model
+from tools import checkpoint as commands
 
 TEN_STEPS = "--max_steps 10 --dtype float32 --save_interval 5 --keep_last 0"
 RANKS = {"single": 1, "ddp": 4, "fsdp": 4, "hsdp --dp_shard 2": 4, "fsdp --tp 2": 4}
@@ -606,10 +607,10 @@ def test_a_hostile_manifest_is_a_clear_error(whole, pool, tokens, tmp_path, text
 
 @pytest.fixture
 def command(capsys):
-    """command("list", ...) -> (status, standard output, standard error) of checkpoint.py"""
+    """command("list", ...) -> (status, standard output, standard error) of tools.checkpoint"""
 
     def call(*arguments) -> tuple[int, str, str]:
-        return checkpoint.main(list(map(str, arguments))), *capsys.readouterr()
+        return commands.main(list(map(str, arguments))), *capsys.readouterr()
 
     return call
 
@@ -638,7 +639,7 @@ def test_verify_of_a_run_verifies_each_of_its_checkpoints(whole, tmp_path, comma
     first, second = out.splitlines()
     assert first.startswith(f"DAMAGED: {run}/checkpoints/step-00000005: __0_0.distcp has changed")
     assert second.startswith(f"{run}/checkpoints/step-00000010: complete and unchanged: 5 files, ")
-    assert error == f"checkpoint.py: error: {run}: 1 of 2 checkpoints damaged\n"
+    assert error == f"tools.checkpoint: error: {run}: 1 of 2 checkpoints damaged\n"
     shutil.rmtree(run / "checkpoints/step-00000005")
     assert command("verify", run) == (0, f"{second}\n", "")
 
@@ -721,7 +722,7 @@ def consolidated(whole, tmp_path_factory) -> Path:
         stack.enter_context(contextlib.redirect_stderr(error))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("error")
-        assert checkpoint.main(["consolidate", str(path), str(out)]) == 0, error.getvalue()
+        assert commands.main(["consolidate", str(path), str(out)]) == 0, error.getvalue()
     assert said.getvalue().startswith(f"{out}: 83 tensors, ")
     assert not error.getvalue()
     assert file_names(root / "new") == ["one"]
@@ -793,7 +794,7 @@ def test_consolidate_leaves_nothing_on_a_disk_that_fills_up_meanwhile(whole, sma
         status, _, error = command("consolidate", path, small_disk / "one")
     assert status == 1
     assert error.startswith(
-        f"checkpoint.py: error: cannot write {small_disk}/one: the disk is full"
+        f"tools.checkpoint: error: cannot write {small_disk}/one: the disk is full"
     )
     assert error.count("\n") == 1
     assert file_names(small_disk) == ["other"]

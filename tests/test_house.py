@@ -22,7 +22,7 @@ FLOORS = [
     "tools.planning.predict",
     "tools.planning.search",
     "tools.planning.forecast",
-    "tools.compare tools.hf",
+    "tools.checkpoint tools.compare tools.hf",
     "tools.bench",
     "tools.check tools.cluster tools.plan",
     "tools.timecheck",

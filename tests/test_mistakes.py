@@ -26,6 +26,7 @@ import checkpoint
 import prepare
 import sample
 from tools import bench, check, cluster, compare, hf, plan, timecheck
+from tools import checkpoint as commands
 
 SOURCES = [
     *ROOT.glob("*.py"),
@@ -289,7 +290,7 @@ SAMPLE = [
 ]
 
 CHECKPOINT = [
-    Mistake("", "the following arguments are required: command (checkpoint.py --help lists"),
+    Mistake("", "the following arguments are required: command (tools.checkpoint --help"),
     Mistake("lst {other}", "invalid choice: 'lst'"),
     Mistake("list {root}/nowhere", "there is no folder"),
     Mistake("list {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
@@ -449,7 +450,7 @@ COMMANDS = {
     "train.py": (TRAIN, None),
     "prepare.py": (PREPARE, prepare.main),
     "sample.py": (SAMPLE, sample.main),
-    "checkpoint.py": (CHECKPOINT, checkpoint.main),
+    "tools.checkpoint": (CHECKPOINT, commands.main),
     "tools.compare": (COMPARE, compare.main),
     "tools.bench": (BENCH, bench.main),
     "tools.cluster": (CLUSTER, cluster.main),
@@ -895,7 +896,7 @@ TRIED_ELSEWHERE = {
 
 def error_classes() -> set[str]:
     """The exceptions that this project defines, and those of Python that it raises for users."""
-    names = {"ValueError", "OSError", "FloatingPointError"}
+    names = {"ValueError", "OSError", "NotFinite"}
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model import (
     SIZES,
     ModelConfig,
+    NotFinite,
     RopeScaling,
     Transformer,
     build_model,
@@ -458,5 +459,5 @@ def test_generate_refuses_logits_that_are_not_finite(temperature):
     model = build_model(SMALL)
     with torch.no_grad():
         model.norm.weight.fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match="logits are not finite"):
+    with pytest.raises(NotFinite, match="logits are not finite"):
         generated(model, [[1, 2]], 1, temperature=temperature)

@@ -14,6 +14,7 @@ from conftest import call_train, flags
 import checkpoint
 import prepare
 import sample
+from tools import checkpoint as commands
 
 TEN_TOKENS = ["--max_new_tokens", "10"]
 
@@ -72,7 +73,7 @@ def test_a_checkpoint_holds_all_that_sampling_needs(trained, text):
 
 def test_a_consolidated_checkpoint_continues_with_the_same_text(trained, tmp_path, text, capsys):
     out = tmp_path / "one"
-    assert checkpoint.main(["consolidate", str(newest(trained)), str(out)]) == 0
+    assert commands.main(["consolidate", str(newest(trained)), str(out)]) == 0
     capsys.readouterr()
     assert text(out) == text(trained)
 

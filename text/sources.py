@@ -45,6 +45,8 @@ STDIN = Path("/dev/stdin")  # as `-` is called in lists and messages
 class SourceError(ValueError):
     """A source that cannot be read, or not as what it seems to be."""
 
+    exit_status = 2
+
 
 def unreadable(path: str | Path, error: OSError) -> SourceError:
     link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""

@@ -47,6 +47,8 @@ TEKKEN = O200K.replace(r"\p{N}{1,3}", r"\p{N}").replace(r"(?i:'s|'t|'re|'ve|'m|'
 class TokenizerError(ValueError):
     """A tokenizer that cannot be loaded, or text that it cannot encode."""
 
+    exit_status = 2
+
 
 class Encoding(tiktoken.Encoding):
     @property

@@ -62,9 +62,13 @@ WARM_UP = 3  # steps of every run that are not counted
 class CannotMeasure(RuntimeError):
     """This machine lacks something that the benchmark needs."""
 
+    exit_status = 2
+
 
 class RunFailed(RuntimeError):
     """A measured run exited with an error; `output` is the end of what it printed."""
+
+    exit_status = 1
 
     def __init__(self, message: str, output: str):
         super().__init__(message)
@@ -909,9 +913,7 @@ def bench(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.run(
-        "tools.bench", lambda: bench(argv), (CannotMeasure, dist.MeshError), (RunFailed,)
-    )
+    return cli.run("tools.bench", lambda: bench(argv))
 
 
 if __name__ == "__main__":

@@ -661,7 +661,7 @@ def check_machine(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return cli.run("tools.check", lambda: check_machine(argv), (dist.MeshError,))
+    return cli.run("tools.check", lambda: check_machine(argv))
 
 
 if __name__ == "__main__":

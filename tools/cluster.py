@@ -315,9 +315,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.run(
-        "tools.cluster", lambda: report(cluster, parse(argv)), (CannotMeasure,), (RunFailed,)
-    )
+    return cli.run("tools.cluster", lambda: report(cluster, parse(argv)))
 
 
 if __name__ == "__main__":

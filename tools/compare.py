@@ -34,6 +34,8 @@ class CompareError(cli.UsageError):
 class LogError(ValueError):
     """A damaged log: rows that cannot be read, or are not in the order of their steps."""
 
+    exit_status = 1
+
 
 # --------------------------------------------------------------------------------------------------
 # The log of a run
@@ -464,7 +466,7 @@ def names(folders: list[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    return cli.run("tools.compare", lambda: compare(argv), failure=(LogError,))
+    return cli.run("tools.compare", lambda: compare(argv))
 
 
 if __name__ == "__main__":

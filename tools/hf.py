@@ -616,12 +616,7 @@ def main(argv: list[str]) -> int:
         convert = export_model if args.command == "export" else import_model
         convert(args.source, args.out)
 
-    return cli.run(
-        "tools.hf",
-        command,
-        usage=(checkpoint.UsageError, tokenizer.TokenizerError),
-        failure=(checkpoint.CheckpointError,),
-    )
+    return cli.run("tools.hf", command)
 
 
 if __name__ == "__main__":

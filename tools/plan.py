@@ -18,16 +18,14 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import config
 import data
 import dist
 from layout import Layout
 from runtime import cli, memory
 from runtime.cli import UsageError
-from text import tokenizer
 from tools.bench import positive
-from tools.compare import LogError, positive_number, read_rows
+from tools.compare import positive_number, read_rows
 from tools.planning import predict, search
 from tools.planning.forecast import Plan, ScalingRow, communication_rows, make_plan, training_hours
 from tools.planning.predict import DEVICES, Cluster, Links, Request
@@ -404,14 +402,7 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    usage = (
-        dist.MeshError,
-        data.DataError,
-        checkpoint.UsageError,
-        tokenizer.TokenizerError,
-    )
-    failure = (checkpoint.CheckpointError, LogError)
-    return cli.run("tools.plan", lambda: run(argv), usage, failure)
+    return cli.run("tools.plan", lambda: run(argv))
 
 
 if __name__ == "__main__":

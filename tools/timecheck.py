@@ -27,7 +27,7 @@ import torch.distributed
 import config
 from runtime import cli
 from tools import bench, cluster
-from tools.bench import TRAIN, CannotMeasure, RunFailed, Table
+from tools.bench import TRAIN, Table
 from tools.compare import read_rows
 from tools.planning import predict
 from tools.planning.predict import Cluster, Links, Request
@@ -288,9 +288,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["--measure_links"]:  # a rank that `run_round` has started
         measure_links(argv[1])
         return 0
-    return cli.run(
-        "tools.timecheck", lambda: bench.report(check, parse(argv)), (CannotMeasure,), (RunFailed,)
-    )
+    return cli.run("tools.timecheck", lambda: bench.report(check, parse(argv)))
 
 
 if __name__ == "__main__":

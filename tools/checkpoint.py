@@ -1,0 +1,101 @@
+"""List, verify and consolidate checkpoints.
+
+python -m tools.checkpoint list RUN
+python -m tools.checkpoint verify RUN|CHECKPOINT
+python -m tools.checkpoint consolidate CHECKPOINT OUT
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpoint import (
+    CheckpointError,
+    checkpoints_at,
+    consolidate,
+    read_manifest,
+    total_bytes,
+    verify,
+)
+from runtime import cli
+
+
+def list_checkpoint(path: Path) -> str:
+    """A line on a checkpoint. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    progress = f"step {manifest['step']:,}  {manifest.get('tokens', 0):,} tokens"
+    return f"{path}  {progress}  {total_bytes(manifest) / 1e6:,.1f} MB"
+
+
+def verify_checkpoint(path: Path) -> str:
+    """A line on a checkpoint that verifies. Raises CheckpointError."""
+    if problem := verify(path):
+        raise CheckpointError(f"{path}: {problem}")
+    manifest = read_manifest(path)
+    size = f"{len(manifest['files'])} files, {total_bytes(manifest) / 1e6:,.1f} MB"
+    return f"{path}: complete and unchanged: {size}"
+
+
+def report(path: Path, line: Callable[[Path], str]) -> None:
+    """Print the line of each checkpoint that `path` names. Raises CheckpointError and PathError.
+
+    A damaged checkpoint of a run does not hide the others.
+    """
+    paths = checkpoints_at(path)
+    if paths == [path]:
+        print(line(path))
+        return
+    damaged = 0
+    for checkpoint in paths:
+        try:
+            print(line(checkpoint))
+        except CheckpointError as error:
+            damaged += 1
+            print(f"DAMAGED: {error}")
+    if damaged:
+        raise CheckpointError(f"{path}: {damaged} of {len(paths)} checkpoints damaged")
+
+
+def build_parser() -> cli.Parser:
+    parser = cli.Parser(
+        prog="tools.checkpoint",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+        epilog="A RUN is a run folder, such as runs/tiny; a CHECKPOINT is a folder in it, such as\n"
+        "runs/tiny/checkpoints/step-00000600.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("list", help="list the checkpoints of a run: step, tokens and size")
+    add.add_argument("path", metavar="RUN", type=Path)
+    add = commands.add_parser(
+        "verify", help="compare the files of a checkpoint, or of all of a run, with the manifest"
+    )
+    add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
+    add = commands.add_parser(
+        "consolidate", help="write a sharded checkpoint as one in the full format"
+    )
+    add.add_argument("path", metavar="CHECKPOINT", type=Path)
+    add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
+    return parser
+
+
+def run(argv: list[str]) -> None:
+    args = build_parser().parse_args(argv)
+    if args.command == "list":
+        report(args.path, list_checkpoint)
+    elif args.command == "verify":
+        report(args.path, verify_checkpoint)
+    else:
+        consolidate(args.path, args.out)
+
+
+def main(argv: list[str]) -> int:
+    # DCP warns when there is one process, which is intended here.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    return cli.run("tools.checkpoint", lambda: run(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
