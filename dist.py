@@ -36,6 +36,8 @@ Result = TypeVar("Result")
 class MeshError(ValueError):
     """Processes, devices or mesh sizes that do not fit together."""
 
+    exit_status = 2
+
 
 # --------------------------------------------------------------------------------------------------
 # The process group
@@ -125,6 +127,9 @@ def raise_open_file_limit() -> None:
 def join_group(world: World, store: dist.Store) -> None:
     """Form torch's default group of all ranks, which meet in `store`."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
+    # torchrun sets 1, and torch's default is 3: NCCL's own watchdog ends a rank when a collective
+    # fails, before ours has found out which rank is to blame. With 0 it only logs the error.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     is_cuda = world.device.type == "cuda"
     try:
         dist.init_process_group(

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-# Read when torch is loaded: C++ warnings of collectives that fail, which say less than the line of
-# the watchdog, and the profiler's own log.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-# torchrun sets 1, and torch's default is 3: NCCL's own watchdog ends a rank when a collective
-# fails, before ours has found out which rank is to blame. With 0 it only logs the error.
-os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+if __name__ == "__main__":
+    # Read when torch is loaded: C++ warnings of collectives that fail, which say less than the line
+    # of the watchdog, and the profiler's own log.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import torch
 from torch import Tensor

@@ -64,6 +64,14 @@ def test_a_leaf_imports_only_torch_numpy_and_the_standard_library(name):
     assert roots <= {"torch", "numpy", *sys.stdlib_module_names}
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_importing_a_file_does_not_change_the_environment(name):
+    for node in ast.parse(MODULES[name].read_text()).body:
+        is_run = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.If)
+        assert is_run or "environ" not in ast.unparse(node)
+        assert not isinstance(node, ast.If) or ast.unparse(node.test) == "__name__ == '__main__'"
+
+
 def test_packages_have_no_code_of_their_own():
     for path in PATHS:
         assert path.name != "__init__.py" or path.read_text() == ""

@@ -387,9 +387,15 @@ def test_ranks_died_without_an_exception_only_where_all_did(tmp_path, number, fa
     assert line == f"ranks 1 and 2 {fate}, last seen {where}; rank 0 is {where}"
 
 
-def test_nccl_leaves_it_to_the_watchdog_to_end_a_rank():
-    """Importing train.py sets 0: NCCL logs an error and ends nothing."""
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+def nccl_error_handling() -> str:
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
+    dist.start("cpu")
+    return os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+
+
+def test_nccl_leaves_it_to_the_watchdog_to_end_a_rank(pool):
+    """With 0 NCCL logs an error and ends nothing."""
+    assert pool(1, nccl_error_handling) == ["0"]
 
 
 # --------------------------------------------------------------------------------------------------
