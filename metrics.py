@@ -329,14 +329,26 @@ class Log:
         self.mark = self.mark_now(self.mark.step)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Around what is not part of a step's time. The row before must have been flushed."""
+    def pause(self) -> Iterator[None]:
+        """Around what is not part of a step's time."""
+        self.flush()
         began = time.perf_counter()
         yield
         self.longest_pause = max(self.longest_pause, time.perf_counter() - began)
         self.start_interval()
 
-    # Training rows: queue, poll, flush
+    # Training rows
+
+    def step(self, step: int, metrics: dict[str, Tensor], optimizer, is_due: bool) -> None:
+        """After each step: write what has arrived, and send a row on its way if one is due.
+
+        `metrics` are what train_step returns, `optimizer` is an optim.Optimizer.
+        """
+        self.poll()
+        if "parameters" in metrics:
+            self.parameters(step, optimizer, metrics.pop("parameters"))
+        if is_due:
+            self.queue(step, metrics, optimizer.lr)
 
     def queue(self, step: int, metrics: dict[str, Tensor], lr: float) -> None:
         """Send a row on its way: one small all_gather, and a copy that nothing waits for.

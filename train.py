@@ -26,7 +26,7 @@ if __name__ == "__main__":
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -135,6 +135,7 @@ class Run:
         layout = plan.layout
         seq_len = layout.model_config.seq_len
         self.plan = plan
+        self.config = c
         self.layout = layout
         self.world = world
         self.watchdog = dog
@@ -196,7 +197,7 @@ class Run:
         must_match["the code"] = source_hash()
         must_match["the fingerprint of the data"] = self.plan.manifest["data"]
         first_step = self.indices(self.step + 1, self.step + 1)
-        if self.plan.config.eval_only:
+        if self.config.eval_only:
             first_step = self.val_indices()
         first_indices = itertools.chain.from_iterable(first_step)
         weights = self.model.parameters()
@@ -222,7 +223,7 @@ class Run:
         """The sequence indices of this rank's micro-batches, from start_step through stop_step."""
         return data.train_indices(
             range(start_step, stop_step + 1),
-            self.plan.config.global_batch_size,
+            self.config.global_batch_size,
             self.layout.micro_batch_size,
             self.dp_rank,
             self.layout.dp_size,
@@ -231,7 +232,7 @@ class Run:
     def batches(self, start_step: int, stop_step: int) -> Iterator[Tensor]:
         """This rank's micro-batches (B, T + 1) on its device, from start_step through stop_step."""
         is_cuda = self.world.device.type == "cuda"
-        workers = self.plan.config.num_workers
+        workers = self.config.num_workers
         if workers is None:
             workers = 2 if is_cuda else 0
         indices = self.indices(start_step, stop_step)
@@ -318,30 +319,60 @@ def source_hash() -> str:
 # One step
 
 
-def train_step(run: Run, batches: Iterator[Tensor], step: int) -> dict[str, Tensor]:
+def train_step(
+    forward: nn.Module,
+    optimizer: optim.Optimizer,
+    batches: Iterator[Tensor],
+    step: int,
+    grad_accum_steps: int = 1,
+    grad_sync: str = "batch",
+    measure: bool = False,
+) -> dict[str, Tensor]:
     """Train on one global batch. The host queues the work and does not wait for the device.
 
-    Returns the metrics as tensors on the device: 0-d, and every optim_metrics_interval steps the
-    table "parameters".
+    `forward` is the model, or DDP around it; `batches` yields this rank's micro-batches (B, T + 1),
+    of which a step takes grad_accum_steps. Returns the metrics as tensors on the device: 0-d, and
+    where `measure` asks for it the table "parameters".
     """
-    c = run.plan.config
-    n = run.layout.grad_accum_steps
-    loss = torch.zeros((), device=run.world.device)
+    n = grad_accum_steps
+    loss = 0
     for micro_step in range(n):
         tokens = next(batches)  # (B, T + 1)
-        with dist.gradient_sync(run.forward, c.grad_sync, is_last=micro_step == n - 1):
+        with dist.gradient_sync(forward, grad_sync, is_last=micro_step == n - 1):
             # The mean over the micro-batch / n. Summed over micro-batches, and averaged over ranks
             # with the gradients, it is the mean over the global batch.
-            micro_loss = run.forward(tokens[:, :-1], tokens[:, 1:]) / n
+            micro_loss = forward(tokens[:, :-1], tokens[:, 1:]) / n
             micro_loss.backward()  # DDP and FSDP average gradients in here: see gradient_sync
-        loss += micro_loss.detach()
-    measure = due(step, c.optim_metrics_interval)
-    return {"loss": loss, **run.optimizer.step(step, loss, measure)}
+        loss = loss + micro_loss.detach()
+    return {"loss": loss, **optimizer.step(step, loss, measure)}
 
 
-def due(step: int, interval: int) -> bool:
+def is_due(step: int, interval: int) -> bool:
     """Whether `step` ends an interval; an interval of 0 never ends."""
     return interval > 0 and step % interval == 0
+
+
+@dataclass(frozen=True)
+class Due:
+    """What follows a step, by the flags alone and so alike on all ranks."""
+
+    measure: bool  # each parameter
+    evaluate: bool
+    save: bool
+    log: bool
+
+
+def due_after(step: int, c: Config, is_first: bool) -> Due:
+    """What follows `step`, which may be the first one of this start."""
+    is_last = step == c.max_steps
+    evaluate = is_last or is_due(step, c.eval_interval)
+    save = is_last or is_due(step, c.save_interval)
+    return Due(
+        measure=is_due(step, c.optim_metrics_interval),
+        evaluate=evaluate,
+        save=save,
+        log=evaluate or save or is_first or is_due(step, c.log_interval),
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,7 +381,7 @@ def due(step: int, interval: int) -> bool:
 
 def save(run: Run, step: int) -> None:
     """Save a checkpoint, or start saving it with --async_save."""
-    if run.plan.config.checkpoint == "none":
+    if run.config.checkpoint == "none":
         return
     run.watchdog.progress(step, "saving", slow=True)
     if not is_finite(run):
@@ -417,7 +448,7 @@ def validation_loss(run: Run) -> float:
         total += run.forward(tokens[:, :-1], tokens[:, 1:]) * len(indices)
     total = total.double()
     torch.distributed.all_reduce(total)
-    return total.item() / run.plan.config.tp / run.n_val  # a tp group's ranks have the same loss
+    return total.item() / run.config.tp / run.n_val  # a tp group's ranks have the same loss
 
 
 # --------------------------------------------------------------------------------------------------
@@ -460,40 +491,38 @@ def train(run: Run) -> int:
     copy (metrics.Log). An .item(), a print or an `if` on a tensor would break that. It waits to
     evaluate, to save, at the end, for optim.jsonl and, at --log_interval 1, for the row before.
     """
-    c = run.plan.config
+    c = run.config
     log = run.log
     start_step = run.step + 1
     batches = run.batches(start_step, c.max_steps)  # their order is a function of (seed, step)
     should_stop = StopRequest(run.plan.deadline, log)
     log.start_interval()
     for step in range(start_step, c.max_steps + 1):
+        due = due_after(step, c, is_first=step == start_step)
         with run.profiler.step(step, log.data_wait):  # does nothing without --profile
-            step_metrics = train_step(run, batches, step)
+            step_metrics = train_step(
+                run.forward,
+                run.optimizer,
+                batches,
+                step,
+                run.layout.grad_accum_steps,
+                c.grad_sync,
+                due.measure,
+            )
         run.step = step
-        is_last = step == c.max_steps
         # One step late, so that no host waits for it, and in the same step on every rank.
-        stop = run.any_rank(should_stop()) and not is_last
-        should_evaluate = is_last or due(step, c.eval_interval)
-        should_save = is_last or stop or due(step, c.save_interval)
-        pause = should_evaluate or should_save
-        should_log = pause or step == start_step or due(step, c.log_interval)
-
-        log.poll()  # write the previous row if it has arrived
-        if due(step, c.optim_metrics_interval):
-            log.parameters(step, run.optimizer, step_metrics.pop("parameters"))
-        if should_log:
-            log.queue(step, step_metrics, run.optimizer.lr)  # a copy that nothing waits for
-            if c.async_save:
-                log_saves(run)
-        if pause:
-            log.flush()
-            with log.paused():  # not part of a step's time
+        stop = run.any_rank(should_stop()) and step < c.max_steps
+        log.step(step, step_metrics, run.optimizer, is_due=due.log or stop)
+        if c.async_save and due.log:
+            log_saves(run)
+        if due.evaluate or due.save or stop:
+            with log.pause():  # not part of a step's time
                 if stop:  # save first: whoever stops a run does not wait long
                     save(run, step)
-                if should_evaluate:
+                if due.evaluate:
                     evaluate(run, step)
                 # After the evaluation: a kill between the two repeats both, and loses no row.
-                if should_save and not stop:
+                if due.save and not stop:
                     save(run, step)
         if stop:
             break
@@ -515,7 +544,7 @@ def finish(run: Run, stopped: bool) -> int:
     """Wait for the last save and say how the run ended; return the exit status."""
     finish_saves(run)
     run.log.say(run.log.goodput())
-    c = run.plan.config
+    c = run.config
     if stopped:
         continues = "" if c.checkpoint == "none" else "; the same command continues"
         line = f"stopped after step {run.step}{continues}"
@@ -543,7 +572,7 @@ def sample(run: Run) -> str:
     new = generate(
         run.forward,
         [prompt],
-        run.plan.config.sample_tokens,
+        run.config.sample_tokens,
         seq_len=seq_len,
         vocab_size=folder.vocab_size,
         device=run.world.device,

@@ -147,6 +147,15 @@ def build_run(argv: list[str]) -> train.Run:
     return train.Run(train.make_plan(config, world), world, dog)
 
 
+def train_step(run: train.Run, batches, step: int) -> dict:
+    """A step of train.py, as the flags of the run say."""
+    n = run.layout.grad_accum_steps
+    measure = train.is_due(step, run.config.optim_metrics_interval)
+    return train.train_step(
+        run.forward, run.optimizer, batches, step, n, run.config.grad_sync, measure
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # Jobs: train.py under torchrun, or without
 

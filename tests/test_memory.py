@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import TRAIN, Job, build_run, flags, listen
+from conftest import TRAIN, Job, build_run, flags, listen, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
@@ -55,7 +55,7 @@ def state_bytes(argv: list[str]) -> tuple[memory.Estimate, dict[str, int]]:
     run.optimizer.step = step
     with loss_parallel():
         for number in (1, 2):
-            train.train_step(run, batches, number)
+            train_step(run, batches, number)
     weights = run.state["model"].values()
     moments = [*run.state["optimizer"]["exp_avg"].values()]
     moments += run.state["optimizer"]["exp_avg_sq"].values()
@@ -103,7 +103,7 @@ def gradient_storages(argv: list[str]) -> tuple[memory.Estimate, list[set[tuple[
     run.forward.register_forward_hook(look)
     batches = run.batches(1, 3)
     for step in (1, 2, 3):
-        train.train_step(run, batches, step)
+        train_step(run, batches, step)
     return run.layout.memory, found
 
 
@@ -189,7 +189,7 @@ def profiled_bytes(argv: list[str]) -> tuple[int, int]:
     batches = run.batches(1, 8)
     for step in range(1, 9):
         with run.profiler.step(step, 0.0):
-            train.train_step(run, batches, step)
+            train_step(run, batches, step)
         if step == 2:
             before = checkpoint.host_memory().resident
     return run.layout.memory.profile, checkpoint.host_memory().resident - before

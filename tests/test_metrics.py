@@ -98,7 +98,7 @@ def test_a_row_is_of_all_ranks(pool, tmp_path):
 
 def test_a_pause_is_not_part_of_a_step(log, tmp_path, monkeypatch):
     the_log = log()
-    with the_log.paused():
+    with the_log.pause():
         monkeypatch.setattr(metrics.time, "perf_counter", lambda: 150.0)
     assert the_log.longest_pause == 50.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 151.0)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_run, flags, listen, rows, tensors
+from conftest import build_run, flags, listen, rows, tensors, train_step
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
@@ -241,7 +241,7 @@ def faulty_run(argv: list[str], faulty_rank: int | None) -> list[float]:
             continue
         factor = FAULTS.get(step, 1.0) if run.world.rank == faulty_rank else 1.0
         run.forward = Scaled(forward, factor)
-        loss = train.train_step(run, batches, step)["loss"]
+        loss = train_step(run, batches, step)["loss"]
         torch.distributed.all_reduce(loss)
         if step not in FAULTS:
             losses.append(loss.item())
@@ -252,7 +252,7 @@ def omit_update(run: train.Run, batches, step: int) -> None:
     """A step after which all is as if its batch had not been."""
     average = run.optimizer.norm_average.clone()
     with mock.patch.object(run.optimizer.adamw, "step", lambda: None):
-        train.train_step(run, batches, step)
+        train_step(run, batches, step)
     run.optimizer.norm_average.copy_(average)
 
 
@@ -404,12 +404,12 @@ def test_too_many_skips_end_the_run_with_a_line_and_leave_the_checkpoint(
 
 
 def diverging_run(argv: list[str]) -> tuple[int, str]:
-    train_step = train.train_step
+    real = train.train_step
 
-    def broken(run, batches, step):
+    def broken(forward, optimizer, batches, step, *options):
         if step == 6:
-            run.forward.register_forward_hook(lambda module, inputs, loss: loss * math.nan)
-        return train_step(run, batches, step)
+            forward.register_forward_hook(lambda module, inputs, loss: loss * math.nan)
+        return real(forward, optimizer, batches, step, *options)
 
     with mock.patch.object(train, "train_step", broken):
         status, _, err = listen(argv)

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import TRAIN, Job, build_run, call_train, flags, rows, tensors
+from conftest import TRAIN, Job, build_run, call_train, flags, rows, tensors, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import profile
 
 import checkpoint
 import dist
 import model
-import train
 from runtime.profiling import CommunicationCounter, Traffic
 
 # tinyllama-1.1b has a head with separate weights.
@@ -90,10 +89,10 @@ def count(argv: list[str]) -> Step:
     block = sum(weight.numel() for weight in run.model.blocks[0].parameters())
     total = run.model.parameter_count()
     with loss_parallel():
-        train.train_step(run, batches, 1)
-        train.train_step(run, batches, 2)  # DDP arranges its buckets after the first
+        train_step(run, batches, 1)
+        train_step(run, batches, 2)  # DDP arranges its buckets after the first
         with CommunicationCounter(run.mesh) as counter:
-            train.train_step(run, batches, 3)
+            train_step(run, batches, 3)
     return Step(counter.counts, block, total)
 
 
@@ -239,7 +238,7 @@ def compiled_steps(argv: list[str]) -> list[tuple[float, float, float, int]]:
     batches = run.batches(1, 4)
     steps = []
     for step in range(1, 5):
-        metrics = train.train_step(run, batches, step)
+        metrics = train_step(run, batches, step)
         graphs = torch._dynamo.utils.counters["aot_autograd"]["total"]
         loss, grad_norm = metrics["loss"].item(), metrics["grad_norm"].item()
         steps.append((loss, grad_norm, run.optimizer.lr, graphs))

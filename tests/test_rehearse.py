@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import ROOT, build_run, flags
+from conftest import ROOT, build_run, flags, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
@@ -49,13 +49,13 @@ def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
     recorder = Recorder()
     with recorder, loss_parallel(), train.no_garbage_collection():
         run = build_run(argv)
-        recorder.follow(run)
+        recorder.follow(run.mesh, run.layout, run.model, run.forward, run.optimizer)
         steps = 2 if run.layout.strategy == "ddp" else 1  # in the first, DDP replaces its buckets
         batches = run.batches(1, steps)
         for step in range(1, steps + 1):
             recorder.forget_counts()
             micro_batches = recorder.batches(batches, [1] * run.layout.grad_accum_steps)
-            train.train_step(run, micro_batches, step)
+            train_step(run, micro_batches, step)
     real = Step(
         memory=recorder.at_peak(),
         state=recorder.state,

@@ -28,6 +28,7 @@ from conftest import (
     listen,
     rows,
     torchrun,
+    train_step,
 )
 
 import checkpoint
@@ -563,10 +564,10 @@ def cuda_steps(argv: list[str]) -> int:
     run = build_run(argv)
     batches = run.batches(1, 6)
     for step in (1, 2, 3):  # the first allocates
-        train.train_step(run, batches, step)
+        train_step(run, batches, step)
     torch.cuda.set_sync_debug_mode("error")
     for step in (4, 5, 6):
-        row = train.train_step(run, batches, step)
+        row = train_step(run, batches, step)
         run.log.queue(step, row, run.optimizer.lr)
     torch.cuda.set_sync_debug_mode("default")
     run.log.flush()
@@ -590,7 +591,7 @@ def poll_a_row(argv: list[str]) -> list[int]:
     with mock.patch.object(metrics, "DeviceEvent", EventOfADevice):
         run = build_run(argv)
         run.log.device = torch.device("meta")  # anything but a CPU, whose rows arrive at once
-        row = train.train_step(run, run.batches(1, 1), 1)
+        row = train_step(run, run.batches(1, 1), 1)
         file = Path(run.plan.config.out) / "metrics.jsonl"
         counts = []
         for call in (lambda: run.log.queue(1, row, 0.1), run.log.poll, run.log.flush):

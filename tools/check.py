@@ -360,12 +360,12 @@ def count_syncs(argv: list[str]) -> int:
     run = train.Run(train.make_plan(config, world), world, dog)
     batches = run.batches(1, 6)
     for step in (1, 2, 3):
-        train.train_step(run, batches, step)
+        train.train_step(run.forward, run.optimizer, batches, step)
     counter = CudaSyncCounter() if world.device.type == "cuda" else HostSyncCounter()
     with counter:
         for step in (4, 5, 6):
-            row = train.train_step(run, batches, step)
-            run.log.queue(step, row, run.optimizer.lr)
+            row = train.train_step(run.forward, run.optimizer, batches, step)
+            run.log.step(step, row, run.optimizer, is_due=True)
     run.log.flush()
     dist.stop()
     print(f"host syncs: {dict(counter.counts)}", flush=True)

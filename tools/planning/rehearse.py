@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -148,20 +147,16 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
     net = layout.empty_model(chosen.model_config, chosen.dtype, c)
     parameters = net.parameter_count()
     with fakes, recorder, loss_parallel(), train.no_garbage_collection(), quick_build():
-        run = SimpleNamespace(  # what a step needs of train.Run
-            plan=SimpleNamespace(config=c),
-            layout=chosen,
-            world=world,
-            mesh=mesh,
-            model=net,
-            forward=layout.lay_out(net, mesh, chosen, c),
-            optimizer=train.build_optimizer(net, c),
-        )
-        recorder.follow(run)
-        if isinstance(run.forward, DistributedDataParallel):
-            recorded_step(run, recorder, [1])  # the first step, in which DDP replaces its buckets
+        forward = layout.lay_out(net, mesh, chosen, c)
+        optimizer = train.build_optimizer(net, c)
+        recorder.follow(mesh, chosen, net, forward, optimizer)
+        all_times = [times_of_micro_batches(chosen.grad_accum_steps)]
+        if isinstance(forward, DistributedDataParallel):
+            all_times.insert(0, [1])  # the first step, in which DDP replaces its buckets
+        for times in all_times:
             recorder.forget_counts()
-        recorded_step(run, recorder, times_of_micro_batches(chosen.grad_accum_steps))
+            batches = recorder.batches(empty_batches(chosen, len(times)), times)
+            train.train_step(forward, optimizer, batches, 1, len(times), c.grad_sync)
     memory = recorder.at_peak()
     return Rehearsal(
         layout=chosen,
@@ -173,7 +168,7 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
         communication=recorder.communication(),
         flops=recorder.flops["computed"],
         recomputed_flops=recorder.flops["recomputed"],
-        checkpoint_bytes=written_bytes(run),
+        checkpoint_bytes=written_bytes(net, optimizer, world.size),
     )
 
 
@@ -184,23 +179,21 @@ def times_of_micro_batches(grad_accum_steps: int) -> list[int]:
     return [1, grad_accum_steps - 2, 1]
 
 
-def recorded_step(run: SimpleNamespace, recorder: "Recorder", times: list[int]) -> None:
-    """One step of train.py on empty micro-batches, of which each stands for `times` equal ones."""
-    run.layout = dataclasses.replace(run.layout, grad_accum_steps=len(times))
-    shape = (run.layout.micro_batch_size, run.layout.model_config.seq_len + 1)  # (B, T + 1)
-    batches = (torch.zeros(shape, dtype=torch.int64) for _ in times)
-    train.train_step(run, recorder.batches(batches, times), step=1)
+def empty_batches(chosen: Layout, n: int) -> Iterator[Tensor]:
+    """n micro-batches (B, T + 1)."""
+    shape = (chosen.micro_batch_size, chosen.model_config.seq_len + 1)
+    return (torch.zeros(shape, dtype=torch.int64) for _ in range(n))
 
 
-def written_bytes(run: SimpleNamespace) -> int:
+def written_bytes(net: nn.Module, optimizer: optim.Optimizer, world_size: int) -> int:
     """Bytes that a rank writes in a sharded save.
 
     Of ranks that hold the same tensor one writes it, which DCP chooses: an equal share is counted.
     """
-    state = {"model": dict(run.model.named_parameters()), "optimizer": run.optimizer.state()}
+    state = {"model": dict(net.named_parameters()), "optimizer": optimizer.state()}
     total = 0.0
     for _, tensor in flatten(state):
-        holders = run.world.size / optim.num_shards(tensor)
+        holders = world_size / optim.num_shards(tensor)
         total += optim.local(tensor).nbytes / holders
     return round(total)
 
@@ -422,24 +415,31 @@ class Recorder(TorchDispatchMode):
 
     # The phases of a step
 
-    def follow(self, run: train.Run) -> None:
+    def follow(
+        self,
+        mesh: dist.DeviceMesh,
+        chosen: Layout,
+        net: nn.Module,
+        forward: nn.Module,
+        optimizer: optim.Optimizer,
+    ) -> None:
         """Recognize the tensors of a run that has been built, and the phases of its steps."""
-        self.collectives = Collectives(run.mesh, self)
-        tp = run.layout.mesh_shape[2]
-        self.vocab_size = run.layout.model_config.vocab_size // tp  # of this rank
-        self.mark(run.model.parameters(), "parameters")
-        self.mark(tree_leaves(run.optimizer.state()), "optimizer")
-        self.mark_gradients(run.model)
-        run.forward.register_forward_hook(lambda *_: self.begin("backward"))
-        update = run.optimizer.step
+        self.collectives = Collectives(mesh, self)
+        tp = chosen.mesh_shape[2]
+        self.vocab_size = chosen.model_config.vocab_size // tp  # of this rank
+        self.mark(net.parameters(), "parameters")
+        self.mark(tree_leaves(optimizer.state()), "optimizer")
+        self.mark_gradients(net)
+        forward.register_forward_hook(lambda *_: self.begin("backward"))
+        update = optimizer.step
 
         def step(*arguments) -> dict[str, Tensor]:
             self.begin("optimizer")
-            self.mark_gradients(run.model)
+            self.mark_gradients(net)
             self.state = self.state_bytes()
             return update(*arguments)
 
-        run.optimizer.step = step
+        optimizer.step = step
 
     def begin(self, phase: str) -> None:
         self.phase = phase
