@@ -36,10 +36,10 @@ import dist
 import metrics
 import optim
 import prepare
-from config import BUILTIN, WARMUP_STEPS, Config, lr_schedule, parse, profile_window
+from config import BUILTIN, Config, lr_schedule, parse, profile_window
 from layout import Layout, choose_layout, empty_model, largest_gathered, lay_out
 from model import NotFinite, Transformer, generate
-from runtime import agreement, cli, memory, profiling, run_folder, slurm, watchdog
+from runtime import agreement, cli, memory, profiling, report, run_folder, slurm, watchdog
 from text import tokenizer
 
 # --------------------------------------------------------------------------------------------------
@@ -591,92 +591,12 @@ def sample(run: Run) -> str:
 # The command
 
 
-def print_summary(run: Run) -> None:
-    """Print the model, mesh, batch, data and memory of the run, with the arithmetic."""
-    plan = run.plan
-    layout = run.layout
-    c = plan.config
-    m = layout.model_config
-    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, layout.mesh_shape))
-    auto = " (--dtype auto)" if c.dtype == "auto" else ""
-    say = run.say
-    say(
-        f"model   {c.init_from or c.model}: {m.n_layer} layers x {m.d_model} wide, "
-        f"vocabulary {m.vocab_size:,}: {run.model.parameter_count():,} parameters"
-    )
-    say(
-        f"mesh    {layout.strategy}: {axes} = {run.world.size} x {run.world.device.type} "
-        f"({metrics.device_name(run.world.device)})"
-    )
-    if c.strategy == "auto":
-        say(f"        --strategy auto: {layout.strategy_reason}")
-    dtype = str(layout.dtype).removeprefix("torch.")
-    say(f"dtype   {dtype}{auto}; weights, reductions and optimizer in float32")
-    peak_flops = metrics.peak_flops(run.world.device, layout.dtype, c.peak_tflops)
-    if run.world.device.type == "cuda" and peak_flops is None:
-        say(f"        no MFU: the peak of this GPU in {dtype} is not known; give --peak_tflops")
-    say(
-        f"batch   {c.global_batch_size} sequences = micro-batch {layout.micro_batch_size} x "
-        f"accumulation {layout.grad_accum_steps} x {layout.dp_size} ranks; "
-        f"x {m.seq_len} tokens = {layout.tokens_per_step:,} tokens a step"
-    )
-    for part in run.train_data.parts:
-        share = part.folder.share / 1000
-        epochs = share * c.max_steps * c.global_batch_size / len(part)
-        of_mixture = f" at a share of {share:g}" if share < 1 else ""
-        say(
-            f"data    {part.folder.path}: {len(part):,} sequences; "
-            f"{c.max_steps:,} steps read {epochs:.2f} epochs{of_mixture}"
-        )
-    if c.warmup_steps is None and c.max_steps <= WARMUP_STEPS:
-        say(
-            f"        warning: all {c.max_steps} steps are warm-up (--warmup_steps {WARMUP_STEPS} "
-            "by default): give fewer"
-        )
-    say(f"memory  a rank at its peak: {layout.memory}")
-    for problem in plan.passed_over:
-        say(f"        passed over {problem}")
-    begin = ""
-    if plan.resume.checkpoint:
-        begin = f", continuing from {plan.resume.checkpoint}"
-    if plan.resume.init_from:
-        begin = f", a new run with the weights of {plan.resume.init_from}"
-    say(f"out     {c.out}{begin}")
-    for change in plan.resume.changes:
-        say(f"        changed: {change}")
-
-
 def print_evaluation(run: Run) -> None:
     """Evaluate, and print the line of --eval_only."""
-    plan = run.plan
     val_loss = validation_loss(run)
-    if not run.world.is_rank0:
-        return
-    perplexity = math.exp(min(val_loss, 700))  # exp(710) is no float
-    run.say(
-        f"{plan.resume.init_from} on {plan.config.data}: val_loss {val_loss:.6f}, "
-        f"perplexity {perplexity:,.4f}, {bits_per_byte(run, val_loss)} "
-        f"({run.n_val:,} sequences of {plan.layout.model_config.seq_len:,} tokens)"
-    )
-
-
-def bits_per_byte(run: Run, val_loss: float) -> str:
-    """val_loss as bits for each byte of the text that it predicts, in words.
-
-    nats per token x tokens / (ln 2 x bytes). An end-of-text token has a loss, but no bytes.
-    """
-    folder = run.plan.token_folder
-    counts = torch.zeros(folder.vocab_size, dtype=torch.int64)
-    (windows,) = data.val_indices(run.n_val, len(run.val_data), run.n_val, dp_rank=0, dp_size=1)
-    for window in windows:
-        targets = run.val_data[[window]][0, 1:]  # (T,)
-        counts += targets.bincount(minlength=folder.vocab_size)
-    try:
-        n_bytes = tokenizer.text_bytes(folder.tokenizer, counts.tolist())
-    except tokenizer.TokenizerError as error:
-        return f"no bits per byte: {error}"
-    nats = val_loss * int(counts.sum())
-    return f"{nats / (math.log(2) * n_bytes):.6f} bits per byte"
+    if run.world.is_rank0:
+        line = report.evaluation(val_loss, run.val_data, run.n_val)
+        run.say(f"{run.plan.resume.init_from} on {run.config.data}: {line}")
 
 
 @contextlib.contextmanager
@@ -731,7 +651,10 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
     prepare_memory(plan, world)
     dog.saved_step = plan.resume.step or None
     run = Run(plan, world, dog)
-    print_summary(run)
+    for line in report.start(config, run.layout, world, run.model, run.train_data.parts):
+        run.say(line)
+    for line in report.begin(config, plan.resume, plan.passed_over):
+        run.say(line)
     if config.dry_run:
         run.say("--dry_run: all is ready for the first step; nothing was written")
         return 0

@@ -16,6 +16,7 @@ FLOORS = [
     "config",
     "runtime.run_folder",
     "layout",
+    "runtime.report",
     "prepare sample",
     "train",
     "tools.planning.rehearse",

@@ -13,8 +13,8 @@ from conftest import flags, listen, rows
 
 import dist
 import metrics
-import train
 from model import ModelConfig, build_model
+from runtime import report
 
 
 def make_log(out, **changes) -> metrics.Log:
@@ -235,17 +235,15 @@ def test_mfu_is_known_for_bfloat16_on_a_listed_device_only(monkeypatch):
 
 def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
     """train.py, on a CPU that has the name of a GPU, and at its start the type of one."""
-    print_summary = train.print_summary
+    start = report.start
 
-    def on_cuda(run):
-        world = run.world
-        run.world = dataclasses.replace(world, device=torch.device("cuda", 0))
-        print_summary(run)
-        run.world = world
+    def on_cuda(c, layout, world, *more):
+        world = dataclasses.replace(world, device=torch.device("cuda", 0))
+        return start(c, layout, world, *more)
 
     with (
         mock.patch.object(metrics, "device_name", lambda device: "NVIDIA H200"),
-        mock.patch.object(train, "print_summary", on_cuda),
+        mock.patch.object(report, "start", on_cuda),
     ):
         return listen(argv)
 

@@ -1,0 +1,107 @@
+"""What a run says at its start, with the arithmetic, and of an evaluation by itself."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+import data
+import dist
+import metrics
+from config import WARMUP_STEPS, Config
+from layout import Layout
+from model import Transformer
+from runtime.run_folder import ResumePoint
+from text import tokenizer
+
+
+def start(
+    c: Config,
+    layout: Layout,
+    world: dist.World,
+    model: Transformer,
+    parts: list[data.TokenDataset],
+) -> Iterator[str]:
+    """The lines on model, mesh, dtype, batch, data (of `parts`) and memory."""
+    m = layout.model_config
+    yield (
+        f"model   {c.init_from or c.model}: {m.n_layer} layers x {m.d_model} wide, "
+        f"vocabulary {m.vocab_size:,}: {model.parameter_count():,} parameters"
+    )
+    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, layout.mesh_shape))
+    yield (
+        f"mesh    {layout.strategy}: {axes} = {world.size} x {world.device.type} "
+        f"({metrics.device_name(world.device)})"
+    )
+    if c.strategy == "auto":
+        yield f"        --strategy auto: {layout.strategy_reason}"
+    dtype = str(layout.dtype).removeprefix("torch.")
+    auto = " (--dtype auto)" if c.dtype == "auto" else ""
+    yield f"dtype   {dtype}{auto}; weights, reductions and optimizer in float32"
+    peak_flops = metrics.peak_flops(world.device, layout.dtype, c.peak_tflops)
+    if world.device.type == "cuda" and peak_flops is None:
+        yield f"        no MFU: the peak of this GPU in {dtype} is not known; give --peak_tflops"
+    yield (
+        f"batch   {c.global_batch_size} sequences = micro-batch {layout.micro_batch_size} x "
+        f"accumulation {layout.grad_accum_steps} x {layout.dp_size} ranks; "
+        f"x {m.seq_len} tokens = {layout.tokens_per_step:,} tokens a step"
+    )
+    for part in parts:
+        share = part.folder.share / 1000
+        epochs = share * c.max_steps * c.global_batch_size / len(part)
+        of_mixture = f" at a share of {share:g}" if share < 1 else ""
+        yield (
+            f"data    {part.folder.path}: {len(part):,} sequences; "
+            f"{c.max_steps:,} steps read {epochs:.2f} epochs{of_mixture}"
+        )
+    if c.warmup_steps is None and c.max_steps <= WARMUP_STEPS:
+        yield (
+            f"        warning: all {c.max_steps} steps are warm-up (--warmup_steps {WARMUP_STEPS} "
+            "by default): give fewer"
+        )
+    yield f"memory  a rank at its peak: {layout.memory}"
+
+
+def begin(c: Config, resume: ResumePoint, passed_over: list[str]) -> Iterator[str]:
+    """The lines on where the run begins, and on checkpoints and flags that are not as before."""
+    for problem in passed_over:
+        yield f"        passed over {problem}"
+    beginning = ""
+    if resume.checkpoint:
+        beginning = f", continuing from {resume.checkpoint}"
+    if resume.init_from:
+        beginning = f", a new run with the weights of {resume.init_from}"
+    yield f"out     {c.out}{beginning}"
+    for change in resume.changes:
+        yield f"        changed: {change}"
+
+
+def evaluation(val_loss: float, val_data: data.TokenDataset | data.MixedDataset, n: int) -> str:
+    """The line on val_loss, in nats per token, over the n windows of an evaluation."""
+    folder = val_data.parts[0].folder
+    seq_len = val_data.parts[0].seq_len
+    (windows,) = data.val_indices(n, len(val_data), n, dp_rank=0, dp_size=1)
+    counts = torch.zeros(folder.vocab_size, dtype=torch.int64)
+    for window in windows:
+        targets = val_data[[window]][0, 1:]  # (T,)
+        counts += targets.bincount(minlength=folder.vocab_size)
+    perplexity = math.exp(min(val_loss, 700))  # exp(710) is no float
+    return (
+        f"val_loss {val_loss:.6f}, perplexity {perplexity:,.4f}, "
+        f"{bits_per_byte(val_loss, folder.tokenizer, counts)} "
+        f"({n:,} sequences of {seq_len:,} tokens)"
+    )
+
+
+def bits_per_byte(val_loss: float, name: str | None, counts: torch.Tensor) -> str:
+    """val_loss as bits for each byte of the text that it predicts, in words.
+
+    nats per token x tokens / (ln 2 x bytes); counts[i] tokens of id i, of the tokenizer `name`. An
+    end-of-text token has a loss, but no bytes.
+    """
+    try:
+        n_bytes = tokenizer.text_bytes(name, counts.tolist())
+    except tokenizer.TokenizerError as error:
+        return f"no bits per byte: {error}"
+    nats = val_loss * int(counts.sum())
+    return f"{nats / (math.log(2) * n_bytes):.6f} bits per byte"
