@@ -640,10 +640,11 @@ class Reader(dcp.FileSystemReader):
         return self.metadata
 
 
-def load(path: Path, state: dict) -> None:
+def load_state(path: Path, state: dict) -> None:
     """Fill the tensors of `state` in place, from a checkpoint of any mesh and format.
 
-    Each rank reads the shards it needs. Tensors of the checkpoint that `state` lacks are skipped.
+    Tensors are saved by name and global offset, so a rank finds its shards whatever mesh wrote
+    them, and reads only those. Tensors of the checkpoint that `state` lacks are skipped.
     Raises CheckpointError.
     """
     full = path / "full.pt"
@@ -702,7 +703,7 @@ def consolidate(path: Path, out: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
     work.mkdir()
     try:
-        load(path, map_full(empty_state(reader), work / "full.pt"))
+        load_state(path, map_full(empty_state(reader), work / "full.pt"))
         for name in manifest["files"]:
             if name != ".metadata" and not name.endswith(".distcp"):
                 shutil.copyfile(path / name, work / name)

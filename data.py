@@ -42,7 +42,9 @@ class TokenFolder:
     path: Path
     dtype: np.dtype
     vocab_size: int
-    tokenizer: str | None  # a name or a path for tokenizer.load; None: unknown, ids have no text
+    tokenizer: (
+        str | None
+    )  # a name or a path for tokenizer.load_encoding; None: unknown, ids have no text
     fingerprint: str  # changes when the tokens do
     # The tokenizer's file, {name: contents}, to copy into checkpoints; empty for a built-in one
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
@@ -125,12 +127,12 @@ def open_folder(path: Path) -> TokenFolder:
     if tokenizer not in (None, "bytes", "gpt2"):  # which are built in
         file = (path / tokenizer).absolute()
         tokenizer = str(file)
-        tokenizer_file[file.name] = read_file(file)
+        tokenizer_file[file.name] = read_regular_file(file)
     fingerprint = digest.hexdigest()[:16]
     return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file)
 
 
-def read_file(file: Path) -> bytes:
+def read_regular_file(file: Path) -> bytes:
     """Read meta.json, or the tokenizer that it names. Raises DataError."""
     try:
         if file.exists() and not file.is_file():  # reading a pipe or a device may not end
@@ -144,7 +146,7 @@ def read_file(file: Path) -> bytes:
 
 
 def read_meta(path: Path) -> dict:
-    contents = read_file(path / "meta.json")
+    contents = read_regular_file(path / "meta.json")
     try:
         meta = json.loads(contents)
         counts = {name: int(meta[name]) for name in ("vocab_size", "train_tokens", "val_tokens")}

@@ -252,7 +252,7 @@ def require_one(strategy: str, axis: str, size: int | None) -> int:
     return 1
 
 
-def choose_strategy(world: World, fits: bool, tp: int = 1) -> str:
+def default_strategy(world: World, fits: bool, tp: int = 1) -> str:
     """ddp, which communicates least, if everything fits on a device; else fsdp, across hosts hsdp.
 
     single where the tp group is the whole world.
@@ -412,7 +412,7 @@ def materialize(
             )
 
 
-def fsdp_units(
+def group_units(
     blocks: list[nn.Module], embed_and_head: list[nn.Module], blocks_per_unit: int | None
 ) -> list[list[nn.Module]]:
     """Group the modules that FSDP gathers together; None leaves the whole model as one unit.

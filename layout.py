@@ -46,7 +46,7 @@ def choose_layout(c: Config, world: dist.World, vocab_size: int, device_memory: 
     model = model_config(c, vocab_size)
     strategy, reason = c.strategy, ""
     if strategy == "auto":
-        strategy, reason = choose_strategy(c, world, model, dtype, device_memory)
+        strategy, reason = decide_strategy(c, world, model, dtype, device_memory)
     if c.grad_sync == "shard" and strategy != "hsdp":
         raise UsageError(
             f"--grad_sync shard is for --strategy hsdp, not {strategy}: use batch or micro_batch"
@@ -67,7 +67,7 @@ def choose_layout(c: Config, world: dist.World, vocab_size: int, device_memory: 
     )
 
 
-def choose_strategy(
+def decide_strategy(
     c: Config, world: dist.World, model: ModelConfig, dtype: torch.dtype, device_memory: int
 ) -> tuple[str, str]:
     """--strategy auto: the strategy, and the sum that decided."""
@@ -76,7 +76,7 @@ def choose_strategy(
     fits = need.total <= 0.8 * device_memory
     relation = "at most" if fits else "more than"
     reason = f"with ddp, {need}: {relation} 80% of {device_memory / 1e9:,.1f} GB"
-    return dist.choose_strategy(world, fits, c.tp), reason
+    return dist.default_strategy(world, fits, c.tp), reason
 
 
 def estimate_memory(
@@ -126,7 +126,7 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, c: Config) -> Transform
 
 
 def fsdp_units(model: Transformer, c: Config) -> list[list[nn.Module]]:
-    return dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit(c))
+    return dist.group_units(model.blocks, model.embed_and_head(), blocks_per_unit(c))
 
 
 def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout, c: Config) -> nn.Module:

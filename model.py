@@ -136,7 +136,7 @@ class ModelConfig:
                 )
 
 
-LLAMA3 = dict(vocab_size=128256, n_kv_head=8, seq_len=8192, rope_theta=500_000.0, tied=False)
+LLAMA3_SHAPE = dict(vocab_size=128256, n_kv_head=8, seq_len=8192, rope_theta=500_000.0, tied=False)
 
 SIZES = {
     # 4 blocks of 4 * 128^2 + 3 * 128 * 352 weights: two laptop cores train it in two minutes
@@ -152,8 +152,8 @@ SIZES = {
     "olmo-1b": ModelConfig(
         50304, n_layer=16, n_head=16, n_kv_head=16, d_model=2048, d_ff=8192, seq_len=2048
     ),
-    "llama3-8b": ModelConfig(n_layer=32, n_head=32, d_model=4096, d_ff=14336, **LLAMA3),
-    "llama3-70b": ModelConfig(n_layer=80, n_head=64, d_model=8192, d_ff=28672, **LLAMA3),
+    "llama3-8b": ModelConfig(n_layer=32, n_head=32, d_model=4096, d_ff=14336, **LLAMA3_SHAPE),
+    "llama3-70b": ModelConfig(n_layer=80, n_head=64, d_model=8192, d_ff=28672, **LLAMA3_SHAPE),
 }
 
 

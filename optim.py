@@ -132,7 +132,7 @@ def num_shards(parameter: Tensor) -> int:
     return count
 
 
-class Layout:
+class Sharding:
     """How n parameters are distributed, which is what a sum over all ranks has to know."""
 
     def __init__(self, parameters: list[nn.Parameter]):
@@ -261,11 +261,11 @@ class Optimizer:
         groups = adamw_groups(self.parameters, decays, weight_decay)
         self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         allocate_state(self.adamw)
-        self.layout = Layout(list(self.parameters.values()))
+        self.sharding = Sharding(list(self.parameters.values()))
 
         # Gradients that exist by now, as views of DDP's buckets, stay where they are.
         self.keep_gradients = any(p.grad is not None for p in self.parameters.values())
-        device = self.layout.replicas.device
+        device = self.sharding.replicas.device
         self.empty_grad = torch.empty(0, device=device)  # of a parameter that has none
         self.norm_average = torch.zeros(len(self.parameters), device=device)  # for clip_adaptive
         # Losses and gradient norms, oldest first; nan: not known yet
@@ -290,9 +290,9 @@ class Optimizer:
             has_grad = parameter.grad is not None
             grads.append(local(parameter.grad) if has_grad else self.empty_grad)
         square_sums = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of this rank's parts
-        world_size = self.layout.world_size
-        if self.layout.is_sharded or (self.skip_spikes and world_size > 1):
-            sums = torch.cat((square_sums / self.layout.replicas, loss[None] / world_size))
+        world_size = self.sharding.world_size
+        if self.sharding.is_sharded or (self.skip_spikes and world_size > 1):
+            sums = torch.cat((square_sums / self.sharding.replicas, loss[None] / world_size))
             dist.all_reduce(sums)
             square_sums = sums[:-1]  # (n,), of the whole gradients
             loss = sums[-1]  # mean over ranks
@@ -364,15 +364,15 @@ class Optimizer:
         maxima = [s.max for s in stats] + [-s.min for s in stats] + [clipped.float()]
         sums = torch.stack(sums)  # (4 + 4 + 1, n)
         maxima = torch.stack(maxima)  # (4 + 4 + 1, n)
-        if self.layout.is_sharded:
-            sums /= self.layout.replicas
+        if self.sharding.is_sharded:
+            sums /= self.sharding.replicas
             dist.all_reduce(sums)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
 
         square_sums, element_sums, update_square_sums = sums.split((4, 4, 1))
         largest, negated_smallest, clipped = maxima.split((4, 4, 1))
         norms = square_sums.sqrt()
-        means = element_sums / self.layout.numels
+        means = element_sums / self.sharding.numels
         update_norms = update_square_sums.sqrt()  # (1, n)
         update_ratios = update_norms / norms[1]  # to the norms of the weights
         by_kind = torch.stack((norms, means, largest, -negated_smallest), dim=1)  # (4, 4, n)

@@ -270,13 +270,13 @@ def prepare(
 ) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`.
 
-    `name` and `pattern` are those of tokenizer.load; `field` is that of JSON lines and parquet;
-    `train_vocab_size` trains a tokenizer of that size on the sources instead. The folder appears
-    complete or, after an error, not at all.
+    `name` and `pattern` are those of tokenizer.load_encoding; `field` is that of JSON lines and
+    parquet; `train_vocab_size` trains a tokenizer of that size on the sources instead. The folder
+    appears complete or, after an error, not at all.
     Raises UsageError, SourceError, TokenizerError and OSError.
     """
     trains = train_vocab_size is not None
-    encoding = None if trains else tokenizer.load(name, pattern)
+    encoding = None if trains else tokenizer.load_encoding(name, pattern)
     new_folder = Path(os.path.realpath(out))
     check_out(new_folder, sources or [])
     takes_binary = name == "bytes" and not trains
@@ -286,7 +286,7 @@ def prepare(
             # Another corpus, so that what is skipped does not count twice
             same = find_files(sources, takes_binary, field)
             name = train_tokenizer(same, train_vocab_size, folder, say)
-            encoding = tokenizer.load(str(folder / name))
+            encoding = tokenizer.load_encoding(str(folder / name))
         elif name not in ("bytes", "gpt2"):
             name = keep_tokenizer(name, pattern, folder, say)
         encoder = Encoder(encoding)
@@ -420,7 +420,7 @@ def show(path: Path) -> None:
     folder = open_folder(path)
     name = folder.tokenizer_name or "unknown"
     print(f"{path}: tokenizer {name}, vocabulary {folder.vocab_size:,}, {folder.dtype.name}")
-    encoding = tokenizer.load(folder.tokenizer) if folder.tokenizer else None
+    encoding = tokenizer.load_encoding(folder.tokenizer) if folder.tokenizer else None
     for split in ("train", "val"):
         ids = folder.tokens(split)
         print(f"{split}: {plural(len(ids), 'token')}{describe_documents(ids, encoding)}")

@@ -29,7 +29,7 @@ class Trained:
     """What a checkpoint says about its model."""
 
     config: ModelConfig
-    tokenizer: str | None  # for tokenizer.load; None: unknown, ids have no text
+    tokenizer: str | None  # for tokenizer.load_encoding; None: unknown, ids have no text
     vocab_size: int  # of the data; that of the model is padded
 
 
@@ -62,7 +62,7 @@ def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transfo
         model = Transformer(config)
     model.to_empty(device=device)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    checkpoint.load(path, {"model": weights})
+    checkpoint.load_state(path, {"model": weights})
     return model
 
 
@@ -140,7 +140,7 @@ def check_flags(args: argparse.Namespace) -> None:
             raise cli.UsageError("--prompt is not valid UTF-8") from None
 
 
-def encode(prompt: str, trained: Trained) -> list[int]:
+def encode_prompt(prompt: str, trained: Trained) -> list[int]:
     """The tokens of a prompt. Raises UsageError and TokenizerError."""
     tokens = tokenizer.encode(trained.tokenizer, prompt)
     if not 0 <= min(tokens) <= max(tokens) < trained.vocab_size:
@@ -166,7 +166,7 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
     path = checkpoint.choose_checkpoint(args.run, "sample.py")
     trained = describe(path)
     name = trained.tokenizer
-    prompts = [encode(prompt, trained) for prompt in args.prompt]
+    prompts = [encode_prompt(prompt, trained) for prompt in args.prompt]
     shown = args.prompt if name else ["".join(tokenizer.decode(None, ids)) for ids in prompts]
     steps = generate(
         load_model(path, trained.config, device),
@@ -178,7 +178,7 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        stop=tokenizer.load(name).eot_token if name else None,
+        stop=tokenizer.load_encoding(name).eot_token if name else None,
         seed=args.seed,
     )
     new: list[list[int]] = [[] for _ in prompts]

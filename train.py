@@ -147,7 +147,7 @@ class Run:
         self.dp_rank = dist.dp_rank(self.mesh)
         self.model = empty_model(layout.model_config, layout.dtype, c)
         if c.checkpoint == "full":
-            dist.on_rank0(lambda: check_full(self.model, layout.mesh_shape, world))
+            dist.on_rank0(lambda: check_memory_for_full(self.model, layout.mesh_shape, world))
         self.forward = lay_out(self.model, self.mesh, layout, c)  # the model, or DDP around it
         # What a checkpoint holds: the live tensors, sharded. Taken before the first forward, since
         # after an evaluation the root unit of FSDP shows its gathered weights instead.
@@ -157,8 +157,8 @@ class Run:
             self.optimizer = build_optimizer(self.model, c)
             self.state["optimizer"] = self.optimizer.state()
         memory.trim_freed_memory()  # of whole tensors, of which each rank keeps its shard
-        load(plan.resume, self.state)
-        self.check_ranks_agree()
+        load_resume_point(plan.resume, self.state)
+        self.check_agreement()
         if not (c.dry_run or c.eval_only):
             self.open_folder()
 
@@ -191,7 +191,7 @@ class Run:
         self.any_rank.wait()
         self.saver.wait()
 
-    def check_ranks_agree(self) -> None:
+    def check_agreement(self) -> None:
         """Check that the ranks form one run: flags, code and data, weights, and who reads what."""
         must_match = {f"--{name}": value for name, value in self.plan.manifest["config"].items()}
         must_match["the code"] = source_hash()
@@ -251,7 +251,9 @@ class Run:
             yield tokens
 
 
-def check_full(model: Transformer, mesh_shape: tuple[int, int, int], world: dist.World) -> None:
+def check_memory_for_full(
+    model: Transformer, mesh_shape: tuple[int, int, int], world: dist.World
+) -> None:
     """Raises CheckpointError where the host of rank 0 lacks the memory for --checkpoint full."""
     largest = largest_gathered(model, mesh_shape, world.device.type)
     checkpoint.check_full(model.parameter_count(), largest, world.local_size)
@@ -297,12 +299,12 @@ def build_log(
     )
 
 
-def load(resume: run_folder.ResumePoint, state: dict) -> None:
+def load_resume_point(resume: run_folder.ResumePoint, state: dict) -> None:
     """Fill the live tensors with what the run begins from."""
     if resume.checkpoint:
-        checkpoint.load(resume.checkpoint, state)
+        checkpoint.load_state(resume.checkpoint, state)
     elif resume.init_from:
-        checkpoint.load(resume.init_from, {"model": state["model"]})
+        checkpoint.load_state(resume.init_from, {"model": state["model"]})
 
 
 def source_hash() -> str:
@@ -556,11 +558,11 @@ def finish(run: Run, stopped: bool) -> int:
         will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
         return 0 if will_restart else os.EX_TEMPFAIL
     if c.sample_tokens:
-        run.log.say(f"{' sample ':-^80}\n{sample(run)}\n{'-' * 80}")
+        run.log.say(f"{' sample ':-^80}\n{closing_sample(run)}\n{'-' * 80}")
     return 0
 
 
-def sample(run: Run) -> str:
+def closing_sample(run: Run) -> str:
     """The start of the validation set and the model's continuation: text on rank 0.
 
     Collective, as every forward is.
@@ -595,7 +597,7 @@ def print_evaluation(run: Run) -> None:
     """Evaluate, and print the line of --eval_only."""
     val_loss = validation_loss(run)
     if run.world.is_rank0:
-        line = report.evaluation(val_loss, run.val_data, run.n_val)
+        line = report.describe_evaluation(val_loss, run.val_data, run.n_val)
         run.say(f"{run.plan.resume.init_from} on {run.config.data}: {line}")
 
 
@@ -651,9 +653,9 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
     prepare_memory(plan, world)
     dog.saved_step = plan.resume.step or None
     run = Run(plan, world, dog)
-    for line in report.start(config, run.layout, world, run.model, run.train_data.parts):
+    for line in report.describe_start(config, run.layout, world, run.model, run.train_data.parts):
         run.say(line)
-    for line in report.begin(config, plan.resume, plan.passed_over):
+    for line in report.describe_beginning(config, plan.resume, plan.passed_over):
         run.say(line)
     if config.dry_run:
         run.say("--dry_run: all is ready for the first step; nothing was written")
@@ -672,7 +674,7 @@ def main(argv: list[str]) -> int:
             raise cli.RunError(message) from None
 
     slurm.read_slurm()
-    return cli.run("train.py", command, fail)
+    return cli.run("train.py", command, fail_on_ranks)
 
 
 def explain(error: RuntimeError) -> str | None:
@@ -689,7 +691,7 @@ def explain(error: RuntimeError) -> str | None:
     return None
 
 
-def fail(program: str, message: str, status: int) -> int:
+def fail_on_ranks(program: str, message: str, status: int) -> int:
     """Print what is wrong in one line; return the exit status.
 
     If all ranks fail alike, only rank 0 prints: the others sleep, and torchrun ends them when rank

@@ -15,7 +15,7 @@ from runtime.run_folder import ResumePoint
 from text import tokenizer
 
 
-def start(
+def describe_start(
     c: Config,
     layout: Layout,
     world: dist.World,
@@ -62,7 +62,7 @@ def start(
     yield f"memory  a rank at its peak: {layout.memory}"
 
 
-def begin(c: Config, resume: ResumePoint, passed_over: list[str]) -> Iterator[str]:
+def describe_beginning(c: Config, resume: ResumePoint, passed_over: list[str]) -> Iterator[str]:
     """The lines on where the run begins, and on checkpoints and flags that are not as before."""
     for problem in passed_over:
         yield f"        passed over {problem}"
@@ -76,7 +76,9 @@ def begin(c: Config, resume: ResumePoint, passed_over: list[str]) -> Iterator[st
         yield f"        changed: {change}"
 
 
-def evaluation(val_loss: float, val_data: data.TokenDataset | data.MixedDataset, n: int) -> str:
+def describe_evaluation(
+    val_loss: float, val_data: data.TokenDataset | data.MixedDataset, n: int
+) -> str:
     """The line on val_loss, in nats per token, over the n windows of an evaluation."""
     folder = val_data.parts[0].folder
     seq_len = val_data.parts[0].seq_len

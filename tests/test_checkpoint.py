@@ -106,7 +106,7 @@ def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
     """Load a checkpoint; return how many elements were copied and how many this rank holds."""
     state = dict(checkpoint.flatten(build_run(argv).state))
     with torch.profiler.profile(record_shapes=True) as profile:
-        checkpoint.load(path, state)
+        checkpoint.load_state(path, state)
     copies = [event for event in profile.events() if event.name == "aten::copy_"]
     copied = sum(math.prod(event.input_shapes[0]) for event in copies)
     loaded = {name: full(tensor) for name, tensor in state.items()}
@@ -519,7 +519,7 @@ def attacks(target: str) -> dict[str, object]:
 
 
 def load_one_tensor(path: Path) -> None:
-    checkpoint.load(path, {"optimizer": {"skipped_steps": torch.zeros(())}})
+    checkpoint.load_state(path, {"optimizer": {"skipped_steps": torch.zeros(())}})
 
 
 @pytest.mark.parametrize("attack", attacks("x"))
@@ -571,7 +571,7 @@ def test_a_full_checkpoint_of_another_model_is_refused(tmp_path):
     torch.save({"model": {"weight": torch.ones(3)}}, tmp_path / "full.pt")
     for name, shape in (("weight", 4), ("bias", 3)):
         with pytest.raises(checkpoint.CheckpointError, match=f"no tensor model.{name} of shape"):
-            checkpoint.load(tmp_path, {"model": {name: torch.empty(shape)}})
+            checkpoint.load_state(tmp_path, {"model": {name: torch.empty(shape)}})
 
 
 HOSTILE_MANIFESTS = [

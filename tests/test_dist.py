@@ -218,8 +218,8 @@ def test_auto_takes_ddp_where_it_fits_and_shards_where_not(size, local_size):
     store, device = torch.distributed.HashStore(), torch.device("cpu")
     timeout = torch.distributed.default_pg_timeout
     world = dist.World(0, size, 0, local_size, device, timeout, store)
-    assert dist.choose_strategy(world, fits=True) == ("single" if size == 1 else "ddp")
-    assert dist.choose_strategy(world, fits=False) == WORLDS[size, local_size]
+    assert dist.default_strategy(world, fits=True) == ("single" if size == 1 else "ddp")
+    assert dist.default_strategy(world, fits=False) == WORLDS[size, local_size]
 
 
 # --------------------------------------------------------------------------------------------------

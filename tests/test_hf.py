@@ -278,7 +278,7 @@ def test_a_tokenizer_gives_the_same_tokens_as_tokenizer_json(name, tmp_path):
         words = trained_tokens(tokenizers, 700)
         words += [b"unreachable", b"aaaaa"]  # ranks that no merges lead to
         name = write_ranks(tmp_path / f"{name}.tiktoken", words)
-    encoding = tokenizer.load(name)
+    encoding = tokenizer.load_encoding(name)
     text = json.dumps(hf.tokenizer_json(encoding))
     theirs = tokenizers.Tokenizer.from_str(text)
     for line in [*UGLY, Path(__file__).read_text(), "unreachable unreachables aaaaa"]:
@@ -290,7 +290,7 @@ def test_a_tokenizer_gives_the_same_tokens_as_tokenizer_json(name, tmp_path):
 
 def test_merges_are_what_lower_ranks_leave_of_a_token(tmp_path):
     words = [bytes([i]) for i in range(256)] + [b"he", b"th", b"the", b"abc"]
-    encoding = tokenizer.load(write_ranks(tmp_path / "gpt2.tiktoken", words))
+    encoding = tokenizer.load_encoding(write_ranks(tmp_path / "gpt2.tiktoken", words))
     model = hf.tokenizer_json(encoding)["model"]
     # "he" comes before "th", so "the" is t + he; nothing merges into "abc"
     assert model["merges"] == ["h e", "t h", "t he"]

@@ -73,6 +73,18 @@ def test_importing_a_file_does_not_change_the_environment(name):
         assert not isinstance(node, ast.If) or ast.unparse(node.test) == "__name__ == '__main__'"
 
 
+def test_no_public_name_is_defined_twice_outside_tools():
+    seen = {}
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            is_public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
+            # What every command has
+            if not is_public or node.name in ("build_parser", "run_command", "main"):
+                continue
+            if not name.startswith("tools."):
+                assert seen.setdefault(node.name, name) == name
+
+
 def test_packages_have_no_code_of_their_own():
     for path in PATHS:
         assert path.name != "__init__.py" or path.read_text() == ""

@@ -205,7 +205,7 @@ def test_of_a_separate_embedding_and_head_only_the_head_is_gathered_for_backward
     config = model.ModelConfig(1024, 2, 4, 2, d_model=32, d_ff=64, seq_len=16, tied=False)
     with torch.device("meta"):
         net = model.Transformer(config)
-    units = dist.fsdp_units(net.blocks, net.embed_and_head(), blocks_per_unit=1)
+    units = dist.group_units(net.blocks, net.embed_and_head(), blocks_per_unit=1)
     numels = {name: weight.numel() for name, weight in net.named_parameters()}
     head = 1024 * 32
     # The last norm and its gradient, head and block, the head's gradient and its reduce_scatter

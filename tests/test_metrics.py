@@ -235,7 +235,7 @@ def test_mfu_is_known_for_bfloat16_on_a_listed_device_only(monkeypatch):
 
 def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
     """train.py, on a CPU that has the name of a GPU, and at its start the type of one."""
-    start = report.start
+    start = report.describe_start
 
     def on_cuda(c, layout, world, *more):
         world = dataclasses.replace(world, device=torch.device("cuda", 0))
@@ -243,7 +243,7 @@ def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
 
     with (
         mock.patch.object(metrics, "device_name", lambda device: "NVIDIA H200"),
-        mock.patch.object(report, "start", on_cuda),
+        mock.patch.object(report, "describe_start", on_cuda),
     ):
         return listen(argv)
 

@@ -193,7 +193,7 @@ def test_an_ugly_corpus_has_tiktokens_own_ids_and_what_is_left_out_is_said(tmp_p
     prepare.prepare(
         [str(tmp_path / "text")], tmp_path / "tokens", name, val_fraction=0.5, say=said.append
     )
-    encoding = tokenizer.load(name)
+    encoding = tokenizer.load_encoding(name)
     expected = {"train": [], "val": []}
     for document in documents:
         chunks = list(sources.cut(io.StringIO(document, newline="")))

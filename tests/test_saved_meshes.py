@@ -28,7 +28,7 @@ def load_all(argv: list[str]) -> dict[str, dict[str, torch.Tensor]]:
     run = build_run(argv)
     found = {}
     for path in CHECKPOINTS:
-        checkpoint.load(path, run.state)
+        checkpoint.load_state(path, run.state)
         found[path.name] = {}
         for name, tensor in checkpoint.flatten(run.state):
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -53,14 +53,14 @@ def test_the_pattern_goes_with_the_folder_and_its_checkpoints(tmp_path, pattern)
     prepare.prepare(source, tmp_path / "tokens", name, say=lambda line: None, pattern=pattern)
     folder = data.open_folder(tmp_path / "tokens")
     assert Path(folder.tokenizer).name == f"tokenizer.{pattern}.tiktoken"
-    expected = tokenizer.load(name, pattern).encode_ordinary(TEXT * 20)
+    expected = tokenizer.load_encoding(name, pattern).encode_ordinary(TEXT * 20)
     tokens = [*folder.tokens("train"), *folder.tokens("val")]
     assert tokens[:-1] == expected == tokenizer.encode(folder.tokenizer, TEXT * 20)
 
 
 def test_the_patterns_give_different_tokens(tmp_path):
     name = write_ranks(tmp_path / "mine.tiktoken", MERGES)
-    tokens = {p: tokenizer.load(name, p).encode_ordinary(TEXT) for p in tokenizer.PATTERNS}
+    tokens = {p: tokenizer.load_encoding(name, p).encode_ordinary(TEXT) for p in tokenizer.PATTERNS}
     assert tokens["llama3"] == tokens["cl100k"]
     assert len({*map(tuple, tokens.values())}) == 3
 
@@ -91,7 +91,7 @@ def test_cutting_a_long_document_into_chunks_does_not_change_its_tokens(
     tmp_path, monkeypatch, pattern
 ):
     merges = [b"\n\n", b"  ", b"    ", b".\n", b"\n ", b"th", b" th", b"12"]
-    encoding = tokenizer.load(write_ranks(tmp_path / "mine.tiktoken", merges), pattern)
+    encoding = tokenizer.load_encoding(write_ranks(tmp_path / "mine.tiktoken", merges), pattern)
     words = ["th", " th", "\n\n", "\n", "  ", " ", ".\n", "1234"]
     text = "".join(random.Random(0).choices(words, k=2000))
     (tmp_path / "text").write_text(text)
@@ -132,7 +132,7 @@ def test_gpt2_without_network_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     with pytest.raises(tokenizer.TokenizerError, match="TIKTOKEN_CACHE_DIR.*--tokenizer bytes"):
-        tokenizer.load("gpt2")
+        tokenizer.load_encoding("gpt2")
 
 
 def test_text_bytes_are_those_of_the_text_without_the_end_of_a_document(tmp_path):
@@ -152,7 +152,7 @@ def test_llama_3s_tokenizer_gives_the_model_that_meta_published(tmp_path):
     pairs = [bytes([a, b]) for a in range(256) for b in range(256)]
     triples = [pair + b"x" for pair in pairs]
     name = write_ranks(tmp_path / "tokenizer.model", [*pairs, *triples][: 128_000 - 256])
-    encoding = tokenizer.load(name)
+    encoding = tokenizer.load_encoding(name)
     assert encoding.encode_single_token("<|begin_of_text|>") == 128_000
     assert encoding.eot_token == encoding.encode_single_token("<|end_of_text|>") == 128_001
     assert encoding.encode_single_token("<|start_header_id|>") == 128_006
@@ -182,14 +182,16 @@ def test_documents_end_with_the_end_of_text_of_their_tokenizer(tmp_path):
 
 def test_the_same_ranks_in_an_older_folder_keep_their_end_of_text(tmp_path):
     """Until 2026-11-21 it was the first free rank, for Llama 3's ranks too."""
-    encoding = tokenizer.load(write_ranks(tmp_path / "tokenizer.llama3.tiktoken", [b"th", b"the"]))
+    encoding = tokenizer.load_encoding(
+        write_ranks(tmp_path / "tokenizer.llama3.tiktoken", [b"th", b"the"])
+    )
     assert (encoding.eot_token, encoding.n_vocab) == (258, 259)
 
 
 def test_a_sentencepiece_model_is_refused(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
     with pytest.raises(tokenizer.TokenizerError, match="SentencePiece models, as Llama 2 has"):
-        tokenizer.load(str(tmp_path / "tokenizer.model"))
+        tokenizer.load_encoding(str(tmp_path / "tokenizer.model"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ def test_a_tokenizer_json_with_other_ids_in_tiktoken_is_refused(tmp_path, line):
     spec = {key: value for key, value in spec.items() if value or key != "added_tokens"}
     name = write_json(tmp_path / "tokenizer.json", spec)
     with pytest.raises(tokenizer.TokenizerError) as refused:
-        tokenizer.load(name)
+        tokenizer.load_encoding(name)
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -311,7 +313,7 @@ def test_a_tokenizer_json_with_other_ids_in_tiktoken_is_refused(tmp_path, line):
 def test_other_json_is_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(tokenizer.TokenizerError, match="cannot be used|is not a tokenizer.json"):
-        tokenizer.load(str(tmp_path / "a.json"))
+        tokenizer.load_encoding(str(tmp_path / "a.json"))
 
 
 def test_a_token_that_no_merge_leads_to_needs_ignore_merges(tmp_path):
@@ -319,11 +321,11 @@ def test_a_token_that_no_merge_leads_to_needs_ignore_merges(tmp_path):
     ranks = some_ranks() | {b"xyz": 259}
     spec = describe(ranks, BYTE_LEVEL, ignore_merges=True)
     spec["model"]["merges"].pop()  # last_merge has three parts
-    encoding = tokenizer.load(write_json(tmp_path / "a.json", spec))
+    encoding = tokenizer.load_encoding(write_json(tmp_path / "a.json", spec))
     assert encoding.encode_ordinary("xyz") == [260]
     spec["model"]["ignore_merges"] = False
     with pytest.raises(tokenizer.TokenizerError, match="do not lead to token 260, b'xyz'"):
-        tokenizer.load(write_json(tmp_path / "a.json", spec))
+        tokenizer.load_encoding(write_json(tmp_path / "a.json", spec))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -369,7 +371,7 @@ for name, pattern in tokenizer.PATTERNS.items():
 def test_a_tokenizer_json_has_the_ids_of_the_package(tokenizers, tmp_path, name):
     path = write_json(tmp_path / "a.json", describe(trained_ranks(), PRE_TOKENIZERS[name]))
     theirs = tokenizers.Tokenizer.from_file(path)
-    ours = tokenizer.load(path)
+    ours = tokenizer.load_encoding(path)
     words = [*"abeStTlLmM'  \t\n\r./,!?019_é日ा\u00a0\u2003ſ²😀", "'s", "'LL", "\r\n", "self", "12"]
     generator = random.Random(0)
     texts = ["".join(generator.choices(words, k=40)) for _ in range(2000)]
@@ -386,7 +388,7 @@ def test_a_vocabulary_is_trained_on_the_source(tokenizers, tmp_path):
         assert prepare.main(argv) == 0
     folder = data.open_folder(tmp_path / "a")
     assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.llama3.tiktoken", 262)
-    encoding = tokenizer.load(folder.tokenizer)
+    encoding = tokenizer.load_encoding(folder.tokenizer)
     assert isinstance(encoding, tiktoken.Encoding) and encoding.eot_token == 261
     tokens = folder.tokens("train")
     assert len(tokens) < 300  # of 500 bytes

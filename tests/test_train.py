@@ -206,7 +206,7 @@ def sample_of_a_broken_model(argv: list[str]) -> str:
     run = build_run(argv)
     with torch.no_grad():
         run.model.norm.weight.fill_(torch.nan)
-    return train.sample(run)
+    return train.closing_sample(run)
 
 
 def test_the_closing_sample_of_a_model_that_is_not_finite_is_no_text(pool, tokens, tmp_path):

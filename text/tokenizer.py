@@ -62,7 +62,7 @@ class Encoding(tiktoken.Encoding):
 # Loading
 
 
-def load(name: str, pattern: str | None = None) -> tiktoken.Encoding:
+def load_encoding(name: str, pattern: str | None = None) -> tiktoken.Encoding:
     """Return the encoding `bytes` (256 bytes and end-of-text), `gpt2`, or that of a file.
 
     PATH.tiktoken has a line for each token: base64 and rank. `pattern`, one of PATTERNS, is for
@@ -107,7 +107,7 @@ def find(path: Path, name: str, vocab_size: int) -> str:
                 f"the tokenizer of {path} is missing: there is no {file}; copy the file there"
             )
         name = str(file)
-    size = load(name).n_vocab
+    size = load_encoding(name).n_vocab
     if size != vocab_size:
         raise TokenizerError(
             f"{name} is another tokenizer: it has {size:,} tokens, the model's {vocab_size:,}"
@@ -388,7 +388,7 @@ def encode(name: str | None, text: str) -> list[int]:
                 f"the tokenizer of this data is unknown: write the prompt as token ids, such as "
                 f"'17 4 52', not {text!r}"
             ) from None
-    encoding = load(name)
+    encoding = load_encoding(name)
     return encoding.encode_ordinary(text) or [encoding.eot_token]
 
 
@@ -398,7 +398,7 @@ def decode(name: str | None, tokens: Iterable[int]) -> Iterator[str]:
         for token in tokens:
             yield f"{token} "
         return
-    encoding = load(name)
+    encoding = load_encoding(name)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         yield decoder.decode(encoding.decode_single_token_bytes(token))
@@ -412,7 +412,7 @@ def text_bytes(name: str | None, counts: list[int]) -> int:
     """
     if name is None:
         raise TokenizerError("the tokenizer of this data is unknown, and ids have no text")
-    encoding = load(name)
+    encoding = load_encoding(name)
     total = 0
     for token, count in enumerate(counts):
         if count and not encoding.is_special_token(token):

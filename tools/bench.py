@@ -714,7 +714,7 @@ def sharded_model(size: str, world: dist.World) -> Transformer:
         mesh,
         "fsdp",
         init=functools.partial(model.init_tensor, seed=0),
-        fsdp_units=dist.fsdp_units(model.blocks, model.embed_and_head(), blocks_per_unit=1),
+        fsdp_units=dist.group_units(model.blocks, model.embed_and_head(), blocks_per_unit=1),
     )
     return model
 

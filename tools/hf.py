@@ -105,7 +105,7 @@ def export_model(source: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Non
     shapes = parameter_shapes(trained.config)
     size = sum(4 * shape.numel() for shape in shapes.values())
     checkpoint.check_free(out, size)
-    encoding = tokenizer.load(trained.tokenizer) if trained.tokenizer else None
+    encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
     config = to_hf(trained.config, encoding)
     with new_folder(out) as work:
         write_json(work / "config.json", config)
@@ -158,7 +158,7 @@ def write_weights(
         if len(parts) > 1:
             file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         weights = {name: torch.empty(shapes[name]) for name in names}
-        checkpoint.load(path, {"model": weights})
+        checkpoint.load_state(path, {"model": weights})
         renamed = {hf_name(name): weight for name, weight in weights.items()}
         safetensors.torch.save_file(renamed, work / file, metadata={"format": "pt"})
         shutil.copymode(work / "config.json", work / file)  # it is for its owner only
@@ -572,11 +572,11 @@ def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Enco
     if not file.is_file():
         print(f"{folder} has no tokenizer.json")
         return None
-    built_in = tokenizer.load("bytes")
+    built_in = tokenizer.load_encoding("bytes")
     if read_json(file) == tokenizer_json(built_in):
         return built_in
     try:
-        encoding = tokenizer.load(str(file))
+        encoding = tokenizer.load_encoding(str(file))
     except tokenizer.TokenizerError as error:
         print(error)
         return None
