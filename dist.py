@@ -336,6 +336,34 @@ def parallelize(
     return model
 
 
+@contextmanager
+def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
+    """Choose whether the backward of this micro-batch averages gradients over ranks.
+
+    A context around forward *and* backward, since DDP decides at forward. `is_last` marks the last
+    micro-batch of a step. `mode` is
+
+    batch: after the last micro-batch. Until then gradients accumulate on each rank, under DDP in
+        its buckets (see `keep_gradients`), under FSDP unsharded in float32: 4 bytes x all
+        parameters.
+    micro_batch: after every micro-batch, sharded: 4 bytes x parameters / dp_shard, for
+        grad_accum_steps times the traffic.
+    shard, for hsdp: reduce_scatter within the shard group after every micro-batch, where links are
+        fast, all_reduce over dp_replicate after the last: the memory of micro_batch and, between
+        hosts, the traffic of batch.
+    """
+    if isinstance(model, DistributedDataParallel) and mode == "batch" and not is_last:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        # FSDP then averages in backward: a reduce_scatter over dp_shard, an all_reduce over
+        # dp_replicate. In this order, since the first call sets both flags.
+        model.set_requires_gradient_sync(is_last or mode != "batch")
+        model.set_requires_all_reduce(is_last or mode == "micro_batch")
+    yield
+
+
 def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Module:
     """Wrap the model in DDP over dp_replicate."""
     if keep_gradients:
@@ -430,34 +458,6 @@ def group_units(
         embed, head = embed_and_head
         units = [[embed], *units, [head]]
     return units
-
-
-@contextmanager
-def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
-    """Choose whether the backward of this micro-batch averages gradients over ranks.
-
-    A context around forward *and* backward, since DDP decides at forward. `is_last` marks the last
-    micro-batch of a step. `mode` is
-
-    batch: after the last micro-batch. Until then gradients accumulate on each rank, under DDP in
-        its buckets (see `keep_gradients`), under FSDP unsharded in float32: 4 bytes x all
-        parameters.
-    micro_batch: after every micro-batch, sharded: 4 bytes x parameters / dp_shard, for
-        grad_accum_steps times the traffic.
-    shard, for hsdp: reduce_scatter within the shard group after every micro-batch, where links are
-        fast, all_reduce over dp_replicate after the last: the memory of micro_batch and, between
-        hosts, the traffic of batch.
-    """
-    if isinstance(model, DistributedDataParallel) and mode == "batch" and not is_last:
-        with model.no_sync():
-            yield
-        return
-    if isinstance(model, FSDPModule):
-        # FSDP then averages in backward: a reduce_scatter over dp_shard, an all_reduce over
-        # dp_replicate. In this order, since the first call sets both flags.
-        model.set_requires_gradient_sync(is_last or mode != "batch")
-        model.set_requires_all_reduce(is_last or mode == "micro_batch")
-    yield
 
 
 # What selective activation checkpointing keeps: what costs most to compute.
