@@ -8,7 +8,6 @@ A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no hea
 """
 
 import argparse
-import base64
 import errno
 import hashlib
 import json
@@ -16,160 +15,21 @@ import os
 import shutil
 import signal
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
-import tiktoken
 
 from runtime import cli
 from runtime.cli import UsageError
 from runtime.lock import try_lock
 from text import tokenizer
-from text.sources import STDIN, Corpus, SourceError, find_files, plural
-from text.tokenizer import TokenizerError
-
-BATCH = 1 << 18  # characters that a thread encodes at a time
-SHOWN = 100  # tokens of a document that `show` prints
+from text.encode import Encoder, Splitter, tokenize
+from text.show import show
+from text.sources import Corpus, SourceError, find_files, plural
 
 # --------------------------------------------------------------------------------------------------
 # Token folders
-
-
-def choose_split(beginning: bytes, val_fraction: float) -> str:
-    """Assign a document to a split by the hash of its beginning.
-
-    The order of the files does not matter, and copies of a document get the same split.
-    """
-    key = int.from_bytes(hashlib.blake2b(beginning, digest_size=8).digest())
-    return "val" if key < val_fraction * 2**64 else "train"
-
-
-class Piece(NamedTuple):
-    split: str
-    text: str
-    ends_document: bool
-
-
-class Splitter:
-    """Assigns documents to train or val, and counts them."""
-
-    def __init__(self, corpus: Corpus, val_fraction: float):
-        self.corpus = corpus
-        self.val_fraction = val_fraction
-        self.documents = {"train": 0, "val": 0}
-        self.size = 0  # bytes of text
-
-    def pieces(self) -> Iterator[Piece]:
-        split = None  # of the current document; None between documents
-        for chunk in self.corpus.read():
-            if split is None and not chunk.text.strip():
-                # A document does not begin with white space alone.
-                if chunk.ends_document and chunk.text:
-                    self.corpus.skipped["blank document"] += 1
-                continue
-            raw = chunk.text.encode("utf-8", "surrogateescape")
-            if split is None:
-                split = choose_split(raw, self.val_fraction)
-                self.documents[split] += 1
-            self.size += len(raw)
-            yield Piece(split, *chunk)
-            if chunk.ends_document:
-                split = None
-
-
-class Encoder:
-    """Encodes pieces of text to the bytes of a token file."""
-
-    def __init__(self, encoding: tiktoken.Encoding):
-        self.encoding = encoding
-        self.dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
-        self.end = self.to_bytes([encoding.eot_token])
-
-    def to_bytes(self, ids) -> bytes:
-        return np.asarray(ids, self.dtype).tobytes()
-
-    def ids(self, text: str) -> np.ndarray:
-        if self.encoding.name == "bytes":  # tiktoken would lose the bytes that are not UTF-8
-            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
-        # encode_ordinary, but without a Python list, during which no other thread could run
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
-
-    def __call__(self, pieces: list[Piece]) -> dict[str, bytes]:
-        """Return what comes next in the token file of each split."""
-        tokens = {"train": bytearray(), "val": bytearray()}
-        for piece in pieces:
-            tokens[piece.split] += self.to_bytes(self.ids(piece.text))
-            if piece.ends_document:
-                tokens[piece.split] += self.end
-        return tokens
-
-
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces, since handing over each short document by itself would take longer."""
-    batch = []
-    size = 0  # characters
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= BATCH:
-            yield batch
-            batch = []
-            size = 0
-    yield batch
-
-
-def map_in_order(function: Callable, items: Iterable, num_threads: int) -> Iterator:
-    """Call `function` on each item in threads; yield the results in order.
-
-    Few items are taken ahead, so that memory stays flat.
-    """
-    ahead = deque()
-    with ThreadPoolExecutor(num_threads) as pool:
-        for item in items:
-            ahead.append(pool.submit(function, item))
-            if len(ahead) > 2 * num_threads:
-                yield ahead.popleft().result()
-        for future in ahead:
-            yield future.result()
-
-
-def tokenize(
-    corpus: Corpus,
-    encoder: Encoder,
-    folder: Path,
-    val_fraction: float,
-    num_threads: int,
-    say: Callable[[str], None],
-) -> Splitter:
-    """Write train.bin and val.bin into `folder`; return the counts."""
-    began = last_said = time.monotonic()
-    splitter = Splitter(corpus, val_fraction)
-    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        for tokens in map_in_order(encoder, batches(splitter.pieces()), num_threads):
-            train.write(tokens["train"])
-            val.write(tokens["val"])
-            if time.monotonic() - last_said > 2:
-                last_said = time.monotonic()
-                say(describe_progress(corpus, splitter.size, last_said - began))
-    return splitter
-
-
-def describe_progress(corpus: Corpus, size: int, seconds: float) -> str:
-    """Such as "tokenizing: 52.4 MB of text, 13.1 MB/s, 25%, 0:00:12 left"."""
-    line = f"tokenizing: {size / 1e6:,.1f} MB of text, {size / 1e6 / seconds:,.1f} MB/s"
-    if STDIN in corpus.files or not corpus.position:
-        return line
-    share = min(1, corpus.position / corpus.size)
-    left = timedelta(seconds=round(seconds / share - seconds))
-    return f"{line}, {share:.0%}, {left} left"
 
 
 def fill_empty_split(
@@ -323,36 +183,8 @@ def train_tokenizer(
     say(f"training a vocabulary of {vocab_size:,} on {corpus.size / 1e6:,.1f} MB")
     file = folder / "tokenizer.llama3.tiktoken"
     texts = (chunk.text for chunk in corpus.read())
-    file.write_bytes(train_ranks(texts, vocab_size))
+    file.write_bytes(tokenizer.train_ranks(texts, vocab_size))
     return file.name
-
-
-def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Return a .tiktoken file of byte-pair merges, trained on `texts` with the pattern llama3.
-
-    It has `vocab_size` tokens with end-of-text, or fewer if there is nothing left to merge. The
-    same texts give the same file. Raises TokenizerError.
-    """
-    try:
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-    except ImportError:
-        raise TokenizerError(
-            "--train_tokenizer needs the tokenizers package: pip install tokenizers"
-        ) from None
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # Merges take the square of a piece's length: it is bounded, and shorter ones are as in LLAMA3.
-    pattern = tokenizer.LLAMA3.replace("+", "{1,1000}").replace("*", "{0,1000}")
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), show_progress=False
-    )
-    model.train_from_iterator(texts, trainer)
-    lines = []
-    for text, rank in sorted(model.get_vocab().items(), key=lambda token: token[1]):
-        lines.append(base64.b64encode(tokenizer.to_bytes(text)) + f" {rank}\n".encode())
-    return b"".join(lines)
 
 
 def keep_tokenizer(name: str, pattern: str | None, folder: Path, say: Callable[[str], None]) -> str:
@@ -407,71 +239,6 @@ def say_what_was_written(
             "documents are drawn, and these are few or of unequal length; separate the parts of "
             "long ones with <|endoftext|>, or change --val_fraction"
         )
-
-
-# --------------------------------------------------------------------------------------------------
-# What a token folder holds
-
-
-def show(path: Path) -> None:
-    """Print counts, lengths, and the beginnings of a few documents. Raises DataError."""
-    from data import open_folder  # imports torch, which takes longer than preparing a small corpus
-
-    folder = open_folder(path)
-    name = folder.tokenizer_name or "unknown"
-    print(f"{path}: tokenizer {name}, vocabulary {folder.vocab_size:,}, {folder.dtype.name}")
-    encoding = tokenizer.load_encoding(folder.tokenizer) if folder.tokenizer else None
-    for split in ("train", "val"):
-        ids = folder.tokens(split)
-        print(f"{split}: {plural(len(ids), 'token')}{describe_documents(ids, encoding)}")
-    for start in document_starts(folder.tokens("train"), encoding):
-        ids = folder.tokens("train")[start : start + SHOWN]
-        print(f"\n--- train, from token {start:,}\n{printable(ids, encoding)}")
-
-
-def describe_documents(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> str:
-    """Count what end-of-text ends, block by block; what follows the last one is not counted."""
-    if encoding is None:
-        return ""
-    count = longest = 0
-    shortest = len(ids)
-    last_end = -1
-    for start in range(0, len(ids), 1 << 20):
-        ends = start + np.flatnonzero(ids[start : start + (1 << 20)] == encoding.eot_token)
-        if not len(ends):
-            continue
-        lengths = np.diff(ends, prepend=last_end) - 1
-        count += len(ends)
-        shortest = min(shortest, lengths.min())
-        longest = max(longest, lengths.max())
-        last_end = ends[-1]
-    if not count:
-        return " of one document"
-    mean = (last_end + 1) / count - 1
-    lengths = f"{shortest:,} to {longest:,} tokens each, {mean:,.1f} on average"
-    return f", {plural(count, 'document')} of {lengths}"
-
-
-def document_starts(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> list[int]:
-    """Find the documents that begin next after 0, 1/3 and 2/3 of the tokens."""
-    starts = {0}
-    for position in (len(ids) // 3, 2 * len(ids) // 3):
-        window = ids[position : position + (1 << 20)]
-        ends = np.flatnonzero(window == encoding.eot_token) if encoding else []
-        start = position + int(ends[0]) + 1 if len(ends) else position
-        if start < len(ids):
-            starts.add(start)
-    return sorted(starts)
-
-
-def printable(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> str:
-    """Decode up to the end of a document, without what would control a terminal."""
-    if encoding is None:
-        return " ".join(map(str, ids))
-    ends = np.flatnonzero(ids == encoding.eot_token)
-    shown = ids[: ends[0]] if len(ends) else ids
-    text = encoding.decode(shown.tolist()) + ("" if len(ends) else " ...")
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 # --------------------------------------------------------------------------------------------------

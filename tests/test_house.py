@@ -12,7 +12,7 @@ FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
     "runtime.agreement runtime.cli runtime.lock runtime.memory runtime.profiling runtime.slurm "
     "text.sources text.tokenizer",
-    "runtime.watchdog",
+    "runtime.watchdog text.encode text.show",
     "config",
     "runtime.run_folder",
     "layout",

@@ -22,7 +22,7 @@ from conftest import ROOT, Job
 import data
 import prepare
 from runtime.cli import UsageError
-from text import sources, tokenizer
+from text import encode, sources, tokenizer
 from text.sources import STDIN, Corpus, SourceError
 
 
@@ -123,7 +123,7 @@ def test_the_share_of_validation_is_said_where_it_is_not_the_one_asked_for(tmp_p
     by_split = {}
     for i in range(1000):
         for document in (f"document {i}", f"document {i} " * 1000):
-            by_split[prepare.choose_split(document.encode(), 0.05), len(document) > 100] = document
+            by_split[encode.choose_split(document.encode(), 0.05), len(document) > 100] = document
     (tmp_path / "long").write_text(by_split["train", True])
     (tmp_path / "short").write_text(by_split["val", False])
     sources = [str(tmp_path / "short"), str(tmp_path / "long")]
@@ -197,7 +197,7 @@ def test_an_ugly_corpus_has_tiktokens_own_ids_and_what_is_left_out_is_said(tmp_p
     expected = {"train": [], "val": []}
     for document in documents:
         chunks = list(sources.cut(io.StringIO(document, newline="")))
-        split = prepare.choose_split(chunks[0].text.encode(), 0.5)
+        split = encode.choose_split(chunks[0].text.encode(), 0.5)
         expected[split] += encoding.encode(document, disallowed_special=())
         expected[split].append(encoding.eot_token)
     folder = data.open_folder(tmp_path / "tokens")
@@ -216,7 +216,7 @@ def test_an_ugly_corpus_has_tiktokens_own_ids_and_what_is_left_out_is_said(tmp_p
 @pytest.mark.parametrize("name", ["bytes", "ranks"])
 def test_tokens_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch, name):
     monkeypatch.setattr(sources, "CHUNK", 1000)
-    monkeypatch.setattr(prepare, "BATCH", 1000)
+    monkeypatch.setattr(encode, "BATCH", 1000)
     write_ugly_corpus(tmp_path / "text")
     written = []
     for num_threads in (1, 2, 4):
@@ -229,10 +229,10 @@ def test_tokens_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch, na
 
 def test_progress_has_a_rate_and_the_time_left_where_the_size_is_known():
     corpus = Corpus(files=[Path("a")], size=400_000_000, position=100_000_000)
-    line = prepare.describe_progress(corpus, size=300_000_000, seconds=30)
+    line = encode.describe_progress(corpus, size=300_000_000, seconds=30)
     assert line == "tokenizing: 300.0 MB of text, 10.0 MB/s, 25%, 0:01:30 left"
     corpus.files.append(STDIN)
-    line = prepare.describe_progress(corpus, size=300_000_000, seconds=30)
+    line = encode.describe_progress(corpus, size=300_000_000, seconds=30)
     assert line == "tokenizing: 300.0 MB of text, 10.0 MB/s"
 
 

@@ -339,7 +339,7 @@ def tokenizers():
 
 def trained_ranks() -> dict[bytes, int]:
     sources = [path.read_text() for path in sorted(Path(prepare.__file__).parent.glob("*.py"))]
-    return tokenizer.read_ranks(prepare.train_ranks(sources, 2000))
+    return tokenizer.read_ranks(tokenizer.train_ranks(sources, 2000))
 
 
 # Regular expressions as the files of Hugging Face have them
@@ -398,17 +398,17 @@ def test_a_vocabulary_is_trained_on_the_source(tokenizers, tmp_path):
 
 @pytest.mark.hf
 def test_a_source_too_small_for_the_vocabulary_gives_fewer_tokens(tokenizers):
-    assert len(tokenizer.read_ranks(prepare.train_ranks(["abab"], 1000))) == 258
+    assert len(tokenizer.read_ranks(tokenizer.train_ranks(["abab"], 1000))) == 258
 
 
 @pytest.mark.hf
 def test_no_word_is_so_long_that_training_does_not_end(tokenizers):
     """Merges take the square of the length of what is not cut."""
-    ranks = tokenizer.read_ranks(prepare.train_ranks(["a" * 5000, " " * 5000, "?" * 5000], 1000))
+    ranks = tokenizer.read_ranks(tokenizer.train_ranks(["a" * 5000, " " * 5000, "?" * 5000], 1000))
     assert max(map(len, ranks)) == 1000
 
 
 def test_training_a_vocabulary_without_the_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(tokenizer.TokenizerError, match="pip install tokenizers"):
-        prepare.train_ranks(["text"], 300)
+        tokenizer.train_ranks(["text"], 300)

@@ -180,6 +180,34 @@ def llama3_special_tokens() -> list[str]:
     ]
 
 
+def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Return a .tiktoken file of byte-pair merges, trained on `texts` with the pattern llama3.
+
+    It has `vocab_size` tokens with end-of-text, or fewer if there is nothing left to merge. The
+    same texts give the same file. Raises TokenizerError.
+    """
+    try:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    except ImportError:
+        raise TokenizerError(
+            "--train_tokenizer needs the tokenizers package: pip install tokenizers"
+        ) from None
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # Merges take the square of a piece's length: it is bounded, and shorter ones are as in LLAMA3.
+    pattern = LLAMA3.replace("+", "{1,1000}").replace("*", "{0,1000}")
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), show_progress=False
+    )
+    model.train_from_iterator(texts, trainer)
+    lines = []
+    for text, rank in sorted(model.get_vocab().items(), key=lambda token: token[1]):
+        lines.append(base64.b64encode(to_bytes(text)) + f" {rank}\n".encode())
+    return b"".join(lines)
+
+
 def read_ranks(contents: bytes) -> dict[bytes, int]:
     """Return the rank of each token of a .tiktoken file. Raises ValueError."""
     ranks = {}

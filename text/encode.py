@@ -1,0 +1,146 @@
+"""Documents -> the tokens of two splits, in threads and in order."""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tiktoken
+
+from text.sources import STDIN, Corpus
+
+BATCH = 1 << 18  # characters that a thread encodes at a time
+
+
+def choose_split(beginning: bytes, val_fraction: float) -> str:
+    """Assign a document to a split by the hash of its beginning.
+
+    The order of the files does not matter, and copies of a document get the same split.
+    """
+    key = int.from_bytes(hashlib.blake2b(beginning, digest_size=8).digest())
+    return "val" if key < val_fraction * 2**64 else "train"
+
+
+class Piece(NamedTuple):
+    split: str
+    text: str
+    ends_document: bool
+
+
+class Splitter:
+    """Assigns documents to train or val, and counts them."""
+
+    def __init__(self, corpus: Corpus, val_fraction: float):
+        self.corpus = corpus
+        self.val_fraction = val_fraction
+        self.documents = {"train": 0, "val": 0}
+        self.size = 0  # bytes of text
+
+    def pieces(self) -> Iterator[Piece]:
+        split = None  # of the current document; None between documents
+        for chunk in self.corpus.read():
+            if split is None and not chunk.text.strip():
+                # A document does not begin with white space alone.
+                if chunk.ends_document and chunk.text:
+                    self.corpus.skipped["blank document"] += 1
+                continue
+            raw = chunk.text.encode("utf-8", "surrogateescape")
+            if split is None:
+                split = choose_split(raw, self.val_fraction)
+                self.documents[split] += 1
+            self.size += len(raw)
+            yield Piece(split, *chunk)
+            if chunk.ends_document:
+                split = None
+
+
+class Encoder:
+    """Encodes pieces of text to the bytes of a token file."""
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        self.encoding = encoding
+        self.dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
+        self.end = self.to_bytes([encoding.eot_token])
+
+    def to_bytes(self, ids) -> bytes:
+        return np.asarray(ids, self.dtype).tobytes()
+
+    def ids(self, text: str) -> np.ndarray:
+        if self.encoding.name == "bytes":  # tiktoken would lose the bytes that are not UTF-8
+            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+        # encode_ordinary, but without a Python list, during which no other thread could run
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def __call__(self, pieces: list[Piece]) -> dict[str, bytes]:
+        """Return what comes next in the token file of each split."""
+        tokens = {"train": bytearray(), "val": bytearray()}
+        for piece in pieces:
+            tokens[piece.split] += self.to_bytes(self.ids(piece.text))
+            if piece.ends_document:
+                tokens[piece.split] += self.end
+        return tokens
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Group pieces, since handing over each short document by itself would take longer."""
+    batch = []
+    size = 0  # characters
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= BATCH:
+            yield batch
+            batch = []
+            size = 0
+    yield batch
+
+
+def map_in_order(function: Callable, items: Iterable, num_threads: int) -> Iterator:
+    """Call `function` on each item in threads; yield the results in order.
+
+    Few items are taken ahead, so that memory stays flat.
+    """
+    ahead = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for item in items:
+            ahead.append(pool.submit(function, item))
+            if len(ahead) > 2 * num_threads:
+                yield ahead.popleft().result()
+        for future in ahead:
+            yield future.result()
+
+
+def tokenize(
+    corpus: Corpus,
+    encoder: Encoder,
+    folder: Path,
+    val_fraction: float,
+    num_threads: int,
+    say: Callable[[str], None],
+) -> Splitter:
+    """Write train.bin and val.bin into `folder`; return the counts."""
+    began = last_said = time.monotonic()
+    splitter = Splitter(corpus, val_fraction)
+    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
+        for tokens in map_in_order(encoder, batches(splitter.pieces()), num_threads):
+            train.write(tokens["train"])
+            val.write(tokens["val"])
+            if time.monotonic() - last_said > 2:
+                last_said = time.monotonic()
+                say(describe_progress(corpus, splitter.size, last_said - began))
+    return splitter
+
+
+def describe_progress(corpus: Corpus, size: int, seconds: float) -> str:
+    """Such as "tokenizing: 52.4 MB of text, 13.1 MB/s, 25%, 0:00:12 left"."""
+    line = f"tokenizing: {size / 1e6:,.1f} MB of text, {size / 1e6 / seconds:,.1f} MB/s"
+    if STDIN in corpus.files or not corpus.position:
+        return line
+    share = min(1, corpus.position / corpus.size)
+    left = timedelta(seconds=round(seconds / share - seconds))
+    return f"{line}, {share:.0%}, {left} left"

@@ -1,0 +1,72 @@
+"""What a token folder holds: counts, lengths, and the beginnings of a few documents."""
+
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from text import tokenizer
+from text.sources import plural
+
+SHOWN = 100  # tokens of a document that are printed
+
+
+def show(path: Path) -> None:
+    """Print counts, lengths, and the beginnings of a few documents. Raises DataError."""
+    from data import open_folder  # imports torch, which takes longer than preparing a small corpus
+
+    folder = open_folder(path)
+    name = folder.tokenizer_name or "unknown"
+    print(f"{path}: tokenizer {name}, vocabulary {folder.vocab_size:,}, {folder.dtype.name}")
+    encoding = tokenizer.load_encoding(folder.tokenizer) if folder.tokenizer else None
+    for split in ("train", "val"):
+        ids = folder.tokens(split)
+        print(f"{split}: {plural(len(ids), 'token')}{describe_documents(ids, encoding)}")
+    for start in document_starts(folder.tokens("train"), encoding):
+        ids = folder.tokens("train")[start : start + SHOWN]
+        print(f"\n--- train, from token {start:,}\n{printable(ids, encoding)}")
+
+
+def describe_documents(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> str:
+    """Count what end-of-text ends, block by block; what follows the last one is not counted."""
+    if encoding is None:
+        return ""
+    count = longest = 0
+    shortest = len(ids)
+    last_end = -1
+    for start in range(0, len(ids), 1 << 20):
+        ends = start + np.flatnonzero(ids[start : start + (1 << 20)] == encoding.eot_token)
+        if not len(ends):
+            continue
+        lengths = np.diff(ends, prepend=last_end) - 1
+        count += len(ends)
+        shortest = min(shortest, lengths.min())
+        longest = max(longest, lengths.max())
+        last_end = ends[-1]
+    if not count:
+        return " of one document"
+    mean = (last_end + 1) / count - 1
+    lengths = f"{shortest:,} to {longest:,} tokens each, {mean:,.1f} on average"
+    return f", {plural(count, 'document')} of {lengths}"
+
+
+def document_starts(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> list[int]:
+    """Find the documents that begin next after 0, 1/3 and 2/3 of the tokens."""
+    starts = {0}
+    for position in (len(ids) // 3, 2 * len(ids) // 3):
+        window = ids[position : position + (1 << 20)]
+        ends = np.flatnonzero(window == encoding.eot_token) if encoding else []
+        start = position + int(ends[0]) + 1 if len(ends) else position
+        if start < len(ids):
+            starts.add(start)
+    return sorted(starts)
+
+
+def printable(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> str:
+    """Decode up to the end of a document, without what would control a terminal."""
+    if encoding is None:
+        return " ".join(map(str, ids))
+    ends = np.flatnonzero(ids == encoding.eot_token)
+    shown = ids[: ends[0]] if len(ends) else ids
+    text = encoding.decode(shown.tolist()) + ("" if len(ends) else " ...")
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
