@@ -663,8 +663,9 @@ def make_pipe(path: Path) -> None:
     os.mkfifo(path)
 
     def write_nothing() -> None:
-        while True:
-            path.write_text("")
+        with contextlib.suppress(OSError):  # until the folder is gone
+            while True:
+                path.write_text("")
 
     threading.Thread(target=write_nothing, daemon=True).start()
 
