@@ -758,7 +758,7 @@ def test_plain_torch_reads_full_pt(consolidated):
     assert shapes["blocks.0.attention.q.weight"] == (32, 32)
     layer = torch.nn.Linear(32, 64, bias=False)
     layer.load_state_dict({"weight": weights["blocks.0.mlp.gate.weight"]})
-    model = build_model(ModelConfig(**checkpoint.read_manifest(consolidated)["model"]))
+    model = build_model(ModelConfig.from_dict(checkpoint.read_manifest(consolidated)["model"]))
     model.load_state_dict(weights)
 
 
