@@ -93,12 +93,13 @@ class Lock:
 def locked(out: Path, timeout: float) -> Iterator[None]:
     """Keep other runs out of the run folder. A collective: rank 0 holds the lock.
 
-    When torchrun restarts a job, a lost host may take a while to lose its lock on a shared file
-    system: then rank 0 waits up to `timeout` seconds. Raises UsageError.
+    A killed process keeps its lock until the last of its threads has ended, so rank 0 waits a
+    moment. When torchrun restarts a job, a lost host may take a while to lose its lock on a shared
+    file system: then rank 0 waits up to `timeout` seconds. Raises UsageError.
     """
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     lock = Lock(out)
-    dist.on_rank0(lambda: lock.acquire(timeout if is_restart else 0.0))
+    dist.on_rank0(lambda: lock.acquire(timeout if is_restart else 3.0))
     try:
         yield
     finally:
