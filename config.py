@@ -392,11 +392,12 @@ def config_flags(parser: cli.Parser, file: str) -> list[str]:
             f"--config {file} is not a JSON object of flags; give the config.json of a run"
         )
     flags = []
+    known = parser.flags()
     names = {"config"}  # given on the command line
     for name, value in items:
         if name in names:
             raise UsageError(f"--config {file} gives --{name} a second time: leave one")
-        if isinstance(value, (list, tuple)) and f"--{name}" in parser.flags():
+        if isinstance(value, (list, tuple)) and f"--{name}" in known:
             raise UsageError(f"--config {file}: --{name} takes one value, not an object or a list")
         names.add(name)
         if value is not None and name != "allow_changes":  # which was for one start
@@ -484,18 +485,19 @@ def base_model(config: Config) -> ModelConfig:
             raise UsageError(f"--init_from on this host: {error}") from None
         path = own[-1]
     manifest = checkpoint.read_manifest(path)
-    model = read_model(path, manifest)
-    try:
-        model.check_room(checkpoint.total_bytes(manifest))
-    except ValueError as error:
-        raise UsageError(f"{path} cannot be used: {error}") from None
-    return model
+    return read_model(path, manifest, checkpoint.total_bytes(manifest))
 
 
-def read_model(path: Path, manifest: dict) -> ModelConfig:
-    """The model of a manifest; `path` is what it is of. Raises UsageError."""
+def read_model(path: Path, manifest: dict, size: int | None = None) -> ModelConfig:
+    """The model of a manifest of `path`, which the `size` bytes of its files have to hold.
+
+    Raises UsageError.
+    """
     try:
-        return ModelConfig.from_dict(manifest.get("model", {}))
+        model = ModelConfig.from_dict(manifest.get("model", {}))
+        if size is not None:
+            model.check_room(size)
+        return model
     except ValueError as error:
         raise UsageError(f"{path} cannot be used: {error}") from None
 

@@ -118,8 +118,9 @@ def lay_out_gradient(parameter: nn.Parameter) -> None:
     Under tp, torch gives a separate embedding the gradient of the whole matrix on every rank: a sum
     over ranks would count it once for each.
     """
-    if isinstance(parameter, DTensor) and parameter.grad is not None:
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def num_shards(parameter: Tensor) -> int:
