@@ -317,45 +317,44 @@ class Log:
         if tracker and self.is_rank0:
             self.send = self.ask_tracker(tracker)
 
-    # Time
-
     def mark_now(self, step: int) -> Mark:
         # The time of the thread leaves out waiting for other ranks, and for data, which is added.
         own_time = time.thread_time() + self.data_wait
         return Mark(step, DeviceEvent(self.device), own_time, self.data_wait)
 
-    def start_interval(self) -> None:
-        """Begin the interval of the next row here."""
-        self.mark = self.mark_now(self.mark.step)
-
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Around what is not part of a step's time."""
+        """Around what is not part of a step's time; first writes the row that is on its way."""
         self.flush()
         began = time.perf_counter()
         yield
         self.longest_pause = max(self.longest_pause, time.perf_counter() - began)
-        self.start_interval()
+        self.mark = self.mark_now(self.mark.step)
 
     # Training rows
 
     def step(self, step: int, metrics: dict[str, Tensor], optimizer, is_due: bool) -> None:
         """After each step: write what has arrived, and send a row on its way if one is due.
 
-        `metrics` are what train_step returns, `optimizer` is an optim.Optimizer.
+        `metrics` are what train_step returns, `optimizer` is an optim.Optimizer. Raises Diverged,
+        on all ranks in the same step, where training makes no more progress.
         """
-        self.poll()
+        if self.pending and self.pending.arrived.has_passed():
+            self.write_pending()
         if "parameters" in metrics:
             self.parameters(step, optimizer, metrics.pop("parameters"))
         if is_due:
-            self.queue(step, metrics, optimizer.lr)
+            self.flush()  # the previous row, of log_interval steps ago, has arrived long since
+            self.pending = self.send_row(step, metrics, optimizer.lr)
+            self.mark = self.pending.ended
+            if self.device.type == "cpu":  # where it has arrived
+                self.flush()
 
-    def queue(self, step: int, metrics: dict[str, Tensor], lr: float) -> None:
-        """Send a row on its way: one small all_gather, and a copy that nothing waits for.
+    def send_row(self, step: int, metrics: dict[str, Tensor], lr: float) -> PendingRow:
+        """One small all_gather, and a copy to the host that nothing waits for.
 
         `metrics` are 0-d tensors on the device: the loss, and what optim.Optimizer.step returns.
         """
-        self.flush()  # the previous row, of log_interval steps ago, has arrived long since
         now = self.mark_now(step)
         own = {
             "own_time": now.own_time - self.mark.own_time,
@@ -371,22 +370,10 @@ class Log:
         dist.all_gather(ranks, values)
         in_host_memory = torch.stack(ranks).to("cpu", non_blocking=True)
         arrived = DeviceEvent(self.device)
-        names = [*metrics, *own]
-        self.pending = PendingRow(self.mark, now, arrived, lr, names, in_host_memory)
-        self.mark = now
-        if self.device.type == "cpu":  # where it has arrived
-            self.flush()
-
-    def poll(self) -> None:
-        """Write the row on its way if it has arrived. Never waits."""
-        if self.pending and self.pending.arrived.has_passed():
-            self.write_pending()
+        return PendingRow(self.mark, now, arrived, lr, [*metrics, *own], in_host_memory)
 
     def flush(self) -> None:
-        """Wait for the row on its way and write it.
-
-        Raises Diverged, on all ranks in the same step, where training makes no more progress.
-        """
+        """Wait for the row on its way and write it. Raises Diverged as `step` does."""
         if self.pending:
             self.pending.arrived.wait()
             self.write_pending()
@@ -424,12 +411,11 @@ class Log:
             "mfu": flops / self.peak_flops if self.peak_flops else None,
             "data_wait": max(ranks["data_wait"]),
             "data_wait_min": min(ranks["data_wait"]),
-            "goodput": self.useful_time / self.age(),
+            "goodput": self.useful_time / (time.time() - self.started),
             "peak_device_memory": int(max(ranks["peak_device_memory"])),
             "peak_host_memory": int(max(ranks["peak_host_memory"])),
         }
-        self.append_metrics(fields)
-        self.track(fields)
+        self.record(fields)
         is_first = row.began.step == self.resume_step
         self.say(console_line(fields, self.max_steps, is_first), fields["step"])
 
@@ -450,15 +436,14 @@ class Log:
 
     def evaluation(self, step: int, val_loss: float) -> None:
         """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
-        self.append_metrics({"step": step, "val_loss": val_loss})
-        self.track({"step": step, "val_loss": val_loss})
+        self.record({"step": step, "val_loss": val_loss})
         self.say(f"val_loss {val_loss:.4f}", step)
         if not math.isfinite(val_loss):
             raise Diverged(f"the validation loss of step {step} is {val_loss}. {REMEDY}")
 
     def checkpoint(self, row: dict) -> None:
         """Write the row of a save that has ended, well or not."""
-        self.append_metrics(row)
+        self.record(row)
         if row["event"] == "checkpoint_failed":
             self.say(
                 f"NOT SAVED: cannot write {row['path']}: {row['error']}; earlier checkpoints are "
@@ -477,9 +462,10 @@ class Log:
 
     # Output
 
-    def track(self, row: dict) -> None:
-        """Send the numbers of a row to the tracker, if there is one."""
-        if self.send:
+    def record(self, row: dict) -> None:
+        """Append a row to metrics.jsonl; send its numbers, but those of a save, to the tracker."""
+        self.append("metrics.jsonl", [{**row, "time": datetime.now().astimezone().isoformat()}])
+        if self.send and "event" not in row:
             numbers = {name: value for name, value in row.items() if value is not None}
             self.ask_tracker(self.send, numbers.pop("step"), numbers)
 
@@ -498,20 +484,13 @@ class Log:
             line = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {line}"
         print(line, flush=True)
 
-    def age(self) -> float:
-        """Seconds since the run was first started."""
-        return time.time() - self.started
-
     def goodput(self) -> str:
         """The share of the time since the first start in which the run made progress, in words."""
-        age = self.age()
+        age = time.time() - self.started
         return (
             f"goodput {self.useful_time / age:.0%}: {self.useful_time:,.0f} of the {age:,.0f} s "
             "since the first start went into steps that count"
         )
-
-    def append_metrics(self, row: dict) -> None:
-        self.append("metrics.jsonl", [{**row, "time": datetime.now().astimezone().isoformat()}])
 
     def append(self, name: str, rows: list[dict]) -> None:
         """Append rows to a file; what a full disk does not take is kept for the next call."""

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -43,6 +44,10 @@ def device_metrics(
     return {name: torch.tensor(value) for name, value in values.items()}
 
 
+def log_step(the_log: metrics.Log, step: int, values: dict[str, torch.Tensor]) -> None:
+    the_log.step(step, values, SimpleNamespace(lr=0.1), is_due=True)
+
+
 @pytest.fixture
 def log(tmp_path, monkeypatch):
     """log(**settings): a log of one process, whose clock stands still."""
@@ -58,7 +63,7 @@ def test_times_are_those_of_a_step_whatever_the_interval(log, tmp_path, monkeypa
     """6 seconds over 3 steps of 1,000 tokens and 2e9 FLOPs."""
     the_log = log()
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 106.0)
-    the_log.queue(3, device_metrics(2.5), lr=0.1)
+    log_step(the_log, 3, device_metrics(2.5))
     (row,) = rows(tmp_path)
     assert (row["step"], row["tokens"], row["step_time"]) == (3, 3000, 2.0)
     assert (row["tokens_per_second"], row["tokens_per_second_per_device"]) == (500.0, 500.0)
@@ -66,7 +71,7 @@ def test_times_are_those_of_a_step_whatever_the_interval(log, tmp_path, monkeypa
     assert (row["loss"], row["grad_norm"], row["lr"]) == (2.5, 2.0, 0.1)
     assert (row["clipped"], row["skipped_steps"]) == (1, 5)
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 107.0)
-    the_log.queue(5, device_metrics(2.5), lr=0.1)
+    log_step(the_log, 5, device_metrics(2.5))
     assert rows(tmp_path)[-1]["step_time"] == 0.5
 
 
@@ -75,12 +80,13 @@ def log_of_a_rank(out) -> float:
     rank = dist.start("cpu").rank
     memory = {"peak_device_memory": 500 - rank, "peak_host_memory": 700 + rank}
     the_log = make_log(out)
-    the_log.start_interval()
+    with the_log.pause():
+        pass
     the_log.data_wait += 30 - 20 * rank
     with mock.patch.object(metrics, "peak_memory", lambda device: memory):
-        the_log.queue(1, device_metrics(2.0 + rank, grad_norm=3.0 + rank), lr=0.1)
+        log_step(the_log, 1, device_metrics(2.0 + rank, grad_norm=3.0 + rank))
         the_log.data_wait += 1
-        the_log.queue(2, device_metrics(5.0 + rank), lr=0.1)
+        log_step(the_log, 2, device_metrics(5.0 + rank))
     return the_log.loss
 
 
@@ -102,21 +108,21 @@ def test_a_pause_is_not_part_of_a_step(log, tmp_path, monkeypatch):
         monkeypatch.setattr(metrics.time, "perf_counter", lambda: 150.0)
     assert the_log.longest_pause == 50.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 151.0)
-    the_log.queue(1, device_metrics(2.5), lr=0.1)
+    log_step(the_log, 1, device_metrics(2.5))
     assert rows(tmp_path)[0]["step_time"] == 1.0
 
 
 def test_the_console_line(log, capsys, monkeypatch):
     the_log = log()
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 102.0)
-    the_log.queue(4, device_metrics(2.5), lr=0.1)
+    log_step(the_log, 4, device_metrics(2.5))
     line = (
         "step   4/100    4%  loss 2.5000  grad_norm 2.000  lr 1.00e-01  500 ms  2,000 tok/s  "
         "mfu 0.4%"
     )
     assert capsys.readouterr().out == f"{line}\n"  # the first step may compile: no time left yet
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 103.0)
-    the_log.queue(6, device_metrics(2.5), lr=0.1)
+    log_step(the_log, 6, device_metrics(2.5))
     assert capsys.readouterr().out.endswith("  0m47s left\n")
 
 
@@ -132,10 +138,10 @@ def test_the_console_says_for_how_long_training_waited_for_a_save(log, capsys):
 def test_too_many_skipped_updates_in_a_row_end_the_run_after_their_row(log, tmp_path, monkeypatch):
     the_log = log()
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 101.0)
-    the_log.queue(7, device_metrics(math.nan, skipped_in_a_row=2), lr=0.1)
+    log_step(the_log, 7, device_metrics(math.nan, skipped_in_a_row=2))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 102.0)
     with pytest.raises(metrics.Diverged, match="3 updates in a row were skipped up to step 8"):
-        the_log.queue(8, device_metrics(math.nan, skipped_in_a_row=3), lr=0.1)
+        log_step(the_log, 8, device_metrics(math.nan, skipped_in_a_row=3))
     # JSON has no nan.
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(7, None), (8, None)]
 
@@ -157,12 +163,12 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
     monkeypatch.setattr(metrics.time, "time", lambda: 1010.0)
     the_log = log(started=1000.0)
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 103.0)
-    the_log.queue(3, device_metrics(2.5), lr=0.1)
+    log_step(the_log, 3, device_metrics(2.5))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 104.0)
-    the_log.queue(4, device_metrics(2.5), lr=0.1)
+    log_step(the_log, 4, device_metrics(2.5))
     the_log.evaluation(4, 3.0)  # a row without goodput
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 105.0)
-    the_log.queue(5, device_metrics(2.5), lr=0.1)
+    log_step(the_log, 5, device_metrics(2.5))
     assert [row["goodput"] for row in rows(tmp_path)] == [0.3, 0.4, 0.5]
 
     of_parameters = [json.dumps({"step": step, "parameter": "w"}) + "\n" for step in (4, 5)]
@@ -171,7 +177,7 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
     again = log(started=1000.0, last_step=4)
     assert (tmp_path / "optim.jsonl").read_text() == of_parameters[0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 108.0)
-    again.queue(7, device_metrics(2.5), lr=0.1)
+    log_step(again, 7, device_metrics(2.5))
     assert [row["goodput"] for row in rows(tmp_path)] == [0.3, 0.4, pytest.approx(7 / 70)]
     capsys.readouterr()
     again.say(again.goodput())
