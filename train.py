@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -123,132 +122,122 @@ def prepare_builtin(world: dist.World) -> None:
         dist.raise_on_all_ranks(prepare_missing if rank == 0 else lambda: None)
 
 
+@dataclass
 class Run:
-    """What a step needs, on this rank.
+    """What a run is made of, on this rank: plain values, in the order in which `build` makes them.
 
-    Once it is built, the run folder belongs to this run: not with --dry_run and --eval_only, which
-    write nothing. --eval_only needs no optimizer either.
+    The last four write to the run folder. --dry_run and --eval_only write nothing, and have none.
     """
 
-    def __init__(self, plan: Plan, world: dist.World, dog: watchdog.Watchdog):
-        c = plan.config
-        layout = plan.layout
-        seq_len = layout.model_config.seq_len
-        self.plan = plan
-        self.config = c
-        self.layout = layout
-        self.world = world
-        self.watchdog = dog
-        self.step = plan.resume.step  # updates so far
-        self.train_data = data.open_dataset(plan.token_folders, "train", seq_len, c.seed)
-        self.val_data = data.open_dataset(plan.token_folders, "val", seq_len, seed=None)
-        self.n_val = min(c.eval_sequences, len(self.val_data))  # windows of an evaluation
-        self.mesh = dist.make_mesh(world, layout.mesh_shape)
-        self.dp_rank = dist.dp_rank(self.mesh)
-        self.model = empty_model(layout.model_config, layout.dtype, c)
-        if c.checkpoint == "full":
-            dist.on_rank0(lambda: check_memory_for_full(self.model, layout.mesh_shape, world))
-        self.forward = lay_out(self.model, self.mesh, layout, c)  # the model, or DDP around it
-        # What a checkpoint holds: the live tensors, sharded. Taken before the first forward, since
-        # after an evaluation the root unit of FSDP shows its gathered weights instead.
-        weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
-        self.state = {"model": weights}
-        if not c.eval_only:
-            self.optimizer = build_optimizer(self.model, c)
-            self.state["optimizer"] = self.optimizer.state()
-        memory.trim_freed_memory()  # of whole tensors, of which each rank keeps its shard
-        load_resume_point(plan.resume, self.state)
-        self.check_agreement()
-        if not (c.dry_run or c.eval_only):
-            self.open_folder()
+    plan: Plan
+    config: Config
+    layout: Layout
+    world: dist.World
+    watchdog: watchdog.Watchdog
+    train_data: data.TokenDataset | data.MixedDataset
+    val_data: data.TokenDataset | data.MixedDataset
+    n_val: int  # sequences of an evaluation
+    mesh: dist.DeviceMesh  # dp_replicate x dp_shard x tp
+    dp_rank: int
+    model: Transformer
+    forward: nn.Module  # what a step calls: the model, or DDP around it
+    optimizer: optim.Optimizer | None  # None with --eval_only
+    state: dict  # what a checkpoint holds: the live tensors, sharded
+    step: int  # updates so far
+    any_rank: agreement.AnyRankFlag | None = None
+    profiler: profiling.Profiler | None = None
+    saver: checkpoint.Saver | None = None
+    log: metrics.Log | None = None
 
-    def open_folder(self) -> None:
-        """Take the run folder, and open all that writes there."""
-        plan, world = self.plan, self.world
-        c = plan.config
-        out = Path(c.out)
-        first_start = dist.on_rank0(
-            lambda: run_folder.create(out, plan.manifest, self.step, world.size, plan.started)
-        )
-        self.watchdog.dump_folder = out / "flight"
-        self.log = build_log(plan, self.model, world.device, first_start)
-        self.any_rank = agreement.AnyRankFlag(world.timeout)
-        self.profiler = profiling.Profiler(
-            profile_window(c), out / "profile", self.mesh, self.log.say, self.settle
-        )
-        self.saver = checkpoint.Saver(
-            out,
-            format=c.checkpoint,
-            async_save=c.async_save,
-            keep_last=c.keep_last,
-            keep_every=c.keep_every,
-            timeout=world.timeout,
-            extra_files=plan.token_folder.tokenizer_file,
-        )
 
-    def settle(self) -> None:
+def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
+    """Build the run on all ranks, up to its first step, and check that they agree."""
+    c = plan.config
+    layout = plan.layout
+    seq_len = layout.model_config.seq_len
+    train_data = data.open_dataset(plan.token_folders, "train", seq_len, c.seed)
+    val_data = data.open_dataset(plan.token_folders, "val", seq_len, seed=None)
+    mesh = dist.make_mesh(world, layout.mesh_shape)
+    model = empty_model(layout.model_config, layout.dtype, c)
+    if c.checkpoint == "full":
+        dist.on_rank0(lambda: check_memory_for_full(model, layout.mesh_shape, world))
+    forward = lay_out(model, mesh, layout, c)
+    # Taken before the first forward, since after an evaluation the root unit of FSDP shows its
+    # gathered weights instead.
+    state = {"model": {name: weight.detach() for name, weight in model.named_parameters()}}
+    optimizer = None
+    if not c.eval_only:
+        optimizer = build_optimizer(model, c)
+        state["optimizer"] = optimizer.state()
+    memory.trim_freed_memory()  # of whole tensors, of which each rank keeps its shard
+    load_resume_point(plan.resume, state)
+    run = Run(
+        plan=plan,
+        config=c,
+        layout=layout,
+        world=world,
+        watchdog=dog,
+        train_data=train_data,
+        val_data=val_data,
+        n_val=min(c.eval_sequences, len(val_data)),
+        mesh=mesh,
+        dp_rank=dist.dp_rank(mesh),
+        model=model,
+        forward=forward,
+        optimizer=optimizer,
+        state=state,
+        step=plan.resume.step,
+    )
+    check_agreement(run)
+    if not (c.dry_run or c.eval_only):
+        take_run_folder(run)
+    return run
+
+
+def check_agreement(run: Run) -> None:
+    """Check that the ranks form one run: flags, code and data, weights, and who reads what."""
+    manifest = run.plan.manifest
+    must_match = {f"--{name}": value for name, value in manifest["config"].items()}
+    must_match["the code"] = source_hash()
+    must_match["the fingerprint of the data"] = manifest["data"]
+    if run.config.eval_only:
+        first_indices = indices_of_evaluation(run)
+    else:
+        first_indices = indices_of_steps(run, run.step + 1, run.step + 1)
+    weights = run.model.parameters()
+    agreement.check_ranks_agree(
+        run.mesh, must_match, weights, itertools.chain.from_iterable(first_indices)
+    )
+
+
+def take_run_folder(run: Run) -> None:
+    """Take the run folder, and open all that writes there."""
+    plan, world, c = run.plan, run.world, run.config
+    out = Path(c.out)
+    first_start = dist.on_rank0(
+        lambda: run_folder.create(out, plan.manifest, run.step, world.size, plan.started)
+    )
+    run.watchdog.dump_folder = out / "flight"
+    run.any_rank = agreement.AnyRankFlag(world.timeout)
+    run.saver = checkpoint.Saver(
+        out,
+        format=c.checkpoint,
+        async_save=c.async_save,
+        keep_last=c.keep_last,
+        keep_every=c.keep_every,
+        timeout=world.timeout,
+        extra_files=plan.token_folder.tokenizer_file,
+    )
+    run.log = build_log(plan, run.model, world.device, first_start)
+
+    def settle() -> None:
         """Wait until this rank has no collective in flight: those of a step have ended by then."""
-        self.any_rank.wait()
-        self.saver.wait()
+        run.any_rank.wait()
+        run.saver.wait()
 
-    def check_agreement(self) -> None:
-        """Check that the ranks form one run: flags, code and data, weights, and who reads what."""
-        must_match = {f"--{name}": value for name, value in self.plan.manifest["config"].items()}
-        must_match["the code"] = source_hash()
-        must_match["the fingerprint of the data"] = self.plan.manifest["data"]
-        first_step = self.indices(self.step + 1, self.step + 1)
-        if self.config.eval_only:
-            first_step = self.val_indices()
-        first_indices = itertools.chain.from_iterable(first_step)
-        weights = self.model.parameters()
-        agreement.check_ranks_agree(self.mesh, must_match, weights, first_indices)
-
-    def say(self, line: str) -> None:
-        if self.world.is_rank0:
-            print(line, flush=True)
-
-    def val_indices(self) -> list[list[int]]:
-        """The windows of this rank's batches of the fixed validation set."""
-        return list(
-            data.val_indices(
-                self.n_val,
-                len(self.val_data),
-                self.layout.micro_batch_size,
-                self.dp_rank,
-                self.layout.dp_size,
-            )
-        )
-
-    def indices(self, start_step: int, stop_step: int) -> Iterator[list[int]]:
-        """The sequence indices of this rank's micro-batches, from start_step through stop_step."""
-        return data.train_indices(
-            range(start_step, stop_step + 1),
-            self.config.global_batch_size,
-            self.layout.micro_batch_size,
-            self.dp_rank,
-            self.layout.dp_size,
-        )
-
-    def batches(self, start_step: int, stop_step: int) -> Iterator[Tensor]:
-        """This rank's micro-batches (B, T + 1) on its device, from start_step through stop_step."""
-        is_cuda = self.world.device.type == "cuda"
-        workers = self.config.num_workers
-        if workers is None:
-            workers = 2 if is_cuda else 0
-        indices = self.indices(start_step, stop_step)
-        batches = data.loader(self.train_data, indices, workers, pin=is_cuda)
-        if is_cuda:
-            batches = data.prefetch(batches, self.world.device)
-        while True:
-            self.watchdog.progress(self.step, "reading data")
-            began = time.perf_counter()
-            tokens = next(batches, None)
-            self.log.data_wait += time.perf_counter() - began
-            # The first step may compile, and allocates its memory.
-            self.watchdog.progress(self.step, "computing", slow=self.step < start_step)
-            if tokens is None:
-                return
-            yield tokens
+    run.profiler = profiling.Profiler(
+        profile_window(c), out / "profile", run.mesh, run.log.say, settle
+    )
 
 
 def check_memory_for_full(
@@ -319,6 +308,40 @@ def source_hash() -> str:
 
 # --------------------------------------------------------------------------------------------------
 # One step
+
+
+def indices_of_steps(run: Run, start_step: int, stop_step: int) -> Iterator[list[int]]:
+    """The sequence indices of this rank's micro-batches, from start_step through stop_step."""
+    return data.train_indices(
+        range(start_step, stop_step + 1),
+        run.config.global_batch_size,
+        run.layout.micro_batch_size,
+        run.dp_rank,
+        run.layout.dp_size,
+    )
+
+
+def micro_batches(run: Run, start_step: int, stop_step: int) -> Iterator[Tensor]:
+    """This rank's micro-batches (B, T + 1) on its device, from start_step through stop_step."""
+    device = run.world.device
+    is_cuda = device.type == "cuda"
+    workers = run.config.num_workers
+    if workers is None:
+        workers = 2 if is_cuda else 0
+    indices = indices_of_steps(run, start_step, stop_step)
+    batches = data.loader(run.train_data, indices, workers, pin=is_cuda)
+    if is_cuda:
+        batches = data.prefetch(batches, device)
+    while True:
+        run.watchdog.progress(run.step, "reading data")
+        began = time.perf_counter()
+        tokens = next(batches, None)
+        run.log.data_wait += time.perf_counter() - began
+        # The first step may compile, and allocates its memory.
+        run.watchdog.progress(run.step, "computing", slow=run.step < start_step)
+        if tokens is None:
+            return
+        yield tokens
 
 
 def train_step(
@@ -420,6 +443,18 @@ def finish_saves(run: Run) -> None:
         raise checkpoint.CheckpointError(run.saver.failure)
 
 
+def evaluate_and_save(run: Run, step: int, due: Due, stop: bool) -> None:
+    """What is due after a step and not part of its time."""
+    with run.log.pause():
+        if stop:  # save first: whoever stops a run does not wait long
+            save(run, step)
+        if due.evaluate:
+            evaluate(run, step)
+        # After the evaluation: a kill between the two repeats both, and loses no row.
+        if due.save and not stop:
+            save(run, step)
+
+
 def evaluate(run: Run, step: int) -> None:
     """Log the validation loss. Raises Diverged, on all ranks, where it is not finite."""
     try:
@@ -431,13 +466,19 @@ def evaluate(run: Run, step: int) -> None:
     run.log.evaluation(step, val_loss)
 
 
+def indices_of_evaluation(run: Run) -> list[list[int]]:
+    """The sequences of this rank's batches of the fixed validation set."""
+    batch_size, dp_size = run.layout.micro_batch_size, run.layout.dp_size
+    return list(data.val_indices(run.n_val, len(run.val_data), batch_size, run.dp_rank, dp_size))
+
+
 @torch.no_grad()
 def validation_loss(run: Run) -> float:
     """The mean loss over the fixed validation set; every rank takes part in every forward.
 
     In nats per token. Raises DataError, on all ranks, where one cannot read its part.
     """
-    index_lists = run.val_indices()
+    index_lists = indices_of_evaluation(run)
     # Read all batches first, so that a read error on one rank cannot leave the others hanging in a
     # collective. A rank that has no windows left runs window 0 with weight 0.
     batches = dist.raise_on_all_ranks(
@@ -457,33 +498,6 @@ def validation_loss(run: Run) -> float:
 # The loop
 
 
-class StopRequest:
-    """Whether this rank was told to stop, by a signal, or has to because of --time_limit.
-
-    A signal only sets a flag here. One step later `any_rank` has told all ranks; they save, leave
-    the loop in the same step, and `finish` returns the exit status.
-    """
-
-    def __init__(self, deadline: float, log: metrics.Log):
-        self.deadline = deadline
-        self.log = log
-        self.signalled = False
-        # Ctrl-C; torchrun and schedulers; Slurm, ahead of its limit
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self.on_signal)
-
-    def on_signal(self, number: int, frame) -> None:
-        self.signalled = True
-        if "RANK" not in os.environ:  # torchrun forwards the Ctrl-C that the terminal also sends
-            # Without torchrun a second Ctrl-C ends the run at once.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def __call__(self) -> bool:
-        # What is left of the run takes a step, an evaluation and a save: leave twice the time.
-        reserve = 2 * (self.log.step_time + self.log.longest_pause)
-        return self.signalled or time.monotonic() > self.deadline - reserve
-
-
 def train(run: Run) -> int:
     """Train up to max_steps; return the exit status.
 
@@ -493,39 +507,25 @@ def train(run: Run) -> int:
     copy (metrics.Log). An .item(), a print or an `if` on a tensor would break that. It waits to
     evaluate, to save, at the end, for optim.jsonl and, at --log_interval 1, for the row before.
     """
-    c = run.config
-    log = run.log
+    c, forward, optimizer, log = run.config, run.forward, run.optimizer, run.log
+    n = run.layout.grad_accum_steps
     start_step = run.step + 1
-    batches = run.batches(start_step, c.max_steps)  # their order is a function of (seed, step)
-    should_stop = StopRequest(run.plan.deadline, log)
-    log.start_interval()
+    batches = micro_batches(run, start_step, c.max_steps)  # in an order given by (seed, step)
+    should_stop = agreement.StopRequest(run.any_rank)
+    deadline = run.plan.deadline  # of --time_limit
     for step in range(start_step, c.max_steps + 1):
         due = due_after(step, c, is_first=step == start_step)
         with run.profiler.step(step, log.data_wait):  # does nothing without --profile
-            step_metrics = train_step(
-                run.forward,
-                run.optimizer,
-                batches,
-                step,
-                run.layout.grad_accum_steps,
-                c.grad_sync,
-                due.measure,
-            )
+            row = train_step(forward, optimizer, batches, step, n, c.grad_sync, due.measure)
         run.step = step
-        # One step late, so that no host waits for it, and in the same step on every rank.
-        stop = run.any_rank(should_stop()) and step < c.max_steps
-        log.step(step, step_metrics, run.optimizer, is_due=due.log or stop)
+        # What is left of a run takes a step, an evaluation and a save: leave twice the time.
+        is_late = time.monotonic() > deadline - 2 * (log.step_time + log.longest_pause)
+        stop = should_stop(is_late) and step < c.max_steps
+        log.step(step, row, optimizer, is_due=due.log or stop)
         if c.async_save and due.log:
             log_saves(run)
         if due.evaluate or due.save or stop:
-            with log.pause():  # not part of a step's time
-                if stop:  # save first: whoever stops a run does not wait long
-                    save(run, step)
-                if due.evaluate:
-                    evaluate(run, step)
-                # After the evaluation: a kill between the two repeats both, and loses no row.
-                if due.save and not stop:
-                    save(run, step)
+            evaluate_and_save(run, step, due, stop)
         if stop:
             break
         tidy_memory(run, step, is_first=step == start_step)
@@ -598,7 +598,7 @@ def print_evaluation(run: Run) -> None:
     val_loss = validation_loss(run)
     if run.world.is_rank0:
         line = report.describe_evaluation(val_loss, run.val_data, run.n_val)
-        run.say(f"{run.plan.resume.init_from} on {run.config.data}: {line}")
+        print(f"{run.plan.resume.init_from} on {run.config.data}: {line}", flush=True)
 
 
 @contextlib.contextmanager
@@ -630,7 +630,7 @@ def run_command(config: Config) -> int:
     with dog, loss_parallel(), no_garbage_collection():
         if config.eval_only:  # which only reads, so that it needs no lock
             plan = make_plan(dist.on_rank0(lambda: run_folder.to_evaluate(config)), world)
-            print_evaluation(Run(plan, world, dog))
+            print_evaluation(build(plan, world, dog))
             status = 0
         else:
             with run_folder.locked(Path(config.out), config.timeout):
@@ -652,15 +652,16 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
         return 0
     prepare_memory(plan, world)
     dog.saved_step = plan.resume.step or None
-    run = Run(plan, world, dog)
-    for line in report.describe_start(config, run.layout, world, run.model, run.train_data.parts):
-        run.say(line)
-    for line in report.describe_beginning(config, plan.resume, plan.passed_over):
-        run.say(line)
+    run = build(plan, world, dog)
+    lines = [
+        *report.describe_start(config, run.layout, world, run.model, run.train_data.parts),
+        *report.describe_beginning(config, plan.resume, plan.passed_over),
+    ]
     if config.dry_run:
-        run.say("--dry_run: all is ready for the first step; nothing was written")
-        return 0
-    return train(run)
+        lines.append("--dry_run: all is ready for the first step; nothing was written")
+    if world.is_rank0:
+        print("\n".join(lines), flush=True)
+    return 0 if config.dry_run else train(run)
 
 
 def main(argv: list[str]) -> int:
@@ -674,7 +675,7 @@ def main(argv: list[str]) -> int:
             raise cli.RunError(message) from None
 
     slurm.read_slurm()
-    return cli.run("train.py", command, fail_on_ranks)
+    return cli.run("train.py", command, watchdog.fail_on_ranks)
 
 
 def explain(error: RuntimeError) -> str | None:
@@ -689,22 +690,6 @@ def explain(error: RuntimeError) -> str | None:
         cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # which torch.compile sets
         return f"--compile: {first_line}; if its cache is damaged, remove {cache}"
     return None
-
-
-def fail_on_ranks(program: str, message: str, status: int) -> int:
-    """Print what is wrong in one line; return the exit status.
-
-    If all ranks fail alike, only rank 0 prints: the others sleep, and torchrun ends them when rank
-    0 exits. A rank that is still there three seconds later has failed alone, and prints.
-    """
-    rank = int(os.environ.get("RANK", 0))
-    if rank:
-        time.sleep(3)
-    on_rank = f" on rank {rank}" if rank else ""
-    line = f"{program}: error{on_rank}: {message}"
-    print(line, file=sys.stderr, flush=True)
-    watchdog.tell_torchrun(line)
-    return status
 
 
 if __name__ == "__main__":

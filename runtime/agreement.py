@@ -1,5 +1,7 @@
 """Do all ranks agree: on a stop, and at start on flags, code, data, weights and who reads what."""
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,6 +43,31 @@ class AnyRankFlag:
         """Wait until no all_reduce is in flight."""
         if self.in_flight:
             self.in_flight.wait()
+
+
+class StopRequest:
+    """Whether the ranks have to stop: one was told to by a signal, or is late.
+
+    A signal only sets a flag here. One step later `any_rank` has told all ranks, so that they leave
+    the loop in the same step.
+    """
+
+    def __init__(self, any_rank: AnyRankFlag):
+        self.any_rank = any_rank
+        self.signalled = False
+        # Ctrl-C; torchrun and schedulers; Slurm, ahead of its limit
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, number: int, frame) -> None:
+        self.signalled = True
+        if "RANK" not in os.environ:  # torchrun forwards the Ctrl-C that the terminal also sends
+            # Without torchrun a second Ctrl-C ends the run at once.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __call__(self, is_late: bool) -> bool:
+        """Send this rank's answer; return, alike on all ranks, whether any said so a step ago."""
+        return self.any_rank(self.signalled or is_late)
 
 
 class RankMismatch(ValueError):

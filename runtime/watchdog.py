@@ -287,6 +287,22 @@ def tell_torchrun(line: str) -> None:
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
 
 
+def fail_on_ranks(program: str, message: str, status: int) -> int:
+    """Print what is wrong in one line; return the exit status.
+
+    If all ranks fail alike, only rank 0 prints: the others sleep, and torchrun ends them when rank
+    0 exits. A rank that is still there three seconds later has failed alone, and prints.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    if rank:
+        time.sleep(3)
+    on_rank = f" on rank {rank}" if rank else ""
+    line = f"{program}: error{on_rank}: {message}"
+    print(line, file=sys.stderr, flush=True)
+    tell_torchrun(line)
+    return status
+
+
 def say_after_torchrun(line: str) -> None:
     """Print a line on the terminal after torchrun's report, or after its traceback on Ctrl-C.
 

@@ -144,7 +144,7 @@ def build_run(argv: list[str]) -> train.Run:
     config = train.parse(argv)
     world = dist.start(config.device)
     dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
-    return train.Run(train.make_plan(config, world), world, dog)
+    return train.build(train.make_plan(config, world), world, dog)
 
 
 def train_step(run: train.Run, batches, step: int) -> dict:

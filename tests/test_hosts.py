@@ -9,6 +9,7 @@ import pytest
 from conftest import TRAIN, Job, build_run, call_train, flags, free_port, listen, rows, train_step
 from test_dist import slurm_task
 
+import train
 from runtime import run_folder
 
 RUN = "--strategy hsdp --max_steps 3 --dtype float32"
@@ -43,7 +44,7 @@ def continue_20_steps(argv: list[str]) -> list[float]:
     """The losses of this rank."""
     run = build_run(argv)
     first = run.step + 1
-    batches = run.batches(first, first + 19)
+    batches = train.micro_batches(run, first, first + 19)
     return [train_step(run, batches, step)["loss"].item() for step in range(first, first + 20)]
 
 

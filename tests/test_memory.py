@@ -43,7 +43,7 @@ def test_auto_counts_the_parameters_of_the_run_and_says_what_decided(pool, token
 def state_bytes(argv: list[str]) -> tuple[memory.Estimate, dict[str, int]]:
     """The estimate of a rank, and the bytes of its real tensors after two steps."""
     run = build_run(argv)
-    batches = run.batches(1, 2)
+    batches = train.micro_batches(run, 1, 2)
     taken = {}
     update = run.optimizer.step
 
@@ -101,7 +101,7 @@ def gradient_storages(argv: list[str]) -> tuple[memory.Estimate, list[set[tuple[
         found.append({(storage.data_ptr(), storage.nbytes()) for storage in storages})
 
     run.forward.register_forward_hook(look)
-    batches = run.batches(1, 3)
+    batches = train.micro_batches(run, 1, 3)
     for step in (1, 2, 3):
         train_step(run, batches, step)
     return run.layout.memory, found
@@ -186,7 +186,7 @@ def test_logits_leave_freed_memory_on_cpus(strategy, share):
 def profiled_bytes(argv: list[str]) -> tuple[int, int]:
     """What a profile of five steps is estimated to take, and what it took."""
     run = build_run(argv)
-    batches = run.batches(1, 8)
+    batches = train.micro_batches(run, 1, 8)
     for step in range(1, 9):
         with run.profiler.step(step, 0.0):
             train_step(run, batches, step)

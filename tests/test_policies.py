@@ -11,6 +11,7 @@ from torch.profiler import profile
 import checkpoint
 import dist
 import model
+import train
 from runtime.profiling import CommunicationCounter, Traffic
 
 # tinyllama-1.1b has a head with separate weights.
@@ -85,7 +86,7 @@ class Step:
 
 def count(argv: list[str]) -> Step:
     run = build_run(argv)
-    batches = run.batches(1, 3)
+    batches = train.micro_batches(run, 1, 3)
     block = sum(weight.numel() for weight in run.model.blocks[0].parameters())
     total = run.model.parameter_count()
     with loss_parallel():
@@ -235,7 +236,7 @@ def compiled_steps(argv: list[str]) -> list[tuple[float, float, float, int]]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = build_run(argv)
-    batches = run.batches(1, 4)
+    batches = train.micro_batches(run, 1, 4)
     steps = []
     for step in range(1, 5):
         metrics = train_step(run, batches, step)

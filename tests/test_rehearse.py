@@ -51,7 +51,7 @@ def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
         run = build_run(argv)
         recorder.follow(run.mesh, run.layout, run.model, run.forward, run.optimizer)
         steps = 2 if run.layout.strategy == "ddp" else 1  # in the first, DDP replaces its buckets
-        batches = run.batches(1, steps)
+        batches = train.micro_batches(run, 1, steps)
         for step in range(1, steps + 1):
             recorder.forget_counts()
             micro_batches = recorder.batches(batches, [1] * run.layout.grad_accum_steps)

@@ -357,8 +357,8 @@ def count_syncs(argv: list[str]) -> int:
     config = train.parse(argv)
     world = dist.start(config.device)
     dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
-    run = train.Run(train.make_plan(config, world), world, dog)
-    batches = run.batches(1, 6)
+    run = train.build(train.make_plan(config, world), world, dog)
+    batches = train.micro_batches(run, 1, 6)
     for step in (1, 2, 3):
         train.train_step(run.forward, run.optimizer, batches, step)
     counter = CudaSyncCounter() if world.device.type == "cuda" else HostSyncCounter()
@@ -366,7 +366,8 @@ def count_syncs(argv: list[str]) -> int:
         for step in (4, 5, 6):
             row = train.train_step(run.forward, run.optimizer, batches, step)
             run.log.step(step, row, run.optimizer, is_due=True)
-    run.log.flush()
+    with run.log.pause():  # which waits for the row
+        pass
     dist.stop()
     print(f"host syncs: {dict(counter.counts)}", flush=True)
     return counter.counts.total()
