@@ -43,6 +43,7 @@ def test_the_file_says_what_was_run_where(checked, tmp_path):
     assert all(result["seconds"] >= 0 for result in found["checks"])
 
 
+@pytest.mark.tries("it takes a multiple of", "it takes a GPU")
 def test_a_check_that_fails_says_why_and_the_others_go_on(checked, monkeypatch, tmp_path):
     """Two layouts in their limits or skipped, one beyond its limit, one whose job fails."""
     fsdp = check.LAYOUTS["fsdp"]

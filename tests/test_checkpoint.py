@@ -446,6 +446,7 @@ def train_on_a_small_host(argv: list[str]) -> tuple:
         return listen(argv)
 
 
+@pytest.mark.tries("--checkpoint full gathers")
 def test_full_is_refused_where_it_does_not_fit_in_host_memory(pool, tokens, tmp_path):
     text = f"--data {tokens} --out {tmp_path}/run --max_steps 2 --checkpoint full --strategy fsdp"
     (status, _, error), _ = pool(2, train_on_a_small_host, flags(text))
@@ -522,6 +523,7 @@ def load_one_tensor(path: Path) -> None:
     checkpoint.load_state(path, {"optimizer": {"skipped_steps": torch.zeros(())}})
 
 
+@pytest.mark.tries("it holds a")
 @pytest.mark.parametrize("attack", attacks("x"))
 @pytest.mark.parametrize("format", ["sharded", "full"])
 def test_a_hostile_pickle_runs_nothing(whole, tmp_path, attack, format):
@@ -553,6 +555,7 @@ def ask_for_a_decoder(metadata) -> None:
         place.transform_descriptors = ["zstd"]
 
 
+@pytest.mark.tries("it points to")
 def test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused(whole, tmp_path):
     path = tmp_path / "checkpoint"
     shutil.copytree(last_checkpoint(whole["single"]), path)
@@ -567,6 +570,7 @@ def test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused(whole, 
     load_one_tensor(path)
 
 
+@pytest.mark.tries("it has no tensor")
 def test_a_full_checkpoint_of_another_model_is_refused(tmp_path):
     torch.save({"model": {"weight": torch.ones(3)}}, tmp_path / "full.pt")
     for name, shape in (("weight", 4), ("bias", 3)):
@@ -644,6 +648,13 @@ def test_verify_of_a_run_verifies_each_of_its_checkpoints(whole, tmp_path, comma
     assert command("verify", run) == (0, f"{second}\n", "")
 
 
+@pytest.mark.tries(
+    "step and tokens must be",
+    "files must be an object",
+    "it names the file",
+    "the entry of",
+    "checkpoints damaged",
+)
 @pytest.mark.parametrize("text", HOSTILE_MANIFESTS, ids=lambda text: text[:40])
 def test_list_says_which_manifest_is_damaged(whole, tmp_path, command, text):
     run = tmp_path / "run"
@@ -670,6 +681,7 @@ def make_pipe(path: Path) -> None:
     threading.Thread(target=write_nothing, daemon=True).start()
 
 
+@pytest.mark.tries("it is missing, or not")
 @pytest.mark.parametrize("create", [make_pipe, os.mkdir])
 def test_a_manifest_that_is_no_file_is_damaged_and_nobody_waits_for_it(tmp_path, command, create):
     path = tmp_path / "checkpoints/step-00000001"
@@ -682,6 +694,7 @@ def test_a_manifest_that_is_no_file_is_damaged_and_nobody_waits_for_it(tmp_path,
         assert "it is missing, or not a file" in out
 
 
+@pytest.mark.tries("neither full.pt nor")
 def test_a_checkpoint_of_no_known_format_is_refused(whole, tmp_path, command):
     path = tmp_path / "checkpoint"
     shutil.copytree(last_checkpoint(whole["single"]), path)
@@ -777,6 +790,7 @@ def test_consolidate_of_a_damaged_checkpoint_writes_nothing(whole, tmp_path, com
     assert file_names(tmp_path) == ["run"]
 
 
+@pytest.mark.tries("and its disk has")
 def test_consolidate_refuses_a_disk_without_the_room(whole, small_disk, command):
     path = last_checkpoint(whole["hsdp --dp_shard 2"])
     (small_disk / "other").write_bytes(bytes(900_000))
@@ -787,6 +801,7 @@ def test_consolidate_refuses_a_disk_without_the_room(whole, small_disk, command)
     assert file_names(small_disk) == ["other"]
 
 
+@pytest.mark.tries("cannot write")
 def test_consolidate_leaves_nothing_on_a_disk_that_fills_up_meanwhile(whole, small_disk, command):
     path = last_checkpoint(whole["hsdp --dp_shard 2"])
     (small_disk / "other").write_bytes(bytes(900_000))

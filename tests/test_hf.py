@@ -125,6 +125,7 @@ class Fork(ModelConfig):
     window: int = 0
 
 
+@pytest.mark.tries("cannot have the model's")
 @pytest.mark.hf
 def test_a_field_of_a_fork_is_exported_at_its_default_only(
     safetensors, trained, monkeypatch, tmp_path, capsys
@@ -352,6 +353,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_left_out(safetensors, tr
 # Damage, and what is not installed
 
 
+@pytest.mark.tries("needs safetensors")
 def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "safetensors", None)  # an import raises ImportError
     assert hf.main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
@@ -382,6 +384,9 @@ DAMAGE = {
 }
 
 
+@pytest.mark.tries(
+    "lacks the tensor", "holds  ... , which this decoder", "has the shape", "is of dtype"
+)
 @pytest.mark.hf
 def test_weights_that_are_not_those_of_config_json_are_refused(
     safetensors, trained, tmp_path, capsys

@@ -376,6 +376,7 @@ def test_flags_that_are_given_are_not_searched():
     assert {1, 2, 4} <= {c.micro_batch_size for c in found}
 
 
+@pytest.mark.tries("nothing fits on")
 def test_a_model_that_fits_nowhere_is_refused(capsys):
     text = "--world_size 8 --model llama3-70b --strategy ddp --tp 1 --micro_batch_size 1 --search"
     assert plan.main(f"{text} --activation_checkpointing none".split()) == 2

@@ -280,6 +280,7 @@ def test_a_mounted_disk_itself_is_refused(small_disk):
         prepare.prepare(None, small_disk)
 
 
+@pytest.mark.tries("is in use: name a new folder")
 def test_the_working_directory_itself_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"{tmp_path} is in use: name a new folder in it"):
@@ -297,6 +298,7 @@ def test_an_error_while_preparing_leaves_nothing(tmp_path, error):
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
+@pytest.mark.tries("no space left on the disk")
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capsys, small_disk):
     (tmp_path / "text").write_bytes(b"0123456789abcde\n" * 50_000)  # 1.6 MB of tokens
     argv = ["--source", str(tmp_path / "text"), "--out", str(small_disk / "tokens")]
@@ -332,6 +334,7 @@ def test_a_signal_ends_it_with_one_line_and_leaves_nothing(tmp_path, endless, nu
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "source"]
 
 
+@pytest.mark.tries("another process is writing")
 def test_what_a_killed_process_left_is_replaced_but_not_what_a_living_one_writes(tmp_path, endless):
     (tmp_path / "text").write_text("one document")
     work = tmp_path / ".tokens.unfinished"

@@ -266,6 +266,7 @@ def test_a_damaged_compressed_file_is_an_error_and_not_a_short_one(tmp_path, pac
             documents(tmp_path / name)
 
 
+@pytest.mark.tries("not text", "cannot be read from a pipe")
 def test_parquet_that_holds_no_text_is_refused(tmp_path):
     write_parquet(tmp_path / "a.parquet", DOCUMENTS)
     with pytest.raises(SourceError, match=r"has no field body: .* its own \(id, text\)"):
@@ -280,6 +281,7 @@ def test_parquet_that_holds_no_text_is_refused(tmp_path):
         documents("-")
 
 
+@pytest.mark.tries(": pip install")
 @pytest.mark.parametrize(
     "package, contents", [("pyarrow", b"PAR1"), ("zstandard", b"\x28\xb5\x2f\xfd")]
 )

@@ -121,6 +121,7 @@ def test_a_character_of_several_tokens_comes_with_its_last():
     assert list(tokenizer.decode("bytes", [0xC3, 0xA9, 0x61])) == ["", "é", "a", ""]
 
 
+@pytest.mark.tries("not in tiktoken's cache")
 def test_gpt2_without_network_says_what_to_do(tmp_path, monkeypatch):
     import requests
     import tiktoken.registry
@@ -297,6 +298,21 @@ MODEL_CHANGES = {
 }
 
 
+@pytest.mark.tries(
+    "cannot be used",
+    "its model is not",
+    "its normalizer",
+    "its option",
+    "its added token",
+    "the ids of its",
+    "none of its special tokens",
+    "is not one of bytes",
+    "its pre-tokenizer",
+    "its Split",
+    "its regular expression",
+    "is not in the order of the ids",
+    "its merges do not lead",
+)
 @pytest.mark.parametrize("line", [*CHANGES, *MODEL_CHANGES])
 def test_a_tokenizer_json_with_other_ids_in_tiktoken_is_refused(tmp_path, line):
     spec = describe(some_ranks(), BYTE_LEVEL)
@@ -408,6 +424,7 @@ def test_no_word_is_so_long_that_training_does_not_end(tokenizers):
     assert max(map(len, ranks)) == 1000
 
 
+@pytest.mark.tries("needs the tokenizers package")
 def test_training_a_vocabulary_without_the_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(tokenizer.TokenizerError, match="pip install tokenizers"):

@@ -277,6 +277,7 @@ def test_compare_plots_training_and_validation_of_every_run(tmp_path, compared):
     assert (tmp_path / "ab.PNG").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.tries("--plot needs matplotlib")
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # an import raises ImportError
     a = write_run(tmp_path / "a", LOSSES, [(20, 2.0)])
@@ -457,6 +458,7 @@ def test_bench_follows_both_trainers():
     assert never.seconds_to_target == math.inf
 
 
+@pytest.mark.tries("bench.py")
 def test_bench_shows_the_error_of_a_trainer_that_failed():
     command = [sys.executable, "-c", "raise SystemExit('no such data')"]
     with pytest.raises(bench.RunFailed) as failure:

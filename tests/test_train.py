@@ -96,6 +96,7 @@ def test_after_ctrl_c_the_last_line_on_a_terminal_says_what_to_do(tokens, tmp_pa
     )
 
 
+@pytest.mark.tries("is in use by")
 def test_a_folder_in_use_is_refused_until_its_run_is_dead(pool, tokens, tmp_path):
     out = tmp_path / "run"
     argv = flags(f"--data {tokens} --out {out} --save_interval 1")
@@ -125,6 +126,7 @@ def test_a_full_disk_at_start_is_one_line_and_leaves_nothing(pool, tokens, small
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
 
+@pytest.mark.tries("the validation loss of step")
 def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, tokens, pool):
     out = run(2, "--max_steps 3 --strategy fsdp")
     good = checkpoint.list_checkpoints(out)
@@ -343,6 +345,7 @@ def bits_of(loss: float, tokens: Path) -> float:
     return loss * 160 / math.log(2) / n_bytes
 
 
+@pytest.mark.tries("and ids have no text")
 def test_eval_only_takes_another_checkpoint_and_other_data(run, pool, tokens, tmp_path):
     out = run(1, "--max_steps 2 --save_interval 1 --dtype float32 --eval_interval 1")
     other = tmp_path / "other"
@@ -496,6 +499,7 @@ def test_a_tracker_that_fails_ends_nothing_and_says_so_once(pool, tokens, tmp_pa
     assert len(rows(tmp_path / "run")) == 4
 
 
+@pytest.mark.tries("--tracker ")
 def test_a_tracker_that_is_not_installed_is_named_at_once(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run --tracker tensorboard")
     (((status, said, err), _),) = pool(1, train_with, None, argv)

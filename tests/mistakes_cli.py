@@ -1,0 +1,78 @@
+"""What argparse finds, on every command: unknown flags, wrong types and choices."""
+
+from mistakes import Mistake
+
+MISTAKES = {
+    "train.py": [
+        Mistake("--no_such_flag 1", "unrecognized arguments: --no_such_flag 1"),
+        Mistake("--max_steps ten", "argument --max_steps: invalid int value: 'ten'"),
+        Mistake("--strategy zero", "invalid choice: 'zero'"),
+        Mistake("--max_step 5", "unrecognized arguments: --max_step 5; did you mean --max_steps?"),
+        Mistake("--learning_rate 1", "--learning_rate 1; did you mean --lr?"),
+        Mistake("--learning-rate 1", "--learning-rate 1; did you mean --lr?"),
+        Mistake("--tracker comet", "argument --tracker: invalid choice: 'comet'"),
+    ],
+    "prepare.py": [
+        Mistake("--source {text}/a", "the following arguments are required: --out"),
+        Mistake("--out {root}/new --soruce x", "--soruce x; did you mean --source?"),
+        Mistake("show", "the following arguments are required: DIR (prepare.py show --help lists"),
+        Mistake("--out {root}/new --pattern gpt4", "argument --pattern: invalid choice: 'gpt4'"),
+    ],
+    "sample.py": [
+        Mistake("", "the following arguments are required: --run"),
+        Mistake(
+            "--run {other} --promt x", "unrecognized arguments: --promt x; did you mean --prompt?"
+        ),
+    ],
+    "tools.checkpoint": [
+        Mistake("", "the following arguments are required: command (tools.checkpoint --help"),
+        Mistake("lst {other}", "invalid choice: 'lst'"),
+        Mistake(
+            "consolidate {other}/checkpoints/step-00000002",
+            "the following arguments are required: OUT",
+        ),
+    ],
+    "tools.compare": [
+        Mistake("", "the following arguments are required: RUN"),
+        Mistake("--los=2 {other}", "unrecognized arguments: --los=2; did you mean --loss?"),
+        Mistake("--loss low {other}", "argument --loss: invalid positive_number value: 'low'"),
+    ],
+    "tools.bench": [
+        Mistake("memory --layers 0", "argument --layers: invalid positive value: '0'"),
+        Mistake("", "the following arguments are required: TABLE"),
+        Mistake("speed", "argument TABLE: invalid choice: 'speed' (choose from 'strategies'"),
+        Mistake("scaling --round 2", "unrecognized arguments: --round 2; did you mean --rounds?"),
+        Mistake("strategies --rounds 0", "argument --rounds: invalid positive value: '0'"),
+        Mistake("accumulation --nproc two", "argument --nproc: invalid positive value: 'two'"),
+        Mistake(
+            "loader --model huge", "argument --model: invalid choice: 'huge' (choose from 'tiny'"
+        ),
+        Mistake("optimizer --device tpu", "argument --device: invalid choice: 'tpu'"),
+        Mistake("nanogpt", "the following arguments are required: --path"),
+    ],
+    "tools.cluster": [
+        Mistake("--hosts 0", "argument --hosts: invalid positive value: '0'"),
+        Mistake("--bandwith 1gbit", "unrecognized arguments: --bandwith 1gbit; did you mean"),
+        Mistake("--strategies zero", "argument --strategies: invalid choice: 'zero' (choose from"),
+        Mistake("--strategies", "argument --strategies: expected at least one argument"),
+    ],
+    "tools.timecheck": [
+        Mistake("--syncs never", "argument --syncs: invalid choice: 'never'"),
+    ],
+    "tools.check": [
+        Mistake("--ranks 0", "argument --ranks: invalid positive value: '0'"),
+        Mistake("--rank=2", "unrecognized arguments: --rank=2; did you mean --ranks?"),
+    ],
+    "tools.hf": [
+        Mistake("", "the following arguments are required: command"),
+        Mistake("exprot {other} {root}/new", "invalid choice: 'exprot'"),
+        Mistake("export {other}", "the following arguments are required: OUT"),
+    ],
+    "tools.plan": [
+        Mistake("--world_sise 8", "--world_sise 8; did you mean --world_size?"),
+        Mistake("--world_size 8 --dp_shards 8", "--dp_shards 8; did you mean --dp_shard?"),
+        Mistake("--world_size 0", "argument --world_size: invalid positive value: '0'"),
+        Mistake("--world_size 8 --achieved {root}/nowhere", "--achieved: invalid fraction value: "),
+        Mistake("--world_size 8 --device_type h300", "--device_type: invalid choice: 'h300'"),
+    ],
+}

@@ -1,0 +1,217 @@
+"""Sources, tokenizers and token folders that prepare.py and train.py cannot use."""
+
+import base64
+import gzip
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+from mistakes import Mistake
+
+MISTAKES = {
+    "train.py": [
+        Mistake("--data {root}/nowhere", "no train.bin there; create it with: python prepare.py"),
+        Mistake("--seq_len 100000", "one sequence of --seq_len 100000 needs 100,001"),
+        Mistake("--data {high}", "train.bin holds token 300, above its vocabulary of 257"),
+        Mistake("--data {torn}", "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes"),
+        Mistake(
+            "--data {no_tokenizer_file}", "my.tiktoken: No such file or directory; the token fold"
+        ),
+        Mistake(
+            "--data {stray}", "stray/meta.json is damaged (tokenizer is not the name of a file"
+        ),
+        Mistake(
+            "--data {secret}", "secret/my.tiktoken is not a .tiktoken file (line 1 is not a token"
+        ),
+        Mistake("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
+        Mistake("--data {pipe}", "pipe/meta.json: Not a regular file; the token folder needs this"),
+        Mistake(
+            "--data {changed}:0.7,{high}:0.2", "add up to 1, but the least is 0.2 and the sum 0.9"
+        ),
+        Mistake("--data {changed}:1.5,{high}:-0.5", "to 1, but the least is -0.5 and the sum 1"),
+        Mistake(
+            "--data {changed},{high}", "there is no such folder, and a mixture gives each folder a"
+        ),
+        Mistake(
+            "--data {changed}:0.5,{root}/./changed:0.5", "changed is there twice; name it once"
+        ),
+        Mistake(
+            "--data {changed}:0.5,{gpt2}:0.5", "gpt2 has another tokenizer than {changed}; prepare"
+        ),
+        Mistake(
+            "--data {no_meta}", "meta.json is damaged (it lacks 'vocab_size'): prepare the folder"
+        ),
+    ],
+    "prepare.py": [
+        Mistake(
+            "--out {root}/new --val_fraction nan", "--val_fraction nan must be between 0 and 1"
+        ),
+        Mistake("--out {root}/new --val_fraction 5", "--val_fraction 5.0 must be between 0 and 1"),
+        Mistake("--out {text}", "text exists: remove it or choose another folder"),
+        Mistake("--out {text}/a", "text/a exists: remove it or choose another folder"),
+        Mistake("--out {text}/a/new", "text/a is not a folder that can be written to"),
+        Mistake("--out {text}/new --source {text}", "where it would be read as text next time"),
+        Mistake("--out {root}/new --source ''", "--source '' is empty: name a file or a folder"),
+        Mistake(
+            "--out {root}/new --source {root}/nowhere", "cannot be read (No such file or directory"
+        ),
+        Mistake(
+            "--out {root}/new --source {unreadable}/broken", "broken, a link to nowhere, cannot"
+        ),
+        Mistake(
+            "--out {root}/new --source {unreadable}", "/broken, a link to nowhere, cannot be read"
+        ),
+        Mistake(
+            "--out {root}/new --source {unreadable}/loop", "(Too many levels of symbolic links)"
+        ),
+        Mistake("--out {root}/new --source /dev/null", "/dev/null is neither a file nor a folder"),
+        Mistake(
+            "--out {root}/new --source {skipped}", "holds no text (1 binary file, 1 empty file"
+        ),
+        Mistake("--out {root}/new --source {skipped}/empty", "holds no text (1 empty file)"),
+        Mistake(
+            "--out {root}/new --source {text}/blank", "the sources hold no text (1 blank document)"
+        ),
+        Mistake("--out {root}/new --num_threads 0", "--num_threads 0 must be at least 1"),
+        Mistake("--out {text}/new --source {text}/*", "where it would be read as text next time"),
+        Mistake("--out {root}/new --source {root}/*.nothing", "*.nothing matches no file"),
+        Mistake(
+            "--out {root}/new --source {broken}/rows.jsonl --field body",
+            "rows.jsonl has no field body: give --field one of its own (id, text)",
+        ),
+        Mistake(
+            "--out {root}/new --source {broken}/cut.gz", "cut.gz is damaged (its compressed data"
+        ),
+        Mistake("show {root}/nowhere", "nowhere: no train.bin there; create it with"),
+        Mistake(
+            "--out {root}/new --source {skipped}/binary --tokenizer {ranks}/o200k.tiktoken",
+            "is binary (a NUL byte in its first 8,192): leave it out; only --tokenizer bytes reads",
+        ),
+        Mistake(
+            "--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose bytes,"
+        ),
+        Mistake(
+            "--out {root}/new --tokenizer {root}", "Not a regular file; choose bytes, gpt2 or PATH"
+        ),
+        Mistake(
+            "--out {root}/new --tokenizer {pipe}/meta.json", "Not a regular file; choose bytes,"
+        ),
+        Mistake(
+            "--out {root}/new --pattern o200k",
+            "--pattern o200k is for --tokenizer PATH.tiktoken, not bytes",
+        ),
+        Mistake(
+            "--out {root}/new --tokenizer {text}/a",
+            "a is not a .tiktoken file (line 1 is not a token and a rank): it needs lines of",
+        ),
+        Mistake("--out {root}/new --tokenizer {ranks}/short", "(no token for byte 255)"),
+        Mistake(
+            "--out {root}/new --tokenizer {ranks}/token", "(line 257 repeats the token of rank 7)"
+        ),
+        Mistake("--out {root}/new --tokenizer {ranks}/rank", "(line 257 repeats rank 7 of line 8)"),
+        Mistake("--out {root}/new --tokenizer {ranks}/gap", "(257 tokens, but none has rank 256)"),
+        Mistake(
+            "--out {root}/new --tokenizer {ranks}/minus", "(257 tokens, but none has rank 256)"
+        ),
+        Mistake(
+            "--out {root}/new --tokenizer {foreign}/config.json",
+            "config.json is not a tokenizer.json of Hugging Face (it lacks 'model')",
+        ),
+        Mistake(
+            "--out {root}/new --tokenizer {foreign}/config.json --pattern gpt2",
+            "--pattern gpt2 is for --tokenizer PATH.tiktoken, not {foreign}/config.json",
+        ),
+        Mistake(
+            "--out {root}/new --tokenizer gpt2 --train_tokenizer 300",
+            "argument --train_tokenizer: not allowed with argument --tokenizer",
+        ),
+        Mistake(
+            "--out {root}/new --train_tokenizer 300 --pattern gpt2",
+            "--pattern is for --tokenizer PATH.tiktoken, not --train_tokenizer",
+        ),
+        Mistake(
+            "--out {root}/new --train_tokenizer 256 --source {text}",
+            "--train_tokenizer 256 must be at least 257: the bytes and end-of-text",
+        ),
+        Mistake(
+            "--out {root}/new --train_tokenizer 300 --source -",
+            "--train_tokenizer reads the sources twice, which --source - cannot: name files",
+        ),
+    ],
+}
+
+
+# A .tiktoken file of the 256 bytes
+RANKS = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
+
+
+def write_folders(root: Path) -> None:
+    write_token_folders(root)
+    write_sources(root)
+    write_rank_files(root / "ranks")
+
+
+def write_tokens(folder: Path, tokens: np.ndarray, tokenizer: str = "bytes") -> Path:
+    folder.mkdir()
+    for split in ("train", "val"):
+        tokens.astype("<u2").tofile(folder / f"{split}.bin")
+    meta = {
+        "dtype": "uint16",
+        "vocab_size": 257,
+        "tokenizer": tokenizer,
+        "train_tokens": len(tokens),
+        "val_tokens": len(tokens),
+    }
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+def write_token_folders(root: Path) -> None:
+    """Token folders, of which train.py can use `changed` only."""
+    ids = np.arange(1000) % 256
+    write_tokens(root / "changed", ids)
+    write_tokens(root / "high", np.where(ids == 200, 300, ids))
+    write_tokens(root / "gpt2", ids, tokenizer="gpt2")
+    write_tokens(root / "no_tokenizer_file", ids, tokenizer="my.tiktoken")
+    write_tokens(root / "stray", ids, tokenizer="../secret/my.tiktoken")
+    torn = write_tokens(root / "torn", ids)
+    os.truncate(torn / "train.bin", 1999)
+    no_meta = write_tokens(root / "no_meta", ids)
+    (no_meta / "meta.json").write_text("{}")
+    secret = write_tokens(root / "secret", ids, tokenizer="my.tiktoken")
+    (secret / "my.tiktoken").write_text("not a tokenizer")
+    misfit = write_tokens(root / "misfit", ids, tokenizer="my.tiktoken")
+    (misfit / "my.tiktoken").write_text(RANKS + "dGg= 256\n")
+    pipe = write_tokens(root / "pipe", ids)
+    (pipe / "meta.json").unlink()
+    os.mkfifo(pipe / "meta.json")
+
+
+def write_sources(root: Path) -> None:
+    """What prepare.py reads, and what it cannot."""
+    text = root / "text"
+    text.mkdir()
+    (text / "a").write_text("text")
+    (text / "blank").write_text(" \n")
+    skipped = root / "skipped"
+    skipped.mkdir()
+    (skipped / "empty").touch()
+    (skipped / "binary").write_bytes(b"\x7fELF\0")
+    broken = root / "broken"
+    broken.mkdir()
+    (broken / "rows.jsonl").write_text('{"id": 1, "text": "one"}\n')
+    (broken / "cut.gz").write_bytes(gzip.compress(b"text")[:-9])
+    unreadable = root / "unreadable"
+    unreadable.mkdir()
+    (unreadable / "broken").symlink_to("nowhere")
+    (unreadable / "loop").symlink_to("loop")
+
+
+def write_rank_files(folder: Path) -> None:
+    folder.mkdir()
+    last_lines = {"token": "Bw== 256", "rank": "dGg= 7", "gap": "dGg= 300", "minus": "dGg= -1"}
+    (folder / "o200k.tiktoken").write_text(RANKS)
+    (folder / "short").write_text("".join(RANKS.splitlines(keepends=True)[:-1]))
+    for name, line in last_lines.items():
+        (folder / name).write_text(RANKS + line)

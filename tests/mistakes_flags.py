@@ -1,0 +1,78 @@
+"""Flags of train.py that do not fit together, the machine, or the ranks; files of --config."""
+
+from pathlib import Path
+
+from mistakes import Mistake
+
+MISTAKES = {
+    "train.py": [
+        Mistake("--max_steps 0", "--max_steps 0 must be at least 1"),
+        Mistake("--lr -1", "--lr -1.0 must be at least 0"),
+        Mistake("--lr nan", "--lr nan must be at least 0"),
+        Mistake("--n_layer 1000000", "--n_layer 1000000 must be at least 1 and below 10000"),
+        Mistake("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
+        Mistake(
+            "--profile 2:2",
+            "--profile 2:2: give START:STOP with START < STOP < max_steps 4, like 10:13",
+        ),
+        Mistake(
+            "--wrap blocks",
+            "--wrap blocks: choose block, block_group:K (K blocks at a time) or none",
+        ),
+        Mistake("--grad_sync shard", "--grad_sync shard is for --strategy hsdp, not single"),
+        Mistake(
+            "--tp 4", "n_kv_head 2 / tp 4 = 0.5, but each rank of a tp group takes a whole number"
+        ),
+        Mistake(
+            "--tp 2",
+            "1 processes / tp 2 is not a whole number: start a multiple of 2 or change --tp",
+        ),
+        Mistake("--n_kv_head 3", "n_head 4 must be a multiple of n_kv_head 3"),
+        Mistake(
+            "--global_batch_size 6 --micro_batch_size 4",
+            "6 is not a multiple of micro_batch_size 4 x 1",
+        ),
+        Mistake("--strategy fsdp --dp_replicate 2", "--strategy fsdp has dp_replicate 1, not 2"),
+        Mistake("--strategy hsdp --dp_shard 2", "dp_replicate 0 x dp_shard 2 = 0, but 1 processes"),
+        Mistake("--beta2 1", "--beta2 1.0 must be at least 0 and below 1"),
+        Mistake("--timeout inf", "--timeout inf must be at least 1 and below"),
+        Mistake("--seed 9999999999", "--seed 9999999999 must be at least 0 and below"),
+        Mistake("--device cuda", "PyTorch finds no CUDA device here"),
+        Mistake("--config {root}/nothing.json", "nothing.json: No such file or directory"),
+        Mistake("--config {listed}/config.json", "config.json is not a JSON object of flags"),
+        Mistake(
+            "--config {configs}/comma", "comma is not JSON: Expecting property name enclosed in do"
+        ),
+        Mistake("--config {configs}/twice", "/twice gives --lr a second time: leave one"),
+        Mistake("--config {configs}/nested", "/nested gives --config a second time: leave one"),
+        Mistake("--config {configs}/object", "--data takes one value, not an object or a list"),
+        Mistake("--config {configs}/list", "--data takes one value, not an object or a list"),
+        Mistake(
+            "--config {foreign}/config.json", "config.json: unrecognized arguments: --architectures"
+        ),
+        Mistake("--lr inf", "--lr inf must be at least 0 and finite"),
+        Mistake("--peak_tflops 0", "--peak_tflops 0.0 must be at least 1e-09 and finite"),
+        Mistake("--peak_tflops -989", "--peak_tflops -989.0 must be at least 1e-09 and finite"),
+        Mistake("--warmup_steps 5", "--warmup_steps 5 is more than --max_steps 4"),
+        Mistake("--min_lr 0.1", "--min_lr 0.1 is above the peak learning rate 0.003"),
+        Mistake(
+            "--async_save --checkpoint none", "--async_save with --checkpoint none has nothing to"
+        ),
+        Mistake("--strategy single", "is one process, but 2 were started: use ddp, fsdp", ranks=2),
+    ],
+}
+
+
+def write_folders(root: Path) -> None:
+    """Files for --config that cannot be used."""
+    folder = root / "configs"
+    folder.mkdir()
+    contents = {
+        "comma": '{"lr": 0.5,\n}',
+        "twice": '{"lr": 0.5, "lr": 0.6}',
+        "nested": '{"config": "other.json"}',
+        "object": '{"data": {"web": 0.5}}',
+        "list": '{"data": ["web"]}',
+    }
+    for name, text in contents.items():
+        (folder / name).write_text(text)

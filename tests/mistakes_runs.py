@@ -1,0 +1,251 @@
+"""Run folders and checkpoints that cannot be continued, sampled, read or written."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import shutil
+import zlib
+from pathlib import Path
+
+import torch
+from mistakes import Mistake
+from mistakes_data import RANKS
+
+import checkpoint
+
+MISTAKES = {
+    "train.py": [
+        Mistake(
+            "--out {other} --resume never", "is not empty, and --resume never would overwrite it"
+        ),
+        Mistake("--out {other} --seed 7", "seed was 0 and is now 7"),
+        Mistake("--out {other} --data {changed}", "data was"),
+        Mistake("--out {other} --d_ff 80", "d_ff was 64 and is now 80"),
+        Mistake("--resume {root}", "no checkpoint there"),
+        Mistake(
+            "--out {other} --resume {other}/checkpoints/step-00000001",
+            "is not the newest checkpoint of",
+        ),
+        Mistake("--out {foreign}", "holds files that are not train.py's"),
+        Mistake("--out=", "--out is empty: name a folder"),
+        Mistake("--out {foreign}/config.json", "config.json: File exists; choose another --out"),
+        Mistake("--out {foreign}/config.json/run", "run: Not a directory; choose another --out"),
+        Mistake("--out {other} --lr 0.5", "would not have the same numbers with --lr 0.003 -> 0.5"),
+        Mistake(
+            "--out {other} --max_steps 2 --clip none", "is finished, step 2 of 2, with other flags"
+        ),
+        Mistake(
+            "--out {other} --max_steps 1", "is at step 2, and --max_steps 1 leaves nothing to train"
+        ),
+        Mistake(
+            "--resume {other}/checkpoints/step-00000002 --max_steps 2",
+            "is at step 2, and --max_steps 2 leaves nothing to train",
+        ),
+        Mistake(
+            "--resume {other} --init_from {other}",
+            "--init_from begins a new run and --resume PATH continues one",
+        ),
+        Mistake(
+            "--out {lost}", "lost has checkpoints, but none is valid ({lost}/checkpoints/step-", 1
+        ),
+        Mistake(
+            "--out {gone}", "gone has saved step 2, by its metrics.jsonl, and has no checkpoint", 1
+        ),
+        Mistake("--out {unsaved}", "holds a run that saved no checkpoints and cannot be continued"),
+        Mistake(
+            "--init_from {root}", "--init_from on this host: {root} holds no checkpoint: name a"
+        ),
+        Mistake(
+            "--init_from {other} --out {other}", "{other} is the run in --out {other}: choose an"
+        ),
+        Mistake(
+            "--dry_run --eval_only", "--dry_run ends before training and --eval_only trains not"
+        ),
+        Mistake("--eval_only", "there is no folder {root}/new: name a run folder"),
+        Mistake(
+            "--eval_only --init_from {foreign}", "foreign holds no checkpoint: name a run folder"
+        ),
+        Mistake("--eval_only --resume {other} --d_ff 80", "has d_ff 64, and this run has 80: its"),
+        Mistake("--eval_only --init_from {damaged}", "{damaged}: __0_0.distcp is missing", 1),
+        Mistake(
+            "--init_from {other}/checkpoints/step-00000002 --d_ff 80", "has d_ff 64, and this run"
+        ),
+        Mistake(
+            "--init_from {no_model}", "no_model cannot be used: its model lacks vocab_size, n_l"
+        ),
+        Mistake("--init_from {forked}", "forked cannot be used: its model has window, which this"),
+        Mistake(
+            "--eval_only --resume {forked}", "forked cannot be used: its model has window, which"
+        ),
+        Mistake(
+            "--init_from {deep}", "deep cannot be used: its model has 9,280,010,272 parameters, but"
+        ),
+        Mistake(
+            "--eval_only --init_from {deep}", "deep cannot be used: its model has 9,280,010,272 par"
+        ),
+        Mistake(
+            "--resume {no_seed}", "is not a checkpoint of train.py: its manifest.json lacks 'seed'"
+        ),
+        Mistake(
+            "--out /proc/run", "--out /proc/run: No such file or directory; choose another --out"
+        ),
+    ],
+    "sample.py": [
+        Mistake(
+            "--run {root}/nowhere", "nowhere: name a run folder such as runs/tiny, or a checkpoint"
+        ),
+        Mistake("--run {foreign}/config.json", "there is no folder"),
+        Mistake("--run {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
+        Mistake(
+            "--run {other} --max_new_tokens -1", "--max_new_tokens -1 must be at least 0 and below"
+        ),
+        Mistake(
+            "--run {other} --temperature nan", "--temperature nan must be at least 0 and below"
+        ),
+        Mistake(
+            "--run {other} --temperature inf", "--temperature inf must be at least 0 and below"
+        ),
+        Mistake("--run {other} --top_p 0", "--top_p 0.0 must be above 0 and at most 1"),
+        Mistake("--run {other} --top_p nan", "--top_p nan must be above 0 and at most 1"),
+        Mistake("--run {other} --top_k -1", "--top_k -1 must be at least 0 and below"),
+        Mistake(
+            "--run {other} --seed 4294967296", "--seed 4294967296 must be at least 0 and below"
+        ),
+        Mistake("--run {other} --prompt \udcff", "--prompt is not valid UTF-8"),
+        Mistake("--run {other} --device cuda", "PyTorch finds no CUDA device here"),
+        Mistake("--run {ids} --prompt three", "write the prompt as token ids, such as '17 4 52'"),
+        Mistake("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
+        Mistake(
+            "--run {moved}", "is missing: there is no {moved}/my.tiktoken; copy the file there"
+        ),
+        Mistake(
+            "--run {outside}", "is missing: there is no {outside}/o200k.tiktoken; copy the file"
+        ),
+        Mistake(
+            "--run {other_tokenizer}", "is another tokenizer: it has 258 tokens, the model's 257"
+        ),
+        Mistake("--run {damaged}", "no checkpoint to use: {damaged}: __0_0.distcp is missing", 1),
+        Mistake(
+            "--run {no_model}", "cannot be used: its model lacks vocab_size, n_layer, n_head,", 1
+        ),
+        Mistake("--run {forked}", "its model has window, which this code does not know", 1),
+        Mistake("--run {listed_model}", "cannot be used: the fields of its model are damaged: ", 1),
+        Mistake(
+            "--run {no_data}", "is not a checkpoint of train.py: its manifest.json lacks 'tok", 1
+        ),
+        Mistake("--run {no_tokenizer}", "used: its tokenizer must be a name or null, not 5", 1),
+        Mistake("--run {no_tokens}", "its tokens_in_vocabulary must be 1 to 320, not 0", 1),
+        Mistake("--run {deep}", "its model has 9,280,010,272 parameters, but its files only", 1),
+        Mistake(
+            "--run {nan}", "the model's logits are not finite: its weights have diverged or", 1
+        ),
+    ],
+    "tools.checkpoint": [
+        Mistake("list {root}/nowhere", "there is no folder"),
+        Mistake("list {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
+        Mistake("verify {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
+        Mistake("verify {damaged}", "{damaged}: __0_0.distcp is missing", 1),
+        Mistake("verify {truncated}", "__0_0.distcp has 1,000 bytes, not", 1),
+        Mistake("verify {flipped}", "__0_0.distcp has changed since it was written", 1),
+        Mistake(
+            "verify {torn_manifest}",
+            "is not a complete checkpoint: its manifest.json is damaged",
+            1,
+        ),
+        Mistake(
+            "list {torn_manifest}", "is not a complete checkpoint: its manifest.json is damaged", 1
+        ),
+        Mistake("consolidate {foreign} {root}/new", "holds no checkpoint: name a run folder"),
+        Mistake(
+            "consolidate {other} {root}/new", "is a run folder: name one of its checkpoints, such"
+        ),
+        Mistake(
+            "consolidate {other}/checkpoints/step-00000002 {foreign}",
+            "exists: remove it or choose another name",
+        ),
+        Mistake("consolidate {nan} {root}/new", "is already in the full format"),
+        Mistake(
+            "consolidate {other}/checkpoints/step-00000002 {foreign}/config.json/new",
+            "new cannot be created: ",
+        ),
+        Mistake("consolidate {damaged} {root}/new", "{damaged}: __0_0.distcp is missing", 1),
+        Mistake("consolidate {hostile} {root}/new", "its .metadata is damaged or hostile", 1),
+        Mistake("consolidate {no_names} {root}/new", "its .metadata is damaged or hostile", 1),
+    ],
+}
+
+
+def write_folders(root: Path) -> None:
+    write_checkpoints(root, root / "other/checkpoints/step-00000002")
+    shutil.copytree(root / "other", root / "lost")
+    for file in root.glob("lost/checkpoints/*/__0_0.distcp"):
+        file.unlink()
+    shutil.copytree(root / "other", root / "gone", ignore=shutil.ignore_patterns("checkpoints"))
+    (root / "foreign").mkdir()
+    (root / "foreign/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+
+
+def variant(folder: Path, source: Path, **fields) -> None:
+    """A copy of a checkpoint whose manifest differs; a field that is ... is left out."""
+    shutil.copytree(source, folder)
+    manifest = checkpoint.read_manifest(source) | fields
+    manifest = {name: value for name, value in manifest.items() if value is not ...}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def rewritten(folder: Path, source: Path, name: str, contents: bytes) -> None:
+    """A copy of a checkpoint with other contents of one file, which verifies."""
+    files = dict(checkpoint.read_manifest(source)["files"])
+    files[name] = {"bytes": len(contents), "crc32": f"{zlib.crc32(contents):08x}"}
+    variant(folder, source, files=files)
+    (folder / name).write_bytes(contents)
+
+
+def diverged(folder: Path, source: Path) -> None:
+    """A copy of a checkpoint in the full format, with weights that are not finite."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        checkpoint.consolidate(source, folder)
+    state = torch.load(folder / "full.pt", weights_only=True)
+    state["model"]["norm.weight"].fill_(torch.nan)
+    torch.save(state, folder / "full.pt")
+    manifest = checkpoint.read_manifest(folder)
+    manifest["files"]["full.pt"] = checkpoint.sync_and_checksum(folder / "full.pt")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def write_checkpoints(root: Path, newest: Path) -> None:
+    """Copies of the checkpoint `newest`, each with something wrong."""
+    model = checkpoint.read_manifest(newest)["model"]
+    changes = {
+        "ids": {"tokenizer": None},
+        "outside": {"tokenizer": "../ranks/o200k.tiktoken"},
+        "moved": {"tokenizer": "/old/my.tiktoken"},
+        "other_tokenizer": {"tokenizer": "my.tiktoken"},
+        "deep": {"model": model | {"n_layer": 10**6}},
+        "no_tokens": {"tokens_in_vocabulary": 0},
+        "no_model": {"model": {}},
+        "no_seed": {"config": {"global_batch_size": 8}},
+        "forked": {"model": model | {"window": 4}},
+        "listed_model": {"model": []},
+        "no_data": {"tokens_in_vocabulary": ...},
+        "no_tokenizer": {"tokenizer": 5},
+        "damaged": {},
+        "truncated": {},
+        "flipped": {},
+        "torn_manifest": {},
+    }
+    for name, fields in changes.items():
+        variant(root / name, newest, **fields)
+    (root / "other_tokenizer/my.tiktoken").write_text(RANKS + "dGg= 256\n")
+    (root / "damaged/__0_0.distcp").unlink()
+    os.truncate(root / "truncated/__0_0.distcp", 1000)
+    with open(root / "flipped/__0_0.distcp", "r+b") as file:
+        file.write(b"x")
+    os.truncate(root / "torn_manifest/manifest.json", 100)
+    diverged(root / "nan", newest)
+    rewritten(root / "hostile", newest, ".metadata", pickle.dumps(print))
+    metadata = checkpoint.Reader(newest).metadata
+    metadata.planner_data = None
+    rewritten(root / "no_names", newest, ".metadata", pickle.dumps(metadata))

@@ -1,0 +1,86 @@
+"""What the tools refuse."""
+
+from pathlib import Path
+
+from mistakes import Mistake
+
+MISTAKES = {
+    "tools.compare": [
+        Mistake("--loss nan {other}", "argument --loss: nan must be above 0 and finite"),
+        Mistake("--tolerance 0 {other}", "argument --tolerance: 0 must be above 0 and finite"),
+        Mistake("{other} {root}/nowhere", "nowhere has no config.json: it is not the folder of a"),
+        Mistake("{other} {torn}", "torn has no config.json: it is not the folder of a started run"),
+        Mistake("{foreign}", "foreign has no metrics.jsonl: it is not the folder of a started run"),
+        Mistake("{other}/checkpoints/step-00000001", "step-00000001 is a checkpoint: name the run"),
+        Mistake("{unlogged}", "unlogged has no training row yet: let it run until its first one"),
+        Mistake("{listed}", "config.json is not a JSON object: it must hold the flags of the run"),
+        Mistake("{cut}", "cut/metrics.jsonl, line 2 is damaged: delete it to compare", status=1),
+        Mistake("{lacking}", "lacking/metrics.jsonl, line 1 is damaged: delete it to", status=1),
+        Mistake("{mixed}", "step 1 follows step 2: two runs have written into this log", status=1),
+        Mistake("{other} --plot {root}/ab.xyz", "ab.xyz: the name must end in .png, .pdf, .svg"),
+        Mistake("{other} --plot {root}/ab", "ab: the name must end in .png, .pdf, .svg"),
+        Mistake("{other} --plot {root}/nowhere/ab.png", "ab.png: there is no folder "),
+    ],
+    "tools.bench": [
+        Mistake("optimizer --device cuda", "PyTorch finds no CUDA device here; use --device cpu"),
+        Mistake("nanogpt --path {root}", "no nanoGPT with data/shakespeare_char/train.bin there"),
+        Mistake("nanogpt --path {root} --target nan", "--target: nan must be above 0 and finite"),
+    ],
+    "tools.cluster": [
+        Mistake("--hosts 300", "--hosts 300: 10.0.0.0/24 has room for 254"),
+        Mistake(
+            "--bandwidth fast", "--bandwidth: fast is not a rate as tc writes it, such as 200mbit"
+        ),
+    ],
+    "tools.timecheck": [
+        Mistake(
+            "--bandwidths fast", "--bandwidths: fast is not a rate as tc writes it, such as 200m"
+        ),
+    ],
+    "tools.check": [
+        Mistake("--device cuda", "PyTorch finds no CUDA device here; use --device cpu"),
+        Mistake("devices pairity", "no check is named pairity: choose from devices, parity, cpu, "),
+        Mistake("--json {root}/nowhere/check.json", "check.json: there is no folder "),
+    ],
+    "tools.plan": [
+        Mistake("", "--world_size is missing: give the number of devices in all"),
+        Mistake("--world_size 12", "--world_size 12 is not a multiple of --nproc_per_node 8"),
+        Mistake("--world_size 8 --rank 8", "--rank 8: the ranks are 0 to 7"),
+        Mistake("--world_size 8 --achieved 1.5", "--achieved: 1.5 must be above 0 and at most 1"),
+        Mistake(
+            "--world_size 8 --achieved {other}", "the log of {other} has no MFU: it needs --peak_"
+        ),
+        Mistake("--world_size 8 --tokens inf", "--tokens: inf must be above 0 and finite"),
+        Mistake(
+            "--world_size 8 --dtype float32",
+            "the speed of --device_type h100 with --dtype float32 is not known: give --peak_tflops",
+        ),
+        Mistake("--world_size 8 --data {root}/nowhere", "no train.bin there; create it with"),
+        Mistake("--world_size 8 --max_steps 0", "--max_steps 0 must be at least 1"),
+        Mistake("--world_size 8 --dp_replicate 2 --strategy fsdp", "has dp_replicate 1, not 2"),
+        Mistake("--world_size 8 --tp 3", "n_kv_head 4 / tp 3 = 1.33, but each rank of a tp group"),
+        Mistake(
+            "--world_size 8 --global_batch_size 12", "12 is not a multiple of micro_batch_size 1"
+        ),
+    ],
+}
+
+
+def write_folders(root: Path) -> None:
+    """Copies of a run of two steps whose logs or flags are spoilt in one way each."""
+    config = (root / "other/config.json").read_text()
+    lines = (root / "other/metrics.jsonl").read_text().splitlines()
+    training = [line for line in lines if '"loss"' in line]
+    first, second = training
+    spoilt = {
+        "unlogged": ([], config),
+        "listed": (lines, "[]"),
+        "unsaved": (training, '{"checkpoint": "none"}'),
+        "cut": ([first, second[:50], *lines], config),
+        "lacking": ([first.replace('"tokens"', '"tokEns"'), second], config),
+        "mixed": ([*training, *lines], config),
+    }
+    for name, (log, config) in spoilt.items():
+        (root / name).mkdir()
+        (root / name / "metrics.jsonl").write_text("\n".join(log))
+        (root / name / "config.json").write_text(config)
