@@ -26,6 +26,7 @@ import dist
 import prepare
 import train
 from runtime import watchdog
+from tools import checkpoint as commands
 
 ROOT = Path(__file__).parent.parent
 TRAIN = ROOT / "train.py"
@@ -287,3 +288,48 @@ def assert_same(one: Path, other: Path) -> None:
     a, b = (tensors(checkpoint.list_checkpoints(run)[-1]) for run in (one, other))
     assert a.keys() == b.keys() and len(a) > 50
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints of every mesh, in every format
+
+TEN_STEPS = "--max_steps 10 --dtype float32 --save_interval 5 --keep_last 0"
+RANKS_OF_MESH = {"single": 1, "ddp": 4, "fsdp": 4, "hsdp --dp_shard 2": 4, "fsdp --tp 2": 4}
+FORMAT_OF_MESH = {
+    "single": "sharded",
+    "ddp": "sharded --async_save",
+    "fsdp": "full",
+    "hsdp --dp_shard 2": "sharded",
+    "fsdp --tp 2": "sharded --async_save",
+}
+
+
+def last_checkpoint(run: Path) -> Path:
+    return checkpoint.list_checkpoints(run)[-1]
+
+
+def file_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="session")
+def whole(pool, tokens, tmp_path_factory) -> dict[str, Path]:
+    """On every mesh a run of 10 steps without a stop, with a checkpoint at step 5."""
+    root = tmp_path_factory.mktemp("whole")
+    runs = {}
+    for mesh, ranks in RANKS_OF_MESH.items():
+        runs[mesh] = root / mesh.replace(" ", "")
+        text = f"{TEN_STEPS} --strategy {mesh} --checkpoint {FORMAT_OF_MESH[mesh]}"
+        argv = flags(f"--data {tokens} --out {runs[mesh]} {text}")
+        assert pool(ranks, call_train, argv) == [0] * ranks
+    return runs
+
+
+@pytest.fixture
+def command(capsys):
+    """command("list", ...) -> (status, standard output, standard error) of tools.checkpoint"""
+
+    def call(*arguments) -> tuple[int, str, str]:
+        return commands.main(list(map(str, arguments))), *capsys.readouterr()
+
+    return call

@@ -1,7 +1,6 @@
 """The process group, mesh shapes and the choice of a strategy."""
 
 import math
-import os
 import resource
 from datetime import timedelta
 from unittest import mock
@@ -11,7 +10,6 @@ import torch
 from conftest import flags, listen
 
 import dist
-from runtime import slurm
 
 
 @pytest.mark.parametrize(
@@ -222,58 +220,3 @@ def test_auto_takes_ddp_where_it_fits_and_shards_where_not(size, local_size):
     world = dist.World(0, size, 0, local_size, device, timeout, store)
     assert dist.default_strategy(world, fits=True) == ("single" if size == 1 else "ddp")
     assert dist.default_strategy(world, fits=False) == WORLDS[size, local_size]
-
-
-# --------------------------------------------------------------------------------------------------
-# Slurm
-
-
-def slurm_task(rank: int, **more: str) -> dict[str, str]:
-    """The variables of srun's task `rank` of 4 on two hosts."""
-    return {
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_LOCALID": str(rank % 2),
-        "SLURM_NODEID": str(rank // 2),
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-        "SLURM_JOB_ID": "123456",
-        **more,
-    }
-
-
-@pytest.mark.parametrize(
-    "hosts, tasks, node, address, local_size",
-    [
-        ("gpu07", "8", 0, "gpu07", "8"),
-        ("gpu[07-09,12]", "8(x3),4", 3, "gpu07", "4"),
-        ("rack2-gpu[3,5]", "8(x2)", 1, "rack2-gpu3", "8"),
-        ("alpha,beta[1-2]", "2,4(x2)", 2, "alpha", "4"),
-    ],
-)
-def test_the_lists_of_slurm(monkeypatch, hosts, tasks, node, address, local_size):
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    variables = slurm_task(
-        3,
-        SLURM_STEP_NODELIST=hosts,
-        SLURM_STEP_TASKS_PER_NODE=tasks,
-        SLURM_NODEID=str(node),
-    )
-    expected = {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": "23456",
-    }
-    with mock.patch.dict(os.environ, variables):
-        slurm.read_slurm()
-        assert {name: os.environ[name] for name in expected} == expected
-
-
-def test_torchrun_within_slurm_keeps_its_own_numbers(monkeypatch):
-    monkeypatch.setenv("RANK", "7")
-    with mock.patch.dict(os.environ, slurm_task(0, SLURM_STEP_NODELIST="a")):
-        slurm.read_slurm()
-        assert os.environ["RANK"] == "7" and os.environ.get("MASTER_ADDR") != "a"

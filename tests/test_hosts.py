@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from conftest import TRAIN, Job, build_run, call_train, flags, free_port, listen, rows, train_step
-from test_dist import slurm_task
+from test_slurm import slurm_task
 
 import train
 from runtime import run_folder

@@ -1,4 +1,4 @@
-"""examples/slurm.sh under a real Slurm: two nodes, as two slurmd on this machine."""
+"""The variables of srun, and examples/slurm.sh under a real Slurm: two nodes on this machine."""
 
 import contextlib
 import os
@@ -11,13 +11,68 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from conftest import ROOT, assert_same, call_train, flags, free_port, rows
 
 import checkpoint
+from runtime.slurm import read_slurm
 
-pytestmark = pytest.mark.slow
+
+def slurm_task(rank: int, **more: str) -> dict[str, str]:
+    """The variables of srun's task `rank` of 4 on two hosts."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_NODEID": str(rank // 2),
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_JOB_ID": "123456",
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    "hosts, tasks, node, address, local_size",
+    [
+        ("gpu07", "8", 0, "gpu07", "8"),
+        ("gpu[07-09,12]", "8(x3),4", 3, "gpu07", "4"),
+        ("rack2-gpu[3,5]", "8(x2)", 1, "rack2-gpu3", "8"),
+        ("alpha,beta[1-2]", "2,4(x2)", 2, "alpha", "4"),
+    ],
+)
+def test_the_lists_of_slurm(monkeypatch, hosts, tasks, node, address, local_size):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    variables = slurm_task(
+        3,
+        SLURM_STEP_NODELIST=hosts,
+        SLURM_STEP_TASKS_PER_NODE=tasks,
+        SLURM_NODEID=str(node),
+    )
+    expected = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": "23456",
+    }
+    with mock.patch.dict(os.environ, variables):
+        read_slurm()
+        assert {name: os.environ[name] for name in expected} == expected
+
+
+def test_torchrun_within_slurm_keeps_its_own_numbers(monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    with mock.patch.dict(os.environ, slurm_task(0, SLURM_STEP_NODELIST="a")):
+        read_slurm()
+        assert os.environ["RANK"] == "7" and os.environ.get("MASTER_ADDR") != "a"
+
+
+# --------------------------------------------------------------------------------------------------
+# A real Slurm
 
 SCRIPT = ROOT / "examples/slurm.sh"
 # Slurm names the first host of a job, and the ranks meet there: its name must have an address.
@@ -207,6 +262,7 @@ def submit(slurm, tokens, tmp_path):
         job.wait_until(lambda job=job: not slurm.run("squeue", "-h", "-j", job.number), 30)
 
 
+@pytest.mark.slow
 def test_a_signalled_job_is_requeued_and_ends_with_the_same_weights(
     submit, slurm, pool, tokens, tmp_path
 ):
@@ -228,6 +284,7 @@ def test_a_signalled_job_is_requeued_and_ends_with_the_same_weights(
     assert_same(whole, job.run)
 
 
+@pytest.mark.slow
 def test_a_job_saves_and_is_requeued_before_its_time_limit(submit, slurm):
     job = submit(f"{ENDLESS} --save_interval 0", "--ntasks-per-node=1", "--time=60")
     job.train_on(5)
@@ -237,6 +294,7 @@ def test_a_job_saves_and_is_requeued_before_its_time_limit(submit, slurm):
     assert f"stopped after step {newest_step(job.run)}; the same command continues" in job.said
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_saves_and_is_not_requeued(submit, slurm):
     job = submit(f"{ENDLESS} --save_interval 0", "--ntasks-per-node=1")
     job.train_on(5)
@@ -246,6 +304,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(submit, slurm):
     job.wait_for("CANCELLED", 0)
 
 
+@pytest.mark.slow
 def test_a_killed_task_ends_the_job(submit):
     job = submit(ENDLESS, "--ntasks-per-node=1")
     job.train_on(30)
@@ -256,6 +315,7 @@ def test_a_killed_task_ends_the_job(submit):
     assert "; the same command continues from step " in job.said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["slurmd alone", "the node"])
 def test_a_job_goes_on_after_slurm_has_lost_a_node(submit, slurm, lost):
     """Where the ranks of the node live on, no step is lost."""

@@ -35,7 +35,6 @@ import checkpoint
 import data
 import metrics
 import train
-from runtime.profiling import HostSyncCounter
 
 
 def test_the_command_of_the_readme(tmp_path):
@@ -510,73 +509,6 @@ def test_a_tracker_that_is_not_installed_is_named_at_once(pool, tokens, tmp_path
 # --------------------------------------------------------------------------------------------------
 # The host does not wait for the device
 
-# On a CPU nothing waits, so every way to ask for a value counts.
-READS = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero")
-
-
-def count_reads(argv: list[str]) -> dict[str, int]:
-    """How often our own files asked for a tensor's value in the loop, by file and method."""
-    reads: dict[str, int] = {}
-
-    def counting(name: str, method):
-        def ask(tensor, *arguments, **options):
-            asker = Path(sys._getframe(1).f_code.co_filename)
-            if asker.parent == ROOT:
-                key = f"{asker.name} {name}"
-                reads[key] = reads.get(key, 0) + 1
-            return method(tensor, *arguments, **options)
-
-        return ask
-
-    run = build_run(argv)
-    patches = [mock.patch.object(train, "evaluate", lambda run, step: None)]  # evaluations wait
-    for name in READS:
-        method = counting(name, getattr(torch.Tensor, name))
-        patches.append(mock.patch.object(torch.Tensor, name, method))
-    for patch in patches:
-        patch.start()
-    with HostSyncCounter() as inside:  # what asks from inside of torch's functions
-        assert train.train(run) == 0
-    for patch in patches:
-        patch.stop()
-    for place, times in inside.counts.items():
-        if (ROOT / place.split(":")[0]).exists():
-            reads[place] = times
-    return reads
-
-
-@pytest.mark.parametrize(
-    "mesh, ranks",
-    [("single", 1), ("ddp", 2), ("fsdp", 2), ("hsdp --dp_shard 2 --dp_replicate 2", 4)],
-)
-def test_the_host_reads_from_the_device_for_log_rows_only(pool, tokens, tmp_path, mesh, ranks):
-    """Steps 1, 5 and 6 of 6 are logged: one read each."""
-    text = f"--data {tokens} --out {tmp_path}/run --strategy {mesh} --micro_batch_size 1"
-    argv = flags(f"{text} --max_steps 6 --checkpoint none --log_interval 5")
-    assert pool(ranks, count_reads, argv) == [{"metrics.py tolist": 3}] * ranks
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_no_sync_on_cuda(pool, tokens, tmp_path, strategy):
-    text = f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --micro_batch_size 2"
-    assert pool(1, cuda_steps, [*flags(text), "--device", "cuda"]) == [0]
-
-
-def cuda_steps(argv: list[str]) -> int:
-    run = build_run(argv)
-    batches = train.micro_batches(run, 1, 6)
-    for step in (1, 2, 3):  # the first allocates
-        train_step(run, batches, step)
-    torch.cuda.set_sync_debug_mode("error")
-    for step in (4, 5, 6):
-        row = train_step(run, batches, step)
-        run.log.step(step, row, run.optimizer, is_due=True)
-    torch.cuda.set_sync_debug_mode("default")
-    with run.log.pause():  # which waits for the row
-        return 0
-
 
 class EventOfADevice(metrics.DeviceEvent):
     """An event that has passed when somebody has waited for it, as on a device that is behind."""
@@ -590,29 +522,23 @@ class EventOfADevice(metrics.DeviceEvent):
         self.waited = True
 
 
-def rows_of_a_slow_device(argv: list[str]) -> list[int]:
-    """The rows on disk after each of two steps and a pause, where the device is behind the host."""
+def poll_a_row(argv: list[str]) -> list[int]:
+    """The rows on disk after queue, poll and flush, where the device is behind the host."""
     with mock.patch.object(metrics, "DeviceEvent", EventOfADevice):
         run = build_run(argv)
         run.log.device = torch.device("meta")  # anything but a CPU, whose rows arrive at once
-        row = train_step(run, train.micro_batches(run, 1, 1), 1)
+        row = train_step(run, run.batches(1, 1), 1)
         file = Path(run.plan.config.out) / "metrics.jsonl"
-
-        def count() -> int:
-            return len(file.read_text().splitlines()) if file.exists() else 0
-
         counts = []
-        for is_due in (True, False):
-            run.log.step(1, row, run.optimizer, is_due)
-            counts.append(count())
-        with run.log.pause():
-            counts.append(count())
+        for call in (lambda: run.log.queue(1, row, 0.1), run.log.poll, run.log.flush):
+            call()
+            counts.append(len(file.read_text().splitlines()) if file.exists() else 0)
     return counts
 
 
 def test_a_row_is_written_when_it_has_arrived(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run")
-    assert pool(1, rows_of_a_slow_device, argv) == [[0, 0, 1]]
+    assert pool(1, poll_a_row, argv) == [[0, 0, 1]]
 
 
 @pytest.mark.slow

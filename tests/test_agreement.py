@@ -1,0 +1,88 @@
+"""Ranks that were not started alike are refused; a flag of one rank reaches all."""
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from conftest import flags, listen
+
+import data
+import dist
+import model
+import prepare
+import train
+from runtime import agreement
+
+
+def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[int, str, str]:
+    """train.py on four ranks, of which rank 2 is not like the others (or none knows its rank)."""
+    rank = int(os.environ["RANK"])
+    is_odd = rank == 2
+    parse, open_folder, dp_rank = train.parse, data.open_folder, dist.dp_rank
+    init_tensor = model.Transformer.init_tensor
+
+    def parse_with_a_flag(argv):
+        return parse([*argv, "--lr", "1"] if is_odd else argv)
+
+    def open_other_folder(path):
+        return open_folder(Path(other_data) if is_odd else path)
+
+    def other_weights(net, name, tensor, seed):
+        init_tensor(net, name, tensor, seed + is_odd)
+
+    def other_norms(net, name, tensor, seed):
+        tensor.fill_(2 if is_odd and tensor.dim() == 1 else 1)
+
+    def wrong_dp_rank(mesh):
+        return dp_rank(mesh) - (rank == 3)
+
+    patches = {
+        "flag": (train, "parse", parse_with_a_flag),
+        "code": (train, "source_hash", lambda: "abc" if is_odd else "def"),
+        "data": (data, "open_folder", open_other_folder),
+        "weights": (model.Transformer, "init_tensor", other_weights),
+        "order": (dist, "dp_rank", lambda mesh: 1),
+        "group": (dist, "dp_rank", wrong_dp_rank),
+        "norm": (model.Transformer, "init_tensor", other_norms),
+    }
+    with mock.patch.object(*patches[fault]):
+        return listen(argv)
+
+
+LINES = {
+    "flag": "--lr is 0.003 on rank 0 and 1.0 on rank 2: start all ranks alike",
+    "code": "the code is def on rank 0 and abc on rank 2: start all ranks alike",
+    "data": "on rank 2: start all ranks alike",
+    "weights": "ranks 0 and 2 hold the same part of the model, but with different weights",
+    "order": "ranks 0 and 1 both read sequence",
+    "group": "ranks 2 and 3 are one tp group, but read different sequences",
+    "norm": "ranks 2 and 3 hold the same part of the model, but with different weights",
+}
+
+
+@pytest.mark.tries(
+    "start all ranks alike", "hold the same part", "both read sequence", "one tp group"
+)
+@pytest.mark.parametrize("fault", LINES)
+def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path, fault):
+    (tmp_path / "text").write_text("another text " * 400)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "other", say=lambda line: None)
+    strategy = "fsdp --tp 2" if fault in ("group", "norm") else "hsdp --dp_shard 2"
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --max_steps 2")
+    answers = pool(4, start_with_a_fault, argv, fault, str(tmp_path / "other"))
+    assert [status for status, _, _ in answers] == [2] * 4
+    assert LINES[fault] in answers[0][2] and answers[0][2].count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def raise_flags(rank_of_step: dict[int, int], steps: int) -> list[bool]:
+    """What this rank was told in each step, where a rank raises its flag in some."""
+    world = dist.start("cpu")
+    any_rank = agreement.AnyRankFlag(world.timeout)
+    return [bool(any_rank(rank_of_step.get(step) == world.rank)) for step in range(steps)]
+
+
+def test_a_flag_of_any_rank_reaches_all_in_the_next_step(pool):
+    answers = pool(3, raise_flags, {2: 1, 5: 2}, 7)
+    assert answers == [[False, False, False, True, False, False, True]] * 3

@@ -1,0 +1,217 @@
+"""Updates that are skipped: not finite, or a spike; and the run that has too many of them."""
+
+import math
+from collections import deque
+from statistics import fmean, stdev
+from unittest import mock
+
+import pytest
+import torch
+from conftest import build_run, flags, listen, tensors, train_step
+from test_optim import lr_at
+
+import checkpoint
+import dist
+import optim
+import train
+
+FAULTS = {6: math.nan, 7: 1e4}  # at these steps the gradient and the loss are not finite, a spike
+
+
+def faulty_run(argv: list[str], faulty_rank: int | None) -> list[float]:
+    """Train ten steps; the losses of those without a fault, and the number of skipped updates.
+
+    The faults are on one rank. With None, there is none, and their updates are omitted by hand.
+    """
+    with mock.patch.object(optim, "SPIKE_HISTORY", 8):
+        run = build_run(argv)
+    batches = run.batches(1, 10)
+    forward = run.forward
+    losses = []
+    for step in range(1, 11):
+        if faulty_rank is None and step in FAULTS:
+            omit_update(run, batches, step)
+            continue
+        factor = FAULTS.get(step, 1.0) if run.world.rank == faulty_rank else 1.0
+        run.forward = Scaled(forward, factor)
+        loss = train_step(run, batches, step)["loss"]
+        torch.distributed.all_reduce(loss)
+        if step not in FAULTS:
+            losses.append(loss.item())
+    return losses + [run.optimizer.skipped_steps.item()]
+
+
+def omit_update(run: train.Run, batches, step: int) -> None:
+    """A step after which all is as if its batch had not been."""
+    average = run.optimizer.norm_average.clone()
+    with mock.patch.object(run.optimizer.adamw, "step", lambda: None):
+        train_step(run, batches, step)
+    run.optimizer.norm_average.copy_(average)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, forward, factor: float):
+        super().__init__()
+        self.forward_of, self.factor = [forward], factor
+
+    def forward(self, tokens, targets):
+        return self.forward_of[0](tokens, targets) * self.factor
+
+
+@pytest.mark.parametrize("mesh", ["ddp", "fsdp", "hsdp --dp_shard 2"])
+def test_faults_on_one_rank_of_four_are_skipped_on_all(pool, tokens, tmp_path, mesh):
+    text = f"--strategy {mesh} --dtype float32 --skip_spikes 6 --clip adaptive"
+    argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
+    never = pool(4, faulty_run, argv, None)
+    faulty = pool(4, faulty_run, argv, 2)
+    for expected, losses in zip(never, faulty, strict=True):
+        assert len(losses) == 8 + 1 and losses[:-1] == expected[:-1]
+        assert (expected[-1], losses[-1]) == (0.0, 2.0)
+
+
+def all_tensors(optimizer: optim.Optimizer, net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the optimizer's state and the weights; 0 for nan, since nan does not equal nan."""
+    copies = {}
+    for slot, value in (optimizer.state() | {"weights": net.state_dict()}).items():
+        by_name = value if isinstance(value, dict) else {"": value}
+        for name, tensor in by_name.items():
+            copies[f"{slot} {name}".strip()] = tensor.detach().clone().nan_to_num()
+    return copies
+
+
+def test_a_skipped_step_changes_nothing_but_the_count_of_skipped_steps():
+    net = torch.nn.Linear(4, 4)
+    options = {"clip": "adaptive", "skip_spikes": 3.0}
+    optimizer = optim.Optimizer(net.named_parameters(), lambda name: True, lr_at, **options)
+    for step, factor in enumerate((1.0, math.nan, 1.0, math.nan, math.inf, 1.0), 1):
+        before = all_tensors(optimizer, net)
+        (net(torch.full((2, 4), float(step))).sum() * factor).backward()
+        metrics = optimizer.step(step, torch.tensor(1.0) * factor)
+        after = all_tensors(optimizer, net)
+        changed = {name for name in after if not torch.equal(after[name], before[name])}
+        if factor == 1.0:
+            assert changed == after.keys() - {"skipped_steps"}
+        else:
+            assert changed == {"skipped_steps"}
+    assert metrics["skipped_steps"].item() == 3
+    assert metrics["skipped_in_a_row"].item() == 2  # the most so far
+
+
+# --------------------------------------------------------------------------------------------------
+# Spikes
+
+
+class OneWeight:
+    """An optimizer of one weight, whose loss and gradient norm a test chooses."""
+
+    def __init__(self, skip_spikes: float):
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.optimizer = optim.Optimizer(
+            [("weight", self.weight)], lambda name: True, lr_at, skip_spikes=skip_spikes
+        )
+        self.skipped = 0
+        self.losses = deque(maxlen=128)
+        self.norms = deque(maxlen=128)
+
+    def is_skipped(self, loss: float, norm: float) -> bool:
+        self.weight.grad = torch.tensor([norm])
+        skipped = self.optimizer.step(1, torch.tensor(loss))["skipped_steps"].item()
+        is_skipped = skipped > self.skipped
+        self.skipped = skipped
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.losses.append(loss)
+            self.norms.append(norm)
+        return is_skipped
+
+    def fill(self, count: int) -> None:
+        for i in range(count):
+            assert not self.is_skipped(2 + 0.1 * (i % 3), 1 + 0.1 * (i % 2))
+
+
+def test_a_spike_lies_beyond_the_deviations_of_the_last_128_updates():
+    one = OneWeight(skip_spikes=4.0)
+    one.fill(200)
+    for loss_sigmas, norm_sigmas, spike in (
+        (3.99, 3.99, False),
+        (4.01, 0.0, True),  # each enters the history, by which the next is judged
+        (0.0, 4.01, True),
+        (-9.0, -9.0, False),  # far below is no spike
+        (3.99, 3.99, False),
+    ):
+        loss = fmean(one.losses) + loss_sigmas * stdev(one.losses)
+        norm = fmean(one.norms) + norm_sigmas * stdev(one.norms)
+        assert one.is_skipped(loss, norm) == spike, (loss_sigmas, norm_sigmas)
+
+
+@pytest.mark.parametrize("known, spike", [(63, False), (64, True)])
+def test_nothing_is_a_spike_until_64_updates_are_known(known, spike):
+    one = OneWeight(skip_spikes=4.0)
+    one.fill(known)
+    assert one.is_skipped(100.0, 1.0) == spike
+
+
+def test_a_lasting_change_of_level_is_not_skipped_forever():
+    one = OneWeight(skip_spikes=4.0)
+    one.fill(128)
+    skipped = [one.is_skipped(8.0, 1.0) for _ in range(40)]
+    assert skipped[0] and not skipped[-1]
+
+
+def test_values_that_are_not_finite_do_not_enter_the_history():
+    one = OneWeight(skip_spikes=4.0)
+    one.fill(64)
+    for _ in range(128):  # would push all that is known out
+        assert one.is_skipped(math.nan, math.nan)
+    assert one.is_skipped(100.0, 1.0)
+
+
+def spikes_on_one_rank() -> tuple[list[bool], float]:
+    """Whether updates are skipped whose loss is far above the others on rank 0 or 1, or on rank 0
+    but as far below on rank 1; and the latest loss in the history.
+    """
+    world = dist.start("cpu")
+    one = OneWeight(skip_spikes=4.0)
+    one.fill(128)
+    sign = 1 if world.rank == 0 else -1
+    skipped = [one.is_skipped(10.0 if world.rank == rank else 2.0, 1.0) for rank in (0, 1)]
+    skipped.append(one.is_skipped(2.0 + 8.0 * sign, 1.0))
+    return skipped, one.optimizer.state()["window"][0, -1].item()
+
+
+def test_ranks_judge_spikes_together_by_their_mean_loss(pool):
+    assert pool(2, spikes_on_one_rank) == [([True, True, False], 2.0)] * 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Too many of them
+
+
+def test_too_many_skips_end_the_run_with_a_line_and_leave_the_checkpoint(
+    run, tokens, tmp_path, pool
+):
+    text = "--strategy ddp --save_interval 3 --max_steps 30 --max_skipped 4 --log_interval 5"
+    argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
+    answers = pool(2, diverging_run, argv)
+    assert [status for status, _ in answers] == [1, 1]
+    assert (
+        "error: 4 updates in a row were skipped up to step 9" in answers[0][1]
+        and answers[0][1].count("\n") == 1
+    )
+    saved = checkpoint.list_checkpoints(tmp_path / "run")
+    assert saved[-1].name == "step-00000003"  # at step 6 the loss was nan: not saved
+    assert all(
+        value.isfinite().all() for name, value in tensors(saved[-1]).items() if "window" not in name
+    )
+
+
+def diverging_run(argv: list[str]) -> tuple[int, str]:
+    real = train.train_step
+
+    def broken(forward, optimizer, batches, step, *options):
+        if step == 6:
+            forward.register_forward_hook(lambda module, inputs, loss: loss * math.nan)
+        return real(forward, optimizer, batches, step, *options)
+
+    with mock.patch.object(train, "train_step", broken):
+        status, _, err = listen(argv)
+        return status, err

@@ -1,0 +1,292 @@
+"""Saving: what is kept, and saves that fail: on a rank, a full disk or a small host."""
+
+import contextlib
+import re
+import subprocess
+import threading
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import build_run, file_names, flags, last_checkpoint, listen, rows
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import checkpoint
+import train
+
+
+def test_keep_last_and_keep_every_leave_a_copy_that_the_user_made(run, tmp_path):
+    copy = tmp_path / "run" / "checkpoints" / "step-00000001-copy"
+    copy.mkdir(parents=True)
+    (copy / "manifest.json").write_text("{}")
+    out = run(1, "--max_steps 7 --save_interval 1 --keep_last 2 --keep_every 4")
+    kept = ["step-00000004", "step-00000006", "step-00000007"]
+    assert file_names(out / "checkpoints") == [copy.name, *kept]
+    assert [path.name for path in checkpoint.list_checkpoints(out)] == kept
+    assert [row["step"] for row in rows(out, "event")] == list(range(1, 8))
+
+
+def save_over_later_ones(folder: Path) -> list[str]:
+    """Save step 2 with --keep_last 1 beside damaged checkpoints that are later."""
+    torch.distributed.init_process_group("gloo")
+    saver = checkpoint.Saver(folder, "sharded", False, 1, 0, timedelta(seconds=20))
+    for step in (1, 2):
+        saver.save({"weight": torch.ones(3)}, {"step": step})
+        assert saver.failure is None
+    return file_names(folder / "checkpoints")
+
+
+def test_checkpoints_that_are_later_and_damaged_do_not_count_as_kept(pool, tmp_path):
+    later = tmp_path / "checkpoints" / "step-00000009"
+    later.mkdir(parents=True)
+    (later / "manifest.json").write_text("torn")
+    assert pool(1, save_over_later_ones, tmp_path) == [["step-00000002", later.name]]
+
+
+CUDA_CALLS = ["current_device", "current_stream", "init", "set_device", "stream", "synchronize"]
+
+
+def save_beside_a_gpu(folder: Path) -> list[str]:
+    """Save tensors on the CPU where CUDA seems to be available; return the calls of it."""
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    state = {"whole": torch.ones(3), "shards": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}
+    calls = []
+
+    def fail(*args, **kwargs):
+        calls.append(threading.current_thread().name)
+        raise RuntimeError("no context on GPU 0")
+
+    cuda = dict.fromkeys(CUDA_CALLS, fail) | {"is_available": lambda: True}
+    with mock.patch.multiple(torch.cuda, **cuda):
+        for format in ("sharded", "full"):
+            for async_save in (False, True):
+                run = folder / f"{format} {async_save}"
+                saver = checkpoint.Saver(run, format, async_save, 1, 0, timedelta(seconds=20))
+                for step in (1, 2):
+                    saver.save(state, {"step": step})
+                saver.wait()
+                calls += [saver.failure] if saver.failure else []
+    return calls
+
+
+def test_saving_from_the_cpu_leaves_gpu_0_alone(pool, tmp_path):
+    assert pool(2, save_beside_a_gpu, tmp_path) == [[], []]
+
+
+# Longer than what is read at a time
+RANKS_FILE = b"IQ== 0\n" * 200_000
+
+
+def save_with_extra_files(folder: Path, format: str) -> None:
+    torch.distributed.init_process_group("gloo")
+    extra = {"my.tiktoken": RANKS_FILE}
+    saver = checkpoint.Saver(folder, format, False, 0, 0, timedelta(seconds=20), extra)
+    saver.save({"weight": torch.ones(3)}, {"step": 1})
+    assert saver.failure is None
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+def test_extra_files_belong_to_every_checkpoint(pool, tmp_path, format):
+    pool(2, save_with_extra_files, tmp_path, format)
+    path = last_checkpoint(tmp_path)
+    assert (path / "my.tiktoken").read_bytes() == RANKS_FILE
+    assert checkpoint.read_manifest(path)["files"]["my.tiktoken"]["bytes"] == 1_400_000
+    (path / "my.tiktoken").write_bytes(b"IQ== 1\n" + RANKS_FILE[7:])
+    assert "my.tiktoken has changed since it was written" in checkpoint.verify(path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Saves that fail
+
+
+class Unpicklable(Exception):
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+
+# What fails on rank 1: the writing of its shards by DCP, and what follows it
+PLACES = [(torch.distributed.checkpoint.FileSystemWriter, "write_data"), (checkpoint, "checksum")]
+
+
+def save_with_errors(run: Path, async_save: bool) -> list[str | None]:
+    """Save where nothing can be written, with errors on rank 1, and without one.
+
+    Returns `failure` before the first save and after each.
+    """
+    torch.distributed.init_process_group("gloo")
+    saver = checkpoint.Saver(run, "sharded", async_save, 0, 0, timedelta(seconds=20))
+    errors = [TypeError("lost"), Unpicklable("lost"), OSError("lost")]
+    if async_save:
+        errors.append(SystemExit("lost"))
+    failures = [saver.failure]
+
+    def save(step: int) -> None:
+        saver.save({"weight": torch.ones(3)}, {"step": step})
+        saver.wait()
+        failures.append(saver.failure)
+
+    save(1)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        run.parent.unlink()
+    torch.distributed.barrier()
+    for place in PLACES:
+        for error in errors:
+            with contextlib.ExitStack() as stack:
+                if torch.distributed.get_rank() == 1:
+                    stack.enter_context(mock.patch.object(*place, side_effect=error))
+                save(2)
+    save(2)
+    events = [row["event"] for row in saver.done()]
+    assert events == ["checkpoint_failed"] * (len(failures) - 2) + ["checkpoint"]
+    return failures
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async_save):
+    run = tmp_path / "a_file" / "run"
+    run.parent.write_text("in the way")
+    answers = pool(2, save_with_errors, run, async_save)
+    for before, in_the_way, *lost, succeeded in answers:
+        assert before is None
+        assert in_the_way.startswith(f"cannot write {run}/checkpoints/step-00000001: rank 0: [Errn")
+        assert len(lost) == 6 + 2 * async_save
+        for failure in lost:
+            assert failure.startswith(f"cannot write {run}/checkpoints/step-00000002: ")
+            assert "lost" in failure and ("rank 1: " in failure or "SystemExit" in failure)
+        assert succeeded is None
+
+
+def save_interrupted(run: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    saver = checkpoint.Saver(run, "sharded", False, 0, 0, timedelta(seconds=20))
+    for place in PLACES:
+        interrupted = mock.patch.object(*place, side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            saver.save({"weight": torch.ones(3)}, {"step": 1})
+
+
+def test_ctrl_c_in_a_save_that_training_waits_for_is_no_failed_save(pool, tmp_path):
+    pool(1, save_interrupted, tmp_path)
+    assert not checkpoint.list_checkpoints(tmp_path)
+
+
+def save_with_a_nan_on_rank_1(argv: list[str]) -> str | None:
+    run = build_run(argv)
+    run.log.loss = 1.0
+    if torch.distributed.get_rank() == 1:
+        run.state["model"]["norm.weight"].to_local()[0] = torch.nan
+    train.save(run, 1)
+    return run.saver.failure
+
+
+def test_one_weight_of_one_rank_that_is_not_finite_refuses_the_save(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp")
+    for failure in pool(2, save_with_a_nan_on_rank_1, argv):
+        assert failure.endswith("step-00000001: the loss or a weight is not finite")
+    assert not checkpoint.list_checkpoints(tmp_path / "run")
+
+
+# --------------------------------------------------------------------------------------------------
+# Full disks, small hosts
+
+
+FORMATS = ["sharded", "sharded --async_save", "full"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_disk, format):
+    out = small_disk / "run"
+    text = f"--max_steps 5 --save_interval 1 --keep_last 0 --strategy fsdp --checkpoint {format}"
+    argv = flags(f"--data {tokens} --out {out} {text}")
+    answers = pool(2, listen, argv)
+    assert [status for status, _, _ in answers] == [1, 1]  # since the last checkpoint is missing
+    _, said, error = answers[0]
+    assert "NOT SAVED: cannot write" in said
+    assert "step 5/5" in said
+    assert error.count("\n") == 1
+    assert f"the disk is full, or its quota: 0.0 MB free at {out}" in error
+    saved = checkpoint.list_checkpoints(out)
+    assert saved
+    assert all(checkpoint.verify(path) is None for path in saved)
+    subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
+    ((status, said, _), _) = pool(2, listen, argv)
+    assert status == 0
+    assert f"continuing from {saved[-1]}" in said
+    assert len(checkpoint.list_checkpoints(out)) == 5
+    assert not list((out / "checkpoints").glob(".*"))
+
+
+def save_too_much(folder: Path, format: str) -> str | None:
+    torch.distributed.init_process_group("gloo")
+    saver = checkpoint.Saver(folder, format, False, 0, 0, timedelta(seconds=20))
+    saver.save({"weight": torch.ones(1_000_000)}, {"step": 1})
+    return saver.failure
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+def test_an_error_of_torch_that_does_not_say_so_is_said_to_be_a_full_disk(pool, small_disk, format):
+    (failure,) = pool(1, save_too_much, small_disk, format)
+    assert failure.startswith(f"cannot write {small_disk}/checkpoints/step-00000001: the disk is")
+    assert "unexpected pos" in failure  # of torch.save, which is all that it says
+    assert "\n" not in failure
+
+
+def train_on_a_small_host(argv: list[str]) -> tuple:
+    memory = checkpoint.HostMemory(resident=0, peak=0, available=1000)
+    with mock.patch.object(checkpoint, "host_memory", lambda: memory):
+        return listen(argv)
+
+
+@pytest.mark.tries("--checkpoint full gathers")
+def test_full_is_refused_where_it_does_not_fit_in_host_memory(pool, tokens, tmp_path):
+    text = f"--data {tokens} --out {tmp_path}/run --max_steps 2 --checkpoint full --strategy fsdp"
+    (status, _, error), _ = pool(2, train_on_a_small_host, flags(text))
+    assert status == 1
+    assert re.search(
+        r"gathers 12 bytes x \S+ parameters \+ 16 bytes x \S+ of the .* x 2 ranks", error
+    )
+    assert "use --checkpoint sharded" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_checkpoint_needs_what_rank_0_keeps_and_what_the_ranks_gather():
+    memory = checkpoint.HostMemory(resident=0, peak=0, available=12_000)
+    with mock.patch.object(checkpoint, "host_memory", lambda: memory):
+        checkpoint.check_full(1000)
+        with pytest.raises(checkpoint.CheckpointError, match="gathers 12 bytes x 1,001 parameters"):
+            checkpoint.check_full(1001)
+        gathered = r"12 bytes x 500 parameters \+ 16 bytes x 200 of the largest tensor x 2 ranks ="
+        with pytest.raises(checkpoint.CheckpointError, match=gathered):
+            checkpoint.check_full(500, largest=200, local_size=2)
+        checkpoint.check_full(500, largest=200, local_size=1)
+
+
+STATUS = "Threads:\t1\nVmRSS:\t    12 kB\n"  # as of gVisor, which does not report VmHWM
+
+
+MEMINFO = "MemTotal:  64 kB\nMemAvailable:  48 kB\n"
+
+
+@pytest.mark.parametrize(
+    "proc, expected",
+    [
+        ({"/proc/self/status": STATUS, "/proc/meminfo": MEMINFO}, (12 * 1024, 0, 48 * 1024)),
+        ({"/proc/meminfo": MEMINFO}, (0, 0, 48 * 1024)),
+        ({"/proc/self/status": STATUS}, (12 * 1024, 0, 0)),
+        ({}, (0, 0, 0)),
+    ],
+)
+def test_host_memory_is_0_where_the_system_does_not_report_it(proc, expected):
+    def read_text(path: Path) -> str:
+        if str(path) not in proc:
+            raise FileNotFoundError(path)
+        return proc[str(path)]
+
+    with mock.patch.object(Path, "read_text", read_text):
+        assert checkpoint.host_memory() == checkpoint.HostMemory(*expected)
