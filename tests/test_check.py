@@ -96,7 +96,7 @@ def test_a_check_that_fails_says_why_and_the_others_go_on(checked, monkeypatch, 
         ("Killed\n", "no line of its output names an error"),
     ],
 )
-def test_the_reason_of_a_failure_is_an_exception_or_an_error_of_a_command(text, line):
+def test_the_reason_of_a_failure_is_an_exception_or_an_error_line(text, line):
     assert check.last_error(text).removeprefix("[rank0]: ") == line
 
 

@@ -60,7 +60,7 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens):
     assert file_names(out / "checkpoints") == [kept, first.name, *[path.name for path in damaged]]
 
 
-def test_a_half_written_checkpoint_does_not_count_and_the_next_save_removes_it(run, tokens, pool):
+def test_a_half_written_checkpoint_does_not_count_and_is_removed(run, tokens, pool):
     out = run(1, "--max_steps 4 --save_interval 2 --keep_last 0")
     last = last_checkpoint(out)
     (last / "manifest.json").unlink()
@@ -135,7 +135,7 @@ def ask_for_a_decoder(metadata) -> None:
 
 
 @pytest.mark.tries("it points to")
-def test_metadata_that_sends_dcp_to_plain_pickle_or_elsewhere_is_refused(whole, tmp_path):
+def test_metadata_that_asks_for_pickle_or_other_files_is_refused(whole, tmp_path):
     path = tmp_path / "checkpoint"
     shutil.copytree(last_checkpoint(whole["single"]), path)
     original = (path / ".metadata").read_bytes()
@@ -253,7 +253,7 @@ def make_pipe(path: Path) -> None:
 
 @pytest.mark.tries("it is missing, or not")
 @pytest.mark.parametrize("create", [make_pipe, os.mkdir])
-def test_a_manifest_that_is_no_file_is_damaged_and_nobody_waits_for_it(tmp_path, command, create):
+def test_a_manifest_that_is_no_file_is_damaged_and_not_waited_for(tmp_path, command, create):
     path = tmp_path / "checkpoints/step-00000001"
     path.mkdir(parents=True)
     create(path / "manifest.json")

@@ -78,7 +78,7 @@ def speeds(folder: Path, *options: str) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.slow
-def test_ddp_across_hosts_is_faster_when_gradients_travel_once_a_step(box):
+def test_ddp_across_hosts_is_faster_with_one_reduction_a_step(box):
     found = speeds(box, "--nproc", "1", "--strategies", "ddp", "--steps", "1")
     assert found["ddp", "batch"] > 1.5 * found["ddp", "micro_batch"]
 

@@ -87,7 +87,7 @@ def test_consolidate_refuses_a_disk_without_the_room(whole, small_disk, command)
 
 
 @pytest.mark.tries("cannot write")
-def test_consolidate_leaves_nothing_on_a_disk_that_fills_up_meanwhile(whole, small_disk, command):
+def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(whole, small_disk, command):
     path = last_checkpoint(whole["hsdp --dp_shard 2"])
     (small_disk / "other").write_bytes(bytes(900_000))
     before = shutil.disk_usage("/")

@@ -28,7 +28,7 @@ def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):
     assert dataset[[len(dataset) - 1]].shape == (1, 9)
 
 
-def test_the_file_of_the_tokenizer_comes_with_the_folder_and_must_be_there(tokens, tmp_path):
+def test_the_tokenizer_file_comes_with_the_folder_and_must_be_there(tokens, tmp_path):
     folder = shutil.copytree(tokens, tmp_path / "tokens")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "my.tiktoken"}))
@@ -209,7 +209,7 @@ def test_which_sequence_of_a_mixture_is_number_n_depends_on_n_alone(mixture):
 
 
 @pytest.mark.parametrize("share, count", [(0.7, 10), (0.7, 50), (0.7, 77), (0.99, 2500)])
-def test_the_validation_set_of_a_mixture_is_in_its_shares_and_spread_evenly(mixture, share, count):
+def test_validation_of_a_mixture_keeps_its_shares_spread_evenly(mixture, share, count):
     """Also where a part has more windows than thousandths, as code has at a share of 0.01."""
     mixture = mixture.replace("0.7", f"{share}").replace("0.3", f"{1 - share:g}")
     dataset = data.open_dataset(data.open_folders(mixture), "val", 16, seed=None)

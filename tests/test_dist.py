@@ -51,7 +51,7 @@ def test_mesh_shapes(arguments, shape):
         (("ddp", 3, 3, None, None, 2), "3 processes / tp 2 is not a whole number"),
     ],
 )
-def test_a_mesh_that_does_not_multiply_is_refused_with_the_arithmetic(arguments, line):
+def test_a_mesh_that_does_not_multiply_is_refused_with_its_product(arguments, line):
     with pytest.raises(dist.MeshError) as error:
         dist.mesh_shape(*arguments)
     assert str(error.value).startswith(line)
@@ -168,7 +168,7 @@ def test_more_processes_than_gpus_are_refused(see_gpus, monkeypatch):
         dist.set_device("auto", local_rank=0, local_size=8)
 
 
-def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(see_gpus):
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(see_gpus):
     see_gpus(8)
     assert dist.set_device("auto", local_rank=3, local_size=8) == torch.device("cuda", 3)
     see_gpus(1)  # srun --gpus-per-task=1
@@ -198,7 +198,7 @@ def open_file_limits() -> list[int]:
     return [*resource.getrlimit(resource.RLIMIT_NOFILE), hard]
 
 
-def test_a_rank_may_open_as_many_files_and_sockets_as_the_system_grants(pool):
+def test_a_rank_may_open_as_many_files_as_the_system_grants(pool):
     ((soft, hard, hard_before),) = pool(1, open_file_limits)
     assert soft == hard == hard_before
     with mock.patch("resource.setrlimit", side_effect=ValueError("macOS")):

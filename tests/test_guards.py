@@ -79,7 +79,7 @@ def all_tensors(optimizer: optim.Optimizer, net: torch.nn.Module) -> dict[str, t
     return copies
 
 
-def test_a_skipped_step_changes_nothing_but_the_count_of_skipped_steps():
+def test_a_skipped_step_changes_nothing_but_its_count():
     net = torch.nn.Linear(4, 4)
     options = {"clip": "adaptive", "skip_spikes": 3.0}
     optimizer = optim.Optimizer(net.named_parameters(), lambda name: True, lr_at, **options)
@@ -186,9 +186,7 @@ def test_ranks_judge_spikes_together_by_their_mean_loss(pool):
 # Too many of them
 
 
-def test_too_many_skips_end_the_run_with_a_line_and_leave_the_checkpoint(
-    run, tokens, tmp_path, pool
-):
+def test_too_many_skips_end_the_run_and_leave_the_checkpoint(run, tokens, tmp_path, pool):
     text = "--strategy ddp --save_interval 3 --max_steps 30 --max_skipped 4 --log_interval 5"
     argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
     answers = pool(2, diverging_run, argv)

@@ -72,7 +72,7 @@ def trained(run) -> Path:
 
 
 @pytest.mark.hf
-def test_an_exported_model_has_the_same_logits_and_text_in_transformers(
+def test_an_exported_model_has_the_same_logits_in_transformers(
     transformers, trained, tmp_path, capsys
 ):
     out = convert("export", trained.parent.parent, tmp_path / "exported")
@@ -107,9 +107,7 @@ def test_an_exported_model_comes_in_again_bit_for_bit_and_trains_on(
 
 
 @pytest.mark.hf
-def test_a_run_goes_on_with_the_same_command_when_the_imported_folder_is_gone(
-    transformers, pool, tokens, tmp_path
-):
+def test_a_run_goes_on_when_the_imported_folder_is_gone(transformers, pool, tokens, tmp_path):
     """Its model has no name: the run's own checkpoints tell what it is."""
     theirs = make_model(transformers, "llama 3.1", tmp_path / "theirs")
     imported = convert("import", theirs, tmp_path / "imported")
@@ -214,7 +212,7 @@ def make_model(transformers, family: str, folder: Path) -> Path:
 
 @pytest.mark.hf
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_of_the_llama_family_comes_in_trains_on_two_ranks_and_goes_out(
+def test_a_llama_comes_in_trains_on_two_ranks_and_goes_out(
     transformers, family, pool, tokens, tmp_path
 ):
     theirs = make_model(transformers, family, tmp_path / "theirs")

@@ -26,9 +26,7 @@ def single(pool, tokens, tmp_path_factory) -> list[float]:
 
 
 @pytest.mark.slow
-def test_two_agents_meet_and_hsdp_shards_within_each_and_replicates_across(
-    tokens, tmp_path, single
-):
+def test_hsdp_shards_within_two_agents_and_replicates_across(tokens, tmp_path, single):
     """Two hosts of two ranks, as torchrun --nnodes 2 starts them on each."""
     launcher = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 2]
     launcher += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]

@@ -201,7 +201,7 @@ def test_a_profile_is_in_the_estimate(pool, tokens, tmp_path):
     assert 0.6 * taken < estimate < 1.7 * taken
 
 
-def test_of_a_separate_embedding_and_head_only_the_head_is_gathered_for_backward():
+def test_an_untied_head_but_no_embedding_is_gathered_for_backward():
     config = model.ModelConfig(1024, 2, 4, 2, d_model=32, d_ff=64, seq_len=16, tied=False)
     with torch.device("meta"):
         net = model.Transformer(config)
@@ -213,7 +213,7 @@ def test_of_a_separate_embedding_and_head_only_the_head_is_gathered_for_backward
     assert memory.fsdp_buffers(net, numels, torch.bfloat16, units, True) == gathered
 
 
-def test_a_large_model_holds_its_gradients_twice_while_ddp_moves_them():
+def test_a_large_model_holds_gradients_twice_while_ddp_moves_them():
     """For a moment at the start of the second step, when nothing else of the step is there."""
     config = model.ModelConfig(64, 1, 4, 2, d_model=256, d_ff=1024, seq_len=16)
     with torch.device("meta"):
@@ -283,7 +283,7 @@ def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     return found
 
 
-def test_auto_takes_ddp_up_to_80_percent_of_a_ranks_share_of_the_host(pool, tokens, tmp_path):
+def test_auto_takes_ddp_up_to_80_percent_of_a_ranks_host_memory(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run")
     for found in pool(2, chosen_strategies, argv, [0.79, 0.81]):
         assert found == ["ddp", "fsdp"]
@@ -302,7 +302,7 @@ def train_on_a_small_host(argv: list[str]) -> tuple[int, str, str]:
         return listen(argv)
 
 
-def test_a_host_whose_memory_will_not_do_is_warned_of_before_the_first_step(pool, tokens, tmp_path):
+def test_a_host_with_too_little_memory_is_warned_of_at_the_start(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1 --strategy fsdp")
     answers = pool(2, train_on_a_small_host, [*argv, "--d_ff", "4096"])
     assert [status for status, _, _ in answers] == [0, 0]
@@ -348,7 +348,7 @@ def page_faults_of_a_large_tensor() -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_the_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
+def test_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
     (faults,) = pool(1, page_faults_of_a_large_tensor)
     assert faults < 100
 

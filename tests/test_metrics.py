@@ -136,7 +136,7 @@ def test_the_console_says_for_how_long_training_waited_for_a_save(log, capsys):
 
 
 @pytest.mark.tries("updates in a row were skipped")
-def test_too_many_skipped_updates_in_a_row_end_the_run_after_their_row(log, tmp_path, monkeypatch):
+def test_too_many_skips_in_a_row_end_the_run_after_their_row(log, tmp_path, monkeypatch):
     the_log = log()
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 101.0)
     log_step(the_log, 7, device_metrics(math.nan, skipped_in_a_row=2))
@@ -256,9 +256,7 @@ def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
         return listen(argv)
 
 
-def test_a_start_without_mfu_says_how_to_get_it_and_peak_tflops_overrides_the_table(
-    pool, tokens, tmp_path
-):
+def test_without_mfu_a_start_says_so_and_peak_tflops_gives_it(pool, tokens, tmp_path):
     line = "no MFU: the peak of this GPU in float32 is not known; give --peak_tflops\n"
     text = f"--data {tokens} --out {tmp_path}/run --max_steps 1"
     ((status, out, _),) = pool(1, as_on_an_h200, flags(f"{text} --dtype float32"))

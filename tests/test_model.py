@@ -150,7 +150,7 @@ class CountCalls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_the_causal_mask_is_built_once_in_a_forward_pass_and_only_where_it_is_needed():
+def test_the_causal_mask_is_built_once_and_only_where_it_is_needed():
     model = build_model(SMALL)  # of two blocks
     tokens = torch.zeros(1, 16, dtype=torch.long)
     with CountCalls() as short:
@@ -172,7 +172,7 @@ def test_a_token_does_not_see_what_follows():
     assert not torch.allclose(before[9:], after[9:])
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_gradients_in_float32():
+def test_bfloat16_computes_in_it_and_keeps_gradients_in_float32():
     model = build_model(SMALL, dtype=torch.bfloat16)
     tokens = torch.randint(64, (2, 16))
     dtypes = set()
@@ -264,7 +264,7 @@ def test_the_gradient_of_equal_tokens_is_summed_in_float32(tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weight_decay_applies_to_matrices_but_not_to_norms_and_the_embedding(tied):
+def test_weight_decay_is_of_matrices_not_of_norms_and_embedding(tied):
     config = ModelConfig(
         64, n_layer=1, n_head=2, n_kv_head=1, d_model=16, d_ff=24, seq_len=8, tied=tied
     )
@@ -398,7 +398,7 @@ def generated(model, prompts: list[list[int]], n: int, **options) -> list[list[i
     return new
 
 
-def test_generate_is_greedy_at_temperature_0_and_repeats_itself_with_one_seed():
+def test_generate_is_greedy_at_temperature_0_and_repeats_by_seed():
     model = build_model(SMALL)
 
     def draw(**options) -> list[int]:
@@ -416,7 +416,7 @@ def test_generate_is_greedy_at_temperature_0_and_repeats_itself_with_one_seed():
     assert max(draw(temperature=5.0)) < 60
 
 
-def test_prompts_of_different_lengths_continue_in_a_batch_as_each_does_alone():
+def test_prompts_of_different_lengths_continue_as_each_does_alone():
     """Prompt i with seed + i. The last is longer than the context."""
     model = build_model(SMALL)
     prompts = [[1, 2], [3], list(range(20))]
@@ -424,7 +424,7 @@ def test_prompts_of_different_lengths_continue_in_a_batch_as_each_does_alone():
     assert generated(model, prompts, 20, seed=7) == alone
 
 
-def test_a_prompt_that_draws_the_stop_token_ends_without_it_and_the_others_go_on():
+def test_a_prompt_ends_at_the_stop_token_and_the_others_go_on():
     model = build_model(SMALL)
     prompts = [[1, 2], [3]]
     first, second = generated(model, prompts, 20)

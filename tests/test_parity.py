@@ -149,7 +149,7 @@ def initial_weights(mesh_name: str) -> tuple[int, dict]:
     return held, {name: model.full_tensor(weight) for name, weight in weights.items()}
 
 
-def test_initial_weights_are_the_same_on_every_mesh_and_no_rank_holds_more_than_its_shard(pool):
+def test_every_mesh_has_the_same_initial_weights_one_shard_a_rank(pool):
     ((total, expected),) = pool(1, initial_weights, "single")
     norms = sum(w.numel() for name, w in expected.items() if name.endswith("norm.weight"))
     # tp cuts everything but the norms in two; dp_shard cuts what is left, norms too.

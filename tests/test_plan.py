@@ -113,7 +113,7 @@ def test_gloo_scatters_with_the_traffic_of_an_all_reduce():
     assert predict.collective_seconds(row, Group(4, 1), links) == pytest.approx(2 * once)
 
 
-def test_latency_counts_hops_and_an_all_reduce_of_many_hosts_takes_a_tree():
+def test_latency_counts_hops_and_many_hosts_reduce_by_a_tree():
     links = dataclasses.replace(
         LINKS, intra_latency=1e-6, inter_latency=10e-6, launch_latency=100e-6
     )
@@ -152,7 +152,7 @@ def gathers(seconds: float, count: int = 10, phase: str = "forward") -> Communic
     return Communication("dp_shard", "all_gather", phase, count, round(seconds * 10e9 * 8 / 7))
 
 
-def test_fsdp_exposes_its_first_gather_and_what_takes_longer_than_the_compute_beside_it():
+def test_fsdp_exposes_its_first_gather_and_what_outlasts_compute():
     # 3e12 FLOPs: 2 s forward, of which 9 of 10 units can hide a gather
     hidden = step(rehearsal([gathers(1.0)], flops=3e12))
     assert hidden.exposed == pytest.approx({"dp_shard": 0.1})
@@ -186,7 +186,7 @@ def test_tensor_parallelism_and_the_norm_are_exposed():
     assert found.exposed["tp"] == pytest.approx(2 * 3 / 4 * 1e9 / 100e9)
 
 
-def test_gradients_synchronized_once_overlap_the_last_micro_batch_only():
+def test_gradients_reduced_once_overlap_the_last_micro_batch_only():
     reduced = Communication("dp_shard", "reduce_scatter", "backward", 4, round(4e10 * 8 / 7))
     found = rehearsal([reduced], flops=12e12, grad_accum_steps=4)
     # 4 s; a micro-batch has 4 s of backward, of which 3 of 4 units hide
@@ -269,7 +269,7 @@ def test_links_are_those_of_the_flags():
     assert (links.intra_latency, links.inter_latency) == pytest.approx((2e-6, 30e-6))
 
 
-def test_the_vocabulary_is_that_of_the_data_or_else_of_the_named_size(tokens):
+def test_the_vocabulary_is_of_the_data_or_else_of_the_named_size(tokens):
     argv = ["--world_size=8", "--model=gpt2-124m"]
     request, _ = plan.parse(argv)
     assert request.vocab_size == 50257
@@ -296,7 +296,7 @@ def test_the_achieved_fraction_can_be_read_from_a_run(tmp_path):
     assert request.cluster.achieved == 0.3
 
 
-def test_the_scaling_table_goes_from_one_host_to_all_with_the_same_batch():
+def test_the_scaling_table_goes_from_one_host_to_all_on_one_batch():
     request, _ = plan_of("--world_size 32 --strategy fsdp --micro_batch_size 1 --peak_tflops 1")
     request = dataclasses.replace(
         request, config=dataclasses.replace(request.config, global_batch_size=64)

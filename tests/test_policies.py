@@ -54,7 +54,7 @@ def test_every_policy_gives_the_numbers_of_a_single_process(run, single, policy)
     assert val_loss == pytest.approx(expected, rel=1e-5)
 
 
-def test_an_evaluation_leaves_nothing_behind_in_training_and_checkpoints(run):
+def test_an_evaluation_changes_neither_training_nor_checkpoints(run):
     """FSDP's last unit stays gathered after a forward pass that no backward pass follows."""
     base = f"{BASE} --strategy fsdp --save_interval 2"
     plain = run(2, base, "plain")
@@ -247,9 +247,7 @@ def compiled_steps(argv: list[str]) -> list[tuple[float, float, float, int]]:
 
 
 @pytest.mark.slow
-def test_one_compilation_serves_all_blocks_and_learning_rates_and_changes_no_number(
-    pool, tokens, tmp_path
-):
+def test_one_compilation_serves_all_blocks_and_changes_no_number(pool, tokens, tmp_path):
     # A block of 2.4 MB, which Dynamo would split where DDP's first bucket, of 1 MB, is full
     text = "--dtype float32 --micro_batch_size 4 --d_model 256 --d_ff 512"
     argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")

@@ -118,7 +118,7 @@ def test_what_was_read_and_skipped_is_said(tmp_path):
     )
 
 
-def test_the_share_of_validation_is_said_where_it_is_not_the_one_asked_for(tmp_path):
+def test_another_share_of_validation_than_asked_for_is_said(tmp_path):
     """A long document to train on, and a short one to validate."""
     by_split = {}
     for i in range(1000):
@@ -185,7 +185,7 @@ def write_ugly_corpus(folder: Path) -> list[str]:
     return documents
 
 
-def test_an_ugly_corpus_has_tiktokens_own_ids_and_what_is_left_out_is_said(tmp_path, monkeypatch):
+def test_an_ugly_corpus_has_tiktokens_ids_and_says_what_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK", 1000)
     documents = write_ugly_corpus(tmp_path / "text")
     name = write_ranks(tmp_path)
@@ -227,7 +227,7 @@ def test_tokens_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch, na
     assert written[0] == written[1] == written[2]
 
 
-def test_progress_has_a_rate_and_the_time_left_where_the_size_is_known():
+def test_progress_has_a_rate_and_the_time_left_of_a_known_size():
     corpus = Corpus(files=[Path("a")], size=400_000_000, position=100_000_000)
     line = encode.describe_progress(corpus, size=300_000_000, seconds=30)
     assert line == "tokenizing: 300.0 MB of text, 10.0 MB/s, 25%, 0:01:30 left"
@@ -335,7 +335,7 @@ def test_a_signal_ends_it_with_one_line_and_leaves_nothing(tmp_path, endless, nu
 
 
 @pytest.mark.tries("another process is writing")
-def test_what_a_killed_process_left_is_replaced_but_not_what_a_living_one_writes(tmp_path, endless):
+def test_only_what_a_killed_process_left_is_replaced(tmp_path, endless):
     (tmp_path / "text").write_text("one document")
     work = tmp_path / ".tokens.unfinished"
     inode = work.stat().st_ino

@@ -124,7 +124,7 @@ def test_the_profiler_switches_while_no_collective_is_in_flight(pool, tokens, tm
     assert len(list(tmp_path.glob("run/profile/*"))) == (0 if fails else 4)
 
 
-def test_a_run_that_is_continued_inside_the_window_has_nothing_to_report(run):
+def test_a_run_continued_inside_the_window_has_nothing_to_report(run):
     run(1, "--max_steps 4 --save_interval 4")
     out = run(1, "--max_steps 9 --profile 2:6")
     assert not (out / "profile").exists()
@@ -237,7 +237,7 @@ def test_annotated_ranges_of_a_gpu_are_neither_busy_nor_compute(gpu_figures):
     assert gpu_figures["exposed_communication"] == pytest.approx(0.2)
 
 
-def test_the_operations_of_a_gpu_are_its_kernels_and_copies_each_once(gpu_figures):
+def test_the_operations_of_a_gpu_are_its_kernels_and_copies_once(gpu_figures):
     shares = {row["name"]: row["share"] for row in gpu_figures["operations"]}
     assert shares == pytest.approx(
         {

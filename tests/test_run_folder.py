@@ -99,7 +99,7 @@ def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path
         begin(init_from=str(larger))
 
 
-def test_a_field_of_the_model_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
+def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
     """Checkpoints of before a field existed."""
     out = str(tmp_path / "run")
     now = manifest(0, model={**MODEL, "norm_eps": 1e-5, "rope_scaling": None}, out=out)
@@ -279,7 +279,7 @@ class ForkedConfig(Config):
     label_smoothing: float = flag(0.0, "share of the target for the other tokens")
 
 
-def test_a_flag_that_a_fork_adds_is_refused_without_a_list_to_remember(change):
+def test_a_flag_that_a_fork_adds_is_refused_without_a_list(change):
     with mock.patch.object(run_folder, "Config", ForkedConfig):
         assert change("label_smoothing", 0.0) == []
         with pytest.raises(UsageError, match="numbers with --label_smoothing 0.0 -> 0.1: change"):
@@ -303,7 +303,7 @@ def test_flags_are_compared_as_resolved(begin, tmp_path):
         begin(path, now)
 
 
-def test_mesh_batch_split_cadence_and_logging_may_change_and_are_said(begin, tmp_path):
+def test_mesh_batch_split_and_cadence_may_change_and_are_said(begin, tmp_path):
     path = save(tmp_path / "run", 10)
     flags = {"strategy": "fsdp", "micro_batch_size": 2, "eval_interval": 5, "log_interval": 1}
     assert begin(path, **flags).changes == [
@@ -377,7 +377,7 @@ def first(tmp_path):
     os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_folder_in_use_is_refused_and_a_dead_process_does_not_keep_it(first, tmp_path):
+def test_a_folder_in_use_is_refused_but_a_dead_process_frees_it(first, tmp_path):
     second = run_folder.Lock(tmp_path / "run")
     with pytest.raises(UsageError, match=rf"is in use by host .+, process {first.pid}, since 20"):
         second.acquire()
@@ -411,7 +411,7 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(folder):
         run_folder.Lock(Path(folder)).acquire()
 
 
-def test_a_lock_file_that_was_replaced_before_it_was_locked_locks_nothing(tmp_path):
+def test_a_lock_file_replaced_before_it_was_locked_locks_nothing(tmp_path):
     """The last holder removes it, and a third run creates it anew."""
     path = tmp_path / "lock"
     lock_it = fcntl.lockf

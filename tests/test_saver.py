@@ -229,7 +229,7 @@ def save_too_much(folder: Path, format: str) -> str | None:
 
 
 @pytest.mark.parametrize("format", ["sharded", "full"])
-def test_an_error_of_torch_that_does_not_say_so_is_said_to_be_a_full_disk(pool, small_disk, format):
+def test_an_unclear_error_of_torch_is_said_to_be_a_full_disk(pool, small_disk, format):
     (failure,) = pool(1, save_too_much, small_disk, format)
     assert failure.startswith(f"cannot write {small_disk}/checkpoints/step-00000001: the disk is")
     assert "unexpected pos" in failure  # of torch.save, which is all that it says
@@ -255,7 +255,7 @@ def test_full_is_refused_where_it_does_not_fit_in_host_memory(pool, tokens, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_full_checkpoint_needs_what_rank_0_keeps_and_what_the_ranks_gather():
+def test_full_needs_what_rank_0_keeps_and_what_ranks_gather():
     memory = checkpoint.HostMemory(resident=0, peak=0, available=12_000)
     with mock.patch.object(checkpoint, "host_memory", lambda: memory):
         checkpoint.check_full(1000)

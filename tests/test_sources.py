@@ -132,7 +132,7 @@ def test_a_field_may_be_in_a_struct_of_a_parquet_row(tmp_path):
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstd])
-def test_several_compressed_streams_in_a_file_are_read_one_after_another(tmp_path, pack):
+def test_compressed_streams_in_a_file_are_read_one_after_another(tmp_path, pack):
     (tmp_path / "a").write_bytes(pack(b"one ") + pack(b"") + pack(b"two"))
     assert documents(tmp_path) == ["one two"]
 
@@ -145,7 +145,7 @@ def test_standard_input_is_text_or_json_lines_by_its_beginning(pack):
         assert documents("-") == DOCUMENTS
 
 
-def test_sources_keep_their_order_and_what_is_in_a_folder_or_glob_is_sorted(tmp_path, monkeypatch):
+def test_sources_keep_their_order_and_folders_and_globs_are_sorted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b/2.txt", "b/1.txt", "a/[x].txt", "a/y.md", "c/deep/3.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)

@@ -87,9 +87,7 @@ def test_a_file_name_may_contain_its_pattern(path, pattern):
 
 
 @pytest.mark.parametrize("pattern", tokenizer.PATTERNS)
-def test_cutting_a_long_document_into_chunks_does_not_change_its_tokens(
-    tmp_path, monkeypatch, pattern
-):
+def test_a_long_document_in_chunks_has_the_same_tokens(tmp_path, monkeypatch, pattern):
     merges = [b"\n\n", b"  ", b"    ", b".\n", b"\n ", b"th", b" th", b"12"]
     encoding = tokenizer.load_encoding(write_ranks(tmp_path / "mine.tiktoken", merges), pattern)
     words = ["th", " th", "\n\n", "\n", "  ", " ", ".\n", "1234"]
@@ -136,7 +134,7 @@ def test_gpt2_without_network_says_what_to_do(tmp_path, monkeypatch):
         tokenizer.load_encoding("gpt2")
 
 
-def test_text_bytes_are_those_of_the_text_without_the_end_of_a_document(tmp_path):
+def test_text_bytes_leave_out_the_end_of_a_document(tmp_path):
     name = write_ranks(tmp_path / "mine.tiktoken", [b"th", b"the"])
     counts = [0] * 259
     for token in [*tokenizer.encode(name, "the thé"), 258]:
@@ -425,7 +423,7 @@ def test_no_word_is_so_long_that_training_does_not_end(tokenizers):
 
 
 @pytest.mark.tries("needs the tokenizers package")
-def test_training_a_vocabulary_without_the_package_says_what_to_install(monkeypatch):
+def test_a_vocabulary_without_the_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(tokenizer.TokenizerError, match="pip install tokenizers"):
         tokenizer.train_ranks(["text"], 300)

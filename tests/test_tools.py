@@ -150,9 +150,7 @@ def test_compare_reads_a_log_whose_last_row_a_kill_has_torn(two_runs, compared):
     assert compare.read_rows(two_runs[1])[-1]["step"] == 16
 
 
-def test_training_losses_are_means_over_the_same_tokens_however_often_a_run_logs(
-    tmp_path, compared
-):
+def test_training_losses_are_means_over_the_same_tokens(tmp_path, compared):
     steps = range(1, 101)
     often = write_run(tmp_path / "often", {step: 100.0 - step for step in steps}, [(100, 1.0)])
     seldom = write_run(tmp_path / "seldom", {1: 99.0, 50: 50.0, 95: 5.0, 100: 0.0, 150: 0.0})
@@ -195,7 +193,7 @@ def test_without_a_finite_evaluation_there_is_no_time_to_a_loss(tmp_path, compar
     assert not [name for name in found if name.startswith("seconds")]
 
 
-def test_times_of_a_run_that_began_with_a_checkpoint_of_another_start_there(tmp_path, compared):
+def test_times_of_a_run_that_resumed_another_start_there(tmp_path, compared):
     later = write_run(tmp_path / "later", {101: 3.0, 110: 2.0}, [(110, 2.0)])
     assert row(compared(later), "seconds") == ["5.0"]
 
@@ -376,7 +374,7 @@ def test_bench_strategies_leaves_hsdp_out_on_one_process():
 
 
 @pytest.mark.slow
-def test_bench_accumulation_counts_what_a_reduction_after_every_micro_batch_sends():
+def test_bench_accumulation_counts_what_each_reduction_sends():
     sent = {}
     for row in bench_rows("accumulation", *SMALL):
         sent[row["strategy"], row["micro-batches"], row["grad_sync"]] = megabytes(row)

@@ -167,9 +167,7 @@ def test_a_finished_run_says_so(run, tokens, pool):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
-def test_a_finished_run_without_checkpoints_says_so_and_an_unfinished_one_cannot_go_on(
-    run, tokens, pool
-):
+def test_a_run_without_checkpoints_ends_but_cannot_be_continued(run, tokens, pool):
     out = run(1, "--max_steps 3 --checkpoint none")
     argv = flags(f"--data {tokens} --out {out}")
     ((status, said, _),) = pool(1, listen, [*argv, "--max_steps", "3", "--checkpoint", "none"])

@@ -175,7 +175,7 @@ def say_last_words(dump, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dump", [dump_that_hangs, dump_that_fails])
-def test_a_rank_ends_after_its_last_words_also_where_the_dump_does_not(tmp_path, dump):
+def test_a_rank_ends_after_its_last_words_even_if_the_dump_hangs(tmp_path, dump):
     context = multiprocessing.get_context("fork")  # no second start of torch
     process = context.Process(target=say_last_words, args=(dump, tmp_path))
     process.start()
@@ -190,9 +190,7 @@ def test_a_rank_ends_after_its_last_words_also_where_the_dump_does_not(tmp_path,
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_the_line_comes_within_the_timeout_and_torchrun_ends_the_job_30_seconds_later(
-    tokens, tmp_path, rank, number
-):
+def test_the_line_comes_within_the_timeout_the_end_30_s_later(tokens, tmp_path, rank, number):
     out = tmp_path / "run"
     argv = flags(f"--data {tokens} --out {out} --strategy ddp --max_steps 1000000 --timeout 10")
     job = torchrun(4, argv, tmp_path / "job")
