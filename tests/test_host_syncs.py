@@ -1,53 +1,91 @@
-"""The host does not wait for the device in a step."""
+"""The host does not wait for the device in a step.
+
+On a CPU nothing waits. So everything counts for which a host would wait for a GPU: a tensor's value
+on the host, an operation whose result has a shape that depends on values, and a tensor that the
+host builds, which would be copied to the GPU.
+"""
 
 import sys
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from conftest import ROOT, build_run, flags, train_step
-from test_optim import FROZEN, SMALL, lr_at
-from torch.overrides import TorchFunctionMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import model
 import optim
 import train
-from runtime.profiling import HostSyncCounter
 
-# On a CPU nothing waits, so every way to ask for a value counts.
-READS = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero")
+WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# What no operation of torch shows, on a CPU
+CALLS = [(torch.Tensor, "tolist"), (torch.Tensor, "cpu"), (torch.Tensor, "numpy")]
+CALLS += [(torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor")]
+
+# The two kinds of a step, with and without statistics, and all that an update can do besides
+FLAGS = "--micro_batch_size 1 --skip_spikes 3 --optim_metrics_interval 3"
 
 
-def count_reads(argv: list[str]) -> dict[str, int]:
-    """How often our own files asked for a tensor's value in the loop, by file and method."""
-    reads: dict[str, int] = {}
+def clip_in_every_way():
+    """Let `--clip norm` be all strategies, one after another."""
+    clips = list(optim.CLIPS.values())
 
-    def counting(name: str, method):
-        def ask(tensor, *arguments, **options):
-            asker = Path(sys._getframe(1).f_code.co_filename)
-            if asker.parent == ROOT:
-                key = f"{asker.name} {name}"
-                reads[key] = reads.get(key, 0) + 1
-            return method(tensor, *arguments, **options)
+    def clip(optimizer, grads, norms):
+        return [each(optimizer, grads, norms) for each in clips][0]
 
-        return ask
+    return mock.patch.dict(optim.CLIPS, norm=clip)
 
-    run = build_run(argv)
-    patches = [mock.patch.object(train, "evaluate", lambda run, step: None)]  # evaluations wait
-    for name in READS:
-        method = counting(name, getattr(torch.Tensor, name))
-        patches.append(mock.patch.object(torch.Tensor, name, method))
+
+class HostSyncs(TorchDispatchMode):
+    """Counts what the files of the top level do for which a host would wait: {"x.py item": 1}."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it decomposes into operations on its local tensors
+        if WAITS & set(function.tags):
+            self.count(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+    def counting(self, owner, name: str):
+        function = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            self.count(name)
+            return function(*args, **kwargs)
+
+        return mock.patch.object(owner, name, call)
+
+    def count(self, name: str) -> None:
+        frame = sys._getframe()
+        while frame.f_code.co_filename.startswith((str(Path(torch.__file__).parent), __file__)):
+            frame = frame.f_back
+        asker = Path(frame.f_code.co_filename)
+        if asker.parent == ROOT:
+            self.counts[f"{asker.name} {name}"] += 1
+
+
+def count_host_syncs(argv: list[str]) -> dict[str, int]:
+    """What train.py does in its loop for which a host would wait, but for evaluations."""
+    with clip_in_every_way():
+        run = build_run(argv)
+    if run.world.size == 1:
+        run.model.norm.weight.requires_grad_(False)  # a parameter without a gradient
+    syncs = HostSyncs()
+    patches = [syncs.counting(owner, name) for owner, name in CALLS]
+    patches.append(mock.patch.object(train, "evaluate", lambda run, step: None))
     for patch in patches:
         patch.start()
-    with HostSyncCounter() as inside:  # what asks from inside of torch's functions
+    with syncs:
         assert train.train(run) == 0
     for patch in patches:
         patch.stop()
-    for place, times in inside.counts.items():
-        if (ROOT / place.split(":")[0]).exists():
-            reads[place] = times
-    return reads
+    return dict(syncs.counts)
 
 
 @pytest.mark.parametrize(
@@ -55,20 +93,26 @@ def count_reads(argv: list[str]) -> dict[str, int]:
     [("single", 1), ("ddp", 2), ("fsdp", 2), ("hsdp --dp_shard 2 --dp_replicate 2", 4)],
 )
 def test_the_host_reads_from_the_device_for_log_rows_only(pool, tokens, tmp_path, mesh, ranks):
-    """Steps 1, 5 and 6 of 6 are logged: one read each."""
-    text = f"--data {tokens} --out {tmp_path}/run --strategy {mesh} --micro_batch_size 1"
+    """Steps 1, 5 and 6 of 6 are logged; steps 3 and 6 have statistics, which rank 0 reads."""
+    text = f"--data {tokens} --out {tmp_path}/run --strategy {mesh} {FLAGS}"
     argv = flags(f"{text} --max_steps 6 --checkpoint none --log_interval 5")
-    assert pool(ranks, count_reads, argv) == [{"metrics.py tolist": 3}] * ranks
+    of_rows = {"metrics.py tensor": 3, "metrics.py tolist": 3}
+    at_start = {"data.py _local_scalar_dense": 1}  # a seed of torch's DataLoader, on the host
+    rank_0, *others = pool(ranks, count_host_syncs, argv)
+    assert rank_0 == of_rows | at_start | {"metrics.py tolist": 3 + 2}
+    assert others == [of_rows | at_start] * (ranks - 1)
 
 
 def cuda_steps(argv: list[str]) -> int:
-    run = build_run(argv)
+    with clip_in_every_way():
+        run = build_run(argv)
     batches = run.batches(1, 6)
     for step in (1, 2, 3):  # the first allocates
         train_step(run, batches, step)
     torch.cuda.set_sync_debug_mode("error")
     for step in (4, 5, 6):
         row = train_step(run, batches, step)
+        row.pop("parameters", None)  # whose rows wait
         run.log.queue(step, row, run.optimizer.lr)
     torch.cuda.set_sync_debug_mode("default")
     run.log.flush()
@@ -79,52 +123,5 @@ def cuda_steps(argv: list[str]) -> int:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_no_sync_on_cuda(pool, tokens, tmp_path, strategy):
-    text = f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --micro_batch_size 2"
+    text = f"--data {tokens} --out {tmp_path}/run --strategy {strategy} {FLAGS}"
     assert pool(1, cuda_steps, [*flags(text), "--device", "cuda"]) == [0]
-
-
-class IdleAdamW(torch.optim.SGD):
-    """In place of torch's AdamW, which has no kernel for the meta device."""
-
-    def __init__(self, groups, lr, betas, eps, fused):
-        super().__init__(groups)
-        self.defaults["betas"] = betas
-
-    def step(self):
-        pass
-
-
-class HostConstants(TorchFunctionMode):
-    """Records the calls that build a tensor from Python's numbers, which lie on the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
-            self.calls.append(function)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("clip", optim.CLIPS)
-def test_no_value_leaves_or_reaches_the_device_in_a_step(clip, monkeypatch):
-    """A tensor on the meta device has no data: copying it to the host or branching on it raises.
-
-    On a GPU a constant that the host builds would be one more copy, for which the host waits.
-    """
-    monkeypatch.setattr(torch.optim, "AdamW", IdleAdamW)
-    net = model.Transformer(SMALL).to("meta")
-    net.get_parameter(FROZEN).requires_grad_(False)
-    optimizer = optim.Optimizer(
-        net.named_parameters(), net.decays, lr_at, clip=clip, skip_spikes=3.0
-    )
-    tokens = torch.zeros(4, 9, dtype=torch.long, device="meta")
-    loss = net(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    with HostConstants() as host:
-        metrics = optimizer.step(1, loss.detach(), measure=True)
-    assert host.calls == []
-    assert {value.device.type for value in metrics.values()} == {"meta"}
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        loss.item()
