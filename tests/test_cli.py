@@ -1,0 +1,32 @@
+"""How every command ends. What argparse finds is tried by the rows of mistakes_cli.py."""
+
+from unittest import mock
+
+import pytest
+
+from runtime import cli
+
+
+@pytest.mark.parametrize(
+    "error, status, said",
+    [
+        (cli.UsageError("--lr is too high"), 2, "prog: error: --lr is too high\n"),
+        (cli.RunError("no memory is left"), 1, "prog: error: no memory is left\n"),
+        (OSError(28, "No space left"), 1, "prog: error: [Errno 28] No space left\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 130, ""),  # the reader of a pipe has left
+    ],
+)
+def test_an_error_that_a_person_can_mend_is_a_line_and_a_status(capsys, error, status, said):
+    assert cli.run("prog", mock.Mock(side_effect=error)) == status
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_fault_of_the_program_passes():
+    with pytest.raises(ZeroDivisionError):
+        cli.run("prog", lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("result, status", [(None, 0), (75, 75)])
+def test_what_a_command_returns_is_its_status(result, status):
+    assert cli.run("prog", lambda: result) == status
