@@ -148,7 +148,9 @@ MISTAKES = {
         Mistake("verify {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
         Mistake("verify {damaged}", "{damaged}: __0_0.distcp is missing", 1),
         Mistake("verify {truncated}", "__0_0.distcp has 1,000 bytes, not", 1),
-        Mistake("verify {flipped}", "__0_0.distcp has changed since it was written", 1),
+        Mistake(
+            "verify {flipped}", "__0_0.distcp has changed since it was written: its checksum", 1
+        ),
         Mistake(
             "verify {torn_manifest}",
             "is not a complete checkpoint: its manifest.json is damaged",
@@ -170,7 +172,7 @@ MISTAKES = {
             "consolidate {other}/checkpoints/step-00000002 {foreign}/config.json/new",
             "new cannot be created: ",
         ),
-        Mistake("consolidate {damaged} {root}/new", "{damaged}: __0_0.distcp is missing", 1),
+        Mistake("consolidate {flipped} {root}/new", "{flipped}: __0_0.distcp has changed since", 1),
         Mistake("consolidate {hostile} {root}/new", "its .metadata is damaged or hostile", 1),
         Mistake("consolidate {no_names} {root}/new", "its .metadata is damaged or hostile", 1),
     ],

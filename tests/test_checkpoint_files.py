@@ -278,25 +278,3 @@ def test_a_checkpoint_of_no_known_format_is_refused(whole, tmp_path, command):
     status, out, error = command("consolidate", path, tmp_path / "one")
     assert (status, out, error.count("\n")) == (1, "", 1)
     assert line in error
-
-
-def test_verify_finds_a_flipped_bit(whole, tmp_path, command):
-    path = last_checkpoint(whole["hsdp --dp_shard 2"])
-    status, out, _ = command("verify", path)
-    assert status == 0
-    assert "complete and unchanged: 5 files, " in out  # one of each rank, and .metadata
-    damaged = tmp_path / "damaged"
-    shutil.copytree(path, damaged)
-    flip_a_bit(damaged)
-    status, _, error = command("verify", damaged)
-    assert status == 1
-    assert "its checksum differs" in error
-    assert error.count("\n") == 1
-
-
-def test_consolidate_of_a_damaged_checkpoint_writes_nothing(whole, tmp_path, command):
-    damaged = copy_and_damage(whole, tmp_path) / "checkpoints/step-00000005"
-    status, out, error = command("consolidate", damaged, tmp_path / "one")
-    assert (status, out) == (1, "")
-    assert f"{damaged}: __0_0.distcp has changed since it was written" in error
-    assert file_names(tmp_path) == ["run"]
