@@ -1,8 +1,8 @@
 """What earlier code saved loads on any mesh, and continues with the numbers it had.
 
 meshes_2026_11_22/ has a checkpoint of step 2 of each mesh and format, all of one configuration, and
-the losses and gradient norms of the single processes of test_parity.py. They stay until the numbers
-change for a reason.
+the losses and gradient norms of the runs of test_parity.py. They stay until the numbers change for
+a reason.
 """
 
 import base64

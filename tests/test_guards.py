@@ -25,7 +25,7 @@ def faulty_run(argv: list[str], faulty_rank: int | None) -> list[float]:
     """
     with mock.patch.object(optim, "SPIKE_HISTORY", 8):
         run = build_run(argv)
-    batches = run.batches(1, 10)
+    batches = train.micro_batches(run, 1, 10)
     forward = run.forward
     losses = []
     for step in range(1, 11):

@@ -520,23 +520,29 @@ class EventOfADevice(metrics.DeviceEvent):
         self.waited = True
 
 
-def poll_a_row(argv: list[str]) -> list[int]:
-    """The rows on disk after queue, poll and flush, where the device is behind the host."""
+def rows_of_a_slow_device(argv: list[str]) -> list[int]:
+    """The rows on disk after each of two steps and a pause, where the device is behind the host."""
     with mock.patch.object(metrics, "DeviceEvent", EventOfADevice):
         run = build_run(argv)
         run.log.device = torch.device("meta")  # anything but a CPU, whose rows arrive at once
-        row = train_step(run, run.batches(1, 1), 1)
+        row = train_step(run, train.micro_batches(run, 1, 1), 1)
         file = Path(run.plan.config.out) / "metrics.jsonl"
+
+        def count() -> int:
+            return len(file.read_text().splitlines()) if file.exists() else 0
+
         counts = []
-        for call in (lambda: run.log.queue(1, row, 0.1), run.log.poll, run.log.flush):
-            call()
-            counts.append(len(file.read_text().splitlines()) if file.exists() else 0)
+        for is_due in (True, False):
+            run.log.step(1, row, run.optimizer, is_due)
+            counts.append(count())
+        with run.log.pause():
+            counts.append(count())
     return counts
 
 
 def test_a_row_is_written_when_it_has_arrived(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run")
-    assert pool(1, poll_a_row, argv) == [[0, 0, 1]]
+    assert pool(1, rows_of_a_slow_device, argv) == [[0, 0, 1]]
 
 
 @pytest.mark.slow
