@@ -269,7 +269,9 @@ class PendingRow:
 
 
 class Log:
-    """Rows and console lines from rank 0; every rank takes part in gathering them.
+    """Rows and console lines from rank 0; every rank takes part in the all_gather of a row.
+
+    A training row goes step -> send_row -> write_pending -> record -> append.
 
     `last_step` is the step that the run continues from; `started` is when it was first started, in
     seconds since the epoch. Time left, speed and MFU follow from `max_steps`, `tokens_per_step` of
@@ -344,7 +346,7 @@ class Log:
         if "parameters" in metrics:
             self.parameters(step, optimizer, metrics.pop("parameters"))
         if is_due:
-            self.flush()  # the previous row, of log_interval steps ago, has arrived long since
+            self.flush()  # waits only where the previous row has not arrived yet
             self.pending = self.send_row(step, metrics, optimizer.lr)
             self.mark = self.pending.ended
             if self.device.type == "cpu":  # where it has arrived
@@ -384,24 +386,27 @@ class Log:
             )
 
     def write_pending(self) -> None:
-        row = self.pending
+        """Compute the row from the values of all ranks, write it, and print it for people."""
+        pending = self.pending
         self.pending = None
-        ranks = dict(zip(row.names, row.values.T.tolist()))  # name -> the value of each rank
-        steps = row.ended.step - row.began.step
+        ranks = dict(
+            zip(pending.names, pending.values.T.tolist())
+        )  # name -> the value of each rank
+        steps = pending.ended.step - pending.began.step
         own_times = [seconds / steps for seconds in ranks["own_time"]]
         world_size = len(own_times)
         self.skipped_in_a_row = int(max(ranks["skipped_in_a_row"]))
         self.loss = sum(ranks["loss"]) / world_size
-        self.step_time = row.ended.event.since(row.began.event) / steps
+        self.step_time = pending.ended.event.since(pending.began.event) / steps
         tokens_per_second = self.tokens_per_step / self.step_time
         flops = tokens_per_second / world_size * self.flops_per_token
         self.useful_time += steps * self.step_time
-        fields = {
-            "step": row.ended.step,
-            "tokens": row.ended.step * self.tokens_per_step,
+        row = {
+            "step": pending.ended.step,
+            "tokens": pending.ended.step * self.tokens_per_step,
             "loss": self.loss,
             "grad_norm": max(ranks["grad_norm"]),
-            "lr": row.lr,
+            "lr": pending.lr,
             "clipped": int(max(ranks["clipped"])),
             "skipped_steps": int(max(ranks["skipped_steps"])),
             "step_time": self.step_time,
@@ -415,9 +420,9 @@ class Log:
             "peak_device_memory": int(max(ranks["peak_device_memory"])),
             "peak_host_memory": int(max(ranks["peak_host_memory"])),
         }
-        self.record(fields)
-        is_first = row.began.step == self.resume_step
-        self.say(console_line(fields, self.max_steps, is_first), fields["step"])
+        self.record(row)
+        is_first = pending.began.step == self.resume_step
+        self.say(console_line(row, self.max_steps, is_first), row["step"])
 
     # Other rows
 
@@ -470,7 +475,7 @@ class Log:
             self.ask_tracker(self.send, numbers.pop("step"), numbers)
 
     def ask_tracker(self, call: Callable, *arguments):
-        """Call, and return the result. A tracker that fails ends nothing: it is off, and None."""
+        """Call, and return the result. One that fails is switched off, and the run goes on."""
         try:
             return call(*arguments)
         except Exception as error:

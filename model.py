@@ -231,7 +231,7 @@ CPU_KERNEL_ABOVE = 512  # tokens up to which a CPU's attention is faster written
 
 
 def causal_mask(T: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """-inf above the diagonal, else 0: (T, T). None where torch's attention kernel needs none."""
+    """-inf above the diagonal, else 0: (T, T), for attention written out; None: torch's kernel."""
     if device.type != "cpu" or T > CPU_KERNEL_ABOVE:
         return None
     return torch.full((T, T), -math.inf, dtype=dtype, device=device).triu(1)

@@ -1,7 +1,8 @@
 """AdamW, learning-rate schedules, gradient clipping, skipped updates and statistics in one object.
 
 Nothing here waits for the device: norms, decisions and counters are tensors that stay on it, and
-the host only queues work. Adding a clipping strategy takes one function and one entry in CLIPS.
+the host only queues work. Adding a clipping strategy takes one function and one entry in CLIPS, a
+schedule one entry in SCHEDULES; config.py has the help texts.
 """
 
 import math

@@ -1,4 +1,6 @@
-"""Train a language model: the parts of a run, one step, saving, evaluation, the loop.
+"""Train a language model: the parts of a run, one step, saving, evaluation, the loop, the command.
+
+Read `train` first, the loop, then `train_step`; `build` makes what they use.
 
 torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 """
@@ -19,8 +21,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Read when torch is loaded: C++ warnings of collectives that fail, which say less than the line
-    # of the watchdog, and the profiler's own log.
+    # torch reads these when it is imported. They silence C++ warnings of failed collectives, which
+    # say less than the watchdog's line, and the profiler's own log.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
@@ -95,8 +97,8 @@ def make_plan(config: Config, world: dist.World) -> Plan:
 
 
 def check_tokenizer(folder: data.TokenFolder) -> None:
-    """Check what goes into every checkpoint as the tokenizer. Raises TokenizerError."""
-    if folder.tokenizer_file:  # a built-in one may need the network
+    """Check the tokenizer file that goes into every checkpoint. Raises TokenizerError."""
+    if folder.tokenizer_file:  # none of a built-in tokenizer, which may need the network
         tokenizer.find(folder.path, folder.tokenizer_name, folder.vocab_size)
 
 
@@ -126,7 +128,7 @@ def prepare_builtin(world: dist.World) -> None:
 class Run:
     """What a run is made of, on this rank: plain values, in the order in which `build` makes them.
 
-    The last four write to the run folder. --dry_run and --eval_only write nothing, and have none.
+    The last four are for training only: with --dry_run and --eval_only there are none.
     """
 
     plan: Plan
@@ -144,10 +146,10 @@ class Run:
     optimizer: optim.Optimizer | None  # None with --eval_only
     state: dict  # what a checkpoint holds: the live tensors, sharded
     step: int  # updates so far
-    any_rank: agreement.AnyRankFlag | None = None
-    profiler: profiling.Profiler | None = None
+    should_stop: agreement.StopRequest | None = None
     saver: checkpoint.Saver | None = None
     log: metrics.Log | None = None
+    profiler: profiling.Profiler | None = None
 
 
 def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
@@ -190,7 +192,7 @@ def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
     )
     check_agreement(run)
     if not (c.dry_run or c.eval_only):
-        take_run_folder(run)
+        open_run_folder(run)
     return run
 
 
@@ -210,15 +212,15 @@ def check_agreement(run: Run) -> None:
     )
 
 
-def take_run_folder(run: Run) -> None:
-    """Take the run folder, and open all that writes there."""
+def open_run_folder(run: Run) -> None:
+    """Take over the run folder, and create what writes there and what stops the run."""
     plan, world, c = run.plan, run.world, run.config
     out = Path(c.out)
     first_start = dist.on_rank0(
         lambda: run_folder.create(out, plan.manifest, run.step, world.size, plan.started)
     )
     run.watchdog.dump_folder = out / "flight"
-    run.any_rank = agreement.AnyRankFlag(world.timeout)
+    run.should_stop = agreement.StopRequest(world.timeout)  # handles signals from here on
     run.saver = checkpoint.Saver(
         out,
         format=c.checkpoint,
@@ -231,8 +233,8 @@ def take_run_folder(run: Run) -> None:
     run.log = build_log(plan, run.model, world.device, first_start)
 
     def settle() -> None:
-        """Wait until this rank has no collective in flight: those of a step have ended by then."""
-        run.any_rank.wait()
+        """Wait for the collectives beside a step, whose own have ended by then."""
+        run.should_stop.wait()
         run.saver.wait()
 
     run.profiler = profiling.Profiler(
@@ -297,7 +299,7 @@ def load_resume_point(resume: run_folder.ResumePoint, state: dict) -> None:
 
 
 def source_hash() -> str:
-    """A hash of the Python files that a run is made of, and of where they stand."""
+    """A hash of the Python files that a run is made of, and of their paths."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for pattern in ("*.py", "runtime/*.py", "text/*.py"):
@@ -379,16 +381,16 @@ def is_due(step: int, interval: int) -> bool:
 
 @dataclass(frozen=True)
 class Due:
-    """What follows a step, by the flags alone and so alike on all ranks."""
+    """What is due in and after a step, by the flags alone and so alike on all ranks."""
 
-    measure: bool  # each parameter
+    measure: bool  # statistics of each parameter, in the step
     evaluate: bool
     save: bool
     log: bool
 
 
-def due_after(step: int, c: Config, is_first: bool) -> Due:
-    """What follows `step`, which may be the first one of this start."""
+def due_at(step: int, c: Config, is_first: bool) -> Due:
+    """What is due at `step`, which may be the first one of this start."""
     is_last = step == c.max_steps
     evaluate = is_last or is_due(step, c.eval_interval)
     save = is_last or is_due(step, c.save_interval)
@@ -431,6 +433,7 @@ def log_saves(run: Run) -> None:
     for row in run.saver.done():
         run.log.checkpoint(row)
         if row["event"] == "checkpoint":
+            run.log.longest_pause = max(run.log.longest_pause, row["seconds"])  # of --async_save
             run.watchdog.saved_step = row["step"]
 
 
@@ -444,26 +447,21 @@ def finish_saves(run: Run) -> None:
 
 
 def evaluate_and_save(run: Run, step: int, due: Due, stop: bool) -> None:
-    """What is due after a step and not part of its time."""
+    """What is due after a step and not part of its time. Raises Diverged, on all ranks alike."""
     with run.log.pause():
-        if stop:  # save first: whoever stops a run does not wait long
+        if stop:  # first, since torchrun kills the ranks 30 s after a signal
             save(run, step)
         if due.evaluate:
-            evaluate(run, step)
+            try:
+                run.log.evaluation(step, validation_loss(run))
+            except data.DataError:  # it ends the run, but what was trained is not lost
+                if not stop:
+                    save(run, step)
+                finish_saves(run)
+                raise
         # After the evaluation: a kill between the two repeats both, and loses no row.
         if due.save and not stop:
             save(run, step)
-
-
-def evaluate(run: Run, step: int) -> None:
-    """Log the validation loss. Raises Diverged, on all ranks, where it is not finite."""
-    try:
-        val_loss = validation_loss(run)
-    except data.DataError:  # it ends the run, but what was trained is not lost
-        save(run, step)
-        finish_saves(run)
-        raise
-    run.log.evaluation(step, val_loss)
 
 
 def indices_of_evaluation(run: Run) -> list[list[int]]:
@@ -480,15 +478,16 @@ def validation_loss(run: Run) -> float:
     """
     index_lists = indices_of_evaluation(run)
     # Read all batches first, so that a read error on one rank cannot leave the others hanging in a
-    # collective. A rank that has no windows left runs window 0 with weight 0.
+    # collective. A rank that has no sequences left runs sequence 0 with weight 0.
     batches = dist.raise_on_all_ranks(
         lambda: [run.val_data[indices or [0]] for indices in index_lists]
     )
     total = torch.zeros((), device=run.world.device)
+    run.watchdog.progress(run.step, "evaluating", slow=True)  # the first forward may compile
     for indices, tokens in zip(index_lists, batches):
-        run.watchdog.progress(run.step, "evaluating")
         tokens = tokens.to(run.world.device)
         total += run.forward(tokens[:, :-1], tokens[:, 1:]) * len(indices)
+        run.watchdog.progress(run.step, "evaluating")
     total = total.double()
     torch.distributed.all_reduce(total)
     return total.item() / run.config.tp / run.n_val  # a tp group's ranks have the same loss
@@ -503,25 +502,25 @@ def train(run: Run) -> int:
 
     The host queues work and does not wait for the device in a step: batches are copied ahead on a
     side stream (data.prefetch), clipping and skipping are decided by tensors (optim.Optimizer), a
-    stop is agreed on with CPU tensors one step late (AnyRankFlag), and a log row is an asynchronous
-    copy (metrics.Log). An .item(), a print or an `if` on a tensor would break that. It waits to
-    evaluate, to save, at the end, for optim.jsonl and, at --log_interval 1, for the row before.
+    stop is agreed on with CPU tensors one step late (StopRequest), and a log row is an asynchronous
+    copy (metrics.Log). An .item(), a print or an `if` on a tensor would break that. The host does
+    wait for an evaluation, a save, the end, optim.jsonl, at --log_interval 1 the row before, and
+    for a host that is more than a step behind.
     """
     c, forward, optimizer, log = run.config, run.forward, run.optimizer, run.log
     n = run.layout.grad_accum_steps
     start_step = run.step + 1
     batches = micro_batches(run, start_step, c.max_steps)  # in an order given by (seed, step)
-    should_stop = agreement.StopRequest(run.any_rank)
     deadline = run.plan.deadline  # of --time_limit
     for step in range(start_step, c.max_steps + 1):
-        due = due_after(step, c, is_first=step == start_step)
+        due = due_at(step, c, is_first=step == start_step)
         with run.profiler.step(step, log.data_wait):  # does nothing without --profile
-            row = train_step(forward, optimizer, batches, step, n, c.grad_sync, due.measure)
+            values = train_step(forward, optimizer, batches, step, n, c.grad_sync, due.measure)
         run.step = step
-        # What is left of a run takes a step, an evaluation and a save: leave twice the time.
+        # Stopping takes one more step, and an evaluation and a save: leave twice the longest time.
         is_late = time.monotonic() > deadline - 2 * (log.step_time + log.longest_pause)
-        stop = should_stop(is_late) and step < c.max_steps
-        log.step(step, row, optimizer, is_due=due.log or stop)
+        stop = run.should_stop(is_late) and step < c.max_steps
+        log.step(step, values, optimizer, is_due=due.log or stop)
         if c.async_save and due.log:
             log_saves(run)
         if due.evaluate or due.save or stop:
@@ -533,7 +532,7 @@ def train(run: Run) -> int:
 
 
 def tidy_memory(run: Run, step: int, is_first: bool) -> None:
-    """Collect garbage on all ranks in the same step, so that none waits for another."""
+    """Keep freed memory for the next steps, and collect garbage on all ranks in the same step."""
     if is_first and run.world.device.type == "cpu":
         # Only now, since the first step also allocates what lives until the end.
         memory.keep_freed_memory(run.layout.memory.transient)
@@ -603,7 +602,7 @@ def print_evaluation(run: Run) -> None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A collection on one rank holds up all of them, so the loop collects on all at once."""
+    """A collection on one rank holds up all of them: `tidy_memory` collects on all at once."""
     gc.disable()
     try:
         yield
@@ -612,7 +611,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def prepare_memory(plan: Plan, world: dist.World) -> None:
-    """On CPUs, warn where the host lacks memory for all its ranks, and set up the C library."""
+    """On CPUs, warn where the host lacks memory for all its ranks, and tune malloc."""
     if world.device.type != "cpu":
         return
     memory.separate_large_blocks()
@@ -679,7 +678,7 @@ def main(argv: list[str]) -> int:
 
 
 def explain(error: RuntimeError) -> str | None:
-    """An error of torch that can be mended, in one line: too little memory, or torch.compile's."""
+    """One line for an error of torch with a known remedy: too little memory, or torch.compile's."""
     inner = getattr(error, "inner_exception", None)  # which torch.compile's errors have
     first_line = str(inner or error).partition("\n")[0]
     for text in ("out of memory", "allocate memory", "calculation overflowed"):  # CUDA, CPU, both

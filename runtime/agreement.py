@@ -1,4 +1,4 @@
-"""Do all ranks agree: on a stop, and at start on flags, code, data, weights and who reads what."""
+"""Agreement of the ranks: on a stop, and at start on flags, code, data, weights and sequences."""
 
 import os
 import signal
@@ -19,41 +19,18 @@ def format_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
 
 
-class AnyRankFlag:
-    """The logical OR of a flag of each rank, delivered to all ranks one step later.
+class StopRequest:
+    """Whether any rank was told to stop by a signal, or is late; all ranks learn it one step later.
 
-    The all_reduce runs meanwhile, on a gloo group of CPU tensors: no host waits for it, and the
-    devices take no part.
+    Construction installs the signal handlers, which only set a flag. The all_reduce of a step runs
+    beside the next step, on a gloo group of CPU tensors: the devices take no part, and a host waits
+    only for one that is more than a step behind. So all ranks leave the loop in the same step.
     """
 
     def __init__(self, timeout: timedelta):
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.flag = torch.zeros(1)
         self.in_flight: dist.Work | None = None
-
-    def __call__(self, raised: bool) -> bool:
-        """Send this step's flag; return whether any rank raised one in the step before."""
-        self.wait()
-        any_raised = self.flag.numpy()[0] > 0  # not .item(), which counts as a host sync
-        self.flag = torch.tensor([float(raised)])
-        self.in_flight = dist.all_reduce(self.flag, group=self.group, async_op=True)
-        return any_raised
-
-    def wait(self) -> None:
-        """Wait until no all_reduce is in flight."""
-        if self.in_flight:
-            self.in_flight.wait()
-
-
-class StopRequest:
-    """Whether the ranks have to stop: one was told to by a signal, or is late.
-
-    A signal only sets a flag here. One step later `any_rank` has told all ranks, so that they leave
-    the loop in the same step.
-    """
-
-    def __init__(self, any_rank: AnyRankFlag):
-        self.any_rank = any_rank
         self.signalled = False
         # Ctrl-C; torchrun and schedulers; Slurm, ahead of its limit
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -66,8 +43,17 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __call__(self, is_late: bool) -> bool:
-        """Send this rank's answer; return, alike on all ranks, whether any said so a step ago."""
-        return self.any_rank(self.signalled or is_late)
+        """Send whether this rank has to stop; return whether any rank had to a step ago."""
+        self.wait()
+        any_rank = self.flag.numpy()[0] > 0  # not .item(), which --profile counts as a host sync
+        self.flag = torch.tensor([float(self.signalled or is_late)])
+        self.in_flight = dist.all_reduce(self.flag, group=self.group, async_op=True)
+        return any_rank
+
+    def wait(self) -> None:
+        """Wait until no all_reduce is in flight."""
+        if self.in_flight:
+            self.in_flight.wait()
 
 
 class RankMismatch(ValueError):

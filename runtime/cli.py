@@ -20,7 +20,7 @@ class UsageError(ValueError):
 
 
 class RunError(RuntimeError):
-    """What goes wrong at run time and can be mended, such as too little memory."""
+    """A run-time error with a known remedy, such as too little memory."""
 
     exit_status = 1
 
@@ -81,7 +81,7 @@ def run(
 ) -> int:
     """Call `command` and return the exit status: its result, or that of an error it raises.
 
-    An error that a person can mend is said in one line: its class has an `exit_status`, 2 for usage
+    An expected error is printed in one line: its class has an `exit_status`, 2 for usage
     and 1 at run time, or it is an OSError, 1. 130 for Ctrl-C, and where the reader of a pipe has
     left. Other exceptions are faults of the program and pass.
     """

@@ -79,8 +79,8 @@ def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path,
 def raise_flags(rank_of_step: dict[int, int], steps: int) -> list[bool]:
     """What this rank was told in each step, where a rank raises its flag in some."""
     world = dist.start("cpu")
-    any_rank = agreement.AnyRankFlag(world.timeout)
-    return [bool(any_rank(rank_of_step.get(step) == world.rank)) for step in range(steps)]
+    should_stop = agreement.StopRequest(world.timeout)
+    return [bool(should_stop(rank_of_step.get(step) == world.rank)) for step in range(steps)]
 
 
 def test_a_flag_of_any_rank_reaches_all_in_the_next_step(pool):
