@@ -42,9 +42,7 @@ class TokenFolder:
     path: Path
     dtype: np.dtype
     vocab_size: int
-    tokenizer: (
-        str | None
-    )  # a name or a path for tokenizer.load_encoding; None: unknown, ids have no text
+    tokenizer: str | None  # for tokenizer.load_encoding; None: unknown, ids have no text
     fingerprint: str  # changes when the tokens do
     # The tokenizer's file, {name: contents}, to copy into checkpoints; empty for a built-in one
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
@@ -101,8 +99,9 @@ def open_folders(data: str) -> list[TokenFolder]:
 
 
 def memmap_tokens(file: Path, dtype: np.dtype) -> np.ndarray:
-    """Map a token file; an empty file, which cannot be mapped, is an empty array."""
-    return np.memmap(file, dtype, "r") if file.stat().st_size else np.empty(0, dtype)
+    """Map the whole tokens of a file; an empty one, which cannot be mapped, is an empty array."""
+    count = file.stat().st_size // dtype.itemsize
+    return np.memmap(file, dtype, "r", shape=count) if count else np.empty(0, dtype)
 
 
 def open_folder(path: Path) -> TokenFolder:
@@ -167,31 +166,20 @@ def nanogpt_meta(path: Path) -> dict:
     dtype = np.dtype("<u2")
     if not (path / "meta.pkl").exists():
         return {"dtype": dtype, "vocab_size": 50257, "tokenizer": "gpt2"}
-    return {"dtype": dtype, "vocab_size": 1 + highest_token(path, dtype), "tokenizer": None}
-
-
-def highest_token(path: Path, dtype: np.dtype) -> int:
-    step = 1 << 24  # tokens at a time, so that memory stays flat
-    highest = 0
-    for split in ("train", "val"):
-        tokens = memmap_tokens(path / f"{split}.bin", dtype)
-        for start in range(0, len(tokens), step):
-            highest = max(highest, int(tokens[start : start + step].max()))
-    return highest
+    splits = [memmap_tokens(path / f"{split}.bin", dtype) for split in ("train", "val")]
+    highest = max(int(tokens.max(initial=0)) for tokens in splits)
+    return {"dtype": dtype, "vocab_size": 1 + highest, "tokenizer": None}
 
 
 def check_size(file: Path, dtype: np.dtype, count: int | None) -> None:
+    """Raise DataError unless a file holds `count` tokens; None, of nanoGPT: any whole number."""
     size = file.stat().st_size
-    if count is not None and size != count * dtype.itemsize:
-        expected = f"{count:,} tokens"
-    elif size % dtype.itemsize:
-        expected = "whole tokens"
-    else:
-        return
-    raise DataError(
-        f"{file} is torn: {size:,} bytes are not {expected} of {dtype.itemsize} bytes; "
-        "prepare it again"
-    )
+    count = size // dtype.itemsize if count is None else count
+    if size != count * dtype.itemsize:
+        raise DataError(
+            f"{file} is torn: {size:,} bytes are not {count:,} tokens of {dtype.itemsize} bytes; "
+            "prepare it again"
+        )
 
 
 def spot_check(file: Path, dtype: np.dtype, vocab_size: int, digest) -> None:
@@ -270,7 +258,7 @@ class TokenDataset(Dataset):
 
     @property
     def parts(self) -> list["TokenDataset"]:
-        """As a MixedDataset has them."""
+        """As a Mixture has them."""
         return [self]
 
     def __len__(self) -> int:
@@ -293,54 +281,61 @@ class TokenDataset(Dataset):
         return torch.from_numpy(batch)
 
 
-class MixedDataset(Dataset):
-    """The sequences of one split of a mixture, as TokenDataset has those of one folder.
+class Mixture(Dataset):
+    """The sequences of one split of several folders, as TokenDataset has those of one.
 
-    With a seed the folders take turns, in the same order in every thousand sequences, and each has
-    its own epochs. Without one (the validation split) they stand one after the other, each
-    stretched to its share, so that `val_indices` finds every folder in its share, and all of it.
+    `source(n)` tells which folder sequence n is from, and its number there.
     """
 
-    def __init__(self, folders: list[TokenFolder], split: str, seq_len: int, seed: int | None):
-        self.parts = [TokenDataset(folder, split, seq_len, seed) for folder in folders]
-        self.is_stretched = seed is None
-        self.turns = []  # of a thousand: (when it is due, number of the folder, turn of the folder)
-        for i, folder in enumerate(folders):
-            stagger = (i + 0.5) / len(folders)  # or folders of one share would come in a row
-            for turn in range(folder.share):
-                self.turns.append(((turn + stagger) / folder.share, i, turn))
-        if not self.is_stretched:
-            self.turns.sort()
-        self.longest = max(map(len, self.parts))
-
-    def __len__(self) -> int:
-        return len(self.turns) * self.longest
+    def __init__(self, parts: list[TokenDataset]):
+        self.parts = parts
+        self.shares = [part.folder.share for part in parts]  # thousandths
 
     def __getitem__(self, indices: list[int]) -> Tensor:
-        return torch.cat([self.sequence(n) for n in indices])
+        return torch.cat([self.parts[i][[number]] for i, number in map(self.source, indices)])
 
-    def sequence(self, n: int) -> Tensor:
-        """Sequence n, int64 (1, T + 1)."""
-        if self.is_stretched:
-            place, offset = divmod(n, self.longest)
-        else:
-            thousand, place = divmod(n, len(self.turns))
+
+class TrainMixture(Mixture):
+    """Folders take turns, alike in every thousand sequences, and each has its own epochs."""
+
+    def __init__(self, parts: list[TokenDataset]):
+        super().__init__(parts)
+        turns = []  # of a thousand: (when it is due, folder, turn of the folder)
+        for i, share in enumerate(self.shares):
+            stagger = (i + 0.5) / len(parts)  # or folders of one share would come in a row
+            turns += [((turn + stagger) / share, i, turn) for turn in range(share)]
+        self.turns = sorted(turns)
+
+    def source(self, n: int) -> tuple[int, int]:
+        thousand, place = divmod(n, 1000)
         _, i, turn = self.turns[place]
-        part = self.parts[i]
-        share = part.folder.share
-        if self.is_stretched:  # to share x longest numbers
-            number = (turn * self.longest + offset) * len(part) // (share * self.longest)
-        else:
-            number = thousand * share + turn
-        return part[[number]]
+        return i, thousand * self.shares[i] + turn
+
+
+class ValMixture(Mixture):
+    """Folders stand one after the other, stretched to their shares.
+
+    So the numbers of `val_indices`, spread evenly, find every folder in its share, and all of it.
+    """
+
+    def __len__(self) -> int:
+        return 1000 * max(map(len, self.parts))
+
+    def source(self, n: int) -> tuple[int, int]:
+        for i, share in enumerate(self.shares):
+            stretched = len(self) // 1000 * share
+            if n < stretched:
+                return i, n * len(self.parts[i]) // stretched
+            n -= stretched
 
 
 def open_dataset(
     folders: list[TokenFolder], split: str, seq_len: int, seed: int | None
-) -> TokenDataset | MixedDataset:
-    if len(folders) == 1:
-        return TokenDataset(folders[0], split, seq_len, seed)
-    return MixedDataset(folders, split, seq_len, seed)
+) -> TokenDataset | Mixture:
+    parts = [TokenDataset(folder, split, seq_len, seed) for folder in folders]
+    if len(parts) == 1:
+        return parts[0]
+    return ValMixture(parts) if seed is None else TrainMixture(parts)
 
 
 # --------------------------------------------------------------------------------------------------

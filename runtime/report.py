@@ -76,9 +76,7 @@ def describe_beginning(c: Config, resume: ResumePoint, passed_over: list[str]) -
         yield f"        changed: {change}"
 
 
-def describe_evaluation(
-    val_loss: float, val_data: data.TokenDataset | data.MixedDataset, n: int
-) -> str:
+def describe_evaluation(val_loss: float, val_data: data.TokenDataset | data.Mixture, n: int) -> str:
     """The line on val_loss, in nats per token, over the n windows of an evaluation."""
     folder = val_data.parts[0].folder
     seq_len = val_data.parts[0].seq_len

@@ -208,6 +208,16 @@ def test_which_sequence_of_a_mixture_is_number_n_depends_on_n_alone(mixture):
                 assert batch.equal(expected[numbers])
 
 
+def test_the_order_of_a_mixture_is_that_of_2026_11_22(mixture):
+    """A run that continues reads on where it stopped."""
+    folders = data.open_folders(mixture)
+    train = data.open_dataset(folders, "train", 16, seed=5)
+    assert train[[0, 1, 2, 3, 999, 1000, 10**9]][:, 0].tolist() == [20, 33, 120, 54, 102, 13, 1]
+    val = data.open_dataset(folders, "val", 16, seed=None)
+    (chosen,) = data.val_indices(9, len(val), 9, 0, 1)
+    assert val[chosen][:, 0].tolist() == [0, 9, 19, 28, 38, 47, 57, 106, 115]
+
+
 @pytest.mark.parametrize("share, count", [(0.7, 10), (0.7, 50), (0.7, 77), (0.99, 2500)])
 def test_validation_of_a_mixture_keeps_its_shares_spread_evenly(mixture, share, count):
     """Also where a part has more windows than thousandths, as code has at a share of 0.01."""
