@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO, NamedTuple, TextIO
@@ -159,10 +158,11 @@ class Corpus:
                 if not is_stdin:
                     finished += os.fstat(file.fileno()).st_size
 
-    def add(self, path: Path, kind: str) -> None:
-        """Add a text file, or count another kind as skipped."""
+    def add(self, path: Path, is_named: bool = False) -> None:
+        """Add a file, or count what is not text as skipped. Raises SourceError."""
+        kind = classify(path, self, is_named)
         size = path.stat().st_size
-        if kind == "text file":
+        if kind in ("text", *ROWS):
             self.files.append(path)
             self.size += size
         else:
@@ -197,106 +197,88 @@ def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = 
     """
     corpus = Corpus(text_field, takes_binary)
     for path in builtin_sources() if sources is None else ():
-        corpus.add(path, classify(path, text_field))
+        corpus.add(path)
     for source in sources or ():
         if source == "-":
             corpus.files.append(STDIN)
         elif os.path.isdir(source) or (glob.has_magic(source) and not os.path.lexists(source)):
             for path in expand(source):
-                corpus.add(path, classify(path, text_field))
+                corpus.add(path)
         else:
-            corpus.add(Path(source), classify_named(Path(source), takes_binary, text_field))
+            corpus.add(Path(source), is_named=True)
     if not corpus.files:
         found = corpus.describe_skipped() or "no files"
         raise SourceError(f"--source {' '.join(sources or ())} holds no text ({found})")
     return corpus
 
 
-def classify(path: Path, text_field: str) -> str:
-    """Return what is at `path`; only a "text file" is read.
+def classify(path: Path, corpus: Corpus, is_named: bool) -> str:
+    """Return the format of a file that is read, or what else is at `path`.
 
-    Raises SourceError, also for one whose rows lack `text_field`.
+    A binary file is read as text where it is named, for a corpus that takes it. Raises SourceError,
+    also for a file whose rows lack the field of the text.
     """
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             return "linked folder"
-        if not stat.S_ISREG(mode):
-            return "special file"  # a pipe, a socket or a device
+        if not stat.S_ISREG(mode):  # a pipe, a socket or a device
+            if is_named:
+                raise SourceError(
+                    f"--source {path} is neither a file nor a folder; --source - reads a pipe"
+                )
+            return "special file"
         with open(path, "rb") as file:
-            return classify_contents(path, file, Corpus(text_field))
+            kind, contents = detect(path, file, is_named and corpus.takes_binary)
+            if kind == "binary file" and is_named:
+                raise binary(path)
+            if kind in ROWS:  # whose first one may lack the field; what is broken counts later
+                next(ROWS[kind](Corpus(corpus.text_field), path, contents), None)
+            return kind
     except OSError as error:
         raise unreadable(path, error) from None
-
-
-def classify_contents(path: Path, file: BinaryIO, scratch: Corpus) -> str:
-    if not file.peek(1):
-        return "empty file"
-    if is_parquet(path, file):
-        next(read_parquet(scratch, path, file), None)
-        return "text file"
-    contents = open_contents(path, file)
-    if not contents.beginning:
-        return "empty file"
-    if b"\0" in contents.beginning:
-        return "binary file"
-    if is_json_lines(path, contents.beginning):
-        next(read_json_lines(scratch, path, contents.blocks), None)
-    return "text file"
-
-
-def classify_named(path: Path, takes_binary: bool, text_field: str) -> str:
-    """Return what a file that --source names is read as. Raises SourceError."""
-    kind = classify(path, text_field)
-    if kind == "special file":
-        raise SourceError(
-            f"--source {path} is neither a file nor a folder; --source - reads a pipe"
-        )
-    if kind != "binary file":
-        return kind
-    if not takes_binary:
-        raise binary(path)
-    return "text file"
 
 
 # --------------------------------------------------------------------------------------------------
 # Bytes of a file, decompressed
 
 
-class Contents(NamedTuple):
-    beginning: bytes  # PROBE bytes, or all
-    blocks: Iterator[bytes]  # all bytes, the beginning included
+def detect(path: Path, file: BinaryIO, takes_binary: bool) -> tuple[str, BinaryIO]:
+    """Return what a file holds, and its contents, decompressed, as a file.
 
-
-def peek(blocks: Iterator[bytes]) -> Contents:
-    beginning = b""
-    for block in blocks:
-        beginning += block
-        if len(beginning) >= PROBE:
-            break
-    return Contents(beginning[:PROBE], chain([beginning], blocks))
-
-
-def open_contents(path: Path, file: BinaryIO) -> Contents:
-    """Decompress a file that begins like gzip or zstd, whatever its name."""
-    contents = peek(iter(partial(file.read1, BLOCK), b""))
-    if contents.beginning.startswith(b"\x1f\x8b"):
+    That is a key of ROWS, "text", "binary file", unless those are taken as text, or "empty file".
+    What begins like gzip, zstd or parquet is that, whatever its name.
+    """
+    name = path.name.lower()
+    contents = as_file(iter(partial(file.read1, BLOCK), b""))
+    magic = contents.peek(4)
+    if magic.startswith(b"PAR1") or (magic and name.endswith(".parquet")):
+        return "parquet", file
+    if magic.startswith(b"\x1f\x8b"):
         start = partial(zlib.decompressobj, wbits=31)  # 31: with gzip's header
-    elif contents.beginning.startswith(b"\x28\xb5\x2f\xfd"):
+        contents = as_file(decompress(path, contents, start))
+    elif magic.startswith(b"\x28\xb5\x2f\xfd"):
         start = optional("zstandard", path).ZstdDecompressor().decompressobj
-    else:
-        return contents
-    return peek(decompress(path, contents.blocks, start))
+        contents = as_file(decompress(path, contents, start))
+    beginning = contents.peek(PROBE)[:PROBE]
+    if not beginning:
+        return "empty file", contents
+    if b"\0" in beginning and not takes_binary:
+        return "binary file", contents
+    is_json_lines = name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))
+    if path == STDIN:
+        is_json_lines = re.match(rb'\s*\{\s*"', beginning)
+    return "JSON lines" if is_json_lines else "text", contents
 
 
-def decompress(path: Path, blocks: Iterator[bytes], start: Callable) -> Iterator[bytes]:
-    """Yield what `blocks` hold: one compressed stream, or several in a row.
+def decompress(path: Path, file: BinaryIO, start: Callable) -> Iterator[bytes]:
+    """Yield what a file holds: one compressed stream, or several in a row.
 
     Raises SourceError, also where the last one ends too early, which zstandard's own reader does
     not tell from a whole one.
     """
     stream = start()
-    for block in blocks:
+    while block := file.read1(BLOCK):
         while block:
             if stream.eof:
                 stream = start()
@@ -309,8 +291,12 @@ def decompress(path: Path, blocks: Iterator[bytes], start: Callable) -> Iterator
         raise damaged(path, EOFError("its compressed data end too early"))
 
 
+def as_file(blocks: Iterator[bytes]) -> io.BufferedReader:
+    return io.BufferedReader(Stream(blocks), BLOCK)
+
+
 class Stream(io.RawIOBase):
-    """Blocks of bytes as a file."""
+    """Blocks of bytes as a file. Each read but the last is whole, so that a peek sees enough."""
 
     def __init__(self, blocks: Iterator[bytes]):
         self.blocks = blocks
@@ -320,15 +306,18 @@ class Stream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        while not self.rest:
-            block = next(self.blocks, None)
-            if block is None:
-                return 0
-            self.rest = memoryview(block)
-        size = min(len(buffer), len(self.rest))
-        buffer[:size] = self.rest[:size]
-        self.rest = self.rest[size:]
-        return size
+        filled = 0
+        while filled < len(buffer):
+            if not self.rest:
+                block = next(self.blocks, None)
+                if block is None:
+                    break
+                self.rest = memoryview(block)
+            part = self.rest[: len(buffer) - filled]
+            buffer[filled : filled + len(part)] = part
+            self.rest = self.rest[len(part) :]
+            filled += len(part)
+        return filled
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,36 +331,18 @@ class Chunk(NamedTuple):
 
 def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
     """Yield the documents of a file, in chunks. Raises SourceError."""
-    if is_parquet(path, file):
-        yield from cut_rows(corpus, path, read_parquet(corpus, path, file))
-        return
-    contents = open_contents(path, file)
-    if is_json_lines(path, contents.beginning):
-        yield from cut_rows(corpus, path, read_json_lines(corpus, path, contents.blocks))
-        return
-    if b"\0" in contents.beginning and not corpus.takes_binary:  # standard input
+    kind, contents = detect(path, file, corpus.takes_binary)
+    if kind == "binary file":  # standard input, or a file that has changed
         raise binary(path)
-    for text, ends_document in read_text(contents.blocks):
+    if kind in ROWS:
+        yield from cut_rows(corpus, path, ROWS[kind](corpus, path, contents))
+        return
+    # Bytes that are not UTF-8 are read as surrogates.
+    file = io.TextIOWrapper(contents, encoding="utf-8", errors="surrogateescape", newline="")
+    for text, ends_document in cut(file, SEPARATOR):
         if not corpus.takes_binary:
             text = corpus.replace_surrogates(text, path)
         yield Chunk(text, ends_document)
-
-
-def is_parquet(path: Path, file: BinaryIO) -> bool:
-    return path.name.lower().endswith(".parquet") or file.peek(4).startswith(b"PAR1")
-
-
-def is_json_lines(path: Path, beginning: bytes) -> bool:
-    if path == STDIN:
-        return re.match(rb'\s*\{\s*"', beginning) is not None
-    return path.name.lower().endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))
-
-
-def read_text(blocks: Iterator[bytes]) -> Iterator[Chunk]:
-    """Yield the documents of a text file. Bytes that are not UTF-8 are read as surrogates."""
-    raw = io.BufferedReader(Stream(blocks), BLOCK)
-    with io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape", newline="") as file:
-        yield from cut(file, SEPARATOR)
 
 
 def cut(file: TextIO, separator: str = "") -> Iterator[Chunk]:
@@ -406,9 +377,8 @@ def cut_rows(corpus: Corpus, path: Path, rows: Iterator[str]) -> Iterator[Chunk]
             yield from cut(io.StringIO(text, newline=""))
 
 
-def read_json_lines(corpus: Corpus, path: Path, blocks: Iterator[bytes]) -> Iterator[str]:
+def read_json_lines(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
     """Yield the text of each line, "" for null. Broken lines are counted."""
-    file = io.BufferedReader(Stream(blocks), BLOCK)
     number = 0
     is_first = True  # of the objects
     while line := file.readline(LONGEST_LINE):
@@ -490,3 +460,7 @@ def read_parquet(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
         raise
     except (OSError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
         raise damaged(path, error) from None
+
+
+# Formats of one document a row: how to read the text of each
+ROWS = {"JSON lines": read_json_lines, "parquet": read_parquet}
