@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
 from typing import Literal, get_args, get_origin
 
 import checkpoint
@@ -26,20 +25,22 @@ WARMUP_STEPS = 50  # where --warmup_steps is not given
 
 
 def flag(
+    group: str,
     default,
     help: str,
     least: float | None = None,
-    below: float | None = None,
+    below: float = math.inf,
     metavar: str | None = None,
     resume: Literal["refused", "allowed", "not compared"] = "refused",
 ):
-    """A field of Config: its help text, its metavar and, for numbers, least <= value < below.
+    """A field of Config: its group in --help, default, help text and, for numbers, limits.
 
-    `resume`: what becomes of another value in a run that continues. Refused, without
-    --allow_changes, unless it is known that the numbers of the run stay the same.
+    The limits are least <= value < below. `resume`: what becomes of another value in a run that
+    continues. Refused, without --allow_changes, unless it is known that the numbers of the run stay
+    the same.
     """
-    metadata = {"help": help, "least": least, "below": below, "metavar": metavar, "resume": resume}
-    return field(default=default, metadata=metadata)
+    metadata = {"group": group, "help": help, "least": least, "below": below}
+    return field(default=default, metadata=metadata | {"metavar": metavar, "resume": resume})
 
 
 # The numbers stay the same, or what the flag stands for is compared (run_folder.resume_key), or,
@@ -50,218 +51,190 @@ once = functools.partial(flag, resume="not compared")  # of one start
 
 @dataclass(frozen=True)
 class Config:
-    # Data and output
     data: str | None = free(
+        "basics",
         None,
         "token folder, written by prepare.py or nanoGPT, or a mixture DIR:SHARE,DIR:SHARE,... "
         f"(default: {BUILTIN}, prepared on first use from the library of the installed Python)",
         metavar="DIR",
     )
     out: str | None = once(
-        None,
-        "run folder (default: runs/MODEL, or runs/ and the name of --init_from)",
-        metavar="DIR",
+        "basics", None, "run folder (default: runs/MODEL or runs/INIT_FROM)", metavar="DIR"
     )
-    seed: int = flag(0, "seed of the initial weights and of the data order", 0, 2**32)
+    seed: int = flag("data", 0, "seed of the initial weights and of the data order", 0, 2**32)
 
-    # Model
     model: Literal[tuple(SIZES)] = free(
-        "tiny", "named size; --n_layer to --seq_len override its parts"
+        "basics", "tiny", "named size; --n_layer to --seq_len override its parts"
     )
-    n_layer: int | None = free(None, "number of blocks", 1, 10_000)
-    n_head: int | None = free(None, "number of attention heads", 1, 10_000)
+    n_layer: int | None = free("model", None, "number of blocks", 1, 10_000)
+    n_head: int | None = free("model", None, "number of attention heads", 1, 10_000)
     n_kv_head: int | None = free(
-        None, "number of key and value heads; below n_head: grouped-query attention", 1
+        "model", None, "key and value heads; below n_head: grouped-query attention", 1
     )
-    d_model: int | None = free(None, "width of the residual stream", 1, 1_000_000)
-    d_ff: int | None = free(None, "hidden width of the MLP", 1, 10_000_000)
-    seq_len: int | None = free(None, "tokens per sequence", 1)
+    d_model: int | None = free("model", None, "width of the residual stream", 1, 1_000_000)
+    d_ff: int | None = free("model", None, "hidden width of the MLP", 1, 10_000_000)
+    seq_len: int | None = free("model", None, "tokens per sequence", 1)
 
-    # Mesh
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = free(
-        "auto",
-        "what is sharded; auto: ddp if everything fits on a device, else fsdp, across hosts hsdp",
+        "basics", "auto", "auto: ddp if everything fits on a device, else fsdp, across hosts hsdp"
     )
     dp_replicate: int | None = free(
-        None, "number of replicas (default: the strategy's; hsdp: one per host)", 1
+        "mesh", None, "number of replicas (default: the strategy's; hsdp: one per host)", 1
     )
     dp_shard: int | None = free(
-        None, "ranks that share a replica (default: the strategy's; hsdp: those of a host)", 1
+        "mesh", None, "ranks that share a replica (default: the strategy's; hsdp: a host's)", 1
     )
-    tp: int = free(
-        1, "tensor parallelism: ranks that compute one forward pass together; any strategy", 1
-    )
+    tp: int = free("mesh", 1, "tensor parallelism: ranks that compute one forward together", 1)
     wrap: str = free(
+        "mesh",
         "block",
         "unit that fsdp gathers: block, block_group:K (K blocks) or none (the whole model)",
         metavar="UNIT",
     )
     reshard_after_forward: bool = free(
-        True, "drop gathered weights after forward and gather them again; false: SHARD_GRAD_OP"
+        "mesh", True, "drop gathered weights after forward, gather them again; false: SHARD_GRAD_OP"
     )
     grad_sync: Literal["batch", "micro_batch", "shard"] = free(
+        "mesh",
         "batch",
         "average gradients once per step; after every micro-batch (more traffic; less memory under "
         "fsdp); or, for hsdp, scatter after each and average between replicas once",
     )
 
-    # Batch: global_batch_size = micro_batch_size x grad_accum_steps x dp_size
-    global_batch_size: int = flag(32, "sequences per optimizer step, over all ranks", 1)
+    # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
+    global_batch_size: int = flag("basics", 32, "sequences per optimizer step, in all", 1)
     micro_batch_size: int | None = free(
-        None,
-        "sequences per rank and forward (default: the rank's share of the step); a smaller one "
-        "accumulates gradients",
-        1,
+        "basics", None, "sequences per rank and forward (default: the rank's share of the step)", 1
     )
     activation_checkpointing: Literal["none", "selective", "full"] = free(
-        "none",
-        "recompute in backward; selective: all but matrix products and attention; full: blocks",
+        "memory", "none", "recompute blocks in backward; selective: all but matmuls and attention"
     )
     loss_chunks: int = free(
-        1,
-        "compute the logits of a micro-batch in this many parts, and again in backward: less "
-        "memory for large vocabularies",
-        1,
+        "memory", 1, "parts in which logits are computed, again in backward: less memory", 1
     )
 
-    # Optimizer
-    max_steps: int = free(600, "optimizer steps of the run", 1)
+    max_steps: int = free("basics", 600, "optimizer steps of the run", 1)
     lr: float | None = flag(
-        None, "peak learning rate (default: 0.5 / d_model, close to GPT-3's table)", 0
+        "basics", None, "peak learning rate (default: 0.5 / d_model, close to GPT-3's table)", 0
     )
     min_lr: float = flag(
-        0.0, "learning rate that the schedule would reach in the step after the last", 0
+        "optimizer",
+        0.0,
+        "learning rate that the schedule would reach in the step after the last",
+        0,
     )
     warmup_steps: int | None = flag(
-        None, f"steps of linear warm-up from 0 to lr (default: {WARMUP_STEPS})", 0
+        "optimizer", None, f"steps of linear warm-up from 0 to lr (default: {WARMUP_STEPS})", 0
     )
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
-        "cosine", "decay from lr to min_lr; wsd: over the last fifth after warm-up"
+        "optimizer", "cosine", "decay to min_lr; wsd: over the last fifth after warm-up"
     )
-    weight_decay: float = flag(0.1, "AdamW weight decay; not applied to norms and the embedding", 0)
-    beta1: float = flag(0.9, "AdamW beta1", 0, 1)
-    beta2: float = flag(0.95, "AdamW beta2", 0, 1)
-    eps: float = flag(1e-8, "AdamW epsilon", 0)
+    weight_decay: float = flag(
+        "optimizer", 0.1, "AdamW weight decay; not applied to norms and the embedding", 0
+    )
+    beta1: float = flag("optimizer", 0.9, "AdamW beta1", 0, 1)
+    beta2: float = flag("optimizer", 0.95, "AdamW beta2", 0, 1)
+    eps: float = flag("optimizer", 1e-8, "AdamW epsilon", 0)
     clip: Literal[tuple(optim.CLIPS)] = flag(
+        "optimizer",
         "norm",
-        "norm: the whole gradient to max_grad_norm; adaptive: each parameter's to "
-        "max_grad_norm_ratio x the moving average of its norm; value: each element to +- "
-        "max_grad_norm",
+        "norm: the whole gradient; value: each element; adaptive: each parameter, by its average",
     )
-    max_grad_norm: float = flag(1.0, "limit of --clip norm and value", 1e-9)
-    max_grad_norm_ratio: float = flag(2.0, "limit of --clip adaptive", 1e-9)
+    max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm and value", 1e-9)
+    max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", 1e-9)
     skip_spikes: float | None = flag(
+        "optimizer",
         None,
         "skip updates whose loss or gradient norm is more than this many standard deviations above "
         "the mean of the last 128",
         1e-9,
     )
-    max_skipped: int = free(100, "updates skipped in a row that end the run; 0: never", 0)
+    max_skipped: int = free(
+        "optimizer", 100, "updates skipped in a row that end the run; 0: never", 0
+    )
 
-    # Cadence, in optimizer steps
-    log_interval: int = free(10, "steps between log rows", 1)
+    log_interval: int = free("cadence", 10, "steps between log rows", 1)
     tracker: Literal[("none", *metrics.TRACKERS)] = free(
-        "none", "also send training and evaluation rows to this optional package"
+        "cadence", "none", "also send training and evaluation rows to this optional package"
     )
     optim_metrics_interval: int = free(
-        0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", 0
+        "cadence", 0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", 0
     )
-    eval_interval: int = free(250, "steps between evaluations; 0: at the end only", 0)
-    eval_sequences: int = free(512, "validation sequences per evaluation, always the same", 1)
+    eval_interval: int = free("basics", 250, "steps between evaluations; 0: at the end only", 0)
+    eval_sequences: int = free(
+        "cadence", 512, "validation sequences per evaluation, always the same", 1
+    )
     eval_only: bool = once(
+        "cadence",
         False,
         "print loss, perplexity and bits per byte of the newest checkpoint in --out, or that of "
         "--init_from or --resume, on its data or --data; only reads",
     )
-    sample_tokens: int = free(256, "tokens of text to sample at the end; 0: none", 0)
+    sample_tokens: int = free("cadence", 256, "tokens of text to sample at the end; 0: none", 0)
     profile: str | None = free(
-        None,
-        "trace the steps after START up to STOP and report where time goes",
-        metavar="START:STOP",
+        "cadence", None, "trace the steps after START up to STOP", metavar="START:STOP"
     )
 
-    # Checkpoints and stops
-    save_interval: int = free(250, "steps between checkpoints; 0: at the end only", 0)
-    keep_last: int = free(2, "number of newest checkpoints to keep; 0: all", 0)
-    keep_every: int = free(0, "also keep the checkpoints of every N-th step; 0: none", 0)
+    save_interval: int = free("basics", 250, "steps between checkpoints; 0: at the end only", 0)
+    keep_last: int = free("checkpoints", 2, "number of newest checkpoints to keep; 0: all", 0)
+    keep_every: int = free("checkpoints", 0, "also keep those of every N-th step; 0: none", 0)
     checkpoint: Literal["sharded", "full", "none"] = free(
+        "checkpoints",
         "sharded",
         "sharded: each rank writes its part; full: one file, assembled in the memory of rank 0",
     )
-    async_save: bool = free(False, "copy to host memory, and write while training goes on")
+    async_save: bool = free(
+        "checkpoints", False, "copy to host memory, and write while training goes on"
+    )
     resume: str = once(
+        "checkpoints",
         "auto",
         "auto: continue the run in --out; never: require an empty --out; a checkpoint's path: "
         "continue from there in a new --out",
         metavar="auto|never|PATH",
     )
     init_from: str | None = once(
+        "checkpoints",
         None,
         "begin a new run, at step 0 with a new optimizer, with the weights of this checkpoint, or "
         "of the newest of this run; its model replaces --model",
         metavar="PATH",
     )
     allow_changes: bool = once(
-        False, "continue a run although flags of its optimizer, or its dtype, have changed"
-    )
-    dry_run: bool = once(
-        False, "stop before the first step, with all checked, built and read, and nothing written"
-    )
-    time_limit: float = free(
-        0.0, "seconds after which the run has saved and stopped; 0: no limit", 0, metavar="SECONDS"
-    )
-    timeout: float = free(
-        120.0,
-        "seconds after which a rank that is lost or makes no progress ends the run; ten times as "
-        "long while it starts or saves",
-        1,
-        1e9,
-        metavar="SECONDS",
+        "checkpoints", False, "continue a run although flags that change its numbers differ"
     )
 
-    # Hardware
-    device: Literal["auto", "cpu", "cuda"] = free("auto", "auto: GPUs if there are any")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto",
-        "compute dtype; auto: bfloat16 if the hardware has it; weights and reductions are float32",
+    dry_run: bool = once(
+        "stops", False, "stop before the first step: all is checked and read, nothing written"
     )
-    compile: bool = free(False, "compile the blocks with torch.compile, in the first step")
+    time_limit: float = free(
+        "stops", 0.0, "seconds after which the run has saved and stopped; 0: no limit", 0
+    )
+    timeout: float = free(
+        "stops",
+        120.0,
+        "seconds without progress of a rank that end the run; ten times as long to start or save",
+        1,
+        1e9,
+    )
+
+    device: Literal["auto", "cpu", "cuda"] = free("hardware", "auto", "auto: GPUs if there are any")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "hardware", "auto", "compute dtype; auto: bfloat16 if the hardware has it"
+    )
+    compile: bool = free("hardware", False, "compile the blocks with torch.compile")
     num_workers: int | None = free(
-        None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0
+        "hardware", None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0
     )
     peak_tflops: float | None = free(
+        "hardware",
         None,
-        "dense TFLOP/s of one device in the compute dtype, which MFU divides by (default: the "
-        "data sheet's in bfloat16, where the GPU is known)",
+        "dense TFLOP/s of a device, for MFU (default: the data sheet's, in bfloat16, if known)",
         1e-9,
     )
 
 
-# The groups of --help: a group begins at the flag and ends before the next group's.
-GROUPS = {
-    "data": "data and output",
-    "model": "model",
-    "strategy": "mesh",
-    "global_batch_size": "batch and memory",
-    "max_steps": "optimizer",
-    "log_interval": "cadence, in optimizer steps",
-    "save_interval": "checkpoints and stops",
-    "device": "hardware",
-}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
-# The flags that --help shows first.
-FIRST = (
-    "data",
-    "out",
-    "model",
-    "strategy",
-    "global_batch_size",
-    "micro_batch_size",
-    "max_steps",
-    "lr",
-    "eval_interval",
-    "save_interval",
-)
 
 EXAMPLES = """
 examples:
@@ -332,20 +305,17 @@ def build_parser() -> cli.Parser:
         "torchrun --nproc_per_node N starts. The same command continues a stopped run.",
         epilog=EXAMPLES,
     )
-    fields = {f.name: f for f in dataclasses.fields(Config)}
-    group = parser.add_argument_group("most used")
-    for name in FIRST:
-        add_flag(group, fields[name])
-    group.add_argument(
+    groups = {}
+    for f in dataclasses.fields(Config):
+        title = f.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        add_flag(groups[title], f)
+    groups["basics"].add_argument(
         "--config",
         metavar="FILE.json",
         help="config.json of a run, or a file of configs/; flags on the command line win",
     )
-    for name, f in fields.items():
-        if name in GROUPS:
-            group = parser.add_argument_group(GROUPS[name])
-        if name not in FIRST:
-            add_flag(group, f)
     return parser
 
 
@@ -359,17 +329,9 @@ def add_flag(group, f: dataclasses.Field) -> None:
         # --async_save alone is --async_save true
         options |= {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
     else:
-        kind = value_type(f.type)
+        kind, *_ = get_args(f.type) or [f.type]  # int for int, and for int | None
         options |= {"type": kind, "metavar": f.metadata["metavar"] or METAVARS[kind]}
     group.add_argument(f"--{f.name}", **options)
-
-
-def value_type(annotation) -> type:
-    """int for int, and for int | None."""
-    for kind in get_args(annotation):
-        if kind is not NoneType:
-            return kind
-    return annotation
 
 
 def boolean(text: str) -> bool:
@@ -412,13 +374,10 @@ def config_flags(parser: cli.Parser, file: str) -> list[str]:
 def check_ranges(config: Config) -> None:
     for f in dataclasses.fields(Config):
         value = getattr(config, f.name)
-        least = f.metadata["least"]
-        below = f.metadata["below"]
-        if least is None or value is None:
+        least, below = f.metadata["least"], f.metadata["below"]
+        if least is None or value is None or least <= value < below:
             continue
-        if least <= value < (math.inf if below is None else below):
-            continue
-        upper = "finite" if below is None else f"below {below}"
+        upper = "finite" if below == math.inf else f"below {below}"
         raise UsageError(f"--{f.name} {value} must be at least {least} and {upper}")
 
 
@@ -553,35 +512,3 @@ def profile_window(config: Config) -> tuple[int, int] | None:
             f"{config.max_steps}, like 10:13"
         )
     return int(start), int(stop)
-
-
-def micro_batch_size(config: Config, dp_size: int) -> int:
-    """--micro_batch_size, or the whole share of one of `dp_size` ranks."""
-    return config.micro_batch_size or max(1, config.global_batch_size // dp_size)
-
-
-def split_batch(config: Config, dp_size: int) -> tuple[int, int]:
-    """Return (micro_batch_size, grad_accum_steps) for `dp_size` ranks. Raises UsageError."""
-    global_batch_size = config.global_batch_size
-    size = micro_batch_size(config, dp_size)
-    if config.eval_only:  # which has no global batch
-        return size, 1
-    per_forward = size * dp_size  # sequences of all ranks
-    if global_batch_size % per_forward:
-        remedy = "change --global_batch_size or --micro_batch_size"
-        if counts := fitting_dp_sizes(config, at_most=2 * dp_size):
-            remedy += f", or run on {', '.join(map(str, counts))} data-parallel ranks"
-        raise UsageError(
-            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
-            f"{size} x {dp_size} data-parallel ranks = {per_forward}: {remedy}"
-        )
-    return size, global_batch_size // per_forward
-
-
-def fitting_dp_sizes(config: Config, at_most: int) -> list[int]:
-    """The numbers of data-parallel ranks over which the global batch divides."""
-    counts = []
-    for count in range(1, at_most + 1):
-        if config.global_batch_size % (micro_batch_size(config, count) * count) == 0:
-            counts.append(count)
-    return counts

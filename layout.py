@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dist
-from config import Config, blocks_per_unit, model_config, profile_window, split_batch
+from config import Config, blocks_per_unit, model_config, profile_window
 from model import ModelConfig, Transformer
 from runtime import memory
 from runtime.cli import UsageError
@@ -65,6 +65,38 @@ def choose_layout(c: Config, world: dist.World, vocab_size: int, device_memory: 
         model_config=model,
         memory=estimate_memory(c, model, mesh_shape, strategy, dtype, world.device),
     )
+
+
+def micro_batch_size(config: Config, dp_size: int) -> int:
+    """--micro_batch_size, or the whole share of one of `dp_size` ranks."""
+    return config.micro_batch_size or max(1, config.global_batch_size // dp_size)
+
+
+def split_batch(config: Config, dp_size: int) -> tuple[int, int]:
+    """Return (micro_batch_size, grad_accum_steps) for `dp_size` ranks. Raises UsageError."""
+    global_batch_size = config.global_batch_size
+    size = micro_batch_size(config, dp_size)
+    if config.eval_only:  # which has no global batch
+        return size, 1
+    per_forward = size * dp_size  # sequences of all ranks
+    if global_batch_size % per_forward:
+        remedy = "change --global_batch_size or --micro_batch_size"
+        if counts := fitting_dp_sizes(config, at_most=2 * dp_size):
+            remedy += f", or run on {', '.join(map(str, counts))} data-parallel ranks"
+        raise UsageError(
+            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
+            f"{size} x {dp_size} data-parallel ranks = {per_forward}: {remedy}"
+        )
+    return size, global_batch_size // per_forward
+
+
+def fitting_dp_sizes(config: Config, at_most: int) -> list[int]:
+    """The numbers of data-parallel ranks over which the global batch divides."""
+    counts = []
+    for count in range(1, at_most + 1):
+        if config.global_batch_size % (micro_batch_size(config, count) * count) == 0:
+            counts.append(count)
+    return counts
 
 
 def decide_strategy(

@@ -2,18 +2,13 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from conftest import ROOT
 
-from config import (
-    Config,
-    blocks_per_unit,
-    model_config,
-    parse,
-    profile_window,
-    split_batch,
-)
+from config import Config, blocks_per_unit, model_config, parse, profile_window
+from layout import split_batch
 from model import SIZES
 from runtime.cli import UsageError
 
@@ -46,6 +41,21 @@ def test_booleans(text, value):
             parse(text.split())
     else:
         assert parse(text.split()).async_save is value
+
+
+def test_the_reference_has_every_flag_and_tells_which_may_not_change():
+    reference = (ROOT / "docs/reference.md").read_text()
+    tables, _, resuming = reference.partition("## Flags of train.py")[2].partition(
+        "### Model sizes"
+    )
+    first_columns = re.findall(r"^\| (`--.*?) \|", tables, re.M)
+    listed = re.findall(r"--(\w+)", " ".join(first_columns))
+    fields = dataclasses.fields(Config)
+    assert sorted(listed) == sorted(["config", *(f.name for f in fields)])
+    (of_numbers,) = re.findall(r"^\| (`--lr`.*?) \| Refused without", resuming, re.M)
+    refused = {f.name for f in fields if f.metadata["resume"] == "refused"}
+    # which make another run, as the row before says
+    assert {*re.findall(r"--(\w+)", of_numbers), "seed", "global_batch_size"} == refused
 
 
 @pytest.mark.parametrize("wrap, blocks", [("block", 1), ("block_group:3", 3), ("none", None)])

@@ -276,7 +276,7 @@ def test_a_flag_that_holds_for_one_start_is_not_compared(change, tmp_path, name)
 
 @dataclass(frozen=True)
 class ForkedConfig(Config):
-    label_smoothing: float = flag(0.0, "share of the target for the other tokens")
+    label_smoothing: float = flag("optimizer", 0.0, "share of the target for the other tokens")
 
 
 def test_a_flag_that_a_fork_adds_is_refused_without_a_list(change):

@@ -18,8 +18,8 @@ from datetime import timedelta
 import torch
 
 import dist
-from config import Config, model_config, split_batch
-from layout import Layout, choose_layout, empty_model, fsdp_units
+from config import Config, model_config
+from layout import Layout, choose_layout, empty_model, fsdp_units, split_batch
 from model import Transformer
 from runtime import memory
 from runtime.cli import UsageError
