@@ -183,11 +183,10 @@ def to_evaluate(config: Config) -> Config:
         named = config.resume
     path = checkpoint.checkpoints_at(Path(named or config.out))[-1]
     manifest = checkpoint.read_manifest(path)
-    saved = manifest.get("config") or {}
-    folder = config.data or saved.get("data") or BUILTIN
+    folder = config.data or manifest.get("config", {}).get("data") or BUILTIN
     dtype = config.dtype
     if dtype == "auto":  # what --dtype auto was is not in config, but beside it
-        dtype = manifest.get("dtype") or saved.get("dtype", "auto")
+        dtype = manifest.get("dtype", "auto")
     return dataclasses.replace(config, init_from=str(path), data=folder, dtype=dtype)
 
 
@@ -344,9 +343,7 @@ def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
     config = Config(**manifest["config"])
     before_config = saved_config(saved["config"])
     now = resolved(config, manifest["dtype"])
-    # A checkpoint of before 2026-11-21 does not tell what --dtype auto was.
-    auto = manifest["dtype"] if before_config.dtype == "auto" else before_config.dtype
-    before = resolved(before_config, saved.get("dtype", auto))
+    before = resolved(before_config, saved.get("dtype", before_config.dtype))
     unknown = {name: value for name, value in saved["config"].items() if name not in now}
     changes = [f"--{name} {value} -> unknown to this code" for name, value in unknown.items()]
     refused = list(changes)
