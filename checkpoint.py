@@ -39,6 +39,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # no public one; skip_
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
+FORMAT = 1  # of what a run writes, as docs/reference.md describes it
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read: damage, an I/O error. The message is one line."""
@@ -96,17 +98,25 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of the checkpoint `path`. Raises CheckpointError if it is missing or damaged."""
+    """The manifest of the checkpoint `path`.
+
+    Raises CheckpointError if it is missing or damaged, and PathError if its format is another.
+    """
     try:
         if not (path / "manifest.json").is_file():  # reading a FIFO would never end
             raise ValueError("it is missing, or not a file")
         manifest = json.loads((path / "manifest.json").read_text())
         check_manifest(manifest)
-        return manifest
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: its manifest.json is damaged: {error!r}"
         ) from None
+    if manifest.get("format", FORMAT) != FORMAT:
+        raise PathError(
+            f"{path} has format {manifest['format']}, and this code reads {FORMAT}: use the "
+            "version of nanoshard that wrote it"
+        )
+    return manifest
 
 
 def check_manifest(manifest: dict) -> None:
@@ -322,7 +332,7 @@ def sync_and_checksum(path: Path) -> dict:
 def complete(work: Path, path: Path, manifest: dict) -> None:
     """Turn the temporary directory `work` into the checkpoint `path`, which must not exist."""
     with open(work / "manifest.json", "w") as file:
-        json.dump(manifest, file, indent=2)
+        json.dump({"format": FORMAT, **manifest}, file, indent=2)
     sync(work / "manifest.json")
     sync(work)
     os.rename(work, path)

@@ -33,60 +33,50 @@ from runtime.lock import try_lock
 # One run at a time
 
 
-class Lock:
-    """OUT/lock, which names the run that writes in OUT. A dead process does not keep it."""
+@contextlib.contextmanager
+def hold_lock(out: Path, patience: float = 0.0) -> Iterator[None]:
+    """Hold OUT/lock, which names the run that writes in OUT. A dead process does not keep it.
 
-    def __init__(self, out: Path):
-        self.path = out / "lock"
-        self.descriptor: int | None = None
-        self.new_folders: list[Path] = []  # innermost first
-
-    def acquire(self, patience: float = 0.0) -> None:
-        """Lock the folder, creating it if needed; wait up to `patience` seconds.
-
-        Raises UsageError where another run holds it.
-        """
-        deadline = time.monotonic() + patience
-        while (descriptor := self.try_acquire()) is None:
-            if time.monotonic() >= deadline:
-                raise UsageError(
-                    f"--out {self.path.parent} is in use by {self.holder()}: "
-                    "wait until it ends or choose another --out"
-                )
-            time.sleep(1)
-        started = datetime.now().astimezone().isoformat(" ", "seconds")
-        holder = f"host {socket.gethostname()}, process {os.getpid()}, since {started}"
-        self.descriptor = descriptor
-        os.ftruncate(descriptor, 0)
-        with contextlib.suppress(OSError):  # a full disk: another run is told no name
-            os.write(descriptor, holder.encode())
-
-    def holder(self) -> str:
-        with contextlib.suppress(OSError):
-            if text := self.path.read_text():
-                return text
-        return "another run"
-
-    def try_acquire(self) -> int | None:
-        """Create the folder if needed and lock it; None where another run holds it."""
-        out = self.path.parent
+    The folder is created if needed and, where the run has written nothing to it, removed. Waits up
+    to `patience` seconds for another run to end. Raises UsageError.
+    """
+    path = out / "lock"
+    deadline = time.monotonic() + patience
+    descriptor = None
+    while descriptor is None:
         try:
-            missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+            new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
             out.mkdir(parents=True, exist_ok=True)
-            self.new_folders = missing or self.new_folders
-            return try_lock(self.path)
+            descriptor = try_lock(path)
         except OSError as error:
             raise UsageError(f"--out {out}: {error.strerror}; choose another --out") from None
-
-    def release(self) -> None:
-        """Remove the lock, and the folder if the run has written nothing to it."""
-        if self.descriptor is None:
-            return
-        self.path.unlink(missing_ok=True)
-        os.close(self.descriptor)
+        if descriptor is None and time.monotonic() >= deadline:
+            raise UsageError(
+                f"--out {out} is in use by {holder(path)}: "
+                "wait until it ends or choose another --out"
+            )
+        if descriptor is None:
+            time.sleep(1)
+    started = datetime.now().astimezone().isoformat(" ", "seconds")
+    name = f"host {socket.gethostname()}, process {os.getpid()}, since {started}"
+    with contextlib.suppress(OSError):  # a full disk: another run is told no name
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, name.encode())
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
         with contextlib.suppress(OSError):  # not empty
-            for folder in self.new_folders:
+            for folder in new_folders:  # innermost first
                 folder.rmdir()
+
+
+def holder(path: Path) -> str:
+    """Who holds a lock, by its file, which may be gone by now."""
+    with contextlib.suppress(OSError):
+        return path.read_text() or "another run"
+    return "another run"
 
 
 @contextlib.contextmanager
@@ -98,12 +88,10 @@ def locked(out: Path, timeout: float) -> Iterator[None]:
     file system: then rank 0 waits up to `timeout` seconds. Raises UsageError.
     """
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    lock = Lock(out)
-    dist.on_rank0(lambda: lock.acquire(timeout if is_restart else 3.0))
-    try:
+    patience = timeout if is_restart else 3.0
+    with contextlib.ExitStack() as stack:
+        dist.on_rank0(lambda: stack.enter_context(hold_lock(out, patience)))
         yield
-    finally:
-        lock.release()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -183,7 +171,7 @@ def to_evaluate(config: Config) -> Config:
         named = config.resume
     path = checkpoint.checkpoints_at(Path(named or config.out))[-1]
     manifest = checkpoint.read_manifest(path)
-    folder = config.data or manifest.get("config", {}).get("data") or BUILTIN
+    folder = config.data or (manifest.get("config") or {}).get("data") or BUILTIN
     dtype = config.dtype
     if dtype == "auto":  # what --dtype auto was is not in config, but beside it
         dtype = manifest.get("dtype", "auto")
