@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,10 +87,7 @@ class Config:
     )
     tp: int = free("mesh", 1, "tensor parallelism: ranks that compute one forward together", 1)
     wrap: str = free(
-        "mesh",
-        "block",
-        "unit that fsdp gathers: block, block_group:K (K blocks) or none (the whole model)",
-        metavar="UNIT",
+        "mesh", "block", "unit of fsdp: block, block_group:K or none (all)", metavar="UNIT"
     )
     reshard_after_forward: bool = free(
         "mesh", True, "drop gathered weights after forward, gather them again; false: SHARD_GRAD_OP"
@@ -97,8 +95,8 @@ class Config:
     grad_sync: Literal["batch", "micro_batch", "shard"] = free(
         "mesh",
         "batch",
-        "average gradients once per step; after every micro-batch (more traffic; less memory under "
-        "fsdp); or, for hsdp, scatter after each and average between replicas once",
+        "average gradients once a step; after every micro-batch (less memory under fsdp, more "
+        "traffic); or, for hsdp, scatter after each and average between replicas once",
     )
 
     # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
@@ -145,8 +143,7 @@ class Config:
     skip_spikes: float | None = flag(
         "optimizer",
         None,
-        "skip updates whose loss or gradient norm is more than this many standard deviations above "
-        "the mean of the last 128",
+        "skip updates with a loss or gradient norm this many standard deviations above the mean",
         1e-9,
     )
     max_skipped: int = free(
@@ -167,7 +164,7 @@ class Config:
     eval_only: bool = once(
         "cadence",
         False,
-        "print loss, perplexity and bits per byte of the newest checkpoint in --out, or that of "
+        "print loss, perplexity and bits per byte of the newest checkpoint in --out, or of "
         "--init_from or --resume, on its data or --data; only reads",
     )
     sample_tokens: int = free("cadence", 256, "tokens of text to sample at the end; 0: none", 0)
@@ -196,8 +193,7 @@ class Config:
     init_from: str | None = once(
         "checkpoints",
         None,
-        "begin a new run, at step 0 with a new optimizer, with the weights of this checkpoint, or "
-        "of the newest of this run; its model replaces --model",
+        "begin a new run, at step 0, with model and weights of this checkpoint or run's newest",
         metavar="PATH",
     )
     allow_changes: bool = once(
@@ -472,8 +468,7 @@ def model_config(config: Config, vocab_size: int) -> ModelConfig:
     keeps_vocabulary = config.init_from and vocab_size <= size.vocab_size <= padded
     overrides = {"vocab_size": size.vocab_size if keeps_vocabulary else padded}
     for name in ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "seq_len"):
-        value = getattr(config, name)
-        if value is not None:
+        if (value := getattr(config, name)) is not None:
             overrides[name] = value
     if size.n_kv_head == size.n_head and config.n_head:
         # A size without grouped queries gets them only on request.
@@ -488,27 +483,23 @@ def model_config(config: Config, vocab_size: int) -> ModelConfig:
 
 def blocks_per_unit(config: Config) -> int | None:
     """--wrap as the number of blocks in an FSDP unit; None: the whole model. Raises UsageError."""
-    kind, colon, size = config.wrap.partition(":")
-    if config.wrap == "none":
-        return None
-    if config.wrap == "block":
-        return 1
-    if kind == "block_group" and size.isdecimal() and int(size) > 0:
-        return int(size)
-    raise UsageError(
-        f"--wrap {config.wrap}: choose block, block_group:K (K blocks at a time) or none"
-    )
+    match = re.fullmatch(r"none|block|block_group:(\d*[1-9]\d*)", config.wrap)
+    if not match:
+        raise UsageError(
+            f"--wrap {config.wrap}: choose block, block_group:K (K blocks at a time) or none"
+        )
+    return None if config.wrap == "none" else int(match[1] or 1)
 
 
 def profile_window(config: Config) -> tuple[int, int] | None:
     """--profile as (start, stop). Raises UsageError."""
     if config.profile is None:
         return None
-    start, _, stop = config.profile.partition(":")
-    is_window = start.isdecimal() and stop.isdecimal() and int(start) < int(stop) < config.max_steps
-    if not is_window:
+    match = re.fullmatch(r"(\d+):(\d+)", config.profile)
+    start, stop = map(int, match.groups()) if match else (0, 0)
+    if not start < stop < config.max_steps:
         raise UsageError(
             f"--profile {config.profile}: give START:STOP with START < STOP < max_steps "
             f"{config.max_steps}, like 10:13"
         )
-    return int(start), int(stop)
+    return start, stop

@@ -54,8 +54,7 @@ class TokenFolder:
         return next(iter(self.tokenizer_file), self.tokenizer)
 
     @property
-    def vocabulary(self) -> tuple:
-        """What the folders of a mixture have in common."""
+    def vocabulary(self) -> tuple:  # which the folders of a mixture have in common
         return self.vocab_size, self.tokenizer_name, self.tokenizer_file
 
     def tokens(self, split: str) -> np.ndarray:
@@ -248,6 +247,7 @@ class TokenDataset(Dataset):
         self.file = folder.path / f"{split}.bin"
         self.seq_len = seq_len
         self.seed = seed
+        self.parts = [self]  # as a Mixture has them
         n_tokens = len(folder.tokens(split))
         self.n_windows = (n_tokens - 1) // seq_len
         if self.n_windows < 1:
@@ -255,11 +255,6 @@ class TokenDataset(Dataset):
                 f"{self.file} holds {n_tokens:,} tokens: one sequence of "
                 f"--seq_len {seq_len} needs {seq_len + 1:,}"
             )
-
-    @property
-    def parts(self) -> list["TokenDataset"]:
-        """As a Mixture has them."""
-        return [self]
 
     def __len__(self) -> int:
         return self.n_windows

@@ -156,7 +156,12 @@ def resume_point(
     saved = checkpoint.read_manifest(resume_from)
     step = saved["step"]
     check_same_run(resume_from, saved, manifest)
-    check_max_steps(resume_from, step, config, is_named=latest is None)
+    # In a new folder there must be steps left to train.
+    if step > config.max_steps or (latest is None and step == config.max_steps):
+        raise UsageError(
+            f"{resume_from} is at step {step}, and --max_steps {config.max_steps} leaves nothing "
+            "to train: raise --max_steps or choose another --out"
+        )
     return ResumePoint(step, resume_from, changes=check_changes(saved, manifest, step))
 
 
@@ -256,15 +261,6 @@ def check_same_run(path: Path, saved: dict, manifest: dict) -> None:
         )
 
 
-def check_max_steps(path: Path, step: int, config: Config, is_named: bool) -> None:
-    """Refuse a --max_steps that a checkpoint has passed, or, in a new folder, has reached."""
-    if step > config.max_steps or (is_named and step == config.max_steps):
-        raise UsageError(
-            f"{path} is at step {step}, and --max_steps {config.max_steps} leaves nothing to "
-            "train: raise --max_steps or choose another --out"
-        )
-
-
 def check_init(path: Path, manifest: dict) -> None:
     """Check that the weights of --init_from fit. Raises UsageError, CheckpointError."""
     saved = dataclasses.asdict(read_model(path, checkpoint.read_manifest(path)))
@@ -282,28 +278,19 @@ def steps_without_checkpoint(config: Config, manifest: dict) -> int:
     Raises UsageError if it is not finished, since it cannot be continued.
     """
     out = Path(config.out)
-    try:
-        before = json.loads((out / "config.json").read_text())
-        if before["checkpoint"] != "none":
-            return 0
-        steps = [row["step"] for row in read_rows(out / "metrics.jsonl")]
-        starts = read_starts(out)
-    except FileNotFoundError:
-        return 0
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"--out {out} holds files that are not train.py's ({error!r}): choose another --out"
-        ) from None
-    if not steps:
+    starts = read_starts(out)
+    if not starts and (out / "config.json").exists():
+        raise UsageError(f"--out {out} holds files that are not train.py's: choose another --out")
+    steps = [row["step"] for row in read_rows(out / "metrics.jsonl")] if starts else []
+    if not steps or starts[-1]["config"]["checkpoint"] != "none":
         return 0
     if steps[-1] != config.max_steps:
         raise UsageError(
             f"--out {out} holds a run that saved no checkpoints and cannot be continued: "
             "choose another --out"
         )
-    if starts:
-        check_same_run(out, starts[-1], manifest)
-        check_changes(starts[-1], manifest, steps[-1])
+    check_same_run(out, starts[-1], manifest)
+    check_changes(starts[-1], manifest, steps[-1])
     return steps[-1]
 
 

@@ -31,23 +31,14 @@ def describe_documents(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> s
     """Count what end-of-text ends, block by block; what follows the last one is not counted."""
     if encoding is None:
         return ""
-    count = longest = 0
-    shortest = len(ids)
-    last_end = -1
+    ends = [[-1]]
     for start in range(0, len(ids), 1 << 20):
-        ends = start + np.flatnonzero(ids[start : start + (1 << 20)] == encoding.eot_token)
-        if not len(ends):
-            continue
-        lengths = np.diff(ends, prepend=last_end) - 1
-        count += len(ends)
-        shortest = min(shortest, lengths.min())
-        longest = max(longest, lengths.max())
-        last_end = ends[-1]
-    if not count:
+        ends.append(start + np.flatnonzero(ids[start : start + (1 << 20)] == encoding.eot_token))
+    lengths = np.diff(np.concatenate(ends)) - 1
+    if not len(lengths):
         return " of one document"
-    mean = (last_end + 1) / count - 1
-    lengths = f"{shortest:,} to {longest:,} tokens each, {mean:,.1f} on average"
-    return f", {plural(count, 'document')} of {lengths}"
+    spread = f"{lengths.min():,} to {lengths.max():,} tokens each, {lengths.mean():,.1f} on average"
+    return f", {plural(len(lengths), 'document')} of {spread}"
 
 
 def document_starts(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> list[int]:
