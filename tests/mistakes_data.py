@@ -15,6 +15,7 @@ MISTAKES = {
         Mistake("--seq_len 100000", "one sequence of --seq_len 100000 needs 100,001"),
         Mistake("--data {high}", "train.bin holds token 300, above its vocabulary of 257"),
         Mistake("--data {torn}", "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes"),
+        Mistake("--data {torn_nanogpt}", "is torn: 1,999 bytes are not 999 tokens of 2 bytes"),
         Mistake(
             "--data {no_tokenizer_file}", "my.tiktoken: No such file or directory; the token fold"
         ),
@@ -177,6 +178,9 @@ def write_token_folders(root: Path) -> None:
     write_tokens(root / "stray", ids, tokenizer="../secret/my.tiktoken")
     torn = write_tokens(root / "torn", ids)
     os.truncate(torn / "train.bin", 1999)
+    torn_nanogpt = write_tokens(root / "torn_nanogpt", ids)
+    (torn_nanogpt / "meta.json").rename(torn_nanogpt / "meta.pkl")
+    os.truncate(torn_nanogpt / "train.bin", 1999)
     no_meta = write_tokens(root / "no_meta", ids)
     (no_meta / "meta.json").write_text("{}")
     secret = write_tokens(root / "secret", ids, tokenizer="my.tiktoken")

@@ -53,6 +53,7 @@ MISTAKES = {
         Mistake(
             "--out {gone}", "gone has saved step 2, by its metrics.jsonl, and has no checkpoint", 1
         ),
+        Mistake("--out {newer}", "step-00000002 has format 2, and this code reads 1: use the"),
         Mistake("--out {unsaved}", "holds a run that saved no checkpoints and cannot be continued"),
         Mistake(
             "--init_from {root}", "--init_from on this host: {root} holds no checkpoint: name a"
@@ -148,6 +149,7 @@ MISTAKES = {
         Mistake("verify {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
         Mistake("verify {damaged}", "{damaged}: __0_0.distcp is missing", 1),
         Mistake("verify {truncated}", "__0_0.distcp has 1,000 bytes, not", 1),
+        Mistake("verify {newer}/checkpoints/step-00000002", "has format 2, and this code reads 1"),
         Mistake(
             "verify {flipped}", "__0_0.distcp has changed since it was written: its checksum", 1
         ),
@@ -185,6 +187,9 @@ def write_folders(root: Path) -> None:
     for file in root.glob("lost/checkpoints/*/__0_0.distcp"):
         file.unlink()
     shutil.copytree(root / "other", root / "gone", ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copytree(root / "other", root / "newer")
+    manifest = root / "newer/checkpoints/step-00000002/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
     (root / "foreign").mkdir()
     (root / "foreign/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
 

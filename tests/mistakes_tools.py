@@ -84,3 +84,4 @@ def write_folders(root: Path) -> None:
         (root / name).mkdir()
         (root / name / "metrics.jsonl").write_text("\n".join(log))
         (root / name / "config.json").write_text(config)
+        (root / name / "starts.jsonl").write_text(f'{{"time": "", "config": {config}}}')

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_run, call_train, rows, tensors
+from conftest import build_run, call_train, last_checkpoint, rows, tensors
 
 import checkpoint
 
@@ -61,7 +61,7 @@ def test_a_run_of_another_mesh_goes_on(pool, tokens, tmp_path, name):
 # --------------------------------------------------------------------------------------------------
 # The first of them
 
-SAVED_RUN = Path(__file__).parent / "saved_run_2026_11_20"
+SAVED_RUN = Path(__file__).parent / "saved_run_2026_11_22"
 
 # The .metadata of a checkpoint with one tensor, pickled by Python 3.13.0: a path in it is one of
 # pathlib._local, a module that 3.11 and 3.12 do not have.
@@ -88,7 +88,7 @@ def test_metadata_of_other_versions_of_python_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("strategy, ranks", [("fsdp", 2), ("single", 1)])
-def test_a_run_saved_on_2026_11_20_continues_with_the_losses_it_had(
+def test_a_run_saved_on_2026_11_22_continues_with_the_losses_it_had(
     pool, tmp_path, strategy, ranks
 ):
     """Names inside checkpoints and manifests are a contract.
@@ -103,5 +103,6 @@ def test_a_run_saved_on_2026_11_20_continues_with_the_losses_it_had(
     before = rows(SAVED_RUN / "run")
     after = rows(out)
     assert [row["step"] for row in after] == list(range(1, 9))
+    assert checkpoint.read_manifest(last_checkpoint(out))["format"] == 1  # as its own, without one
     for key in ("loss", "grad_norm", "lr", "skipped_steps"):
         assert [row[key] for row in after] == pytest.approx([row[key] for row in before], rel=1e-5)

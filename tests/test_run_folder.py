@@ -355,10 +355,10 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
 
 def hold(out, is_held) -> None:
     """Lock `out`, start a child as a data loader does, and wait."""
-    run_folder.Lock(out).acquire()
-    if os.fork():
-        is_held.set()
-    time.sleep(60)
+    with run_folder.hold_lock(out):
+        if os.fork():
+            is_held.set()
+        time.sleep(60)
 
 
 @pytest.fixture
@@ -377,37 +377,40 @@ def first(tmp_path):
 
 
 def test_a_folder_in_use_is_refused_but_a_dead_process_frees_it(first, tmp_path):
-    second = run_folder.Lock(tmp_path / "run")
-    with pytest.raises(UsageError, match=rf"is in use by host .+, process {first.pid}, since 20"):
-        second.acquire()
+    line = rf"is in use by host .+, process {first.pid}, since 20"
+    with pytest.raises(UsageError, match=line), run_folder.hold_lock(tmp_path / "run"):
+        pass
     os.kill(first.pid, signal.SIGKILL)
     first.join()
-    second.acquire()  # although the child of the first, which has its open files, lives
-    second.release()
-    assert list((tmp_path / "run").iterdir()) == []
+    # although the child of the first, which has its open files, lives
+    with run_folder.hold_lock(tmp_path / "run"):
+        (tmp_path / "run/written").touch()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["written"]
 
 
 def test_a_restarted_job_waits_for_the_lock_of_a_lost_host(first, tmp_path):
     threading.Timer(0.5, first.kill).start()
-    run_folder.Lock(tmp_path / "run").acquire(patience=20)
+    with run_folder.hold_lock(tmp_path / "run", patience=20):
+        assert (tmp_path / "run/lock").exists()
 
 
 def test_an_unused_lock_leaves_what_was_there(tmp_path):
     (tmp_path / "file").write_text("mine")
     for folder in (tmp_path, tmp_path / "a" / "b"):
-        lock = run_folder.Lock(folder)
-        lock.acquire()
-        lock.release()
+        with run_folder.hold_lock(folder):
+            assert (folder / "lock").exists()
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
-    with pytest.raises(UsageError, match="--out .*/file: File exists; choose another"):
-        run_folder.Lock(tmp_path / "file").acquire()
+    line = "--out .*/file: File exists; choose another"
+    with pytest.raises(UsageError, match=line), run_folder.hold_lock(tmp_path / "file"):
+        pass
 
 
 @pytest.mark.parametrize("folder", ["/proc/x", f"/{'x' * 300}"])
 def test_a_folder_that_cannot_be_written_is_a_usage_error(folder):
     """As on a file system that is mounted read-only."""
-    with pytest.raises(UsageError, match=f"--out {folder}: .*; choose another --out"):
-        run_folder.Lock(Path(folder)).acquire()
+    line = f"--out {folder}: .*; choose another --out"
+    with pytest.raises(UsageError, match=line), run_folder.hold_lock(Path(folder)):
+        pass
 
 
 def test_a_lock_file_replaced_before_it_was_locked_locks_nothing(tmp_path):
