@@ -136,8 +136,8 @@ class Run:
     layout: Layout
     world: dist.World
     watchdog: watchdog.Watchdog
-    train_data: data.TokenDataset | data.MixedDataset
-    val_data: data.TokenDataset | data.MixedDataset
+    train_data: data.TokenDataset | data.Mixture
+    val_data: data.TokenDataset | data.Mixture
     n_val: int  # sequences of an evaluation
     mesh: dist.DeviceMesh  # dp_replicate x dp_shard x tp
     dp_rank: int
