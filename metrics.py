@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -146,18 +146,22 @@ def replace_file(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a file of JSON lines; [] where there is none.
+
+    Without lines that are no rows, such as the part of one that a kill or a full disk leaves.
+    """
+    rows = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
 def drop_rows_after(path: Path, step: int) -> list[dict]:
     """Drop the rows after `step`, from which a run continues; return those that are kept."""
-    rows = []
-    lines = []
-    for line in path.read_text().splitlines():
-        if not line.endswith("}"):  # a killed run may leave part of a row
-            continue
-        row = json.loads(line)
-        if row["step"] <= step:
-            rows.append(row)
-            lines.append(f"{line}\n")
-    replace_file(path, "".join(lines))
+    rows = [row for row in read_rows(path) if row["step"] <= step]
+    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
 
 

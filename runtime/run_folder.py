@@ -25,7 +25,7 @@ from pathlib import Path
 import checkpoint
 import dist
 from config import BUILTIN, Config, lr_schedule, peak_lr, read_model, warmup_steps
-from metrics import replace_file
+from metrics import read_rows, replace_file
 from runtime.cli import UsageError
 from runtime.lock import try_lock
 
@@ -356,18 +356,6 @@ def new_schedule(before: Config, now: Config, step: int) -> str:
 
 # --------------------------------------------------------------------------------------------------
 # Starts
-
-
-def read_rows(file: Path) -> list[dict]:
-    """The rows of a file of JSON lines; [] where there is none.
-
-    Without lines that are no rows, such as the part of one that a kill or a full disk leaves.
-    """
-    rows = []
-    for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
 
 
 def read_starts(out: Path) -> list[dict]:
