@@ -26,7 +26,6 @@ FLOORS = [
     "tools.checkpoint tools.compare tools.hf",
     "tools.bench",
     "tools.check tools.cluster tools.plan",
-    "tools.timecheck",
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
 

@@ -32,6 +32,7 @@ import torch
 
 import checkpoint
 import dist
+import metrics
 import prepare
 import train
 from runtime import cli, watchdog
@@ -218,16 +219,11 @@ class Lab:
         self.device = args.device
         self.is_cuda = args.device == "cuda"
         self.size = args.ranks
-        self.bench_args = argparse.Namespace(
-            model="gpt2-124m" if self.is_cuda else "tiny",
-            device=self.device,
-            steps=COUNTED,
-            flags="",
-        )
         self.micro_batch_size = args.micro_batch_size or (16 if self.is_cuda else 4)
         self.folder = folder
         self.tokens = folder / "tokens"
         self.ranks = Ranks(self.size)
+        self.measured: dict[str, bench.Measurement] = {}
         write_text(folder / "text")
         text = [str(folder / "text")]
         prepare.prepare(text, self.tokens, val_fraction=0.2, say=lambda line: None)
@@ -247,22 +243,19 @@ class Lab:
         self.ranks.answers()
         return out
 
-    def measure(self, strategy: str, size: int, more: str = "") -> Path:
-        """Train the larger model in new processes, once; return the run folder.
-
-        What it printed is in stdout.txt beside the run folder. Raises RunFailed.
-        """
-        folder = self.folder / f"{strategy}-{size}{more}"
-        printed = folder / "stdout.txt"
-        if not printed.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+    def measure(self, strategy: str, size: int, more: str = "") -> bench.Measurement:
+        """Train the larger model in new processes, once. Raises RunFailed."""
+        name = f"{strategy}-{size}{more}"
+        if name not in self.measured:
+            out = self.folder / name
+            shutil.rmtree(out, ignore_errors=True)  # of one that failed
+            model = "gpt2-124m" if self.is_cuda else "tiny"
             data = self.gpt2_tokens() if self.is_cuda else self.tokens
-            batch = f"--micro_batch_size {self.micro_batch_size}"
-            batch += f" --global_batch_size {self.micro_batch_size * size}"
-            flags = f"--strategy {strategy} --data {data} {batch} {more}"
-            case = bench.Case({}, flags, size)
-            printed.write_text(bench.run_in(str(folder), case, self.bench_args))
-        return folder / "0"
+            flags = f"--model {model} --device {self.device} --strategy {strategy} --data {data} "
+            flags += f"--micro_batch_size {self.micro_batch_size} "
+            flags += f"--global_batch_size {self.micro_batch_size * size} {more}"
+            self.measured[name] = bench.run(flags, size, out, COUNTED)
+        return self.measured[name]
 
     def gpt2_tokens(self) -> Path:
         """A token folder, as nanoGPT writes it, of random tokens of GPT-2's vocabulary."""
@@ -286,7 +279,7 @@ def write_text(folder: Path) -> None:
 
 
 def training_rows(out: Path) -> list[dict]:
-    return [row for row in bench.read_rows(out) if "loss" in row]
+    return [row for row in metrics.read_rows(out / "metrics.jsonl") if "loss" in row]
 
 
 def difference(expected: Path, found: Path, name: str, after: int = 0) -> float:
@@ -435,21 +428,17 @@ def compiled(lab: Lab, check: Check) -> None:
     eager = lab.measure("single", 1)
     faster = lab.measure("single", 1, "--compile")
     record_speed(check, "compiled", faster)
-    ratio = (
-        bench.read_measurement(faster, COUNTED).speed / bench.read_measurement(eager, COUNTED).speed
-    )
-    check.figures["ratio"] = ratio
-    check.hold("loss", difference(eager, faster, "loss"), TOLERANCE["bfloat16"])
+    check.figures["ratio"] = faster.speed / eager.speed
+    check.hold("loss", difference(eager.out, faster.out, "loss"), TOLERANCE["bfloat16"])
 
 
-def record_speed(check: Check, label: str, run: Path) -> None:
-    found = bench.read_measurement(run, COUNTED)
+def record_speed(check: Check, label: str, found: bench.Measurement) -> None:
     check.figures[f"{label} tokens/s/device"] = found.speed
     if found.mfu is not None:
         check.hold(f"{label} MFU", found.mfu, 1)
 
 
-def measured_runs(lab: Lab) -> dict[str, Path]:
+def measured_runs(lab: Lab) -> dict[str, bench.Measurement]:
     """The larger model on one device; on GPUs also under fsdp there, and on all of them."""
     runs = {"single": lab.measure("single", 1)}
     if lab.is_cuda:
@@ -463,7 +452,7 @@ def measured_runs(lab: Lab) -> dict[str, Path]:
 def profile(lab: Lab, check: Check) -> None:
     """--profile: shares of the time between 0 and 1, operations with names"""
     for label, run in measured_runs(lab).items():
-        figures = json.loads((run / "profile" / "rank_0.json").read_text())
+        figures = json.loads((run.out / "profile" / "rank_0.json").read_text())
         for share in ("busy", "exposed_communication", "data_wait"):
             check.hold(f"{label} {share}", figures[share], 1)
         names = [operation["name"] for operation in figures["operations"] if operation["name"]]
@@ -474,11 +463,9 @@ def profile(lab: Lab, check: Check) -> None:
 def memory(lab: Lab, check: Check) -> None:
     """memory said at the start and used: auto fills 80% of a device, so at most 1 / 0.8"""
     for label, run in measured_runs(lab).items():
-        said = bench.said_memory((run.parent / "stdout.txt").read_text())
-        used = bench.read_measurement(run, COUNTED).peak_memory
-        check.figures[f"{label} MB said"] = said / 1e6
-        check.figures[f"{label} MB used"] = used / 1e6
-        check.hold(f"{label} used / said", used / said, most=1.25, least=0.5)
+        check.figures[f"{label} MB said"] = run.said_memory / 1e6
+        check.figures[f"{label} MB used"] = run.peak_memory / 1e6
+        check.hold(f"{label} used / said", run.peak_memory / run.said_memory, most=1.25, least=0.5)
 
 
 def speed(lab: Lab, check: Check) -> None:

@@ -1,11 +1,16 @@
 """A cluster in a box: trains across hosts that a slow network joins, all on this machine.
 
 python -m tools.cluster --hosts 2 --nproc 2 --bandwidth 200mbit
+python -m tools.cluster --bandwidth 1gbit --predict
 
 The hosts are network namespaces on one virtual switch. Needs Linux, root and iproute2.
 """
 
 import contextlib
+import dataclasses
+import itertools
+import json
+import math
 import os
 import re
 import shutil
@@ -15,11 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed
+
+import config
 import prepare
+from metrics import read_rows
 from runtime import cli
 from tools.bench import (
     ONE_THREAD,
@@ -31,48 +42,65 @@ from tools.bench import (
     RunFailed,
     Table,
     add_count,
-    read_rows,
     report,
 )
+from tools.planning import predict
+from tools.planning.predict import Cluster, Links, Request
 
 GRAD_ACCUM_STEPS = 8
 # 2.4 million parameters: enough for the network to matter, and a run takes only seconds
 MODEL = ["--model=tiny", "--d_model=192", "--d_ff=768", "--seq_len=64", "--micro_batch_size=1"]
 SUBNET = "10.0.0"  # host 0 is 10.0.0.1; no other network sees these addresses
 MAX_HOSTS = 254
-FIRST_PORT = 29500  # of the rendezvous; each run takes the next one
+PORTS = itertools.count(29500)  # of the rendezvous; each run takes the next one
 
 
 def cluster(args: Namespace) -> Table:
     """Each strategy, with its gradients averaged once a step or after every micro-batch.
 
     gloo's reduce-scatter sends as much as an all-reduce, twice what nccl's sends: that is why
-    micro_batch is so much slower under fsdp.
+    micro_batch is so much slower under fsdp. With --predict also what tools.plan predicts.
     """
     rows = []
     with (
         tempfile.TemporaryDirectory(prefix="cluster-") as folder,
         hosts(args.hosts, args.bandwidth) as namespaces,
     ):
-        tokens = prepare_tokens(folder)
+        data = f"--data={prepare_tokens(folder)}"
+        if args.predict:
+            print("links and cores ...", file=sys.stderr, flush=True)
+            machines = measured_machines(args, namespaces, data, Path(folder))
         for strategy in args.strategies:
             for sync in ("batch", "micro_batch"):
                 print(f"{strategy}, {sync} ...", file=sys.stderr, flush=True)
                 out = Path(folder, f"{strategy}-{sync}")
-                flags = [*train_flags(strategy, sync, args), f"--data={tokens}", f"--out={out}"]
-                run_on(namespaces, args.nproc, FIRST_PORT + len(rows), flags, out)
+                flags = [*train_flags(strategy, sync, args), data]
+                run_on(namespaces, args.nproc, [TRAIN, *flags, f"--out={out}"], out)
                 row = {"strategy": strategy, "grad_sync": sync, "tokens/s/device": speeds(out)}
+                if args.predict:
+                    machine = machines["single" if strategy == "ddp" else "fsdp"]
+                    row["predicted"] = [predicted_speed(flags, machine)]
                 rows.append(row)
 
-    baseline = statistics.median(rows[0]["tokens/s/device"])
-    for row in rows:
-        ratios = [speed / baseline for speed in row["tokens/s/device"]]
-        row[f"ratio to {rows[0]['strategy']}, batch"] = ratios
+    ratio = f"ratio to {rows[0]['strategy']}, batch"
+    add_ratios(rows, "tokens/s/device", ratio)
+    if args.predict:
+        add_ratios(rows, "predicted", "predicted ratio")
+        for row in rows:
+            error = row["predicted ratio"][0] / statistics.median(row[ratio]) - 1
+            row["error"] = f"{error:+.0%}"
     subject = (
         f"{args.hosts} hosts x {args.nproc} processes, {args.bandwidth} each way between hosts, "
         f"2.4 million parameters, accumulation {GRAD_ACCUM_STEPS}, {args.steps} steps"
     )
     return Table(subject, rows)
+
+
+def add_ratios(rows: list[dict], column: str, name: str) -> None:
+    """Add a column: the values of another one divided by the median of the first row's."""
+    baseline = statistics.median(rows[0][column])
+    for row in rows:
+        row[name] = [value / baseline for value in row[column]]
 
 
 def prepare_tokens(folder: str) -> Path:
@@ -97,11 +125,133 @@ def train_flags(strategy: str, sync: str, args: Namespace) -> list[str]:
 
 def speeds(out: Path) -> list[float]:
     """Tokens/s/device of every step but the first, which sets up buckets and buffers."""
+    rows = [row for row in read_rows(out / "metrics.jsonl") if "loss" in row]
+    return [row["tokens_per_second_per_device"] for row in rows if row["step"] > 1]
+
+
+# --------------------------------------------------------------------------------------------------
+# What tools.plan predicts, from links and cores that are measured in the same hosts
+
+SMALL = 256  # elements: latency
+LARGE = 1 << 19  # elements, 2 MB: the unit that fsdp gathers is 1 MB
+REPEATS = 20
+
+
+def predicted_speed(flags: list[str], machine: Cluster) -> float:
+    """Tokens/s/device that tools.plan predicts for a run."""
+    request = request_of(flags, machine)
+    found = predict.speed(request.rehearse(), request.config, machine)
+    return found.tokens_per_second_per_device
+
+
+def request_of(flags: list[str], machine: Cluster) -> Request:
+    c = config.parse([*flags, "--peak_tflops=1"])
+    return Request(c, machine, vocab_size=257, rank=0)
+
+
+def measured_machines(
+    args: Namespace, namespaces: list[str], data: str, folder: Path
+) -> dict[str, Cluster]:
+    """The box as ranks without a mesh find it ("single"), and as those under FSDP ("fsdp").
+
+    These compute more slowly: FSDP's copies and its Python take the same cores. All ranks compute
+    at once, and send nothing.
+    """
+    links_file = folder / "links.json"
+    measure = ["-m", "tools.cluster", "--measure_links", str(links_file)]
+    run_on(namespaces, args.nproc, measure, folder / "links")
+    # A measured step has the optimizer in it.
+    no_optimizer = dataclasses.replace(predict.DEVICES["cpu"], memory_bandwidth=math.inf)
+    machine = Cluster(
+        world_size=args.hosts * args.nproc,
+        device_type="cpu",
+        device=no_optimizer,
+        device_memory=1 << 60,
+        links=Links(**json.loads(links_file.read_text())),
+        achieved=1.0,
+    )
+    one_device = dataclasses.replace(machine.links, local_size=1)
+    alone = dataclasses.replace(machine, world_size=1, links=one_device)
+    machines = {}
+    for strategy in ("single", "fsdp"):
+        flags = [*train_flags("ddp", "batch", args), data, f"--strategy={strategy}"]
+        flags.append(f"--global_batch_size={GRAD_ACCUM_STEPS}")
+        outs = [folder / f"{strategy}-{rank}" for rank in range(machine.world_size)]
+        commands = [[sys.executable, TRAIN, *flags, f"--out={out}"] for out in outs]
+        run_all(namespaces * args.nproc, commands, folder / strategy)
+        speed = statistics.median(speed for out in outs for speed in speeds(out))
+        rehearsal = request_of(flags, alone).rehearse()
+        flops = rehearsal.flops / rehearsal.layout.tokens_per_step * speed
+        machines[strategy] = dataclasses.replace(machine, achieved=flops / 1e12)
+    return machines
+
+
+def measure_links(out: str) -> None:
+    """Write what gloo's all_reduce reaches, within a host and between hosts, as JSON.
+
+    Runs on all ranks, under torchrun.
+    """
+    torch.distributed.init_process_group("gloo")
+    size = torch.distributed.get_world_size()
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    within, _ = torch.distributed.new_subgroups(local_size)
+    links = solve(
+        local_size=local_size,
+        hosts=size // local_size,
+        within=[seconds_of(SMALL, within), seconds_of(LARGE, within)],
+        between=[seconds_of(SMALL), seconds_of(LARGE)],
+    )
+    if torch.distributed.get_rank() == 0:
+        Path(out).write_text(json.dumps(dataclasses.asdict(links)))
+    torch.distributed.destroy_process_group()
+
+
+def seconds_of(elements: int, group=None) -> float:
+    """Median seconds of an all_reduce."""
+    tensor = torch.zeros(elements)
     found = []
-    for row in read_rows(out):
-        if row.get("step_time") and row["step"] > 1:
-            found.append(row["tokens_per_second_per_device"])
-    return found
+    for _ in range(REPEATS):
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        torch.distributed.all_reduce(tensor, group=group)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def solve(local_size: int, hosts: int, within: list[float], between: list[float]) -> Links:
+    """The links for which predict.collective_seconds gives these times, [small, large].
+
+    Within a host an all_reduce is a ring of local_size - 1 hops a pass; between hosts it takes a
+    tree, which has as many and the logarithm of the hosts.
+    """
+    inner = fit(local_size, within)
+    outer = fit(local_size * hosts, between)
+    return Links(
+        local_size=local_size,
+        intra_bandwidth=inner.bandwidth,
+        host_bandwidth=outer.bandwidth,
+        intra_latency=inner.latency / max(1, local_size - 1),
+        inter_latency=max(0.0, outer.latency - inner.latency) / max(1.0, math.log2(hosts)),
+        launch_latency=0.0,
+        scatter_passes=2,
+    )
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of an all_reduce = 2 x latency + 2 (n - 1) / n x bytes / bandwidth."""
+
+    latency: float  # seconds of a pass
+    bandwidth: float  # bytes per second
+
+
+def fit(ranks: int, seconds: list[float]) -> Line:
+    """The line through the times of the small and the large tensor; one rank takes no time."""
+    if ranks == 1:
+        return Line(0.0, math.inf)
+    small, large = (2 * (ranks - 1) / ranks * 4 * elements for elements in (SMALL, LARGE))
+    bandwidth = (large - small) / (seconds[1] - seconds[0])
+    return Line(max(0.0, seconds[0] - small / bandwidth) / 2, bandwidth)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -210,26 +360,12 @@ def kill_all(namespace: str) -> None:
 # Runs
 
 
-def run_on(
-    namespaces: list[str],
-    nproc: int,
-    port: int,
-    flags: list[str],
-    out: Path,
-    script: tuple[str, ...] = (TRAIN,),
-) -> None:
-    """Run train.py, or another script, under one torchrun on each host.
-
-    What host i prints goes to the file `out`-host<i>.txt. Raises RunFailed if one fails.
-    """
-    environment = os.environ | ONE_THREAD
-    environment["PYTHONPATH"] = str(Path(TRAIN).parent)  # for -m tools....
-    environment["TMPDIR"] = str(out.parent)  # torchrun leaves folders there
-    environment["GLOO_SOCKET_IFNAME"] = "eth0"  # gloo's default is the address of the host name
-    logs = []
-    agents = []
-    for number, namespace in enumerate(namespaces):
-        torchrun = [
+def run_on(namespaces: list[str], nproc: int, script: list[str], out: Path) -> None:
+    """Run a script and its flags under one torchrun on each host. Raises RunFailed."""
+    port = next(PORTS)
+    commands = []
+    for number in range(len(namespaces)):
+        command = [
             *TORCHRUN,
             f"--nnodes={len(namespaces)}",
             f"--nproc_per_node={nproc}",
@@ -237,31 +373,48 @@ def run_on(
             f"--local_addr={address(number)}",
             f"--master_addr={address(0)}",
             f"--master_port={port}",
+            *script,
         ]
-        logs.append(out.with_name(f"{out.name}-host{number}.txt"))
+        commands.append(command)
+    run_all(namespaces, commands, out)
+
+
+def run_all(namespaces: list[str], commands: list[list[str]], out: Path) -> None:
+    """Run commands at the same time, number i in namespace i. Raises RunFailed if one fails.
+
+    What it prints goes to the file `out`-<i>.txt.
+    """
+    environment = os.environ | ONE_THREAD
+    environment["PYTHONPATH"] = str(Path(TRAIN).parent)  # for -m tools....
+    environment["TMPDIR"] = str(out.parent)  # torchrun leaves folders there
+    environment["GLOO_SOCKET_IFNAME"] = "eth0"  # gloo's default is the address of the host name
+    logs = []
+    processes = []
+    for number, (namespace, command) in enumerate(zip(namespaces, commands, strict=True)):
+        logs.append(out.with_name(f"{out.name}-{number}.txt"))
         with open(logs[-1], "w") as log:
-            agent = subprocess.Popen(
-                ["ip", "netns", "exec", namespace, *torchrun, *script, *flags],
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", namespace, *command],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        agents.append(agent)
-    failed = wait_for(agents)
+        processes.append(process)
+    failed = wait_for(processes)
     if failed is not None:
-        message = f"host {failed} failed: {' '.join([*script, *flags])}"
+        message = f"{' '.join(commands[failed])} failed on {namespaces[failed]}"
         raise RunFailed(message, logs[failed].read_text())
 
 
-def wait_for(agents: list[subprocess.Popen]) -> int | None:
+def wait_for(processes: list[subprocess.Popen]) -> int | None:
     """Wait until all have succeeded (returns None) or one has failed (returns its number).
 
     After a failure the others may wait for it forever, so it does not wait for them.
     """
     while True:
-        statuses = [agent.poll() for agent in agents]
+        statuses = [process.poll() for process in processes]
         for number, status in enumerate(statuses):
             if status:
                 return number
@@ -287,7 +440,9 @@ def parse(argv: list[str]) -> Namespace:
         "Needs Linux, root and iproute2.",
     )
     parser.set_defaults(table="cluster")
-    add_flags(parser)
+    add_count(parser, "--hosts", 2, "hosts")
+    add_count(parser, "--nproc", 2, "processes on each host")
+    add_count(parser, "--steps", 3, "counted steps of each run")
     parser.add_argument(
         "--bandwidth",
         type=rate,
@@ -295,14 +450,6 @@ def parse(argv: list[str]) -> Namespace:
         metavar="RATE",
         help="of each host's link, in each direction, as tc writes it (default: 200mbit)",
     )
-    return parser.parse_args(argv)
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of all that measures in these hosts."""
-    add_count(parser, "--hosts", 2, "hosts")
-    add_count(parser, "--nproc", 2, "processes on each host")
-    add_count(parser, "--steps", 3, "counted steps of each run")
     parser.add_argument(
         "--strategies",
         nargs="+",
@@ -311,10 +458,19 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="NAME",
         help=f"of {', '.join(STRATEGIES)}; the first is compared with (default: all)",
     )
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="also measure links and cores, and print what tools.plan predicts from them",
+    )
     parser.add_argument("--json", action="store_true", help="print numbers, not a table")
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["--measure_links"]:  # a rank that `measured_machines` has started
+        measure_links(argv[1])
+        return 0
     return cli.run("tools.cluster", lambda: report(cluster, parse(argv)))
 
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+from metrics import read_rows
 from runtime import cli
 
 # Relative difference that counts as rounding: 8 steps of float32, whose resolution is 1.2e-7. The
 # losses of single, ddp, fsdp and tp in float32 stay within 2e-7 while their weights agree. They
 # leave 1e-6 when the weights have drifted apart, after some dozens of steps.
 ROUNDING = 1e-6
-# What the table needs from a training row
-FIELDS = {"tokens", "grad_norm", "clipped", "skipped_steps", "step_time", "tokens_per_second"}
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 EXAMPLES = """examples:
   python -m tools.compare runs/norm runs/adaptive --plot ab.png
@@ -29,12 +28,6 @@ EXAMPLES = """examples:
 
 class CompareError(cli.UsageError):
     """Runs that cannot be compared, or a plot that cannot be drawn."""
-
-
-class LogError(ValueError):
-    """A damaged log: rows that cannot be read, or are not in the order of their steps."""
-
-    exit_status = 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -109,73 +102,19 @@ class Log:
 
 
 def read(folder: str, name: str) -> Log:
-    """Read a run folder. Raises CompareError if it is none, LogError if its log is damaged."""
+    """Read a run folder. Raises CompareError if it is none."""
     run = Path(folder)
     if (run / "manifest.json").exists():
         raise CompareError(f"{folder} is a checkpoint: name the run folder that holds it")
     for file in ("config.json", "metrics.jsonl"):
         if not (run / file).is_file():
             raise CompareError(f"{folder} has no {file}: it is not the folder of a started run")
-    rows = read_rows(run)
-    for field in ("loss", "val_loss"):
-        check_order(run, rows, field)
+    rows = read_rows(run / "metrics.jsonl")
     training = training_rows(rows)
     if not training:
         raise CompareError(f"{folder} has no training row yet: let it run until its first one")
-    return Log(name, read_config(run), training, validation_rows(rows, training))
-
-
-def read_config(run: Path) -> dict:
-    file = run / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except ValueError:
-        config = None
-    if not isinstance(config, dict):
-        raise CompareError(f"{file} is not a JSON object: it must hold the flags of the run")
-    return config
-
-
-def read_rows(run: Path) -> list[dict]:
-    """The rows of a run folder's metrics.jsonl, without a last one that a kill has torn.
-
-    Raises LogError if any other row is damaged.
-    """
-    file = run / "metrics.jsonl"
-    lines = file.read_bytes().splitlines()
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if is_row(row):
-            rows.append(row)
-        elif number < len(lines):
-            raise LogError(f"{file}, line {number} is damaged: delete it to compare without it")
-    return rows
-
-
-def is_row(row) -> bool:
-    """Whether parsed JSON is a row of metrics.jsonl."""
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        return False
-    return "loss" not in row or row.keys() >= FIELDS
-
-
-def check_order(run: Path, rows: list[dict], field: str) -> None:
-    """Raise LogError unless the steps of the rows that have `field` increase."""
-    previous_step = 0
-    for number, row in enumerate(rows, 1):
-        if field not in row:
-            continue
-        if row["step"] <= previous_step:
-            raise LogError(
-                f"{run / 'metrics.jsonl'}, line {number}: step {row['step']} follows step "
-                f"{previous_step}: two runs have written into this log; repeat them with one --out "
-                "each"
-            )
-        previous_step = row["step"]
+    config = json.loads((run / "config.json").read_text())
+    return Log(name, config, training, validation_rows(rows, training))
 
 
 def training_rows(rows: list[dict]) -> list[dict]:
@@ -191,8 +130,7 @@ def training_rows(rows: list[dict]) -> list[dict]:
         steps = 1 if previous_step is None else row["step"] - previous_step
         time += steps * row["step_time"]
         previous_step = row["step"]
-        finite = {"loss": nan_if_null(row["loss"]), "grad_norm": nan_if_null(row["grad_norm"])}
-        training.append(row | finite | {"time": time})
+        training.append(nan_for_null(row) | {"time": time})
     return training
 
 
@@ -203,38 +141,17 @@ def validation_rows(rows: list[dict], training: list[dict]) -> list[dict]:
     for row in rows:
         at = training_at.get(row["step"])
         if "val_loss" in row and at:
-            val_loss = nan_if_null(row["val_loss"])
-            val.append(row | {"val_loss": val_loss, "tokens": at["tokens"], "time": at["time"]})
+            val.append(nan_for_null(row) | {"tokens": at["tokens"], "time": at["time"]})
     return val
 
 
-def nan_if_null(value: float | None) -> float:
+def nan_for_null(row: dict) -> dict:
     """JSON has no nan: the log has null for a value that is not finite."""
-    return math.nan if value is None else value
+    return {name: math.nan if value is None else value for name, value in row.items()}
 
 
 # --------------------------------------------------------------------------------------------------
 # The table
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """One row of the table: a quantity of every run."""
-
-    name: str
-    of: Callable[[Log], float | str]  # text where a run has no such number
-    spec: str  # format specification of a number
-    best: Callable | None = None  # min or max; None: neither is better
-
-    def cells(self, logs: list[Log]) -> list[str]:
-        """The value of each run as text, the best in bold unless all are the same."""
-        values = [self.of(log) for log in logs]
-        cells = [value if isinstance(value, str) else format(value, self.spec) for value in values]
-        numbers = [value for value in values if not isinstance(value, str) and math.isfinite(value)]
-        if self.best is None or not numbers or len(set(cells)) == 1:
-            return cells
-        best = self.best(numbers)
-        return [f"**{cell}**" if value == best else cell for cell, value in zip(cells, values)]
 
 
 def table(logs: list[Log], loss: float | None, tolerance: float) -> str:
@@ -243,33 +160,46 @@ def table(logs: list[Log], loss: float | None, tolerance: float) -> str:
     `loss` is the validation loss to measure the time to, `tolerance` the relative difference of
     training losses to look for. At the end come the flags in which the runs differ.
     """
-    rows = [[quantity.name, *quantity.cells(logs)] for quantity in quantities(logs, loss)]
-    for limit, reason in ((ROUNDING, "rounding"), (tolerance, "--tolerance")):
-        if len(logs) > 1:
-            rows.append(differences(logs, limit, reason))
-    header = ["", *(log.name for log in logs)]
-    return markdown_table(header, rows + different_flags(logs))
-
-
-def quantities(logs: list[Log], loss: float | None) -> list[Quantity]:
     tokens = min(log.training[-1]["tokens"] for log in logs)
     at_tokens = f"training loss at {tokens:,} tokens"
-    found = [
-        Quantity("final validation loss", Log.final_val_loss, ".4f", best=min),
-        Quantity("best validation loss", Log.best_val_loss, ".4f", best=min),
-        Quantity(at_tokens, lambda log: log.loss_at(tokens), ".4f", best=min),
+    rows = [
+        row_of("final validation loss", logs, Log.final_val_loss, ".4f", best=min),
+        row_of("best validation loss", logs, Log.best_val_loss, ".4f", best=min),
+        row_of(at_tokens, logs, lambda log: log.loss_at(tokens), ".4f", best=min),
     ]
-    if loss is None:
-        loss = common_val_loss(logs)
+    loss = loss or common_val_loss(logs)
     if loss is not None:
         to_loss = f"seconds to validation loss {loss:.4f}"
-        found.append(Quantity(to_loss, lambda log: log.time_to(loss), ",.1f", best=min))
-    return [
-        *found,
-        Quantity("tokens per second, median", Log.tokens_per_second, ",.0f", best=max),
-        Quantity("steps clipped, of those logged", Log.clipped, ".1%"),
-        Quantity("steps skipped", Log.skipped, ".1%"),
+        rows.append(row_of(to_loss, logs, lambda log: log.time_to(loss), ",.1f", best=min))
+    rows += [
+        row_of("tokens per second, median", logs, Log.tokens_per_second, ",.0f", best=max),
+        row_of("steps clipped, of those logged", logs, Log.clipped, ".1%"),
+        row_of("steps skipped", logs, Log.skipped, ".1%"),
     ]
+    if len(logs) > 1:
+        rows.append(differences(logs, ROUNDING, "rounding"))
+        rows.append(differences(logs, tolerance, "--tolerance"))
+    return markdown_table(["", *(log.name for log in logs)], rows + different_flags(logs))
+
+
+def row_of(
+    name: str,
+    logs: list[Log],
+    value_of: Callable[[Log], float | str],
+    spec: str,
+    best: Callable | None = None,
+) -> list[str]:
+    """A quantity of every run, text where a run has no such number.
+
+    `spec` is the format of a number. The best, min or max, is bold unless all are the same.
+    """
+    values = [value_of(log) for log in logs]
+    cells = [value if isinstance(value, str) else format(value, spec) for value in values]
+    numbers = [value for value in values if not isinstance(value, str) and math.isfinite(value)]
+    if best and numbers and len(set(cells)) > 1:
+        winner = best(numbers)
+        cells = [f"**{cell}**" if value == winner else cell for cell, value in zip(cells, values)]
+    return [name, *cells]
 
 
 def common_val_loss(logs: list[Log]) -> float | None:
@@ -305,11 +235,9 @@ def agree(a: float, b: float, limit: float) -> bool:
 
 def different_flags(logs: list[Log]) -> list[list[str]]:
     """A row for each flag whose value is not the same in all runs; --out is always different."""
-    flags = set()
-    for log in logs:
-        flags.update(log.config)
+    flags = set().union(*(log.config for log in logs)) - {"out"}
     rows = []
-    for flag in sorted(flags - {"out"}):
+    for flag in sorted(flags):
         values = [str(log.config.get(flag)) for log in logs]
         if len(set(values)) > 1:
             rows.append([f"`--{flag}`", *values])
@@ -339,12 +267,22 @@ def plot(logs: list[Log], file: str) -> None:
         2, 2, figsize=(12, 8), sharex="col", sharey="row", layout="constrained"
     )
     figure.suptitle("Loss and gradient norm, by tokens and by time", fontsize="x-large")
-    axes[1, 0].set_yscale("log")  # both columns share it
-    for side, x in enumerate(("tokens", "time")):
+    for (losses, norms), x in zip(axes.T, ("tokens", "time")):
         for number, log in enumerate(logs):
-            draw_loss(axes[0, side], log, x, f"C{number}")
-            draw_norm(axes[1, side], log, x, f"C{number}")
-    label_axes(axes)
+            thin = dict(color=f"C{number}", alpha=0.5, linewidth=0.8)
+            draw(losses, log.training, x, "loss", label=f"{log.name}, training", **thin)
+            if log.val:
+                label = f"{log.name}, validation"
+                draw(losses, log.val, x, "val_loss", label=label, color=f"C{number}", marker="o")
+            draw(norms, log.training, x, "grad_norm", **thin)
+    axes[0, 0].legend()
+    axes[0, 0].set_ylabel("loss")
+    axes[1, 0].set_ylabel("gradient norm")
+    axes[1, 0].set_yscale("log")  # both columns share it
+    axes[1, 0].set_xlabel("tokens")
+    axes[1, 1].set_xlabel("seconds of training")
+    for one in axes.flat:
+        one.grid(alpha=0.3)
     figure.savefig(file, dpi=150)
 
 
@@ -357,56 +295,9 @@ def check_plot(file: str) -> None:
         raise CompareError(f"--plot {file}: there is no folder {path.parent}: create it first")
 
 
-def draw_loss(axes, log: Log, x: str, color: str) -> None:
-    """Draw training and validation loss against `x`: "tokens" or "time". nan leaves a gap."""
-    axes.plot(
-        column(log.training, x),
-        column(log.training, "loss"),
-        color=color,
-        alpha=0.45,
-        linewidth=0.8,
-        label=f"{log.name}, training",
-    )
-    if log.val:
-        axes.plot(
-            column(log.val, x),
-            column(log.val, "val_loss"),
-            "o-",
-            color=color,
-            markeredgecolor="white",
-            label=f"{log.name}, validation",
-        )
-
-
-def draw_norm(axes, log: Log, x: str, color: str) -> None:
-    norms = column(log.training, "grad_norm")
-    axes.plot(column(log.training, x), norms, color=color, alpha=0.7, linewidth=0.8)
-
-
-def column(rows: list[dict], field: str) -> list[float]:
-    return [row[field] for row in rows]
-
-
-def label_axes(axes) -> None:
-    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
-
-    axes[0, 0].set_ylabel("loss")
-    axes[0, 0].legend()
-    axes[1, 0].set_xlabel("tokens")
-    axes[1, 0].xaxis.set_major_formatter(EngFormatter(sep=""))  # 1.2M
-    axes[1, 1].set_xlabel("seconds of training")
-
-    norm_axis = axes[1, 0].yaxis
-    low, high = axes[1, 0].get_ylim()
-    subs = (1, 2, 5) if high < 1e4 * low else (1,)  # of each decade: more ticks if there are few
-    norm_axis.set_label_text("gradient norm")
-    norm_axis.set_major_locator(LogLocator(subs=subs))
-    norm_axis.set_major_formatter("{x:g}")  # 0.5, not 5 x 10^-1
-    norm_axis.set_minor_formatter(NullFormatter())
-    for one in axes.flat:
-        one.set_xlim(left=0)
-        one.grid(alpha=0.3)
-        one.spines[["top", "right"]].set_visible(False)
+def draw(axes, rows: list[dict], x: str, y: str, **style) -> None:
+    """Draw a field of the log against "tokens" or "time". nan leaves a gap."""
+    axes.plot([row[x] for row in rows], [row[y] for row in rows], **style)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,10 +22,11 @@ import config
 import data
 import dist
 from layout import Layout
+from metrics import read_rows
 from runtime import cli, memory
 from runtime.cli import UsageError
 from tools.bench import positive
-from tools.compare import positive_number, read_rows
+from tools.compare import positive_number
 from tools.planning import predict, search
 from tools.planning.forecast import Plan, ScalingRow, communication_rows, make_plan, training_hours
 from tools.planning.predict import DEVICES, Cluster, Links, Request
@@ -37,7 +38,8 @@ from tools.planning.predict import DEVICES, Cluster, Links, Request
 def fraction(text: str) -> float:
     """A number, or the folder of a run on one device, whose median MFU it is."""
     if Path(text).is_dir():
-        values = [row["mfu"] for row in read_rows(Path(text)) if row.get("mfu")]
+        rows = read_rows(Path(text, "metrics.jsonl"))
+        values = [row["mfu"] for row in rows if row.get("mfu")]
         if not values:
             raise argparse.ArgumentTypeError(
                 f"the log of {text} has no MFU: it needs --peak_tflops, or a GPU that is known"
