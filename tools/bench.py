@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed import tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -237,9 +238,11 @@ def nanogpt(args: Namespace) -> Table:
         for name, command in commands.items():
             show_round(turn, args.rounds, name)
             with tempfile.TemporaryDirectory(prefix="bench-") as out:
-                out_flag = f"--out_dir={out}" if name == "nanoGPT" else f"--out={out}"
+                out_flag, cwd = f"--out={out}", None
+                if name == "nanoGPT":
+                    out_flag, cwd = f"--out_dir={out}", args.path
                 tokens = args.batch_size * args.block_size
-                speeds[name].append(trainer_speed([*command, out_flag], args.path, tokens))
+                speeds[name].append(trainer_speed([*command, out_flag], cwd, tokens))
 
     rows = []
     for name, found in speeds.items():
@@ -274,8 +277,7 @@ def nanoshard_command(args: Namespace, dataset: Path) -> list[str]:
         f"--global_batch_size={args.batch_size} --max_steps={args.steps} --device={device(args)} "
         f"{args.flags}"
     )
-    data = f"--data={dataset.absolute()}"
-    return [sys.executable, TRAIN, *ONLY_STEPS, data, *flags.split()]
+    return [sys.executable, TRAIN, *ONLY_STEPS, f"--data={dataset}", *flags.split()]
 
 
 # "iter 7: loss 4.2000, time 250.00ms, mfu 1.20%", "step 7/10  70%  ...  500 ms  12,346 tok/s"
@@ -308,15 +310,15 @@ def checkpoints(args: Namespace) -> Table:
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Transformer(SIZES[args.model]).named_parameters()}
     state = {slot: sharded(shapes, mesh) for slot in ("model", "exp_avg", "exp_avg_sq")}
-    tensors = [tensor for _, tensor in checkpoint.flatten(state)]
-    size = sum(tensor.nbytes for tensor in tensors)
-    shard = sum(tensor.to_local().nbytes for tensor in tensors)
+    weights = [weight for _, weight in checkpoint.flatten(state)]
+    size = sum(weight.nbytes for weight in weights)
+    shard = sum(weight.to_local().nbytes for weight in weights)
 
     folder = Path(dist.on_rank0(lambda: tempfile.mkdtemp(prefix="bench-", dir=".")))
     savers = {}
     for name in ("sharded", "sharded, async", "full"):
         checkpoint_format, _, is_async = name.partition(", ")
-        run = folder / checkpoint_format
+        run = folder / name
         savers[name] = checkpoint.Saver(run, checkpoint_format, bool(is_async), 0, 0, world.timeout)
     saves: dict[str, list[dict]] = {name: [] for name in savers}
     for turn in range(args.rounds + 1):
@@ -337,7 +339,8 @@ def sharded(shapes: dict[str, torch.Size], mesh: DeviceMesh) -> dict[str, DTenso
     """Random float32 tensors, sharded over all ranks as fsdp shards them."""
     found = {}
     for name, shape in shapes.items():
-        found[name] = torch.distributed.tensor.rand(shape, device_mesh=mesh, placements=[Shard(0)])
+        found[name] = tensor.empty(shape, device_mesh=mesh, placements=[Shard(0)])
+        found[name].to_local().normal_()
     return found
 
 
