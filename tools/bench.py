@@ -315,11 +315,11 @@ def checkpoints(args: Namespace) -> Table:
     shard = sum(weight.to_local().nbytes for weight in weights)
 
     folder = Path(dist.on_rank0(lambda: tempfile.mkdtemp(prefix="bench-", dir=".")))
-    savers = {}
-    for name in ("sharded", "sharded, async", "full"):
-        checkpoint_format, _, is_async = name.partition(", ")
-        run = folder / name
-        savers[name] = checkpoint.Saver(run, checkpoint_format, bool(is_async), 0, 0, world.timeout)
+    savers = {
+        "sharded": checkpoint.Saver(folder / "sharded", "sharded", False, 0, 0, world.timeout),
+        "sharded, async": checkpoint.Saver(folder / "async", "sharded", True, 0, 0, world.timeout),
+        "full": checkpoint.Saver(folder / "full", "full", False, 0, 0, world.timeout),
+    }
     saves: dict[str, list[dict]] = {name: [] for name in savers}
     for turn in range(args.rounds + 1):
         for name, saver in savers.items():
