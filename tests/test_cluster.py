@@ -62,7 +62,8 @@ def box(tmp_path):
     subprocess.run(["ip", "netns", "delete", probe], check=True)
     yield tmp_path
     assert not processes(tmp_path)
-    assert not list(tmp_path.iterdir())
+    # The cache is torch's, of the rehearsal
+    assert not [path for path in tmp_path.iterdir() if "torchinductor" not in path.name]
 
 
 def speeds(folder: Path, *options: str) -> dict[tuple[str, str], float]:
