@@ -38,16 +38,18 @@ MISTAKES = {
         Mistake("--loss low {other}", "argument --loss: invalid positive_number value: 'low'"),
     ],
     "tools.bench": [
-        Mistake("memory --layers 0", "argument --layers: invalid positive value: '0'"),
         Mistake("", "the following arguments are required: TABLE"),
         Mistake("speed", "argument TABLE: invalid choice: 'speed' (choose from 'strategies'"),
-        Mistake("scaling --round 2", "unrecognized arguments: --round 2; did you mean --rounds?"),
-        Mistake("strategies --rounds 0", "argument --rounds: invalid positive value: '0'"),
-        Mistake("accumulation --nproc two", "argument --nproc: invalid positive value: 'two'"),
         Mistake(
-            "loader --model huge", "argument --model: invalid choice: 'huge' (choose from 'tiny'"
+            "checkpoint --round 2", "unrecognized arguments: --round 2; did you mean --rounds?"
         ),
-        Mistake("optimizer --device tpu", "argument --device: invalid choice: 'tpu'"),
+        Mistake("strategies --rounds 0", "argument --rounds: invalid positive value: '0'"),
+        Mistake("checkpoint --nproc two", "argument --nproc: invalid positive value: 'two'"),
+        Mistake(
+            "strategies --model huge",
+            "argument --model: invalid choice: 'huge' (choose from 'tiny'",
+        ),
+        Mistake("strategies --device tpu", "argument --device: invalid choice: 'tpu'"),
         Mistake("nanogpt", "the following arguments are required: --path"),
     ],
     "tools.cluster": [
@@ -55,9 +57,6 @@ MISTAKES = {
         Mistake("--bandwith 1gbit", "unrecognized arguments: --bandwith 1gbit; did you mean"),
         Mistake("--strategies zero", "argument --strategies: invalid choice: 'zero' (choose from"),
         Mistake("--strategies", "argument --strategies: expected at least one argument"),
-    ],
-    "tools.timecheck": [
-        Mistake("--syncs never", "argument --syncs: invalid choice: 'never'"),
     ],
     "tools.check": [
         Mistake("--ranks 0", "argument --ranks: invalid positive value: '0'"),

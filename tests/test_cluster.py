@@ -66,22 +66,30 @@ def box(tmp_path):
     assert not [path for path in tmp_path.iterdir() if "torchinductor" not in path.name]
 
 
-def speeds(folder: Path, *options: str) -> dict[tuple[str, str], float]:
-    """(strategy, grad_sync) -> median tokens/s/device"""
+def table(folder: Path, *options: str) -> dict[tuple[str, str], dict]:
+    """(strategy, grad_sync) -> the row of the table"""
     process = start(folder, "--json", *options)
     out, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors
     assert not namespaces(process.pid)
     found = {}
     for row in json.loads(out)["rows"]:
-        found[row["strategy"], row["grad_sync"]] = median(row["tokens/s/device"])
+        found[row["strategy"], row["grad_sync"]] = row
     return found
 
 
+def speeds(folder: Path, *options: str) -> dict[tuple[str, str], float]:
+    """(strategy, grad_sync) -> median tokens/s/device"""
+    return {key: median(row["tokens/s/device"]) for key, row in table(folder, *options).items()}
+
+
 @pytest.mark.slow
-def test_ddp_across_hosts_is_faster_with_one_reduction_a_step(box):
-    found = speeds(box, "--nproc", "1", "--strategies", "ddp", "--steps", "1")
-    assert found["ddp", "batch"] > 1.5 * found["ddp", "micro_batch"]
+def test_ddp_across_hosts_is_and_is_predicted_faster_with_one_reduction(box):
+    found = table(box, "--nproc", "1", "--strategies", "ddp", "--steps", "1", "--predict")
+    once, often = found["ddp", "batch"], found["ddp", "micro_batch"]
+    assert median(once["tokens/s/device"]) > 1.5 * median(often["tokens/s/device"])
+    assert once["predicted"][0] > 1.5 * often["predicted"][0] > 0
+    assert once["error"] == "+0%" and often["error"].endswith("%")
 
 
 @pytest.mark.slow
