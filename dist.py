@@ -321,19 +321,22 @@ def parallelize(
     every unit keeps them. With `keep_gradients` DDP's gradients exist from the start, as views of
     its buckets, so that micro-batches that are not synchronized accumulate there.
     """
-    is_tp = mesh["tp"].size() > 1
-    if is_tp:
+    tp = mesh["tp"].size()
+    if tp > 1:
         parallelize_module(model, mesh["tp"], tp_plan)
-    # DDP does not support DTensors. With tp, use FSDP with one shard per replica, the equivalent.
-    is_fsdp = strategy in ("fsdp", "hsdp") or (strategy == "ddp" and is_tp)
-    if is_fsdp:
+    if uses_fsdp(strategy, tp):
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
         shard(model, axes, dtype, fsdp_units, reshard_after_forward)
     materialize(model, torch.device(mesh.device_type), init)
-    if strategy == "ddp" and not is_fsdp:
+    if strategy == "ddp" and tp == 1:
         return replicate(model, mesh, keep_gradients)
     return model
+
+
+def uses_fsdp(strategy: str, tp: int) -> bool:
+    """DDP does not support DTensors: with tp, ddp is FSDP with one shard per replica instead."""
+    return strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1)
 
 
 @contextmanager
@@ -438,26 +441,6 @@ def materialize(
             tensor.copy_(
                 distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
             )
-
-
-def group_units(
-    blocks: list[nn.Module], embed_and_head: list[nn.Module], blocks_per_unit: int | None
-) -> list[list[nn.Module]]:
-    """Group the modules that FSDP gathers together; None leaves the whole model as one unit.
-
-    A larger unit sends fewer, longer messages, and takes memory for its gathered weights: bytes of
-    the compute dtype x parameters of the unit, twice while the next one is on its way. The
-    embedding and the head, where they have separate weights, are units too.
-    """
-    if blocks_per_unit is None:
-        return []
-    units = []
-    for start in range(0, len(blocks), blocks_per_unit):
-        units.append(list(blocks[start : start + blocks_per_unit]))
-    if embed_and_head:
-        embed, head = embed_and_head
-        units = [[embed], *units, [head]]
-    return units
 
 
 # What selective activation checkpointing keeps: what costs most to compute.

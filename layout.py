@@ -1,14 +1,18 @@
 """How a run is laid out: strategy, mesh, batch, dtype, model and memory, from flags and ranks."""
 
+import dataclasses
 import functools
+import itertools
+import math
+import socket
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 import dist
-from config import Config, blocks_per_unit, model_config, profile_window
-from model import ModelConfig, Transformer
+from config import Config, blocks_per_unit, model_config
+from model import CPU_KERNEL_ABOVE, ModelConfig, Transformer
 from runtime import memory
 from runtime.cli import UsageError
 
@@ -17,6 +21,8 @@ from runtime.cli import UsageError
 class Layout:
     """What follows from the flags, the ranks and the vocabulary, alike on every rank."""
 
+    config: Config
+    device_type: str
     strategy: str
     strategy_reason: str  # of --strategy auto
     mesh_shape: tuple[int, int, int]
@@ -24,7 +30,6 @@ class Layout:
     grad_accum_steps: int
     dtype: torch.dtype  # of the forward pass
     model_config: ModelConfig
-    memory: memory.Estimate
 
     @property
     def dp_size(self) -> int:
@@ -36,17 +41,28 @@ class Layout:
         sequences = self.micro_batch_size * self.grad_accum_steps * self.dp_size
         return sequences * self.model_config.seq_len
 
+    @property
+    def uses_fsdp(self) -> bool:
+        return dist.uses_fsdp(self.strategy, self.mesh_shape[2])
+
+    @functools.cached_property
+    def memory(self) -> "Estimate":
+        return estimate_memory(self)
+
 
 def choose_layout(c: Config, world: dist.World, vocab_size: int, device_memory: int) -> Layout:
     """Check that flags, ranks and a vocabulary fit together. Raises UsageError and MeshError.
 
     `device_memory` is the bytes that one rank may fill, for --strategy auto.
     """
-    dtype = dist.fast_dtype(world.device) if c.dtype == "auto" else getattr(torch, c.dtype)
     model = model_config(c, vocab_size)
     strategy, reason = c.strategy, ""
     if strategy == "auto":
-        strategy, reason = decide_strategy(c, world, model, dtype, device_memory)
+        ddp = make_layout(c, world.device, model, "ddp", (max(1, world.size // c.tp), 1, c.tp))
+        fits = ddp.memory.total <= 0.8 * device_memory
+        relation = "at most" if fits else "more than"
+        reason = f"with ddp, {ddp.memory}: {relation} 80% of {device_memory / 1e9:,.1f} GB"
+        strategy = dist.default_strategy(world, fits, c.tp)
     if c.grad_sync == "shard" and strategy != "hsdp":
         raise UsageError(
             f"--grad_sync shard is for --strategy hsdp, not {strategy}: use batch or micro_batch"
@@ -54,16 +70,29 @@ def choose_layout(c: Config, world: dist.World, vocab_size: int, device_memory: 
     mesh_shape = dist.mesh_shape(
         strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard, c.tp
     )
+    return make_layout(c, world.device, model, strategy, mesh_shape, reason)
+
+
+def make_layout(
+    c: Config,
+    device: torch.device,
+    model: ModelConfig,
+    strategy: str,
+    mesh_shape: tuple[int, int, int],
+    reason: str = "",
+) -> Layout:
+    """Raises UsageError where the batch cannot be split."""
     micro_batch_size, grad_accum_steps = split_batch(c, mesh_shape[0] * mesh_shape[1])
     return Layout(
+        config=c,
+        device_type=device.type,
         strategy=strategy,
         strategy_reason=reason,
         mesh_shape=mesh_shape,
         micro_batch_size=micro_batch_size,
         grad_accum_steps=grad_accum_steps,
-        dtype=dtype,
+        dtype=dist.fast_dtype(device) if c.dtype == "auto" else getattr(torch, c.dtype),
         model_config=model,
-        memory=estimate_memory(c, model, mesh_shape, strategy, dtype, world.device),
     )
 
 
@@ -99,48 +128,8 @@ def fitting_dp_sizes(config: Config, at_most: int) -> list[int]:
     return counts
 
 
-def decide_strategy(
-    c: Config, world: dist.World, model: ModelConfig, dtype: torch.dtype, device_memory: int
-) -> tuple[str, str]:
-    """--strategy auto: the strategy, and the sum that decided."""
-    ddp = (max(1, world.size // c.tp), 1, c.tp)
-    need = estimate_memory(c, model, ddp, "ddp", dtype, world.device)
-    fits = need.total <= 0.8 * device_memory
-    relation = "at most" if fits else "more than"
-    reason = f"with ddp, {need}: {relation} 80% of {device_memory / 1e9:,.1f} GB"
-    return dist.default_strategy(world, fits, c.tp), reason
-
-
-def estimate_memory(
-    c: Config,
-    config: ModelConfig,
-    mesh_shape: tuple[int, int, int],
-    strategy: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> memory.Estimate:
-    """The peak memory of a rank, from what the flags say: nothing is built but an empty model."""
-    micro_batch, grad_accum_steps = split_batch(c, mesh_shape[0] * mesh_shape[1])
-    start, stop = profile_window(c) or (0, 0)
-    model = empty_model(config, dtype, c)
-    return memory.estimate(
-        model,
-        mesh_shape,
-        strategy,
-        dtype=dtype,
-        tp_plan=model.tensor_parallel_plan(),
-        fsdp_units=fsdp_units(model, c),
-        reshard_after_forward=c.reshard_after_forward,
-        recomputes=c.activation_checkpointing != "none",
-        grad_sync=c.grad_sync,
-        grad_accum_steps=grad_accum_steps,
-        activations=model.activation_bytes(
-            micro_batch, c.activation_checkpointing, c.tp, device.type
-        ),
-        logits=model.logit_bytes(micro_batch, c.tp),
-        traced_blocks=(stop - start) * grad_accum_steps * config.n_layer,
-        device_type=device.type,
-    )
+# --------------------------------------------------------------------------------------------------
+# The model
 
 
 def largest_gathered(model: Transformer, mesh_shape: tuple[int, int, int], device_type: str) -> int:
@@ -151,18 +140,30 @@ def largest_gathered(model: Transformer, mesh_shape: tuple[int, int, int], devic
     return max(parameter.numel() for parameter in model.parameters())
 
 
-def empty_model(config: ModelConfig, dtype: torch.dtype, c: Config) -> Transformer:
+def empty_model(layout: Layout) -> Transformer:
     """The model without memory: on the meta device."""
     with torch.device("meta"):
-        return Transformer(config, dtype, c.loss_chunks)
+        return Transformer(layout.model_config, layout.dtype, layout.config.loss_chunks)
 
 
-def fsdp_units(model: Transformer, c: Config) -> list[list[nn.Module]]:
-    return dist.group_units(model.blocks, model.embed_and_head(), blocks_per_unit(c))
+def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.Module]]:
+    """The modules that FSDP gathers together; the rest of the model, its root, is one more unit.
+
+    A larger unit sends fewer, longer messages, and takes memory for its gathered weights: bytes of
+    the compute dtype x parameters of the unit, twice while the next one is on its way. An embedding
+    and a head with separate weights are units too. None: the whole model is the root.
+    """
+    if blocks_per_unit is None:
+        return []
+    units = []
+    for start in range(0, len(model.blocks), blocks_per_unit):
+        units.append(list(model.blocks[start : start + blocks_per_unit]))
+    return units if model.config.tied else [[model.embed], *units, [model.head]]
 
 
-def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout, c: Config) -> nn.Module:
+def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout) -> nn.Module:
     """Lay the model out on the mesh with its initial weights; return the module to call."""
+    c = layout.config
     dist.checkpoint_activations(model.blocks, c.activation_checkpointing)
     if c.compile:
         dist.compile_layers([*model.blocks, model.head])
@@ -173,7 +174,7 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout, c: Config
         init=functools.partial(model.init_tensor, seed=c.seed),
         dtype=layout.dtype,
         tp_plan=model.tensor_parallel_plan(),
-        fsdp_units=fsdp_units(model, c),
+        fsdp_units=fsdp_units(model, blocks_per_unit(c)),
         reshard_after_forward=c.reshard_after_forward,
         keep_gradients=c.grad_sync == "batch" and layout.grad_accum_steps > 1,
     )
@@ -182,3 +183,188 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout, c: Config
         tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
         dist.settle_buckets(forward, tokens[:, :-1], tokens[:, 1:])
     return forward
+
+
+# --------------------------------------------------------------------------------------------------
+# The memory of a rank, for --strategy auto, the first lines of a run and its warning. tools.plan
+# counts what a step really allocates.
+
+# Python, torch's libraries and gloo on a CPU, before there is a tensor: Linux, torch 2.13
+PROCESS_BYTES = 350_000_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The peak memory of a rank in bytes, part by part."""
+
+    weights: int  # float32
+    gradients: int  # float32; under ddp DDP's buckets
+    optimizer: int  # AdamW's two moments, float32
+    accumulated: int  # beyond `gradients`: those not synchronized yet
+    gathered: int  # weights in the compute dtype and gradients on their way, of a unit or the model
+    activations: int
+    logits: int
+    process: int  # 0 on a GPU
+    kept: int  # freed memory that the C library has not used again; 0 on a GPU
+
+    @property
+    def total(self) -> int:
+        return sum(dataclasses.astuple(self))
+
+    @property
+    def transient(self) -> int:
+        """What a step allocates and frees."""
+        return self.total - self.weights - self.optimizer - self.process
+
+    def shortage(self, local_size: int) -> str | None:
+        """What this host lacks for its `local_size` ranks on CPUs, before they build their models.
+
+        None if it lacks nothing.
+        """
+        need = self.total - self.process  # the process itself runs already
+        available = memory.available_memory()
+        if local_size * need <= available:
+            return None
+        return (
+            f"on {socket.gethostname()} this run needs {local_size * need / 1e9:,.1f} GB more "
+            f"({local_size} x {need / 1e9:,.1f} a rank), and {available / 1e9:,.1f} GB are "
+            "available: lower --micro_batch_size, shard with --strategy fsdp, or start fewer ranks "
+            "on a host"
+        )
+
+    def __str__(self) -> str:
+        """One line of arithmetic; parts that are 0 are left out."""
+        unit, name, digits = (1e9, "GB", 2) if self.total >= 1e9 else (1e6, "MB", 1)
+        parts = []
+        for part, size in dataclasses.asdict(self).items():
+            if size:
+                parts.append(f"{part} {size / unit:,.{digits}f}")
+        return f"{' + '.join(parts)} = {self.total / unit:,.{digits}f} {name}"
+
+
+def estimate_memory(layout: Layout) -> Estimate:
+    """Estimate the peak of a rank. Weights, gradients and optimizer are exact.
+
+    All parts are added, although activations shrink while gradients grow.
+    """
+    c, m = layout.config, layout.model_config
+    model = empty_model(layout)
+    whole = numel(model, c.tp)  # before FSDP
+    own = numel(model, c.tp, layout.mesh_shape[1])
+    gathered = fsdp_buffers(layout) if layout.uses_fsdp else cast_buffers(model, layout)
+    activations = activation_bytes(layout)
+    # A logit and its gradient in float32, and once in the compute dtype
+    logit_size = 4 + 4 + (layout.dtype.itemsize if layout.dtype != torch.float32 else 0)
+    logits = layout.micro_batch_size * m.seq_len * m.vocab_size // c.loss_chunks // c.tp
+    buffers = gathered + activations + logit_size * logits
+    accumulated = 0
+    if c.grad_sync == "batch" and layout.grad_accum_steps > 1:
+        accumulated = 4 * (whole - own)  # FSDP frees those of a unit when it has reduced them
+        if layout.strategy == "ddp" and c.tp == 1:
+            # They are in DDP's buckets, which DDP replaces once, before a step computes.
+            accumulated = max(0, 4 * own - buffers)
+    process = kept = 0
+    if layout.device_type == "cpu":
+        process = PROCESS_BYTES
+        # An empirical rule for glibc 2.36, see `tools.bench memory`: FSDP allocates memory of many
+        # sizes with every unit, which leaves as much again in gaps. Without it, gradients stay
+        # where they are, and the rest leaves half as much.
+        kept = 4 * own + accumulated + buffers if layout.uses_fsdp else buffers // 2
+    return Estimate(
+        weights=4 * own,
+        gradients=4 * own,
+        optimizer=8 * own,
+        accumulated=accumulated,
+        gathered=gathered,
+        activations=activations,
+        logits=logit_size * logits,
+        process=process,
+        kept=kept,
+    )
+
+
+def numel(module: nn.Module, tp: int, dp_shard: int = 1) -> int:
+    """Elements on one rank: FSDP splits the rows of a parameter, tp matrices, here also by rows.
+
+    FSDP pads the last shards: every rank has the rows of the first one, rounded up.
+    """
+    total = 0
+    for parameter in module.parameters():
+        ranks = dp_shard * (tp if parameter.dim() > 1 else 1)
+        total += math.ceil(len(parameter) / ranks) * (parameter.numel() // len(parameter))
+    return total
+
+
+@functools.cache  # tools.plan --search asks for thousands of layouts
+def unit_numels(config: ModelConfig, blocks_per_unit: int | None, tp: int) -> tuple[list[int], int]:
+    """Elements of each of `fsdp_units`, and of the root, on one rank of a tp group."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    sizes = [numel(nn.ModuleList(unit), tp) for unit in fsdp_units(model, blocks_per_unit)]
+    return sizes, numel(model, tp) - sum(sizes)
+
+
+def fsdp_buffers(layout: Layout) -> int:
+    """Bytes of weights that FSDP has gathered, and of gradients on their way to a reduce_scatter.
+
+    In the backward pass of a unit these are, in the compute dtype, its weights and gradients and
+    the next unit's weights, and in float32 the gradients that the last unit reduces. The root stays
+    gathered, and so do all units without reshard_after_forward. The root's gradients come last,
+    when the units' buffers are free again.
+    """
+    c = layout.config
+    size = layout.dtype.itemsize
+    units, root = unit_numels(layout.model_config, blocks_per_unit(c), c.tp)
+    gathered = sum(units)
+    if c.reshard_after_forward:
+        gathered = max(unit + next_unit for unit, next_unit in itertools.pairwise([0, *units, 0]))
+    in_units = size * (2 * root + gathered) + (size + 4) * max(units, default=0)
+    in_root = size * root + max(2 * size, 4) * root
+    return max(in_units, in_root)
+
+
+def cast_buffers(model: Transformer, layout: Layout) -> int:
+    """Bytes of weights cast to the compute dtype, which wait for the backward pass (single, ddp).
+
+    With activation checkpointing only those of one block at a time. Beside them the largest
+    gradient, before it is added to the others.
+    """
+    c = layout.config
+    largest = 4 * max(parameter.numel() for parameter in model.parameters()) // c.tp
+    if layout.dtype == torch.float32:
+        return largest
+    cast = numel(model, c.tp)
+    if c.activation_checkpointing != "none":
+        cast -= numel(model.blocks[1:], c.tp)
+    return layout.dtype.itemsize * cast + largest
+
+
+def activation_bytes(layout: Layout) -> int:
+    """Bytes that the blocks keep from forward to backward, of one micro-batch.
+
+    Elements per token and block, in the compute dtype:
+
+        5 d_model                    inputs and outputs of both norms, the attention's output
+        2 d_model + 2 d_kv + 4 d_ff  q and its attention, k, v; gate, up, silu(gate), product
+        n_head seq_len               the scores, where `causal_attention` writes them out
+
+    A tp group splits all but the first line. On CPUs each of the two norms also keeps two copies in
+    float32. "selective" checkpointing keeps about half of all that; "full" the input of each block,
+    and the whole of one block while it recomputes that.
+    """
+    m = layout.model_config
+    is_cpu = layout.device_type == "cpu"
+    size = layout.dtype.itemsize
+    d_kv = m.n_kv_head * m.d_model // m.n_head
+    split = 2 * m.d_model + 2 * d_kv + 4 * m.d_ff
+    if is_cpu and m.seq_len <= CPU_KERNEL_ABOVE:
+        split += m.n_head * m.seq_len
+    block = size * (5 * m.d_model + split // layout.config.tp)  # bytes for a token
+    if is_cpu:
+        block += 2 * 2 * 4 * m.d_model
+    kept = {
+        "none": m.n_layer * block,
+        "selective": m.n_layer * block // 2,
+        "full": m.n_layer * size * m.d_model + block,
+    }
+    return layout.micro_batch_size * m.seq_len * kept[layout.config.activation_checkpointing]

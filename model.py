@@ -392,10 +392,6 @@ class Transformer(nn.Module):
         generator = torch.Generator(tensor.device).manual_seed(hashed)
         tensor.normal_(0.0, std, generator=generator)
 
-    def embed_and_head(self) -> list[nn.Module]:
-        """The layers before and after the blocks; none where tied, since both need one weight."""
-        return [] if self.config.tied else [self.embed, self.head]
-
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
         """How T ranks of a tp group split each layer, for torch's parallelize_module.
 
@@ -438,44 +434,6 @@ class Transformer(nn.Module):
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
-
-    def activation_bytes(
-        self, sequences: int, checkpointing: str = "none", tp: int = 1, device_type: str = "cuda"
-    ) -> int:
-        """Estimate the bytes that the blocks keep from forward to backward, on one of `tp` ranks.
-
-        `sequences` are of seq_len tokens. Elements per token and block, in the compute dtype:
-
-            5 d_model                    inputs and outputs of both norms, the attention's output
-            2 d_model + 2 d_kv + 4 d_ff  q and its attention, k, v; gate, up, silu(gate), product
-            n_head seq_len               the scores, where `causal_attention` writes them out
-
-        A tp group splits all but the first line. On CPUs each of the two norms also keeps two
-        copies in float32. "selective" checkpointing keeps about half of all that; "full" the input
-        of each block, and the whole of one block while it recomputes that.
-        """
-        c = self.config
-        d_kv = c.n_kv_head * c.d_model // c.n_head
-        split = 2 * c.d_model + 2 * d_kv + 4 * c.d_ff
-        if device_type == "cpu" and c.seq_len <= CPU_KERNEL_ABOVE:
-            split += c.n_head * c.seq_len
-        size = self.dtype.itemsize
-        block = size * (5 * c.d_model + split // tp)  # bytes for a token
-        if device_type == "cpu":
-            block += 2 * 2 * 4 * c.d_model
-        if checkpointing == "full":
-            total = block + c.n_layer * size * c.d_model
-        elif checkpointing == "selective":
-            total = c.n_layer * block // 2
-        else:
-            total = c.n_layer * block
-        return sequences * c.seq_len * total
-
-    def logit_bytes(self, sequences: int, tp: int = 1) -> int:
-        """The bytes of the logits and their gradient, in float32 and once in the compute dtype."""
-        size = 4 + 4 + (self.dtype.itemsize if self.dtype != torch.float32 else 0)
-        logits = sequences * self.config.seq_len * self.config.vocab_size
-        return size * logits // self.head.chunks // tp
 
     def flops_per_token(self, seq_len: int) -> float:
         """Training FLOPs per token (after Chowdhery et al. 2022, appendix B).

@@ -160,10 +160,10 @@ def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
     train_data = data.open_dataset(plan.token_folders, "train", seq_len, c.seed)
     val_data = data.open_dataset(plan.token_folders, "val", seq_len, seed=None)
     mesh = dist.make_mesh(world, layout.mesh_shape)
-    model = empty_model(layout.model_config, layout.dtype, c)
+    model = empty_model(layout)
     if c.checkpoint == "full":
         dist.on_rank0(lambda: check_memory_for_full(model, layout.mesh_shape, world))
-    forward = lay_out(model, mesh, layout, c)
+    forward = lay_out(model, mesh, layout)
     # Taken before the first forward, since after an evaluation the root unit of FSDP shows its
     # gathered weights instead.
     state = {"model": {name: weight.detach() for name, weight in model.named_parameters()}}
@@ -614,8 +614,8 @@ def prepare_memory(plan: Plan, world: dist.World) -> None:
     """On CPUs, warn where the host lacks memory for all its ranks, and tune malloc."""
     if world.device.type != "cpu":
         return
+    shortage = plan.layout.memory.shortage(world.local_size)
     memory.separate_large_blocks()
-    shortage = memory.shortage(plan.layout.memory, world.local_size)
     if shortage and world.local_rank == 0:
         print(f"train.py: warning: {shortage}", file=sys.stderr, flush=True)
 

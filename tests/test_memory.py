@@ -12,7 +12,6 @@ import torch
 from conftest import TRAIN, Job, build_run, flags, listen, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 
-import checkpoint
 import dist
 import layout
 import model
@@ -23,9 +22,9 @@ from runtime import memory
 
 def test_an_estimate_says_its_sum():
     parts = {"weights": 4, "gradients": 4, "optimizer": 8, "activations": 3, "logits": 1}
-    fields = dataclasses.fields(memory.Estimate)
+    fields = dataclasses.fields(layout.Estimate)
     sizes = {field.name: 10**9 * parts.get(field.name, 0) for field in fields}
-    assert str(memory.Estimate(**sizes)) == (
+    assert str(layout.Estimate(**sizes)) == (
         "weights 4.00 + gradients 4.00 + optimizer 8.00 + activations 3.00 + logits 1.00 = 20.00 GB"
     )
 
@@ -40,7 +39,7 @@ def test_auto_counts_the_parameters_of_the_run_and_says_what_decided(pool, token
     assert ": at most 80% of" in said and "memory  a rank at its peak: weights " in said
 
 
-def state_bytes(argv: list[str]) -> tuple[memory.Estimate, dict[str, int]]:
+def state_bytes(argv: list[str]) -> tuple[layout.Estimate, dict[str, int]]:
     """The estimate of a rank, and the bytes of its real tensors after two steps."""
     run = build_run(argv)
     batches = train.micro_batches(run, 1, 2)
@@ -87,7 +86,7 @@ def test_the_estimate_of_weights_gradients_and_optimizer_is_exact(
         assert estimate.total == sum(dataclasses.astuple(estimate))
 
 
-def gradient_storages(argv: list[str]) -> tuple[memory.Estimate, list[set[tuple[int, int]]]]:
+def gradient_storages(argv: list[str]) -> tuple[layout.Estimate, list[set[tuple[int, int]]]]:
     """The estimate of a rank, and what holds the gradients before each backward of three steps.
 
     A storage is (address, bytes).
@@ -120,15 +119,20 @@ def test_ddp_accumulates_gradients_in_its_bucket_and_nowhere_else(pool, tokens, 
 
 
 def parts(
-    text: str, strategy: str, shape: tuple[int, int, int], accum: int = 1, device: str = "cuda"
-) -> memory.Estimate:
+    text: str,
+    strategy: str,
+    shape: tuple[int, int, int],
+    accum: int = 1,
+    device: str = "cuda",
+    **sizes,
+) -> layout.Estimate:
     """The estimate of a decoder of two blocks for two sequences of 16 tokens."""
-    text += f" --micro_batch_size 2 --global_batch_size {2 * 2 * accum}"
+    dtype = "" if "--dtype" in text else "--dtype bfloat16"
+    text += f" {dtype} --micro_batch_size 2 --global_batch_size {2 * 2 * accum}"
     config = train.parse(text.split())
-    sizes = model.ModelConfig(64, 2, 4, 2, d_model=32, d_ff=64, seq_len=16)
-    return layout.estimate_memory(
-        config, sizes, shape, strategy, torch.bfloat16, torch.device(device)
-    )
+    sizes = {"vocab_size": 64, "n_layer": 2, "d_model": 32, "d_ff": 64, "seq_len": 16} | sizes
+    decoder = model.ModelConfig(n_head=4, n_kv_head=2, **sizes)
+    return layout.make_layout(config, torch.device(device), decoder, strategy, shape).memory
 
 
 BLOCK = 2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
@@ -183,63 +187,54 @@ def test_logits_leave_freed_memory_on_cpus(strategy, share):
     assert whole.kept - chunked.kept == share * (whole.logits - chunked.logits)
 
 
-def profiled_bytes(argv: list[str]) -> tuple[int, int]:
-    """What a profile of five steps is estimated to take, and what it took."""
-    run = build_run(argv)
-    batches = train.micro_batches(run, 1, 8)
-    for step in range(1, 9):
-        with run.profiler.step(step, 0.0):
-            train_step(run, batches, step)
-        if step == 2:
-            before = checkpoint.host_memory().resident
-    return run.layout.memory.profile, checkpoint.host_memory().resident - before
-
-
-def test_a_profile_is_in_the_estimate(pool, tokens, tmp_path):
-    text = f"--data {tokens} --out {tmp_path}/run --max_steps 9 --profile 2:7"
-    ((estimate, taken),) = pool(1, profiled_bytes, flags(text))
-    assert 0.6 * taken < estimate < 1.7 * taken
-
-
-def test_an_untied_head_but_no_embedding_is_gathered_for_backward():
-    config = model.ModelConfig(1024, 2, 4, 2, d_model=32, d_ff=64, seq_len=16, tied=False)
-    with torch.device("meta"):
-        net = model.Transformer(config)
-    units = dist.group_units(net.blocks, net.embed_and_head(), blocks_per_unit=1)
-    numels = {name: weight.numel() for name, weight in net.named_parameters()}
+def test_a_separate_head_is_a_unit_of_its_own():
     head = 1024 * 32
     # The last norm and its gradient, head and block, the head's gradient and its reduce_scatter
     gathered = 2 * 2 * 32 + 2 * (head + BLOCK) + (2 + 4) * head
-    assert memory.fsdp_buffers(net, numels, torch.bfloat16, units, True) == gathered
+    assert parts("", "fsdp", (1, 2, 1), vocab_size=1024, tied=False).gathered == gathered
 
 
-def test_a_large_model_holds_gradients_twice_while_ddp_moves_them():
-    """For a moment at the start of the second step, when nothing else of the step is there."""
-    config = model.ModelConfig(64, 1, 4, 2, d_model=256, d_ff=1024, seq_len=16)
-    with torch.device("meta"):
-        net = model.Transformer(config)
-    options = {
-        "dtype": torch.float32,
-        "tp_plan": {},
-        "fsdp_units": [],
-        "reshard_after_forward": True,
-        "recomputes": False,
-        "grad_sync": "batch",
-        "traced_blocks": 0,
-        "device_type": "cuda",
-    }
-    step = 1_000_000  # bytes of activations and logits
-    for grad_accum_steps, extra in ((4, 4 * net.parameter_count() - 4 * 256 * 1024 - step), (1, 0)):
-        estimate = memory.estimate(
-            net,
-            (2, 1, 1),
-            "ddp",
-            grad_accum_steps=grad_accum_steps,
-            activations=step,
-            logits=0,
-            **options,
-        )
-        assert estimate.accumulated == extra
+def test_a_tp_group_shares_logits_and_what_is_within_attention_and_mlp():
+    whole, half = (parts(f"--tp {tp}", "single", (1, 1, tp)) for tp in (1, 2))
+    assert half.logits == whole.logits / 2 == 32 * 64 * (4 + 4 + 2) / 2
+    # Every rank has five vectors of each token and block.
+    assert 2 * half.activations - whole.activations == 2 * 5 * 32 * 2 * 32
+    assert half.gathered == 2 * (WHOLE + 5 * 32) / 2 + 4 * 32 * 64 / 2  # norms are not split
+    # DDP does not take DTensors: with tp, ddp is FSDP with one shard.
+    fsdp = parts("--tp 2", "fsdp", (1, 2, 2))
+    assert parts("--tp 2", "ddp", (2, 1, 2)).gathered == fsdp.gathered != half.gathered
+
+
+def test_a_large_model_holds_its_gradients_twice_while_ddp_moves_them():
+    """For a moment before the first step, when nothing else of a step is there."""
+    one, four = (
+        parts("--dtype float32", "ddp", (2, 1, 1), accum, d_model=256, d_ff=1024)
+        for accum in (1, 4)
+    )
+    assert one.accumulated == 0
+    assert four.transient == 2 * four.gradients > one.transient
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_estimate_of_activations_is_close_to_what_autograd_keeps_on_a_cpu(dtype):
+    sizes = {"d_model": 256, "d_ff": 704, "seq_len": 128}
+    estimate = parts(f"--dtype {dtype}", "single", (1, 1, 1), device="cpu", **sizes)
+    decoder = model.ModelConfig(64, 2, n_head=4, n_kv_head=2, **sizes)
+    net = model.build_model(decoder, dtype=getattr(torch, dtype))
+    weights = {weight.untyped_storage().data_ptr() for weight in net.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.zeros(2, 128, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = net(tokens, tokens)  # noqa: F841 (it holds the graph)
+    casts = 0 if dtype == "float32" else 2 * net.parameter_count()
+    assert sum(kept.values()) - casts == pytest.approx(estimate.activations, rel=0.15)
 
 
 def test_available_memory_is_what_linux_says_or_all_of_it_elsewhere(tmp_path):
@@ -271,6 +266,14 @@ def test_available_memory_is_what_linux_says_or_all_of_it_elsewhere(tmp_path):
                 assert memory.available_memory() == 2000 * 4096
 
 
+def test_the_memory_of_this_process_is_what_linux_says_or_0_elsewhere():
+    status = "Name:\tpython\nVmHWM:\t   20 kB\nVmRSS:\t   12 kB\n"
+    with mock.patch.object(Path, "read_text", return_value=status):
+        assert memory.process_memory() == memory.ProcessMemory(resident=12288, peak=20480)
+    with mock.patch.object(Path, "read_text", side_effect=FileNotFoundError):
+        assert memory.process_memory() == memory.ProcessMemory(resident=0, peak=0)
+
+
 def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     """What --strategy auto takes where ddp would use these shares of a rank's memory."""
     world = dist.start("cpu")
@@ -294,7 +297,7 @@ def test_processes_that_run_already_are_no_shortage():
     missing = 2 * (need.total - need.process)
     for available, is_short in ((missing, False), (missing - 1, True)):
         with mock.patch.object(memory, "available_memory", return_value=available):
-            assert bool(memory.shortage(need, local_size=2)) == is_short
+            assert bool(need.shortage(local_size=2)) == is_short
 
 
 def train_on_a_small_host(argv: list[str]) -> tuple[int, str, str]:
@@ -357,11 +360,11 @@ def resident_after_freeing() -> tuple[int, int]:
     """Bytes that stay resident of a tensor of 32 MB, before and after a trim."""
     dist.start("cpu")
     memory.keep_freed_memory(2**26)
-    before = checkpoint.host_memory().resident
+    before = memory.process_memory().resident
     torch.ones(2**23)
-    kept = checkpoint.host_memory().resident - before
+    kept = memory.process_memory().resident - before
     memory.trim_freed_memory()
-    return kept, checkpoint.host_memory().resident - before
+    return kept, memory.process_memory().resident - before
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has malloc_trim")

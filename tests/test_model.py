@@ -293,49 +293,6 @@ def test_an_embedding_that_is_only_looked_up_costs_no_flops():
     assert untied.flops_per_token(16) == build_model(SMALL).flops_per_token(16)
 
 
-def test_activation_bytes_is_its_formula():
-    # d_kv = 2 * 32 / 4 = 16; elements of a block: 5 * 32 + (2 * 32 + 2 * 16 + 4 * 48 = 288) = 448
-    tokens = 3 * 16
-    model = build_model(SMALL, dtype=torch.bfloat16)
-    assert model.activation_bytes(3) == tokens * 2 * 448 * 2
-    assert model.activation_bytes(3, tp=2) == tokens * 2 * (160 + 144) * 2
-    assert model.activation_bytes(3, "selective") == tokens * 2 * 224 * 2
-    # The inputs of both blocks, and one block while it is recomputed
-    assert model.activation_bytes(3, "full") == tokens * (2 * 32 + 448) * 2
-    # On a CPU also the scores of 4 heads, and twice two copies of the input in float32
-    on_cpu = tokens * 2 * ((448 + 4 * 16) * 2 + 4 * 32 * 4)
-    assert model.activation_bytes(3, device_type="cpu") == on_cpu
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activation_bytes_is_close_to_what_autograd_keeps_on_a_cpu(dtype):
-    config = ModelConfig(64, 2, n_head=4, n_kv_head=2, d_model=256, d_ff=704, seq_len=128)
-    model = build_model(config, dtype=dtype)
-    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    tokens = torch.zeros(8, 128, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(tokens, tokens)  # noqa: F841 (it holds the graph)
-    casts = 0 if dtype == torch.float32 else 2 * model.parameter_count()
-    estimate = model.activation_bytes(8, device_type="cpu")
-    assert sum(kept.values()) - casts == pytest.approx(estimate, rel=0.15)
-
-
-def test_logit_bytes_is_its_formula():
-    tokens = 3 * 16
-    model = build_model(SMALL, dtype=torch.bfloat16)
-    assert model.logit_bytes(3) == tokens * 64 * (4 + 4 + 2)
-    assert model.logit_bytes(3, tp=2) == tokens * 32 * (4 + 4 + 2)
-    assert build_model(SMALL, loss_chunks=4).logit_bytes(3) == tokens * 16 * (4 + 4)
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -9,6 +9,7 @@ from conftest import call_train, flags, rows, tensors
 
 import checkpoint
 import dist
+import layout
 import model
 import optim
 
@@ -142,7 +143,7 @@ def initial_weights(mesh_name: str) -> tuple[int, dict]:
         strategy,
         init=lambda name, tensor: net.init_tensor(name, tensor, seed=7),
         tp_plan=net.tensor_parallel_plan(),
-        fsdp_units=dist.group_units(net.blocks, net.embed_and_head(), blocks_per_unit=1),
+        fsdp_units=layout.fsdp_units(net, blocks_per_unit=1),
     )
     held = sum(optim.local(weight).numel() for weight in net.parameters())
     weights = {name: weight.detach() for name, weight in net.named_parameters()}

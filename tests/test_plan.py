@@ -374,6 +374,12 @@ def test_flags_that_are_given_are_not_searched():
     assert {1, 2, 4} <= {c.micro_batch_size for c in found}
 
 
+def test_a_policy_of_one_strategy_leaves_the_others_out():
+    request, own = plan_of("--world_size 16 --grad_sync shard --global_batch_size 64 --tp 1")
+    possible, impossible = search.sketch_all(request, own.free)
+    assert {one.config.strategy for one in possible} == {"hsdp"} and impossible > 0
+
+
 @pytest.mark.tries("nothing fits on")
 def test_a_model_that_fits_nowhere_is_refused(capsys):
     text = "--world_size 8 --model llama3-70b --strategy ddp --tp 1 --micro_batch_size 1 --search"
@@ -384,7 +390,7 @@ def test_a_model_that_fits_nowhere_is_refused(capsys):
 
 def sketch_beside_rehearsal(text: str) -> tuple[float, float]:
     request, _ = plan_of(text)
-    sketched = search.Sketches(request.cluster, request.vocab_size).rehearsal(request.config)
+    sketched = search.sketch(request.config, request.cluster, request.vocab_size)
     found = request.rehearse()
     sizes = []
     for one in (sketched, found):

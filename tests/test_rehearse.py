@@ -122,9 +122,10 @@ def test_a_rank_of_512_gpus(pool):
     assert plain.checkpoint_bytes == pytest.approx(12 * plain.parameters / 512, rel=0.1)
     for one in found:
         assert one.memory["parameters"] == one.state["parameters"]
-        # What the estimate of train.py says
-        assert one.memory["unsynchronized"] == one.layout.memory.accumulated
-    assert untied.memory["unsynchronized"] > 0
+        if one is not untied:  # whose tp group has all rows of the embedding's gradient
+            # What the estimate of train.py says
+            assert one.memory["unsynchronized"] == one.layout.memory.accumulated
+    assert untied.memory["unsynchronized"] > untied.layout.memory.accumulated
 
 
 LLAMA3_70B = """

@@ -73,7 +73,7 @@ def plan_checkpoint(request: Request, rehearsal: Rehearsal) -> CheckpointPlan:
     cluster = request.cluster
     layout = rehearsal.layout
     local_size = cluster.links.local_size
-    model = empty_model(layout.model_config, layout.dtype, request.config)
+    model = empty_model(layout)
     largest = largest_gathered(model, layout.mesh_shape, cluster.device.kind)
     return CheckpointPlan(
         written_per_rank=rehearsal.checkpoint_bytes,

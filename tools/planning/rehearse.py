@@ -144,10 +144,10 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
     fakes = FakeTensors()
     recorder = FakeRecorder(fakes)
     mesh = dist.make_mesh(world, chosen.mesh_shape)
-    net = layout.empty_model(chosen.model_config, chosen.dtype, c)
+    net = layout.empty_model(chosen)
     parameters = net.parameter_count()
     with fakes, recorder, loss_parallel(), train.no_garbage_collection(), quick_build():
-        forward = layout.lay_out(net, mesh, chosen, c)
+        forward = layout.lay_out(net, mesh, chosen)
         optimizer = train.build_optimizer(net, c)
         recorder.follow(mesh, chosen, net, forward, optimizer)
         all_times = [times_of_micro_batches(chosen.grad_accum_steps)]

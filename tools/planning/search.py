@@ -18,10 +18,8 @@ from datetime import timedelta
 import torch
 
 import dist
-from config import Config, model_config
-from layout import Layout, choose_layout, empty_model, fsdp_units, split_batch
-from model import Transformer
-from runtime import memory
+from config import Config, blocks_per_unit
+from layout import Layout, choose_layout, unit_numels
 from runtime.cli import UsageError
 from tools.planning import predict
 from tools.planning.predict import Cluster, Request, Speed
@@ -124,105 +122,57 @@ class Candidate:
     sketched: float  # tokens/s/device
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of one rank of a tp group, before FSDP."""
-
-    numel: int  # elements of all parameters
-    regathered: int  # of those that FSDP gathers once more in backward, see dist.parallelize
-    units: int  # that FSDP gathers, the rest of the model included
-
-
-def sizes_of(model: Transformer, c: Config) -> Sizes:
-    numels = memory.local_numels(model, c.tp, model.tensor_parallel_plan())
-    units = fsdp_units(model, c)
-    sizes, _ = memory.unit_numels(model, numels, units)
-    # Neither the last unit nor an embedding
-    again = sizes[1:-1] if model.embed_and_head() else sizes[:-1]
-    regathered = sum(again) if c.reshard_after_forward else 0
-    return Sizes(sum(numels.values()), regathered, len(units) + 1)
-
-
-class Sketches:
-    """Rehearsals by formula. What does not depend on the mesh is computed once."""
-
-    def __init__(self, cluster: Cluster, vocab_size: int):
-        self.cluster = cluster
-        self.vocab_size = vocab_size
-        self.sizes: dict[tuple[int, bool], Sizes] = {}  # by tp and reshard_after_forward
-
-    def layout(self, c: Config) -> Layout:
-        """Without an estimate. Raises UsageError and MeshError."""
-        cluster = self.cluster
-        shape = dist.mesh_shape(
-            c.strategy,
-            cluster.world_size,
-            cluster.links.local_size,
-            c.dp_replicate,
-            c.dp_shard,
-            c.tp,
-        )
-        micro_batch_size, grad_accum_steps = split_batch(c, shape[0] * shape[1])
-        return Layout(
-            strategy=c.strategy,
-            strategy_reason="",
-            mesh_shape=shape,
-            micro_batch_size=micro_batch_size,
-            grad_accum_steps=grad_accum_steps,
-            dtype=getattr(torch, c.dtype),
-            model_config=model_config(c, self.vocab_size),
-            memory=None,
-        )
-
-    def rehearsal(self, c: Config) -> Rehearsal:
-        """Raises UsageError and MeshError."""
-        layout = self.layout(c)
-        key = (c.tp, c.reshard_after_forward)
-        if key not in self.sizes:
-            self.sizes[key] = sizes_of(empty_model(layout.model_config, layout.dtype, c), c)
-        sizes = self.sizes[key]
-        seq_len = layout.model_config.seq_len
-        tokens = layout.micro_batch_size * layout.grad_accum_steps * seq_len  # of a rank
-        flops = predict.flops_per_token(layout.model_config) * tokens / c.tp
-        recomputed = flops / 3 if c.activation_checkpointing == "full" else 0.0
-        return Rehearsal(
-            layout=layout,
-            parameters=sizes.numel * c.tp,
-            parameters_per_rank=math.ceil(sizes.numel / layout.mesh_shape[1]),
-            memory={},
-            peak=0,
-            state={},
-            communication=[*data_parallel(c, layout, sizes), *tensor_parallel(c, layout)],
-            flops=flops,
-            recomputed_flops=recomputed,
-            checkpoint_bytes=0,
-        )
+def sketch(c: Config, cluster: Cluster, vocab_size: int) -> Rehearsal:
+    """A rehearsal by formula. Raises UsageError and MeshError."""
+    layout = lay_out(c, cluster, vocab_size)
+    model = layout.model_config
+    units, root = unit_numels(model, blocks_per_unit(c), c.tp)
+    numel = sum(units) + root
+    tokens = layout.micro_batch_size * layout.grad_accum_steps * model.seq_len  # of a rank
+    flops = predict.flops_per_token(model) * tokens / c.tp
+    return Rehearsal(
+        layout=layout,
+        parameters=numel * c.tp,
+        parameters_per_rank=math.ceil(numel / layout.mesh_shape[1]),
+        memory={},
+        peak=0,
+        state={},
+        communication=[*data_parallel(layout, units, root), *tensor_parallel(layout)],
+        flops=flops,
+        recomputed_flops=flops / 3 if c.activation_checkpointing == "full" else 0.0,
+        checkpoint_bytes=0,
+    )
 
 
-def data_parallel(c: Config, layout: Layout, sizes: Sizes) -> Iterator[Communication]:
-    """What dist.py's strategies send."""
+def data_parallel(layout: Layout, units: list[int], root: int) -> Iterator[Communication]:
+    """What dist.py's strategies send, for units and a root of so many elements."""
+    c = layout.config
     replicate, shard, _ = layout.mesh_shape
     n = layout.grad_accum_steps
-    units = sizes.units
+    numel = sum(units) + root
     itemsize = layout.dtype.itemsize  # of gathered weights; gradients are float32
+    messages = len(units) + 1
     if shard > 1:
-        size = n * itemsize * sizes.numel
-        yield Communication("dp_shard", "all_gather", "forward", n * units, size)
-        if sizes.regathered:
-            size = n * itemsize * sizes.regathered
-            yield Communication("dp_shard", "all_gather", "backward", n * units, size)
+        size = n * itemsize * numel
+        yield Communication("dp_shard", "all_gather", "forward", n * messages, size)
+        # Once more, but for the last unit and an embedding: see dist.parallelize
+        regathered = sum(units[:-1] if layout.model_config.tied else units[1:-1])
+        if c.reshard_after_forward and regathered:
+            size = n * itemsize * regathered
+            yield Communication("dp_shard", "all_gather", "backward", n * messages, size)
         times = 1 if c.grad_sync == "batch" else n
-        size = times * 4 * sizes.numel
-        yield Communication("dp_shard", "reduce_scatter", "backward", times * units, size)
+        size = times * 4 * numel
+        yield Communication("dp_shard", "reduce_scatter", "backward", times * messages, size)
     if replicate > 1:
         times = n if c.grad_sync == "micro_batch" else 1
-        own = 4 * sizes.numel // shard
-        count = units if shard > 1 else math.ceil(own / BUCKET)
+        own = 4 * numel // shard
+        count = messages if layout.uses_fsdp else math.ceil(own / BUCKET)
         yield Communication("dp_replicate", "all_reduce", "backward", times * count, times * own)
 
 
-def tensor_parallel(c: Config, layout: Layout) -> Iterator[Communication]:
+def tensor_parallel(layout: Layout) -> Iterator[Communication]:
     """Megatron's sums: two a block in forward and in backward, and again where it is recomputed."""
+    c = layout.config
     if c.tp == 1:
         return
     model = layout.model_config
@@ -294,13 +244,13 @@ def sketch_all(request: Request, free: frozenset[str]) -> tuple[list[Candidate],
 
     Raises UsageError or MeshError, that of the last one, where all are.
     """
-    sketches = Sketches(request.cluster, request.vocab_size)
     possible = []
     problem = None
     impossible = 0
     for c in candidates(request.config, request.cluster, free):
         try:
-            speed = predict.speed(sketches.rehearsal(c), c, request.cluster)
+            sketched = sketch(c, request.cluster, request.vocab_size)
+            speed = predict.speed(sketched, c, request.cluster)
         except (UsageError, dist.MeshError) as error:
             problem = error
             impossible += 1
