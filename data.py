@@ -46,6 +46,7 @@ class TokenFolder:
     fingerprint: str  # changes when the tokens do
     # The tokenizer's file, {name: contents}, to copy into checkpoints; empty for a built-in one
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
+    val_bytes: int = 0  # of the text of val.bin, where token ids do not tell them
     share: int = 1000  # thousandths of the sequences of a mixture
 
     @property
@@ -127,7 +128,8 @@ def open_folder(path: Path) -> TokenFolder:
         tokenizer = str(file)
         tokenizer_file[file.name] = read_regular_file(file)
     fingerprint = digest.hexdigest()[:16]
-    return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file)
+    val_bytes = meta.get("val_bytes", 0)
+    return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file, val_bytes)
 
 
 def read_regular_file(file: Path) -> bytes:
@@ -148,6 +150,7 @@ def read_meta(path: Path) -> dict:
     try:
         meta = json.loads(contents)
         counts = {name: int(meta[name]) for name in ("vocab_size", "train_tokens", "val_tokens")}
+        counts["val_bytes"] = int(meta.get("val_bytes", 0))
         dtype = np.dtype(meta["dtype"])
         name = meta["tokenizer"]
         if not (name is None or isinstance(name, str) and name == Path(name).name):

@@ -163,6 +163,8 @@ def prepare(
         }
         for split in ("train", "val"):
             meta |= measure(folder / f"{split}.bin", itemsize)
+        if isinstance(encoding, tokenizer.JsonEncoding) and not encoding.keeps_words:
+            meta["val_bytes"] = val_bytes(splitter, meta)
         write_meta(folder / "meta.json", meta)
         os.rename(folder, new_folder)
     say_what_was_read(corpus, splitter, say)
@@ -208,6 +210,13 @@ def measure(file: Path, itemsize: int) -> dict:
             f"{file.stem}_tokens": os.fstat(tokens.fileno()).st_size // itemsize,
             f"{file.stem}_sha256": hashlib.file_digest(tokens, "sha256").hexdigest(),
         }
+
+
+def val_bytes(splitter: Splitter, meta: dict) -> int:
+    """The bytes of the text of val.bin: by its share of the tokens where it got only a tail."""
+    if all(splitter.documents.values()):
+        return splitter.val_size
+    return splitter.size * meta["val_tokens"] // (meta["train_tokens"] + meta["val_tokens"])
 
 
 def say_what_was_read(corpus: Corpus, splitter: Splitter, say: Callable[[str], None]) -> None:
@@ -298,7 +307,7 @@ def add_tokenizer_flags(parser: cli.Parser) -> None:
         default="bytes",
         metavar="NAME",
         help="bytes, gpt2, PATH.tiktoken, Llama 3's tokenizer.model or a tokenizer.json of "
-        "byte-level BPE (default: bytes)",
+        "Hugging Face, which needs the tokenizers package (default: bytes)",
     )
     tokenizers.add_argument(
         "--train_tokenizer",

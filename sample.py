@@ -183,16 +183,17 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
     )
     new: list[list[int]] = [[] for _ in prompts]
     began = time.perf_counter()
-    texts = tokenizer.decode(name, keep(steps, new))
+    before = [ids if prompt else [] for prompt, ids in zip(args.prompt, prompts)]
+    texts = tokenizer.decode(name, keep(steps, new), before[0])
     beginning = next(texts, "")  # before the prompt is printed: the model may prove broken
     print(shown[0] + beginning, end="", flush=True)
     for text in texts:
         print(text, end="", flush=True)
     print()
     seconds = time.perf_counter() - began
-    for prompt, tokens in zip(shown[1:], new[1:]):
+    for prompt, tokens, ids in zip(shown[1:], new[1:], before[1:]):
         print("-" * 80)
-        print(prompt + "".join(tokenizer.decode(name, tokens)))
+        print(prompt + "".join(tokenizer.decode(name, tokens, ids)))
     count = sum(map(len, new))
     speed = f"{count:,} tokens in {seconds:.1f} s: {count / seconds:,.0f} tokens/s"
     print(f"sample.py: {speed}", file=sys.stderr)

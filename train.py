@@ -99,7 +99,7 @@ def make_plan(config: Config, world: dist.World) -> Plan:
 def check_tokenizer(folder: data.TokenFolder) -> None:
     """Check the tokenizer file that goes into every checkpoint. Raises TokenizerError."""
     if folder.tokenizer_file:  # none of a built-in tokenizer, which may need the network
-        tokenizer.find(folder.path, folder.tokenizer_name, folder.vocab_size)
+        tokenizer.find(folder.path.absolute(), folder.tokenizer_name, folder.vocab_size)
 
 
 def make_manifest(c: Config, layout: Layout, token_folders: list[data.TokenFolder]) -> dict:

@@ -78,30 +78,34 @@ def describe_beginning(c: Config, resume: ResumePoint, passed_over: list[str]) -
 
 def describe_evaluation(val_loss: float, val_data: data.TokenDataset | data.Mixture, n: int) -> str:
     """The line on val_loss, in nats per token, over the n windows of an evaluation."""
-    folder = val_data.parts[0].folder
+    folders = [part.folder for part in val_data.parts]
     seq_len = val_data.parts[0].seq_len
     (windows,) = data.val_indices(n, len(val_data), n, dp_rank=0, dp_size=1)
-    counts = torch.zeros(folder.vocab_size, dtype=torch.int64)
+    counts = torch.zeros(folders[0].vocab_size, dtype=torch.int64)
     for window in windows:
         targets = val_data[[window]][0, 1:]  # (T,)
-        counts += targets.bincount(minlength=folder.vocab_size)
+        counts += targets.bincount(minlength=folders[0].vocab_size)
     perplexity = math.exp(min(val_loss, 700))  # exp(710) is no float
     return (
         f"val_loss {val_loss:.6f}, perplexity {perplexity:,.4f}, "
-        f"{bits_per_byte(val_loss, folder.tokenizer, counts)} "
+        f"{bits_per_byte(val_loss, folders, counts)} "
         f"({n:,} sequences of {seq_len:,} tokens)"
     )
 
 
-def bits_per_byte(val_loss: float, name: str | None, counts: torch.Tensor) -> str:
-    """val_loss as bits for each byte of the text that it predicts, in words.
+def bits_per_byte(val_loss: float, folders: list[data.TokenFolder], counts: torch.Tensor) -> str:
+    """val_loss as bits for each byte of the documents, in words.
 
-    nats per token x tokens / (ln 2 x bytes); counts[i] tokens of id i, of the tokenizer `name`. An
-    end-of-text token has a loss, but no bytes.
+    nats per token x tokens / (ln 2 x bytes); counts[i] tokens of id i. An end-of-text token has a
+    loss, but no bytes. Where ids do not tell bytes, tokens have the mean of their folder's val.bin.
     """
+    n_tokens = int(counts.sum())
+    n_bytes = 0
+    for folder in folders:
+        mean = folder.val_bytes / len(folder.tokens("val"))
+        n_bytes += n_tokens * folder.share / 1000 * mean
     try:
-        n_bytes = tokenizer.text_bytes(name, counts.tolist())
+        n_bytes = n_bytes or tokenizer.text_bytes(folders[0].tokenizer, counts.tolist())
     except tokenizer.TokenizerError as error:
         return f"no bits per byte: {error}"
-    nats = val_loss * int(counts.sum())
-    return f"{nats / (math.log(2) * n_bytes):.6f} bits per byte"
+    return f"{val_loss * n_tokens / (math.log(2) * n_bytes):.6f} bits per byte"

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ import data
 import prepare
 from config import Config, model_config
 from model import Transformer
-from text import sources, tokenizer
+from runtime import report
+from text import encode, sources, tokenizer
+from tools import hf
 
 
 def write_ranks(path: Path, merges: list[bytes]) -> str:
@@ -197,23 +200,11 @@ def test_a_sentencepiece_model_is_refused(tmp_path):
 # Hugging Face's tokenizer.json
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-DIGITS = {"type": "Digits", "individual_digits": True}
 
 
-def split_by(regex: str) -> dict:
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-
-
-def sequence(*pre_tokenizers: dict) -> dict:
-    """Pre-tokenizers whose ByteLevel only maps bytes to characters where a Split precedes it."""
-    use_regex = pre_tokenizers[0]["type"] != "Split"
-    last = BYTE_LEVEL | {"use_regex": use_regex}
-    return {"type": "Sequence", "pretokenizers": [*pre_tokenizers, last]}
-
-
-def describe(ranks: dict[bytes, int], pre_tokenizer: dict, **options) -> dict:
+def describe(ranks: dict[bytes, int]) -> dict:
     """A tokenizer.json of `ranks`, whose ids come after that of <|endoftext|>, as SmolLM's do."""
-    characters = {byte: character for character, byte in tokenizer.byte_alphabet().items()}
+    characters = {byte: character for character, byte in tokenizer.ALPHABET.items()}
 
     def text(token: bytes) -> str:
         return "".join(characters[byte] for byte in token)
@@ -221,7 +212,7 @@ def describe(ranks: dict[bytes, int], pre_tokenizer: dict, **options) -> dict:
     merges = []
     for token in sorted(ranks, key=ranks.get):
         if len(token) > 1:
-            merges.append([text(part) for part in tokenizer.last_merge(token, ranks)])
+            merges.append([text(part) for part in hf.last_merge(token, ranks)])
     vocab = {text(token): rank + 1 for token, rank in ranks.items()}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     end = {"id": 0, "content": "<|endoftext|>", "special": True}
@@ -229,8 +220,9 @@ def describe(ranks: dict[bytes, int], pre_tokenizer: dict, **options) -> dict:
         "version": "1.0",
         "added_tokens": [end | flags],
         "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges} | options,
+        "pre_tokenizer": BYTE_LEVEL,
+        "decoder": BYTE_LEVEL,
+        "model": {"type": "BPE", "vocab": {"<|endoftext|>": 0} | vocab, "merges": merges},
     }
 
 
@@ -245,8 +237,13 @@ def write_json(path: Path, spec: object) -> str:
     return str(path)
 
 
-def test_a_tokenizer_json_is_a_tokenizer_and_stays_with_the_folder(tmp_path):
-    name = write_json(tmp_path / "mine.json", describe(some_ranks(), BYTE_LEVEL))
+@pytest.fixture
+def tokenizers():
+    return pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
+
+
+def test_a_tokenizer_json_is_a_tokenizer_and_stays_with_the_folder(tokenizers, tmp_path):
+    name = write_json(tmp_path / "mine.json", describe(some_ranks()))
     (tmp_path / "text").write_text("the thé" * 50)
     prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, say=lambda line: None)
     folder = data.open_folder(tmp_path / "tokens")
@@ -257,70 +254,236 @@ def test_a_tokenizer_json_is_a_tokenizer_and_stays_with_the_folder(tmp_path):
     assert "".join(tokenizer.decode(folder.tokenizer, tokens)).startswith("the thé")
 
 
+# Kinds of tokenizer.json: its normalizer, what cuts text, and what joins it again
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split_by(regex: str) -> dict:
+    cut = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    return sequence(cut, BYTE_LEVEL | {"use_regex": False})
+
+
+def sequence(*pretokenizers: dict) -> dict:
+    return {"type": "Sequence", "pretokenizers": list(pretokenizers)}
+
+
+PREPEND = [
+    {"type": "Prepend", "prepend": "▁"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+]
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+NFKC = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]}
+# Normalizer and pre-tokenizer
+KINDS = {
+    "gpt2": (None, BYTE_LEVEL),
+    "smollm": (None, sequence({"type": "Digits", "individual_digits": True}, BYTE_LEVEL)),
+    "llama 3": (None, split_by(LLAMA3)),
+    "roberta": (None, BYTE_LEVEL | {"add_prefix_space": True}),
+    "olmo 1": ({"type": "NFC"}, BYTE_LEVEL),
+    "lower case": (NFKC, BYTE_LEVEL),
+    "look behind": (None, split_by(r"(?<=[a-z ] ) +|\s+$|\S+ ?")),
+    "llama 2": ({"type": "Sequence", "normalizers": PREPEND}, None),
+    "mistral": (None, METASPACE),
+}
+SPACES = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+]
+
+
+def make_json(tokenizers, kind: str, path: Path, more: str = "") -> str:
+    """A tokenizer.json of a kind, which the package trains on data.py and `more`."""
+    normalizer, pre_tokenizer = KINDS[kind]
+    has_bytes = kind in ("llama 2", "mistral")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    special, alphabet = ["</s>", "<s>"], tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
+    if has_bytes:
+        special += ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        alphabet = []
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=900, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([Path(data.__file__).read_text(), more], trainer)
+    if kind == "olmo 1":
+        made.add_tokens(["  ", "    "])
+    spec = json.loads(made.to_str())
+    if has_bytes:
+        spec["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
+        spec["added_tokens"] = spec["added_tokens"][:3]
+    spec |= {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": BYTE_LEVEL}
+    if has_bytes:
+        spec["decoder"] = {"type": "Sequence", "decoders": SPACES}
+    made = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    made.enable_truncation(5)  # as files of embedding models have it
+    made.enable_padding(length=5)
+    made.save(str(path))
+    return str(path)
+
+
+def mixed_text(rng: random.Random, size: int) -> str:
+    """Text of all kinds, of `size` parts."""
+    parts = [*"abeStTlLmM'  \t\n\r./,!?019_é日ا\u00a0\u2003ſ²ﬁ½😀\x00\x1c\x7f\ufeff\ufffd"]
+    parts += [
+        "'s",
+        "'LL",
+        "\r\n",
+        " self",
+        " return",
+        "      ",
+        "12345",
+        "e\u0301",
+        "日本語、東京都。\n",
+    ]
+    parts += ["</s>", "<|endoftext|>", "<unk>", "<0x41>", "👩\u200d👩\u200d👧", "def f(x):\n    "]
+    return "x" + "".join(rng.choices(parts, k=size))
+
+
+def check_package(tokenizers, kind: str, folder: Path, documents: list[str]) -> None:
+    """Prepare documents; the ids and their text are those of the package for whole documents."""
+    name = make_json(tokenizers, kind, folder / "a.json")
+    source = folder / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    prepare.prepare([str(source)], folder / "tokens", name, 0.3, say=lambda line: None)
+    theirs = tokenizers.Tokenizer.from_file(name)
+    theirs.encode_special_tokens = True
+    theirs.no_truncation()
+    theirs.no_padding()
+    end = theirs.token_to_id("</s>")
+    expected = [theirs.encode(text, add_special_tokens=False).ids + [end] for text in documents]
+    tokens = data.open_folder(folder / "tokens")
+    found = []
+    for split in ("train", "val"):
+        ids = tokens.tokens(split).tolist()
+        while ids:
+            length = ids.index(end) + 1
+            found.append(ids[:length])
+            ids = ids[length:]
+    assert sorted(found) == sorted(expected)
+    for ids in [*expected[-3:], random.Random(0).choices(range(tokens.vocab_size), k=300)]:
+        text = theirs.decode(ids, skip_special_tokens=False)
+        assert "".join(tokenizer.decode(name, ids)) == text
+        rest = tokenizer.decode(name, ids[3:], ids[:3])
+        if text.startswith(beginning := theirs.decode(ids[:3], skip_special_tokens=False)):
+            assert beginning + "".join(rest) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_of_whole_documents_are_those_of_the_package(
+    tokenizers, tmp_path, monkeypatch, kind
+):
+    """Although documents are read, and some encoded, in chunks."""
+    monkeypatch.setattr(sources, "CHUNK", 300)
+    rng = random.Random(0)
+    check_package(tokenizers, kind, tmp_path, [mixed_text(rng, 3 * i * i) for i in range(16)])
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_megabytes_of_text_have_the_tokens_of_the_package(tokenizers, tmp_path, kind):
+    rng = random.Random(1)
+    check_package(tokenizers, kind, tmp_path, [mixed_text(rng, n) for n in (700_000, *[800] * 300)])
+
+
+def test_names_of_special_tokens_that_the_model_merges_are_text(tokenizers, tmp_path):
+    more = "".join(f"{letter}</s> " * 50 for letter in "abcdefgh")
+    name = make_json(tokenizers, "llama 2", tmp_path / "a.json", more)
+    end = tokenizer.load_encoding(name).eot_token
+    text = "x </s> a</s>b</s>"
+    theirs = tokenizers.Tokenizer.from_file(name)
+    theirs.encode_special_tokens = True
+    theirs.no_truncation()
+    assert end in theirs.encode(text).ids
+    ids = tokenizer.encode(name, text)
+    assert end not in ids and "".join(tokenizer.decode(name, ids)) == text
+    n = len(tokenizer.encode(name, "x"))
+    assert "".join(tokenizer.decode(name, ids[n:], ids[:n])) == text[1:]  # with its first space
+
+
+def test_documents_of_known_tokenizers_are_encoded_in_chunks(tokenizers, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK", 300)
+    (tmp_path / "text").write_text("a word " * 1000)
+    lengths = {}
+    for kind in ("gpt2", "llama 2"):
+        encoding = tokenizer.load_encoding(make_json(tokenizers, kind, tmp_path / "a.json"))
+        corpus = sources.find_files([str(tmp_path / "text")], takes_binary=False)
+        pieces = encode.Splitter(corpus, 0.5).pieces()
+        lengths[kind] = [len(piece.text) for piece in encode.join(pieces, encoding.keeps_words)]
+    assert lengths["llama 2"] == [7000]
+    assert sum(lengths["gpt2"]) == 7000 and max(lengths["gpt2"]) < 600
+
+
+def test_bits_per_byte_are_those_of_the_original_text(tokenizers, tmp_path):
+    """NFKC makes one byte of the three of a wide letter."""
+    (tmp_path / "text").write_text("<|endoftext|>".join(c * 100 for c in "ＡＢＣＤＥＦ"))
+    for kind in ("lower case", "llama 2", "gpt2"):
+        name = make_json(tokenizers, kind, tmp_path / "a.json")
+        out = tmp_path / kind
+        prepare.prepare([str(tmp_path / "text")], out, name, 0.5, say=lambda line: None)
+        folder = data.open_folder(out)
+        ids = torch.from_numpy(folder.tokens("val").astype(int))
+        line = report.bits_per_byte(math.log(2), [folder], ids.bincount())
+        assert len(folder.tokens("train"))
+        n_bytes = 300 * ids.tolist().count(tokenizer.load_encoding(name).eot_token)
+        assert float(line.split()[0]) == pytest.approx(len(ids) / n_bytes, abs=1e-6)
+
+
+def test_a_document_ends_with_the_first_end_of_text_of_its_tokenizer(tmp_path):
+    spec = describe(some_ranks())
+    end = spec["added_tokens"][0]
+    spec["added_tokens"].append(end | {"id": 260, "content": "</s>"})
+    assert tokenizer.load_encoding(write_json(tmp_path / "a.json", spec)).eot_token == 0
+
+
+PANIC = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+ADDED = {"id": 300, "content": "<|im_end|>", "special": True} | dict.fromkeys(
+    ("single_word", "lstrip", "rstrip", "normalized"), False
+)
 CHANGES = {
-    "its model is not byte-level BPE": {"model": {"type": "Unigram"}},
-    "its normalizer NFC is not supported": {"normalizer": {"type": "NFC"}},
-    "its added token '  ' is not a special one": {
-        "added_tokens": [{"id": 0, "content": "  ", "special": False}]
-    },
-    "none of its special tokens ends a document": {
-        "added_tokens": [{"id": 0, "content": "<|im_end|>", "special": True}]
-    },
-    "the ids of its 260 tokens are not 0 to 259": {
-        "added_tokens": [{"id": 300, "content": "<|endoftext|>", "special": True}]
-    },
-    "its pre-tokenizer (none) is not supported": {"pre_tokenizer": None},
-    "its pre-tokenizer (ByteLevel) is not": {
-        "pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}
-    },
-    "its pre-tokenizer (Split, Split, ByteLevel) is not": {
-        "pre_tokenizer": sequence(split_by("[0-9]"), split_by("[a-z]"))
-    },
-    "its Split is not one by the matches": {
-        "pre_tokenizer": sequence(split_by("a") | {"behavior": "Removed"})
-    },
+    "none of its special tokens is <|endoftext|>, ": {"added_tokens": [ADDED]},
     "is not a tokenizer.json of Hugging Face (it lacks 'added_tokens')": {"added_tokens": None},
     "is not a tokenizer.json of Hugging Face (a value has a wrong type)": {"added_tokens": [5]},
 }
-# What another language of regular expressions would read differently, or not at all
-for regex in (r"\w+", r"[[:alpha:]]+", r"\pL+", "[a~~b]", r"(.)\1", "a*", r"\s+$", "("):
-    line = f"its regular expression is not one that tiktoken is known to share: {regex}"
-    CHANGES[line] = {"pre_tokenizer": sequence(split_by(regex))}
-MODEL_CHANGES = {
-    "its option dropout is not supported": {"dropout": 0.1},
-    "its token '▁the' is not one of bytes": {"vocab": {"▁the": 0}},
-    "no token for byte 0": {"vocab": {"a": 0}},
-    # The right merges in the wrong order, or not those of the vocabulary
-    "its merge 't' 'h' is not in the order": {"merges": ["th e", "t h", "Ġ Ã"]},
-    "its merges do not lead to token 258, b'the'": {"merges": [["t", "h"], ["Ġ", "Ã"]]},
+CHANGES_THAT_THE_PACKAGE_REFUSES = {
+    "cannot be used: Precompiled: Error(": PANIC,
+    "cannot be used: Cannot instantiate Tokenizer from buffer: ": {"pre_tokenizer": {"type": "X"}},
+    "cannot be used: <|im_end|> gets the id 260, not 300": {
+        "added_tokens": [*describe(some_ranks())["added_tokens"], ADDED]
+    },
 }
 
 
-@pytest.mark.tries(
-    "cannot be used",
-    "its model is not",
-    "its normalizer",
-    "its option",
-    "its added token",
-    "the ids of its",
-    "none of its special tokens",
-    "is not one of bytes",
-    "its pre-tokenizer",
-    "its Split",
-    "its regular expression",
-    "is not in the order of the ids",
-    "its merges do not lead",
-)
-@pytest.mark.parametrize("line", [*CHANGES, *MODEL_CHANGES])
-def test_a_tokenizer_json_with_other_ids_in_tiktoken_is_refused(tmp_path, line):
-    spec = describe(some_ranks(), BYTE_LEVEL)
-    spec["model"] |= MODEL_CHANGES.get(line, {})
-    spec |= CHANGES.get(line, {})
+@pytest.mark.tries("cannot be used", "none of its special tokens is", "gets the id")
+@pytest.mark.parametrize("line", [*CHANGES, *CHANGES_THAT_THE_PACKAGE_REFUSES])
+def test_a_tokenizer_json_that_does_not_work_is_refused_in_one_line(tmp_path, capsys, line):
+    spec = describe(some_ranks()) | CHANGES.get(line, {})
+    if line not in CHANGES:
+        pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
+        spec |= CHANGES_THAT_THE_PACKAGE_REFUSES[line]
     spec = {key: value for key, value in spec.items() if value or key != "added_tokens"}
     name = write_json(tmp_path / "tokenizer.json", spec)
-    with pytest.raises(tokenizer.TokenizerError) as refused:
-        tokenizer.load_encoding(name)
-    assert line in str(refused.value) and "\n" not in str(refused.value)
+    (tmp_path / "text").write_text("text")
+    argv = f"--source {tmp_path}/text --tokenizer {name} --out {tmp_path}/tokens".split()
+    assert prepare.main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"prepare.py: error: --tokenizer {name} ") and err.count("\n") == 1
+    assert line in err and not (tmp_path / "tokens").exists()
+
+
+def test_text_that_the_package_cannot_encode_is_named(tokenizers, tmp_path):
+    vocab = [["<|endoftext|>", 0.0], ["a", -1.0]]
+    spec = describe(some_ranks()) | {"pre_tokenizer": None}
+    spec["model"] = {"type": "Unigram", "unk_id": None, "vocab": vocab}
+    name = write_json(tmp_path / "a.json", spec)
+    line = "cannot encode the 2 characters that begin with 'ab': Encountered an unknown"
+    with pytest.raises(tokenizer.TokenizerError, match=line):
+        tokenizer.encode(name, "ab")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"model": 5}', "\x00", '{"model": {"type": "BPE"}}'])
@@ -330,68 +493,8 @@ def test_other_json_is_refused(tmp_path, text):
         tokenizer.load_encoding(str(tmp_path / "a.json"))
 
 
-def test_a_token_that_no_merge_leads_to_needs_ignore_merges(tmp_path):
-    """tiktoken takes a piece that is a token whole. With ignore_merges, so does Hugging Face."""
-    ranks = some_ranks() | {b"xyz": 259}
-    spec = describe(ranks, BYTE_LEVEL, ignore_merges=True)
-    spec["model"]["merges"].pop()  # last_merge has three parts
-    encoding = tokenizer.load_encoding(write_json(tmp_path / "a.json", spec))
-    assert encoding.encode_ordinary("xyz") == [260]
-    spec["model"]["ignore_merges"] = False
-    with pytest.raises(tokenizer.TokenizerError, match="do not lead to token 260, b'xyz'"):
-        tokenizer.load_encoding(write_json(tmp_path / "a.json", spec))
-
-
 # --------------------------------------------------------------------------------------------------
-# With the package tokenizers
-
-
-@pytest.fixture
-def tokenizers():
-    return pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
-
-
-def trained_ranks() -> dict[bytes, int]:
-    sources = [path.read_text() for path in sorted(Path(prepare.__file__).parent.glob("*.py"))]
-    return tokenizer.read_ranks(tokenizer.train_ranks(sources, 2000))
-
-
-# Regular expressions as the files of Hugging Face have them
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2 = LLAMA3.replace("{1,3}", "")
-MISTRAL_NEMO = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PRE_TOKENIZERS = {
-    "gpt2": BYTE_LEVEL,
-    "smollm": sequence(DIGITS),
-    "llama3": sequence(split_by(LLAMA3)),
-    "qwen2": sequence(split_by(QWEN2)),
-    "mistral nemo": sequence(split_by(MISTRAL_NEMO)),
-    "bytes": sequence(split_by(r"[\s\S]")),
-}
-for name, pattern in tokenizer.PATTERNS.items():
-    # Oniguruma has no possessive intervals
-    PRE_TOKENIZERS[f"split {name}"] = sequence(split_by(pattern.replace("{1,3}+", "{1,3}")))
-
-
-@pytest.mark.hf
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
-def test_a_tokenizer_json_has_the_ids_of_the_package(tokenizers, tmp_path, name):
-    path = write_json(tmp_path / "a.json", describe(trained_ranks(), PRE_TOKENIZERS[name]))
-    theirs = tokenizers.Tokenizer.from_file(path)
-    ours = tokenizer.load_encoding(path)
-    words = [*"abeStTlLmM'  \t\n\r./,!?019_é日ा\u00a0\u2003ſ²😀", "'s", "'LL", "\r\n", "self", "12"]
-    generator = random.Random(0)
-    texts = ["".join(generator.choices(words, k=40)) for _ in range(2000)]
-    texts.append(Path(data.__file__).read_text())
-    for text, encoded in zip(texts, theirs.encode_batch(texts)):
-        assert ours.encode_ordinary(text) == encoded.ids, repr(text)
+# A trained vocabulary
 
 
 @pytest.mark.hf

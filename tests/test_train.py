@@ -35,6 +35,7 @@ import checkpoint
 import data
 import metrics
 import train
+from text import tokenizer
 
 
 def test_the_command_of_the_readme(tmp_path):
@@ -199,6 +200,38 @@ def test_a_folder_without_a_usable_tokenizer_trains_to_the_end(pool, tmp_path, h
         assert re.fullmatch(r"0 1 2 3 (\d+ ){4}", sample)  # token ids
     else:
         assert sample.startswith("no text: the merges of the gpt2 tokenizer")
+
+
+def listen_without_tokenizers(argv: list[str]) -> tuple[int, str, str]:
+    with mock.patch.dict(sys.modules, {"tokenizers": None}):
+        return listen(argv)
+
+
+def test_a_run_with_a_tokenizer_json_resumes_without_its_package(pool, tokens, tmp_path):
+    """Only the sample says what is missing."""
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "tokenizer.json"}))
+    spec = {
+        "added_tokens": [{"id": 256, "content": "<|endoftext|>", "special": True}],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+        "model": {"type": "BPE", "vocab": tokenizer.ALPHABET, "merges": []},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    argv = flags(f"--data {folder} --out {tmp_path}/run --sample_tokens 4 --max_steps")
+    for steps in ("2", "4"):
+        ((status, said, _),) = pool(1, listen_without_tokenizers, [*argv, steps])
+        assert status == 0
+    assert ", continuing from " in said
+    sample = said.split(" sample ")[1].splitlines()[1]
+    assert sample == (
+        f"no text: --tokenizer {folder}/tokenizer.json needs the tokenizers package: pip install "
+        "tokenizers"
+    )
+    argv = f"--out {tmp_path}/run --eval_only --eval_sequences 10 --device cpu".split()
+    ((status, said, _),) = pool(1, listen_without_tokenizers, argv)
+    loss, _, bits = evaluation(said)
+    assert status == 0 and bits == pytest.approx(bits_of(loss, tokens), rel=1e-5)
 
 
 def sample_of_a_broken_model(argv: list[str]) -> str:

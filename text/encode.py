@@ -13,6 +13,7 @@ import numpy as np
 import tiktoken
 
 from text.sources import STDIN, Corpus
+from text.tokenizer import JsonEncoding
 
 BATCH = 1 << 18  # characters that a thread encodes at a time
 
@@ -40,6 +41,7 @@ class Splitter:
         self.val_fraction = val_fraction
         self.documents = {"train": 0, "val": 0}
         self.size = 0  # bytes of text
+        self.val_size = 0
 
     def pieces(self) -> Iterator[Piece]:
         split = None  # of the current document; None between documents
@@ -54,6 +56,7 @@ class Splitter:
                 split = choose_split(raw, self.val_fraction)
                 self.documents[split] += 1
             self.size += len(raw)
+            self.val_size += len(raw) if split == "val" else 0
             yield Piece(split, *chunk)
             if chunk.ends_document:
                 split = None
@@ -62,15 +65,18 @@ class Splitter:
 class Encoder:
     """Encodes pieces of text to the bytes of a token file."""
 
-    def __init__(self, encoding: tiktoken.Encoding):
+    def __init__(self, encoding: tiktoken.Encoding | JsonEncoding):
         self.encoding = encoding
         self.dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
         self.end = self.to_bytes([encoding.eot_token])
+        encoding.encode_ordinary("")  # raises TokenizerError before there are threads
 
     def to_bytes(self, ids) -> bytes:
         return np.asarray(ids, self.dtype).tobytes()
 
-    def ids(self, text: str) -> np.ndarray:
+    def ids(self, text: str) -> np.ndarray | list[int]:
+        if isinstance(self.encoding, JsonEncoding):
+            return self.encoding.encode_ordinary(text)
         if self.encoding.name == "bytes":  # tiktoken would lose the bytes that are not UTF-8
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
         # encode_ordinary, but without a Python list, during which no other thread could run
@@ -84,6 +90,20 @@ class Encoder:
             if piece.ends_document:
                 tokens[piece.split] += self.end
         return tokens
+
+
+def join(pieces: Iterable[Piece], keeps_words: bool) -> Iterator[Piece]:
+    """Join the pieces of each document that cannot be encoded one by one."""
+    texts: list[str] = []
+    for piece in pieces:
+        after_word = texts and texts[-1][-1:].isalnum() and piece.text[:1] in (" ", "\n")
+        if keeps_words and after_word:
+            yield Piece(piece.split, "".join(texts), ends_document=False)
+            texts = []
+        texts.append(piece.text)
+        if piece.ends_document:
+            yield Piece(piece.split, "".join(texts), ends_document=True)
+            texts = []
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -126,8 +146,11 @@ def tokenize(
     """Write train.bin and val.bin into `folder`; return the counts."""
     began = last_said = time.monotonic()
     splitter = Splitter(corpus, val_fraction)
+    pieces = splitter.pieces()
+    if isinstance(encoder.encoding, JsonEncoding):
+        pieces = join(pieces, encoder.encoding.keeps_words)
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        for tokens in map_in_order(encoder, batches(splitter.pieces()), num_threads):
+        for tokens in map_in_order(encoder, batches(pieces), num_threads):
             train.write(tokens["train"])
             val.write(tokens["val"])
             if time.monotonic() - last_said > 2:

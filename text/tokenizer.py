@@ -1,12 +1,15 @@
-"""Text <-> tokens. Every tokenizer is a tiktoken.Encoding."""
+"""Text <-> tokens. Every tokenizer is a tiktoken.Encoding, or a JsonEncoding with its names."""
 
 import base64
-import codecs
 import errno
+import functools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import tiktoken
 
@@ -35,8 +38,6 @@ O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# SmolLM's and StarCoder's: every digit is a piece, the rest is cut as by GPT2.
-GPT2_DIGITS = r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 PATTERNS = {"llama3": LLAMA3, "cl100k": CL100K, "o200k": O200K, "gpt2": GPT2}
 BYTES = r"[\s\S]"
 # Of tokenizer.json files: Qwen2's, and that of Mistral NeMo and Nemotron.
@@ -62,12 +63,12 @@ class Encoding(tiktoken.Encoding):
 # Loading
 
 
-def load_encoding(name: str, pattern: str | None = None) -> tiktoken.Encoding:
+def load_encoding(name: str, pattern: str | None = None) -> "tiktoken.Encoding | JsonEncoding":
     """Return the encoding `bytes` (256 bytes and end-of-text), `gpt2`, or that of a file.
 
     PATH.tiktoken has a line for each token: base64 and rank. `pattern`, one of PATTERNS, is for
     such a file only, and by default the one that the file's name names. PATH.model is the
-    tokenizer.model of Llama 3, and PATH.json a tokenizer.json of Hugging Face, of byte-level BPE.
+    tokenizer.model of Llama 3, and PATH.json a tokenizer.json of Hugging Face.
     Nothing is executed. Raises TokenizerError.
     """
     path = Path(name)
@@ -89,9 +90,17 @@ def load_encoding(name: str, pattern: str | None = None) -> tiktoken.Encoding:
             f"--tokenizer {path}: {error.strerror}; choose bytes, gpt2 or PATH (a .tiktoken, "
             ".model or .json file)"
         ) from None
-    if path.suffix == ".json":
+    if path.suffix != ".json":
+        return load_ranks(path, contents, pattern or pattern_of(name))
+    try:
         return load_json(path, contents)
-    return load_ranks(path, contents, pattern or pattern_of(name))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"--tokenizer {path} cannot be used: {error}") from None
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else "a value has a wrong type"
+        raise TokenizerError(
+            f"--tokenizer {path} is not a tokenizer.json of Hugging Face ({reason})"
+        ) from None
 
 
 def find(path: Path, name: str, vocab_size: int) -> str:
@@ -186,12 +195,9 @@ def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
     It has `vocab_size` tokens with end-of-text, or fewer if there is nothing left to merge. The
     same texts give the same file. Raises TokenizerError.
     """
-    try:
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-    except ImportError:
-        raise TokenizerError(
-            "--train_tokenizer needs the tokenizers package: pip install tokenizers"
-        ) from None
+    require_tokenizers("--train_tokenizer")
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     # Merges take the square of a piece's length: it is bounded, and shorter ones are as in LLAMA3.
     pattern = LLAMA3.replace("+", "{1,1000}").replace("*", "{0,1000}")
@@ -204,7 +210,7 @@ def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
     model.train_from_iterator(texts, trainer)
     lines = []
     for text, rank in sorted(model.get_vocab().items(), key=lambda token: token[1]):
-        lines.append(base64.b64encode(to_bytes(text)) + f" {rank}\n".encode())
+        lines.append(base64.b64encode(bytes(map(ALPHABET.get, text))) + f" {rank}\n".encode())
     return b"".join(lines)
 
 
@@ -230,68 +236,137 @@ def read_ranks(contents: bytes) -> dict[bytes, int]:
     for rank in range(len(ranks)):
         if rank not in line_of_rank:
             raise ValueError(f"{len(ranks)} tokens, but none has rank {rank}")
-    check_bytes(ranks)
-    return ranks
-
-
-def check_bytes(ranks: dict[bytes, int]) -> None:
-    """Raise ValueError unless any text can be encoded."""
     for i in range(256):
-        if bytes([i]) not in ranks:
+        if bytes([i]) not in ranks:  # some text could not be encoded
             raise ValueError(f"no token for byte {i}")
+    return ranks
 
 
 # --------------------------------------------------------------------------------------------------
 # Hugging Face's tokenizer.json
 
 
-def load_json(path: Path, contents: bytes) -> tiktoken.Encoding:
-    """Load a tokenizer.json whose ids tiktoken computes exactly. Raises TokenizerError."""
-    try:
+class JsonEncoding:
+    """A tokenizer.json. What has a name of tiktoken.Encoding does the same.
+
+    The package tokenizers encodes and decodes; all else is read from the file, without it.
+    """
+
+    def __init__(self, path: Path, contents: bytes):
+        """Raises what `load_encoding` catches."""
         spec = json.loads(contents)
-        ranks, special_tokens = read_vocabulary(spec)
-        check_merges(spec["model"], ranks)
-        return Encoding(
-            path.name,
-            pat_str=read_pattern(spec["pre_tokenizer"]),
-            mergeable_ranks=ranks,
-            special_tokens=special_tokens,
-        )
-    except ValueError as error:
-        raise TokenizerError(f"--tokenizer {path} cannot be used: {error}") from None
-    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else "a value has a wrong type"
+        vocab = spec["model"]["vocab"]
+        if isinstance(vocab, list):  # Unigram's: [piece, score]
+            vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
+        self.path = path
+        self.name = path.name
+        self.contents = contents
+        self.added_tokens = {token["content"]: token["id"] for token in spec["added_tokens"]}
+        self.special_tokens_set = {t["content"] for t in spec["added_tokens"] if t["special"]}
+        ends = [name for name in ENDS_OF_TEXT if name in self.special_tokens_set]
+        if not ends:
+            raise ValueError(f"none of its special tokens is {', '.join(ENDS_OF_TEXT)}")
+        self.eot_token = self.added_tokens[ends[0]]
+        self.special_ids = {self.added_tokens[name] for name in self.special_tokens_set}
+        # What the model has no token for: Unigram names it by its id.
+        self.special_ids -= {vocab.get(spec["model"].get("unk_token")), spec["model"].get("unk_id")}
+        self.n_vocab = 1 + max(*vocab.values(), *self.added_tokens.values())
+        # Of byte fallback: which characters they make up is known when the last one has come.
+        self.byte_tokens = {vocab.get(f"<0x{byte:02X}>") for byte in range(256)}
+        self.keeps_words = keeps_words(spec)
+        # If it does: a character stands for a byte. If not, prepare.py counts val_bytes.
+        words = vocab.keys() - self.special_tokens_set
+        self.token_bytes = {vocab[word]: len(word) for word in words}
+
+    @functools.cached_property
+    def package(self):
+        """The file as a tokenizers.Tokenizer, which finds no special tokens in text."""
+        tokenizers = require_tokenizers(f"--tokenizer {self.path}")
+        with package_errors(f"--tokenizer {self.path} cannot be used"):
+            package = tokenizers.Tokenizer.from_buffer(self.contents)
+            for name, token in self.added_tokens.items():
+                if package.token_to_id(name) != token:
+                    raise ValueError(f"{name} gets the id {package.token_to_id(name)}, not {token}")
+            package.encode_special_tokens = True
+            package.no_truncation()
+            package.no_padding()
+            if getattr(package.model, "dropout", None):
+                package.model.dropout = None
+            return package
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        package = self.package
+        what = f"the {len(text):,} characters that begin with {text[:20]!r}"
+        with package_errors(f"--tokenizer {self.path} cannot encode {what}"):
+            # Unlike encode, a batch lets other threads run, and fast leaves out offsets.
+            (encoded,) = package.encode_batch_fast([text], add_special_tokens=False)
+            ids = encoded.ids
+            if self.special_ids.isdisjoint(ids):
+                return ids
+            # The model itself has merged </s> from its letters, or has it as a word.
+            for i, token in reversed(list(enumerate(ids))):
+                if token in self.special_ids:
+                    letters = map(package.model.tokenize, package.id_to_token(token))
+                    ids[i : i + 1] = [letter.id for tokens in letters for letter in tokens]
+            return ids
+
+    def decode(self, ids: list[int]) -> str:
+        package = self.package
+        with package_errors(f"--tokenizer {self.path} cannot decode {len(ids):,} tokens"):
+            return package.decode(ids, skip_special_tokens=False)
+
+
+def require_tokenizers(what: str) -> ModuleType:
+    """Raises TokenizerError."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare.py has its own threads
+    try:
+        import tokenizers
+    except ImportError:
         raise TokenizerError(
-            f"--tokenizer {path} is not a tokenizer.json of Hugging Face ({reason})"
+            f"{what} needs the tokenizers package: pip install tokenizers"
         ) from None
+    return tokenizers
 
 
-def read_vocabulary(spec: dict) -> tuple[dict[bytes, int], dict[str, int]]:
-    """Return the ids of ordinary and of special tokens. Raises ValueError."""
+@contextmanager
+def package_errors(what: str) -> Iterator[None]:
+    """Raise TokenizerError for an error of the package tokenizers."""
+    try:
+        yield
+    except (TokenizerError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic is no Exception
+        reason = str(error).partition("\n")[0]
+        raise TokenizerError(f"{what}: {reason}") from None
+
+
+# A run reads the file when it starts, and samples when it ends.
+load_json = functools.lru_cache(maxsize=1)(JsonEncoding)
+
+
+def keeps_words(spec: dict) -> bool:
+    """Whether tokens are bytes of the text, and end between a word and the space that follows.
+
+    True of byte-level BPE with a known regular expression: another may look beyond the space.
+    """
     model = spec["model"]
-    if model["type"] != "BPE" or model.get("byte_fallback"):
-        raise ValueError("its model is not byte-level BPE")
-    if spec.get("normalizer"):
-        raise ValueError(f"its normalizer {spec['normalizer']['type']} is not supported")
-    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(option):
-            raise ValueError(f"its option {option} is not supported")
-    special_tokens = {}
-    for token in spec["added_tokens"]:
-        if not token["special"]:  # it would be found in text, before the pattern cuts it
-            raise ValueError(f"its added token {token['content']!r} is not a special one")
-        special_tokens[token["content"]] = token["id"]
-    ranks = {}
-    for text, rank in model["vocab"].items():
-        if text not in special_tokens:
-            ranks[to_bytes(text)] = rank
-    check_bytes(ranks)
-    ids = sorted([*ranks.values(), *special_tokens.values()])
-    if ids != list(range(len(ids))):
-        raise ValueError(f"the ids of its {len(ids):,} tokens are not 0 to {len(ids) - 1:,}")
-    if special_tokens.keys().isdisjoint(ENDS_OF_TEXT):
-        raise ValueError(f"none of its special tokens ends a document: {', '.join(ENDS_OF_TEXT)}")
-    return ranks, special_tokens
+    outer = spec.get("pre_tokenizer") or {"type": None}
+    *steps, last = outer.get("pretokenizers", [outer])
+    is_byte_level = (
+        model["type"] == "BPE"
+        and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
+        and not spec.get("normalizer")
+        and all(token["special"] for token in spec["added_tokens"])
+        and ALPHABET.keys() <= model["vocab"].keys()  # or the package leaves out bytes
+        and last["type"] == "ByteLevel"
+        and not last["add_prefix_space"]
+    )
+    if last.get("use_regex", True):  # GPT-2's
+        return is_byte_level and [step["type"] for step in steps] in ([], ["Digits"])
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    patterns = (*PATTERNS.values(), QWEN2, TEKKEN, BYTES)
+    known = [split | {"pattern": {"Regex": oniguruma_pattern(pattern)}} for pattern in patterns]
+    return is_byte_level and steps in [[step] for step in known]
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -300,39 +375,12 @@ def byte_alphabet() -> dict[str, int]:
     Printable bytes of Latin-1 are their own characters; the others follow from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
-    for byte in range(256):
-        if byte not in printable:
-            alphabet[chr(256 + len(alphabet) - len(printable))] = byte
-    return alphabet
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 ALPHABET = byte_alphabet()
-
-
-def to_bytes(text: str) -> bytes:
-    """Return the bytes of a token of a byte-level vocabulary. Raises ValueError."""
-    try:
-        return bytes([ALPHABET[character] for character in text])
-    except KeyError:
-        raise ValueError(f"its token {text!r} is not one of bytes") from None
-
-
-def read_pattern(pre_tokenizer: dict | None) -> str:
-    """Return the pattern that cuts text as the file's pre-tokenizers do. Raises ValueError."""
-    steps = []
-    if pre_tokenizer:
-        steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    kinds = [step["type"] for step in steps]
-    if kinds[-1:] == ["ByteLevel"] and not steps[-1]["add_prefix_space"]:
-        cuts_as_gpt2 = steps[-1].get("use_regex", True)
-        if kinds == ["ByteLevel"] and cuts_as_gpt2:
-            return GPT2
-        if kinds == ["Digits", "ByteLevel"] and cuts_as_gpt2 and steps[0]["individual_digits"]:
-            return GPT2_DIGITS
-        if kinds == ["Split", "ByteLevel"] and not cuts_as_gpt2:
-            return split_pattern(steps[0])
-    raise ValueError(f"its pre-tokenizer ({', '.join(kinds) or 'none'}) is not supported")
 
 
 def oniguruma_pattern(pattern: str) -> str:
@@ -342,61 +390,6 @@ def oniguruma_pattern(pattern: str) -> str:
     alternative, where {1,3} matches the same.
     """
     return pattern.replace("{1,3}+", "{1,3}")
-
-
-def split_pattern(split: dict) -> str:
-    """Return the regular expression of a Split whose matches and what lies between are pieces."""
-    regex = split["pattern"].get("Regex")
-    if not regex or split["behavior"] != "Isolated" or split["invert"]:
-        raise ValueError("its Split is not one by the matches of a regular expression (Isolated)")
-    # Only these: Oniguruma and tiktoken read \w, [:alpha:], ~~, $ and more differently.
-    for pattern in (*PATTERNS.values(), QWEN2, TEKKEN, BYTES):
-        if regex == oniguruma_pattern(pattern):
-            return pattern
-    raise ValueError(f"its regular expression is not one that tiktoken is known to share: {regex}")
-
-
-def check_merges(model: dict, ranks: dict[bytes, int]) -> None:
-    """Raise ValueError unless tiktoken's merges are those of the file, for any text.
-
-    The file lists pairs, the first of which in a piece is merged. tiktoken merges the two
-    neighbours whose joint token has the lowest rank. Neighbours that have come about by merges
-    within their own bytes are what these bytes alone would have become (`last_merge`). So if each
-    token's last merge is listed, and the list is in the order of ranks, both merge alike.
-    """
-    listed = set()
-    previous = -1
-    for merge in model["merges"]:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        pair = (to_bytes(left), to_bytes(right))
-        rank = ranks[pair[0] + pair[1]]
-        if rank < previous:
-            raise ValueError(f"its merge {left!r} {right!r} is not in the order of the ids")
-        previous = rank
-        listed.add(pair)
-    for token, rank in ranks.items():
-        if len(token) == 1:
-            continue
-        parts = last_merge(token, ranks)
-        # tiktoken takes a whole piece that is a token without merging, as ignore_merges does.
-        whole_only = len(parts) > 2 and model.get("ignore_merges", False)
-        if not (whole_only or tuple(parts) in listed):
-            raise ValueError(f"its merges do not lead to token {rank}, {token!r}, as tiktoken's do")
-
-
-def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """Return the two tokens that tiktoken joins to `token`; more where its merges end before."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        best = None
-        for i in range(len(parts) - 1):
-            rank = ranks.get(parts[i] + parts[i + 1])
-            if rank is not None and (best is None or rank < ranks[parts[best] + parts[best + 1]]):
-                best = i
-        if best is None:
-            break
-        parts[best : best + 2] = [parts[best] + parts[best + 1]]
-    return parts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -420,17 +413,33 @@ def encode(name: str | None, text: str) -> list[int]:
     return encoding.encode_ordinary(text) or [encoding.eot_token]
 
 
-def decode(name: str | None, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of tokens as they come; a character of several tokens comes with the last."""
+def decode(name: str | None, tokens: Iterable[int], before: Iterable[int] = ()) -> Iterator[str]:
+    """Yield the text of tokens as they come; a character of several tokens comes with the last.
+
+    `before` are the tokens that they follow: a tokenizer may drop the first space of a text.
+    Raises TokenizerError.
+    """
     if name is None:
         for token in tokens:
             yield f"{token} "
         return
     encoding = load_encoding(name)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    byte_tokens = getattr(encoding, "byte_tokens", ())
+    before = list(before)
+    new: list[int] = []
+
+    def text() -> str:
+        return encoding.decode(before + new)[len(encoding.decode(before)) :]
+
     for token in tokens:
-        yield decoder.decode(encoding.decode_single_token_bytes(token))
-    yield decoder.decode(b"", final=True)
+        new.append(token)
+        whole = text()
+        if token in byte_tokens or whole.endswith("\ufffd"):
+            yield ""
+        else:
+            yield whole
+            before, new = new, []
+    yield text()
 
 
 def text_bytes(name: str | None, counts: list[int]) -> int:
@@ -441,6 +450,9 @@ def text_bytes(name: str | None, counts: list[int]) -> int:
     if name is None:
         raise TokenizerError("the tokenizer of this data is unknown, and ids have no text")
     encoding = load_encoding(name)
+    if isinstance(encoding, JsonEncoding):
+        sizes = encoding.token_bytes
+        return sum(count * sizes.get(token, 0) for token, count in enumerate(counts))
     total = 0
     for token, count in enumerate(counts):
         if count and not encoding.is_special_token(token):

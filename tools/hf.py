@@ -540,7 +540,7 @@ def byte_level_bpe(encoding: tiktoken.Encoding) -> dict:
     merges = []
     for token in sorted(ranks, key=ranks.get):
         vocabulary[written(token)] = ranks[token]
-        parts = tokenizer.last_merge(token, ranks)
+        parts = last_merge(token, ranks)
         if len(parts) == 2:  # more: no merge leads there, only a piece of text that is the token
             merges.append(f"{written(parts[0])} {written(parts[1])}")
     return {
@@ -551,8 +551,24 @@ def byte_level_bpe(encoding: tiktoken.Encoding) -> dict:
     }
 
 
+def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """Return the two tokens that tiktoken joins to `token`; more where its merges end before."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        best = None
+        for i in range(len(parts) - 1):
+            rank = ranks.get(parts[i] + parts[i + 1])
+            if rank is not None and (best is None or rank < ranks[parts[best] + parts[best + 1]]):
+                best = i
+        if best is None:
+            break
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    return parts
+
+
 def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
-    end = encoding.decode([encoding.eot_token])
+    names = encoding.special_tokens_set
+    end = next(name for name in tokenizer.ENDS_OF_TEXT if name in names)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end,
