@@ -8,8 +8,9 @@
         manifest.json                   step, tokens, config, data; file sizes and checksums
 
 The manifest is written last: a directory without one is not a checkpoint. Sharded checkpoints are
-written and read by torch.distributed.checkpoint (DCP). Loading executes no code: tensors are read
-with weights_only=True, `.metadata` with an unpickler that admits a few classes only.
+written and read by torch.distributed.checkpoint (DCP); full ones are made of them, by one process.
+Loading executes no code: tensors are read with weights_only=True, `.metadata` with an unpickler
+that admits a few classes only.
 
     python -m tools.checkpoint list|verify|consolidate ...
 """
@@ -17,12 +18,12 @@ with weights_only=True, `.metadata` with an unpickler that admits a few classes 
 import contextlib
 import errno
 import json
-import mmap
 import os
 import shutil
 import sys
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # no public one; skip_data's docs use it
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 FORMAT = 1  # of what a run writes, as docs/reference.md describes it
@@ -72,6 +72,10 @@ def last_line(error: BaseException) -> str:
 
 # --------------------------------------------------------------------------------------------------
 # Checkpoints on disk
+
+
+def step_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -146,21 +150,18 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
+def verify(path: Path, part: int | None = 0, parts: int = 1) -> str | None:
     """Compare a checkpoint with its manifest; return the first problem found, or None.
 
     All sizes are compared, and the checksums of every `parts`-th file from `part` on, so that
-    `parts` ranks can share the reading.
+    `parts` ranks can share the reading; of none where `part` is None.
     """
     try:
-        files = read_manifest(path)["files"]
-        for index, name in enumerate(sorted(files)):
-            expected = files[name]
-            file = path / name
-            size = file.stat().st_size
+        for index, (name, expected) in enumerate(sorted(read_manifest(path)["files"].items())):
+            size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size:,} bytes, not {expected['bytes']:,}"
-            if index % parts == part and checksum(file) != expected["crc32"]:
+            if index % parts == part and checksum(path / name) != expected["crc32"]:
                 return f"{name} has changed since it was written: its checksum differs"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -169,96 +170,42 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
+def newest_valid(paths: list[Path], verify: Callable) -> tuple[Path | None, list[str]]:
+    """The last of `paths` that verifies, and the problem of each later one, as "PATH: PROBLEM"."""
+    passed_over = []
+    for path in reversed(paths):
+        problem = verify(path)
+        if problem is None:
+            return path, passed_over
+        passed_over.append(f"{path}: {problem}")
+    return None, passed_over
+
+
 def choose_checkpoint(named: Path, program: str) -> Path:
     """The checkpoint `named`, or the newest of the run `named` that verifies.
 
     Says on stderr, as `program`, which newer ones it passed over. Raises PathError and
     CheckpointError.
     """
-    problems = []
-    for path in reversed(checkpoints_at(named)):
-        problem = verify(path)
-        if problem is None:
-            for line in problems:
-                print(f"{program}: passed over {line}; using {path}", file=sys.stderr)
-            return path
-        problems.append(f"{path}: {problem}")
-    raise CheckpointError(f"no checkpoint to use: {'; '.join(problems)}")
+    path, passed_over = newest_valid(checkpoints_at(named), verify)
+    if path is None:
+        raise CheckpointError(f"no checkpoint to use: {'; '.join(passed_over)}")
+    for line in passed_over:
+        print(f"{program}: passed over {line}; using {path}", file=sys.stderr)
+    return path
 
 
 def latest_valid(run: Path) -> tuple[Path | None, list[str]]:
-    """The latest checkpoint that verifies, and the problem of each later one, as "PATH: PROBLEM".
-
-    A collective: the ranks share the reading and all return the same.
-    """
+    """newest_valid of a run. A collective: the ranks share the reading and all return the same."""
     listing = [list_checkpoints(run)]
     dist.broadcast_object_list(listing, src=0)  # hosts may see a shared disk in different states
-    passed_over = []
-    for path in reversed(listing[0]):
+
+    def verify_together(path: Path) -> str | None:
         problems: list = [None] * dist.get_world_size()
         dist.all_gather_object(problems, verify(path, dist.get_rank(), dist.get_world_size()))
-        found = [problem for problem in problems if problem]
-        if not found:
-            return path, passed_over
-        passed_over.append(f"{path}: {found[0]}")
-    return None, passed_over
+        return next(filter(None, problems), None)
 
-
-# --------------------------------------------------------------------------------------------------
-# Host memory
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """In bytes; 0 where the system does not report a value."""
-
-    resident: int  # in this process, now
-    peak: int  # in this process, so far
-    available: int  # on the host
-
-
-def host_memory() -> HostMemory:
-    """Read Linux's /proc. Raises nothing where a file or a field of it does not exist."""
-    lines = []
-    for path in ("/proc/self/status", "/proc/meminfo"):
-        with contextlib.suppress(OSError):
-            lines += Path(path).read_text().splitlines()
-    fields = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        if value.endswith(" kB"):
-            fields[name] = 1024 * int(value.removesuffix("kB"))
-    return HostMemory(
-        resident=fields.get("VmRSS", 0),
-        peak=fields.get("VmHWM", 0),
-        available=fields.get("MemAvailable", 0),
-    )
-
-
-def full_bytes(parameters: int, largest: int = 0, local_size: int = 1) -> int:
-    """Bytes that a full checkpoint of a model takes on the host of rank 0.
-
-    `largest`: elements of its largest tensor, if the host's `local_size` ranks gather tensors in
-    host memory, as fsdp and tp do on CPUs; 0 if they gather them on their GPUs, or not at all.
-    """
-    # On rank 0: a weight and AdamW's two moments, in float32. On every rank, of one tensor at a
-    # time: the gathered tensor, gloo's buffers for its input and output, and freed ones. Up to
-    # 3.6 x its 4 bytes an element were measured, so 4 x.
-    return 12 * parameters + 16 * largest * local_size
-
-
-def check_full(parameters: int, largest: int = 0, local_size: int = 1) -> None:
-    """Raise CheckpointError if this host lacks the memory for a full checkpoint: `full_bytes`."""
-    needed = full_bytes(parameters, largest, local_size)
-    arithmetic = f"12 bytes x {parameters:,} parameters"
-    if largest:
-        arithmetic += f" + 16 bytes x {largest:,} of the largest tensor x {local_size} ranks"
-    available = host_memory().available
-    if available and needed > available:
-        raise CheckpointError(
-            f"--checkpoint full gathers {arithmetic} = {needed / 1e9:,.1f} GB on the host of rank "
-            f"0, which has {available / 1e9:,.1f} GB available: use --checkpoint sharded"
-        )
+    return newest_valid(listing[0], verify_together)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,30 +232,9 @@ def map_tensors(function: Callable, state: dict) -> dict:
     return mapped
 
 
-def gather_full(state: dict) -> dict:
-    """All-gather full tensors, one by one, on the device.
-
-    Rank 0 returns them in host memory, nested as in `state`, the others {}.
-    """
-    # All copies are allocated before the first gathered tensor. In turn with them, on a CPU, they
-    # would leave gaps in the heap where gathered tensors are freed: 15 to 16 bytes a parameter
-    # were seen instead of 12.
-    copies = map_tensors(empty_on_host, state) if dist.get_rank() == 0 else {}
-    targets = dict(flatten(copies))
-    for name, tensor in flatten(state):
-        copy_full(tensor, targets.get(name))
-    return copies
-
-
 def empty_on_host(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def copy_full(tensor: Tensor, target: Tensor | None) -> None:
-    """All-gather a tensor, copy it to `target` if there is one, and free it on return."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if target is not None:
-        target.copy_(full)
+    """Pinned, which makes copies from a GPU faster; a DTensor becomes one on the CPU."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def sync(path: Path) -> None:
@@ -369,18 +295,6 @@ def on_this_rank(error: BaseException) -> CheckpointError:
 
 
 @dataclass
-class PendingSave:
-    """What a save hands from the training thread to the saving thread."""
-
-    path: Path
-    state: dict
-    manifest: dict
-    started: float  # time.perf_counter()
-    memory_before: HostMemory
-    blocking_seconds: float | None = None  # None: training waits for the whole save
-
-
-@dataclass
 class Saver:
     """Writes the checkpoints of a run. All ranks construct it and call its methods together.
 
@@ -390,13 +304,14 @@ class Saver:
     """
 
     run: Path
-    format: str  # "sharded": each rank writes its shards; "full": rank 0 writes full tensors
     async_save: bool  # training waits for a copy in host memory only; a thread writes the files
     keep_last: int  # checkpoints to keep; 0 keeps all
     keep_every: int  # also keep those whose step is a multiple of this; 0 for none
     timeout: timedelta  # of a save's collectives
     # Small files that belong in every checkpoint, {name: contents}, such as the tokenizer's
     extra_files: dict[str, bytes] = field(default_factory=dict)
+    # For the log rows: bytes resident in this process, at its peak, and available on the host
+    host_memory: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
 
     def __post_init__(self):
         self.is_rank0 = dist.get_rank() == 0
@@ -404,38 +319,41 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=self.timeout)
         # torch.save's own checksums halve its speed, and the manifest holds one of the file.
         torch.serialization.set_crc32_options(False)
-        self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
         self.host_copy: dict | None = None
         self.thread: threading.Thread | None = None
         self.rows: list[dict] = []
         # "cannot write PATH: REASON" while the last finished save is one that failed
         self.failure: str | None = None
+        # An estimate for replace_shards, by the last save: one process does the work of all ranks,
+        # at 100 MB/s or more.
+        self.replace_seconds = 0.0
 
     def save(self, state: dict, manifest: dict) -> None:
         """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"].
 
         Waits for the previous save first. With async_save it returns once `state` may change.
         """
-        started = time.perf_counter()
-        memory_before = host_memory()
+        began = time.perf_counter()
+        row = {
+            "step": manifest["step"],
+            "event": "checkpoint",
+            "path": str(step_path(self.run, manifest["step"])),
+            "host_memory_before": self.host_memory()[0],
+        }
         self.wait()
-        if self.format == "full":
-            state = gather_full(state)
-        elif self.async_save:
-            state = self.copy_to_host(state)
-        path = self.run / "checkpoints" / f"step-{manifest['step']:08d}"
-        pending = PendingSave(path, state, manifest, started, memory_before)
         if self.async_save:
-            pending.blocking_seconds = time.perf_counter() - started
-            self.thread = threading.Thread(target=self.finish, args=(pending,), daemon=True)
+            state = self.copy_to_host(state)
+            row["blocking_seconds"] = time.perf_counter() - began
+            arguments = (state, manifest, row, began)
+            self.thread = threading.Thread(target=self.finish, args=arguments, daemon=True)
             self.thread.start()
         else:
-            self.finish(pending)
+            self.finish(state, manifest, row, began)
 
     def refuse(self, step: int, reason: str) -> None:
         """Report the save of `step` as failed without trying it: earlier checkpoints are better."""
         self.wait()
-        path = self.run / "checkpoints" / f"step-{step:08d}"
+        path = step_path(self.run, step)
         self.failure = f"cannot write {path}: {reason}"
         row = {"step": step, "event": "checkpoint_failed", "path": str(path), "error": reason}
         self.rows.append(row | {"seconds": 0.0, "blocking_seconds": 0.0})
@@ -459,74 +377,65 @@ class Saver:
     def copy_to_host(self, state: dict) -> dict:
         """A copy of this rank's shards, in memory that is reused: allocating it takes longest.
 
-        DCP's stager copies from a device to pinned memory. It raises an error where there is no
-        device, so tensors on the CPU are copied here.
+        DCP's DefaultStager takes 1.6 times as long on CPUs, and copies the device mesh as well.
         """
-        if any(tensor.device.type != "cpu" for _, tensor in flatten(state)):
-            return self.stager.stage(state)
         if self.host_copy is None:
-            self.host_copy = map_tensors(Tensor.clone, state)
-        else:
-            for (_, target), (_, source) in zip(flatten(self.host_copy), flatten(state)):
-                target.copy_(source)
+            self.host_copy = map_tensors(empty_on_host, state)
+        for (_, target), (_, source) in zip(flatten(self.host_copy), flatten(state)):
+            target.copy_(source)
         return self.host_copy
 
-    def finish(self, pending: PendingSave) -> None:
+    def finish(self, state: dict, manifest: dict, row: dict, began: float) -> None:
         """Write the checkpoint and append its log row. Runs in the saving thread if async_save."""
-        path = pending.path
-        row = {"step": pending.manifest["step"], "event": "checkpoint", "path": str(path)}
         try:
-            row |= self.write(pending)
+            row |= self.write(Path(row["path"]), state, manifest)
             self.failure = None
         except BaseException as error:  # whatever it is: a lost save must not pass as success
             cause = unwrap(error)
             if not (self.async_save or isinstance(cause, Exception)):
                 raise cause from None  # a Ctrl-C, which ends the run
-            row["event"] = "checkpoint_failed"
-            row["error"] = why_not_written(cause, self.run)
-            self.failure = f"cannot write {path}: {row['error']}"
-        row["seconds"] = time.perf_counter() - pending.started
-        row["blocking_seconds"] = pending.blocking_seconds or row["seconds"]
+            del row["host_memory_before"]
+            row |= {"event": "checkpoint_failed", "error": why_not_written(cause, self.run)}
+            self.failure = f"cannot write {row['path']}: {row['error']}"
+            if self.is_rank0:
+                with contextlib.suppress(OSError):  # the next save tries again
+                    self.remove_leftovers()
+        row["seconds"] = time.perf_counter() - began
+        row.setdefault("blocking_seconds", row["seconds"])
         self.rows.append(row)
-        if self.failure and self.is_rank0:
-            with contextlib.suppress(OSError):  # the next save tries again
-                self.remove_leftovers()
+        if not self.failure:
+            alone = dist.get_world_size() * row["seconds"]
+            self.replace_seconds = min(alone, row["bytes"] / 100e6)
 
-    def write(self, pending: PendingSave) -> dict:
+    def write(self, path: Path, state: dict, manifest: dict) -> dict:
         """Write a checkpoint; return its size and memory use. An error is raised on all ranks."""
-        path = pending.path
         work = path.with_name(f".{path.name}.tmp")
         self.on_rank0(lambda: self.make_work_dir(work))
-        if self.format == "sharded":
-            # A tensor that several ranks hold is written by one of them, which DCP chooses.
-            # sync_files=False: sync_and_checksum does it.
-            # per_thread_copy_ahead=0: no CUDA streams. Where CUDA is available, even tensors on the
-            # CPU would use the current stream of the calling thread, which in the saving thread is
-            # that of GPU 0: a context on GPU 0 for every rank.
-            writer = Writer(str(work), sync_files=False, per_thread_copy_ahead=0)
-            dcp.save(pending.state, storage_writer=writer, process_group=self.group)
-        else:
-            self.on_rank0(lambda: torch.save(pending.state, work / "full.pt"))
+        # A tensor that several ranks hold is written by one of them, which DCP chooses.
+        # sync_files=False: sync_and_checksum does it.
+        # per_thread_copy_ahead=0: no CUDA streams. Where CUDA is available, even tensors on the
+        # CPU would use the current stream of the calling thread, which in the saving thread is
+        # that of GPU 0: a context on GPU 0 for every rank.
+        writer = Writer(str(work), sync_files=False, per_thread_copy_ahead=0)
+        dcp.save(state, storage_writer=writer, process_group=self.group)
         files = {}
         for files_of_rank in self.raise_on_all_ranks(lambda: self.sync_own_files(work)):
             files |= files_of_rank
-        memory = self.raise_on_all_ranks(host_memory)
-        manifest = pending.manifest | {"files": files, "torch": torch.__version__}
+        memory = self.raise_on_all_ranks(self.host_memory)
+        manifest = manifest | {"files": files, "torch": torch.__version__}
         self.on_rank0(lambda: self.put_in_place(work, path, manifest))
         return {
             "bytes": total_bytes(manifest),
-            "peak_host_memory": max(rank.peak for rank in memory),
-            "host_memory_before": pending.memory_before.resident,
-            "host_memory_after": memory[dist.get_rank()].resident,
-            "available_host_memory": min(rank.available for rank in memory),
+            "peak_host_memory": max(peak for _, peak, _ in memory),
+            "host_memory_after": memory[dist.get_rank()][0],
+            "available_host_memory": min(available for _, _, available in memory),
         }
 
     def sync_own_files(self, work: Path) -> dict[str, dict]:
         """Sync the files that this rank has written; return their entries in the manifest."""
         own = list(work.glob(f"__{dist.get_rank()}_*.distcp"))
         if self.is_rank0:
-            own.append(work / (".metadata" if self.format == "sharded" else "full.pt"))
-            own += [work / name for name in self.extra_files]
+            own += [work / name for name in (".metadata", *self.extra_files)]
         return {file.name: sync_and_checksum(file) for file in own}
 
     def make_work_dir(self, work: Path) -> None:
@@ -537,7 +446,7 @@ class Saver:
 
     def remove_leftovers(self) -> None:
         """Remove what killed or failed saves of this run left behind."""
-        for leftover in self.run.glob("checkpoints/.step-*.tmp"):
+        for leftover in self.run.glob("checkpoints/.*step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def put_in_place(self, work: Path, path: Path, manifest: dict) -> None:
@@ -649,6 +558,13 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
         return self.metadata
 
+    def read_tensor(self, name: str) -> Tensor:
+        """One whole tensor, read by this process alone."""
+        entry = self.metadata.state_dict_metadata[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        load_shards(self, {name: tensor}, no_dist=True)
+        return tensor
+
 
 def load_state(path: Path, state: dict) -> None:
     """Fill the tensors of `state` in place, from a checkpoint of any mesh and format.
@@ -658,17 +574,30 @@ def load_state(path: Path, state: dict) -> None:
     Raises CheckpointError.
     """
     full = path / "full.pt"
-    reader = None if full.exists() else Reader(path)
-    try:
-        if reader:
-            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-        else:
+    if full.exists():
+        with reading(path):
             load_full(full, state)
+    else:
+        load_shards(Reader(path), state, no_dist=not dist.is_initialized())
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise whatever a damaged checkpoint causes as a CheckpointError."""
+    try:
+        yield
     except (dcp.CheckpointException, OSError, ValueError, RuntimeError, UnpicklingError) as error:
         cause = unwrap(error)
         if not isinstance(cause, Exception):
             raise cause from None  # a Ctrl-C
         raise CheckpointError(f"cannot read {path}: {last_line(cause)}") from None
+
+
+def load_shards(reader: Reader, state: dict, no_dist: bool) -> None:
+    """Load from a sharded checkpoint: all ranks together, or this process alone (no_dist)."""
+    with reading(reader.path), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP's, for no_dist
+        dcp.load(state, storage_reader=reader, no_dist=no_dist)
 
 
 def load_full(path: Path, state: dict) -> None:
@@ -698,49 +627,110 @@ def own_shard(full: Tensor, target: DTensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # One file
 
+LATE_FILES_SECONDS = 90  # a host may see the files of others late: NFS may cache for a minute
 
-def consolidate(path: Path, out: Path) -> None:
+
+def consolidate(path: Path, out: Path) -> Iterator[str]:
     """Write the sharded checkpoint `path` as the checkpoint `out` in the full format.
 
-    In one process, which holds one tensor at a time: DCP loads into a mapping of the new file.
-    `out` appears complete or not at all. Raises CheckpointError and PathError.
+    In one process, which holds one tensor at a time. `out` appears complete or not at all. Yields
+    after each file that it has verified and each tensor that it has written, so that the caller
+    can report progress. Raises CheckpointError and PathError.
     """
-    check_consolidate(path, out)
+    check_new(out)
+    newest = checkpoints_at(path)[-1]
+    if newest != path:
+        raise PathError(f"{path} is a run folder: name one of its checkpoints, such as {newest}")
     manifest = read_manifest(path)
+    files = manifest["files"]
+    if "full.pt" in files:
+        raise PathError(f"{path} is already in the full format: its tensors are in full.pt")
+    for part, name in enumerate(files):
+        if problem := verify(path, part, len(files)):
+            raise CheckpointError(f"{path}: {problem}")
+        yield name
+    check_free(out, total_bytes(manifest))  # headers included, which take less in one file
     reader = Reader(path)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    state = empty_state(reader)
     work = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
-    work.mkdir()
     try:
-        load_state(path, map_full(empty_state(reader), work / "full.pt"))
-        for name in manifest["files"]:
-            if name != ".metadata" and not name.endswith(".distcp"):
+        shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+        work.mkdir(parents=True)
+        full = {}
+        for name, entry in files.items():
+            if not is_shard(name):
                 shutil.copyfile(path / name, work / name)
-        files = {file.name: sync_and_checksum(file) for file in sorted(work.iterdir())}
-        complete(work, out, manifest | {"files": files, "torch": torch.__version__})
+                sync(work / name)
+                full[name] = entry
+        for crc32 in write_full(state, work / "full.pt", reader.read_tensor):
+            yield crc32
+        sync(work / "full.pt")
+        full["full.pt"] = {"bytes": (work / "full.pt").stat().st_size, "crc32": crc32}
+        complete(work, out, manifest | {"files": full, "torch": torch.__version__})
     except CheckpointError:
         raise
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"cannot write {out}: {why_not_written(error, out.parent)}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    tensors = len(reader.metadata.state_dict_metadata)
-    print(f"{out}: {tensors} tensors, {files['full.pt']['bytes'] / 1e6:,.1f} MB")
 
 
-def check_consolidate(path: Path, out: Path) -> None:
-    """Raise PathError or CheckpointError where `path` cannot be written as `out`."""
-    check_new(out)
-    newest = checkpoints_at(path)[-1]
-    if newest != path:
-        raise PathError(f"{path} is a run folder: name one of its checkpoints, such as {newest}")
-    if (path / "full.pt").exists():
-        raise PathError(f"{path} is already in the full format: its tensors are in full.pt")
-    if problem := verify(path):
-        raise CheckpointError(f"{path}: {problem}")
-    # Headers included, which take less in one file
-    check_free(out, total_bytes(read_manifest(path)))
+def replace_shards(path: Path) -> Iterator[str]:
+    """Replace the shards of the checkpoint `path` by full.pt; yields as `consolidate` does.
+
+    Nothing is left to do where `path` is in the full format, or does not exist. `path` verifies at
+    any time: full.pt is written elsewhere, synced and moved here, then its manifest replaces the
+    old one, then the shards go. Called again, it completes what a killed process has left.
+    Raises CheckpointError.
+    """
+    if not path.exists():
+        return
+    work = path.with_name(f".{path.name}.full.tmp")
+    try:
+        if "full.pt" not in read_manifest(path)["files"]:
+            deadline = time.monotonic() + LATE_FILES_SECONDS
+            while verify(path, part=None) and time.monotonic() < deadline:
+                time.sleep(1)
+            shutil.rmtree(work, ignore_errors=True)
+            yield from consolidate(path, work)
+            for name in ("full.pt", "manifest.json"):
+                os.replace(work / name, path / name)
+                sync(path)
+        shutil.rmtree(work, ignore_errors=True)
+        for file in path.iterdir():
+            if is_shard(file.name):
+                file.unlink()
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{error}; {path} stays in the sharded format") from None
+
+
+def is_shard(name: str) -> bool:
+    return name == ".metadata" or name.endswith(".distcp")
+
+
+def write_full(state: dict, file: Path, read: Callable[[str], Tensor]) -> Iterator[str]:
+    """Write nested dicts as torch.save does, with one tensor in memory at a time.
+
+    `state` holds fake tensors; read("model.norm.weight") returns the values of one. Yields the
+    CRC-32 of the file up to each tensor that was written, and at last that of the whole file.
+    """
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(state, file)  # everything but the values, for which it leaves holes
+    with FakeTensorMode():
+        holes = dict(flatten(torch.load(file, weights_only=True)))
+    offsets = {name: hole.untyped_storage()._checkpoint_offset for name, hole in holes.items()}
+    crc = 0
+    # Not through a mapping of the file, where an I/O error would kill the process.
+    with open(file, "r+b") as opened:
+        for name in sorted(offsets, key=offsets.get):
+            header = opened.read(offsets[name] - opened.tell())
+            values = read(name).to(holes[name].dtype).reshape(-1).view(torch.uint8).numpy()
+            opened.write(values)
+            crc = zlib.crc32(values, zlib.crc32(header, crc))
+            del values  # before the next one is read
+            yield f"{crc:08x}"
+        crc = zlib.crc32(opened.read(), crc)
+    yield f"{crc:08x}"
 
 
 def nearest_folder(out: Path) -> Path:
@@ -784,18 +774,3 @@ def empty_state(reader: Reader) -> dict:
             f"cannot read {reader.path}: its .metadata is damaged or hostile: {error!r}"
         ) from None
     return state
-
-
-def map_full(state: dict, file: Path) -> dict:
-    """Create `file` with the layout of `state`; return its tensors, whose values are on disk.
-
-    `state` holds fake tensors. What is written to the mapped tensors reaches the file.
-    """
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(state, file)  # everything but the values, for which it leaves holes
-    if hasattr(os, "posix_fallocate"):  # macOS lacks it
-        # Fill the holes: writing to a mapped file on a full disk would kill the process.
-        with open(file, "r+b") as opened:
-            os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
-    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # writes reach the file
-        return torch.load(file, mmap=True, weights_only=True)

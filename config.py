@@ -178,7 +178,7 @@ class Config:
     checkpoint: Literal["sharded", "full", "none"] = free(
         "checkpoints",
         "sharded",
-        "sharded: each rank writes its part; full: one file, assembled in the memory of rank 0",
+        "sharded: each rank writes its part; full: the same, and one file when the run ends",
     )
     async_save: bool = free(
         "checkpoints", False, "copy to host memory, and write while training goes on"

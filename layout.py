@@ -132,14 +132,6 @@ def fitting_dp_sizes(config: Config, at_most: int) -> list[int]:
 # The model
 
 
-def largest_gathered(model: Transformer, mesh_shape: tuple[int, int, int], device_type: str) -> int:
-    """Elements of the largest tensor that a full checkpoint gathers in host memory: on CPUs."""
-    _, dp_shard, tp = mesh_shape
-    if device_type != "cpu" or dp_shard * tp == 1:
-        return 0
-    return max(parameter.numel() for parameter in model.parameters())
-
-
 def empty_model(layout: Layout) -> Transformer:
     """The model without memory: on the meta device."""
     with torch.device("meta"):

@@ -38,7 +38,7 @@ import metrics
 import optim
 import prepare
 from config import BUILTIN, Config, lr_schedule, parse, profile_window
-from layout import Layout, choose_layout, empty_model, largest_gathered, lay_out
+from layout import Layout, choose_layout, empty_model, lay_out
 from model import NotFinite, Transformer, generate
 from runtime import agreement, cli, memory, profiling, report, run_folder, slurm, watchdog
 from text import tokenizer
@@ -161,8 +161,6 @@ def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
     val_data = data.open_dataset(plan.token_folders, "val", seq_len, seed=None)
     mesh = dist.make_mesh(world, layout.mesh_shape)
     model = empty_model(layout)
-    if c.checkpoint == "full":
-        dist.on_rank0(lambda: check_memory_for_full(model, layout.mesh_shape, world))
     forward = lay_out(model, mesh, layout)
     # Taken before the first forward, since after an evaluation the root unit of FSDP shows its
     # gathered weights instead.
@@ -223,12 +221,12 @@ def open_run_folder(run: Run) -> None:
     run.should_stop = agreement.StopRequest(world.timeout)  # handles signals from here on
     run.saver = checkpoint.Saver(
         out,
-        format=c.checkpoint,
         async_save=c.async_save,
         keep_last=c.keep_last,
         keep_every=c.keep_every,
         timeout=world.timeout,
         extra_files=plan.token_folder.tokenizer_file,
+        host_memory=memory.host_memory,
     )
     run.log = build_log(plan, run.model, world.device, first_start)
 
@@ -240,14 +238,6 @@ def open_run_folder(run: Run) -> None:
     run.profiler = profiling.Profiler(
         profile_window(c), out / "profile", run.mesh, run.log.say, settle
     )
-
-
-def check_memory_for_full(
-    model: Transformer, mesh_shape: tuple[int, int, int], world: dist.World
-) -> None:
-    """Raises CheckpointError where the host of rank 0 lacks the memory for --checkpoint full."""
-    largest = largest_gathered(model, mesh_shape, world.device.type)
-    checkpoint.check_full(model.parameter_count(), largest, world.local_size)
 
 
 def build_optimizer(model: Transformer, c: Config) -> optim.Optimizer:
@@ -446,6 +436,26 @@ def finish_saves(run: Run) -> None:
         raise checkpoint.CheckpointError(run.saver.failure)
 
 
+def consolidate_last(c: Config, step: int, dog: watchdog.Watchdog) -> None:
+    """With --checkpoint full, make the checkpoint of the last step one file. Rank 0 does.
+
+    All ranks report progress with each tensor, so that no time-out ends what takes long. Raises
+    CheckpointError: then the sharded checkpoint stands.
+    """
+    if c.checkpoint != "full" or c.dry_run:
+        return
+    began = time.perf_counter()
+    path = checkpoint.step_path(Path(c.out), step)
+    pieces = checkpoint.replace_shards(path)
+    is_new = False
+    while dist.on_rank0(lambda: next(pieces, None)):
+        dog.progress(step, "consolidating", slow=True)
+        is_new = True
+    if is_new and torch.distributed.get_rank() == 0:
+        seconds = time.perf_counter() - began
+        print(f"consolidated {path} in full.pt in {seconds:.2f} s", flush=True)
+
+
 def evaluate_and_save(run: Run, step: int, due: Due, stop: bool) -> None:
     """What is due after a step and not part of its time. Raises Diverged, on all ranks alike."""
     with run.log.pause():
@@ -517,8 +527,7 @@ def train(run: Run) -> int:
         with run.profiler.step(step, log.data_wait):  # does nothing without --profile
             values = train_step(forward, optimizer, batches, step, n, c.grad_sync, due.measure)
         run.step = step
-        # Stopping takes one more step, and an evaluation and a save: leave twice the longest time.
-        is_late = time.monotonic() > deadline - 2 * (log.step_time + log.longest_pause)
+        is_late = time.monotonic() > deadline - seconds_to_stop(run)
         stop = run.should_stop(is_late) and step < c.max_steps
         log.step(step, values, optimizer, is_due=due.log or stop)
         if c.async_save and due.log:
@@ -529,6 +538,15 @@ def train(run: Run) -> int:
             break
         tidy_memory(run, step, is_first=step == start_step)
     return finish(run, stopped=stop)
+
+
+def seconds_to_stop(run: Run) -> float:
+    """Time to leave for a stop: twice what it takes, as far as the run has seen."""
+    # One more step, then an evaluation and a save, and with --checkpoint full its one file
+    seconds = run.log.step_time + run.log.longest_pause
+    if run.config.checkpoint == "full":
+        seconds += run.saver.replace_seconds
+    return 2 * seconds
 
 
 def tidy_memory(run: Run, step: int, is_first: bool) -> None:
@@ -648,6 +666,7 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
                 f"{config.out} is finished, step {plan.resume.step} of {config.max_steps}: "
                 "raise --max_steps, or choose another --out"
             )
+        consolidate_last(config, plan.resume.step, dog)
         return 0
     prepare_memory(plan, world)
     dog.saved_step = plan.resume.step or None
@@ -660,7 +679,11 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
         lines.append("--dry_run: all is ready for the first step; nothing was written")
     if world.is_rank0:
         print("\n".join(lines), flush=True)
-    return 0 if config.dry_run else train(run)
+    if config.dry_run:
+        return 0
+    status = train(run)
+    consolidate_last(config, run.step, dog)
+    return status
 
 
 def main(argv: list[str]) -> int:

@@ -51,6 +51,12 @@ def process_memory() -> ProcessMemory:
     )
 
 
+def host_memory() -> tuple[int, int, int]:
+    """Bytes resident in this process, at its peak, and available on this host."""
+    process = process_memory()
+    return process.resident, process.peak, available_memory()
+
+
 def read_fields(path: Path) -> dict[str, int]:
     """The lines "name number ..." of a file of the kernel; none where it does not exist."""
     fields = {}

@@ -213,7 +213,7 @@ def rewritten(folder: Path, source: Path, name: str, contents: bytes) -> None:
 def diverged(folder: Path, source: Path) -> None:
     """A copy of a checkpoint in the full format, with weights that are not finite."""
     with contextlib.redirect_stdout(io.StringIO()):
-        checkpoint.consolidate(source, folder)
+        list(checkpoint.consolidate(source, folder))
     state = torch.load(folder / "full.pt", weights_only=True)
     state["model"]["norm.weight"].fill_(torch.nan)
     torch.save(state, folder / "full.pt")

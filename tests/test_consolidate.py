@@ -1,18 +1,28 @@
-"""tools.checkpoint consolidate: a sharded checkpoint as one file."""
+"""A sharded checkpoint as one file: tools.checkpoint consolidate, and --checkpoint full."""
 
 import contextlib
 import io
+import math
+import os
 import shutil
+import subprocess
 import warnings
+import weakref
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from conftest import TEN_STEPS, file_names, last_checkpoint, rows, tensors
+from conftest import TEN_STEPS, file_names, flags, last_checkpoint, listen, rows, tensors
 from test_saver import RANKS_FILE, save_with_extra_files
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
+import train
 from model import ModelConfig, build_model
 from tools import checkpoint as commands
 
@@ -30,7 +40,7 @@ def consolidated(whole, tmp_path_factory) -> Path:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("error")
         assert commands.main(["consolidate", str(path), str(out)]) == 0, error.getvalue()
-    assert said.getvalue().startswith(f"{out}: 83 tensors, ")
+    assert said.getvalue().startswith(f"{out}: one file, ")
     assert not error.getvalue()
     assert file_names(root / "new") == ["one"]
     return out
@@ -69,7 +79,7 @@ def test_plain_torch_reads_full_pt(consolidated):
 
 
 def test_consolidate_copies_the_extra_files(pool, tmp_path, command):
-    pool(2, save_with_extra_files, tmp_path, "sharded")
+    pool(2, save_with_extra_files, tmp_path)
     out = tmp_path / "one"
     assert command("consolidate", last_checkpoint(tmp_path), out)[0] == 0
     assert (out / "my.tiktoken").read_bytes() == RANKS_FILE
@@ -107,3 +117,160 @@ def test_ctrl_c_leaves_nothing_of_consolidate(whole, tmp_path, command):
     with interrupted:
         assert command("consolidate", path, tmp_path / "one") == (130, "", "")
     assert not file_names(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# --checkpoint full
+
+
+def one_file(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint that verifies and is one file, with a manifest."""
+    assert file_names(path) == ["full.pt", "manifest.json"]
+    assert checkpoint.verify(path) is None
+    return tensors(path)
+
+
+def test_checkpoint_full_leaves_one_file_where_the_run_ends(whole):
+    """Bit for bit what a sharded one holds: test_five_steps_and_five_more_are_ten."""
+    middle, last = checkpoint.list_checkpoints(whole["fsdp"])
+    assert checkpoint.read_manifest(last)["step"] == 10
+    assert len(one_file(last)) == 83
+    assert ".metadata" in file_names(middle)
+    assert file_names(whole["fsdp"] / "checkpoints") == [middle.name, last.name]
+
+
+@pytest.mark.tries("stays in the sharded")
+def test_a_disk_without_room_for_full_pt_leaves_the_shards(pool, tokens, small_disk):
+    out = small_disk / "run"
+    argv = flags(f"--data {tokens} --out {out} --max_steps 1 --strategy fsdp --checkpoint full")
+    answers = pool(2, listen, argv)
+    path = last_checkpoint(out)
+    expected = tensors(path)
+    for status, _, error in answers:
+        assert status == 1
+        assert "needs 0." in error and "MB, and its disk has 0." in error
+        assert error.endswith(f"{path} stays in the sharded format\n") and error.count("\n") == 1
+    assert "saved" in answers[0][1] and "goodput" in answers[0][1]  # the training succeeded
+    assert file_names(out / "checkpoints") == [path.name]
+    subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
+    ((status, said, _), _) = pool(2, listen, argv)
+    assert status == 0 and "is finished" in said and f"consolidated {path} in full.pt" in said
+    torch.testing.assert_close(one_file(path), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def save_two_tensors(run: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    saver = checkpoint.Saver(run, False, 0, 0, timedelta(seconds=20))
+    sharded = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
+    saver.save({"model": {"a": sharded, "b": torch.ones(2)}}, {"step": 5})
+
+
+@pytest.fixture
+def shards(pool, tmp_path) -> Path:
+    """A sharded checkpoint of two ranks, to consolidate."""
+    pool(2, save_two_tensors, tmp_path / "run")
+    return last_checkpoint(tmp_path / "run")
+
+
+class Killed(BaseException):
+    """Ends all work at once, as a signal does: what would tidy up raises it again."""
+
+
+def replace_until_killed(path: Path, operation: float) -> int:
+    """Kill at the n-th change of a directory or flush of a file; return how many were begun."""
+    begun = 0
+
+    def watched(function):
+        def call(*args, **kwargs):
+            nonlocal begun
+            begun += 1
+            if begun >= operation:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    names = ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync")
+    functions = {name: watched(getattr(os, name)) for name in names}
+    with mock.patch.multiple(os, **functions), contextlib.suppress(Killed):
+        list(checkpoint.replace_shards(path))
+    return begun
+
+
+def test_a_consolidation_killed_at_any_moment_loses_nothing(shards):
+    expected = tensors(shards)
+    kept = shutil.copytree(shards, shards.with_name("step-00000006"))
+    operations = replace_until_killed(kept, math.inf)
+    assert operations > 10
+    for operation in range(1, operations + 1):
+        shutil.rmtree(kept)
+        shutil.copytree(shards, kept)
+        replace_until_killed(kept, operation)
+        assert checkpoint.verify(kept) is None
+        torch.testing.assert_close(tensors(kept), expected, rtol=0, atol=0, equal_nan=True)
+        list(checkpoint.replace_shards(kept))
+        torch.testing.assert_close(one_file(kept), expected, rtol=0, atol=0, equal_nan=True)
+        assert file_names(kept.parent) == [shards.name, kept.name]
+
+
+def test_an_io_error_leaves_the_shards(shards):
+    before = file_names(shards)
+    failing = mock.patch.object(os, "fsync", side_effect=OSError(5, "Input/output error"))
+    line = "Input/output error.* stays in the sharded format"
+    with failing, pytest.raises(checkpoint.CheckpointError, match=line):
+        list(checkpoint.replace_shards(shards))
+    assert file_names(shards) == before and file_names(shards.parent) == [shards.name]
+    assert checkpoint.verify(shards) is None
+
+
+def test_files_that_a_host_sees_late_are_waited_for_but_not_forever(shards, tmp_path):
+    late = next(shards.glob("__1_*"))
+    os.rename(late, tmp_path / "late")
+    no_patience = mock.patch.object(checkpoint, "LATE_FILES_SECONDS", 0)
+    line = f"{late.name} is missing; .* stays in the sharded format"
+    with no_patience, pytest.raises(checkpoint.CheckpointError, match=line):
+        list(checkpoint.replace_shards(shards))
+    arrives = mock.Mock(side_effect=lambda seconds: os.rename(tmp_path / "late", late))
+    with mock.patch("time.sleep", arrives):
+        list(checkpoint.replace_shards(shards))
+    arrives.assert_called_once()
+    one_file(shards)
+
+
+def test_full_pt_is_written_with_one_tensor_in_memory(tmp_path):
+    """And reported tensor by tensor."""
+    alive, at_once = weakref.WeakSet(), []
+
+    def read(name: str) -> torch.Tensor:
+        tensor = torch.full((3, 4), float(name))
+        alive.add(tensor)
+        at_once.append(len(alive))
+        return tensor
+
+    with FakeTensorMode():
+        state = {str(number): torch.empty(3, 4) for number in range(20)}
+    *crcs, last = checkpoint.write_full(state, tmp_path / "full.pt", read)
+    assert len(crcs) == 20 and last == checkpoint.checksum(tmp_path / "full.pt")
+    assert max(at_once) == 1
+    loaded = torch.load(tmp_path / "full.pt", weights_only=True)
+    assert [loaded[str(number)][2, 3].item() for number in range(20)] == list(range(20))
+
+
+def save_once(folder: Path) -> float:
+    torch.distributed.init_process_group("gloo")
+    saver = checkpoint.Saver(folder, False, 0, 0, timedelta(seconds=20))
+    assert saver.replace_seconds == 0
+    saver.save({"weight": torch.ones(1_000_000)}, {"step": 1})
+    return saver.replace_seconds
+
+
+@pytest.mark.parametrize("format, seconds", [("sharded", 0.0), ("full", 2e3)])
+def test_a_time_limit_leaves_time_to_consolidate(pool, tmp_path, format, seconds):
+    assert 0 < min(pool(2, save_once, tmp_path)) <= 0.041  # 4 MB at 100 MB/s
+    run = SimpleNamespace(
+        log=SimpleNamespace(step_time=0.0, longest_pause=0.0),
+        config=SimpleNamespace(checkpoint=format),
+        saver=SimpleNamespace(replace_seconds=1e3),
+    )
+    assert train.seconds_to_stop(run) == seconds

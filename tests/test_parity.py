@@ -67,7 +67,7 @@ def case_flags(mesh: str, grad_accum_steps: int, dtype: str) -> str:
     if "untied" in mesh:  # a size whose head is; its other parts are overridden
         text += " --model tinyllama-1.1b --max_steps 5"  # a wrong norm shows in the first step
     if "tp" in mesh:
-        text += " --tp 2 --checkpoint full"  # which gathers over two axes
+        text += " --tp 2 --checkpoint full"
     return text
 
 

@@ -242,7 +242,6 @@ def test_json_has_the_fields_that_are_promised(pool):
     assert between["dp_replicate", "all_reduce"] is True
     saved = found["checkpoint"]
     assert saved["host_bytes_sharded"] == 8 * saved["bytes_per_rank"]
-    assert saved["host_bytes_full"] == 12 * found["parameters"]
     for name in ("step_time", "tokens_per_second_per_device", "mfu", "hours", "device_hours"):
         assert isinstance(found[name], float) and found[name] > 0
     assert [row["world_size"] for row in found["scaling"]] == [8, 16]
@@ -257,7 +256,7 @@ def test_the_report_fits_on_a_screen_and_says_what_does_not_fit(monkeypatch, cap
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 30
     assert "DOES NOT FIT (limit 90%)" in "\n".join(lines)
-    assert "sharded DOES NOT FIT, async_save DOES NOT FIT, full DOES NOT FIT" in "\n".join(lines)
+    assert "sharded DOES NOT FIT, async_save DOES NOT FIT" in "\n".join(lines)
 
 
 def test_links_are_those_of_the_flags():

@@ -1,7 +1,6 @@
-"""Saving: what is kept, and saves that fail: on a rank, a full disk or a small host."""
+"""Saving: what is kept, and saves that fail: on a rank, or a full disk."""
 
 import contextlib
-import re
 import subprocess
 import threading
 from datetime import timedelta
@@ -32,7 +31,7 @@ def test_keep_last_and_keep_every_leave_a_copy_that_the_user_made(run, tmp_path)
 def save_over_later_ones(folder: Path) -> list[str]:
     """Save step 2 with --keep_last 1 beside damaged checkpoints that are later."""
     torch.distributed.init_process_group("gloo")
-    saver = checkpoint.Saver(folder, "sharded", False, 1, 0, timedelta(seconds=20))
+    saver = checkpoint.Saver(folder, False, 1, 0, timedelta(seconds=20))
     for step in (1, 2):
         saver.save({"weight": torch.ones(3)}, {"step": step})
         assert saver.failure is None
@@ -62,14 +61,13 @@ def save_beside_a_gpu(folder: Path) -> list[str]:
 
     cuda = dict.fromkeys(CUDA_CALLS, fail) | {"is_available": lambda: True}
     with mock.patch.multiple(torch.cuda, **cuda):
-        for format in ("sharded", "full"):
-            for async_save in (False, True):
-                run = folder / f"{format} {async_save}"
-                saver = checkpoint.Saver(run, format, async_save, 1, 0, timedelta(seconds=20))
-                for step in (1, 2):
-                    saver.save(state, {"step": step})
-                saver.wait()
-                calls += [saver.failure] if saver.failure else []
+        for async_save in (False, True):
+            run = folder / str(async_save)
+            saver = checkpoint.Saver(run, async_save, 1, 0, timedelta(seconds=20))
+            for step in (1, 2):
+                saver.save(state, {"step": step})
+            saver.wait()
+            calls += [saver.failure] if saver.failure else []
     return calls
 
 
@@ -81,17 +79,16 @@ def test_saving_from_the_cpu_leaves_gpu_0_alone(pool, tmp_path):
 RANKS_FILE = b"IQ== 0\n" * 200_000
 
 
-def save_with_extra_files(folder: Path, format: str) -> None:
+def save_with_extra_files(folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
     extra = {"my.tiktoken": RANKS_FILE}
-    saver = checkpoint.Saver(folder, format, False, 0, 0, timedelta(seconds=20), extra)
+    saver = checkpoint.Saver(folder, False, 0, 0, timedelta(seconds=20), extra)
     saver.save({"weight": torch.ones(3)}, {"step": 1})
     assert saver.failure is None
 
 
-@pytest.mark.parametrize("format", ["sharded", "full"])
-def test_extra_files_belong_to_every_checkpoint(pool, tmp_path, format):
-    pool(2, save_with_extra_files, tmp_path, format)
+def test_extra_files_belong_to_every_checkpoint(pool, tmp_path):
+    pool(2, save_with_extra_files, tmp_path)
     path = last_checkpoint(tmp_path)
     assert (path / "my.tiktoken").read_bytes() == RANKS_FILE
     assert checkpoint.read_manifest(path)["files"]["my.tiktoken"]["bytes"] == 1_400_000
@@ -118,7 +115,7 @@ def save_with_errors(run: Path, async_save: bool) -> list[str | None]:
     Returns `failure` before the first save and after each.
     """
     torch.distributed.init_process_group("gloo")
-    saver = checkpoint.Saver(run, "sharded", async_save, 0, 0, timedelta(seconds=20))
+    saver = checkpoint.Saver(run, async_save, 0, 0, timedelta(seconds=20))
     errors = [TypeError("lost"), Unpicklable("lost"), OSError("lost")]
     if async_save:
         errors.append(SystemExit("lost"))
@@ -163,7 +160,7 @@ def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async
 
 def save_interrupted(run: Path) -> None:
     torch.distributed.init_process_group("gloo")
-    saver = checkpoint.Saver(run, "sharded", False, 0, 0, timedelta(seconds=20))
+    saver = checkpoint.Saver(run, False, 0, 0, timedelta(seconds=20))
     for place in PLACES:
         interrupted = mock.patch.object(*place, side_effect=KeyboardInterrupt)
         with interrupted, pytest.raises(KeyboardInterrupt):
@@ -195,10 +192,7 @@ def test_one_weight_of_one_rank_that_is_not_finite_refuses_the_save(pool, tokens
 # Full disks, small hosts
 
 
-FORMATS = ["sharded", "sharded --async_save", "full"]
-
-
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["sharded", "sharded --async_save"])
 def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_disk, format):
     out = small_disk / "run"
     text = f"--max_steps 5 --save_interval 1 --keep_last 0 --strategy fsdp --checkpoint {format}"
@@ -221,72 +215,15 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     assert not list((out / "checkpoints").glob(".*"))
 
 
-def save_too_much(folder: Path, format: str) -> str | None:
+def save_too_much(folder: Path) -> str | None:
     torch.distributed.init_process_group("gloo")
-    saver = checkpoint.Saver(folder, format, False, 0, 0, timedelta(seconds=20))
+    saver = checkpoint.Saver(folder, False, 0, 0, timedelta(seconds=20))
     saver.save({"weight": torch.ones(1_000_000)}, {"step": 1})
     return saver.failure
 
 
-@pytest.mark.parametrize("format", ["sharded", "full"])
-def test_an_unclear_error_of_torch_is_said_to_be_a_full_disk(pool, small_disk, format):
-    (failure,) = pool(1, save_too_much, small_disk, format)
+def test_an_unclear_error_of_torch_is_said_to_be_a_full_disk(pool, small_disk):
+    (failure,) = pool(1, save_too_much, small_disk)
     assert failure.startswith(f"cannot write {small_disk}/checkpoints/step-00000001: the disk is")
     assert "unexpected pos" in failure  # of torch.save, which is all that it says
     assert "\n" not in failure
-
-
-def train_on_a_small_host(argv: list[str]) -> tuple:
-    memory = checkpoint.HostMemory(resident=0, peak=0, available=1000)
-    with mock.patch.object(checkpoint, "host_memory", lambda: memory):
-        return listen(argv)
-
-
-@pytest.mark.tries("--checkpoint full gathers")
-def test_full_is_refused_where_it_does_not_fit_in_host_memory(pool, tokens, tmp_path):
-    text = f"--data {tokens} --out {tmp_path}/run --max_steps 2 --checkpoint full --strategy fsdp"
-    (status, _, error), _ = pool(2, train_on_a_small_host, flags(text))
-    assert status == 1
-    assert re.search(
-        r"gathers 12 bytes x \S+ parameters \+ 16 bytes x \S+ of the .* x 2 ranks", error
-    )
-    assert "use --checkpoint sharded" in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
-def test_full_needs_what_rank_0_keeps_and_what_ranks_gather():
-    memory = checkpoint.HostMemory(resident=0, peak=0, available=12_000)
-    with mock.patch.object(checkpoint, "host_memory", lambda: memory):
-        checkpoint.check_full(1000)
-        with pytest.raises(checkpoint.CheckpointError, match="gathers 12 bytes x 1,001 parameters"):
-            checkpoint.check_full(1001)
-        gathered = r"12 bytes x 500 parameters \+ 16 bytes x 200 of the largest tensor x 2 ranks ="
-        with pytest.raises(checkpoint.CheckpointError, match=gathered):
-            checkpoint.check_full(500, largest=200, local_size=2)
-        checkpoint.check_full(500, largest=200, local_size=1)
-
-
-STATUS = "Threads:\t1\nVmRSS:\t    12 kB\n"  # as of gVisor, which does not report VmHWM
-
-
-MEMINFO = "MemTotal:  64 kB\nMemAvailable:  48 kB\n"
-
-
-@pytest.mark.parametrize(
-    "proc, expected",
-    [
-        ({"/proc/self/status": STATUS, "/proc/meminfo": MEMINFO}, (12 * 1024, 0, 48 * 1024)),
-        ({"/proc/meminfo": MEMINFO}, (0, 0, 48 * 1024)),
-        ({"/proc/self/status": STATUS}, (12 * 1024, 0, 0)),
-        ({}, (0, 0, 0)),
-    ],
-)
-def test_host_memory_is_0_where_the_system_does_not_report_it(proc, expected):
-    def read_text(path: Path) -> str:
-        if str(path) not in proc:
-            raise FileNotFoundError(path)
-        return proc[str(path)]
-
-    with mock.patch.object(Path, "read_text", read_text):
-        assert checkpoint.host_memory() == checkpoint.HostMemory(*expected)

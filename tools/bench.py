@@ -317,9 +317,8 @@ def checkpoints(args: Namespace) -> Table:
 
     folder = Path(dist.on_rank0(lambda: tempfile.mkdtemp(prefix="bench-", dir=".")))
     savers = {
-        "sharded": checkpoint.Saver(folder / "sharded", "sharded", False, 0, 0, world.timeout),
-        "sharded, async": checkpoint.Saver(folder / "async", "sharded", True, 0, 0, world.timeout),
-        "full": checkpoint.Saver(folder / "full", "full", False, 0, 0, world.timeout),
+        "sharded": checkpoint.Saver(folder / "sharded", False, 0, 0, world.timeout),
+        "sharded, async": checkpoint.Saver(folder / "async", True, 0, 0, world.timeout),
     }
     saves: dict[str, list[dict]] = {name: [] for name in savers}
     for turn in range(args.rounds + 1):

@@ -7,7 +7,6 @@ python -m tools.checkpoint consolidate CHECKPOINT OUT
 
 import argparse
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,12 +87,13 @@ def run(argv: list[str]) -> None:
     elif args.command == "verify":
         report(args.path, verify_checkpoint)
     else:
-        consolidate(args.path, args.out)
+        for _ in consolidate(args.path, args.out):
+            pass
+        size = total_bytes(read_manifest(args.out))
+        print(f"{args.out}: one file, {size / 1e6:,.1f} MB")
 
 
 def main(argv: list[str]) -> int:
-    # DCP warns when there is one process, which is intended here.
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     return cli.run("tools.checkpoint", lambda: run(argv))
 
 

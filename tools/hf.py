@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -299,10 +298,14 @@ def copy_weights(
     """Write full.pt, one tensor at a time."""
     with FakeTensorMode():
         layout = {name: torch.empty(shape) for name, shape in shapes.items()}
-    weights = checkpoint.map_full({"model": layout}, full)["model"]
-    for name, file in files.items():
-        with open_weights(safetensors, file) as opened:
-            weights[name].copy_(opened.get_tensor(hf_name(name)))
+
+    def read(name: str) -> torch.Tensor:  # of the layout, "model.embed.weight"
+        name = name.removeprefix("model.")
+        with open_weights(safetensors, files[name]) as opened:
+            return opened.get_tensor(hf_name(name))
+
+    for _ in checkpoint.write_full({"model": layout}, full, read):
+        pass
 
 
 def read_json(file: Path) -> dict:
@@ -624,9 +627,6 @@ def build_parser() -> cli.Parser:
 
 
 def main(argv: list[str]) -> int:
-    # DCP warns when there is one process, which is intended here.
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
-
     def command() -> None:
         args = build_parser().parse_args(argv)
         convert = export_model if args.command == "export" else import_model

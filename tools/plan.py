@@ -204,7 +204,6 @@ def to_json(plan: Plan) -> dict:
             "bytes_per_rank": plan.checkpoint.written_per_rank,
             "host_bytes_sharded": plan.checkpoint.host_sharded,
             "host_bytes_async": plan.checkpoint.host_async,
-            "host_bytes_full": plan.checkpoint.host_full,
         },
         "flops": rehearsal.flops,
         "recomputed_flops": rehearsal.recomputed_flops,
@@ -311,15 +310,13 @@ def describe_checkpoint(plan: Plan) -> Iterator[str]:
     saved = plan.checkpoint
     yield (
         f"checkpoint  sharded: {gigabytes(saved.written_per_rank)} GB a rank, on a host at most "
-        f"{gigabytes(saved.host_sharded)} GB; async_save: {gigabytes(saved.host_async)} GB; "
-        f"full: {gigabytes(saved.host_full)} GB on rank 0's"
+        f"{gigabytes(saved.host_sharded)} GB; async_save: {gigabytes(saved.host_async)} GB"
     )
     available = plan.request.cluster.host_memory
     if available:
         ways = {
             "sharded": saved.host_sharded,
             "async_save": saved.host_async,
-            "full": saved.host_full,
         }
         verdicts = []
         for way, size in ways.items():

@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import checkpoint
 import dist
-from layout import empty_model, largest_gathered
 from runtime.cli import UsageError
 from tools.planning import predict, search
 from tools.planning.predict import Request
@@ -20,7 +18,6 @@ class CheckpointPlan:
     written_per_rank: int
     host_sharded: int  # on each host, while it saves; at most
     host_async: int
-    host_full: int  # on the host of rank 0
 
 
 @dataclass(frozen=True)
@@ -65,21 +62,17 @@ def make_plan(request: Request, tokens: float | None = None) -> Plan:
 
 
 def plan_checkpoint(request: Request, rehearsal: Rehearsal) -> CheckpointPlan:
-    """Host memory of the three ways to save.
+    """Host memory of both ways to save.
 
     sharded: tensors are copied to the host one by one; a rank's shard is the most that it may take.
     async: every rank copies all it holds: a weight and two moments, in float32.
     """
     cluster = request.cluster
-    layout = rehearsal.layout
     local_size = cluster.links.local_size
-    model = empty_model(layout)
-    largest = largest_gathered(model, layout.mesh_shape, cluster.device.kind)
     return CheckpointPlan(
         written_per_rank=rehearsal.checkpoint_bytes,
         host_sharded=local_size * rehearsal.checkpoint_bytes,
         host_async=local_size * 12 * rehearsal.parameters_per_rank,
-        host_full=checkpoint.full_bytes(rehearsal.parameters, largest, local_size),
     )
 
 
