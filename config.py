@@ -36,22 +36,28 @@ def flag(
 ):
     """A field of Config: its group in --help, default, help text and, for numbers, limits.
 
-    The limits are least <= value < below. `resume`: what becomes of another value in a run that
-    continues. Refused, without --allow_changes, unless it is known that the numbers of the run stay
-    the same.
+    The limits are least <= value < below. `resume`: what becomes of another value when a run
+    continues. `flag` refuses it without --allow_changes: the numbers of the run may differ.
     """
     metadata = {"group": group, "help": help, "least": least, "below": below}
     return field(default=default, metadata=metadata | {"metavar": metavar, "resume": resume})
 
 
-# The numbers stay the same, or what the flag stands for is compared (run_folder.resume_key), or,
-# for max_steps, the start says what changes.
+# Another value is allowed: the numbers stay the same, or run_folder.resume_key compares what the
+# flag stands for (model, data), or the start says what changes (max_steps).
 free = functools.partial(flag, resume="allowed")
-once = functools.partial(flag, resume="not compared")  # of one start
+# The flag concerns one start, and is not compared with that of an earlier one.
+once = functools.partial(flag, resume="not compared")
 
 
 @dataclass(frozen=True)
 class Config:
+    """The flags. To add one: a field here and a row in docs/reference.md.
+
+    A field of the model is one of ModelConfig, too, whose default None keeps that of the size. A
+    run that continues refuses another value unless the field is `free` or `once`.
+    """
+
     data: str | None = free(
         "basics",
         None,
@@ -458,18 +464,18 @@ def read_model(path: Path, manifest: dict, size: int | None = None) -> ModelConf
 
 
 def model_config(config: Config, vocab_size: int) -> ModelConfig:
-    """The base model with its overrides, for a vocabulary padded to a multiple of 64.
+    """The base model for a vocabulary padded to a multiple of 64, where matrix kernels are fast.
 
-    Matrix kernels are fast at such sizes. The vocabulary of --init_from stays, if it is as large
-    with less padding. Raises UsageError.
+    Flags of the names of its fields override them. The vocabulary of --init_from stays, if it is as
+    large with less padding. Raises UsageError.
     """
     size = base_model(config)
     padded = math.ceil(vocab_size / 64) * 64
     keeps_vocabulary = config.init_from and vocab_size <= size.vocab_size <= padded
     overrides = {"vocab_size": size.vocab_size if keeps_vocabulary else padded}
-    for name in ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "seq_len"):
-        if (value := getattr(config, name)) is not None:
-            overrides[name] = value
+    for f in dataclasses.fields(ModelConfig):
+        if (value := getattr(config, f.name, None)) is not None:
+            overrides[f.name] = value
     if size.n_kv_head == size.n_head and config.n_head:
         # A size without grouped queries gets them only on request.
         overrides.setdefault("n_kv_head", config.n_head)

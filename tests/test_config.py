@@ -13,6 +13,13 @@ from model import SIZES
 from runtime.cli import UsageError
 
 
+@dataclasses.dataclass(frozen=True)
+class Fork(Config):
+    """Config with a flag for a field of ModelConfig that has none."""
+
+    rope_theta: float | None = None
+
+
 def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"lr": 0.5, "async_save": True, "model": "gpt2-124m", "tp": 1}))
@@ -123,5 +130,7 @@ def test_a_named_size_takes_overrides_and_a_padded_vocabulary():
     model = model_config(Config(model="tiny", n_head=2, d_ff=64), vocab_size=257)
     assert (model.vocab_size, model.n_head, model.n_kv_head, model.d_ff) == (320, 2, 2, 64)
     assert model_config(Config(model="llama3-8b", n_head=64), vocab_size=64).n_kv_head == 8
+    assert model_config(Fork(rope_theta=5.0), vocab_size=64).rope_theta == 5.0
+    assert model_config(Fork(model="llama3-8b"), vocab_size=64).rope_theta == 500_000.0
     with pytest.raises(UsageError, match="n_kv_head 4 / tp 3"):
         model_config(Config(model="tiny", tp=3), vocab_size=257)
