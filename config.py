@@ -75,9 +75,7 @@ class Config:
     )
     n_layer: int | None = free("model", None, "number of blocks", 1, 10_000)
     n_head: int | None = free("model", None, "number of attention heads", 1, 10_000)
-    n_kv_head: int | None = free(
-        "model", None, "key and value heads; below n_head: grouped-query attention", 1
-    )
+    n_kv_head: int | None = free("model", None, "key and value heads; fewer than n_head: GQA", 1)
     d_model: int | None = free("model", None, "width of the residual stream", 1, 1_000_000)
     d_ff: int | None = free("model", None, "hidden width of the MLP", 1, 10_000_000)
     seq_len: int | None = free("model", None, "tokens per sequence", 1)
@@ -122,10 +120,7 @@ class Config:
         "basics", None, "peak learning rate (default: 0.5 / d_model, close to GPT-3's table)", 0
     )
     min_lr: float = flag(
-        "optimizer",
-        0.0,
-        "learning rate that the schedule would reach in the step after the last",
-        0,
+        "optimizer", 0.0, "learning rate that the schedule reaches one step after the last", 0
     )
     warmup_steps: int | None = flag(
         "optimizer", None, f"steps of linear warm-up from 0 to lr (default: {WARMUP_STEPS})", 0
@@ -140,9 +135,7 @@ class Config:
     beta2: float = flag("optimizer", 0.95, "AdamW beta2", 0, 1)
     eps: float = flag("optimizer", 1e-8, "AdamW epsilon", 0)
     clip: Literal[tuple(optim.CLIPS)] = flag(
-        "optimizer",
-        "norm",
-        "norm: the whole gradient; value: each element; adaptive: each parameter, by its average",
+        "optimizer", "norm", "norm: whole gradient; value: each element; adaptive: each parameter"
     )
     max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm and value", 1e-9)
     max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", 1e-9)
@@ -164,13 +157,11 @@ class Config:
         "cadence", 0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", 0
     )
     eval_interval: int = free("basics", 250, "steps between evaluations; 0: at the end only", 0)
-    eval_sequences: int = free(
-        "cadence", 512, "validation sequences per evaluation, always the same", 1
-    )
+    eval_sequences: int = free("cadence", 512, "sequences per evaluation, always the same", 1)
     eval_only: bool = once(
         "cadence",
         False,
-        "print loss, perplexity and bits per byte of the newest checkpoint in --out, or of "
+        "print loss, perplexity and bits per byte of the latest checkpoint in --out, or of "
         "--init_from or --resume, on its data or --data; only reads",
     )
     sample_tokens: int = free("cadence", 256, "tokens of text to sample at the end; 0: none", 0)
@@ -179,12 +170,12 @@ class Config:
     )
 
     save_interval: int = free("basics", 250, "steps between checkpoints; 0: at the end only", 0)
-    keep_last: int = free("checkpoints", 2, "number of newest checkpoints to keep; 0: all", 0)
+    keep_last: int = free("checkpoints", 2, "number of latest checkpoints to keep; 0: all", 0)
     keep_every: int = free("checkpoints", 0, "also keep those of every N-th step; 0: none", 0)
     checkpoint: Literal["sharded", "full", "none"] = free(
         "checkpoints",
         "sharded",
-        "sharded: each rank writes its part; full: the same, and one file when the run ends",
+        "sharded: a part per rank; full: the same, and one file at the end",
     )
     async_save: bool = free(
         "checkpoints", False, "copy to host memory, and write while training goes on"
@@ -199,7 +190,7 @@ class Config:
     init_from: str | None = once(
         "checkpoints",
         None,
-        "begin a new run, at step 0, with model and weights of this checkpoint or run's newest",
+        "begin a new run, at step 0, with model and weights of this checkpoint or run's latest",
         metavar="PATH",
     )
     allow_changes: bool = once(
@@ -229,10 +220,7 @@ class Config:
         "hardware", None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0
     )
     peak_tflops: float | None = free(
-        "hardware",
-        None,
-        "dense TFLOP/s of a device, for MFU (default: the data sheet's, in bfloat16, if known)",
-        1e-9,
+        "hardware", None, "dense TFLOP/s of a device, for MFU (default: of its data sheet)", 1e-9
     )
 
 
@@ -246,15 +234,7 @@ examples:
   torchrun --standalone --nproc_per_node 8 train.py --config configs/gpt2-124m.json
   python train.py --eval_only --out runs/mine
 
-beside it, each with --help:
-  python prepare.py            text -> token folder
-  python sample.py             text from a checkpoint
-  python -m tools.checkpoint   list, verify and consolidate checkpoints
-  python -m tools.compare      runs side by side
-  python -m tools.hf           a checkpoint for Hugging Face's transformers, and back
-  python -m tools.bench        speed and memory on this machine
-  python -m tools.check        does everything work on this machine
-  python -m tools.plan         memory, communication and time on any cluster, without it
+docs/reference.md explains all flags, and the other commands.
 """
 
 

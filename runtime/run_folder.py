@@ -128,7 +128,7 @@ def resume_point(
 ) -> ResumePoint:
     """Find where the run begins. Raises UsageError where it may not, CheckpointError for damage.
 
-    `latest`, the newest valid checkpoint of --out, comes before --resume PATH, so that the same
+    `latest`, the latest valid checkpoint of --out, comes before --resume PATH, so that the same
     command can be given again. `passed_over` tells what is wrong with newer ones.
     """
     out = Path(config.out)
@@ -169,7 +169,7 @@ def to_evaluate(config: Config) -> Config:
     """The flags of --eval_only, with the checkpoint as --init_from, by default on its data.
 
     In its dtype unless --dtype names one. The checkpoint is that of --init_from or --resume, each
-    also as a run folder, or the newest in --out. Raises checkpoint.PathError and CheckpointError.
+    also as a run folder, or the latest in --out. Raises checkpoint.PathError and CheckpointError.
     """
     named = config.init_from
     if config.resume not in ("auto", "never"):
@@ -216,14 +216,14 @@ def check_nothing_is_lost(out: Path, passed_over: list[str]) -> None:
 
 
 def check_named(named: Path, latest: Path | None, out: Path) -> None:
-    """Check the checkpoint of --resume PATH against the newest one of --out."""
+    """Check the checkpoint of --resume PATH against the latest one of --out."""
     if latest is None:
         check_valid("--resume", named)
         return
     is_of_this_run = named.resolve().parent == latest.resolve().parent
     if is_of_this_run and named.resolve() != latest.resolve():
         raise UsageError(
-            f"--resume {named} is not the newest checkpoint of --out {out}: "
+            f"--resume {named} is not the latest checkpoint of --out {out}: "
             "choose another --out to branch off"
         )
 

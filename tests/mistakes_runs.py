@@ -26,7 +26,7 @@ MISTAKES = {
         Mistake("--resume {root}", "no checkpoint there"),
         Mistake(
             "--out {other} --resume {other}/checkpoints/step-00000001",
-            "is not the newest checkpoint of",
+            "is not the latest checkpoint of",
         ),
         Mistake("--out {foreign}", "holds files that are not train.py's"),
         Mistake("--out=", "--out is empty: name a folder"),
