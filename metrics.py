@@ -43,8 +43,7 @@ PEAK_FLOPS = {
     # nvidia.com/en-us/data-center/l4: 242 with sparsity; L40S data sheet: 362.05 dense
     "NVIDIA L4": 121e12,
     "NVIDIA L40S": 362e12,
-    # White papers, dense: Ada, appendix A: 165.2; RTX Blackwell, table 3: 209.5. Accumulated in
-    # float16 it would be twice that.
+    # White papers, dense: Ada, appendix A: 165.2; RTX Blackwell, table 3: 209.5
     "NVIDIA GeForce RTX 4090": 165.2e12,
     "NVIDIA GeForce RTX 5090": 209.5e12,
 }
@@ -272,56 +271,42 @@ class PendingRow:
     values: Tensor  # (world_size, len(names)), float64, in host memory
 
 
+@dataclass
 class Log:
     """Rows and console lines from rank 0; every rank takes part in the all_gather of a row.
 
     A training row goes step -> send_row -> write_pending -> record -> append.
-
-    `last_step` is the step that the run continues from; `started` is when it was first started, in
-    seconds since the epoch. Time left, speed and MFU follow from `max_steps`, `tokens_per_step` of
-    all ranks, `flops_per_token` and `peak_flops` of a device (None: unknown). `max_skipped` updates
-    skipped in a row end the run (0: never). `tracker` opens one, on rank 0.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        device: torch.device,
-        *,
-        last_step: int,
-        started: float,
-        max_steps: int,
-        tokens_per_step: int,
-        flops_per_token: float,
-        peak_flops: float | None,
-        max_skipped: int,
-        tracker: Callable[[], Send] | None = None,
-    ):
-        self.out = out
-        self.device = device
+    out: Path
+    device: torch.device
+    last_step: int  # from which the run continues
+    started: float  # when the run was first started, in seconds since the epoch
+    max_steps: int
+    tokens_per_step: int  # of all ranks
+    flops_per_token: float
+    peak_flops: float | None  # of a device; None: unknown
+    max_skipped: int  # updates skipped in a row that end the run; 0: never
+    tracker: Callable[[], Send] | None = None  # opens one, on rank 0
+
+    def __post_init__(self):
         self.is_rank0 = dist.get_rank() == 0
-        self.resume_step = last_step
-        self.started = started
-        self.max_steps = max_steps
-        self.tokens_per_step = tokens_per_step
-        self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops
-        self.max_skipped = max_skipped
         self.skipped_in_a_row = 0
         self.data_wait = 0.0  # seconds that this rank has waited for data
         self.loss = math.nan  # of the last row: mean over the global batch
         self.step_time = 0.0  # seconds, of the last row
         self.longest_pause = 0.0  # seconds
         self.pending: PendingRow | None = None
-        self.mark = self.mark_now(last_step)
+        self.mark = self.mark_now(self.last_step)
         self.unwritten: dict[str, bytes] = {}
         self.useful_time = 0.0  # seconds of the steps so far, without those that were lost
-        for path in (out / "metrics.jsonl", out / "optim.jsonl"):
+        for path in (self.out / "metrics.jsonl", self.out / "optim.jsonl"):
             if self.is_rank0 and path.exists():
-                self.useful_time += useful_time(drop_rows_after(path, last_step), started)
+                rows = drop_rows_after(path, self.last_step)
+                self.useful_time += useful_time(rows, self.started)
         self.send: Send | None = None  # to the tracker
-        if tracker and self.is_rank0:
-            self.send = self.ask_tracker(tracker)
+        if self.tracker and self.is_rank0:
+            self.send = self.ask_tracker(self.tracker)
 
     def mark_now(self, step: int) -> Mark:
         # The time of the thread leaves out waiting for other ranks, and for data, which is added.
@@ -393,9 +378,7 @@ class Log:
         """Compute the row from the values of all ranks, write it, and print it for people."""
         pending = self.pending
         self.pending = None
-        ranks = dict(
-            zip(pending.names, pending.values.T.tolist())
-        )  # name -> the value of each rank
+        ranks = dict(zip(pending.names, pending.values.T.tolist()))  # name -> value of each rank
         steps = pending.ended.step - pending.began.step
         own_times = [seconds / steps for seconds in ranks["own_time"]]
         world_size = len(own_times)
@@ -425,7 +408,7 @@ class Log:
             "peak_host_memory": int(max(ranks["peak_host_memory"])),
         }
         self.record(row)
-        is_first = pending.began.step == self.resume_step
+        is_first = pending.began.step == self.last_step
         self.say(console_line(row, self.max_steps, is_first), row["step"])
 
     # Other rows
@@ -454,20 +437,13 @@ class Log:
         """Write the row of a save that has ended, well or not."""
         self.record(row)
         if row["event"] == "checkpoint_failed":
-            self.say(
-                f"NOT SAVED: cannot write {row['path']}: {row['error']}; earlier checkpoints are "
-                "intact",
-                row["step"],
-            )
+            problem = f"cannot write {row['path']}: {row['error']}"
+            self.say(f"NOT SAVED: {problem}; earlier checkpoints are intact", row["step"])
             return
-        waited = ""
+        line = f"saved {row['path']}: {row['bytes'] / 1e6:,.1f} MB in {row['seconds']:.2f} s"
         if row["blocking_seconds"] < row["seconds"]:
-            waited = f", of which training waited {row['blocking_seconds']:.2f} s"
-        megabytes = row["bytes"] / 1e6
-        self.say(
-            f"saved {row['path']}: {megabytes:,.1f} MB in {row['seconds']:.2f} s{waited}",
-            row["step"],
-        )
+            line += f", of which training waited {row['blocking_seconds']:.2f} s"
+        self.say(line, row["step"])
 
     # Output
 
