@@ -1,18 +1,17 @@
-"""Token folder -> sequence number n -> the batches of a rank.
+"""Token folder -> sequence n -> the batches of a dp_rank.
 
 A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no header) and
 `meta.json`, as prepare.py writes them. nanoGPT's folders (uint16, no meta.json) work too; their
 `meta.pkl` is never unpickled.
 
-A file of N tokens is cut into (N - 1) // T windows of T tokens, each read with the token after it.
-Sequence n of a run is window permute(n mod windows) in epoch n div windows. This is a pure function
-of (seed, n): it depends neither on the number of ranks or workers, nor on the micro-batch size, nor
-on the step at which a run was resumed. So a checkpoint needs no state of the data loader. In a
-mixture, n also decides which folder a sequence is from.
+A window is the piece of a file that a sequence reads: T tokens, and the token after them. A file of
+N tokens has (N - 1) // T. Sequence n of a run is window permute(n mod windows) of epoch n div
+windows. This is a pure function of (seed, n): it depends neither on the number of ranks or workers,
+nor on the micro-batch size, nor on the step at which a run was resumed. So a checkpoint needs no
+state of the data loader. In a mixture, n also decides which folder a sequence is from.
 """
 
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -126,17 +125,15 @@ def open_folder(path: Path) -> TokenFolder:
     if tokenizer not in (None, "bytes", "gpt2"):  # which are built in
         file = (path / tokenizer).absolute()
         tokenizer = str(file)
-        tokenizer_file[file.name] = read_regular_file(file)
+        tokenizer_file[file.name] = read_file(file)
     fingerprint = digest.hexdigest()[:16]
     val_bytes = meta.get("val_bytes", 0)
     return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file, val_bytes)
 
 
-def read_regular_file(file: Path) -> bytes:
+def read_file(file: Path) -> bytes:
     """Read meta.json, or the tokenizer that it names. Raises DataError."""
     try:
-        if file.exists() and not file.is_file():  # reading a pipe or a device may not end
-            raise OSError(errno.EINVAL, "Not a regular file")
         return file.read_bytes()
     except OSError as error:
         raise DataError(
@@ -146,16 +143,14 @@ def read_regular_file(file: Path) -> bytes:
 
 
 def read_meta(path: Path) -> dict:
-    contents = read_regular_file(path / "meta.json")
+    contents = read_file(path / "meta.json")
     try:
         meta = json.loads(contents)
-        counts = {name: int(meta[name]) for name in ("vocab_size", "train_tokens", "val_tokens")}
-        counts["val_bytes"] = int(meta.get("val_bytes", 0))
-        dtype = np.dtype(meta["dtype"])
         name = meta["tokenizer"]
-        if not (name is None or isinstance(name, str) and name == Path(name).name):
+        if name is not None and name != Path(str(name)).name:
             raise TypeError("tokenizer is not the name of a file in the folder")
-        return {**meta, **counts, "dtype": dtype, "tokenizer": name}
+        counts = {name: int(meta[name]) for name in ("vocab_size", "train_tokens", "val_tokens")}
+        return {**meta, **counts, "dtype": np.dtype(meta["dtype"])}
     except (ValueError, KeyError, TypeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise DataError(
@@ -219,11 +214,8 @@ def permute(n: int, size: int, key: bytes) -> int:
 
     It needs no table, so the size of the corpus costs nothing: a Feistel network on the smallest
     even number of bits that holds `size`, applied until the result falls inside ("cycle walking",
-    Black & Rogaway 2002, Ciphers with arbitrary finite domains); at most 4 times on average.
-
-    Not uniform in pairs below about 20 windows: over 8,000 keys, where n and n' go together was 4
-    to 8% more or less likely than uniform (root mean square, 4 to 16 windows; from 20 on 1% or
-    less). So few windows are a batch or less. A fix would change the order of every run.
+    Black & Rogaway 2002, Ciphers with arbitrary finite domains); at most 4 times on average. Below
+    about 20 it is not quite uniform in pairs of n.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits
     mask = (1 << half) - 1
@@ -282,71 +274,57 @@ class TokenDataset(Dataset):
 class Mixture(Dataset):
     """The sequences of one split of several folders, as TokenDataset has those of one.
 
-    `source(n)` tells which folder sequence n is from, and its number there.
+    With seeds, folders take turns, alike in every thousand sequences, and each has its own epochs.
+    Without, they stand one after the other, stretched to their shares. So the numbers of
+    `val_indices`, spread evenly, find every folder in its share, and all of it.
     """
 
     def __init__(self, parts: list[TokenDataset]):
         self.parts = parts
         self.shares = [part.folder.share for part in parts]  # thousandths
-
-    def __getitem__(self, indices: list[int]) -> Tensor:
-        return torch.cat([self.parts[i][[number]] for i, number in map(self.source, indices)])
-
-
-class TrainMixture(Mixture):
-    """Folders take turns, alike in every thousand sequences, and each has its own epochs."""
-
-    def __init__(self, parts: list[TokenDataset]):
-        super().__init__(parts)
         turns = []  # of a thousand: (when it is due, folder, turn of the folder)
         for i, share in enumerate(self.shares):
             stagger = (i + 0.5) / len(parts)  # or folders of one share would come in a row
             turns += [((turn + stagger) / share, i, turn) for turn in range(share)]
         self.turns = sorted(turns)
 
-    def source(self, n: int) -> tuple[int, int]:
-        thousand, place = divmod(n, 1000)
-        _, i, turn = self.turns[place]
-        return i, thousand * self.shares[i] + turn
-
-
-class ValMixture(Mixture):
-    """Folders stand one after the other, stretched to their shares.
-
-    So the numbers of `val_indices`, spread evenly, find every folder in its share, and all of it.
-    """
-
     def __len__(self) -> int:
         return 1000 * max(map(len, self.parts))
 
     def source(self, n: int) -> tuple[int, int]:
+        """The folder that sequence n is from, and its number there."""
+        if self.parts[0].seed is not None:
+            thousand, place = divmod(n, 1000)
+            _, i, turn = self.turns[place]
+            return i, thousand * self.shares[i] + turn
         for i, share in enumerate(self.shares):
             stretched = len(self) // 1000 * share
             if n < stretched:
                 return i, n * len(self.parts[i]) // stretched
             n -= stretched
 
+    def __getitem__(self, indices: list[int]) -> Tensor:
+        return torch.cat([self.parts[i][[number]] for i, number in map(self.source, indices)])
+
 
 def open_dataset(
     folders: list[TokenFolder], split: str, seq_len: int, seed: int | None
 ) -> TokenDataset | Mixture:
     parts = [TokenDataset(folder, split, seq_len, seed) for folder in folders]
-    if len(parts) == 1:
-        return parts[0]
-    return ValMixture(parts) if seed is None else TrainMixture(parts)
+    return parts[0] if len(parts) == 1 else Mixture(parts)
 
 
 # --------------------------------------------------------------------------------------------------
-# The batches of a rank
+# The batches of a dp_rank
 
 
 def train_indices(
     steps: range, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> Iterator[list[int]]:
-    """Yield the sequence indices of each micro-batch of one data-parallel rank.
+    """Yield the sequence indices of each micro-batch of a dp_rank.
 
-    Step s, counted from 1, trains on the B sequences (s - 1) * B ... s * B - 1. Rank r of R reads
-    the r-th run of B / R of them, micro-batch by micro-batch.
+    Step s, counted from 1, trains on the B sequences (s - 1) * B ... s * B - 1. A dp_rank reads its
+    B / dp_size of them, in a row, micro-batch by micro-batch.
     """
     per_rank = global_batch_size // dp_size
     for step in steps:
@@ -356,14 +334,14 @@ def train_indices(
 
 
 def val_indices(
-    count: int, n_windows: int, micro_batch_size: int, dp_rank: int, dp_size: int
+    count: int, n_sequences: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> Iterator[list[int]]:
-    """Yield one rank's batches of `count` validation windows spread evenly over all of them.
+    """Yield a dp_rank's batches of `count` validation sequences spread evenly over all of them.
 
-    The set is the same in every evaluation, on any mesh. Every rank gets the same number of
+    The set is the same in every evaluation, on any mesh. Every dp_rank gets the same number of
     batches, since a forward pass is collective; those past the end of the set are empty.
     """
-    chosen = [i * n_windows // count for i in range(count)]
+    chosen = [i * n_sequences // count for i in range(count)]
     for start in range(0, count, micro_batch_size * dp_size):
         own = start + dp_rank * micro_batch_size
         yield chosen[own : own + micro_batch_size]

@@ -42,8 +42,8 @@ def describe_start(
     if world.device.type == "cuda" and peak_flops is None:
         yield f"        no MFU: the peak of this GPU in {dtype} is not known; give --peak_tflops"
     yield (
-        f"batch   {c.global_batch_size} sequences = micro-batch {layout.micro_batch_size} x "
-        f"accumulation {layout.grad_accum_steps} x {layout.dp_size} ranks; "
+        f"batch   {c.global_batch_size} sequences = micro_batch_size {layout.micro_batch_size} x "
+        f"grad_accum_steps {layout.grad_accum_steps} x dp_size {layout.dp_size}; "
         f"x {m.seq_len} tokens = {layout.tokens_per_step:,} tokens a step"
     )
     for part in parts:
@@ -77,13 +77,13 @@ def describe_beginning(c: Config, resume: ResumePoint, passed_over: list[str]) -
 
 
 def describe_evaluation(val_loss: float, val_data: data.TokenDataset | data.Mixture, n: int) -> str:
-    """The line on val_loss, in nats per token, over the n windows of an evaluation."""
+    """The line on val_loss, in nats per token, over the n sequences of an evaluation."""
     folders = [part.folder for part in val_data.parts]
     seq_len = val_data.parts[0].seq_len
-    (windows,) = data.val_indices(n, len(val_data), n, dp_rank=0, dp_size=1)
+    (indices,) = data.val_indices(n, len(val_data), n, dp_rank=0, dp_size=1)
     counts = torch.zeros(folders[0].vocab_size, dtype=torch.int64)
-    for window in windows:
-        targets = val_data[[window]][0, 1:]  # (T,)
+    for index in indices:
+        targets = val_data[[index]][0, 1:]  # (T,)
         counts += targets.bincount(minlength=folders[0].vocab_size)
     perplexity = math.exp(min(val_loss, 700))  # exp(710) is no float
     return (

@@ -46,7 +46,7 @@ def test_the_command_of_the_readme(tmp_path):
     assert (tmp_path / "tokens/python/meta.json").exists()
     assert "fsdp: dp_replicate 1 x dp_shard 2 x tp 1 = 2 x cpu" in job.out
     assert (
-        "32 sequences = micro-batch 16 x accumulation 1 x 2 ranks; "
+        "32 sequences = micro_batch_size 16 x grad_accum_steps 1 x dp_size 2; "
         "x 128 tokens = 4,096 tokens a step"
     ) in job.out
     assert re.search(r"^step 20/20 +100%  loss \d\.\d{4}", job.out, re.M)
@@ -433,9 +433,9 @@ def test_a_run_that_is_all_warm_up_by_default_says_so(pool, tokens, tmp_path):
 @pytest.mark.parametrize(
     "name, batch",
     [
-        ("gpt2-124m", "480 sequences = micro-batch 12 x accumulation 20 x 2 ranks"),
-        ("olmo-1b", "2048 sequences = micro-batch 8 x accumulation 128 x 2 ranks"),
-        ("llama3-8b", "512 sequences = micro-batch 1 x accumulation 256 x 2 ranks"),
+        ("gpt2-124m", "480 sequences = micro_batch_size 12 x grad_accum_steps 20 x dp_size 2"),
+        ("olmo-1b", "2048 sequences = micro_batch_size 8 x grad_accum_steps 128 x dp_size 2"),
+        ("llama3-8b", "512 sequences = micro_batch_size 1 x grad_accum_steps 256 x dp_size 2"),
     ],
 )
 def test_configs_start_at_a_tiny_size(pool, tokens, tmp_path, name, batch):

@@ -268,9 +268,10 @@ def describe_run(plan: Plan, layout: Layout) -> Iterator[str]:
     if layout.strategy_reason:
         yield f"            --strategy auto: {layout.strategy_reason}"
     yield (
-        f"batch       {plan.request.config.global_batch_size:,} sequences = micro-batch "
-        f"{layout.micro_batch_size} x accumulation {layout.grad_accum_steps} x {layout.dp_size} "
-        f"ranks; x {model.seq_len:,} tokens = {layout.tokens_per_step:,} tokens a step"
+        f"batch       {plan.request.config.global_batch_size:,} sequences = micro_batch_size "
+        f"{layout.micro_batch_size} x grad_accum_steps {layout.grad_accum_steps} x "
+        f"dp_size {layout.dp_size}; x {model.seq_len:,} tokens = {layout.tokens_per_step:,} tokens "
+        "a step"
     )
 
 
