@@ -110,22 +110,17 @@ def split_batch(config: Config, dp_size: int) -> tuple[int, int]:
     per_forward = size * dp_size  # sequences of all ranks
     if global_batch_size % per_forward:
         remedy = "change --global_batch_size or --micro_batch_size"
-        if counts := fitting_dp_sizes(config, at_most=2 * dp_size):
-            remedy += f", or run on {', '.join(map(str, counts))} data-parallel ranks"
+        fitting = []
+        for count in range(1, 2 * dp_size + 1):
+            if global_batch_size % (micro_batch_size(config, count) * count) == 0:
+                fitting.append(str(count))
+        if fitting:
+            remedy += f", or run on {', '.join(fitting)} data-parallel ranks"
         raise UsageError(
             f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
             f"{size} x {dp_size} data-parallel ranks = {per_forward}: {remedy}"
         )
     return size, global_batch_size // per_forward
-
-
-def fitting_dp_sizes(config: Config, at_most: int) -> list[int]:
-    """The numbers of data-parallel ranks over which the global batch divides."""
-    counts = []
-    for count in range(1, at_most + 1):
-        if config.global_batch_size % (micro_batch_size(config, count) * count) == 0:
-            counts.append(count)
-    return counts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -141,9 +136,8 @@ def empty_model(layout: Layout) -> Transformer:
 def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.Module]]:
     """The modules that FSDP gathers together; the rest of the model, its root, is one more unit.
 
-    A larger unit sends fewer, longer messages, and takes memory for its gathered weights: bytes of
-    the compute dtype x parameters of the unit, twice while the next one is on its way. An embedding
-    and a head with separate weights are units too. None: the whole model is the root.
+    A larger unit sends fewer, longer messages, and takes more memory for its gathered weights. An
+    embedding and a head with separate weights are units too. None: the whole model is the root.
     """
     if blocks_per_unit is None:
         return []
@@ -178,8 +172,8 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout) -> nn.Mod
 
 
 # --------------------------------------------------------------------------------------------------
-# The memory of a rank, for --strategy auto, the first lines of a run and its warning. tools.plan
-# counts what a step really allocates.
+# The memory of a rank, for --strategy auto, the first lines of a run and its warning: the sum that
+# docs/reference.md explains. tools.plan counts what a step really allocates.
 
 # Python, torch's libraries and gloo on a CPU, before there is a tensor: Linux, torch 2.13
 PROCESS_BYTES = 350_000_000
@@ -189,10 +183,10 @@ PROCESS_BYTES = 350_000_000
 class Estimate:
     """The peak memory of a rank in bytes, part by part."""
 
-    weights: int  # float32
-    gradients: int  # float32; under ddp DDP's buckets
-    optimizer: int  # AdamW's two moments, float32
-    accumulated: int  # beyond `gradients`: those not synchronized yet
+    weights: int
+    gradients: int
+    optimizer: int
+    accumulated: int  # gradients not synchronized yet, beyond `gradients`
     gathered: int  # weights in the compute dtype and gradients on their way, of a unit or the model
     activations: int
     logits: int
@@ -209,10 +203,7 @@ class Estimate:
         return self.total - self.weights - self.optimizer - self.process
 
     def shortage(self, local_size: int) -> str | None:
-        """What this host lacks for its `local_size` ranks on CPUs, before they build their models.
-
-        None if it lacks nothing.
-        """
+        """What the host lacks for its ranks on CPUs, before they build their models; or None."""
         need = self.total - self.process  # the process itself runs already
         available = memory.available_memory()
         if local_size * need <= available:
@@ -227,10 +218,8 @@ class Estimate:
     def __str__(self) -> str:
         """One line of arithmetic; parts that are 0 are left out."""
         unit, name, digits = (1e9, "GB", 2) if self.total >= 1e9 else (1e6, "MB", 1)
-        parts = []
-        for part, size in dataclasses.asdict(self).items():
-            if size:
-                parts.append(f"{part} {size / unit:,.{digits}f}")
+        sizes = {part: size for part, size in vars(self).items() if size}
+        parts = [f"{part} {size / unit:,.{digits}f}" for part, size in sizes.items()]
         return f"{' + '.join(parts)} = {self.total / unit:,.{digits}f} {name}"
 
 
@@ -252,15 +241,11 @@ def estimate_memory(layout: Layout) -> Estimate:
     accumulated = 0
     if c.grad_sync == "batch" and layout.grad_accum_steps > 1:
         accumulated = 4 * (whole - own)  # FSDP frees those of a unit when it has reduced them
-        if layout.strategy == "ddp" and c.tp == 1:
-            # They are in DDP's buckets, which DDP replaces once, before a step computes.
-            accumulated = max(0, 4 * own - buffers)
     process = kept = 0
     if layout.device_type == "cpu":
         process = PROCESS_BYTES
         # An empirical rule for glibc 2.36, see `tools.bench memory`: FSDP allocates memory of many
-        # sizes with every unit, which leaves as much again in gaps. Without it, gradients stay
-        # where they are, and the rest leaves half as much.
+        # sizes with every unit, which leaves as much again in gaps.
         kept = 4 * own + accumulated + buffers if layout.uses_fsdp else buffers // 2
     return Estimate(
         weights=4 * own,
@@ -300,9 +285,8 @@ def fsdp_buffers(layout: Layout) -> int:
     """Bytes of weights that FSDP has gathered, and of gradients on their way to a reduce_scatter.
 
     In the backward pass of a unit these are, in the compute dtype, its weights and gradients and
-    the next unit's weights, and in float32 the gradients that the last unit reduces. The root stays
-    gathered, and so do all units without reshard_after_forward. The root's gradients come last,
-    when the units' buffers are free again.
+    the next unit's weights, and in float32 the gradients that the last unit reduces. The root's
+    gradients come last, when the units' buffers are free again.
     """
     c = layout.config
     size = layout.dtype.itemsize
@@ -316,10 +300,9 @@ def fsdp_buffers(layout: Layout) -> int:
 
 
 def cast_buffers(model: Transformer, layout: Layout) -> int:
-    """Bytes of weights cast to the compute dtype, which wait for the backward pass (single, ddp).
+    """Bytes of weights cast to the compute dtype for a backward pass, and of the largest gradient.
 
-    With activation checkpointing only those of one block at a time. Beside them the largest
-    gradient, before it is added to the others.
+    Of single and ddp. With activation checkpointing the casts are of one block at a time.
     """
     c = layout.config
     largest = 4 * max(parameter.numel() for parameter in model.parameters()) // c.tp

@@ -205,16 +205,6 @@ def test_a_tp_group_shares_logits_and_what_is_within_attention_and_mlp():
     assert parts("--tp 2", "ddp", (2, 1, 2)).gathered == fsdp.gathered != half.gathered
 
 
-def test_a_large_model_holds_its_gradients_twice_while_ddp_moves_them():
-    """For a moment before the first step, when nothing else of a step is there."""
-    one, four = (
-        parts("--dtype float32", "ddp", (2, 1, 1), accum, d_model=256, d_ff=1024)
-        for accum in (1, 4)
-    )
-    assert one.accumulated == 0
-    assert four.transient == 2 * four.gradients > one.transient
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_estimate_of_activations_is_close_to_what_autograd_keeps_on_a_cpu(dtype):
     sizes = {"d_model": 256, "d_ff": 704, "seq_len": 128}
