@@ -46,15 +46,10 @@ class RopeScaling:
 
 
 def check_names(cls: type, fields: dict) -> None:
-    """Raise ValueError unless the dataclass `cls` can be built from `fields`, by their names."""
-    known = dataclasses.fields(cls)
-    required = [field.name for field in known if field.default is dataclasses.MISSING]
-    unknown = sorted(fields.keys() - {field.name for field in known})
-    missing = [name for name in required if name not in fields]
+    """Raise ValueError where `fields` has a name that the dataclass `cls` has not."""
+    unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
     if unknown:
         raise ValueError(f"its model has {', '.join(unknown)}, which this code does not know")
-    if missing:
-        raise ValueError(f"its model lacks {', '.join(missing)}")
 
 
 @dataclass(frozen=True)
@@ -81,14 +76,15 @@ class ModelConfig:
         """
         try:
             check_names(cls, fields)
-            return cls(**fields)
+            scaling = fields.get("rope_scaling")
+            if scaling is not None:
+                check_names(RopeScaling, scaling)
+                scaling = RopeScaling(**scaling)
+            return cls(**fields | {"rope_scaling": scaling})
         except (TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"the fields of its model are damaged: {error}") from None
 
     def __post_init__(self):
-        if not isinstance(self.rope_scaling, RopeScaling | None):  # from a manifest
-            check_names(RopeScaling, self.rope_scaling)
-            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
             is_size = type(size) is int and 0 < size <= MAX_SIZE
@@ -116,9 +112,9 @@ class ModelConfig:
 
         Before it is built, which takes forever, or all memory, where the sizes are wrong.
         """
+        small = [dataclasses.replace(self, n_layer=n) for n in (1, 2)]
         with torch.device("meta"):
-            small = [Transformer(dataclasses.replace(self, n_layer=n)) for n in (1, 2)]
-        one, two = [model.parameter_count() for model in small]
+            one, two = [Transformer(config).parameter_count() for config in small]
         parameters = one + (self.n_layer - 1) * (two - one)
         if parameters > size:  # each takes a byte or more
             raise ValueError(
@@ -401,8 +397,7 @@ class Transformer(nn.Module):
         all_reduce of (B, T, d_model) adds the parts: one in forward and one in backward for each
         attention and MLP, the embedding and the head. Norms and the residual stream are replicated.
 
-        The loss never gathers the logits: under torch's loss_parallel() the ranks exchange a
-        maximum, a sum and the target's logit of each token.
+        Under torch's loss_parallel() the loss never gathers the logits.
         """
         column = ColwiseParallel()
         row = RowwiseParallel()
@@ -436,21 +431,17 @@ class Transformer(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs per token (after Chowdhery et al. 2022, appendix B).
+        """Training FLOPs per token: 6 * N + 6 * n_layer * d_model * seq_len.
 
-            6 * N + 6 * n_layer * d_model * seq_len
-
-        N counts the parameters in matrix products: the head's, but not those of norms, nor of an
-        embedding that is only looked up. Each takes a multiply and an add in forward and twice
-        that in backward.
-
-        Attention multiplies d_model * seq_len elements twice per token and layer (scores, values):
-        12 * d_model * seq_len FLOPs in forward and backward, of which the causal mask needs half.
+        After Chowdhery et al. 2022, appendix B. Each of N parameters in matrix products takes a
+        multiply and an add in forward and twice that in backward. Attention multiplies
+        d_model * seq_len elements twice per token and layer (scores, values): 12 * d_model *
+        seq_len FLOPs in forward and backward, of which the causal mask needs half.
         """
         c = self.config
         n = sum(p.numel() for p in self.parameters() if p.dim() == 2)  # without norms
         if not c.tied:
-            n -= c.vocab_size * c.d_model
+            n -= c.vocab_size * c.d_model  # of the embedding, which is only looked up
         return 6 * n + 6 * c.n_layer * c.d_model * seq_len
 
 
@@ -522,8 +513,7 @@ def generate(
             else:
                 rows[i].append(token)
                 drawn[i] = token
-        if drawn:
-            yield drawn
+        yield drawn
         if not rows:
             return
 

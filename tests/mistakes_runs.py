@@ -74,7 +74,7 @@ MISTAKES = {
             "--init_from {other}/checkpoints/step-00000002 --d_ff 80", "has d_ff 64, and this run"
         ),
         Mistake(
-            "--init_from {no_model}", "no_model cannot be used: its model lacks vocab_size, n_l"
+            "--init_from {no_model}", "missing 7 required positional arguments: 'vocab_size', 'n_l"
         ),
         Mistake("--init_from {forked}", "forked cannot be used: its model has window, which this"),
         Mistake(
@@ -129,7 +129,7 @@ MISTAKES = {
         ),
         Mistake("--run {damaged}", "no checkpoint to use: {damaged}: __0_0.distcp is missing", 1),
         Mistake(
-            "--run {no_model}", "cannot be used: its model lacks vocab_size, n_layer, n_head,", 1
+            "--run {no_model}", "missing 7 required positional arguments: 'vocab_size', 'n_lay", 1
         ),
         Mistake("--run {forked}", "its model has window, which this code does not know", 1),
         Mistake("--run {listed_model}", "cannot be used: the fields of its model are damaged: ", 1),

@@ -314,7 +314,7 @@ def test_numbers_that_do_not_fit_together_are_refused(change):
 def test_a_manifest_gives_its_model_and_no_other():
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_seq_len"] = 16
-    config = dataclasses.replace(SMALL, rope_scaling=scaling)
+    config = dataclasses.replace(SMALL, rope_scaling=RopeScaling(**scaling))
     fields = dataclasses.asdict(config)
     del fields["norm_eps"]  # it may be older than the field, which then has its default
     assert ModelConfig.from_dict(fields) == config
