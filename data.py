@@ -232,8 +232,8 @@ def permute(n: int, size: int, key: bytes) -> int:
 class TokenDataset(Dataset):
     """The sequences of one split; `dataset[[n, ...]]` is a batch of them, int64 (len, T + 1).
 
-    With a seed, sequence n is a window of the seed's permutation for its epoch; without one (the
-    validation split), it is window n.
+    With a seed, n stands in the seed's permutation of the windows for its epoch; without one (the
+    validation split), sequence n reads window n.
     """
 
     def __init__(self, folder: TokenFolder, split: str, seq_len: int, seed: int | None):
@@ -255,7 +255,7 @@ class TokenDataset(Dataset):
         return self.n_windows
 
     def window(self, n: int) -> int:
-        """The window that sequence n reads."""
+        """The index of the window that sequence n reads."""
         if self.seed is None:
             return n
         epoch, position = divmod(n, self.n_windows)
@@ -371,10 +371,9 @@ def loader(
 
 
 def leave_process_group(worker: int) -> None:
-    """Move a worker to a new process group, which signals to its parent's group do not reach.
+    """Keep a worker from the signals that terminals and torchrun send to the group of its parent.
 
-    Terminals and torchrun signal whole groups. SIGTERM would kill a worker, and the parent with it,
-    before the parent has saved. A worker ends by itself within 5 s of its parent (torch's check).
+    SIGTERM would kill it, and the parent with it, before the parent has saved.
     """
     os.setpgid(0, 0)
 
