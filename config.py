@@ -140,10 +140,7 @@ class Config:
     max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm and value", 1e-9)
     max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", 1e-9)
     skip_spikes: float | None = flag(
-        "optimizer",
-        None,
-        "skip updates with a loss or gradient norm this many standard deviations above the mean",
-        1e-9,
+        "optimizer", None, "skip updates with loss or gradient norm X sigma above the mean", 1e-9
     )
     max_skipped: int = free(
         "optimizer", 100, "updates skipped in a row that end the run; 0: never", 0
@@ -159,10 +156,7 @@ class Config:
     eval_interval: int = free("basics", 250, "steps between evaluations; 0: at the end only", 0)
     eval_sequences: int = free("cadence", 512, "sequences per evaluation, always the same", 1)
     eval_only: bool = once(
-        "cadence",
-        False,
-        "print loss, perplexity and bits per byte of the latest checkpoint in --out, or of "
-        "--init_from or --resume, on its data or --data; only reads",
+        "cadence", False, "print the loss of the latest checkpoint in --out and stop; only reads"
     )
     sample_tokens: int = free("cadence", 256, "tokens of text to sample at the end; 0: none", 0)
     profile: str | None = free(
@@ -188,10 +182,7 @@ class Config:
         metavar="auto|never|PATH",
     )
     init_from: str | None = once(
-        "checkpoints",
-        None,
-        "begin a new run, at step 0, with model and weights of this checkpoint or run's latest",
-        metavar="PATH",
+        "checkpoints", None, "new run with the weights of this checkpoint or run", metavar="PATH"
     )
     allow_changes: bool = once(
         "checkpoints", False, "continue a run although flags that change its numbers differ"
@@ -204,11 +195,7 @@ class Config:
         "stops", 0.0, "seconds after which the run has saved and stopped; 0: no limit", 0
     )
     timeout: float = free(
-        "stops",
-        120.0,
-        "seconds without progress of a rank that end the run; ten times as long to start or save",
-        1,
-        1e9,
+        "stops", 120.0, "seconds without progress that end the run; 10 x to start or save", 1, 1e9
     )
 
     device: Literal["auto", "cpu", "cuda"] = free("hardware", "auto", "auto: GPUs if there are any")

@@ -315,31 +315,23 @@ def cast_buffers(model: Transformer, layout: Layout) -> int:
 
 
 def activation_bytes(layout: Layout) -> int:
-    """Bytes that the blocks keep from forward to backward, of one micro-batch.
-
-    Elements per token and block, in the compute dtype:
-
-        5 d_model                    inputs and outputs of both norms, the attention's output
-        2 d_model + 2 d_kv + 4 d_ff  q and its attention, k, v; gate, up, silu(gate), product
-        n_head seq_len               the scores, where `causal_attention` writes them out
-
-    A tp group splits all but the first line. On CPUs each of the two norms also keeps two copies in
-    float32. "selective" checkpointing keeps about half of all that; "full" the input of each block,
-    and the whole of one block while it recomputes that.
-    """
+    """Bytes that the blocks keep from forward to backward, of one micro-batch."""
     m = layout.model_config
     is_cpu = layout.device_type == "cpu"
     size = layout.dtype.itemsize
     d_kv = m.n_kv_head * m.d_model // m.n_head
+    # Elements per token and block: inputs and outputs of both norms, the attention's output
+    whole = 5 * m.d_model
+    # q and its attention, k, v; gate, up, silu(gate), product: a tp group splits them.
     split = 2 * m.d_model + 2 * d_kv + 4 * m.d_ff
     if is_cpu and m.seq_len <= CPU_KERNEL_ABOVE:
-        split += m.n_head * m.seq_len
-    block = size * (5 * m.d_model + split // layout.config.tp)  # bytes for a token
+        split += m.n_head * m.seq_len  # the scores, which `causal_attention` writes out
+    block = size * (whole + split // layout.config.tp)  # bytes for a token
     if is_cpu:
-        block += 2 * 2 * 4 * m.d_model
+        block += 2 * 2 * 4 * m.d_model  # two copies in float32 of each of the two norms
     kept = {
         "none": m.n_layer * block,
-        "selective": m.n_layer * block // 2,
-        "full": m.n_layer * size * m.d_model + block,
+        "selective": m.n_layer * block // 2,  # about half
+        "full": m.n_layer * size * m.d_model + block,  # inputs, and a block that is recomputed
     }
     return layout.micro_batch_size * m.seq_len * kept[layout.config.activation_checkpointing]
