@@ -54,8 +54,8 @@ once = functools.partial(flag, resume="not compared")
 class Config:
     """The flags. To add one: a field here and a row in docs/reference.md.
 
-    A field of the model is one of ModelConfig, too, whose default None keeps that of the size. A
-    run that continues refuses another value unless the field is `free` or `once`.
+    A field that has the name of one of ModelConfig overrides it, unless it is None. A run that
+    continues refuses another value unless the field is `free` or `once`.
     """
 
     data: str | None = free(
