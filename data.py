@@ -125,13 +125,13 @@ def open_folder(path: Path) -> TokenFolder:
     if tokenizer not in (None, "bytes", "gpt2"):  # which are built in
         file = (path / tokenizer).absolute()
         tokenizer = str(file)
-        tokenizer_file[file.name] = read_file(file)
+        tokenizer_file[file.name] = read_contents(file)
     fingerprint = digest.hexdigest()[:16]
     val_bytes = meta.get("val_bytes", 0)
     return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file, val_bytes)
 
 
-def read_file(file: Path) -> bytes:
+def read_contents(file: Path) -> bytes:
     """Read meta.json, or the tokenizer that it names. Raises DataError."""
     try:
         return file.read_bytes()
@@ -143,7 +143,7 @@ def read_file(file: Path) -> bytes:
 
 
 def read_meta(path: Path) -> dict:
-    contents = read_file(path / "meta.json")
+    contents = read_contents(path / "meta.json")
     try:
         meta = json.loads(contents)
         name = meta["tokenizer"]
