@@ -146,10 +146,10 @@ def read_meta(path: Path) -> dict:
     contents = read_contents(path / "meta.json")
     try:
         meta = json.loads(contents)
+        counts = {name: int(meta[name]) for name in ("vocab_size", "train_tokens", "val_tokens")}
         name = meta["tokenizer"]
         if name is not None and name != Path(str(name)).name:
             raise TypeError("tokenizer is not the name of a file in the folder")
-        counts = {name: int(meta[name]) for name in ("vocab_size", "train_tokens", "val_tokens")}
         return {**meta, **counts, "dtype": np.dtype(meta["dtype"])}
     except (ValueError, KeyError, TypeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
