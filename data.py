@@ -12,6 +12,7 @@ state of the data loader. In a mixture, n also decides which folder a sequence i
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -134,6 +135,8 @@ def open_folder(path: Path) -> TokenFolder:
 def read_contents(file: Path) -> bytes:
     """Read meta.json, or the tokenizer that it names. Raises DataError."""
     try:
+        if file.exists() and not file.is_file():  # reading a pipe or a device may not end
+            raise OSError(errno.EINVAL, "Not a regular file")
         return file.read_bytes()
     except OSError as error:
         raise DataError(

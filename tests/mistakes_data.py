@@ -25,6 +25,7 @@ MISTAKES = {
         Mistake(
             "--data {secret}", "secret/my.tiktoken is not a .tiktoken file (line 1 is not a token"
         ),
+        Mistake("--data {pipe}", "pipe/meta.json: Not a regular file; the token folder needs this"),
         Mistake("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
         Mistake(
             "--data {changed}:0.7,{high}:0.2", "add up to 1, but the least is 0.2 and the sum 0.9"
