@@ -1,12 +1,10 @@
 """The files of a checkpoint: damaged, half written, hostile; tools.checkpoint list and verify."""
 
-import contextlib
 import json
 import os
 import pickle
 import shutil
 import subprocess
-import threading
 from collections import OrderedDict
 from pathlib import Path
 
@@ -219,10 +217,9 @@ def test_verify_of_a_run_verifies_each_of_its_checkpoints(whole, tmp_path, comma
 
 
 @pytest.mark.tries(
-    "step and tokens must be",
-    "files must be an object",
+    "must be an integer of at least 0",
     "it names the file",
-    "the entry of",
+    "it names no file",
     "checkpoints damaged",
 )
 @pytest.mark.parametrize("text", HOSTILE_MANIFESTS, ids=lambda text: text[:40])
@@ -239,29 +236,13 @@ def test_list_says_which_manifest_is_damaged(whole, tmp_path, command, text):
     assert error.count("\n") == 1
 
 
-def make_pipe(path: Path) -> None:
-    """A named pipe, which a thread opens and closes for each reader, so that none waits."""
-    os.mkfifo(path)
-
-    def write_nothing() -> None:
-        with contextlib.suppress(OSError):  # until the folder is gone
-            while True:
-                path.write_text("")
-
-    threading.Thread(target=write_nothing, daemon=True).start()
-
-
-@pytest.mark.tries("it is missing, or not")
-@pytest.mark.parametrize("create", [make_pipe, os.mkdir])
-def test_a_manifest_that_is_no_file_is_damaged_and_not_waited_for(tmp_path, command, create):
+def test_a_manifest_that_is_no_file_is_damaged(tmp_path, command):
     path = tmp_path / "checkpoints/step-00000001"
-    path.mkdir(parents=True)
-    create(path / "manifest.json")
+    (path / "manifest.json").mkdir(parents=True)
     for name in ("list", "verify"):
         status, out, error = command(name, tmp_path)
         assert (status, out.count("\n"), error.count("\n")) == (1, 1, 1)
-        assert out.startswith(f"DAMAGED: {path}")
-        assert "it is missing, or not a file" in out
+        assert out.startswith(f"DAMAGED: {path} is not a complete checkpoint")
 
 
 @pytest.mark.tries("neither full.pt nor")
