@@ -38,6 +38,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # no public one; skip_data's docs use it
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 FORMAT = 1  # of what a run writes, as docs/reference.md describes it
 
@@ -273,18 +274,62 @@ def why_not_written(error: BaseException, folder: Path) -> str:
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer. DCP pickles an error for the other ranks, which would wait if that failed."""
+    """Writes one checkpoint of a Saver.
 
-    def write_data(self, *args):
+    DCP calls prepare_global_plan on rank 0, write_data on all ranks, then finish on rank 0; an
+    error of one is raised on all.
+    """
+
+    def __init__(self, saver: "Saver", path: Path, manifest: dict):
+        # sync_files=False: sync_and_checksum does it.
+        # per_thread_copy_ahead=0: no CUDA streams. Where CUDA is available, even tensors on the
+        # CPU would use the current stream of the calling thread, which in the saving thread is
+        # that of GPU 0: a context on GPU 0 for every rank.
+        work = path.with_name(f".{path.name}.tmp")
+        super().__init__(str(work), sync_files=False, per_thread_copy_ahead=0)
+        self.saver = saver
+        self.final_path = path
+        self.manifest = manifest
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        return plan  # DCP's creates the directory, on all ranks at once
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        self.saver.remove_leftovers()
+        self.path.mkdir(parents=True)
+        for name, contents in self.saver.extra_files.items():
+            (self.path / name).write_bytes(contents)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future:
+        """Write this rank's shards; the value is what finish gets of each rank."""
+        future: Future = Future()
         try:
-            return super().write_data(*args)
+            written = super().write_data(plan, planner).wait()
+            own = self.path.glob(f"__{dist.get_rank()}_*.distcp")
+            files = {file.name: sync_and_checksum(file) for file in own}
+            future.set_result((written, files, self.saver.host_memory()))
         except Exception as error:
-            raise on_this_rank(error) from None
+            # DCP pickles errors for the other ranks, which would wait if that failed.
+            raise CheckpointError(f"rank {dist.get_rank()}: {last_line(error)}") from None
+        return future
 
-
-def on_this_rank(error: BaseException) -> CheckpointError:
-    """An error of this rank for all ranks: not every exception can be pickled."""
-    return CheckpointError(f"rank {dist.get_rank()}: {last_line(error)}")
+    def finish(self, metadata: dcp.Metadata, results: list[tuple]) -> None:
+        written, files_of_ranks, memory = zip(*results)
+        super().finish(metadata, written)
+        names = (".metadata", *self.saver.extra_files)
+        files = {name: sync_and_checksum(self.path / name) for name in names}
+        for files_of_rank in files_of_ranks:
+            files |= files_of_rank
+        manifest = self.manifest | {"files": files, "torch": torch.__version__}
+        self.saver.put_in_place(self.path, self.final_path, manifest)
+        # Not in the file: dcp.save returns `metadata` on all ranks.
+        metadata.row = {
+            "bytes": total_bytes(manifest),
+            "peak_host_memory": max(peak for _, peak, _ in memory),
+            "host_memory_after": memory[0][0],
+            "available_host_memory": min(available for _, _, available in memory),
+        }
 
 
 @dataclass
@@ -307,7 +352,6 @@ class Saver:
     host_memory: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
 
     def __post_init__(self):
-        self.is_rank0 = dist.get_rank() == 0
         # The saving thread's collectives must not mix with those of the training step.
         self.group = dist.new_group(backend="gloo", timeout=self.timeout)
         # torch.save's own checksums halve its speed, and the manifest holds one of the file.
@@ -368,8 +412,10 @@ class Saver:
 
     def finish(self, state: dict, manifest: dict, row: dict, began: float) -> None:
         """Write the checkpoint and append its log row. Runs in the saving thread if async_save."""
+        # A tensor that several ranks hold is written by one of them, which DCP chooses.
+        writer = Writer(self, Path(row["path"]), manifest)
         try:
-            row |= self.write(Path(row["path"]), state, manifest)
+            row |= dcp.save(state, storage_writer=writer, process_group=self.group).row
             self.failure = None
         except BaseException as error:  # whatever it is: a lost save must not pass as success
             cause = unwrap(error)
@@ -378,7 +424,7 @@ class Saver:
             del row["host_memory_before"]
             row |= {"event": "checkpoint_failed", "error": why_not_written(cause, self.run)}
             self.failure = f"cannot write {row['path']}: {row['error']}"
-            if self.is_rank0:
+            if dist.get_rank() == 0:
                 with contextlib.suppress(OSError):  # the next save tries again
                     self.remove_leftovers()
         row["seconds"] = time.perf_counter() - began
@@ -387,43 +433,6 @@ class Saver:
         if not self.failure:
             alone = dist.get_world_size() * row["seconds"]
             self.replace_seconds = min(alone, row["bytes"] / 100e6)
-
-    def write(self, path: Path, state: dict, manifest: dict) -> dict:
-        """Write a checkpoint; return its size and memory use. An error is raised on all ranks."""
-        work = path.with_name(f".{path.name}.tmp")
-        self.on_rank0(lambda: self.make_work_dir(work))
-        # A tensor that several ranks hold is written by one of them, which DCP chooses.
-        # sync_files=False: sync_and_checksum does it.
-        # per_thread_copy_ahead=0: no CUDA streams. Where CUDA is available, even tensors on the
-        # CPU would use the current stream of the calling thread, which in the saving thread is
-        # that of GPU 0: a context on GPU 0 for every rank.
-        writer = Writer(str(work), sync_files=False, per_thread_copy_ahead=0)
-        dcp.save(state, storage_writer=writer, process_group=self.group)
-        files = {}
-        for files_of_rank in self.raise_on_all_ranks(lambda: self.sync_own_files(work)):
-            files |= files_of_rank
-        memory = self.raise_on_all_ranks(self.host_memory)
-        manifest = manifest | {"files": files, "torch": torch.__version__}
-        self.on_rank0(lambda: self.put_in_place(work, path, manifest))
-        return {
-            "bytes": total_bytes(manifest),
-            "peak_host_memory": max(peak for _, peak, _ in memory),
-            "host_memory_after": memory[dist.get_rank()][0],
-            "available_host_memory": min(available for _, _, available in memory),
-        }
-
-    def sync_own_files(self, work: Path) -> dict[str, dict]:
-        """Sync the files that this rank has written; return their entries in the manifest."""
-        own = list(work.glob(f"__{dist.get_rank()}_*.distcp"))
-        if self.is_rank0:
-            own += [work / name for name in (".metadata", *self.extra_files)]
-        return {file.name: sync_and_checksum(file) for file in own}
-
-    def make_work_dir(self, work: Path) -> None:
-        self.remove_leftovers()
-        work.mkdir(parents=True)
-        for name, contents in self.extra_files.items():
-            (work / name).write_bytes(contents)
 
     def remove_leftovers(self) -> None:
         """Remove what killed or failed saves of this run left behind."""
@@ -449,29 +458,6 @@ class Saver:
             # Renamed first: a run killed while it removes files leaves no incomplete checkpoint.
             removed = path.rename(path.with_name(f".{path.name}.removed.tmp"))
             shutil.rmtree(removed)
-
-    def on_rank0(self, work: Callable[[], None]) -> None:
-        """Call `work` on rank 0 and raise its error on all ranks."""
-        self.raise_on_all_ranks(work if self.is_rank0 else lambda: None)
-
-    def raise_on_all_ranks(self, work: Callable) -> list:
-        """Call `work` on each rank; return all results by rank, or raise the first error.
-
-        Separate from the training's helpers for this: it uses the saving thread's process group.
-        """
-        result = error = None
-        try:
-            result = work()
-        except BaseException as raised:  # whatever it is: the other ranks wait for this one
-            error = raised
-        answers: list = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, (result, error and on_this_rank(error)), group=self.group)
-        if not isinstance(error, Exception | None):
-            raise error  # a Ctrl-C
-        for _, error in answers:
-            if error:
-                raise error
-        return [result for result, _ in answers]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async
     answers = pool(2, save_with_errors, run, async_save)
     for before, in_the_way, *lost, succeeded in answers:
         assert before is None
-        assert in_the_way.startswith(f"cannot write {run}/checkpoints/step-00000001: rank 0: [Errn")
+        assert in_the_way.startswith(f"cannot write {run}/checkpoints/step-00000001: [Errn")
         assert len(lost) == 6 + 2 * async_save
         for failure in lost:
             assert failure.startswith(f"cannot write {run}/checkpoints/step-00000002: ")
