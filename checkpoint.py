@@ -490,16 +490,16 @@ class MetadataUnpickler(Unpickler):
         return super().find_class(module, name)
 
 
-def load_metadata(path: Path) -> dcp.Metadata:
-    with open(path, "rb") as file:
-        metadata = MetadataUnpickler(file).load()
-    if not isinstance(metadata, dcp.Metadata):
-        raise ValueError(f"it holds a {type(metadata).__name__}")
-    for place in metadata.storage_data.values():
-        # Refuse files outside the checkpoint, and the decoders that DCP's extensions register.
-        if Path(place.relative_path).name != place.relative_path or place.transform_descriptors:
-            raise ValueError(f"it points to {place.relative_path}")
-    return metadata
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise whatever damage causes, a damaged pickle anything, as a CheckpointError."""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as error:
+        cause = unwrap(error)
+        if not isinstance(cause, Exception):
+            raise cause from None  # a Ctrl-C
+        raise CheckpointError(f"cannot read {path}: {last_line(cause)}") from None
 
 
 class Reader(dcp.FileSystemReader):
@@ -510,17 +510,13 @@ class Reader(dcp.FileSystemReader):
 
     def __init__(self, path: Path):
         super().__init__(str(path))
-        try:
-            self.metadata = load_metadata(path / ".metadata")
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"cannot read {path}: it has neither full.pt nor .metadata, so its format is "
-                "unknown: name a checkpoint of train.py"
-            ) from None
-        except Exception as error:  # a damaged pickle can raise anything
-            raise CheckpointError(
-                f"cannot read {path}: its .metadata is damaged or hostile: {last_line(error)}"
-            ) from None
+        with reading(path / ".metadata"), open(path / ".metadata", "rb") as file:
+            self.metadata = MetadataUnpickler(file).load()
+            for place in self.metadata.storage_data.values():
+                # Refuse files outside the checkpoint, and the decoders that extensions register.
+                name = place.relative_path
+                if Path(name).name != name or place.transform_descriptors:
+                    raise ValueError(f"it points to {name}")
 
     def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
         return self.metadata
@@ -542,22 +538,10 @@ def load_state(path: Path, state: dict) -> None:
     """
     full = path / "full.pt"
     if full.exists():
-        with reading(path):
+        with reading(full):
             load_full(full, state)
     else:
         load_shards(Reader(path), state, no_dist=not dist.is_initialized())
-
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Raise whatever a damaged checkpoint causes as a CheckpointError."""
-    try:
-        yield
-    except (dcp.CheckpointException, OSError, ValueError, RuntimeError, UnpicklingError) as error:
-        cause = unwrap(error)
-        if not isinstance(cause, Exception):
-            raise cause from None  # a Ctrl-C
-        raise CheckpointError(f"cannot read {path}: {last_line(cause)}") from None
 
 
 def load_shards(reader: Reader, state: dict, no_dist: bool) -> None:
@@ -573,22 +557,15 @@ def load_full(path: Path, state: dict) -> None:
     for name, target in flatten(state):
         if name not in full or full[name].shape != target.shape:
             raise ValueError(f"it has no tensor {name} of shape {tuple(target.shape)}")
+        source = full[name]
         if isinstance(target, DTensor):
-            target.to_local().copy_(own_shard(full[name], target))
-        else:
-            target.copy_(full[name])
-
-
-def own_shard(full: Tensor, target: DTensor) -> Tensor:
-    """This rank's shard of a full tensor laid out like `target`: a view, which copies nothing.
-
-    distribute_tensor would first move the full tensor to the device of the mesh.
-    """
-    # DCP's protocol; there is no public function for the offsets of a shard. It is one chunk.
-    (chunk,) = target.__create_chunk_list__()
-    for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes)):
-        full = full.narrow(dim, offset, size)
-    return full
+            # Cut by hand: distribute_tensor would first move the full tensor to the mesh's device.
+            # This is DCP's protocol; a shard is one chunk, and no public function has its offsets.
+            (chunk,) = target.__create_chunk_list__()
+            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes)):
+                source = source.narrow(dim, offset, size)  # a view, which copies nothing
+            target = target.to_local()
+        target.copy_(source)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -616,13 +593,11 @@ def consolidate(path: Path, out: Path) -> Iterator[str]:
         if problem := verify(path, part, len(files)):
             raise CheckpointError(f"{path}: {problem}")
         yield name
-    check_free(out, total_bytes(manifest))  # headers included, which take less in one file
+    check_new(out, total_bytes(manifest))  # headers included, which take less in one file
     reader = Reader(path)
-    state = empty_state(reader)
-    work = out.with_name(f".{out.name}.tmp")
-    try:
-        shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
-        work.mkdir(parents=True)
+    with reading(path / ".metadata"):
+        state = empty_state(reader.metadata)
+    with new_folder(out) as work:
         full = {}
         for name, entry in files.items():
             if not is_shard(name):
@@ -634,12 +609,6 @@ def consolidate(path: Path, out: Path) -> Iterator[str]:
         sync(work / "full.pt")
         full["full.pt"] = {"bytes": (work / "full.pt").stat().st_size, "crc32": crc32}
         complete(work, out, manifest | {"files": full, "torch": torch.__version__})
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot write {out}: {why_not_written(error, out.parent)}") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def replace_shards(path: Path) -> Iterator[str]:
@@ -700,44 +669,51 @@ def write_full(state: dict, file: Path, read: Callable[[str], Tensor]) -> Iterat
     yield f"{crc:08x}"
 
 
-def nearest_folder(out: Path) -> Path:
-    """The innermost of the parents of `out` that exists."""
-    return next(parent for parent in out.absolute().parents if parent.exists())
+def check_new(out: Path, size: int = 0) -> None:
+    """Raise PathError unless the folder `out` can be created.
 
-
-def check_new(out: Path) -> None:
-    """Raise PathError where the folder `out` cannot be created."""
+    Raises CheckpointError where its disk has no room for `size` bytes.
+    """
     if out.exists():
         raise PathError(f"{out} exists: remove it or choose another name")
-    folder = nearest_folder(out)
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise PathError(f"{out} cannot be created: {folder} is a file")
-
-
-def check_free(out: Path, size: int) -> None:
-    """Raise CheckpointError unless the disk of the new folder `out` has room for `size` bytes."""
-    free = shutil.disk_usage(nearest_folder(out)).free
+    free = shutil.disk_usage(folder).free
     if size > free:
         raise CheckpointError(
             f"{out} needs {size / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB free"
         )
 
 
-def empty_state(reader: Reader) -> dict:
-    """The nested dicts of a sharded checkpoint, with fake tensors, which hold no values."""
-    tensors = reader.metadata.state_dict_metadata
-    state: dict = {}
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `out`, for the block to fill and rename.
+
+    Nothing is left of it where the block fails. Raises CheckpointError.
+    """
+    work = out.with_name(f".{out.name}.tmp")
     try:
-        with FakeTensorMode():
-            # planner_data: flat name -> keys of the nested dicts, as ("model", "embed.weight")
-            for name, keys in reader.metadata.planner_data.items():
-                inner = state
-                for key in keys[:-1]:
-                    inner = inner.setdefault(key, {})
-                tensor = tensors[name]
-                inner[keys[-1]] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
-    except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"cannot read {reader.path}: its .metadata is damaged or hostile: {error!r}"
-        ) from None
+        shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+        work.mkdir(parents=True)
+        yield work
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"cannot write {out}: {why_not_written(error, out.parent)}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def empty_state(metadata: dcp.Metadata) -> dict:
+    """The nested dicts of a sharded checkpoint, with fake tensors, which hold no values."""
+    state: dict = {}
+    with FakeTensorMode():
+        # planner_data: flat name -> keys of the nested dicts, as ("model", "embed.weight")
+        for name, keys in metadata.planner_data.items():
+            inner = state
+            for key in keys[:-1]:
+                inner = inner.setdefault(key, {})
+            tensor = metadata.state_dict_metadata[name]
+            inner[keys[-1]] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
     return state

@@ -175,8 +175,10 @@ MISTAKES = {
             "new cannot be created: ",
         ),
         Mistake("consolidate {flipped} {root}/new", "{flipped}: __0_0.distcp has changed since", 1),
-        Mistake("consolidate {hostile} {root}/new", "its .metadata is damaged or hostile", 1),
-        Mistake("consolidate {no_names} {root}/new", "its .metadata is damaged or hostile", 1),
+        Mistake(
+            "consolidate {hostile} {root}/new", "{hostile}/.metadata: builtins.print is not", 1
+        ),
+        Mistake("consolidate {no_names} {root}/new", "{no_names}/.metadata: AttributeError(", 1),
     ],
 }
 

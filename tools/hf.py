@@ -69,24 +69,6 @@ def require_safetensors():
     return safetensors
 
 
-@contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `out`, for the block to fill and rename."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
-    work.mkdir()
-    try:
-        yield work
-    except checkpoint.CheckpointError:
-        raise
-    except (OSError, RuntimeError) as error:
-        reason = checkpoint.why_not_written(error, out.parent)
-        raise checkpoint.CheckpointError(f"cannot write {out}: {reason}") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
 # --------------------------------------------------------------------------------------------------
 # Export
 
@@ -103,10 +85,10 @@ def export_model(source: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Non
     trained = describe(path)
     shapes = parameter_shapes(trained.config)
     size = sum(4 * shape.numel() for shape in shapes.values())
-    checkpoint.check_free(out, size)
+    checkpoint.check_new(out, size)
     encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
     config = to_hf(trained.config, encoding)
-    with new_folder(out) as work:
+    with checkpoint.new_folder(out) as work:
         write_json(work / "config.json", config)
         write_json(work / "generation_config.json", generation_config(trained, encoding))
         if encoding:
@@ -273,8 +255,8 @@ def import_model(source: Path, out: Path) -> None:
     shapes = parameter_shapes(config)
     found = find_weights(safetensors, files, shapes)
     size = sum(4 * shape.numel() for shape in shapes.values())
-    checkpoint.check_free(out, size)
-    with new_folder(out) as work:
+    checkpoint.check_new(out, size)
+    with checkpoint.new_folder(out) as work:
         copy_weights(safetensors, found, shapes, work / "full.pt")
         encoding = import_tokenizer(source, work, config.vocab_size)
         manifest = {
