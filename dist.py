@@ -165,17 +165,9 @@ def stop() -> None:
 
 def on_rank0(function: Callable[[], Result]) -> Result:
     """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
-    outcome: list = [None, None]  # result, exception
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    result, error = outcome
-    if error is not None:
-        raise error
-    return result
+    result = [raise_on_all_ranks(function if dist.get_rank() == 0 else lambda: None)]
+    dist.broadcast_object_list(result, src=0)
+    return result[0]
 
 
 def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
@@ -187,6 +179,7 @@ def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
         error = exception
     errors: list = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
+    errors[dist.get_rank()] = error  # its own, with the traceback
     for error in errors:
         if error is not None:
             raise error
