@@ -125,12 +125,10 @@ def lay_out_gradient(parameter: nn.Parameter) -> None:
 
 def num_shards(parameter: Tensor) -> int:
     """How many parts a parameter is split into: 1 where it is replicated."""
-    count = 1
-    if isinstance(parameter, DTensor):
-        for placement, mesh_size in zip(parameter.placements, parameter.device_mesh.shape):
-            if not placement.is_replicate():
-                count *= mesh_size
-    return count
+    if not isinstance(parameter, DTensor):
+        return 1
+    axes = zip(parameter.placements, parameter.device_mesh.shape)
+    return math.prod(size for placement, size in axes if not placement.is_replicate())
 
 
 def adamw_groups(

@@ -241,8 +241,7 @@ def test_a_manifest_that_is_no_file_is_damaged(tmp_path, command):
     for name in ("list", "verify"):
         status, out, error = command(name, tmp_path)
         assert (status, out.count("\n"), error.count("\n")) == (1, 1, 1)
-        assert out.startswith(f"DAMAGED: {path}")
-        assert "is not a complete checkpoint: its manifest.json is damaged" in out
+        assert out.startswith(f"DAMAGED: {path} is not a complete checkpoint: its manifest.json is")
 
 
 def test_a_checkpoint_of_no_known_format_is_refused(whole, tmp_path, command):

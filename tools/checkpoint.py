@@ -3,6 +3,9 @@
 python -m tools.checkpoint list RUN
 python -m tools.checkpoint verify RUN|CHECKPOINT
 python -m tools.checkpoint consolidate CHECKPOINT OUT
+
+A RUN is a run folder, such as runs/tiny; a CHECKPOINT is a folder in it, such as
+runs/tiny/checkpoints/step-00000600.
 """
 
 import argparse
@@ -30,9 +33,9 @@ def list_checkpoint(path: Path) -> str:
 
 def verify_checkpoint(path: Path) -> str:
     """A line on a checkpoint that verifies. Raises CheckpointError."""
+    manifest = read_manifest(path)
     if problem := verify(path):
         raise CheckpointError(f"{path}: {problem}")
-    manifest = read_manifest(path)
     size = f"{len(manifest['files'])} files, {total_bytes(manifest) / 1e6:,.1f} MB"
     return f"{path}: complete and unchanged: {size}"
 
@@ -62,8 +65,6 @@ def build_parser() -> cli.Parser:
         prog="tools.checkpoint",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
-        epilog="A RUN is a run folder, such as runs/tiny; a CHECKPOINT is a folder in it, such as\n"
-        "runs/tiny/checkpoints/step-00000600.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("list", help="list the checkpoints of a run: step, tokens and size")
