@@ -108,12 +108,20 @@ MISTAKES = {
         ),
         Mistake("--out {root}/new --tokenizer {ranks}/short", "(no token for byte 255)"),
         Mistake(
-            "--out {root}/new --tokenizer {ranks}/token", "(line 257 repeats the token of rank 7)"
+            "--out {root}/new --tokenizer {ranks}/token",
+            "(its 257 lines are not 257 tokens with the ranks 0 to 256)",
         ),
-        Mistake("--out {root}/new --tokenizer {ranks}/rank", "(line 257 repeats rank 7 of line 8)"),
-        Mistake("--out {root}/new --tokenizer {ranks}/gap", "(257 tokens, but none has rank 256)"),
         Mistake(
-            "--out {root}/new --tokenizer {ranks}/minus", "(257 tokens, but none has rank 256)"
+            "--out {root}/new --tokenizer {ranks}/rank",
+            "(its 257 lines are not 257 tokens with the ranks 0 to 256)",
+        ),
+        Mistake(
+            "--out {root}/new --tokenizer {ranks}/gap",
+            "(its 257 lines are not 257 tokens with the ranks 0 to 256)",
+        ),
+        Mistake(
+            "--out {root}/new --tokenizer {ranks}/minus",
+            "(its 257 lines are not 257 tokens with the ranks 0 to 256)",
         ),
         Mistake(
             "--out {root}/new --tokenizer {foreign}/config.json",

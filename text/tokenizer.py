@@ -216,26 +216,17 @@ def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
 
 def read_ranks(contents: bytes) -> dict[bytes, int]:
     """Return the rank of each token of a .tiktoken file. Raises ValueError."""
+    lines = list(filter(None, contents.splitlines()))
     ranks = {}
-    line_of_rank = {}
-    for number, line in enumerate(contents.splitlines(), start=1):
-        if not line:
-            continue
+    for number, line in enumerate(lines, start=1):
         try:
-            encoded, digits = line.split()
-            token = base64.b64decode(encoded, validate=True)
-            rank = int(digits)
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
             raise ValueError(f"line {number} is not a token and a rank") from None
-        if token in ranks:
-            raise ValueError(f"line {number} repeats the token of rank {ranks[token]}")
-        if rank in line_of_rank:
-            raise ValueError(f"line {number} repeats rank {rank} of line {line_of_rank[rank]}")
-        ranks[token] = rank
-        line_of_rank[rank] = number
-    for rank in range(len(ranks)):
-        if rank not in line_of_rank:
-            raise ValueError(f"{len(ranks)} tokens, but none has rank {rank}")
+    n = len(lines)
+    if len(ranks) < n or sorted(ranks.values()) != list(range(n)):
+        raise ValueError(f"its {n} lines are not {n} tokens with the ranks 0 to {n - 1}")
     for i in range(256):
         if bytes([i]) not in ranks:  # some text could not be encoded
             raise ValueError(f"no token for byte {i}")
