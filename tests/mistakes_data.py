@@ -82,7 +82,8 @@ MISTAKES = {
             "rows.jsonl has no field body: give --field one of its own (id, text)",
         ),
         Mistake(
-            "--out {root}/new --source {broken}/cut.gz", "cut.gz is damaged (its compressed data"
+            "--out {root}/new --source {broken}/cut.gz",
+            "cut.gz is damaged (Compressed file ended before",
         ),
         Mistake("show {root}/nowhere", "nowhere: no train.bin there; create it with"),
         Mistake(

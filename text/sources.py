@@ -4,6 +4,7 @@ What is skipped or replaced is counted, and what cannot be read is an error.
 """
 
 import glob
+import gzip
 import importlib
 import io
 import json
@@ -13,10 +14,9 @@ import stat
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO, NamedTuple, TextIO
@@ -250,16 +250,16 @@ def detect(path: Path, file: BinaryIO, takes_binary: bool) -> tuple[str, BinaryI
     What begins like gzip, zstd or parquet is that, whatever its name.
     """
     name = path.name.lower()
-    contents = as_file(iter(partial(file.read1, BLOCK), b""))
+    contents = as_file(path, file)
     magic = contents.peek(4)
     if magic.startswith(b"PAR1") or (magic and name.endswith(".parquet")):
         return "parquet", file
     if magic.startswith(b"\x1f\x8b"):
-        start = partial(zlib.decompressobj, wbits=31)  # 31: with gzip's header
-        contents = as_file(decompress(path, contents, start))
+        contents = as_file(path, gzip.GzipFile(fileobj=contents))
     elif magic.startswith(b"\x28\xb5\x2f\xfd"):
-        start = optional("zstandard", path).ZstdDecompressor().decompressobj
-        contents = as_file(decompress(path, contents, start))
+        # The package zstandard would not tell a file that ends too early from a whole one.
+        pyarrow = optional("pyarrow", path)
+        contents = as_file(path, pyarrow.input_stream(contents, compression="zstd"))
     beginning = contents.peek(PROBE)[:PROBE]
     if not beginning:
         return "empty file", contents
@@ -271,53 +271,25 @@ def detect(path: Path, file: BinaryIO, takes_binary: bool) -> tuple[str, BinaryI
     return "JSON lines" if is_json_lines else "text", contents
 
 
-def decompress(path: Path, file: BinaryIO, start: Callable) -> Iterator[bytes]:
-    """Yield what a file holds: one compressed stream, or several in a row.
-
-    Raises SourceError, also where the last one ends too early, which zstandard's own reader does
-    not tell from a whole one.
-    """
-    stream = start()
-    while block := file.read1(BLOCK):
-        while block:
-            if stream.eof:
-                stream = start()
-            try:
-                yield stream.decompress(block)
-            except Exception as error:  # zlib.error or zstandard.ZstdError
-                raise damaged(path, error) from None
-            block = stream.unused_data  # after the end of a stream
-    if not stream.eof:
-        raise damaged(path, EOFError("its compressed data end too early"))
+def as_file(path: Path, file: BinaryIO) -> io.BufferedReader:
+    return io.BufferedReader(WholeReads(path, file), BLOCK)
 
 
-def as_file(blocks: Iterator[bytes]) -> io.BufferedReader:
-    return io.BufferedReader(Stream(blocks), BLOCK)
+class WholeReads(io.RawIOBase):
+    """A file, decompressed or not. Each read but the last is whole, so that a peek sees enough."""
 
-
-class Stream(io.RawIOBase):
-    """Blocks of bytes as a file. Each read but the last is whole, so that a peek sees enough."""
-
-    def __init__(self, blocks: Iterator[bytes]):
-        self.blocks = blocks
-        self.rest = memoryview(b"")
+    def __init__(self, path: Path, file: BinaryIO):
+        self.path = path
+        self.file = file
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        filled = 0
-        while filled < len(buffer):
-            if not self.rest:
-                block = next(self.blocks, None)
-                if block is None:
-                    break
-                self.rest = memoryview(block)
-            part = self.rest[: len(buffer) - filled]
-            buffer[filled : filled + len(part)] = part
-            self.rest = self.rest[len(part) :]
-            filled += len(part)
-        return filled
+        try:
+            return self.file.readinto(buffer)
+        except (EOFError, OSError, zlib.error) as error:
+            raise damaged(self.path, error) from None
 
 
 # --------------------------------------------------------------------------------------------------
