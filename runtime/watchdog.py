@@ -19,7 +19,7 @@ import torch.distributed as dist
 from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
-CONFIRM_BEATS = 3  # heartbeats that it takes to see which ranks are silent
+CONFIRM_INTERVALS = 3  # between two looks that show which ranks are silent
 LAST_WORDS_SECONDS = 10  # for a rank that has to end to say why, and to write its dump
 
 
@@ -70,9 +70,10 @@ class Watchdog:
       that it is slow,
     - or leaves the context because a collective failed,
 
-    reads the heartbeats of all ranks twice, CONFIRM_BEATS apart, and publishes which ranks are to
-    blame. Every rank then writes its part of torch's flight recorder to `dump_folder` (the last
-    collectives, which of them were in flight and where they were called from) and exits with 1.
+    reads the heartbeats of all ranks twice, CONFIRM_INTERVALS apart, and publishes which ranks are
+    to blame. Every rank then writes its part of torch's flight recorder to `dump_folder` (the
+    last collectives, which of them were in flight, and where they were called from) and exits
+    with 1.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float):
@@ -118,37 +119,37 @@ class Watchdog:
             # Perhaps a collective failed because another rank was lost. Then the thread says so and
             # ends this process.
             self.collective_failed = True
-            self.others_are_alive.wait(10 * CONFIRM_BEATS * self.interval)
+            self.others_are_alive.wait(10 * CONFIRM_INTERVALS * self.interval)
         self.stopped.set()
         self.thread.join(2 * self.interval)  # no longer: it may wait for a store that is gone
 
     def run(self) -> None:
-        """The thread. Time is counted in beats: while a job is suspended, none passes."""
+        """The thread. Time is counted in heartbeats: while a job is suspended, none passes."""
         self.store.set_timeout(timedelta(seconds=self.timeout))
         # Early enough that the line is out within `timeout`.
-        limit = self.timeout / self.interval - 2 * CONFIRM_BEATS
-        silent_beats = 0  # since the next rank's last heartbeat
-        stalled_beats = 0  # since this rank's last report of progress
-        beats = 0
+        limit = self.timeout / self.interval - 2 * CONFIRM_INTERVALS
+        silent_for = 0  # heartbeats of this rank since the next rank's last one
+        stalled_for = 0  # heartbeats since this rank's last report of progress
+        count = 0
         last_heard = None
         last_reports = 0
         while not self.stopped.wait(self.interval):
-            beats += 1
-            heard = self.exchange(beats)
+            count += 1
+            heard = self.exchange(count)
             if heard is None:
                 return
-            silent_beats = silent_beats + 1 if heard == last_heard else 0
-            stalled_beats = stalled_beats + 1 if self.reports == last_reports else 0
+            silent_for = silent_for + 1 if heard == last_heard else 0
+            stalled_for = stalled_for + 1 if self.reports == last_reports else 0
             last_heard = heard
             last_reports = self.reports
 
             patience = SLOW_FACTOR if self.slow else 1
-            overdue = max(silent_beats, stalled_beats / patience) - limit
+            overdue = max(silent_for, stalled_for / patience) - limit
             if (self.collective_failed or overdue > 0) and self.is_elected(overdue):
                 before = self.read_all()
-                for _ in range(CONFIRM_BEATS):
-                    beats += 1
-                    if self.stopped.wait(self.interval) or self.exchange(beats) is None:
+                for _ in range(CONFIRM_INTERVALS):
+                    count += 1
+                    if self.stopped.wait(self.interval) or self.exchange(count) is None:
                         return
                 self.conclude(self.diagnose(before, self.read_all()))
 
@@ -166,7 +167,7 @@ class Watchdog:
             heard, verdict = self.store.multi_get([f"heartbeat {next_rank}", "verdict"])
         except RuntimeError:
             # Without torchrun rank 0 keeps the store, and may have finished a moment before.
-            if self.stopped.wait(2 * CONFIRM_BEATS * self.interval):
+            if self.stopped.wait(2 * CONFIRM_INTERVALS * self.interval):
                 return None
             self.abort("the store in which the ranks meet is gone: rank 0 or its host was lost")
         if verdict:
@@ -175,7 +176,7 @@ class Watchdog:
 
     def is_elected(self, overdue: float) -> bool:
         """Whether this rank investigates: the first to ask does, others if it does not conclude."""
-        return self.store.add("looking", 1) == 1 or overdue > 5 * CONFIRM_BEATS
+        return self.store.add("looking", 1) == 1 or overdue > 5 * CONFIRM_INTERVALS
 
     def read_all(self) -> list[Heartbeat]:
         texts = self.store.multi_get([f"heartbeat {rank}" for rank in range(self.world_size)])
