@@ -66,6 +66,20 @@ def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transfo
     return model
 
 
+# Flag -> its default, and its metavar and help text
+NUMBERS = {
+    "max_new_tokens": (500, "N", "number of tokens to sample, unless the document ends before"),
+    "temperature": (0.8, "T", "0 takes the most likely token"),
+    "top_k": (0, "K", "sample from the K most likely tokens only; 0: from all"),
+    "top_p": (
+        1.0,
+        "P",
+        "sample from the fewest tokens whose probabilities add up to P; 1: from all",
+    ),
+    "seed": (0, "S", "the same seed gives the same text; prompt number i, from 0, uses S + i"),
+}
+
+
 def build_parser() -> cli.Parser:
     parser = cli.Parser(
         prog="sample.py",
@@ -82,48 +96,11 @@ def build_parser() -> cli.Parser:
         help="text to continue; token ids where the tokenizer is unknown (default: the start of a "
         "document); several, each with its --prompt, are continued in one batch",
     )
-    add_number_flags(parser)
+    for name, (default, metavar, text) in NUMBERS.items():
+        text += f" (default: {default})"
+        add(f"--{name}", type=type(default), default=default, metavar=metavar, help=text)
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
     return parser
-
-
-def add_number_flags(parser: cli.Parser) -> None:
-    add = parser.add_argument
-    add(
-        "--max_new_tokens",
-        type=int,
-        default=500,
-        metavar="N",
-        help="number of tokens to sample, unless the document ends before (default: 500)",
-    )
-    add(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="0 takes the most likely token (default: 0.8)",
-    )
-    add(
-        "--top_k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="sample from the K most likely tokens only; 0: from all (default: 0)",
-    )
-    add(
-        "--top_p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the fewest tokens whose probabilities add up to P (default: 1, all)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="the same seed gives the same text; prompt number i, from 0, uses S + i (default: 0)",
-    )
 
 
 def check_flags(args: argparse.Namespace) -> None:
