@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -178,20 +179,9 @@ def gpu_shares(events: Iterable, wall: float) -> tuple[float, float]:
     return busy_time / wall, (busy_time - union_length(compute)) / wall
 
 
-@dataclass(frozen=True)
-class Clocks:
-    """Seconds of this rank at one moment."""
-
-    wall: float
-    thread: float  # in which the main thread ran
-    data_wait: float  # in which it waited for data
-
-    def since(self, earlier: "Clocks") -> "Clocks":
-        return Clocks(
-            self.wall - earlier.wall,
-            self.thread - earlier.thread,
-            self.data_wait - earlier.data_wait,
-        )
+def clocks(data_wait: float) -> np.ndarray:
+    """Seconds by now: of the wall clock, of the main thread at work, of it waiting for data."""
+    return np.array([time.perf_counter(), time.thread_time(), data_wait])
 
 
 class Profiler:
@@ -260,17 +250,17 @@ class Profiler:
         self.settle()
         self.trace = profile(activities=activities)
         self.trace.start()
-        self.began = Clocks(time.perf_counter(), time.thread_time(), data_wait)
+        self.began = clocks(data_wait)
 
     def end(self, data_wait: float) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
-        now = Clocks(time.perf_counter(), time.thread_time(), data_wait)
+        elapsed = clocks(data_wait) - self.began
         self.settle()
         self.trace.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.trace.export_chrome_trace(f"{self.path}.trace.json")
-        self.figures = self.summarize(now.since(self.began))
+        self.figures = self.summarize(*elapsed.tolist())
 
     def finish(self, host_syncs: dict[str, int], traffic: dict[tuple[str, str], Traffic]) -> None:
         self.figures["host_syncs"] = dict(host_syncs)
@@ -282,29 +272,30 @@ class Profiler:
         for line in self.report():
             self.say(line)
 
-    def summarize(self, elapsed: Clocks) -> dict:
+    def summarize(self, wall: float, thread: float, data_wait: float) -> dict:
+        """The figures of the window, from the seconds that `clocks` counted in it."""
         start, stop = self.window
         steps = stop - start
         rows = self.trace.key_averages()
         if self.is_cuda:
-            busy, exposed = gpu_shares(self.trace.events(), elapsed.wall)
+            busy, exposed = gpu_shares(self.trace.events(), wall)
             rows = gpu_work(rows)
         else:
             # The thread runs, waits for data or waits for other ranks.
-            busy = elapsed.thread / elapsed.wall
-            exposed = max(0.0, 1 - (elapsed.thread + elapsed.data_wait) / elapsed.wall)
+            busy = thread / wall
+            exposed = max(0.0, 1 - (thread + data_wait) / wall)
         operations = []
         for row in rows:
             microseconds = row.self_device_time_total if self.is_cuda else row.self_cpu_time_total
-            share = microseconds / 1e6 / elapsed.wall
+            share = microseconds / 1e6 / wall
             operations.append({"name": row.key, "calls": row.count / steps, "share": share})
         operations.sort(key=lambda operation: operation["share"], reverse=True)
         return {
             "steps": [start + 1, stop],
-            "step_time": elapsed.wall / steps,
+            "step_time": wall / steps,
             "busy": busy,
             "exposed_communication": exposed,
-            "data_wait": elapsed.data_wait / elapsed.wall,
+            "data_wait": data_wait / wall,
             "operations": operations[:10],
         }
 
