@@ -25,22 +25,16 @@ MISTAKES = {
         Mistake("import {hf}/not_json {root}/new", "config.json is not JSON: Expecting value"),
         Mistake(
             "import {hf}/qwen2 {root}/new",
-            "{hf}/qwen2/config.json: the model needs model_type 'qwen2' (biases of q, k and v)",
-        ),
-        Mistake(
-            "import {hf}/qwen3 {root}/new", "needs model_type 'qwen3' (norms of q and k), which"
-        ),
-        Mistake(
-            "import {hf}/mamba {root}/new", "needs model_type 'mamba', which this decoder does not"
+            "{hf}/qwen2/config.json: the model needs model_type 'qwen2', which this decoder",
         ),
         Mistake(
             "import {hf}/head_dim {root}/new", "head_dim 64 (not hidden_size 32 / num_attention_h"
         ),
         Mistake(
-            "import {hf}/attention_bias {root}/new", "needs attention_bias, which this decoder"
+            "import {hf}/attention_bias {root}/new", "needs attention_bias True, which this decod"
         ),
         Mistake(
-            "import {hf}/mlp_bias {root}/new", "needs mlp_bias, which this decoder does not have"
+            "import {hf}/mlp_bias {root}/new", "needs mlp_bias True, which this decoder does not"
         ),
         Mistake(
             "import {hf}/gelu {root}/new", "needs hidden_act 'gelu', which this decoder does not"
@@ -78,16 +72,12 @@ MISTAKES = {
             "import {hf}/positions {root}/new", "seq_len 1000000000000 must be a whole number fr"
         ),
         Mistake("import {hf}/deep {root}/new", "parameters, but its files only 0 bytes"),
-        Mistake(
-            "import {hf}/quantized {root}/new", "needs quantization_config, which this decoder"
-        ),
+        Mistake("import {hf}/quantized {root}/new", "needs quantization_config {{'quant_method': "),
         Mistake("import {hf}/no_rope_factor {root}/new", "config.json lacks 'factor'"),
         Mistake(
             "import {hf}/rope_factors {root}/new", "turns: it takes 0 < factor and 0 < low < high"
         ),
-        Mistake(
-            "import {hf}/text {root}/new", "hidden_size must be a whole number above 0, not '32'"
-        ),
+        Mistake("import {hf}/text {root}/new", "d_model '32' must be a whole number from 1 to"),
         Mistake("import {hf}/odd {root}/new", "d_model 33 / n_head 4 must be a whole, even number"),
         Mistake("import {hf}/rope_list {root}/new", "config.json is damaged: "),
         Mistake("import {hf}/good {root}/new", "good has no model.safetensors (other formats than"),
@@ -115,8 +105,6 @@ LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 4.0, "high_freq_factor"
 
 SPOILT_LLAMAS = {
     "qwen2": {"model_type": "qwen2"},
-    "qwen3": {"model_type": "qwen3"},
-    "mamba": {"model_type": "mamba"},
     "head_dim": {"head_dim": 64},
     "attention_bias": {"attention_bias": True},
     "mlp_bias": {"mlp_bias": True},

@@ -43,6 +43,15 @@ IN_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
+# Sizes of ModelConfig and of config.json
+INTEGERS = {
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "seq_len": "max_position_embeddings",
+}
 
 
 def hf_name(name: str) -> str:
@@ -165,13 +174,8 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
     hf = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
+        **{theirs: getattr(config, ours) for ours, theirs in INTEGERS.items()},
         "num_key_value_heads": config.n_kv_head,
-        "max_position_embeddings": config.seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": rope_scaling,
@@ -206,23 +210,16 @@ def generation_config(trained: Trained, encoding: tiktoken.Encoding | None) -> d
 # --------------------------------------------------------------------------------------------------
 # Import
 
-ARCHITECTURES = ("llama", "mistral")
-LACKING = {  # what models of other types need, by model_type
-    "gpt2": "learned position embeddings and LayerNorm",
-    "mixtral": "experts",
-    "olmo2": "norms of q and k",
-    "phi3": "fused q, k and v",
-    "qwen2": "biases of q, k and v",
-    "qwen3": "norms of q and k",
-    "smollm3": "layers without RoPE",
-}
-INTEGERS = {
-    "vocab_size": "vocab_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "d_model": "hidden_size",
-    "d_ff": "intermediate_size",
-    "seq_len": "max_position_embeddings",
+# Where config.json has one of these fields, the values that the decoder computes
+COMPUTED = {
+    "model_type": ("llama", "mistral"),
+    "hidden_act": ("silu",),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "sliding_window": (None,),
+    "rope_type": ("default", "llama3"),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (None, {}),
 }
 # Other numbers that are read below, or do not change the logits. What a number that is not listed
 # does, such as Granite's residual_multiplier, is unknown; 0 and 1 rarely do anything.
@@ -322,7 +319,7 @@ def read_config(hf: dict) -> ModelConfig:
     rope = read_rope(hf)
     if feature := missing_feature(hf, rope):
         raise ValueError(f"the model needs {feature}, which this decoder does not have")
-    sizes = {ours: whole_number(hf, theirs) for ours, theirs in INTEGERS.items()}
+    sizes = {ours: hf[theirs] for ours, theirs in INTEGERS.items()}
     return ModelConfig(
         **sizes,
         n_kv_head=hf.get("num_key_value_heads") or sizes["n_head"],
@@ -331,13 +328,6 @@ def read_config(hf: dict) -> ModelConfig:
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         rope_scaling=read_rope_scaling(rope),
     )
-
-
-def whole_number(hf: dict, key: str) -> int:
-    value = hf[key]
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key} must be a whole number above 0, not {value!r}")
-    return value
 
 
 def read_rope(hf: dict) -> dict:
@@ -356,40 +346,30 @@ def read_rope_scaling(rope: dict) -> RopeScaling | None:
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
-        original_seq_len=whole_number(rope, "original_max_position_embeddings"),
+        original_seq_len=int(rope["original_max_position_embeddings"]),
     )
 
 
 def missing_feature(hf: dict, rope: dict) -> str | None:
     """What a model needs and the decoder lacks; None if nothing. Raises KeyError and TypeError."""
-    model_type = hf["model_type"]
-    if model_type not in ARCHITECTURES:
-        feature = f"model_type {model_type!r}"
-        return f"{feature} ({LACKING[model_type]})" if model_type in LACKING else feature
+    fields = hf | rope
+    if hf["model_type"] == "llama":
+        fields["sliding_window"] = None  # which Llama ignores
+    fields.setdefault("sliding_window", 4096)  # Mistral's default
+    for key, values in COMPUTED.items():
+        if key in fields and fields[key] not in values:
+            return f"{key} {fields[key]!r}"
     head_dim = hf.get("head_dim")
     if head_dim is not None and head_dim * hf["num_attention_heads"] != hf["hidden_size"]:
         return (
             f"head_dim {head_dim} (not hidden_size {hf['hidden_size']} / "
             f"num_attention_heads {hf['num_attention_heads']})"
         )
-    for key in ("attention_bias", "mlp_bias"):
-        if hf.get(key):
-            return key
-    if hf.get("hidden_act", "silu") != "silu":
-        return f"hidden_act {hf['hidden_act']!r}"
-    # Where config.json has none, Mistral's is 4096; Llama has no window.
-    window = hf.get("sliding_window", 4096) if model_type == "mistral" else None
-    if window is not None:
-        return f"sliding_window {window}"
-    if rope["rope_type"] not in ("default", "llama3"):
-        return f"rope_type {rope['rope_type']!r}"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"partial_rotary_factor {rope['partial_rotary_factor']}"
     for key, value in hf.items():
         is_known = key in NUMBERS or key.endswith("_token_id")
         if type(value) in (int, float) and value not in (0, 1) and not is_known:
             return f"{key} {value}"
-    return "quantization_config" if hf.get("quantization_config") else None
+    return None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -602,19 +582,21 @@ def build_parser() -> cli.Parser:
     add = commands.add_parser("export", help="write a checkpoint as a model folder")
     add.add_argument("source", metavar="RUN|CHECKPOINT", type=Path)
     add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
+    add.set_defaults(convert=export_model)
     add = commands.add_parser("import", help="write a model folder as a checkpoint")
     add.add_argument("source", metavar="DIR", type=Path, help="config.json, model.safetensors")
     add.add_argument("out", metavar="OUT", type=Path, help="the checkpoint to create")
+    add.set_defaults(convert=import_model)
     return parser
 
 
-def main(argv: list[str]) -> int:
-    def command() -> None:
-        args = build_parser().parse_args(argv)
-        convert = export_model if args.command == "export" else import_model
-        convert(args.source, args.out)
+def convert(argv: list[str]) -> None:
+    args = build_parser().parse_args(argv)
+    args.convert(args.source, args.out)
 
-    return cli.run("tools.hf", command)
+
+def main(argv: list[str]) -> int:
+    return cli.run("tools.hf", lambda: convert(argv))
 
 
 if __name__ == "__main__":
