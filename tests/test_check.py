@@ -45,22 +45,17 @@ def test_the_file_says_what_was_run_where(checked, tmp_path):
 
 @pytest.mark.tries("it takes a multiple of", "it takes a GPU")
 def test_a_check_that_fails_says_why_and_the_others_go_on(checked, monkeypatch, tmp_path):
-    """Two layouts in their limits or skipped, one beyond its limit, one whose job fails."""
+    """One check beyond its limit, one in its limits, one whose job fails, two skipped."""
     fsdp = check.LAYOUTS["fsdp"]
     layouts = {
         "hsdp-tp": check.LAYOUTS["hsdp-tp"],
         "fsdp": fsdp,
-        "ddp": check.LAYOUTS["ddp"],
         "broken": dataclasses.replace(fsdp, flags="--strategy hsdp --dp_shard 7"),
     }
     monkeypatch.setattr(check, "LAYOUTS", layouts)
-    hold = check.Check.hold
-
-    def hold_ddp_to_less(self, figure, value, most, least=0.0):
-        hold(self, figure, value, -1.0 if self.name == "parity ddp" else most, least)
-
-    monkeypatch.setattr(check.Check, "hold", hold_ddp_to_less)
-    status, lines, found = checked("--ranks 2 parity cpu")
+    monkeypatch.setattr(check, "TOLERANCE", {"float32": 1e-5})
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    status, lines, found = checked("--ranks 2 devices parity cpu")
     assert status == 1
     (folder,) = (tmp_path / "work").iterdir()
     results = by_name(found)
@@ -68,20 +63,18 @@ def test_a_check_that_fails_says_why_and_the_others_go_on(checked, monkeypatch, 
         assert line.startswith(f"{result['status']}  {result['name']} ")
     statuses = {name: result["status"] for name, result in results.items()}
     assert statuses == {
+        "devices": "FAIL",
         "parity hsdp-tp": "skip",
         "parity fsdp": "pass",
-        "parity ddp": "FAIL",
         "parity broken": "FAIL",
         "cpu": "skip",
     }
+    assert results["devices"]["reason"] == "tf32 1 is not between 0 and 0"
     assert results["parity hsdp-tp"]["reason"] == "it takes a multiple of 4 ranks, not 2"
     fsdp = results["parity fsdp"]
     assert 0 < fsdp["figures"]["float32 grad_norm"] <= 1e-5
-    assert 0 < fsdp["figures"]["bfloat16 loss"] <= 1e-2
-    assert fsdp["limits"]["bfloat16 loss"] == [0, 1e-2]
-    ddp = results["parity ddp"]
-    assert 0 < ddp["figures"]["float32 loss"] <= 1e-5  # the job itself went well
-    assert " is not between 0 and -1" in ddp["reason"]
+    assert 0 < fsdp["figures"]["float32 loss"] <= 1e-5
+    assert fsdp["limits"]["float32 loss"] == [0, 1e-5]
     broken = results["parity broken"]
     line = "train.py: error: dp_replicate 0 x dp_shard 7 = 0, but 2 processes were started"
     assert line in broken["reason"] and broken["output"] == str(folder)

@@ -163,6 +163,52 @@ def printed_lines(command: list[str], cwd: Path | None = None, **variables: str)
             raise RunFailed(f"{' '.join(command)} failed", errors.read())
 
 
+class Job:
+    """Commands that run at the same time; number i prints to the file `out`-<i>.txt.
+
+    What still runs at the end of the `with` block is killed, but not what torchrun started.
+    """
+
+    def __init__(self, commands: list[list[str]], environments: list[dict], out: Path):
+        self.commands = commands
+        self.outputs = [out.with_name(f"{out.name}-{i}.txt") for i in range(len(commands))]
+        self.processes = []
+        variables = ONE_THREAD | {"PYTHONPATH": str(Path(TRAIN).parent)}  # for -m tools....
+        for command, environment, output in zip(commands, environments, self.outputs):
+            with open(output, "w") as file:
+                process = subprocess.Popen(
+                    command,
+                    env=os.environ | variables | environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            self.processes.append(process)
+
+    def is_running(self) -> bool:
+        """False when all have succeeded. Raises RunFailed as soon as one has failed.
+
+        The others may wait for it forever.
+        """
+        statuses = [process.poll() for process in self.processes]
+        for command, printed, status in zip(self.commands, self.printed(), statuses):
+            if status:
+                raise RunFailed(f"{' '.join(command)} failed", printed)
+        return None in statuses
+
+    def printed(self) -> list[str]:
+        return [output.read_text(errors="replace") for output in self.outputs]
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *error) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
 def device(args: Namespace) -> str:
     return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
 

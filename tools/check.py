@@ -5,9 +5,8 @@ python -m tools.check --device cpu parity stop
 """
 
 import argparse
-import contextlib
+import functools
 import json
-import multiprocessing
 import os
 import platform
 import random
@@ -24,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
@@ -39,14 +37,12 @@ from runtime import cli, watchdog
 from runtime.profiling import CudaSyncCounter, HostSyncCounter
 from tools import bench
 
-ROOT = Path(bench.TRAIN).parent
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative, over 20 steps of SMALL
 SMALL = (
     "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 --lr 3e-3 "
     "--warmup_steps 1 --max_grad_norm 2 --micro_batch_size 2 --log_interval 1 --eval_interval 0 "
     "--eval_sequences 1 --sample_tokens 0 --keep_last 0"
 )
-COUNTED = 10  # steps of a measured run
 PATIENCE = 600  # seconds for a small job
 
 
@@ -116,100 +112,17 @@ def last_error(text: str) -> str:
     return "no line of its output names an error"
 
 
-def play_rank(pipe) -> None:
-    """The life of a process that plays a rank: call function(argv) for every message."""
-    torch.set_num_threads(1)
-    while True:
-        environment, output, function, argv = pipe.recv()  # EOFError: the parent is gone
-        os.environ.update(environment)
-        with open(output, "a") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        try:
-            answer = function(argv)
-        except BaseException:
-            traceback.print_exc()
-            answer = None
-        pipe.send(answer)
-
-
-def call_train(argv: list[str]) -> int:
-    status = train.main(argv)
-    if status:
-        sys.exit(status)
-    return status
-
-
-class Ranks:
-    """Processes that play the ranks of one job after another, since torch takes seconds to start.
-
-    A failure kills them; the next job gets new ones.
-    """
-
-    def __init__(self, count: int):
-        self.count = count
-        self.processes: list = []
-        self.pipes: list = []
-
-    def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for _ in range(self.count):
-            here, there = context.Pipe()
-            process = context.Process(target=play_rank, args=(there,))
-            process.start()
-            there.close()  # so that the end of the process is the end of the pipe
-            self.processes.append(process)
-            self.pipes.append(here)
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self.processes = []
-        self.pipes = []
-
-    def begin(self, size: int, function: Callable, argv: list[str], output: Path) -> None:
-        """Call function(argv) on `size` ranks; rank N prints to the file `output`-N.txt."""
-        if not self.processes:
-            self.start()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.outputs = [Path(f"{output}-{rank}.txt") for rank in range(size)]
-        for rank in range(size):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            self.pipes[rank].send((environment, self.outputs[rank], function, argv))
-
-    def has_answer(self) -> bool:
-        """Whether a rank has returned, or has ended."""
-        return bool(connection.wait(self.pipes, timeout=0))
-
-    def answers(self) -> list:
-        """Wait for what the ranks return, in any order. Raises RunFailed as soon as one fails."""
-        waiting = dict(zip(self.pipes, self.outputs))
-        answers = []
-        deadline = time.monotonic() + PATIENCE
-        while waiting:
-            # One that has answered, or has ended, or when time is up any.
-            ready = connection.wait(waiting, deadline - time.monotonic()) or [*waiting]
-            output = waiting.pop(ready[0])
-            answer = None
-            if ready[0].poll():
-                with contextlib.suppress(EOFError):  # killed, or ended by the watchdog
-                    answer = ready[0].recv()
-            if answer is None:
-                self.kill()
-                text = output.read_text(errors="replace")
-                raise bench.RunFailed(last_error(text), text)
-            answers.append(answer)
-        return answers
+def rank_environments(size: int) -> list[dict[str, str]]:
+    """What torchrun would tell `size` ranks of this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environments = []
+    for rank in range(size):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environments.append({name: str(value) for name, value in (ranks | address).items()})
+    return environments
 
 
 class Lab:
@@ -222,8 +135,8 @@ class Lab:
         self.micro_batch_size = args.micro_batch_size or (16 if self.is_cuda else 4)
         self.folder = folder
         self.tokens = folder / "tokens"
-        self.ranks = Ranks(self.size)
-        self.measured: dict[str, bench.Measurement] = {}
+        self.train = functools.cache(self.train)  # several checks read the same run
+        self.measure = functools.cache(self.measure)
         write_text(folder / "text")
         text = [str(folder / "text")]
         prepare.prepare(text, self.tokens, val_fraction=0.2, say=lambda line: None)
@@ -233,29 +146,27 @@ class Lab:
         text = f"--device {self.device} --global_batch_size {4 * self.size} {SMALL} {more}"
         return [f"--data={self.tokens}", f"--out={self.folder / name}", *text.split()]
 
-    def begin(self, name: str, size: int, more: str, function: Callable = call_train) -> Path:
-        self.ranks.begin(size, function, self.flags(name, more), self.folder / name)
-        return self.folder / name
+    def start(self, name: str, size: int, more: str, script: tuple = (bench.TRAIN,)) -> bench.Job:
+        """Start `size` ranks, without torchrun, which cannot be killed together with its ranks."""
+        command = [sys.executable, *script, *self.flags(name, more)]
+        return bench.Job([command] * size, rank_environments(size), self.folder / name)
 
     def train(self, name: str, size: int, more: str) -> Path:
-        """Train the small model; a run that is finished is left as it is. Raises RunFailed."""
-        out = self.begin(name, size, more)
-        self.ranks.answers()
-        return out
+        """Train the small model. Raises RunFailed."""
+        with self.start(name, size, more) as job:
+            wait_until(lambda: not job.is_running())
+        return self.folder / name
 
     def measure(self, strategy: str, size: int, more: str = "") -> bench.Measurement:
-        """Train the larger model in new processes, once. Raises RunFailed."""
-        name = f"{strategy}-{size}{more}"
-        if name not in self.measured:
-            out = self.folder / name
-            shutil.rmtree(out, ignore_errors=True)  # of one that failed
-            model = "gpt2-124m" if self.is_cuda else "tiny"
-            data = self.gpt2_tokens() if self.is_cuda else self.tokens
-            flags = f"--model {model} --device {self.device} --strategy {strategy} --data {data} "
-            flags += f"--micro_batch_size {self.micro_batch_size} "
-            flags += f"--global_batch_size {self.micro_batch_size * size} {more}"
-            self.measured[name] = bench.run(flags, size, out, COUNTED)
-        return self.measured[name]
+        """Train the larger model for 10 steps that count. Raises RunFailed."""
+        out = self.folder / f"{strategy}-{size}{more}"
+        shutil.rmtree(out, ignore_errors=True)  # of one that failed
+        model = "gpt2-124m" if self.is_cuda else "tiny"
+        data = self.gpt2_tokens() if self.is_cuda else self.tokens
+        flags = f"--model {model} --device {self.device} --strategy {strategy} --data {data} "
+        flags += f"--micro_batch_size {self.micro_batch_size} "
+        flags += f"--global_batch_size {self.micro_batch_size * size} {more}"
+        return bench.run(flags, size, out, steps=10)
 
     def gpt2_tokens(self) -> Path:
         """A token folder, as nanoGPT writes it, of random tokens of GPT-2's vocabulary."""
@@ -341,12 +252,19 @@ def syncs(lab: Lab, check: Check) -> None:
     """the host does not wait for the device in a step"""
     for strategy in ("single", "ddp", "fsdp"):
         size = 1 if strategy == "single" else lab.size
-        lab.begin(f"syncs-{strategy}", size, f"--strategy {strategy} --max_steps 6", count_syncs)
-        check.hold(strategy, max(lab.ranks.answers()), 0)
+        flags = f"--strategy {strategy} --max_steps 6"
+        script = ("-m", "tools.check", "--count_syncs")
+        with lab.start(f"syncs-{strategy}", size, flags, script) as job:
+            wait_until(lambda: not job.is_running())
+        counts = [re.search(r"^host syncs: (\d+)", text, re.M)[1] for text in job.printed()]
+        check.hold(strategy, max(map(int, counts)), 0)
 
 
-def count_syncs(argv: list[str]) -> int:
-    """How often the host waits for the device in three steps, after three, which allocate."""
+def count_syncs(argv: list[str]) -> None:
+    """Print how often the host waits for the device in three steps, after three, which allocate.
+
+    Runs on all ranks.
+    """
     config = train.parse(argv)
     world = dist.start(config.device)
     dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
@@ -362,39 +280,29 @@ def count_syncs(argv: list[str]) -> int:
     with run.log.pause():  # which waits for the row
         pass
     dist.stop()
-    print(f"host syncs: {dict(counter.counts)}", flush=True)
-    return counter.counts.total()
+    print(f"host syncs: {counter.counts.total()} {dict(counter.counts)}")
 
 
 def stop(lab: Lab, check: Check) -> None:
     """SIGTERM to torchrun, with data-loading workers: the run saves, and continues"""
     flags = "--strategy ddp --num_workers 2 --schedule constant --max_steps"
     out = lab.folder / "stop"
-    text = terminate(lab, lab.flags("stop", f"{flags} 1000000"), out, check)
-    said = re.search(r"stopped after step (\d+)", text)
+    torchrun = [*bench.TORCHRUN, "--standalone", f"--nproc_per_node={lab.size}"]
+    command = [*torchrun, bench.TRAIN, *lab.flags("stop", f"{flags} 1000000")]
+    with bench.Job([command], [{}], out) as job:
+        try:
+            wait_until(lambda: (out / "metrics.jsonl").exists() or not job.is_running())
+        finally:
+            job.processes[0].terminate()  # torchrun passes it on to its ranks
+            check.figures["torchrun status"] = job.processes[0].wait(PATIENCE)
+    (text,) = job.printed()
     saved = checkpoint.list_checkpoints(out)
-    if not (said and saved):
+    if "stopped after step" not in text or not saved:
         raise bench.RunFailed(last_error(text), text)
     step = checkpoint.read_manifest(saved[-1])["step"]
     check.hold("steps lost", training_rows(out)[-1]["step"] - step, 0)
     lab.train("stop", lab.size, f"{flags} {step + 2}")
     check.hold("steps after resuming", training_rows(out)[-1]["step"] - step, most=2, least=2)
-
-
-def terminate(lab: Lab, flags: list[str], out: Path, check: Check) -> str:
-    """Start train.py under torchrun, send SIGTERM after its first step; return what it printed."""
-    log = out.with_suffix(".txt")
-    command = [*bench.TORCHRUN, "--standalone", f"--nproc_per_node={lab.size}", bench.TRAIN, *flags]
-    with open(log, "w") as file:
-        job = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | bench.ONE_THREAD
-        )
-    try:
-        wait_until(lambda: (out / "metrics.jsonl").exists() or job.poll() is not None)
-    finally:
-        job.terminate()
-        check.figures["torchrun status"] = job.wait(PATIENCE)
-    return log.read_text(errors="replace")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -408,11 +316,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def resume(lab: Lab, check: Check) -> None:
     """save, kill -9, resume: the losses of a run that was not killed"""
     flags = "--strategy fsdp --dtype float32 --schedule constant --save_interval 5 --max_steps"
-    out = lab.begin("killed", lab.size, f"{flags} 1000000")
-    wait_until(lambda: checkpoint.list_checkpoints(out) or lab.ranks.has_answer())
-    if lab.ranks.has_answer():
-        lab.ranks.answers()  # raises: it cannot have finished
-    lab.ranks.kill()
+    out = lab.folder / "killed"
+    with lab.start("killed", lab.size, f"{flags} 1000000") as job:
+        wait_until(lambda: checkpoint.list_checkpoints(out) or not job.is_running())
     step = checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
     flags += f" {step + 20}"
     lab.train("killed", lab.size, flags)
@@ -522,7 +428,7 @@ def versions(device: str) -> dict:
 def commit() -> str | None:
     """The commit of this folder, with "-dirty" where files differ; None without git."""
     describe = "describe --always --dirty --abbrev=40 --exclude=*"
-    return program_output(["git", "-C", str(ROOT), *describe.split()])
+    return program_output(["git", "-C", str(Path(bench.TRAIN).parent), *describe.split()])
 
 
 def program_output(command: list[str]) -> str | None:
@@ -601,18 +507,15 @@ def run_check(lab: Lab, name: str, check: Check) -> None:
 def run_checks(args: argparse.Namespace, folder: Path, checks: list[Check]) -> None:
     """Run the checks that `args` names, print a line for each as it ends, append to `checks`."""
     lab = Lab(args, folder)
-    try:
-        for name in CHECKS:
-            if args.checks and name not in args.checks:
-                continue
-            variants = [f" {layout}" for layout in LAYOUTS] if name == "parity" else [""]
-            for variant in variants:
-                check = Check(name + variant)
-                run_check(lab, name, check)
-                print(check.line(), flush=True)
-                checks.append(check)
-    finally:
-        lab.ranks.kill()
+    for name in CHECKS:
+        if args.checks and name not in args.checks:
+            continue
+        variants = [f" {layout}" for layout in LAYOUTS] if name == "parity" else [""]
+        for variant in variants:
+            check = Check(name + variant)
+            run_check(lab, name, check)
+            print(check.line(), flush=True)
+            checks.append(check)
 
 
 def write_json(args: argparse.Namespace, argv: list[str], checks: list[Check]) -> None:
@@ -649,6 +552,8 @@ def check_machine(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["--count_syncs"]:  # a rank of the check `syncs`
+        return cli.run("tools.check", lambda: count_syncs(argv[1:]))
     return cli.run("tools.check", lambda: check_machine(argv))
 
 

@@ -33,13 +33,12 @@ import prepare
 from metrics import read_rows
 from runtime import cli
 from tools.bench import (
-    ONE_THREAD,
     ONLY_STEPS,
     STRATEGIES,
     TORCHRUN,
     TRAIN,
     CannotMeasure,
-    RunFailed,
+    Job,
     Table,
     add_count,
     report,
@@ -66,7 +65,9 @@ def cluster(args: Namespace) -> Table:
         tempfile.TemporaryDirectory(prefix="cluster-") as folder,
         hosts(args.hosts, args.bandwidth) as namespaces,
     ):
-        data = f"--data={prepare_tokens(folder)}"
+        sources = sorted(str(path) for path in Path(TRAIN).parent.glob("*.py"))
+        prepare.prepare(sources, Path(folder, "tokens"), say=lambda line: None)
+        data = f"--data={folder}/tokens"
         if args.predict:
             print("links and cores ...", file=sys.stderr, flush=True)
             machines = measured_machines(args, namespaces, data, Path(folder))
@@ -79,7 +80,9 @@ def cluster(args: Namespace) -> Table:
                 row = {"strategy": strategy, "grad_sync": sync, "tokens/s/device": speeds(out)}
                 if args.predict:
                     machine = machines["single" if strategy == "ddp" else "fsdp"]
-                    row["predicted"] = [predicted_speed(flags, machine)]
+                    request = request_of(flags, machine)
+                    found = predict.speed(request.rehearse(), request.config, machine)
+                    row["predicted"] = [found.tokens_per_second_per_device]
                 rows.append(row)
 
     ratio = f"ratio to {rows[0]['strategy']}, batch"
@@ -101,14 +104,6 @@ def add_ratios(rows: list[dict], column: str, name: str) -> None:
     baseline = statistics.median(rows[0][column])
     for row in rows:
         row[name] = [value / baseline for value in row[column]]
-
-
-def prepare_tokens(folder: str) -> Path:
-    """A token folder of the sources of train.py."""
-    tokens = Path(folder, "tokens")
-    sources = sorted(str(path) for path in Path(TRAIN).parent.glob("*.py"))
-    prepare.prepare(sources, tokens, say=lambda line: None)
-    return tokens
 
 
 def train_flags(strategy: str, sync: str, args: Namespace) -> list[str]:
@@ -135,13 +130,6 @@ def speeds(out: Path) -> list[float]:
 SMALL = 256  # elements: latency
 LARGE = 1 << 19  # elements, 2 MB: the unit that fsdp gathers is 1 MB
 REPEATS = 20
-
-
-def predicted_speed(flags: list[str], machine: Cluster) -> float:
-    """Tokens/s/device that tools.plan predicts for a run."""
-    request = request_of(flags, machine)
-    found = predict.speed(request.rehearse(), request.config, machine)
-    return found.tokens_per_second_per_device
 
 
 def request_of(flags: list[str], machine: Cluster) -> Request:
@@ -274,7 +262,9 @@ def hosts(count: int, bandwidth: str) -> Iterator[list[str]]:
     # SIGTERM becomes an exception, so that `finally` runs
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     try:
-        add_switch(switch)
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
         for number, name in enumerate(names):
             add_host(name, number, switch, bandwidth)
         yield names
@@ -299,12 +289,6 @@ def check_requirements() -> None:
         raise CannotMeasure(
             "network namespaces need root: run with sudo, or in a container with --privileged"
         )
-
-
-def add_switch(switch: str) -> None:
-    ip("netns", "add", switch)
-    ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-    ip("-n", switch, "link", "set", "bridge", "up")
 
 
 def add_host(name: str, number: int, switch: str, bandwidth: str) -> None:
@@ -380,47 +364,17 @@ def run_on(namespaces: list[str], nproc: int, script: list[str], out: Path) -> N
 
 
 def run_all(namespaces: list[str], commands: list[list[str]], out: Path) -> None:
-    """Run commands at the same time, number i in namespace i. Raises RunFailed if one fails.
-
-    What it prints goes to the file `out`-<i>.txt.
-    """
-    environment = os.environ | ONE_THREAD
-    environment["PYTHONPATH"] = str(Path(TRAIN).parent)  # for -m tools....
-    environment["TMPDIR"] = str(out.parent)  # torchrun leaves folders there
-    environment["GLOO_SOCKET_IFNAME"] = "eth0"  # gloo's default is the address of the host name
-    logs = []
-    processes = []
-    for number, (namespace, command) in enumerate(zip(namespaces, commands, strict=True)):
-        logs.append(out.with_name(f"{out.name}-{number}.txt"))
-        with open(logs[-1], "w") as log:
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", namespace, *command],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        processes.append(process)
-    failed = wait_for(processes)
-    if failed is not None:
-        message = f"{' '.join(commands[failed])} failed on {namespaces[failed]}"
-        raise RunFailed(message, logs[failed].read_text())
-
-
-def wait_for(processes: list[subprocess.Popen]) -> int | None:
-    """Wait until all have succeeded (returns None) or one has failed (returns its number).
-
-    After a failure the others may wait for it forever, so it does not wait for them.
-    """
-    while True:
-        statuses = [process.poll() for process in processes]
-        for number, status in enumerate(statuses):
-            if status:
-                return number
-        if None not in statuses:
-            return None
-        time.sleep(0.1)
+    """Run commands at the same time, number i in namespace i. Raises RunFailed if one fails."""
+    inside = []
+    for namespace, command in zip(namespaces, commands, strict=True):
+        inside.append(["ip", "netns", "exec", namespace, *command])
+    environment = {
+        "TMPDIR": str(out.parent),  # torchrun leaves folders there
+        "GLOO_SOCKET_IFNAME": "eth0",  # gloo's default is the address of the host name
+    }
+    with Job(inside, [environment] * len(inside), out) as job:
+        while job.is_running():
+            time.sleep(0.1)
 
 
 # --------------------------------------------------------------------------------------------------
