@@ -22,7 +22,6 @@ import tempfile
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -212,34 +211,29 @@ def solve(local_size: int, hosts: int, within: list[float], between: list[float]
     Within a host an all_reduce is a ring of local_size - 1 hops a pass; between hosts it takes a
     tree, which has as many and the logarithm of the hosts.
     """
-    inner = fit(local_size, within)
-    outer = fit(local_size * hosts, between)
+    inner_latency, inner_bandwidth = fit(local_size, within)
+    latency, bandwidth = fit(local_size * hosts, between)
     return Links(
         local_size=local_size,
-        intra_bandwidth=inner.bandwidth,
-        host_bandwidth=outer.bandwidth,
-        intra_latency=inner.latency / max(1, local_size - 1),
-        inter_latency=max(0.0, outer.latency - inner.latency) / max(1.0, math.log2(hosts)),
+        intra_bandwidth=inner_bandwidth,
+        host_bandwidth=bandwidth,
+        intra_latency=inner_latency / max(1, local_size - 1),
+        inter_latency=max(0.0, latency - inner_latency) / max(1.0, math.log2(hosts)),
         launch_latency=0.0,
         scatter_passes=2,
     )
 
 
-@dataclass(frozen=True)
-class Line:
-    """Seconds of an all_reduce = 2 x latency + 2 (n - 1) / n x bytes / bandwidth."""
+def fit(ranks: int, seconds: list[float]) -> tuple[float, float]:
+    """Seconds of a pass without data, and bytes per second, from the times of both tensors.
 
-    latency: float  # seconds of a pass
-    bandwidth: float  # bytes per second
-
-
-def fit(ranks: int, seconds: list[float]) -> Line:
-    """The line through the times of the small and the large tensor; one rank takes no time."""
+    Seconds of an all_reduce = 2 x latency + 2 (n - 1) / n x bytes / bandwidth; of one rank, none.
+    """
     if ranks == 1:
-        return Line(0.0, math.inf)
+        return 0.0, math.inf
     small, large = (2 * (ranks - 1) / ranks * 4 * elements for elements in (SMALL, LARGE))
     bandwidth = (large - small) / (seconds[1] - seconds[0])
-    return Line(max(0.0, seconds[0] - small / bandwidth) / 2, bandwidth)
+    return max(0.0, seconds[0] - small / bandwidth) / 2, bandwidth
 
 
 # --------------------------------------------------------------------------------------------------
