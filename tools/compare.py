@@ -14,6 +14,7 @@ from statistics import fmean, median
 
 from metrics import read_rows
 from runtime import cli
+from runtime.cli import UsageError
 
 # Relative difference that counts as rounding: 8 steps of float32, whose resolution is 1.2e-7. The
 # losses of single, ddp, fsdp and tp in float32 stay within 2e-7 while their weights agree. They
@@ -24,10 +25,6 @@ EXAMPLES = """examples:
   python -m tools.compare runs/norm runs/adaptive --plot ab.png
   python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 """
-
-
-class CompareError(cli.UsageError):
-    """Runs that cannot be compared, or a plot that cannot be drawn."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -102,17 +99,17 @@ class Log:
 
 
 def read(folder: str, name: str) -> Log:
-    """Read a run folder. Raises CompareError if it is none."""
+    """Read a run folder. Raises UsageError if it is none."""
     run = Path(folder)
     if (run / "manifest.json").exists():
-        raise CompareError(f"{folder} is a checkpoint: name the run folder that holds it")
+        raise UsageError(f"{folder} is a checkpoint: name the run folder that holds it")
     for file in ("config.json", "metrics.jsonl"):
         if not (run / file).is_file():
-            raise CompareError(f"{folder} has no {file}: it is not the folder of a started run")
+            raise UsageError(f"{folder} has no {file}: it is not the folder of a started run")
     rows = read_rows(run / "metrics.jsonl")
     training = training_rows(rows)
     if not training:
-        raise CompareError(f"{folder} has no training row yet: let it run until its first one")
+        raise UsageError(f"{folder} has no training row yet: let it run until its first one")
     config = json.loads((run / "config.json").read_text())
     return Log(name, config, training, validation_rows(rows, training))
 
@@ -254,12 +251,12 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def plot(logs: list[Log], file: str) -> None:
-    """Plot loss and gradient norm against tokens and against time. Raises CompareError."""
+    """Plot loss and gradient norm against tokens and against time. Raises UsageError."""
     check_plot(file)
     try:
         import matplotlib
     except ImportError:
-        raise CompareError("--plot needs matplotlib: pip install matplotlib") from None
+        raise UsageError("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")  # draws without a display
     from matplotlib import pyplot
 
@@ -290,9 +287,9 @@ def check_plot(file: str) -> None:
     """Check the name of the plot, before matplotlib is imported and anything is drawn."""
     path = Path(file)
     if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise CompareError(f"--plot {file}: the name must end in {', '.join(PLOT_SUFFIXES)}")
+        raise UsageError(f"--plot {file}: the name must end in {', '.join(PLOT_SUFFIXES)}")
     if not path.parent.is_dir():
-        raise CompareError(f"--plot {file}: there is no folder {path.parent}: create it first")
+        raise UsageError(f"--plot {file}: there is no folder {path.parent}: create it first")
 
 
 def draw(axes, rows: list[dict], x: str, y: str, **style) -> None:
