@@ -71,25 +71,20 @@ DEVICES = {
 class Links:
     """What collectives reach: bytes per second in one direction, and seconds.
 
-    The latencies are of one hop of a ring, and of a collective that begins.
+    The latencies are of one hop of a ring, and of a collective that begins; by default those of
+    NCCL's own tuning model for rings with its Simple protocol (src/graph/tuning.cc: hwLat of NVLink
+    and network, baseLat).
     """
 
     local_size: int  # devices of a host
     intra_bandwidth: float  # of a device to the others of its host
     host_bandwidth: float  # of a host to others, all its cards together
-    intra_latency: float
-    inter_latency: float
-    launch_latency: float
+    intra_latency: float = 3.4e-6
+    inter_latency: float = 14.0e-6
+    launch_latency: float = 8.4e-6
     # What each rank sends in a reduce_scatter, in parts of (n - 1) / n of the tensor. gloo sends as
     # much as in an all_reduce.
     scatter_passes: int = 1
-
-
-# Seconds: NCCL's own tuning model for rings with its Simple protocol (src/graph/tuning.cc: hwLat of
-# NVLink and network, baseLat).
-NVLINK_HOP = 3.4e-6
-NETWORK_HOP = 14.0e-6
-LAUNCH = 8.4e-6
 
 
 def default_links(device: Device, local_size: int) -> Links:
@@ -97,9 +92,6 @@ def default_links(device: Device, local_size: int) -> Links:
         local_size=local_size,
         intra_bandwidth=LINK_EFFICIENCY * device.intra_bandwidth,
         host_bandwidth=LINK_EFFICIENCY * device.nic_bandwidth * local_size,
-        intra_latency=NVLINK_HOP,
-        inter_latency=NETWORK_HOP,
-        launch_latency=LAUNCH,
         scatter_passes=2 if device.kind == "cpu" else 1,
     )
 
@@ -189,14 +181,9 @@ def group_of(axis: str, rank: int, mesh_shape: tuple[int, int, int], local_size:
 def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     """Seconds of a row's collectives, one after the other.
 
-    Rings: each rank sends (n - 1) / n of the tensor in a gather or scatter, twice that in an
-    all_reduce, at the speed of the slowest link of the ring. Between hosts that is the network: of
-    a host's cards, a group uses the share of its ranks among the devices of the host, since the
-    others run the same collective at the same time. NCCL forms a ring for each card, so 8 ranks of
-    a host use 8 cards.
-
-    Latency: a ring takes n - 1 hops a pass, of which hosts - 1 leave a host. An all_reduce may
-    take a tree instead: twice the hops within a host and the logarithm of the hosts.
+    Each rank of a ring sends (n - 1) / n of the tensor in each pass, at the speed of the slowest
+    link. A pass takes n - 1 hops, of which hosts - 1 leave a host. An all_reduce has two passes,
+    and may take a tree instead, with the logarithm of the hosts.
     """
     if group.size == 1:
         return 0.0
@@ -208,6 +195,7 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     sent = passes * row.bytes * (group.size - 1) / group.size
     bandwidth = links.intra_bandwidth
     if group.hosts > 1:
+        # The other ranks of a host run the same collective at the same time on its other cards.
         share = group.size / group.hosts / links.local_size
         bandwidth = min(bandwidth, links.host_bandwidth * share)
     inner_hops = group.size - group.hosts
@@ -228,8 +216,8 @@ class StepTime:
 
     compute: float
     optimizer: float
-    exposed: dict[str, float] = field(default_factory=dict)  # axis -> communication that waits
-    communication: dict[str, float] = field(default_factory=dict)  # axis -> all of it
+    exposed: dict[str, float]  # axis -> communication that waits
+    communication: dict[str, float]  # axis -> all of it
 
     @property
     def total(self) -> float:
@@ -288,19 +276,7 @@ class Schedule:
 def predict(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> StepTime:
     """Predict a step of `rank`. Raises UsageError where the device's speed is not known.
 
-    What overlaps, and what does not:
-
-    fsdp, hsdp: a unit's gather overlaps the compute of the unit before it, and its reduce_scatter,
-        with hsdp also its all_reduce, that of the unit after it (torch's FSDP2 runs them in streams
-        of their own). Exposed are the first gather, the last reduction, and what takes longer than
-        the compute it is beside. With --wrap none there is one unit, and all is exposed.
-    ddp: a bucket's all_reduce overlaps the rest of the backward pass of the last micro-batch.
-    tp: the next layer needs the sum, so every all_reduce is exposed.
-    CPUs: within a host the cores that would compute copy the data, so nothing overlaps.
-    optimizer: the norm's all_reduce is exposed; AdamW is limited by memory bandwidth.
-
-    Left out: that communication slows compute down where they overlap, waiting for slower ranks,
-    reading data, evaluations, checkpoints.
+    docs/plan.md says what overlaps, and what is left out.
     """
     n = rehearsal.layout.grad_accum_steps
     speed = peak_flops(cluster, c) * cluster.achieved  # FLOP/s
@@ -324,7 +300,8 @@ def make_schedule(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int) 
         group = group_of(row.axis, rank, layout.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         schedule.total[row.axis] += seconds
-        on_cores = cluster.device.kind == "cpu" and group.hosts == 1
+        on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # which would compute
+        # After a sum over tp the next layer needs it, and after the norm the update.
         if on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
             schedule.alone[row.axis] += seconds
         elif row.phase == "forward":
