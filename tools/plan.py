@@ -174,10 +174,8 @@ def make_links(own: argparse.Namespace, links: Links) -> Links:
         "intra_latency": (own.intra_host_latency, 1e-6),
         "inter_latency": (own.inter_host_latency, 1e-6),
     }
-    for name, (value, unit) in given.items():
-        if value is not None:
-            links = dataclasses.replace(links, **{name: value * unit})
-    return links
+    changes = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+    return dataclasses.replace(links, **changes)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -200,11 +198,7 @@ def to_json(plan: Plan) -> dict:
         },
         "fits": plan.fits,
         "communication": communication_rows(plan),
-        "checkpoint": {
-            "bytes_per_rank": plan.checkpoint.written_per_rank,
-            "host_bytes_sharded": plan.checkpoint.host_sharded,
-            "host_bytes_async": plan.checkpoint.host_async,
-        },
+        "checkpoint": plan.checkpoint,
         "flops": rehearsal.flops,
         "recomputed_flops": rehearsal.recomputed_flops,
         "step_time": speed.step.total,
@@ -309,18 +303,14 @@ def describe_communication(plan: Plan) -> Iterator[str]:
 
 def describe_checkpoint(plan: Plan) -> Iterator[str]:
     saved = plan.checkpoint
+    sharded, in_async = saved["host_bytes_sharded"], saved["host_bytes_async"]
     yield (
-        f"checkpoint  sharded: {gigabytes(saved.written_per_rank)} GB a rank, on a host at most "
-        f"{gigabytes(saved.host_sharded)} GB; async_save: {gigabytes(saved.host_async)} GB"
+        f"checkpoint  sharded: {gigabytes(saved['bytes_per_rank'])} GB a rank, on a host at most "
+        f"{gigabytes(sharded)} GB; async_save: {gigabytes(in_async)} GB"
     )
-    available = plan.request.cluster.host_memory
-    if available:
-        ways = {
-            "sharded": saved.host_sharded,
-            "async_save": saved.host_async,
-        }
+    if available := plan.request.cluster.host_memory:
         verdicts = []
-        for way, size in ways.items():
+        for way, size in (("sharded", sharded), ("async_save", in_async)):
             verdicts.append(f"{way} {'fits' if size <= available else 'DOES NOT FIT'}")
         yield f"            of {gigabytes(available)} GB a host: {', '.join(verdicts)}"
 

@@ -12,15 +12,6 @@ from tools.planning.rehearse import Rehearsal
 
 
 @dataclass(frozen=True)
-class CheckpointPlan:
-    """Bytes."""
-
-    written_per_rank: int
-    host_sharded: int  # on each host, while it saves; at most
-    host_async: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """What was rehearsed, and what is predicted from it."""
 
@@ -28,7 +19,7 @@ class Plan:
     rehearsal: Rehearsal
     speed: predict.Speed
     scaling: list["ScalingRow"]
-    checkpoint: CheckpointPlan
+    checkpoint: dict[str, int]  # bytes that a rank writes, and of a host's memory while it saves
     tokens: float | None  # to train on
 
     @property
@@ -61,19 +52,18 @@ def make_plan(request: Request, tokens: float | None = None) -> Plan:
     )
 
 
-def plan_checkpoint(request: Request, rehearsal: Rehearsal) -> CheckpointPlan:
+def plan_checkpoint(request: Request, rehearsal: Rehearsal) -> dict[str, int]:
     """Host memory of both ways to save.
 
     sharded: tensors are copied to the host one by one; a rank's shard is the most that it may take.
     async: every rank copies all it holds: a weight and two moments, in float32.
     """
-    cluster = request.cluster
-    local_size = cluster.links.local_size
-    return CheckpointPlan(
-        written_per_rank=rehearsal.checkpoint_bytes,
-        host_sharded=local_size * rehearsal.checkpoint_bytes,
-        host_async=local_size * 12 * rehearsal.parameters_per_rank,
-    )
+    local_size = request.cluster.links.local_size
+    return {
+        "bytes_per_rank": rehearsal.checkpoint_bytes,
+        "host_bytes_sharded": local_size * rehearsal.checkpoint_bytes,
+        "host_bytes_async": local_size * 12 * rehearsal.parameters_per_rank,
+    }
 
 
 def scaling(request: Request, rehearsal: Rehearsal, speed: predict.Speed) -> Iterator[ScalingRow]:
