@@ -51,7 +51,6 @@ def rehearsal(communication=(), flops=0.0, recomputed=0.0, grad_accum_steps=1, m
         parameters=10**6,
         parameters_per_rank=10**6,
         memory={"parameters": 4 * 10**6, "activations": 10**6},
-        peak=5 * 10**6,
         state={"parameters": 4 * 10**6, "gradients": 4 * 10**6, "optimizer": 8 * 10**6},
         communication=list(communication),
         flops=flops,
@@ -249,7 +248,7 @@ def test_json_has_the_fields_that_are_promised(pool):
 
 def test_the_report_fits_on_a_screen_and_says_what_does_not_fit(monkeypatch, capsys):
     found = rehearsal([gathers(1.0)], flops=3e12)
-    too_large = dataclasses.replace(found, peak=10**12)
+    too_large = dataclasses.replace(found, memory={"other": 10**12})
     monkeypatch.setattr(predict.Request, "rehearse", lambda request: too_large)
     text = "--world_size 8 --micro_batch_size 1 --strategy fsdp --tokens 1e9 --host_memory 0.01"
     assert plan.main(f"{TINY} {text}".split()) == 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import ROOT, build_run, flags, train_step
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
@@ -44,9 +45,24 @@ class Step:
     parameters: int
 
 
+class RealRecorder(Recorder):
+    """Records a step of real tensors."""
+
+    def run(self, function, types, args, kwargs):
+        return function(*args, **kwargs)
+
+    def is_about_shapes(self, types) -> bool:
+        return FakeTensor in types  # of DTensor
+
+    def takes_memory(self, tensor: torch.Tensor) -> bool:
+        """Not on the meta device, nor a wrapper such as that of an unfinished collective."""
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        return is_plain and tensor.device.type != "meta"
+
+
 def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
     """A step of a run, and on the last rank its rehearsal."""
-    recorder = Recorder()
+    recorder = RealRecorder(fakes=None)
     with recorder, loss_parallel(), train.no_garbage_collection():
         run = build_run(argv)
         recorder.follow(run.mesh, run.layout, run.model, run.forward, run.optimizer)
@@ -75,7 +91,6 @@ def test_a_rehearsed_step_is_the_real_one(pool, tokens, tmp_path, strategy):
     text = f"--data {tokens} --out {tmp_path}/run --micro_batch_size 1 --strategy {strategy}"
     answers = pool(4, both, flags(text))
     rehearsed = answers[-1][1]
-    assert sum(rehearsed.memory.values()) == rehearsed.peak
     for real, _ in answers:  # all ranks do the same
         assert rehearsed.peak == pytest.approx(sum(real.memory.values()), rel=0.05)
         assert sorted(rehearsed.communication, key=repr) == sorted(real.communication, key=repr)

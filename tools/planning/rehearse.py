@@ -7,7 +7,6 @@ dtypes and storages but no values. So what is communicated, allocated and comput
 derived from formulas, for one rank of thousands.
 """
 
-import contextlib
 import dataclasses
 import warnings
 import weakref
@@ -42,7 +41,7 @@ import train
 from checkpoint import flatten
 from config import Config
 from layout import Layout, choose_layout
-from runtime.profiling import CommunicationCounter
+from runtime.profiling import CommunicationCounter, Traffic
 
 # --------------------------------------------------------------------------------------------------
 # What comes out
@@ -79,13 +78,17 @@ class Rehearsal:
     layout: Layout
     parameters: int  # of the whole model
     parameters_per_rank: int
-    memory: dict[str, int]  # bytes at the peak, by KINDS; their sum is the peak
-    peak: int  # bytes of tensors, from the build of the model on
+    memory: dict[str, int]  # bytes of tensors by KINDS, at the peak
     state: dict[str, int]  # bytes of parameters, gradients and optimizer when the update begins
     communication: list[Communication]
     flops: float  # in one step, without those of recomputation
     recomputed_flops: float
     checkpoint_bytes: int  # that this rank writes with --checkpoint sharded
+
+    @property
+    def peak(self) -> int:
+        """Bytes of tensors, from the build of the model on."""
+        return sum(self.memory.values())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -111,21 +114,27 @@ def rehearse(
     """
     c = dataclasses.replace(config, compile=False)
     with fake_group(rank, world_size) as store:
-        world = dist.World(
-            rank=rank,
-            size=world_size,
-            local_rank=rank % local_size,
-            local_size=local_size,
-            device=torch.device(device_type),
-            timeout=timedelta(minutes=1),
-            store=store,
-        )
+        world = make_world(rank, world_size, local_size, device_type, store)
         chosen = choose_layout(c, world, vocab_size, device_memory)
         # On "cuda" FSDP would need a GPU's streams.
         world = dataclasses.replace(world, device=torch.device("cpu"))
         with as_on(device_type), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a run will show them
             return run_step(c, chosen, world)
+
+
+def make_world(
+    rank: int, world_size: int, local_size: int, device_type: str, store: FakeStore | None = None
+) -> dist.World:
+    return dist.World(
+        rank=rank,
+        size=world_size,
+        local_rank=rank % local_size,
+        local_size=local_size,
+        device=torch.device(device_type),
+        timeout=timedelta(minutes=1),
+        store=store,
+    )
 
 
 @contextmanager
@@ -142,7 +151,7 @@ def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
 def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
     """Build the model and the optimizer, run a step and sum up."""
     fakes = FakeTensors()
-    recorder = FakeRecorder(fakes)
+    recorder = Recorder(fakes)
     mesh = dist.make_mesh(world, chosen.mesh_shape)
     net = layout.empty_model(chosen)
     parameters = net.parameter_count()
@@ -153,17 +162,17 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
         all_times = [times_of_micro_batches(chosen.grad_accum_steps)]
         if isinstance(forward, DistributedDataParallel):
             all_times.insert(0, [1])  # the first step, in which DDP replaces its buckets
+        shape = (chosen.micro_batch_size, chosen.model_config.seq_len + 1)
         for times in all_times:
             recorder.forget_counts()
-            batches = recorder.batches(empty_batches(chosen, len(times)), times)
+            tokens = (torch.zeros(shape, dtype=torch.int64) for _ in times)
+            batches = recorder.batches(tokens, times)
             train.train_step(forward, optimizer, batches, 1, len(times), c.grad_sync)
-    memory = recorder.at_peak()
     return Rehearsal(
         layout=chosen,
         parameters=parameters,
         parameters_per_rank=sum(optim.local(weight).numel() for weight in net.parameters()),
-        memory=memory,
-        peak=sum(memory.values()),
+        memory=recorder.at_peak(),
         state=recorder.state,
         communication=recorder.communication(),
         flops=recorder.flops["computed"],
@@ -177,12 +186,6 @@ def times_of_micro_batches(grad_accum_steps: int) -> list[int]:
     if grad_accum_steps <= 3:
         return [1] * grad_accum_steps
     return [1, grad_accum_steps - 2, 1]
-
-
-def empty_batches(chosen: Layout, n: int) -> Iterator[Tensor]:
-    """n micro-batches (B, T + 1)."""
-    shape = (chosen.micro_batch_size, chosen.model_config.seq_len + 1)
-    return (torch.zeros(shape, dtype=torch.int64) for _ in range(n))
 
 
 def written_bytes(net: nn.Module, optimizer: optim.Optimizer, world_size: int) -> int:
@@ -199,7 +202,7 @@ def written_bytes(net: nn.Module, optimizer: optim.Optimizer, world_size: int) -
 
 
 # --------------------------------------------------------------------------------------------------
-# Recording a step, of fake or of real tensors
+# Recording a step
 
 
 @dataclass
@@ -220,26 +223,17 @@ class Change:
     bytes: int
 
 
-@dataclass(frozen=True)
-class Collective:
-    axis: str
-    kind: str
-    phase: str
-    times: int  # micro-batches that it stands for
-    bytes: int
-
-
 class Collectives(CommunicationCounter):
-    """Keeps each collective, with what the recorder is doing meanwhile."""
+    """Counts by axis, kind and phase, and a collective once for each micro-batch it stands for."""
 
     def __init__(self, mesh: dist.DeviceMesh, recorder: "Recorder"):
         super().__init__(mesh)
         self.recorder = recorder
-        self.seen: list[Collective] = []
 
     def record(self, kind: str, axis: str, size: int) -> None:
-        phase = self.recorder.phase
-        self.seen.append(Collective(axis, kind, phase, self.recorder.times, size))
+        traffic = self.counts.setdefault((axis, kind, self.recorder.phase), Traffic())
+        traffic.calls += self.recorder.times
+        traffic.bytes += self.recorder.times * size
 
 
 # The operators of attention on a CPU, which torch's flop_counter does not count
@@ -260,8 +254,9 @@ class Recorder(TorchDispatchMode):
     searched at the end. What a kernel allocates and frees within one operation is not seen.
     """
 
-    def __init__(self):
+    def __init__(self, fakes: "FakeTensors"):
         super().__init__()
+        self.fakes = fakes
         self.phase = "build"
         self.times = 1  # micro-batches that the one being run stands for
         self.live: dict[int, Block] = {}  # by the id of a storage
@@ -306,15 +301,27 @@ class Recorder(TorchDispatchMode):
         return result
 
     def run(self, function, types, args, kwargs):
-        return function(*args, **kwargs)
+        """Run an operation, and do what the fake process group leaves out."""
+        if FakeTensor not in types and is_real(args, kwargs):
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+        if function is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # a fake one would be a copy
+        result = function(*args, **kwargs)
+        if function is torch.ops.c10d.allreduce_.default:
+            # DDP reads the reduced bucket from the future, which the fake group leaves empty.
+            tensors, _ = result
+            future = torch.futures.Future()
+            future.set_result(tensors)
+            return tensors, _create_work_from_future(future).boxed()
+        return result
 
     def is_about_shapes(self, types) -> bool:
-        """Whether DTensor asks for the shape of a result, by an operation on fake tensors."""
-        return FakeTensor in types
+        """Whether DTensor asks for the shape of a result."""
+        return self.fakes.depth > 1
 
     def takes_memory(self, tensor: Tensor) -> bool:
-        """Not on the meta device, nor a wrapper such as that of an unfinished collective."""
-        return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"
+        return isinstance(tensor, FakeTensor)
 
     # Memory
 
@@ -401,17 +408,12 @@ class Recorder(TorchDispatchMode):
             self.flops[purpose] += self.times * formula(*args, **kwargs, out_val=result)
 
     def forget_counts(self) -> None:
-        self.collectives.seen.clear()
+        self.collectives.counts.clear()
         self.flops.clear()
 
     def communication(self) -> list[Communication]:
-        counts: Counter[tuple] = Counter()
-        sizes: Counter[tuple] = Counter()
-        for one in self.collectives.seen:
-            key = (one.axis, one.kind, one.phase)
-            counts[key] += one.times
-            sizes[key] += one.times * one.bytes
-        return [Communication(*key, count, sizes[key]) for key, count in counts.items()]
+        counts = self.collectives.counts.items()
+        return [Communication(*key, traffic.calls, traffic.bytes) for key, traffic in counts]
 
     # The phases of a step
 
@@ -497,35 +499,6 @@ class FakeTensors(FakeTensorMode):
         return super().__exit__(*error)
 
 
-class FakeRecorder(Recorder):
-    """Records fake tensors, and does for them what the fake process group leaves out."""
-
-    def __init__(self, fakes: FakeTensors):
-        super().__init__()
-        self.fakes = fakes
-
-    def is_about_shapes(self, types) -> bool:
-        return self.fakes.depth > 1
-
-    def takes_memory(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, FakeTensor)
-
-    def run(self, function, types, args, kwargs):
-        if FakeTensor not in types and is_real(args, kwargs):
-            with unset_fake_temporarily():
-                return function(*args, **kwargs)
-        if function is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # a fake one would be a copy
-        result = function(*args, **kwargs)
-        if function is torch.ops.c10d.allreduce_.default:
-            # DDP reads the reduced bucket from the future, which the fake group leaves empty.
-            tensors, _ = result
-            future = torch.futures.Future()
-            future.set_result(tensors)
-            return tensors, _create_work_from_future(future).boxed()
-        return result
-
-
 def is_real(args, kwargs) -> bool:
     """Whether an operation without fake operands stays real.
 
@@ -550,9 +523,8 @@ def quick_build() -> Iterator[None]:
         # llama3-70b on 16,384 ranks, and looks at that of its own rank.
         return empty if size == 0 and tensor.is_meta else new_empty(tensor, size, **options)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Tensor, "new_empty", shared_empty))
-        stack.enter_context(mock.patch.object(dist, "materialize", materialize_empty))
+    patch = mock.patch.object
+    with patch(Tensor, "new_empty", shared_empty), patch(dist, "materialize", materialize_empty):
         yield
 
 
@@ -575,14 +547,15 @@ def as_on(device_type: str) -> Iterator[None]:
     if device_type == "cpu":
         yield
         return
-    with contextlib.ExitStack() as stack:
+    with (
         # Attention is one kernel for any length there. The CPU's keeps as much, q, k, v, the result
         # and a number per token and head, and returns the result in the layout of q, as cuDNN does.
-        stack.enter_context(mock.patch.object(model, "causal_mask", lambda *_: None))
+        mock.patch.object(model, "causal_mask", lambda *_: None),
         # The kernel of a lookup sums in float32 by itself, without a weight in float32.
-        stack.enter_context(mock.patch.object(model.Embedding, "forward", nn.Embedding.forward))
+        mock.patch.object(model.Embedding, "forward", nn.Embedding.forward),
         # A norm is one kernel, too.
-        stack.enter_context(mock.patch.object(model.RMSNorm, "forward", fused_rms_norm))
+        mock.patch.object(model.RMSNorm, "forward", fused_rms_norm),
+    ):
         yield
 
 

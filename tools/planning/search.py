@@ -13,9 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-
-import torch
 
 import dist
 from config import Config, blocks_per_unit
@@ -23,7 +20,7 @@ from layout import Layout, choose_layout, unit_numels
 from runtime.cli import UsageError
 from tools.planning import predict
 from tools.planning.predict import Cluster, Request, Speed
-from tools.planning.rehearse import Communication, Rehearsal
+from tools.planning.rehearse import Communication, Rehearsal, make_world
 
 # Predictions that differ by less say nothing: of these the simplest candidate is the best.
 TIE = 0.03
@@ -37,15 +34,8 @@ SYNCS = ("batch", "shard", "micro_batch")
 
 def lay_out(c: Config, cluster: Cluster, vocab_size: int) -> Layout:
     """The layout on a cluster, with its memory estimate. Raises UsageError and MeshError."""
-    world = dist.World(
-        rank=0,
-        size=cluster.world_size,
-        local_rank=0,
-        local_size=cluster.links.local_size,
-        device=torch.device(cluster.device.kind),
-        timeout=timedelta(minutes=1),
-        store=None,
-    )
+    local_size = cluster.links.local_size
+    world = make_world(0, cluster.world_size, local_size, cluster.device.kind)
     return choose_layout(c, world, vocab_size, cluster.device_memory)
 
 
@@ -135,7 +125,6 @@ def sketch(c: Config, cluster: Cluster, vocab_size: int) -> Rehearsal:
         parameters=numel * c.tp,
         parameters_per_rank=math.ceil(numel / layout.mesh_shape[1]),
         memory={},
-        peak=0,
         state={},
         communication=[*data_parallel(layout, units, root), *tensor_parallel(layout)],
         flops=flops,
