@@ -349,8 +349,12 @@ def test_auto_and_the_search_agree(memory, strategy, pool):
 
 
 def test_of_candidates_that_are_as_fast_the_simplest_comes_first():
-    def candidate(text: str, speed: float) -> search.Candidate:
-        return search.Candidate(flags(text), speed)
+    found = rehearsal(flops=3e12)
+    speed = predict.speed(found, flags(), CLUSTER)
+
+    def candidate(text: str, tokens_per_second: float) -> search.Candidate:
+        as_fast = dataclasses.replace(speed, tokens_per_second_per_device=tokens_per_second)
+        return search.Candidate(flags(text), found, as_fast)
 
     ddp = candidate("--strategy ddp", 98.0)
     fsdp = candidate("--strategy fsdp", 100.0)
@@ -370,6 +374,8 @@ def test_flags_that_are_given_are_not_searched():
     assert {(c.strategy, c.dp_shard) for c in found} == {("hsdp", 4)}
     assert {c.grad_sync for c in found} == {"batch", "shard", "micro_batch"}
     assert {1, 2, 4} <= {c.micro_batch_size for c in found}
+    given = "--strategy hsdp --dp_shard 4 --micro_batch_size 2 --reshard_after_forward false"
+    assert search.flags_of(flags(given)) == given
 
 
 def test_a_policy_of_one_strategy_leaves_the_others_out():

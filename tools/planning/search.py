@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import dist
@@ -26,6 +26,11 @@ from tools.planning.rehearse import Communication, Rehearsal, make_world
 TIE = 0.03
 SHOWN = 10  # rows of the table
 BUCKET = 25 << 20  # bytes of a DDP bucket, torch's default
+# Flags of a candidate
+SEARCHED = (
+    *("strategy", "dp_shard", "tp", "micro_batch_size"),
+    *("activation_checkpointing", "reshard_after_forward", "grad_sync"),
+)
 # Policies, the simplest first
 STRATEGIES = ("single", "ddp", "fsdp", "hsdp")
 CHECKPOINTING = ("none", "selective", "full")
@@ -52,54 +57,40 @@ def candidates(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Co
 
     Some do not fit the model, the batch or the number of ranks.
     """
-    tps = [c.tp]
-    if "tp" in free:
-        tps = divisors(cluster.links.local_size)  # beyond a host its links are too slow
-    checkpointing = [c.activation_checkpointing]
-    if "activation_checkpointing" in free:
-        checkpointing = CHECKPOINTING
-    for tp, mode in itertools.product(tps, checkpointing):
-        for mesh in meshes(dataclasses.replace(c, tp=tp), cluster, free):
-            for policy in policies(mesh, free):
-                policy = dataclasses.replace(policy, activation_checkpointing=mode)
-                for size in micro_batch_sizes(policy, cluster, free):
-                    yield dataclasses.replace(policy, micro_batch_size=size)
 
+    def choices(name: str, values: Sequence, can_differ: bool = True) -> Sequence:
+        return values if can_differ and name in free else [getattr(c, name)]
 
-def meshes(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Config]:
-    dp_size = cluster.world_size // c.tp
-    strategies = STRATEGIES
-    if "strategy" not in free and c.strategy != "auto":
-        strategies = [c.strategy]
-    for strategy in strategies:
+    strategies = STRATEGIES if c.strategy == "auto" else choices("strategy", STRATEGIES)
+    tps = choices("tp", divisors(cluster.links.local_size))  # beyond a host its links are too slow
+    for tp, strategy in itertools.product(tps, strategies):
+        dp_size = cluster.world_size // tp
         if (strategy == "single") != (dp_size == 1):
             continue
-        shards = [c.dp_shard]
-        if strategy == "hsdp" and free >= {"dp_shard", "dp_replicate"}:
-            shards = divisors(dp_size)[1:-1]  # 1 is ddp, dp_size fsdp
-        for dp_shard in shards:
-            yield dataclasses.replace(c, strategy=strategy, dp_shard=dp_shard)
-
-
-def policies(c: Config, free: frozenset[str]) -> Iterator[Config]:
-    is_sharded = c.strategy in ("fsdp", "hsdp")
-    reshards = [c.reshard_after_forward]
-    if is_sharded and "reshard_after_forward" in free:
-        reshards = [True, False]
-    syncs = [c.grad_sync]
-    if is_sharded and "grad_sync" in free:
-        syncs = SYNCS if c.strategy == "hsdp" else ("batch", "micro_batch")
-    for reshard, sync in itertools.product(reshards, syncs):
-        yield dataclasses.replace(c, reshard_after_forward=reshard, grad_sync=sync)
-
-
-def micro_batch_sizes(c: Config, cluster: Cluster, free: frozenset[str]) -> list[int | None]:
-    """Divisors of a rank's share of the batch. With one micro-batch grad_sync changes nothing."""
-    if "micro_batch_size" not in free:
-        return [c.micro_batch_size]
-    share = c.global_batch_size // (cluster.world_size // c.tp)
-    sizes = divisors(share)
-    return sizes if c.grad_sync == "batch" else sizes[:-1]
+        is_hsdp = strategy == "hsdp"
+        is_sharded = is_hsdp or strategy == "fsdp"
+        shards = divisors(dp_size)[1:-1]  # 1 is ddp, dp_size fsdp
+        syncs = SYNCS if is_hsdp else ("batch", "micro_batch")
+        for shard, mode, reshard, sync in itertools.product(
+            choices("dp_shard", shards, is_hsdp and "dp_replicate" in free),
+            choices("activation_checkpointing", CHECKPOINTING),
+            choices("reshard_after_forward", (True, False), is_sharded),
+            choices("grad_sync", syncs, is_sharded),
+        ):
+            sizes = divisors(c.global_batch_size // dp_size)
+            if sync != "batch":
+                sizes = sizes[:-1]  # with one micro-batch it changes nothing
+            for size in choices("micro_batch_size", sizes):
+                yield dataclasses.replace(
+                    c,
+                    tp=tp,
+                    strategy=strategy,
+                    dp_shard=shard,
+                    activation_checkpointing=mode,
+                    reshard_after_forward=reshard,
+                    grad_sync=sync,
+                    micro_batch_size=size,
+                )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -109,7 +100,8 @@ def micro_batch_sizes(c: Config, cluster: Cluster, free: frozenset[str]) -> list
 @dataclass(frozen=True)
 class Candidate:
     config: Config
-    sketched: float  # tokens/s/device
+    rehearsal: Rehearsal  # or its sketch
+    speed: Speed
 
 
 def sketch(c: Config, cluster: Cluster, vocab_size: int) -> Rehearsal:
@@ -178,18 +170,9 @@ def tensor_parallel(layout: Layout) -> Iterator[Communication]:
 # The search
 
 
-@dataclass(frozen=True)
-class Found:
-    """A candidate that was rehearsed and fits."""
-
-    config: Config
-    rehearsal: Rehearsal
-    speed: Speed
-
-
 @dataclass
 class Result:
-    ranked: list[Found]  # best first
+    ranked: list[Candidate]  # rehearsed and fitting, best first
     passed_over: Counter  # why -> candidates
     seconds: float
 
@@ -217,7 +200,7 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
         rehearsal = dataclasses.replace(request, config=c).rehearse()
         if predict.fits(rehearsal.peak, cluster):
             speed = predict.speed(rehearsal, c, cluster, request.rank)
-            found.append(Found(c, rehearsal, speed))
+            found.append(Candidate(c, rehearsal, speed))
         else:
             passed_over["are too large when rehearsed"] += 1
     if not found:
@@ -225,7 +208,7 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
             f"nothing fits on {cluster.world_size} x {cluster.device_type}: take more devices, a "
             "smaller model or a shorter --seq_len"
         )
-    return Result(rank(found, cluster), passed_over, time.monotonic() - began)
+    return Result(in_order(found, cluster), passed_over, time.monotonic() - began)
 
 
 def sketch_all(request: Request, free: frozenset[str]) -> tuple[list[Candidate], int]:
@@ -244,7 +227,7 @@ def sketch_all(request: Request, free: frozenset[str]) -> tuple[list[Candidate],
             problem = error
             impossible += 1
             continue
-        possible.append(Candidate(c, speed.tokens_per_second_per_device))
+        possible.append(Candidate(c, sketched, speed))
     if problem and not possible:
         raise problem
     return in_order(possible, request.cluster), impossible
@@ -252,23 +235,17 @@ def sketch_all(request: Request, free: frozenset[str]) -> tuple[list[Candidate],
 
 def in_order(possible: list[Candidate], cluster: Cluster) -> list[Candidate]:
     """Fastest first, and the simplest first of those within TIE of each other."""
-    left = sorted(possible, key=lambda one: -one.sketched)
+
+    def speed(one: Candidate) -> float:
+        return one.speed.tokens_per_second_per_device
+
+    left = sorted(possible, key=speed, reverse=True)
     ordered = []
     while left:
-        tied = [one for one in left if one.sketched >= (1 - TIE) * left[0].sketched]
+        tied = [one for one in left if speed(one) >= (1 - TIE) * speed(left[0])]
         ordered += sorted(tied, key=lambda one: complexity(one.config, cluster))
         left = left[len(tied) :]
     return ordered
-
-
-def rank(found: list[Found], cluster: Cluster) -> list[Found]:
-    """Fastest first; but the simplest of those that are within TIE of the fastest comes first."""
-    ranked = sorted(found, key=lambda one: -one.speed.tokens_per_second_per_device)
-    least = (1 - TIE) * ranked[0].speed.tokens_per_second_per_device
-    tied = [one for one in ranked if one.speed.tokens_per_second_per_device >= least]
-    best = min(tied, key=lambda one: complexity(one.config, cluster))
-    ranked.remove(best)
-    return [best, *ranked]
 
 
 def complexity(c: Config, cluster: Cluster) -> tuple:
@@ -306,21 +283,14 @@ def show(line: str) -> None:
 
 
 def flags_of(c: Config) -> str:
-    """The flags of a candidate."""
-    flags = f"--strategy {c.strategy}"
-    if c.strategy == "hsdp" and c.dp_shard:
-        flags += f" --dp_shard {c.dp_shard}"
-    if c.tp > 1:
-        flags += f" --tp {c.tp}"
-    if c.micro_batch_size:
-        flags += f" --micro_batch_size {c.micro_batch_size}"
-    if c.activation_checkpointing != "none":
-        flags += f" --activation_checkpointing {c.activation_checkpointing}"
-    if not c.reshard_after_forward:
-        flags += " --reshard_after_forward false"
-    if c.grad_sync != "batch":
-        flags += f" --grad_sync {c.grad_sync}"
-    return flags
+    """The flags of a candidate that differ from their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    flags = []
+    for name in SEARCHED:
+        value = getattr(c, name)
+        if value != defaults[name]:
+            flags.append(f"--{name} {str(value).lower()}")
+    return " ".join(flags)
 
 
 def reason(result: Result) -> str:
