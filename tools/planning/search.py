@@ -193,7 +193,9 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
             passed_over["had no time left"] = len(ordered) - number
             break
         c = candidate.config
-        show(f"{number + 1} of {len(ordered)}, {max(0, left):.0f} s left: {flags_of(c)}")
+        if sys.stderr.isatty():  # progress, for whoever watches: not into a file
+            progress = f"{number + 1} of {len(ordered)}, {max(0, left):.0f} s left: {flags_of(c)}"
+            print(progress, file=sys.stderr, flush=True)
         if lay_out(c, cluster, request.vocab_size).memory.total > cluster.device_memory:
             passed_over["are too large by the estimate"] += 1
             continue
@@ -270,12 +272,6 @@ def preference(c: Config, cluster: Cluster) -> float:
     if shards_in_host and cluster.hosts > 1:
         return STRATEGIES.index("fsdp") - 0.5
     return STRATEGIES.index(c.strategy)
-
-
-def show(line: str) -> None:
-    """Progress, for whoever watches: not into a file."""
-    if sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------
