@@ -1,12 +1,13 @@
 """tools/check.py: one line for each check, the whole as JSON, and failures that stop nothing."""
 
-import dataclasses
 import json
+import os
 import tempfile
+from pathlib import Path
 
 import pytest
 
-from tools import check
+from tools import bench, check
 
 
 @pytest.fixture
@@ -45,13 +46,8 @@ def test_the_file_says_what_was_run_where(checked, tmp_path):
 
 @pytest.mark.tries("it takes a multiple of", "it takes a GPU")
 def test_a_check_that_fails_says_why_and_the_others_go_on(checked, monkeypatch, tmp_path):
-    """One check beyond its limit, one in its limits, one whose job fails, two skipped."""
-    fsdp = check.LAYOUTS["fsdp"]
-    layouts = {
-        "hsdp-tp": check.LAYOUTS["hsdp-tp"],
-        "fsdp": fsdp,
-        "broken": dataclasses.replace(fsdp, flags="--strategy hsdp --dp_shard 7"),
-    }
+    """One check beyond its limit, one in its limits, two skipped."""
+    layouts = {name: check.LAYOUTS[name] for name in ("hsdp-tp", "fsdp")}
     monkeypatch.setattr(check, "LAYOUTS", layouts)
     monkeypatch.setattr(check, "TOLERANCE", {"float32": 1e-5})
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
@@ -66,7 +62,6 @@ def test_a_check_that_fails_says_why_and_the_others_go_on(checked, monkeypatch, 
         "devices": "FAIL",
         "parity hsdp-tp": "skip",
         "parity fsdp": "pass",
-        "parity broken": "FAIL",
         "cpu": "skip",
     }
     assert results["devices"]["reason"] == "tf32 1 is not between 0 and 0"
@@ -75,10 +70,33 @@ def test_a_check_that_fails_says_why_and_the_others_go_on(checked, monkeypatch, 
     assert 0 < fsdp["figures"]["float32 grad_norm"] <= 1e-5
     assert 0 < fsdp["figures"]["float32 loss"] <= 1e-5
     assert fsdp["limits"]["float32 loss"] == [0, 1e-5]
-    broken = results["parity broken"]
-    line = "train.py: error: dp_replicate 0 x dp_shard 7 = 0, but 2 processes were started"
-    assert line in broken["reason"] and broken["output"] == str(folder)
-    assert "dp_shard 7" in (folder / "parity broken.failed.txt").read_text()
+    assert results["devices"]["output"] == str(folder)
+
+
+FAILING_RANK = """
+import os, pathlib, sys, time
+waiting = pathlib.Path(__file__).with_name("waiting")
+if os.environ["RANK"] == "0" and os.environ["WORLD_SIZE"] == "2":
+    waiting.write_text(str(os.getpid()))
+    time.sleep(1000)
+if os.environ["RANK"] == "1":
+    while not waiting.exists() or not waiting.read_text():
+        time.sleep(0.01)
+    sys.exit("train.py: error: no room")
+"""
+
+
+def test_a_job_fails_with_its_first_rank_and_leaves_no_other(checked, monkeypatch, tmp_path):
+    script = tmp_path / "failing_rank.py"
+    script.write_text(FAILING_RANK)
+    monkeypatch.setattr(bench, "TRAIN", str(script))
+    monkeypatch.setattr(check, "LAYOUTS", {"ddp": check.LAYOUTS["ddp"]})
+    status, _, found = checked("--ranks 2 parity")
+    failed = by_name(found)["parity ddp"]
+    assert (status, failed["status"], failed["reason"]) == (1, "FAIL", "train.py: error: no room")
+    assert "no room" in (Path(failed["output"]) / "parity ddp.failed.txt").read_text()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "waiting").read_text()), 0)
 
 
 @pytest.mark.parametrize(

@@ -146,9 +146,9 @@ class Lab:
         text = f"--device {self.device} --global_batch_size {4 * self.size} {SMALL} {more}"
         return [f"--data={self.tokens}", f"--out={self.folder / name}", *text.split()]
 
-    def start(self, name: str, size: int, more: str, script: tuple = (bench.TRAIN,)) -> bench.Job:
+    def start(self, name: str, size: int, more: str, script: tuple = ()) -> bench.Job:
         """Start `size` ranks, without torchrun, which cannot be killed together with its ranks."""
-        command = [sys.executable, *script, *self.flags(name, more)]
+        command = [sys.executable, *(script or [bench.TRAIN]), *self.flags(name, more)]
         return bench.Job([command] * size, rank_environments(size), self.folder / name)
 
     def train(self, name: str, size: int, more: str) -> Path:
