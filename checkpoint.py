@@ -165,7 +165,7 @@ def verify(path: Path, part: int | None = 0, parts: int = 1) -> str | None:
     return None
 
 
-def newest_valid(paths: list[Path], verify: Callable) -> tuple[Path | None, list[str]]:
+def last_that_verifies(paths: list[Path], verify: Callable) -> tuple[Path | None, list[str]]:
     """The last of `paths` that verifies, and the problem of each later one, as "PATH: PROBLEM"."""
     passed_over = []
     for path in reversed(paths):
@@ -177,12 +177,12 @@ def newest_valid(paths: list[Path], verify: Callable) -> tuple[Path | None, list
 
 
 def choose_checkpoint(named: Path, program: str) -> Path:
-    """The checkpoint `named`, or the newest of the run `named` that verifies.
+    """The checkpoint `named`, or the latest of the run `named` that verifies.
 
     Says on stderr, as `program`, which newer ones it passed over. Raises PathError and
     CheckpointError.
     """
-    path, passed_over = newest_valid(checkpoints_at(named), verify)
+    path, passed_over = last_that_verifies(checkpoints_at(named), verify)
     if path is None:
         raise CheckpointError(f"no checkpoint to use: {'; '.join(passed_over)}")
     for line in passed_over:
@@ -191,7 +191,7 @@ def choose_checkpoint(named: Path, program: str) -> Path:
 
 
 def latest_valid(run: Path) -> tuple[Path | None, list[str]]:
-    """newest_valid of a run. A collective: the ranks share the reading and all return the same."""
+    """`last_that_verifies` of a run. A collective: the ranks share the reading and all agree."""
     listing = [list_checkpoints(run)]
     dist.broadcast_object_list(listing, src=0)  # hosts may see a shared disk in different states
 
@@ -200,7 +200,7 @@ def latest_valid(run: Path) -> tuple[Path | None, list[str]]:
         dist.all_gather_object(problems, verify(path, dist.get_rank(), dist.get_world_size()))
         return next(filter(None, problems), None)
 
-    return newest_valid(listing[0], verify_together)
+    return last_that_verifies(listing[0], verify_together)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -582,9 +582,9 @@ def consolidate(path: Path, out: Path) -> Iterator[str]:
     can report progress. Raises CheckpointError and PathError.
     """
     check_new(out)
-    newest = checkpoints_at(path)[-1]
-    if newest != path:
-        raise PathError(f"{path} is a run folder: name one of its checkpoints, such as {newest}")
+    latest = checkpoints_at(path)[-1]
+    if latest != path:
+        raise PathError(f"{path} is a run folder: name one of its checkpoints, such as {latest}")
     manifest = read_manifest(path)
     files = manifest["files"]
     if "full.pt" in files:
