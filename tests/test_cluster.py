@@ -84,7 +84,7 @@ def speeds(folder: Path, *options: str) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.slow
-def test_ddp_across_hosts_is_and_is_predicted_faster_with_one_reduction(box):
+def test_ddp_across_hosts_is_faster_with_one_reduction_as_predicted(box):
     found = table(box, "--nproc", "1", "--strategies", "ddp", "--steps", "1", "--predict")
     once, often = found["ddp", "batch"], found["ddp", "micro_batch"]
     assert median(once["tokens/s/device"]) > 1.5 * median(often["tokens/s/device"])

@@ -194,7 +194,7 @@ def test_a_separate_head_is_a_unit_of_its_own():
     assert parts("", "fsdp", (1, 2, 1), vocab_size=1024, tied=False).gathered == gathered
 
 
-def test_a_tp_group_shares_logits_and_what_is_within_attention_and_mlp():
+def test_a_tp_group_shares_logits_and_the_inside_of_a_block():
     whole, half = (parts(f"--tp {tp}", "single", (1, 1, tp)) for tp in (1, 2))
     assert half.logits == whole.logits / 2 == 32 * 64 * (4 + 4 + 2) / 2
     # Every rank has five vectors of each token and block.
@@ -206,7 +206,7 @@ def test_a_tp_group_shares_logits_and_what_is_within_attention_and_mlp():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_estimate_of_activations_is_close_to_what_autograd_keeps_on_a_cpu(dtype):
+def test_activations_are_estimated_close_to_what_autograd_keeps(dtype):
     sizes = {"d_model": 256, "d_ff": 704, "seq_len": 128}
     estimate = parts(f"--dtype {dtype}", "single", (1, 1, 1), device="cpu", **sizes)
     decoder = model.ModelConfig(64, 2, n_head=4, n_kv_head=2, **sizes)
@@ -256,7 +256,7 @@ def test_available_memory_is_what_linux_says_or_all_of_it_elsewhere(tmp_path):
                 assert memory.available_memory() == 2000 * 4096
 
 
-def test_the_memory_of_this_process_is_what_linux_says_or_0_elsewhere():
+def test_the_memory_of_this_process_is_what_linux_says_or_0():
     status = "Name:\tpython\nVmHWM:\t   20 kB\nVmRSS:\t   12 kB\n"
     with mock.patch.object(Path, "read_text", return_value=status):
         assert memory.process_memory() == memory.ProcessMemory(resident=12288, peak=20480)
