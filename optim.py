@@ -7,6 +7,7 @@ schedule one entry in SCHEDULES; config.py has the help texts.
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -131,6 +132,19 @@ def num_shards(parameter: Tensor) -> int:
     return math.prod(size for placement, size in axes if not placement.is_replicate())
 
 
+class Sharding:
+    """How n parameters are distributed, which is what a sum over all ranks has to know."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        device = parameters[0].device
+        shards = [num_shards(parameter) for parameter in parameters]
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.is_sharded = max(shards) > 1
+        # Each element is held by this many ranks: a sum over all ranks counts it that many times.
+        self.replicas = torch.tensor([self.world_size / n for n in shards], device=device)  # (n,)
+        self.numels = torch.tensor([p.numel() for p in parameters], device=device)  # (n,)
+
+
 def adamw_groups(
     parameters: dict[str, nn.Parameter], decays: Callable[[str], bool], weight_decay: float
 ) -> list[dict]:
@@ -165,20 +179,30 @@ def allocate_state(adamw: torch.optim.AdamW) -> None:
 # Statistics
 
 
-def tensor_stats(tensors: list[Tensor]) -> Tensor:
-    """(4, n): sum of squares, sum, max and negated min of this rank's parts of n tensors.
+@dataclass
+class TensorStats:
+    """Statistics of n tensors, each field (n,)."""
 
-    An empty part contributes nothing to a sum, max or min.
-    """
+    square_sum: Tensor
+    sum: Tensor
+    max: Tensor
+    min: Tensor
+
+
+def tensor_stats(tensors: list[Tensor]) -> TensorStats:
+    """Statistics of this rank's parts. An empty part contributes nothing to a sum, max or min."""
     maxima = []
     minima = []
     for tensor in tensors:
         is_empty = tensor.numel() == 0
         maxima.append(tensor.new_full((), -math.inf) if is_empty else tensor.amax())
         minima.append(tensor.new_full((), math.inf) if is_empty else tensor.amin())
-    square_sums = torch.stack(torch._foreach_norm(tensors)).square()
-    sums = torch.stack([tensor.sum() for tensor in tensors])
-    return torch.stack((square_sums, sums, torch.stack(maxima), -torch.stack(minima)))
+    return TensorStats(
+        square_sum=torch.stack(torch._foreach_norm(tensors)).square(),
+        sum=torch.stack([t.sum() for t in tensors]),
+        max=torch.stack(maxima),
+        min=torch.stack(minima),
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -237,18 +261,11 @@ class Optimizer:
         groups = adamw_groups(self.parameters, decays, weight_decay)
         self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         allocate_state(self.adamw)
-
-        tensors = list(self.parameters.values())
-        device = tensors[0].device
-        shards = [num_shards(tensor) for tensor in tensors]
-        self.is_sharded = max(shards) > 1
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        # Each element is held by this many ranks: a sum over all ranks counts it that many times.
-        self.replicas = torch.tensor([self.world_size / n for n in shards], device=device)  # (n,)
-        self.numels = torch.tensor([tensor.numel() for tensor in tensors], device=device)  # (n,)
+        self.sharding = Sharding(list(self.parameters.values()))
 
         # Gradients that exist by now, as views of DDP's buckets, stay where they are.
-        self.keep_gradients = any(tensor.grad is not None for tensor in tensors)
+        self.keep_gradients = any(p.grad is not None for p in self.parameters.values())
+        device = self.sharding.replicas.device
         self.empty_grad = torch.empty(0, device=device)  # of a parameter that has none
         self.norm_average = torch.zeros(len(self.parameters), device=device)  # for clip_adaptive
         # Losses and gradient norms, oldest first; nan: not known yet
@@ -273,8 +290,9 @@ class Optimizer:
             has_grad = parameter.grad is not None
             grads.append(local(parameter.grad) if has_grad else self.empty_grad)
         square_sums = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of this rank's parts
-        if self.is_sharded or (self.skip_spikes and self.world_size > 1):
-            sums = torch.cat((square_sums / self.replicas, loss[None] / self.world_size))
+        world_size = self.sharding.world_size
+        if self.sharding.is_sharded or (self.skip_spikes and world_size > 1):
+            sums = torch.cat((square_sums / self.sharding.replicas, loss[None] / world_size))
             dist.all_reduce(sums)
             square_sums = sums[:-1]  # (n,), of the whole gradients
             loss = sums[-1]  # mean over ranks
@@ -327,7 +345,7 @@ class Optimizer:
         return spike
 
     def parameter_stats(
-        self, grad_stats: Tensor, old_weights: list[Tensor], clipped: Tensor
+        self, grad_stats: TensorStats, old_weights: list[Tensor], clipped: Tensor
     ) -> Tensor:
         """(n, len(COLUMNS)): a row for each whole parameter, the same on all ranks.
 
@@ -342,18 +360,19 @@ class Optimizer:
         update_norms = torch.stack(torch._foreach_norm(updates))
 
         # One collective for the sums, one for the maxima: a minimum is a negated maximum.
-        square_sums, element_sums, largest, negated_smallest = torch.stack(stats, dim=1)  # (4, n)
-        sums = torch.cat((square_sums, element_sums, update_norms.square()[None]))  # (4 + 4 + 1, n)
-        maxima = torch.cat((largest, negated_smallest, clipped.float()[None]))  # (4 + 4 + 1, n)
-        if self.is_sharded:
-            sums /= self.replicas
+        sums = [s.square_sum for s in stats] + [s.sum for s in stats] + [update_norms.square()]
+        maxima = [s.max for s in stats] + [-s.min for s in stats] + [clipped.float()]
+        sums = torch.stack(sums)  # (4 + 4 + 1, n)
+        maxima = torch.stack(maxima)  # (4 + 4 + 1, n)
+        if self.sharding.is_sharded:
+            sums /= self.sharding.replicas
             dist.all_reduce(sums)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
 
         square_sums, element_sums, update_square_sums = sums.split((4, 4, 1))
         largest, negated_smallest, clipped = maxima.split((4, 4, 1))
         norms = square_sums.sqrt()
-        means = element_sums / self.numels
+        means = element_sums / self.sharding.numels
         update_norms = update_square_sums.sqrt()  # (1, n)
         update_ratios = update_norms / norms[1]  # to the norms of the weights
         by_kind = torch.stack((norms, means, largest, -negated_smallest), dim=1)  # (4, 4, n)
