@@ -148,7 +148,10 @@ def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.
 
 
 def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout) -> nn.Module:
-    """Lay the model out on the mesh with its initial weights; return the module to call."""
+    """Lay the model out on the mesh with its initial weights; return the module to call.
+
+    Under ddp one forward and backward pass runs here: see dist.settle_buckets.
+    """
     c = layout.config
     dist.checkpoint_activations(model.blocks, c.activation_checkpointing)
     if c.compile:
@@ -244,7 +247,7 @@ def estimate_memory(layout: Layout) -> Estimate:
     process = kept = 0
     if layout.device_type == "cpu":
         process = PROCESS_BYTES
-        # An empirical rule for glibc 2.36, see `tools.bench memory`: FSDP allocates memory of many
+        # An empirical rule for glibc 2.36, see docs/benchmarks.md: FSDP allocates memory of many
         # sizes with every unit, which leaves as much again in gaps.
         kept = 4 * own + accumulated + buffers if layout.uses_fsdp else buffers // 2
     return Estimate(
