@@ -1,6 +1,7 @@
 """The command: what it prints, logs, refuses and survives."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from conftest import (
     build_run,
     call_train,
     flags,
+    last_checkpoint,
     listen,
     rows,
     torchrun,
@@ -35,6 +37,7 @@ import checkpoint
 import data
 import metrics
 import train
+from runtime import agreement
 from text import tokenizer
 
 
@@ -303,8 +306,15 @@ def test_the_last_save_ends_before_the_time_limit(pool, tokens, tmp_path):
 # Evaluation
 
 
-def evaluate_damaged_data(argv: list[str]) -> tuple[int, str, str]:
-    """train.py, whose validation data cannot be read on rank 1 from the second evaluation on."""
+def evaluate_damaged_data(argv: list[str], stop_after: int | None) -> tuple[int, str, str]:
+    """train.py, whose validation data cannot be read on rank 1 from the second evaluation on.
+
+    It is also told to stop after a step, or never.
+    """
+    steps = itertools.count(1)
+    told = mock.patch.object(
+        agreement.StopRequest, "__call__", lambda *_: next(steps) == stop_after
+    )
     read = data.TokenDataset.__getitem__
     reads = []
 
@@ -315,19 +325,20 @@ def evaluate_damaged_data(argv: list[str]) -> tuple[int, str, str]:
                 raise data.DataError("val.bin is damaged")
         return read(dataset, indices)
 
-    with mock.patch.object(data.TokenDataset, "__getitem__", damaged):
+    with mock.patch.object(data.TokenDataset, "__getitem__", damaged), told:
         return listen(argv)
 
 
-def test_an_evaluation_that_fails_on_one_rank_saves_and_ends_the_run(pool, tokens, tmp_path):
+@pytest.mark.parametrize("stop_after", [None, 8])
+def test_an_evaluation_that_fails_on_one_rank_saves_once(pool, tokens, tmp_path, stop_after):
     out = tmp_path / "run"
     text = f"--data {tokens} --out {out} --strategy fsdp --max_steps 20 --eval_interval 4"
-    answers = pool(2, evaluate_damaged_data, flags(f"{text} --micro_batch_size 2"))
+    answers = pool(2, evaluate_damaged_data, flags(f"{text} --micro_batch_size 2"), stop_after)
     assert [status for status, _, _ in answers] == [2, 2]
     assert answers[0][2] == "train.py: error: val.bin is damaged\n"
     assert [row["step"] for row in rows(out, "val_loss")] == [4]
-    (saved,) = checkpoint.list_checkpoints(out)
-    assert checkpoint.read_manifest(saved)["step"] == 8
+    assert [row["step"] for row in rows(out, "event")] == [8]
+    assert checkpoint.read_manifest(last_checkpoint(out))["step"] == 8
     assert [row["step"] for row in rows(out)] == list(range(1, 9))
 
 
