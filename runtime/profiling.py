@@ -1,6 +1,7 @@
 """Where the time of a step goes: what the host waits for, what is communicated, and a trace."""
 
 import json
+import math
 import sys
 import time
 import warnings
@@ -115,16 +116,14 @@ class CommunicationCounter(TorchDispatchMode):
         """Count an operation that has been run, if it is a collective."""
         namespace, _, name = function._schema.name.partition("::")
         if namespace == "c10d":
-            self.count(self.C10D_KINDS.get(name, name), group_name(args), args, result)
+            kind, group = self.C10D_KINDS.get(name, name), group_name(args)
         elif namespace == "_c10d_functional" and name == "all_reduce":  # of tp
-            self.count(name, args[-1], args, result)
-
-    def count(self, kind: str, group: str | None, args, result) -> None:
-        axis = self.axes.get(group, "world")
-        if axis is None:
+            kind, group = name, args[-1]
+        else:
             return
-        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
-        self.record(kind, axis, max(tensor.nbytes for tensor in tensors))
+        if axis := self.axes.get(group, "world"):
+            tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+            self.record(kind, axis, max(tensor.nbytes for tensor in tensors))
 
     def record(self, kind: str, axis: str, size: int) -> None:
         traffic = self.counts.setdefault((kind, axis), Traffic())
@@ -147,7 +146,7 @@ def group_name(args) -> str | None:
 def union_length(spans: Iterable[tuple[float, float]]) -> float:
     """The length of the union of (start, end) spans."""
     total = 0.0
-    reached = -float("inf")
+    reached = -math.inf
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
@@ -157,26 +156,24 @@ def union_length(spans: Iterable[tuple[float, float]]) -> float:
 def gpu_work(events: Iterable) -> list:
     """Those of the profiler's events, or of their averages, that are work of the GPU.
 
-    That is kernels, copies and fills. The GPU's timeline also has the ranges that the host
-    annotated, "FSDP::all_gather", "Optimizer.step#AdamW.step" or "nccl:all_reduce": each reaches
-    from its first kernel to its last and covers what is idle between them. The time of an operation
-    of the CPU is that of its kernels once more.
+    That is kernels, copies and fills, and not the ranges that the host annotated, such as
+    "FSDP::all_gather" or "nccl:all_reduce", which cover what is idle between their kernels. The
+    time of an operation of the CPU is that of its kernels once more.
     """
     cuda = torch.autograd.DeviceType.CUDA
     return [event for event in events if event.device_type == cuda and not event.is_user_annotation]
 
 
-def gpu_shares(events: Iterable, wall: float) -> tuple[float, float]:
-    """Return the share of the time in which the GPU ran anything, and only communication."""
+def gpu_seconds(events: Iterable) -> tuple[float, float]:
+    """Seconds in which the GPU ran anything, and in which it ran only communication."""
     busy = []
     compute = []
     for event in gpu_work(events):
-        span = (event.time_range.start / 1e6, event.time_range.end / 1e6)  # seconds
+        span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
         busy.append(span)
         if not event.name.startswith("nccl"):  # as in ncclDevKernel_AllGather_RING_LL(...)
             compute.append(span)
-    busy_time = union_length(busy)
-    return busy_time / wall, (busy_time - union_length(compute)) / wall
+    return union_length(busy), union_length(busy) - union_length(compute)
 
 
 def clocks(data_wait: float) -> np.ndarray:
@@ -204,25 +201,21 @@ class Profiler:
         say: Callable[[str], None],
         settle: Callable[[], None],
     ):
-        self.window = window
+        self.start, self.stop = window or (math.inf, math.inf)
         self.path = folder / f"rank_{dist.get_rank()}"
-        self.is_cuda = mesh.device_type == "cuda"
         self.mesh = mesh
+        self.is_cuda = mesh.device_type == "cuda"
         self.say = say
         self.settle = settle
-        self.trace: profile | None = None
-        self.figures: dict = {}
+        self.trace: profile | None = None  # while it runs
+        self.figures: dict = {}  # of the trace, until the next step has been counted
 
     @contextmanager
     def step(self, step: int, data_wait: float) -> Iterator[None]:
         """Around step number `step`; `data_wait` is the seconds waited for data so far."""
-        if self.window is None:
-            yield
-            return
-        start, stop = self.window
-        if step == start + 1:
+        if step == self.start + 1:
             self.attempt(self.begin, data_wait)
-        if self.trace and step == stop + 1:
+        if self.trace and step == self.stop + 1:
             self.attempt(self.end, data_wait)
         if not self.figures:
             yield
@@ -231,14 +224,14 @@ class Profiler:
         with CommunicationCounter(self.mesh) as traffic, syncs:
             yield
         self.attempt(self.finish, syncs.counts, traffic.counts)
-        self.window = self.trace = None
+        self.figures = {}
 
     def attempt(self, part: Callable, *arguments) -> None:
         """Call a part of the profile; give the profile up, and not the run, where it fails."""
         try:
             part(*arguments)
         except Exception as error:
-            self.window = self.trace = None
+            self.trace = None
             self.figures = {}
             print(f"rank {dist.get_rank()}: no profile: {error!r}", file=sys.stderr, flush=True)
 
@@ -261,29 +254,18 @@ class Profiler:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.trace.export_chrome_trace(f"{self.path}.trace.json")
         self.figures = self.summarize(*elapsed.tolist())
-
-    def finish(self, host_syncs: dict[str, int], traffic: dict[tuple[str, str], Traffic]) -> None:
-        self.figures["host_syncs"] = dict(host_syncs)
-        self.figures["communicated"] = []
-        for (kind, axis), total in traffic.items():
-            row = {"kind": kind, "axis": axis, "calls": total.calls, "bytes": total.bytes}
-            self.figures["communicated"].append(row)
-        self.path.with_suffix(".json").write_text(json.dumps(self.figures, indent=2) + "\n")
-        for line in self.report():
-            self.say(line)
+        self.trace = None
 
     def summarize(self, wall: float, thread: float, data_wait: float) -> dict:
         """The figures of the window, from the seconds that `clocks` counted in it."""
-        start, stop = self.window
-        steps = stop - start
+        steps = self.stop - self.start
         rows = self.trace.key_averages()
         if self.is_cuda:
-            busy, exposed = gpu_shares(self.trace.events(), wall)
+            busy, exposed = gpu_seconds(self.trace.events())
             rows = gpu_work(rows)
         else:
             # The thread runs, waits for data or waits for other ranks.
-            busy = thread / wall
-            exposed = max(0.0, 1 - (thread + data_wait) / wall)
+            busy, exposed = thread, max(0.0, wall - thread - data_wait)
         operations = []
         for row in rows:
             microseconds = row.self_device_time_total if self.is_cuda else row.self_cpu_time_total
@@ -291,28 +273,34 @@ class Profiler:
             operations.append({"name": row.key, "calls": row.count / steps, "share": share})
         operations.sort(key=lambda operation: operation["share"], reverse=True)
         return {
-            "steps": [start + 1, stop],
+            "steps": [self.start + 1, self.stop],
             "step_time": wall / steps,
-            "busy": busy,
-            "exposed_communication": exposed,
+            "busy": busy / wall,
+            "exposed_communication": exposed / wall,
             "data_wait": data_wait / wall,
             "operations": operations[:10],
         }
 
-    def report(self) -> Iterator[str]:
+    def finish(self, host_syncs: dict[str, int], traffic: dict[tuple[str, str], Traffic]) -> None:
+        """Write the figures, with those of the step that was counted, and say them."""
+        communicated = []
+        for (kind, axis), total in traffic.items():
+            communicated.append({"kind": kind, "axis": axis, **vars(total)})
+        self.figures |= {"host_syncs": dict(host_syncs), "communicated": communicated}
+        self.path.with_suffix(".json").write_text(json.dumps(self.figures, indent=2) + "\n")
         f = self.figures
-        first, last = f["steps"]
-        yield (
-            f"profile steps {first} to {last}, {f['step_time'] * 1e3:,.1f} ms each, on this rank: "
-            f"{f['busy']:.0%} busy, {f['exposed_communication']:.0%} exposed communication, "
-            f"{f['data_wait']:.0%} waiting for data"
+        self.say(
+            f"profile steps {self.start + 1} to {self.stop}, {f['step_time'] * 1e3:,.1f} ms each, "
+            f"on this rank: {f['busy']:.0%} busy, {f['exposed_communication']:.0%} exposed "
+            f"communication, {f['data_wait']:.0%} waiting for data"
         )
-        syncs = [f"{times} x {place}" for place, times in f["host_syncs"].items()]
-        yield f"        host syncs: {', '.join(syncs) or 'none'}"
-        for row in f["communicated"]:
+        syncs = [f"{times} x {place}" for place, times in host_syncs.items()]
+        lines = [f"host syncs: {', '.join(syncs) or 'none'}"]
+        for row in communicated:
             megabytes = f"{row['bytes'] / 1e6:,.2f} MB a step"
-            yield f"        {row['calls']:.0f} x {row['kind']} over {row['axis']}: {megabytes}"
+            lines.append(f"{row['calls']:.0f} x {row['kind']} over {row['axis']}: {megabytes}")
         for row in f["operations"]:
             # The names of some kernels have hundreds of characters.
-            yield f"        {row['share']:6.1%}  {row['calls']:6.0f} x {row['name']:.60}"
-        yield f"        trace: {self.path}.trace.json"
+            lines.append(f"{row['share']:6.1%}  {row['calls']:6.0f} x {row['name']:.60}")
+        for line in [*lines, f"trace: {self.path}.trace.json"]:
+            self.say(f"        {line}")
