@@ -30,11 +30,6 @@ class Heartbeat(NamedTuple):
     reports: int  # of progress
     place: str  # where the rank was at the last report
 
-    @staticmethod
-    def decode(text: bytes) -> "Heartbeat":
-        count, reports, place = text.decode().split(maxsplit=2)
-        return Heartbeat(int(count), int(reports), place)
-
 
 def out_of_memory_kills() -> int:
     """Processes that the kernel has killed for memory, on this host or in this cgroup (Linux)."""
@@ -84,6 +79,7 @@ class Watchdog:
         self.interval = min(1.0, timeout / 20)  # seconds
         self.dump_folder: Path | None = None
         self.saved_step: int | None = None  # of the checkpoint from which the run can go on
+        self.count = 0  # of heartbeats
         self.reports = 0  # of progress
         self.place = "before the first step"
         self.slow = True
@@ -92,7 +88,7 @@ class Watchdog:
         self.others_are_alive = threading.Event()  # as found after a failed collective
         self.kills_at_start = out_of_memory_kills()
         store.set(f"process {rank}", f"{os.getpid()} {socket.gethostname()}")
-        self.send_heartbeat(0)  # so that nobody waits for the first
+        self.send_heartbeat()  # so that nobody waits for the first
         store.compare_set("verdict", "", "")
 
     def progress(self, step: int, doing: str, slow: bool = False) -> None:
@@ -110,12 +106,12 @@ class Watchdog:
     def __exit__(self, kind, error, traceback) -> None:
         if self.world_size == 1:
             return
-        if error is not None:
-            with contextlib.suppress(RuntimeError):  # the store may be gone
-                self.store.set(f"left {self.rank}", "")  # by an exception, not by a signal
         if error is None:
             dist.barrier()  # so that no rank takes the end of another for a loss
-        elif kind is RuntimeError or isinstance(error, dist.DistError):
+        else:
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self.store.set(f"process {self.rank}", "")  # ended by no signal
+        if kind is RuntimeError or isinstance(error, dist.DistError):
             # Perhaps a collective failed because another rank was lost. Then the thread says so and
             # ends this process.
             self.collective_failed = True
@@ -130,14 +126,10 @@ class Watchdog:
         limit = self.timeout / self.interval - 2 * CONFIRM_INTERVALS
         silent_for = 0  # heartbeats of this rank since the next rank's last one
         stalled_for = 0  # heartbeats since this rank's last report of progress
-        count = 0
         last_heard = None
         last_reports = 0
         while not self.stopped.wait(self.interval):
-            count += 1
-            heard = self.exchange(count)
-            if heard is None:
-                return
+            heard = self.exchange()
             silent_for = silent_for + 1 if heard == last_heard else 0
             stalled_for = stalled_for + 1 if self.reports == last_reports else 0
             last_heard = heard
@@ -146,29 +138,23 @@ class Watchdog:
             patience = SLOW_FACTOR if self.slow else 1
             overdue = max(silent_for, stalled_for / patience) - limit
             if (self.collective_failed or overdue > 0) and self.is_elected(overdue):
-                before = self.read_all()
-                for _ in range(CONFIRM_INTERVALS):
-                    count += 1
-                    if self.stopped.wait(self.interval) or self.exchange(count) is None:
-                        return
-                self.conclude(self.diagnose(before, self.read_all()))
+                self.investigate()
 
-    def send_heartbeat(self, count: int) -> None:
-        self.store.set(f"heartbeat {self.rank}", f"{count} {self.reports} {self.place}")
+    def send_heartbeat(self) -> None:
+        heartbeat = Heartbeat(self.count, self.reports, self.place)
+        self.store.set(f"heartbeat {self.rank}", json.dumps(heartbeat))
+        self.count += 1
 
-    def exchange(self, count: int) -> bytes | None:
-        """Send a heartbeat and return the next rank's, or None if the run is over.
-
-        Aborts if there is a verdict.
-        """
+    def exchange(self) -> bytes:
+        """Send a heartbeat and return the next rank's; abort if there is a verdict."""
         next_rank = (self.rank + 1) % self.world_size
         try:
-            self.send_heartbeat(count)
+            self.send_heartbeat()
             heard, verdict = self.store.multi_get([f"heartbeat {next_rank}", "verdict"])
         except RuntimeError:
             # Without torchrun rank 0 keeps the store, and may have finished a moment before.
             if self.stopped.wait(2 * CONFIRM_INTERVALS * self.interval):
-                return None
+                sys.exit()  # this thread
             self.abort("the store in which the ranks meet is gone: rank 0 or its host was lost")
         if verdict:
             self.abort()  # the rank that found out has printed why
@@ -178,9 +164,23 @@ class Watchdog:
         """Whether this rank investigates: the first to ask does, others if it does not conclude."""
         return self.store.add("looking", 1) == 1 or overdue > 5 * CONFIRM_INTERVALS
 
+    def investigate(self) -> None:
+        """Abort with what the heartbeats of all ranks say; if nothing, others look next time."""
+        before = self.read_all()
+        for _ in range(CONFIRM_INTERVALS):
+            if self.stopped.wait(self.interval):
+                sys.exit()  # this thread
+            self.exchange()
+        if verdict := self.diagnose(before, self.read_all()):
+            is_first = self.store.compare_set("verdict", "", verdict).decode() == verdict
+            self.abort(verdict if is_first else None)
+        self.collective_failed = False
+        self.store.set("looking", "0")
+        self.others_are_alive.set()
+
     def read_all(self) -> list[Heartbeat]:
         texts = self.store.multi_get([f"heartbeat {rank}" for rank in range(self.world_size)])
-        return [Heartbeat.decode(text) for text in texts]
+        return [Heartbeat(*json.loads(text)) for text in texts]
 
     def diagnose(self, before: list[Heartbeat], after: list[Heartbeat]) -> str | None:
         """Say which ranks are to blame, from the heartbeats of all ranks at two times.
@@ -228,20 +228,8 @@ class Watchdog:
 
     def is_gone(self, rank: int) -> bool:
         """Whether a rank of this host has no process any more, and raised no exception."""
-        key = f"process {rank}"
-        if not self.store.check([key]) or self.store.check([f"left {rank}"]):
-            return False
-        pid, host = self.store.get(key).decode().split(maxsplit=1)
+        pid, _, host = self.store.get(f"process {rank}").decode().partition(" ")
         return host == socket.gethostname() and not is_running(int(pid))
-
-    def conclude(self, verdict: str | None) -> None:
-        """Abort with the verdict; without one, let another rank look next time."""
-        if verdict:
-            is_first = self.store.compare_set("verdict", "", verdict).decode() == verdict
-            self.abort(verdict if is_first else None)
-        self.collective_failed = False
-        self.store.set("looking", "0")
-        self.others_are_alive.set()
 
     def abort(self, line: str | None = None) -> None:
         """End this process with status 1, whatever its main thread hangs in.
@@ -253,28 +241,20 @@ class Watchdog:
             nowhere = os.open(os.devnull, os.O_WRONLY)  # not stderr, where the line stands last
             faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=nowhere)
             if line:
-                self.say_why(line)
+                if self.saved_step is not None:
+                    line += f"; the same command continues from step {self.saved_step}"
+                say_error(Path(sys.argv[0]).name, line)
             if self.dump_folder:
-                self.dump_flight_recorder()
+                # Private, since the public way, NCCL's own timeout, would come too late and not at
+                # all for gloo.
+                dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+                self.dump_folder.mkdir(exist_ok=True)
+                (self.dump_folder / f"rank_{self.rank}").write_bytes(dump())
             if self.rank == 0:
                 # It may keep the store, in which the others read the verdict once in an interval.
                 time.sleep(2 * self.interval)
         finally:
             os._exit(1)
-
-    def say_why(self, line: str) -> None:
-        line = f"{Path(sys.argv[0]).name}: error: {line}"
-        if self.saved_step is not None:
-            line += f"; the same command continues from step {self.saved_step}"
-        print(line, file=sys.stderr, flush=True)
-        tell_torchrun(line)
-
-    def dump_flight_recorder(self) -> None:
-        # Private, since the public way, NCCL's own timeout, would come too late and not at all for
-        # gloo.
-        dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
-        self.dump_folder.mkdir(exist_ok=True)
-        (self.dump_folder / f"rank_{self.rank}").write_bytes(dump())
 
 
 def tell_torchrun(line: str) -> None:
@@ -288,6 +268,13 @@ def tell_torchrun(line: str) -> None:
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
 
 
+def say_error(program: str, message: str, where: str = "") -> None:
+    """Print what is wrong in one line, and tell torchrun."""
+    line = f"{program}: error{where}: {message}"
+    print(line, file=sys.stderr, flush=True)
+    tell_torchrun(line)
+
+
 def fail_on_ranks(program: str, message: str, status: int) -> int:
     """Print what is wrong in one line; return the exit status.
 
@@ -297,10 +284,7 @@ def fail_on_ranks(program: str, message: str, status: int) -> int:
     rank = int(os.environ.get("RANK", 0))
     if rank:
         time.sleep(3)
-    on_rank = f" on rank {rank}" if rank else ""
-    line = f"{program}: error{on_rank}: {message}"
-    print(line, file=sys.stderr, flush=True)
-    tell_torchrun(line)
+    say_error(program, message, f" on rank {rank}" if rank else "")
     return status
 
 

@@ -266,11 +266,13 @@ def test_the_slowest_rank_is_named_in_the_log(pool, tokens, tmp_path):
     ],
 )
 def test_who_is_to_blame(after, collective_failed, line):
-    dog = watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60)
+    store = torch.distributed.HashStore()
+    dog, *_ = (watchdog.Watchdog(store, rank, 3, timeout=60) for rank in range(3))
     dog.collective_failed = collective_failed
     looks = []
     for text in ("2 9 a|4 9 a|4 9 b", after):
-        looks.append([watchdog.Heartbeat.decode(beat.encode()) for beat in text.split("|")])
+        beats = [beat.split(" ", 2) for beat in text.split("|")]
+        looks.append([watchdog.Heartbeat(int(n), int(m), place) for n, m, place in beats])
     assert dog.diagnose(*looks) == line
 
 
@@ -285,7 +287,7 @@ class Beats:
     def wait(self, seconds: float) -> bool:
         self.passed += 1
         for dog in self.others:
-            dog.send_heartbeat(self.passed)
+            dog.send_heartbeat()
         return self.passed > self.count
 
 
