@@ -1,5 +1,6 @@
 """The log: rows of metrics.jsonl and optim.jsonl, and lines on the console."""
 
+import functools
 import importlib
 import json
 import math
@@ -13,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -87,22 +87,6 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     return {
         "peak_device_memory": torch.cuda.max_memory_allocated(device) if is_cuda else 0,
         "peak_host_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-    }
-
-
-def rank_times(own_times: list[float], device: torch.device) -> dict[str, float | int | None]:
-    """Step times of the fastest and the slowest rank, from those of all ranks' own work.
-
-    None on GPUs, where it is not known: the host only queues work, and in the queue of every device
-    the kernels of a collective wait for the slowest rank.
-    """
-    if device.type == "cuda":
-        return {"step_time_min": None, "step_time_max": None, "slowest_rank": None}
-    slowest = max(own_times)
-    return {
-        "step_time_min": min(own_times),
-        "step_time_max": slowest,
-        "slowest_rank": own_times.index(slowest),
     }
 
 
@@ -202,8 +186,6 @@ def console_line(row: dict, max_steps: int, is_first: bool) -> str:
 # Optional packages, each with the module to import
 TRACKERS = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
 
-Send = Callable[[int, dict[str, float]], None]  # (step, numbers)
-
 
 class TrackerError(ImportError):
     """A tracker's package that is not installed, or cannot be imported."""
@@ -211,38 +193,47 @@ class TrackerError(ImportError):
     exit_status = 2
 
 
-def import_tracker(name: str) -> ModuleType:
+def check_tracker(name: str) -> None:
+    """Raises TrackerError where the package of a tracker is missing."""
     try:
-        return importlib.import_module(TRACKERS[name])
+        if name != "none":
+            importlib.import_module(TRACKERS[name])
     except Exception as error:  # importing a package can raise anything
         raise TrackerError(f"--tracker {name}: pip install {name} ({error})") from None
 
 
-def check_tracker(name: str) -> None:
-    """Raises TrackerError where the package of a tracker is missing."""
-    if name != "none":
-        import_tracker(name)
+@dataclass(frozen=True)
+class Tracker:
+    """wandb or TensorBoard, which write to a folder in `out`, from the first numbers on."""
 
+    name: str
+    out: Path
+    run_id: str  # with which a run that continues goes on in wandb
+    last_step: int  # from which it continues
+    config: dict
 
-def open_tracker(name: str, out: Path, run_id: str, last_step: int, config: dict) -> Send:
-    """Start wandb or TensorBoard, which write to a folder in `out`; return how to send numbers.
+    @functools.cached_property
+    def send(self) -> Callable[[int, dict[str, float]], None]:
+        """send(step, numbers)"""
+        module = importlib.import_module(TRACKERS[self.name])
+        if self.name == "wandb":
+            run = module.init(
+                project="nanoshard",
+                name=self.out.name,
+                id=self.run_id,
+                resume="allow",
+                dir=self.out,
+                config=self.config,
+            )
+            return lambda step, numbers: run.log(numbers, step=step)
+        writer = module.SummaryWriter(self.out / "tensorboard", purge_step=self.last_step + 1)
 
-    A run that continues after `last_step` gives the same `run_id`, and so goes on in wandb too.
-    """
-    module = import_tracker(name)
-    if name == "wandb":
-        run = module.init(
-            project="nanoshard", name=out.name, id=run_id, resume="allow", dir=out, config=config
-        )
-        return lambda step, numbers: run.log(numbers, step=step)
-    writer = module.SummaryWriter(out / "tensorboard", purge_step=last_step + 1)
+        def send(step: int, numbers: dict[str, float]) -> None:
+            for field, value in numbers.items():
+                writer.add_scalar(field, value, step)
+            writer.flush()  # a kill loses nothing
 
-    def send(step: int, numbers: dict[str, float]) -> None:
-        for field, value in numbers.items():
-            writer.add_scalar(field, value, step)
-        writer.flush()  # a kill loses nothing
-
-    return send
+        return send
 
 
 # --------------------------------------------------------------------------------------------------
@@ -287,7 +278,7 @@ class Log:
     flops_per_token: float
     peak_flops: float | None  # of a device; None: unknown
     max_skipped: int  # updates skipped in a row that end the run; 0: never
-    tracker: Callable[[], Send] | None = None  # opens one, on rank 0
+    tracker: Tracker | None = None
 
     def __post_init__(self):
         self.is_rank0 = dist.get_rank() == 0
@@ -304,9 +295,6 @@ class Log:
             if self.is_rank0 and path.exists():
                 rows = drop_rows_after(path, self.last_step)
                 self.useful_time += useful_time(rows, self.started)
-        self.send: Send | None = None  # to the tracker
-        if self.tracker and self.is_rank0:
-            self.send = self.ask_tracker(self.tracker)
 
     def mark_now(self, step: int) -> Mark:
         # The time of the thread leaves out waiting for other ranks, and for data, which is added.
@@ -381,6 +369,9 @@ class Log:
         ranks = dict(zip(pending.names, pending.values.T.tolist()))  # name -> value of each rank
         steps = pending.ended.step - pending.began.step
         own_times = [seconds / steps for seconds in ranks["own_time"]]
+        # Not known on GPUs: the host only queues work, and in the queue of every device the kernels
+        # of a collective wait for the slowest rank.
+        is_known = self.device.type == "cpu"
         world_size = len(own_times)
         self.skipped_in_a_row = int(max(ranks["skipped_in_a_row"]))
         self.loss = sum(ranks["loss"]) / world_size
@@ -397,7 +388,9 @@ class Log:
             "clipped": int(max(ranks["clipped"])),
             "skipped_steps": int(max(ranks["skipped_steps"])),
             "step_time": self.step_time,
-            **rank_times(own_times, self.device),
+            "step_time_min": min(own_times) if is_known else None,
+            "step_time_max": max(own_times) if is_known else None,
+            "slowest_rank": own_times.index(max(own_times)) if is_known else None,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / world_size,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
@@ -450,17 +443,13 @@ class Log:
     def record(self, row: dict) -> None:
         """Append a row to metrics.jsonl; send its numbers, but those of a save, to the tracker."""
         self.append("metrics.jsonl", [{**row, "time": datetime.now().astimezone().isoformat()}])
-        if self.send and "event" not in row:
+        if self.tracker and self.is_rank0 and "event" not in row:
             numbers = {name: value for name, value in row.items() if value is not None}
-            self.ask_tracker(self.send, numbers.pop("step"), numbers)
-
-    def ask_tracker(self, call: Callable, *arguments):
-        """Call, and return the result. One that fails is switched off, and the run goes on."""
-        try:
-            return call(*arguments)
-        except Exception as error:
-            self.send = None
-            self.say(f"--tracker failed and is off until the next start: {error!r}")
+            try:
+                self.tracker.send(numbers.pop("step"), numbers)
+            except Exception as error:
+                self.tracker = None
+                self.say(f"--tracker failed and is off until the next start: {error!r}")
 
     def say(self, line: str, step: int | None = None) -> None:
         if not self.is_rank0:

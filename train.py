@@ -7,7 +7,6 @@ torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import hashlib
 import itertools
@@ -263,9 +262,7 @@ def build_log(
     tracker = None
     if c.tracker != "none":
         run_id = f"{out.name}-{first_start:%Y%m%d-%H%M%S}"
-        tracker = functools.partial(
-            metrics.open_tracker, c.tracker, out, run_id, plan.resume.step, dataclasses.asdict(c)
-        )
+        tracker = metrics.Tracker(c.tracker, out, run_id, plan.resume.step, dataclasses.asdict(c))
     return metrics.Log(
         out,
         device,
