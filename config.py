@@ -61,8 +61,7 @@ class Config:
     data: str | None = free(
         "basics",
         None,
-        "token folder, written by prepare.py or nanoGPT, or a mixture DIR:SHARE,DIR:SHARE,... "
-        f"(default: {BUILTIN}, prepared on first use from the library of the installed Python)",
+        f"token folder, or a mixture DIR:SHARE,... (default: {BUILTIN}, prepared on first use)",
         metavar="DIR",
     )
     out: str | None = once(
@@ -83,12 +82,8 @@ class Config:
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = free(
         "basics", "auto", "auto: ddp if everything fits on a device, else fsdp, across hosts hsdp"
     )
-    dp_replicate: int | None = free(
-        "mesh", None, "number of replicas (default: the strategy's; hsdp: one per host)", 1
-    )
-    dp_shard: int | None = free(
-        "mesh", None, "ranks that share a replica (default: the strategy's; hsdp: a host's)", 1
-    )
+    dp_replicate: int | None = free("mesh", None, "number of replicas (hsdp: one per host)", 1)
+    dp_shard: int | None = free("mesh", None, "ranks that share a replica (hsdp: a host's)", 1)
     tp: int = free("mesh", 1, "tensor parallelism: ranks that compute one forward together", 1)
     wrap: str = free(
         "mesh", "block", "unit of fsdp: block, block_group:K or none (all)", metavar="UNIT"
@@ -111,26 +106,18 @@ class Config:
     activation_checkpointing: Literal["none", "selective", "full"] = free(
         "memory", "none", "recompute blocks in backward; selective: all but matmuls and attention"
     )
-    loss_chunks: int = free(
-        "memory", 1, "parts in which logits are computed, again in backward: less memory", 1
-    )
+    loss_chunks: int = free("memory", 1, "parts in which logits are computed: less memory", 1)
 
     max_steps: int = free("basics", 600, "optimizer steps of the run", 1)
-    lr: float | None = flag(
-        "basics", None, "peak learning rate (default: 0.5 / d_model, close to GPT-3's table)", 0
-    )
-    min_lr: float = flag(
-        "optimizer", 0.0, "learning rate that the schedule reaches one step after the last", 0
-    )
+    lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", 0)
+    min_lr: float = flag("optimizer", 0.0, "learning rate one step after the last", 0)
     warmup_steps: int | None = flag(
         "optimizer", None, f"steps of linear warm-up from 0 to lr (default: {WARMUP_STEPS})", 0
     )
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
         "optimizer", "cosine", "decay to min_lr; wsd: over the last fifth after warm-up"
     )
-    weight_decay: float = flag(
-        "optimizer", 0.1, "AdamW weight decay; not applied to norms and the embedding", 0
-    )
+    weight_decay: float = flag("optimizer", 0.1, "AdamW weight decay, of matrices only", 0)
     beta1: float = flag("optimizer", 0.9, "AdamW beta1", 0, 1)
     beta2: float = flag("optimizer", 0.95, "AdamW beta2", 0, 1)
     eps: float = flag("optimizer", 1e-8, "AdamW epsilon", 0)
@@ -142,9 +129,7 @@ class Config:
     skip_spikes: float | None = flag(
         "optimizer", None, "skip updates with loss or gradient norm X sigma above the mean", 1e-9
     )
-    max_skipped: int = free(
-        "optimizer", 100, "updates skipped in a row that end the run; 0: never", 0
-    )
+    max_skipped: int = free("optimizer", 100, "updates skipped in a row that end a run; 0: no", 0)
 
     log_interval: int = free("cadence", 10, "steps between log rows", 1)
     tracker: Literal[("none", *metrics.TRACKERS)] = free(
@@ -167,30 +152,21 @@ class Config:
     keep_last: int = free("checkpoints", 2, "number of latest checkpoints to keep; 0: all", 0)
     keep_every: int = free("checkpoints", 0, "also keep those of every N-th step; 0: none", 0)
     checkpoint: Literal["sharded", "full", "none"] = free(
-        "checkpoints",
-        "sharded",
-        "sharded: a part per rank; full: the same, and one file at the end",
+        "checkpoints", "sharded", "sharded: a part per rank; full: the same, in the end one file"
     )
-    async_save: bool = free(
-        "checkpoints", False, "copy to host memory, and write while training goes on"
-    )
+    async_save: bool = free("checkpoints", False, "copy to host memory, write while training")
     resume: str = once(
         "checkpoints",
         "auto",
-        "auto: continue the run in --out; never: require an empty --out; a checkpoint's path: "
-        "continue from there in a new --out",
+        "auto: continue the run in --out; never: --out is empty; PATH: continue it in a new --out",
         metavar="auto|never|PATH",
     )
     init_from: str | None = once(
         "checkpoints", None, "new run with the weights of this checkpoint or run", metavar="PATH"
     )
-    allow_changes: bool = once(
-        "checkpoints", False, "continue a run although flags that change its numbers differ"
-    )
+    allow_changes: bool = once("checkpoints", False, "continue a run although its numbers change")
 
-    dry_run: bool = once(
-        "stops", False, "stop before the first step: all is checked and read, nothing written"
-    )
+    dry_run: bool = once("stops", False, "check and read all up to the first step; write nothing")
     time_limit: float = free(
         "stops", 0.0, "seconds after which the run has saved and stopped; 0: no limit", 0
     )
@@ -206,9 +182,7 @@ class Config:
     num_workers: int | None = free(
         "hardware", None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0
     )
-    peak_tflops: float | None = free(
-        "hardware", None, "dense TFLOP/s of a device, for MFU (default: of its data sheet)", 1e-9
-    )
+    peak_tflops: float | None = free("hardware", None, "dense TFLOP/s of a device, for MFU", 1e-9)
 
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -312,25 +286,18 @@ def boolean(text: str) -> bool:
 def config_flags(parser: cli.Parser, file: str) -> list[str]:
     """Turn a saved config.json into flags, so that one parser checks both. Raises UsageError."""
     try:
-        # Objects become tuples, in which a name that is given twice stands twice.
-        items = json.loads(Path(file).read_text(), object_pairs_hook=tuple)
+        values = json.loads(Path(file).read_text())
     except OSError as error:
         raise UsageError(f"--config {file}: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(f"--config {file} is not JSON: {error}") from None
-    if not isinstance(items, tuple):
+    if not isinstance(values, dict) or "config" in values:
         raise UsageError(
-            f"--config {file} is not a JSON object of flags; give the config.json of a run"
+            f"--config {file} is not a JSON object of flags other than --config: "
+            "give the config.json of a run"
         )
     flags = []
-    known = parser.flags()
-    names = {"config"}  # given on the command line
-    for name, value in items:
-        if name in names:
-            raise UsageError(f"--config {file} gives --{name} a second time: leave one")
-        if isinstance(value, (list, tuple)) and f"--{name}" in known:
-            raise UsageError(f"--config {file}: --{name} takes one value, not an object or a list")
-        names.add(name)
+    for name, value in values.items():
         if value is not None and name != "allow_changes":  # which was for one start
             flags.append(f"--{name}={value}")
     try:
