@@ -3,8 +3,8 @@
 import contextlib
 import ctypes
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -36,25 +36,18 @@ def available_memory() -> int:
     return available
 
 
-@dataclass(frozen=True)
-class ProcessMemory:
-    """Bytes of this process; 0 where the system does not say."""
+class HostMemory(NamedTuple):
+    """Bytes; those of this process are 0 where the system does not say."""
 
-    resident: int  # now
-    peak: int  # so far
+    resident: int  # in this process
+    peak: int  # of it, so far
+    available: int  # on this host
 
 
-def process_memory() -> ProcessMemory:
+def host_memory() -> HostMemory:
     fields = read_fields(Path("/proc/self/status"))
-    return ProcessMemory(
-        resident=1024 * fields.get("VmRSS:", 0), peak=1024 * fields.get("VmHWM:", 0)
-    )
-
-
-def host_memory() -> tuple[int, int, int]:
-    """Bytes resident in this process, at its peak, and available on this host."""
-    process = process_memory()
-    return process.resident, process.peak, available_memory()
+    resident, peak = (1024 * fields.get(name, 0) for name in ("VmRSS:", "VmHWM:"))
+    return HostMemory(resident, peak, available_memory())
 
 
 def read_fields(path: Path) -> dict[str, int]:

@@ -31,7 +31,7 @@ import dist
 import metrics
 from model import SIZES, Transformer
 from runtime import cli
-from runtime.memory import process_memory
+from runtime.memory import host_memory
 from tools.compare import markdown_table
 
 TRAIN = str(Path(__file__).parent.parent / "train.py")
@@ -406,7 +406,7 @@ def save(saver: checkpoint.Saver, state: dict, step: int) -> dict:
     saver.wait()
     row = saver.done()[0]
     dist.on_rank0(lambda: shutil.rmtree(row["path"]))
-    extra_memory = torch.tensor(process_memory().peak - memory_before)
+    extra_memory = torch.tensor(host_memory().peak - memory_before)
     torch.distributed.all_reduce(extra_memory, op=torch.distributed.ReduceOp.MAX)
     return row | {"extra_memory": extra_memory.item()}
 
@@ -415,7 +415,7 @@ def reset_peak() -> int:
     """Reset the peak of this process's memory (Linux); returns the memory in use, in bytes."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # return free memory to the system first
     Path("/proc/self/clear_refs").write_text("5")  # 5: reset VmHWM
-    return process_memory().resident
+    return host_memory().resident
 
 
 def checkpoint_row(name: str, saves: list[dict], size: int, shard: int) -> dict:
