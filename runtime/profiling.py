@@ -143,14 +143,14 @@ def group_name(args) -> str | None:
 # The profile window
 
 
-def union_length(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of (start, end) spans."""
+def covered_seconds(events: Iterable) -> float:
+    """The length of the union of the time ranges of the profiler's events."""
     total = 0.0
     reached = -math.inf
-    for start, end in sorted(spans):
+    for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return total
+    return total / 1e6  # from microseconds
 
 
 def gpu_work(events: Iterable) -> list:
@@ -162,18 +162,6 @@ def gpu_work(events: Iterable) -> list:
     """
     cuda = torch.autograd.DeviceType.CUDA
     return [event for event in events if event.device_type == cuda and not event.is_user_annotation]
-
-
-def gpu_seconds(events: Iterable) -> tuple[float, float]:
-    """Seconds in which the GPU ran anything, and in which it ran only communication."""
-    busy = []
-    compute = []
-    for event in gpu_work(events):
-        span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
-        busy.append(span)
-        if not event.name.startswith("nccl"):  # as in ncclDevKernel_AllGather_RING_LL(...)
-            compute.append(span)
-    return union_length(busy), union_length(busy) - union_length(compute)
 
 
 def clocks(data_wait: float) -> np.ndarray:
@@ -261,7 +249,11 @@ class Profiler:
         steps = self.stop - self.start
         rows = self.trace.key_averages()
         if self.is_cuda:
-            busy, exposed = gpu_seconds(self.trace.events())
+            work = gpu_work(self.trace.events())
+            # Communication is named like ncclDevKernel_AllGather_RING_LL(...).
+            compute = [event for event in work if not event.name.startswith("nccl")]
+            busy = covered_seconds(work)
+            exposed = busy - covered_seconds(compute)
             rows = gpu_work(rows)
         else:
             # The thread runs, waits for data or waits for other ranks.

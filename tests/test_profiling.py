@@ -130,19 +130,6 @@ def test_a_run_continued_inside_the_window_has_nothing_to_report(run):
     assert not (out / "profile").exists()
 
 
-@pytest.mark.parametrize(
-    "spans, length",
-    [
-        ([], 0),
-        ([(0, 2), (1, 3)], 3),
-        ([(5, 6), (0, 1)], 2),
-        ([(0, 9), (1, 2), (3, 4)], 9),
-    ],
-)
-def test_overlapping_spans_count_once(spans, length):
-    assert profiling.union_length(spans) == length
-
-
 # --------------------------------------------------------------------------------------------------
 # The figures of a GPU, from the events that torch's profiler would have returned for one step
 
@@ -160,6 +147,20 @@ def event(device: str, name: str, start: int, end: int, annotation: bool = False
         device_type=getattr(torch.autograd.DeviceType, device),
         is_user_annotation=annotation,
     )
+
+
+@pytest.mark.parametrize(
+    "spans, length",
+    [
+        ([], 0),
+        ([(0, 2), (1, 3)], 3),
+        ([(5, 6), (0, 1)], 2),
+        ([(0, 9), (1, 2), (3, 4)], 9),
+    ],
+)
+def test_overlapping_spans_count_once(spans, length):
+    events = [event("CUDA", "sm90_gemm", start, end) for start, end in spans]
+    assert profiling.covered_seconds(events) == pytest.approx(length / 1e6)
 
 
 class Trace:
