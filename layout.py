@@ -108,19 +108,18 @@ def split_batch(config: Config, dp_size: int) -> tuple[int, int]:
     if config.eval_only:  # which has no global batch
         return size, 1
     per_forward = size * dp_size  # sequences of all ranks
-    if global_batch_size % per_forward:
-        remedy = "change --global_batch_size or --micro_batch_size"
-        fitting = []
-        for count in range(1, 2 * dp_size + 1):
-            if global_batch_size % (micro_batch_size(config, count) * count) == 0:
-                fitting.append(str(count))
-        if fitting:
-            remedy += f", or run on {', '.join(fitting)} data-parallel ranks"
-        raise UsageError(
-            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
-            f"{size} x {dp_size} data-parallel ranks = {per_forward}: {remedy}"
-        )
-    return size, global_batch_size // per_forward
+    if global_batch_size % per_forward == 0:
+        return size, global_batch_size // per_forward
+    fitting = []
+    for count in range(1, 2 * dp_size + 1):
+        if global_batch_size % (micro_batch_size(config, count) * count) == 0:
+            fitting.append(str(count))
+    other_ranks = f", or run on {', '.join(fitting)} data-parallel ranks" if fitting else ""
+    raise UsageError(
+        f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
+        f"{size} x {dp_size} data-parallel ranks = {per_forward}: "
+        f"change --global_batch_size or --micro_batch_size{other_ranks}"
+    )
 
 
 # --------------------------------------------------------------------------------------------------
