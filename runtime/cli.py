@@ -62,12 +62,6 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 
-def print_any_text() -> None:
-    """Let stdout take any text: it prints as \\u1234 what its encoding, such as ASCII, lacks."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def fail(program: str, message: str, status: int) -> int:
     """Print what is wrong in one line; return the exit status."""
     print(f"{program}: error: {message}", file=sys.stderr, flush=True)
@@ -85,7 +79,9 @@ def run(
     and 1 at run time, or it is an OSError, 1. 130 for Ctrl-C, and where the reader of a pipe has
     left. Other exceptions are faults of the program and pass.
     """
-    print_any_text()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # It prints as \u1234 what its encoding, such as ASCII, lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return command() or 0
     except (KeyboardInterrupt, BrokenPipeError):
