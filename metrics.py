@@ -144,16 +144,9 @@ def read_rows(path: Path) -> list[dict]:
 def drop_rows_after(path: Path, step: int) -> list[dict]:
     """Drop the rows after `step`, from which a run continues; return those that are kept."""
     rows = [row for row in read_rows(path) if row["step"] <= step]
-    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+    if path.exists():
+        replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
-
-
-def useful_time(rows: list[dict], started: float) -> float:
-    """Seconds that went into the steps up to the last row: its goodput x the age of the run."""
-    for row in reversed(rows):
-        if "goodput" in row:
-            return row["goodput"] * (datetime.fromisoformat(row["time"]).timestamp() - started)
-    return 0.0
 
 
 def json_line(row: dict) -> bytes:
@@ -291,10 +284,12 @@ class Log:
         self.mark = self.mark_now(self.last_step)
         self.unwritten: dict[str, bytes] = {}
         self.useful_time = 0.0  # seconds of the steps so far, without those that were lost
-        for path in (self.out / "metrics.jsonl", self.out / "optim.jsonl"):
-            if self.is_rank0 and path.exists():
-                rows = drop_rows_after(path, self.last_step)
-                self.useful_time += useful_time(rows, self.started)
+        if self.is_rank0:
+            drop_rows_after(self.out / "optim.jsonl", self.last_step)
+            for row in drop_rows_after(self.out / "metrics.jsonl", self.last_step):
+                if "goodput" in row:  # of the age of the run by then
+                    age = datetime.fromisoformat(row["time"]).timestamp() - self.started
+                    self.useful_time = row["goodput"] * age
 
     def mark_now(self, step: int) -> Mark:
         # The time of the thread leaves out waiting for other ranks, and for data, which is added.
