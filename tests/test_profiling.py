@@ -61,8 +61,11 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
         shares = [figures[name] for name in ("busy", "exposed_communication", "data_wait")]
         assert all(0 <= share <= 1 for share in shares)
         assert sum(shares) == pytest.approx(1, abs=0.1)
-        operations = {row["name"] for row in figures["operations"]}
-        assert len(figures["operations"]) == 10 and "aten::mm" in operations
+        operations = [row["name"] for row in figures["operations"]]
+        assert len(operations) == 10
+        assert {*operations} <= {event["name"] for event in trace["traceEvents"]}
+        shares = [row["share"] for row in figures["operations"]]
+        assert shares == sorted(shares, reverse=True)
         if fault == "sync":
             source = Path(__file__).read_text().splitlines()
             (line,) = [i for i, text in enumerate(source, 1) if text.endswith("# here")]
