@@ -61,7 +61,8 @@ class Config:
     data: str | None = free(
         "basics",
         None,
-        f"token folder, or a mixture DIR:SHARE,... (default: {BUILTIN}, prepared on first use)",
+        "token folder of prepare.py or nanoGPT, or a mixture DIR:SHARE,... "
+        f"(default: {BUILTIN}, prepared on first use)",
         metavar="DIR",
     )
     out: str | None = once(
@@ -106,7 +107,9 @@ class Config:
     activation_checkpointing: Literal["none", "selective", "full"] = free(
         "memory", "none", "recompute blocks in backward; selective: all but matmuls and attention"
     )
-    loss_chunks: int = free("memory", 1, "parts in which logits are computed: less memory", 1)
+    loss_chunks: int = free(
+        "memory", 1, "parts in which logits are computed, twice: less memory", 1
+    )
 
     max_steps: int = free("basics", 600, "optimizer steps of the run", 1)
     lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", 0)
@@ -117,7 +120,9 @@ class Config:
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
         "optimizer", "cosine", "decay to min_lr; wsd: over the last fifth after warm-up"
     )
-    weight_decay: float = flag("optimizer", 0.1, "AdamW weight decay, of matrices only", 0)
+    weight_decay: float = flag(
+        "optimizer", 0.1, "AdamW weight decay; not of norms and the embedding", 0
+    )
     beta1: float = flag("optimizer", 0.9, "AdamW beta1", 0, 1)
     beta2: float = flag("optimizer", 0.95, "AdamW beta2", 0, 1)
     eps: float = flag("optimizer", 1e-8, "AdamW epsilon", 0)
@@ -154,11 +159,14 @@ class Config:
     checkpoint: Literal["sharded", "full", "none"] = free(
         "checkpoints", "sharded", "sharded: a part per rank; full: the same, in the end one file"
     )
-    async_save: bool = free("checkpoints", False, "copy to host memory, write while training")
+    async_save: bool = free(
+        "checkpoints", False, "copy to host memory, write while training goes on"
+    )
     resume: str = once(
         "checkpoints",
         "auto",
-        "auto: continue the run in --out; never: --out is empty; PATH: continue it in a new --out",
+        "auto: continue the run in --out; never: require an empty --out; a checkpoint's path: "
+        "continue from there in a new --out",
         metavar="auto|never|PATH",
     )
     init_from: str | None = once(

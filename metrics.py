@@ -197,7 +197,7 @@ def check_tracker(name: str) -> None:
 
 @dataclass(frozen=True)
 class Tracker:
-    """wandb or TensorBoard, which write to a folder in `out`, from the first numbers on."""
+    """wandb or TensorBoard, which write to a folder in `out`: opened where `send` is first read."""
 
     name: str
     out: Path
@@ -290,6 +290,7 @@ class Log:
                 if "goodput" in row:  # of the age of the run by then
                     age = datetime.fromisoformat(row["time"]).timestamp() - self.started
                     self.useful_time = row["goodput"] * age
+        self.track({})  # here, not in a step: wandb takes seconds
 
     def mark_now(self, step: int) -> Mark:
         # The time of the thread leaves out waiting for other ranks, and for data, which is added.
@@ -438,13 +439,20 @@ class Log:
     def record(self, row: dict) -> None:
         """Append a row to metrics.jsonl; send its numbers, but those of a save, to the tracker."""
         self.append("metrics.jsonl", [{**row, "time": datetime.now().astimezone().isoformat()}])
-        if self.tracker and self.is_rank0 and "event" not in row:
-            numbers = {name: value for name, value in row.items() if value is not None}
-            try:
-                self.tracker.send(numbers.pop("step"), numbers)
-            except Exception as error:
-                self.tracker = None
-                self.say(f"--tracker failed and is off until the next start: {error!r}")
+        if "event" not in row:
+            self.track({name: value for name, value in row.items() if value is not None})
+
+    def track(self, numbers: dict) -> None:
+        """Send the numbers of a row to the tracker; without any, only open it."""
+        if not (self.tracker and self.is_rank0):
+            return
+        try:
+            send = self.tracker.send
+            if numbers:
+                send(numbers.pop("step"), numbers)
+        except Exception as error:
+            self.tracker = None
+            self.say(f"--tracker failed and is off until the next start: {error!r}")
 
     def say(self, line: str, step: int | None = None) -> None:
         if not self.is_rank0:
