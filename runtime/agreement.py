@@ -4,8 +4,8 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -62,14 +62,6 @@ class RankMismatch(ValueError):
     exit_status = 2
 
 
-@dataclass(frozen=True)
-class RankReport:
-    must_match: dict[str, object]
-    weight_sums: dict[tuple, int]  # which part of the weights -> the sum of their bits
-    dp_coordinates: tuple[int, int]  # on dp_replicate and dp_shard
-    first_indices: list[int]
-
-
 def check_ranks_agree(
     mesh: DeviceMesh,
     must_match: dict[str, object],
@@ -83,15 +75,40 @@ def check_ranks_agree(
     `first_indices`, the sequences of their first step, and no other rank may read one of them.
     Raises RankMismatch on every rank.
     """
-    replicate_rank, shard_rank, _ = mesh.get_coordinate()
-    own = RankReport(
-        must_match, sum_weights(weights), (replicate_rank, shard_rank), list(first_indices)
+    *dp_coordinates, _ = mesh.get_coordinate()
+    tp_group = tuple(dp_coordinates)
+    first_indices = list(first_indices)
+    # (kind, name) -> a value that must be the same on every rank that has the key
+    own = {("value", name): value for name, value in must_match.items()}
+    own |= {("weights", part): total for part, total in sum_weights(weights).items()}
+    own["group", tp_group] = first_indices
+    own |= {("reader", index): tp_group for index in first_indices}
+    claims: list = [None] * dist.get_world_size()
+    dist.all_gather_object(claims, own)
+    first_ranks: dict[tuple, int] = {}  # the first rank that has a key
+    for rank, claim in enumerate(claims):
+        for key, value in claim.items():
+            first = first_ranks.setdefault(key, rank)
+            if value != claims[first][key]:
+                raise_mismatch(claims, key, first, rank)
+
+
+def raise_mismatch(claims: list[dict], key: tuple, first: int, rank: int) -> NoReturn:
+    """Say what it means that two ranks have different values of a key."""
+    kind, name = key
+    both = format_ranks([first, rank])
+    if kind == "weights":
+        raise RankMismatch(f"{both} hold the same part of the model, but with different weights")
+    if kind == "group":
+        raise RankMismatch(f"{both} are one tp group, but read different sequences")
+    if kind == "reader":
+        raise RankMismatch(f"{both} both read sequence {name}: each would train on it")
+    value = claims[rank][key]
+    others = [other for other, claim in enumerate(claims) if claim.get(key) == value]
+    raise RankMismatch(
+        f"{name} is {claims[first][key]} on rank {first} and {value} on {format_ranks(others)}: "
+        "start all ranks alike"
     )
-    reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, own)
-    check_values(reports)
-    check_weights(reports)
-    check_indices(reports)
 
 
 def sum_weights(weights: Iterable[Tensor]) -> dict[tuple, int]:
@@ -111,45 +128,3 @@ def shard_coordinates(weight: Tensor) -> tuple:
     mesh = weight.device_mesh
     axes = zip(mesh.mesh_dim_names, mesh.get_coordinate(), weight.placements)
     return tuple((axis, rank) for axis, rank, placement in axes if not placement.is_replicate())
-
-
-def check_values(reports: list[RankReport]) -> None:
-    for name, expected in reports[0].must_match.items():
-        for report in reports:
-            value = report.must_match[name]
-            if value != expected:
-                others = [r for r, other in enumerate(reports) if other.must_match[name] == value]
-                raise RankMismatch(
-                    f"{name} is {expected} on rank 0 and {value} on {format_ranks(others)}: "
-                    "start all ranks alike"
-                )
-
-
-def check_weights(reports: list[RankReport]) -> None:
-    holders: dict[tuple, int] = {}  # the first rank that holds a part
-    for rank, report in enumerate(reports):
-        for part, total in report.weight_sums.items():
-            holder = holders.setdefault(part, rank)
-            if total != reports[holder].weight_sums[part]:
-                raise RankMismatch(
-                    f"{format_ranks([holder, rank])} hold the same part of the model, but with "
-                    "different weights"
-                )
-
-
-def check_indices(reports: list[RankReport]) -> None:
-    leaders: dict[tuple, int] = {}  # the first rank of each tp group
-    readers: dict[int, int] = {}  # the leader that reads a sequence
-    for rank, report in enumerate(reports):
-        leader = leaders.setdefault(report.dp_coordinates, rank)
-        if report.first_indices != reports[leader].first_indices:
-            raise RankMismatch(
-                f"{format_ranks([leader, rank])} are one tp group, but read different sequences"
-            )
-        for index in report.first_indices:
-            reader = readers.setdefault(index, leader)
-            if reader != leader:
-                raise RankMismatch(
-                    f"{format_ranks([reader, rank])} both read sequence {index}: each would train "
-                    "on it"
-                )
