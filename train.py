@@ -50,12 +50,10 @@ from text import tokenizer
 class Plan:
     """What every rank decides, alike, before anything is built."""
 
-    config: Config
     layout: Layout
     token_folders: list[data.TokenFolder]  # more than one: a mixture
     manifest: dict  # goes into every checkpoint
     resume: run_folder.ResumePoint
-    passed_over: list[str]  # newer checkpoints, and what is wrong with them
     started: datetime
     deadline: float  # of --time_limit, by time.monotonic()
 
@@ -65,9 +63,8 @@ class Plan:
         return self.token_folders[0]
 
 
-def make_plan(config: Config, world: dist.World) -> Plan:
+def make_plan(c: Config, world: dist.World) -> Plan:
     """Check that flags, ranks, data and run folder fit together; write only the built-in data."""
-    c = config
     started = datetime.now().astimezone()
     deadline = time.monotonic() + (c.time_limit or math.inf)
     if c.data == BUILTIN:
@@ -77,22 +74,12 @@ def make_plan(config: Config, world: dist.World) -> Plan:
     device_memory = dist.on_rank0(lambda: memory.device_memory(world.device, world.local_size))
     layout = choose_layout(c, world, token_folders[0].vocab_size, device_memory)
     manifest = make_manifest(c, layout, token_folders)
-    passed_over: list[str] = []
     if c.eval_only:
         resume = dist.on_rank0(lambda: run_folder.evaluation_point(c, manifest))
     else:
         latest, passed_over = checkpoint.latest_valid(Path(c.out))
         resume = dist.on_rank0(lambda: run_folder.resume_point(c, manifest, latest, passed_over))
-    return Plan(
-        config=c,
-        layout=layout,
-        token_folders=token_folders,
-        manifest=manifest,
-        resume=resume,
-        passed_over=passed_over,
-        started=started,
-        deadline=deadline,
-    )
+    return Plan(layout, token_folders, manifest, resume, started, deadline)
 
 
 def check_tokenizer(folder: data.TokenFolder) -> None:
@@ -131,31 +118,32 @@ class Run:
     """
 
     plan: Plan
-    config: Config
-    layout: Layout
     world: dist.World
     watchdog: watchdog.Watchdog
     train_data: data.TokenDataset | data.Mixture
     val_data: data.TokenDataset | data.Mixture
-    n_val: int  # sequences of an evaluation
     mesh: dist.DeviceMesh  # dp_replicate x dp_shard x tp
-    dp_rank: int
     model: Transformer
     forward: nn.Module  # what a step calls: the model, or DDP around it
     optimizer: optim.Optimizer | None  # None with --eval_only
     state: dict  # what a checkpoint holds: the live tensors, sharded
-    step: int  # updates so far
     should_stop: agreement.StopRequest | None = None
     saver: checkpoint.Saver | None = None
     log: metrics.Log | None = None
     profiler: profiling.Profiler | None = None
 
+    def __post_init__(self):
+        self.layout = self.plan.layout
+        self.config = self.layout.config
+        self.dp_rank = dist.dp_rank(self.mesh)
+        self.n_val = min(self.config.eval_sequences, len(self.val_data))  # of an evaluation
+        self.step = self.plan.resume.step  # updates so far
+
 
 def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
     """Build the run on all ranks, up to its first step, and check that they agree."""
-    c = plan.config
-    layout = plan.layout
-    seq_len = layout.model_config.seq_len
+    layout, resume = plan.layout, plan.resume
+    c, seq_len = layout.config, layout.model_config.seq_len
     train_data = data.open_dataset(plan.token_folders, "train", seq_len, c.seed)
     val_data = data.open_dataset(plan.token_folders, "val", seq_len, seed=None)
     mesh = dist.make_mesh(world, layout.mesh_shape)
@@ -169,24 +157,11 @@ def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
         optimizer = build_optimizer(model, c)
         state["optimizer"] = optimizer.state()
     memory.trim_freed_memory()  # of whole tensors, of which each rank keeps its shard
-    load_resume_point(plan.resume, state)
-    run = Run(
-        plan=plan,
-        config=c,
-        layout=layout,
-        world=world,
-        watchdog=dog,
-        train_data=train_data,
-        val_data=val_data,
-        n_val=min(c.eval_sequences, len(val_data)),
-        mesh=mesh,
-        dp_rank=dist.dp_rank(mesh),
-        model=model,
-        forward=forward,
-        optimizer=optimizer,
-        state=state,
-        step=plan.resume.step,
-    )
+    if resume.checkpoint:
+        checkpoint.load_state(resume.checkpoint, state)
+    elif resume.init_from:
+        checkpoint.load_state(resume.init_from, {"model": state["model"]})
+    run = Run(plan, world, dog, train_data, val_data, mesh, model, forward, optimizer, state)
     check_agreement(run)
     if not (c.dry_run or c.eval_only):
         open_run_folder(run)
@@ -218,16 +193,11 @@ def open_run_folder(run: Run) -> None:
     )
     run.watchdog.dump_folder = out / "flight"
     run.should_stop = agreement.StopRequest(world.timeout)  # handles signals from here on
+    extra_files = plan.token_folder.tokenizer_file
     run.saver = checkpoint.Saver(
-        out,
-        async_save=c.async_save,
-        keep_last=c.keep_last,
-        keep_every=c.keep_every,
-        timeout=world.timeout,
-        extra_files=plan.token_folder.tokenizer_file,
-        host_memory=memory.host_memory,
+        out, c.async_save, c.keep_last, c.keep_every, world.timeout, extra_files, memory.host_memory
     )
-    run.log = build_log(plan, run.model, world.device, first_start)
+    run.log = build_log(run, first_start)
 
     def settle() -> None:
         """Wait for the collectives beside a step, whose own have ended by then."""
@@ -254,35 +224,25 @@ def build_optimizer(model: Transformer, c: Config) -> optim.Optimizer:
     )
 
 
-def build_log(
-    plan: Plan, model: Transformer, device: torch.device, first_start: datetime
-) -> metrics.Log:
-    c = plan.config
+def build_log(run: Run, first_start: datetime) -> metrics.Log:
+    c, layout, device = run.config, run.layout, run.world.device
     out = Path(c.out)
     tracker = None
     if c.tracker != "none":
         run_id = f"{out.name}-{first_start:%Y%m%d-%H%M%S}"
-        tracker = metrics.Tracker(c.tracker, out, run_id, plan.resume.step, dataclasses.asdict(c))
+        tracker = metrics.Tracker(c.tracker, out, run_id, run.step, dataclasses.asdict(c))
     return metrics.Log(
         out,
         device,
-        last_step=plan.resume.step,
+        last_step=run.step,
         started=first_start.timestamp(),
         max_steps=c.max_steps,
-        tokens_per_step=plan.layout.tokens_per_step,
-        flops_per_token=model.flops_per_token(plan.layout.model_config.seq_len),
-        peak_flops=metrics.peak_flops(device, plan.layout.dtype, c.peak_tflops),
+        tokens_per_step=layout.tokens_per_step,
+        flops_per_token=run.model.flops_per_token(layout.model_config.seq_len),
+        peak_flops=metrics.peak_flops(device, layout.dtype, c.peak_tflops),
         max_skipped=c.max_skipped,
         tracker=tracker,
     )
-
-
-def load_resume_point(resume: run_folder.ResumePoint, state: dict) -> None:
-    """Fill the live tensors with what the run begins from."""
-    if resume.checkpoint:
-        checkpoint.load_state(resume.checkpoint, state)
-    elif resume.init_from:
-        checkpoint.load_state(resume.init_from, {"model": state["model"]})
 
 
 def source_hash() -> str:
@@ -379,14 +339,11 @@ class Due:
 def due_at(step: int, c: Config, is_first: bool) -> Due:
     """What is due at `step`, which may be the first one of this start."""
     is_last = step == c.max_steps
+    measure = is_due(step, c.optim_metrics_interval)
     evaluate = is_last or is_due(step, c.eval_interval)
     save = is_last or is_due(step, c.save_interval)
-    return Due(
-        measure=is_due(step, c.optim_metrics_interval),
-        evaluate=evaluate,
-        save=save,
-        log=evaluate or save or is_first or is_due(step, c.log_interval),
-    )
+    log = evaluate or save or is_first or is_due(step, c.log_interval)
+    return Due(measure, evaluate, save, log)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -398,12 +355,11 @@ def save(run: Run, step: int) -> None:
     if run.config.checkpoint == "none":
         return
     run.watchdog.progress(step, "saving", slow=True)
-    if not is_finite(run):
+    if is_finite(run):
+        tokens = step * run.layout.tokens_per_step
+        run.saver.save(run.state, {"step": step, "tokens": tokens, **run.plan.manifest})
+    else:
         run.saver.refuse(step, "the loss or a weight is not finite")
-        log_saves(run)
-        return
-    tokens = step * run.layout.tokens_per_step
-    run.saver.save(run.state, {"step": step, "tokens": tokens, **run.plan.manifest})
     log_saves(run)
 
 
@@ -670,7 +626,7 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
     run = build(plan, world, dog)
     lines = [
         *report.describe_start(config, run.layout, world, run.model, run.train_data.parts),
-        *report.describe_beginning(config, plan.resume, plan.passed_over),
+        *report.describe_beginning(config, plan.resume),
     ]
     if config.dry_run:
         lines.append("--dry_run: all is ready for the first step; nothing was written")

@@ -62,9 +62,9 @@ def describe_start(
     yield f"memory  a rank at its peak: {layout.memory}"
 
 
-def describe_beginning(c: Config, resume: ResumePoint, passed_over: list[str]) -> Iterator[str]:
+def describe_beginning(c: Config, resume: ResumePoint) -> Iterator[str]:
     """The lines on where the run begins, and on checkpoints and flags that are not as before."""
-    for problem in passed_over:
+    for problem in resume.passed_over:
         yield f"        passed over {problem}"
     beginning = ""
     if resume.checkpoint:

@@ -106,6 +106,7 @@ class ResumePoint:
     checkpoint: Path | None
     init_from: Path | None = None  # a new run takes its weights from there
     changes: list[str] = field(default_factory=list)  # flags that differ, as "--NAME OLD -> NEW"
+    passed_over: list[str] = field(default_factory=list)  # newer checkpoints, with their problems
 
 
 def resume_key(path: Path, manifest: dict) -> dict:
@@ -162,7 +163,8 @@ def resume_point(
             f"{resume_from} is at step {step}, and --max_steps {config.max_steps} leaves nothing "
             "to train: raise --max_steps or choose another --out"
         )
-    return ResumePoint(step, resume_from, changes=check_changes(saved, manifest, step))
+    changes = check_changes(saved, manifest, step)
+    return ResumePoint(step, resume_from, changes=changes, passed_over=passed_over)
 
 
 def to_evaluate(config: Config) -> Config:

@@ -82,7 +82,7 @@ def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
     if run.world.rank < 3:
         return real, None
     dist.stop()
-    config, vocab_size = run.plan.config, run.plan.token_folder.vocab_size
+    config, vocab_size = run.config, run.plan.token_folder.vocab_size
     return real, rehearse(config, 3, 4, 4, vocab_size, "cpu", device_memory=10**9)
 
 

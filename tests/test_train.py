@@ -570,7 +570,7 @@ def rows_of_a_slow_device(argv: list[str]) -> list[int]:
         run = build_run(argv)
         run.log.device = torch.device("meta")  # anything but a CPU, whose rows arrive at once
         row = train_step(run, train.micro_batches(run, 1, 1), 1)
-        file = Path(run.plan.config.out) / "metrics.jsonl"
+        file = Path(run.config.out) / "metrics.jsonl"
 
         def count() -> int:
             return len(file.read_text().splitlines()) if file.exists() else 0
