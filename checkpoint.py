@@ -100,13 +100,22 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of the checkpoint `path`.
+    """The manifest of the checkpoint `path`, whose fields that this file reads are valid.
 
     Raises CheckpointError if it is missing or damaged, and PathError if its format is another.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        check_manifest(manifest)
+        if not manifest["files"]:
+            raise ValueError("it names no file")
+        numbers = [manifest["step"], manifest.get("tokens", 0)]
+        for name, file in manifest["files"].items():
+            if Path(name).name != name:
+                raise ValueError(f"it names the file {name}, outside the checkpoint")
+            numbers.append(file["bytes"])
+        for number in numbers:
+            if not isinstance(number, int) or number < 0:
+                raise ValueError(f"{number!r} must be an integer of at least 0")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: its manifest.json is damaged: {error!r}"
@@ -117,19 +126,6 @@ def read_manifest(path: Path) -> dict:
             "version of nanoshard that wrote it"
         )
     return manifest
-
-
-def check_manifest(manifest: dict) -> None:
-    """Raise an error unless the fields that this file reads are valid."""
-    for name in manifest["files"]:
-        if Path(name).name != name:
-            raise ValueError(f"it names the file {name}, outside the checkpoint")
-    sizes = [file["bytes"] for file in manifest["files"].values()]
-    if not sizes:
-        raise ValueError("it names no file")
-    for number in (manifest["step"], manifest.get("tokens", 0), *sizes):
-        if not isinstance(number, int) or number < 0:
-            raise ValueError(f"{number!r} must be an integer of at least 0")
 
 
 def total_bytes(manifest: dict) -> int:
@@ -145,8 +141,8 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def verify(path: Path, part: int | None = 0, parts: int = 1) -> str | None:
-    """Compare a checkpoint with its manifest; return the first problem found, or None.
+def compare(path: Path, part: int | None = 0, parts: int = 1) -> Iterator[str | None]:
+    """Compare a checkpoint with its manifest: yields the problem of each file, or None.
 
     All sizes are compared, and the checksums of every `parts`-th file from `part` on, so that
     `parts` ranks can share the reading; of none where `part` is None.
@@ -155,14 +151,20 @@ def verify(path: Path, part: int | None = 0, parts: int = 1) -> str | None:
         for index, (name, expected) in enumerate(sorted(read_manifest(path)["files"].items())):
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
-                return f"{name} has {size:,} bytes, not {expected['bytes']:,}"
-            if index % parts == part and checksum(path / name) != expected.get("crc32"):
-                return f"{name} has changed since it was written: its checksum differs"
+                yield f"{name} has {size:,} bytes, not {expected['bytes']:,}"
+            elif index % parts == part and checksum(path / name) != expected.get("crc32"):
+                yield f"{name} has changed since it was written: its checksum differs"
+            else:
+                yield None
     except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
+        yield f"{Path(error.filename).name} is missing"
     except (CheckpointError, OSError) as error:
-        return str(error)
-    return None
+        yield str(error)
+
+
+def verify(path: Path, part: int | None = 0, parts: int = 1) -> str | None:
+    """The first problem that `compare` finds, or None."""
+    return next(filter(None, compare(path, part, parts)), None)
 
 
 def last_that_verifies(paths: list[Path], verify: Callable) -> tuple[Path | None, list[str]]:
@@ -249,12 +251,17 @@ def sync_and_checksum(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "crc32": crc32}
 
 
+def write_manifest(folder: Path, manifest: dict) -> None:
+    """Write the last file of a checkpoint, and see it on disk with the others' names."""
+    with open(folder / "manifest.json", "w") as file:
+        json.dump({"format": FORMAT, **manifest}, file, indent=2)
+    sync(folder / "manifest.json")
+    sync(folder)
+
+
 def complete(work: Path, path: Path, manifest: dict) -> None:
     """Turn the temporary directory `work` into the checkpoint `path`, which must not exist."""
-    with open(work / "manifest.json", "w") as file:
-        json.dump({"format": FORMAT, **manifest}, file, indent=2)
-    sync(work / "manifest.json")
-    sync(work)
+    write_manifest(work, manifest)
     os.rename(work, path)
     sync(path.parent)
 
@@ -322,7 +329,11 @@ class Writer(dcp.FileSystemWriter):
         for files_of_rank in files_of_ranks:
             files |= files_of_rank
         manifest = self.manifest | {"files": files, "torch": torch.__version__}
-        self.saver.put_in_place(self.path, self.final_path, manifest)
+        final = self.final_path
+        if final.exists():  # it did not verify, or the run would have continued from it
+            os.rename(final, final.with_name(f".{final.name}.damaged.tmp"))
+        complete(self.path, final, manifest)
+        self.saver.remove_old(final)
         # Not in the file: dcp.save returns `metadata` on all ranks.
         metadata.row = {
             "bytes": total_bytes(manifest),
@@ -439,15 +450,9 @@ class Saver:
         for leftover in self.run.glob("checkpoints/.*step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def put_in_place(self, work: Path, path: Path, manifest: dict) -> None:
-        """Complete the checkpoint; remove a damaged one of its name and those now too old."""
-        if path.exists():  # it did not verify, or the run would have continued from it
-            os.rename(path, path.with_name(f".{path.name}.damaged.tmp"))
-        complete(work, path, manifest)
-        if self.keep_last:
-            self.remove_old(path)
-
     def remove_old(self, latest: Path) -> None:
+        if not self.keep_last:
+            return
         # The list comes from the disk, not from memory: a continued run knows its predecessor's.
         # Checkpoints later than `latest` did not verify and do not count.
         saved = [path for path in list_checkpoints(self.run) if path.name <= latest.name]
@@ -577,62 +582,54 @@ LATE_FILES_SECONDS = 90  # a host may see the files of others late: NFS may cach
 def consolidate(path: Path, out: Path) -> Iterator[str]:
     """Write the sharded checkpoint `path` as the checkpoint `out` in the full format.
 
-    In one process, which holds one tensor at a time. `out` appears complete or not at all. Yields
-    after each file that it has verified and each tensor that it has written, so that the caller
-    can report progress. Raises CheckpointError and PathError.
+    In one process, which holds one tensor at a time. A new `out` appears complete or not at all.
+    Where `out` is `path`, full.pt is added to it, then the manifest replaced, and the shards are
+    left: `path` verifies at any time. Yields after each file that it has verified and each tensor
+    that it has written, so that the caller can report progress. Raises CheckpointError.
     """
-    check_new(out)
-    latest = checkpoints_at(path)[-1]
-    if latest != path:
-        raise PathError(f"{path} is a run folder: name one of its checkpoints, such as {latest}")
-    manifest = read_manifest(path)
-    files = manifest["files"]
-    if "full.pt" in files:
-        raise PathError(f"{path} is already in the full format: its tensors are in full.pt")
-    for part, name in enumerate(files):
-        if problem := verify(path, part, len(files)):
+    for problem in compare(path):
+        if problem:
             raise CheckpointError(f"{path}: {problem}")
-        yield name
-    check_new(out, total_bytes(manifest))  # headers included, which take less in one file
+        yield "verified"
+    manifest = read_manifest(path)
     reader = Reader(path)
     with reading(path / ".metadata"):
         state = empty_state(reader.metadata)
-    with new_folder(out) as work:
-        full = {}
-        for name, entry in files.items():
-            if not is_shard(name):
-                shutil.copyfile(path / name, work / name)
-                sync(work / name)
-                full[name] = entry
+    # Headers included, which take less in one file
+    with new_folder(out, total_bytes(manifest)) as work:
         for crc32 in write_full(state, work / "full.pt", reader.read_tensor):
             yield crc32
         sync(work / "full.pt")
-        full["full.pt"] = {"bytes": (work / "full.pt").stat().st_size, "crc32": crc32}
-        complete(work, out, manifest | {"files": full, "torch": torch.__version__})
+        kept = {name: file for name, file in manifest["files"].items() if not is_shard(name)}
+        full = {"bytes": (work / "full.pt").stat().st_size, "crc32": crc32}
+        manifest |= {"files": {**kept, "full.pt": full}, "torch": torch.__version__}
+        if out != path:
+            for name in kept:
+                shutil.copyfile(path / name, work / name)
+                sync(work / name)
+            complete(work, out, manifest)
+            return
+        write_manifest(work, manifest)
+        for name in ("full.pt", "manifest.json"):
+            os.replace(work / name, path / name)
+            sync(path)
 
 
 def replace_shards(path: Path) -> Iterator[str]:
     """Replace the shards of the checkpoint `path` by full.pt; yields as `consolidate` does.
 
-    Nothing is left to do where `path` is in the full format, or does not exist. `path` verifies at
-    any time: full.pt is written elsewhere, synced and moved here, then its manifest replaces the
-    old one, then the shards go. Called again, it completes what a killed process has left.
-    Raises CheckpointError.
+    Nothing is left to do where `path` is in the full format, or does not exist. Called again, it
+    completes what a killed process has left. Raises CheckpointError.
     """
     if not path.exists():
         return
-    work = path.with_name(f".{path.name}.full.tmp")
     try:
         if "full.pt" not in read_manifest(path)["files"]:
             deadline = time.monotonic() + LATE_FILES_SECONDS
             while verify(path, part=None) and time.monotonic() < deadline:
                 time.sleep(1)
-            shutil.rmtree(work, ignore_errors=True)
-            yield from consolidate(path, work)
-            for name in ("full.pt", "manifest.json"):
-                os.replace(work / name, path / name)
-                sync(path)
-        shutil.rmtree(work, ignore_errors=True)
+            yield from consolidate(path, path)
+        shutil.rmtree(path.with_name(f".{path.name}.tmp"), ignore_errors=True)
         for file in path.iterdir():
             if is_shard(file.name):
                 file.unlink()
@@ -669,29 +666,28 @@ def write_full(state: dict, file: Path, read: Callable[[str], Tensor]) -> Iterat
     yield f"{crc:08x}"
 
 
-def check_new(out: Path, size: int = 0) -> None:
-    """Raise PathError unless the folder `out` can be created.
-
-    Raises CheckpointError where its disk has no room for `size` bytes.
-    """
+def check_new(out: Path) -> None:
+    """Raise PathError unless the folder `out` can be created."""
     if out.exists():
         raise PathError(f"{out} exists: remove it or choose another name")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise PathError(f"{out} cannot be created: {folder} is a file")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, size: int) -> Iterator[Path]:
+    """Yield a temporary folder beside `out`, for the block to fill with `size` bytes and rename.
+
+    Nothing is left of it where the block fails. Raises CheckpointError, at once where its disk has
+    no room.
+    """
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(folder).free
     if size > free:
         raise CheckpointError(
             f"{out} needs {size / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB free"
         )
-
-
-@contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `out`, for the block to fill and rename.
-
-    Nothing is left of it where the block fails. Raises CheckpointError.
-    """
     work = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(work, ignore_errors=True)  # of a process that was killed

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from checkpoint import (
     CheckpointError,
+    PathError,
+    check_new,
     checkpoints_at,
     consolidate,
     read_manifest,
@@ -60,6 +62,20 @@ def report(path: Path, line: Callable[[Path], str]) -> None:
         raise CheckpointError(f"{path}: {damaged} of {len(paths)} checkpoints damaged")
 
 
+def write_one_file(path: Path, out: Path) -> None:
+    """Consolidate a checkpoint as the new one `out`. Raises CheckpointError and PathError."""
+    check_new(out)
+    latest = checkpoints_at(path)[-1]
+    if latest != path:
+        raise PathError(f"{path} is a run folder: name one of its checkpoints, such as {latest}")
+    if "full.pt" in read_manifest(path)["files"]:
+        raise PathError(f"{path} is already in the full format: its tensors are in full.pt")
+    for _ in consolidate(path, out):
+        pass
+    size = total_bytes(read_manifest(out))
+    print(f"{out}: one file, {size / 1e6:,.1f} MB")
+
+
 def build_parser() -> cli.Parser:
     parser = cli.Parser(
         prog="tools.checkpoint",
@@ -88,10 +104,7 @@ def run(argv: list[str]) -> None:
     elif args.command == "verify":
         report(args.path, verify_checkpoint)
     else:
-        for _ in consolidate(args.path, args.out):
-            pass
-        size = total_bytes(read_manifest(args.out))
-        print(f"{args.out}: one file, {size / 1e6:,.1f} MB")
+        write_one_file(args.path, args.out)
 
 
 def main(argv: list[str]) -> int:

@@ -94,10 +94,9 @@ def export_model(source: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Non
     trained = describe(path)
     shapes = parameter_shapes(trained.config)
     size = sum(4 * shape.numel() for shape in shapes.values())
-    checkpoint.check_new(out, size)
     encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
     config = to_hf(trained.config, encoding)
-    with checkpoint.new_folder(out) as work:
+    with checkpoint.new_folder(out, size) as work:
         write_json(work / "config.json", config)
         write_json(work / "generation_config.json", generation_config(trained, encoding))
         if encoding:
@@ -252,8 +251,7 @@ def import_model(source: Path, out: Path) -> None:
     shapes = parameter_shapes(config)
     found = find_weights(safetensors, files, shapes)
     size = sum(4 * shape.numel() for shape in shapes.values())
-    checkpoint.check_new(out, size)
-    with checkpoint.new_folder(out) as work:
+    with checkpoint.new_folder(out, size) as work:
         copy_weights(safetensors, found, shapes, work / "full.pt")
         encoding = import_tokenizer(source, work, config.vocab_size)
         manifest = {
