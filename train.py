@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -127,6 +127,7 @@ class Run:
     forward: nn.Module  # what a step calls: the model, or DDP around it
     optimizer: optim.Optimizer | None  # None with --eval_only
     state: dict  # what a checkpoint holds: the live tensors, sharded
+    val_batches: list[tuple[int, Tensor]] = field(default_factory=list)
     should_stop: agreement.StopRequest | None = None
     saver: checkpoint.Saver | None = None
     log: metrics.Log | None = None
@@ -163,6 +164,8 @@ def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
         checkpoint.load_state(resume.init_from, {"model": state["model"]})
     run = Run(plan, world, dog, train_data, val_data, mesh, model, forward, optimizer, state)
     check_agreement(run)
+    # Read only once, so that a damaged file ends the run before its first step
+    run.val_batches = dist.raise_on_all_ranks(lambda: read_validation_set(run))
     if not (c.dry_run or c.eval_only):
         open_run_folder(run)
     return run
@@ -415,13 +418,7 @@ def evaluate_and_save(run: Run, step: int, due: Due, stop: bool) -> None:
         if stop:  # first, since torchrun kills the ranks 30 s after a signal
             save(run, step)
         if due.evaluate:
-            try:
-                run.log.evaluation(step, validation_loss(run))
-            except data.DataError:  # it ends the run, but what was trained is not lost
-                if not stop:
-                    save(run, step)
-                finish_saves(run)
-                raise
+            run.log.evaluation(step, validation_loss(run))
         # After the evaluation: a kill between the two repeats both, and loses no row.
         if due.save and not stop:
             save(run, step)
@@ -433,23 +430,22 @@ def indices_of_evaluation(run: Run) -> list[list[int]]:
     return list(data.val_indices(run.n_val, len(run.val_data), batch_size, run.dp_rank, dp_size))
 
 
+def read_validation_set(run: Run) -> list[tuple[int, Tensor]]:
+    """The number of sequences and the tokens (B, T + 1) of each of this rank's batches."""
+    return [(len(indices), run.val_data[indices or [0]]) for indices in indices_of_evaluation(run)]
+
+
 @torch.no_grad()
 def validation_loss(run: Run) -> float:
-    """The mean loss over the fixed validation set; every rank takes part in every forward.
+    """The mean loss over the fixed validation set, in nats per token.
 
-    In nats per token. Raises DataError, on all ranks, where one cannot read its part.
+    Every rank takes part in every forward: one that has no sequences left has a batch of weight 0.
     """
-    index_lists = indices_of_evaluation(run)
-    # Read all batches first, so that a read error on one rank cannot leave the others hanging in a
-    # collective. A rank that has no sequences left runs sequence 0 with weight 0.
-    batches = dist.raise_on_all_ranks(
-        lambda: [run.val_data[indices or [0]] for indices in index_lists]
-    )
     total = torch.zeros((), device=run.world.device)
     run.watchdog.progress(run.step, "evaluating", slow=True)  # the first forward may compile
-    for indices, tokens in zip(index_lists, batches):
+    for weight, tokens in run.val_batches:
         tokens = tokens.to(run.world.device)
-        total += run.forward(tokens[:, :-1], tokens[:, 1:]) * len(indices)
+        total += run.forward(tokens[:, :-1], tokens[:, 1:]) * weight
         run.watchdog.progress(run.step, "evaluating")
     total = total.double()
     torch.distributed.all_reduce(total)
