@@ -91,10 +91,10 @@ def switches(argv: list[str], fails: bool) -> tuple[int, str, list]:
             return works[-1]
         return all_reduce(*args, **options)
 
-    def slow(saver, pending):
+    def slow(saver, *save):
         saves.append("a save")
         threading.Event().wait(0.2)
-        finish(saver, pending)
+        finish(saver, *save)
         saves.pop()
 
     class Switch(torch.profiler.profile):
