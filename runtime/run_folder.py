@@ -42,21 +42,20 @@ def hold_lock(out: Path, patience: float = 0.0) -> Iterator[None]:
     """
     path = out / "lock"
     deadline = time.monotonic() + patience
-    descriptor = None
-    while descriptor is None:
+    while True:
         try:
             new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
             out.mkdir(parents=True, exist_ok=True)
-            descriptor = try_lock(path)
+            if (descriptor := try_lock(path)) is not None:
+                break
         except OSError as error:
             raise UsageError(f"--out {out}: {error.strerror}; choose another --out") from None
-        if descriptor is None and time.monotonic() >= deadline:
+        if time.monotonic() >= deadline:
             raise UsageError(
-                f"--out {out} is in use by {holder(path)}: "
+                f"--out {out} is in use by {path.read_text() or 'another run'}: "
                 "wait until it ends or choose another --out"
             )
-        if descriptor is None:
-            time.sleep(1)
+        time.sleep(1)
     started = datetime.now().astimezone().isoformat(" ", "seconds")
     name = f"host {socket.gethostname()}, process {os.getpid()}, since {started}"
     with contextlib.suppress(OSError):  # a full disk: another run is told no name
@@ -70,13 +69,6 @@ def hold_lock(out: Path, patience: float = 0.0) -> Iterator[None]:
         with contextlib.suppress(OSError):  # not empty
             for folder in new_folders:  # innermost first
                 folder.rmdir()
-
-
-def holder(path: Path) -> str:
-    """Who holds a lock, by its file, which may be gone by now."""
-    with contextlib.suppress(OSError):
-        return path.read_text() or "another run"
-    return "another run"
 
 
 @contextlib.contextmanager
@@ -133,8 +125,7 @@ def resume_point(
     command can be given again. `passed_over` tells what is wrong with newer ones.
     """
     out = Path(config.out)
-    is_empty = all(path.name == "lock" for path in out.glob("*"))
-    if config.resume == "never" and not is_empty:
+    if config.resume == "never" and any(path.name != "lock" for path in out.glob("*")):
         raise UsageError(
             f"--out {out} is not empty, and --resume never would overwrite it: choose another --out"
         )
@@ -144,9 +135,8 @@ def resume_point(
         check_nothing_is_lost(out, passed_over)
     resume_from = latest
     if config.resume not in ("auto", "never"):
-        named = Path(config.resume)
-        check_named(named, latest, out)
-        resume_from = latest or named
+        check_named(Path(config.resume), latest, out)
+        resume_from = latest or Path(config.resume)
     if resume_from is None:
         step = steps_without_checkpoint(config, manifest)
         init_from = None
@@ -300,12 +290,6 @@ def steps_without_checkpoint(config: Config, manifest: dict) -> int:
 # Flags that changed between two starts
 
 
-def saved_config(flags: dict) -> Config:
-    """The flags of an earlier start that exist now. One that did not exist has its default."""
-    names = {f.name for f in dataclasses.fields(Config)}
-    return Config(**{name: value for name, value in flags.items() if name in names})
-
-
 def resolved(config: Config, dtype: str) -> dict:
     """All flags, with the values that stand for a default."""
     flags = dataclasses.asdict(config)
@@ -318,12 +302,16 @@ def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
     Raises UsageError for one that may change the numbers, unless --allow_changes is given.
     """
     config = Config(**manifest["config"])
-    before_config = saved_config(saved["config"])
     now = resolved(config, manifest["dtype"])
-    before = resolved(before_config, saved.get("dtype", before_config.dtype))
-    unknown = {name: value for name, value in saved["config"].items() if name not in now}
-    changes = [f"--{name} {value} -> unknown to this code" for name, value in unknown.items()]
+    known, changes = {}, []
+    for name, value in saved["config"].items():
+        if name in now:
+            known[name] = value
+        else:
+            changes.append(f"--{name} {value} -> unknown to this code")
     refused = list(changes)
+    before_config = Config(**known)  # a flag that did not exist then has its default
+    before = resolved(before_config, saved.get("dtype", before_config.dtype))
     for f in dataclasses.fields(Config):
         old, new = before[f.name], now[f.name]
         if new == old or f.metadata["resume"] == "not compared":
