@@ -13,16 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoint import (
-    CheckpointError,
-    PathError,
-    check_new,
-    checkpoints_at,
-    consolidate,
-    read_manifest,
-    total_bytes,
-    verify,
-)
+import checkpoint
+from checkpoint import CheckpointError, PathError, checkpoints_at, read_manifest, total_bytes
 from runtime import cli
 
 
@@ -36,7 +28,7 @@ def list_checkpoint(path: Path) -> str:
 def verify_checkpoint(path: Path) -> str:
     """A line on a checkpoint that verifies. Raises CheckpointError."""
     manifest = read_manifest(path)
-    if problem := verify(path):
+    if problem := checkpoint.verify(path):
         raise CheckpointError(f"{path}: {problem}")
     size = f"{len(manifest['files'])} files, {total_bytes(manifest) / 1e6:,.1f} MB"
     return f"{path}: complete and unchanged: {size}"
@@ -52,9 +44,9 @@ def report(path: Path, line: Callable[[Path], str]) -> None:
         print(line(path))
         return
     damaged = 0
-    for checkpoint in paths:
+    for each in paths:
         try:
-            print(line(checkpoint))
+            print(line(each))
         except CheckpointError as error:
             damaged += 1
             print(f"DAMAGED: {error}")
@@ -64,13 +56,13 @@ def report(path: Path, line: Callable[[Path], str]) -> None:
 
 def write_one_file(path: Path, out: Path) -> None:
     """Consolidate a checkpoint as the new one `out`. Raises CheckpointError and PathError."""
-    check_new(out)
+    checkpoint.check_new(out)
     latest = checkpoints_at(path)[-1]
     if latest != path:
         raise PathError(f"{path} is a run folder: name one of its checkpoints, such as {latest}")
     if "full.pt" in read_manifest(path)["files"]:
         raise PathError(f"{path} is already in the full format: its tensors are in full.pt")
-    for _ in consolidate(path, out):
+    for _ in checkpoint.consolidate(path, out):
         pass
     size = total_bytes(read_manifest(out))
     print(f"{out}: one file, {size / 1e6:,.1f} MB")
