@@ -68,7 +68,7 @@ def make_plan(c: Config, world: dist.World) -> Plan:
     started = datetime.now().astimezone()
     deadline = time.monotonic() + (c.time_limit or math.inf)
     if c.data == BUILTIN:
-        prepare_builtin(world)
+        dist.on_rank0(prepare_builtin)
     token_folders = data.open_folders(c.data)
     dist.on_rank0(lambda: check_tokenizer(token_folders[0]))
     device_memory = dist.on_rank0(lambda: memory.device_memory(world.device, world.local_size))
@@ -99,15 +99,9 @@ def make_manifest(c: Config, layout: Layout, token_folders: list[data.TokenFolde
     }
 
 
-def prepare_builtin(world: dist.World) -> None:
-    """Prepare the built-in data on rank 0 and, where hosts share no disk, once on every other."""
-
-    def prepare_missing() -> None:
-        if not Path(BUILTIN).exists():
-            prepare.prepare(None, Path(BUILTIN))
-
-    for rank in (world.rank, world.local_rank):
-        dist.raise_on_all_ranks(prepare_missing if rank == 0 else lambda: None)
+def prepare_builtin() -> None:
+    if not Path(BUILTIN).exists():
+        prepare.prepare(None, Path(BUILTIN))
 
 
 @dataclass
