@@ -603,16 +603,16 @@ def consolidate(path: Path, out: Path) -> Iterator[str]:
         kept = {name: file for name, file in manifest["files"].items() if not is_shard(name)}
         full = {"bytes": (work / "full.pt").stat().st_size, "crc32": crc32}
         manifest |= {"files": {**kept, "full.pt": full}, "torch": torch.__version__}
-        if out != path:
+        if out == path:
+            write_manifest(work, manifest)
+            for name in ("full.pt", "manifest.json"):
+                os.replace(work / name, path / name)
+                sync(path)
+        else:
             for name in kept:
                 shutil.copyfile(path / name, work / name)
                 sync(work / name)
             complete(work, out, manifest)
-            return
-        write_manifest(work, manifest)
-        for name in ("full.pt", "manifest.json"):
-            os.replace(work / name, path / name)
-            sync(path)
 
 
 def replace_shards(path: Path) -> Iterator[str]:
