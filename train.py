@@ -377,15 +377,6 @@ def log_saves(run: Run) -> None:
             run.watchdog.saved_step = row["step"]
 
 
-def finish_saves(run: Run) -> None:
-    """Wait for the save in progress. Raises CheckpointError if the last one failed."""
-    run.watchdog.progress(run.step, "saving", slow=True)
-    run.saver.wait()
-    log_saves(run)
-    if run.saver.failure:
-        raise checkpoint.CheckpointError(run.saver.failure)
-
-
 def consolidate_last(c: Config, step: int, dog: watchdog.Watchdog) -> None:
     """With --checkpoint full, make the checkpoint of the last step one file. Rank 0 does.
 
@@ -503,8 +494,15 @@ def tidy_memory(run: Run, step: int, is_first: bool) -> None:
 
 
 def finish(run: Run, stopped: bool) -> int:
-    """Wait for the last save and say how the run ended; return the exit status."""
-    finish_saves(run)
+    """Wait for the last save and say how the run ended; return the exit status.
+
+    Raises CheckpointError if that save failed.
+    """
+    run.watchdog.progress(run.step, "saving", slow=True)
+    run.saver.wait()
+    log_saves(run)
+    if run.saver.failure:
+        raise checkpoint.CheckpointError(run.saver.failure)
     run.log.say(run.log.goodput())
     c = run.config
     if stopped:
