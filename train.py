@@ -121,7 +121,7 @@ class Run:
     forward: nn.Module  # what a step calls: the model, or DDP around it
     optimizer: optim.Optimizer | None  # None with --eval_only
     state: dict  # what a checkpoint holds: the live tensors, sharded
-    val_batches: list[tuple[int, Tensor]] = field(default_factory=list)
+    val_batches: list = field(default_factory=list)  # what read_validation_set returns
     should_stop: agreement.StopRequest | None = None
     saver: checkpoint.Saver | None = None
     log: metrics.Log | None = None
