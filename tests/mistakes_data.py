@@ -83,7 +83,7 @@ MISTAKES = {
         ),
         Mistake(
             "--out {root}/new --source {broken}/cut.gz",
-            "cut.gz is damaged (Compressed file ended before",
+            "cut.gz cannot be read (Compressed file ended before",
         ),
         Mistake("show {root}/nowhere", "nowhere: no train.bin there; create it with"),
         Mistake(

@@ -15,7 +15,7 @@ import sysconfig
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +36,6 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 # A file with a NUL byte among its first 8 KiB is binary.
 PROBE = 8192
 BLOCK = 1 << 16  # bytes read at a time
-LONGEST_LINE = 1 << 26  # bytes of a JSON line
 PARQUET_ROWS = 256  # decoded at a time
 STDIN = Path("/dev/stdin")  # as `-` is called in lists and messages
 
@@ -47,24 +46,35 @@ class SourceError(ValueError):
     exit_status = 2
 
 
-def unreadable(path: str | Path, error: OSError) -> SourceError:
+def unreadable(path: str | Path, error: Exception) -> SourceError:
     link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     return SourceError(
-        f"--source {path}{link} cannot be read ({error.strerror}): correct that, or name sources "
-        "without it"
+        f"--source {path}{link} cannot be read ({reason}): correct that, or name sources without it"
     )
 
 
-def damaged(path: Path, error: Exception) -> SourceError:
-    reason = str(error).partition("\n")[0]
-    return SourceError(f"--source {path} is damaged ({reason}): replace it, or leave it out")
+@contextmanager
+def source_errors(path: Path) -> Iterator[None]:
+    """Raise whatever is wrong with a file, damage included, as a SourceError."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except (EOFError, OSError, ValueError, zlib.error) as error:  # ArrowInvalid is a ValueError
+        raise unreadable(path, error) from None
 
 
-def binary(path: Path) -> SourceError:
-    return SourceError(
-        f"--source {path} is binary (a NUL byte in its first {PROBE:,}): leave it out; only "
-        "--tokenizer bytes reads binary files"
-    )
+# Files that are skipped in a folder, and why one that is named is refused
+REFUSED = {
+    "special file": "is neither a file nor a folder; --source - reads a pipe",
+    "binary file": f"is binary (a NUL byte in its first {PROBE:,}): leave it out; only --tokenizer "
+    "bytes reads binary files",
+}
+
+
+def refused(path: Path, kind: str) -> SourceError:
+    return SourceError(f"--source {path} {REFUSED[kind]}")
 
 
 def no_field(path: Path, text_field: str, fields: list[str]) -> SourceError:
@@ -98,29 +108,24 @@ def builtin_sources() -> list[Path]:
     return sorted(files)
 
 
-def walk(source: str) -> Iterator[Path]:
-    """Yield what is in a folder and its subfolders. Raises SourceError where one is unreadable."""
-
-    def fail(error: OSError) -> None:  # os.walk passes over such folders otherwise
-        raise unreadable(error.filename, error)
-
-    for folder, subfolders, names in os.walk(source, onerror=fail):
-        for name in names:
-            yield Path(folder, name)
-        for name in subfolders:
-            if Path(folder, name).is_symlink():  # os.walk does not follow it
-                yield Path(folder, name)
-
-
 def expand(source: str) -> list[Path]:
     """List the files in a folder, or of all that a glob matches, each once. Raises SourceError."""
-    if os.path.isdir(source):
-        return sorted(walk(source))
-    found = set()
-    for match in glob.glob(source, recursive=True):
-        found |= set(walk(match)) if os.path.isdir(match) else {Path(match)}
-    if not found:
+
+    def fail(error: OSError) -> None:  # os.walk passes over unreadable folders otherwise
+        raise unreadable(error.filename, error)
+
+    matches = [source] if os.path.isdir(source) else glob.glob(source, recursive=True)
+    if not matches:
         raise SourceError(f"--source {source} matches no file")
+    found = set()
+    for match in matches:
+        if not os.path.isdir(match):
+            found.add(Path(match))
+            continue
+        for folder, subfolders, names in os.walk(match, onerror=fail):
+            # os.walk does not follow links to folders
+            links = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
+            found |= {Path(folder, name) for name in names + links}
     return sorted(found)
 
 
@@ -149,18 +154,19 @@ class Corpus:
         """Yield the documents of all files, in chunks. Raises SourceError."""
         finished = 0  # bytes of the files before this one
         for path in self.files:
-            is_stdin = path == STDIN
-            with open(0 if is_stdin else path, "rb", closefd=not is_stdin) as file:
+            source = 0 if path == STDIN else path
+            with source_errors(path), open(source, "rb", closefd=path != STDIN) as file:
+                size = os.fstat(file.fileno()).st_size
                 for chunk in read_file(self, path, file):
-                    if not is_stdin:
-                        self.position = finished + file.tell()
+                    self.position = finished + (file.tell() if file.seekable() else 0)
                     yield chunk
-                if not is_stdin:
-                    finished += os.fstat(file.fileno()).st_size
+                finished += size
 
     def add(self, path: Path, is_named: bool = False) -> None:
         """Add a file, or count what is not text as skipped. Raises SourceError."""
         kind = classify(path, self, is_named)
+        if is_named and kind in REFUSED:
+            raise refused(path, kind)
         size = path.stat().st_size
         if kind in ("text", *ROWS):
             self.files.append(path)
@@ -169,7 +175,7 @@ class Corpus:
             self.skipped[kind] += 1
             self.skipped_size += size if kind == "binary file" else 0
 
-    def skip_line(self, place: str, reason: Exception) -> None:
+    def skip_line(self, place: str, reason: str) -> None:
         self.skipped[f"broken line ({reason})"] += 1
         self.first_broken = self.first_broken or f"{place}: {reason}"
 
@@ -218,25 +224,17 @@ def classify(path: Path, corpus: Corpus, is_named: bool) -> str:
     A binary file is read as text where it is named, for a corpus that takes it. Raises SourceError,
     also for a file whose rows lack the field of the text.
     """
-    try:
+    with source_errors(path):
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             return "linked folder"
         if not stat.S_ISREG(mode):  # a pipe, a socket or a device
-            if is_named:
-                raise SourceError(
-                    f"--source {path} is neither a file nor a folder; --source - reads a pipe"
-                )
             return "special file"
         with open(path, "rb") as file:
             kind, contents = detect(path, file, is_named and corpus.takes_binary)
-            if kind == "binary file" and is_named:
-                raise binary(path)
             if kind in ROWS:  # whose first one may lack the field; what is broken counts later
                 next(ROWS[kind](Corpus(corpus.text_field), path, contents), None)
             return kind
-    except OSError as error:
-        raise unreadable(path, error) from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -250,16 +248,17 @@ def detect(path: Path, file: BinaryIO, takes_binary: bool) -> tuple[str, BinaryI
     What begins like gzip, zstd or parquet is that, whatever its name.
     """
     name = path.name.lower()
-    contents = as_file(path, file)
+    # Of a BufferedReader, unlike a pipe, each read but the last is whole: a peek sees enough.
+    contents = io.BufferedReader(file, BLOCK)
     magic = contents.peek(4)
     if magic.startswith(b"PAR1") or (magic and name.endswith(".parquet")):
-        return "parquet", file
+        return "parquet", contents
     if magic.startswith(b"\x1f\x8b"):
-        contents = as_file(path, gzip.GzipFile(fileobj=contents))
+        contents = io.BufferedReader(gzip.GzipFile(fileobj=contents), BLOCK)
     elif magic.startswith(b"\x28\xb5\x2f\xfd"):
         # The package zstandard would not tell a file that ends too early from a whole one.
         pyarrow = optional("pyarrow", path)
-        contents = as_file(path, pyarrow.input_stream(contents, compression="zstd"))
+        contents = io.BufferedReader(pyarrow.input_stream(contents, compression="zstd"), BLOCK)
     beginning = contents.peek(PROBE)[:PROBE]
     if not beginning:
         return "empty file", contents
@@ -269,27 +268,6 @@ def detect(path: Path, file: BinaryIO, takes_binary: bool) -> tuple[str, BinaryI
     if path == STDIN:
         is_json_lines = re.match(rb'\s*\{\s*"', beginning)
     return "JSON lines" if is_json_lines else "text", contents
-
-
-def as_file(path: Path, file: BinaryIO) -> io.BufferedReader:
-    return io.BufferedReader(WholeReads(path, file), BLOCK)
-
-
-class WholeReads(io.RawIOBase):
-    """A file, decompressed or not. Each read but the last is whole, so that a peek sees enough."""
-
-    def __init__(self, path: Path, file: BinaryIO):
-        self.path = path
-        self.file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        try:
-            return self.file.readinto(buffer)
-        except (EOFError, OSError, zlib.error) as error:
-            raise damaged(self.path, error) from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -304,8 +282,8 @@ class Chunk(NamedTuple):
 def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
     """Yield the documents of a file, in chunks. Raises SourceError."""
     kind, contents = detect(path, file, corpus.takes_binary)
-    if kind == "binary file":  # standard input, or a file that has changed
-        raise binary(path)
+    if kind in REFUSED:  # standard input, or a file that has changed
+        raise refused(path, kind)
     if kind in ROWS:
         yield from cut_rows(corpus, path, ROWS[kind](corpus, path, contents))
         return
@@ -351,43 +329,28 @@ def cut_rows(corpus: Corpus, path: Path, rows: Iterator[str]) -> Iterator[Chunk]
 
 def read_json_lines(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
     """Yield the text of each line, "" for null. Broken lines are counted."""
-    number = 0
     is_first = True  # of the objects
-    while line := file.readline(LONGEST_LINE):
-        number += 1
+    for number, line in enumerate(file, start=1):
         if line.isspace():
             continue
-        try:
-            row = parse_line(line)
-            text = look_up(row, corpus.text_field)
-            if text is MISSING and is_first:
-                raise no_field(path, corpus.text_field, list(row))
-            is_first = False
-            if text is not None and not isinstance(text, str):
-                raise BrokenLine(f"no text in the field {corpus.text_field}")
+        place = f"{path}, line {number}"
+        row = None
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line.decode("utf-8", "surrogateescape").removeprefix("\ufeff"))
+        if not isinstance(row, dict):
+            corpus.skip_line(place, "not a JSON object")
+            continue
+        text = look_up(row, corpus.text_field)
+        if text is MISSING and is_first:
+            raise no_field(path, corpus.text_field, list(row))
+        is_first = False
+        if text is None or isinstance(text, str):
             yield text or ""
-        except BrokenLine as error:
-            corpus.skip_line(f"{path}, line {number}", error)
-        while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-            line = file.readline(LONGEST_LINE)
+        else:
+            corpus.skip_line(place, f"no text in the field {corpus.text_field}")
 
 
 MISSING = object()  # what a field is that is not there
-
-
-class BrokenLine(Exception):
-    """A line that is not a JSON object with a text."""
-
-
-def parse_line(line: bytes) -> dict:
-    if len(line) == LONGEST_LINE:
-        raise BrokenLine(f"longer than {LONGEST_LINE:,} bytes")
-    row = None
-    with suppress(ValueError, RecursionError):
-        row = json.loads(line.decode("utf-8", "surrogateescape").removeprefix("\ufeff"))
-    if not isinstance(row, dict):
-        raise BrokenLine("not a JSON object")
-    return row
 
 
 def look_up(row: dict, text_field: str) -> object:
@@ -410,28 +373,23 @@ def read_parquet(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
         raise SourceError("--source -: parquet cannot be read from a pipe: name a file")
     parquet = optional("pyarrow.parquet", path)
     column = corpus.text_field
-    try:
-        table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BLOCK)
-        columns = [table.schema.column(i).path for i in range(len(table.schema))]
-        if column not in columns:
-            raise no_field(path, column, columns)
-        batches = table.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False)
-        for batch in batches:
-            texts = batch.column(0)
-            while hasattr(texts, "field"):  # a struct, read with this one field
-                (texts,) = texts.flatten()
-            if hasattr(texts, "dictionary"):
-                texts = texts.dictionary_decode()
-            kind = str(texts.type)
-            if kind not in ("string", "large_string", "binary", "large_binary"):
-                raise SourceError(f"--source {path}: the column {column} holds {kind}, not text")
-            # As bytes: a string that is not UTF-8 would be an error.
-            for text in texts.cast("large_binary").to_pylist():
-                yield (text or b"").decode("utf-8", "surrogateescape")
-    except SourceError:
-        raise
-    except (OSError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
-        raise damaged(path, error) from None
+    table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BLOCK)
+    columns = [table.schema.column(i).path for i in range(len(table.schema))]
+    if column not in columns:
+        raise no_field(path, column, columns)
+    batches = table.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False)
+    for batch in batches:
+        texts = batch.column(0)
+        while hasattr(texts, "field"):  # a struct, read with this one field
+            (texts,) = texts.flatten()
+        if hasattr(texts, "dictionary"):
+            texts = texts.dictionary_decode()
+        kind = str(texts.type)
+        if kind not in ("string", "large_string", "binary", "large_binary"):
+            raise SourceError(f"--source {path}: the column {column} holds {kind}, not text")
+        # As bytes: a string that is not UTF-8 would be an error.
+        for text in texts.cast("large_binary").to_pylist():
+            yield (text or b"").decode("utf-8", "surrogateescape")
 
 
 # Formats of one document a row: how to read the text of each
