@@ -15,8 +15,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -32,37 +32,31 @@ from text.sources import Corpus, SourceError, find_files, plural
 # Token folders
 
 
-def fill_empty_split(
-    train: Path, val: Path, val_fraction: float, itemsize: int, say: Callable[[str], None]
-) -> None:
+def fill_empty_split(folder: Path, val_fraction: float, itemsize: int) -> None:
     """Give both splits tokens where a corpus has too few documents, and say so."""
+    train, val = folder / "train.bin", folder / "val.bin"
     if not train.stat().st_size:  # the only documents fell to validation
         os.replace(val, train)
         val.touch()
     if val.stat().st_size:
         return
     tokens = train.stat().st_size // itemsize
-    move_tail(train, val, max(1, int(tokens * val_fraction)) * itemsize)
+    size = max(1, int(tokens * val_fraction)) * itemsize
+    with open(train, "r+b") as head, open(val, "wb") as tail:
+        head.seek(-size, os.SEEK_END)
+        shutil.copyfileobj(head, tail)
+        head.seek(-size, os.SEEK_END)
+        head.truncate()
     last = f"the last {percent(val_fraction)} of the tokens"
-    say(f"too few documents to split: validation gets {last}")
+    print(f"too few documents to split: validation gets {last}")
 
 
 def percent(fraction: float) -> str:
     return f"{100 * fraction:.3g}%"
 
 
-def move_tail(source: Path, target: Path, size: int) -> None:
-    """Move the last `size` bytes of one file to another."""
-    with open(source, "r+b") as head, open(target, "wb") as tail:
-        head.seek(-size, os.SEEK_END)
-        shutil.copyfileobj(head, tail)
-        head.seek(-size, os.SEEK_END)
-        head.truncate()
-
-
 def check_out(out: Path, sources: list[str]) -> None:
     """Raise UsageError unless `out`, an absolute path, can become the new token folder."""
-    refuse_existing(out)
     parent = next(parent for parent in out.parents if parent.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise UsageError(f"--out {out}: {parent} is not a folder that can be written to")
@@ -78,26 +72,22 @@ def check_out(out: Path, sources: list[str]) -> None:
             )
 
 
-def refuse_existing(out: Path) -> None:
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise UsageError(f"--out {out} exists: remove it or choose another folder")
-
-
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
     """Yield a new folder beside `out`, which is removed after an exception.
 
-    What a killed prepare.py has left there is replaced. Raises UsageError while another writes.
+    What a killed prepare.py has left there is replaced. Raises UsageError where `out` exists, and
+    while another prepare.py writes it.
     """
     folder = out.with_name(f".{out.name}.unfinished")
     lock_file = out.with_name(f".{out.name}.lock")
-    missing = [parent for parent in out.parents if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = try_lock(lock_file)
     if lock is None:
         raise UsageError(f"another process is writing --out {out}: wait until it has finished")
     try:
-        refuse_existing(out)  # another prepare.py may just have finished it
+        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+            raise UsageError(f"--out {out} exists: remove it or choose another folder")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         yield folder
@@ -112,9 +102,6 @@ def unfinished(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         lock_file.unlink()
         os.close(lock)
-        with suppress(OSError):  # not empty
-            for parent in missing:
-                parent.rmdir()
 
 
 def prepare(
@@ -122,7 +109,6 @@ def prepare(
     out: Path,
     name: str = "bytes",
     val_fraction: float = 0.05,
-    say: Callable[[str], None] = print,
     pattern: str | None = None,
     field: str = "text",
     num_threads: int = 1,
@@ -135,26 +121,25 @@ def prepare(
     appears complete or, after an error, not at all.
     Raises UsageError, SourceError, TokenizerError and OSError.
     """
-    trains = train_vocab_size is not None
-    encoding = None if trains else tokenizer.load_encoding(name, pattern)
+    encoding = tokenizer.load_encoding(name, pattern)
     new_folder = Path(os.path.realpath(out))
     check_out(new_folder, sources or [])
-    takes_binary = name == "bytes" and not trains
+    takes_binary = name == "bytes" and not train_vocab_size
     corpus = find_files(sources, takes_binary, field)
     with unfinished(new_folder) as folder:
-        if trains:
+        if train_vocab_size:
             # Another corpus, so that what is skipped does not count twice
             same = find_files(sources, takes_binary, field)
-            name = train_tokenizer(same, train_vocab_size, folder, say)
+            name = train_tokenizer(same, train_vocab_size, folder)
             encoding = tokenizer.load_encoding(str(folder / name))
         elif name not in ("bytes", "gpt2"):
-            name = keep_tokenizer(name, pattern, folder, say)
+            name = keep_tokenizer(name, pattern, folder)
         encoder = Encoder(encoding)
-        splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads, say)
+        splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads)
         if not splitter.size:
             raise SourceError(f"the sources hold no text ({corpus.describe_skipped()})")
         itemsize = encoder.dtype.itemsize
-        fill_empty_split(folder / "train.bin", folder / "val.bin", val_fraction, itemsize, say)
+        fill_empty_split(folder, val_fraction, itemsize)
         meta = {
             "tokenizer": name,
             "dtype": encoder.dtype.name,
@@ -165,31 +150,25 @@ def prepare(
             meta |= measure(folder / f"{split}.bin", itemsize)
         if isinstance(encoding, tokenizer.JsonEncoding) and not encoding.keeps_words:
             meta["val_bytes"] = val_bytes(splitter, meta)
-        write_meta(folder / "meta.json", meta)
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        for path in folder.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
         os.rename(folder, new_folder)
-    say_what_was_read(corpus, splitter, say)
-    say_what_was_written(out, meta, val_fraction, say)
+    say_what_was_read(corpus, splitter)
+    say_what_was_written(out, meta, val_fraction)
 
 
-def write_meta(path: Path, meta: dict) -> None:
-    with open(path, "w") as file:
-        file.write(json.dumps(meta, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def train_tokenizer(
-    corpus: Corpus, vocab_size: int, folder: Path, say: Callable[[str], None]
-) -> str:
+def train_tokenizer(corpus: Corpus, vocab_size: int, folder: Path) -> str:
     """Write a tokenizer trained on a corpus into the token folder; return its name there."""
-    say(f"training a vocabulary of {vocab_size:,} on {corpus.size / 1e6:,.1f} MB")
+    print(f"training a vocabulary of {vocab_size:,} on {corpus.size / 1e6:,.1f} MB")
     file = folder / "tokenizer.llama3.tiktoken"
     texts = (chunk.text for chunk in corpus.read())
     file.write_bytes(tokenizer.train_ranks(texts, vocab_size))
     return file.name
 
 
-def keep_tokenizer(name: str, pattern: str | None, folder: Path, say: Callable[[str], None]) -> str:
+def keep_tokenizer(name: str, pattern: str | None, folder: Path) -> str:
     """Copy a tokenizer's file into the token folder; return its name there.
 
     The name keeps what the file does not say: the pattern, or that it is Llama 3's.
@@ -197,15 +176,14 @@ def keep_tokenizer(name: str, pattern: str | None, folder: Path, say: Callable[[
     suffix = Path(name).suffix
     if suffix not in tokenizer.SELF_CONTAINED:
         pattern = pattern or tokenizer.pattern_of(name)
-        say(f"{name} is used with the pattern of {pattern} (--pattern names another)")
+        print(f"{name} is used with the pattern of {pattern} (--pattern names another)")
         suffix = f".{pattern}.tiktoken"
     return shutil.copyfile(name, folder / f"tokenizer{suffix}").name
 
 
 def measure(file: Path, itemsize: int) -> dict:
-    """Return the fields of meta.json on a token file, once it is safely on the disk."""
+    """Return the fields of meta.json on a token file."""
     with open(file, "rb") as tokens:
-        os.fsync(tokens.fileno())
         return {
             f"{file.stem}_tokens": os.fstat(tokens.fileno()).st_size // itemsize,
             f"{file.stem}_sha256": hashlib.file_digest(tokens, "sha256").hexdigest(),
@@ -219,31 +197,29 @@ def val_bytes(splitter: Splitter, meta: dict) -> int:
     return splitter.size * meta["val_tokens"] // (meta["train_tokens"] + meta["val_tokens"])
 
 
-def say_what_was_read(corpus: Corpus, splitter: Splitter, say: Callable[[str], None]) -> None:
+def say_what_was_read(corpus: Corpus, splitter: Splitter) -> None:
     files = plural(len(corpus.files), "file")
     documents = plural(sum(splitter.documents.values()), "document")
-    say(f"read {files}: {documents}, {plural(splitter.size, 'byte')} of text")
+    print(f"read {files}: {documents}, {plural(splitter.size, 'byte')} of text")
     if corpus.skipped:
-        say(f"skipped {corpus.describe_skipped()}")
+        print(f"skipped {corpus.describe_skipped()}")
     if corpus.first_broken:
-        say(f"the first broken line is {corpus.first_broken}")
+        print(f"the first broken line is {corpus.first_broken}")
     if corpus.replaced:
-        say(
+        print(
             f"{plural(corpus.replaced, 'byte')} not in UTF-8 became U+FFFD, the first in "
             f"{corpus.first_replaced}: convert such files, as with iconv -f latin1 -t utf-8"
         )
 
 
-def say_what_was_written(
-    out: Path, meta: dict, val_fraction: float, say: Callable[[str], None]
-) -> None:
+def say_what_was_written(out: Path, meta: dict, val_fraction: float) -> None:
     share = meta["val_tokens"] / (meta["train_tokens"] + meta["val_tokens"])
-    say(
+    print(
         f"{out}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} "
         f"({percent(share)}) to validate, vocabulary {meta['vocab_size']:,} ({meta['tokenizer']})"
     )
     if abs(share - val_fraction) > val_fraction / 2:
-        say(
+        print(
             f"validation has {percent(share)} of the tokens, not {percent(val_fraction)}: whole "
             "documents are drawn, and these are few or of unequal length; separate the parts of "
             "long ones with <|endoftext|>, or change --val_fraction"
@@ -262,6 +238,7 @@ EXAMPLES = """examples:
 
 
 def build_parser() -> cli.Parser:
+    """The flags are the parameters of `prepare`."""
     parser = cli.Parser(
         prog="prepare.py",
         description="Turn text into a token folder that train.py reads.",
@@ -271,6 +248,7 @@ def build_parser() -> cli.Parser:
     add = parser.add_argument
     add(
         "--source",
+        dest="sources",
         nargs="+",
         metavar="FILE|DIR|GLOB|-",
         help="text or .jsonl, also in .gz or .zst, .parquet, folders, quoted globs, in sorted "
@@ -304,6 +282,7 @@ def add_tokenizer_flags(parser: cli.Parser) -> None:
     tokenizers = parser.add_mutually_exclusive_group()
     tokenizers.add_argument(
         "--tokenizer",
+        dest="name",
         default="bytes",
         metavar="NAME",
         help="bytes, gpt2, PATH.tiktoken, Llama 3's tokenizer.model or a tokenizer.json of "
@@ -311,6 +290,7 @@ def add_tokenizer_flags(parser: cli.Parser) -> None:
     )
     tokenizers.add_argument(
         "--train_tokenizer",
+        dest="train_vocab_size",
         type=int,
         metavar="SIZE",
         help="train a vocabulary of SIZE tokens on the sources; needs the tokenizers package",
@@ -323,41 +303,25 @@ def add_tokenizer_flags(parser: cli.Parser) -> None:
     )
 
 
-def check_train_tokenizer(args: argparse.Namespace) -> None:
-    if args.train_tokenizer < 257:
-        raise UsageError(
-            f"--train_tokenizer {args.train_tokenizer} must be at least 257: the bytes and "
-            "end-of-text"
-        )
-    if "-" in (args.source or ()):
-        raise UsageError(
-            "--train_tokenizer reads the sources twice, which --source - cannot: name files"
-        )
-    if args.pattern:
-        raise UsageError("--pattern is for --tokenizer PATH.tiktoken, not --train_tokenizer")
-
-
 def run_command(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     if not 0 < args.val_fraction < 1:
         raise UsageError(f"--val_fraction {args.val_fraction} must be between 0 and 1")
     if args.num_threads < 1:
         raise UsageError(f"--num_threads {args.num_threads} must be at least 1")
-    if args.source and "" in args.source:
+    if args.sources and "" in args.sources:
         raise UsageError("--source '' is empty: name a file or a folder")
-    if args.train_tokenizer is not None:
-        check_train_tokenizer(args)
-    try:
-        prepare(
-            args.source,
-            args.out,
-            args.tokenizer,
-            args.val_fraction,
-            pattern=args.pattern,
-            field=args.field,
-            num_threads=args.num_threads,
-            train_vocab_size=args.train_tokenizer,
+    if args.train_vocab_size is not None and args.train_vocab_size < 257:
+        raise UsageError(
+            f"--train_tokenizer {args.train_vocab_size} must be at least 257: the bytes and "
+            "end-of-text"
         )
+    if args.train_vocab_size and "-" in (args.sources or ()):
+        raise UsageError(
+            "--train_tokenizer reads the sources twice, which --source - cannot: name files"
+        )
+    try:
+        prepare(**vars(args))
     except (KeyboardInterrupt, SystemExit):
         print(f"prepare.py: stopped; {args.out} was not created", file=sys.stderr, flush=True)
         raise

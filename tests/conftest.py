@@ -230,7 +230,7 @@ def tokens(tmp_path_factory) -> Path:
     (root / "text").mkdir()
     for i in range(40):
         (root / "text" / f"{i:02}.txt").write_text(" ".join(rng.choices(words, k=150)))
-    prepare.prepare([str(root / "text")], root / "tokens", val_fraction=0.2, say=lambda line: None)
+    prepare.prepare([str(root / "text")], root / "tokens", val_fraction=0.2)
     return root / "tokens"
 
 

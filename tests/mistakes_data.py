@@ -138,7 +138,7 @@ MISTAKES = {
         ),
         Mistake(
             "--out {root}/new --train_tokenizer 300 --pattern gpt2",
-            "--pattern is for --tokenizer PATH.tiktoken, not --train_tokenizer",
+            "--pattern gpt2 is for --tokenizer PATH.tiktoken, not bytes",
         ),
         Mistake(
             "--out {root}/new --train_tokenizer 256 --source {text}",

@@ -67,7 +67,7 @@ LINES = {
 @pytest.mark.parametrize("fault", LINES)
 def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path, fault):
     (tmp_path / "text").write_text("another text " * 400)
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "other", say=lambda line: None)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "other")
     strategy = "fsdp --tp 2" if fault in ("group", "norm") else "hsdp --dp_shard 2"
     argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --max_steps 2")
     answers = pool(4, start_with_a_fault, argv, fault, str(tmp_path / "other"))

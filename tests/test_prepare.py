@@ -26,10 +26,6 @@ from text import encode, sources, tokenizer
 from text.sources import STDIN, Corpus, SourceError
 
 
-def quiet(line: str) -> None:
-    """What `prepare` says is not wanted."""
-
-
 def prepared(
     tmp_path: Path, texts: dict[str, str | bytes], named: bool = False, **options
 ) -> data.TokenFolder:
@@ -39,7 +35,7 @@ def prepared(
     for name, text in texts.items():
         (source / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     sources = [str(path) for path in source.iterdir()] if named else [str(source)]
-    prepare.prepare(sources, tmp_path / "tokens", say=quiet, **options)
+    prepare.prepare(sources, tmp_path / "tokens", **options)
     return data.open_folder(tmp_path / "tokens")
 
 
@@ -98,7 +94,7 @@ def test_a_corpus_of_one_document_is_never_all_validation(tmp_path):
 # ---- what is read and what is not
 
 
-def test_what_was_read_and_skipped_is_said(tmp_path):
+def test_what_was_read_and_skipped_is_said(tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()
     (text / "a").write_text("one")
@@ -109,8 +105,8 @@ def test_what_was_read_and_skipped_is_said(tmp_path):
     (text / "folder").symlink_to(tmp_path)
     (text / "file").symlink_to("a")
     os.mkfifo(text / "pipe")
-    said = []
-    prepare.prepare([str(text)], tmp_path / "tokens", val_fraction=0.5, say=said.append)
+    prepare.prepare([str(text)], tmp_path / "tokens", val_fraction=0.5)
+    said = capsys.readouterr().out.splitlines()
     assert said[0] == "read 3 files: 4 documents, 14 bytes of text"
     assert said[1] == (
         "skipped 2 binary files, 1 blank document, 1 empty file, 1 linked folder, 1 special file "
@@ -118,7 +114,7 @@ def test_what_was_read_and_skipped_is_said(tmp_path):
     )
 
 
-def test_another_share_of_validation_than_asked_for_is_said(tmp_path):
+def test_another_share_of_validation_than_asked_for_is_said(tmp_path, capsys):
     """A long document to train on, and a short one to validate."""
     by_split = {}
     for i in range(1000):
@@ -127,8 +123,8 @@ def test_another_share_of_validation_than_asked_for_is_said(tmp_path):
     (tmp_path / "long").write_text(by_split["train", True])
     (tmp_path / "short").write_text(by_split["val", False])
     sources = [str(tmp_path / "short"), str(tmp_path / "long")]
-    said = []
-    prepare.prepare(sources, tmp_path / "tokens", val_fraction=0.05, say=said.append)
+    prepare.prepare(sources, tmp_path / "tokens", val_fraction=0.05)
+    said = capsys.readouterr().out.splitlines()
     assert "13,001 tokens to train on, 13 (0.0999%) to validate" in said[1]
     assert said[2].startswith("validation has 0.0999% of the tokens, not 5%: whole documents are")
     assert "or change --val_fraction" in said[2]
@@ -185,14 +181,12 @@ def write_ugly_corpus(folder: Path) -> list[str]:
     return documents
 
 
-def test_an_ugly_corpus_has_tiktokens_ids_and_says_what_is_left_out(tmp_path, monkeypatch):
+def test_an_ugly_corpus_has_tiktokens_ids_and_says_what_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sources, "CHUNK", 1000)
     documents = write_ugly_corpus(tmp_path / "text")
     name = write_ranks(tmp_path)
-    said = []
-    prepare.prepare(
-        [str(tmp_path / "text")], tmp_path / "tokens", name, val_fraction=0.5, say=said.append
-    )
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, val_fraction=0.5)
+    said = capsys.readouterr().out.splitlines()
     encoding = tokenizer.load_encoding(name)
     expected = {"train": [], "val": []}
     for document in documents:
@@ -222,7 +216,7 @@ def test_tokens_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch, na
     for num_threads in (1, 2, 4):
         out = tmp_path / str(num_threads)
         ranks = name if name == "bytes" else write_ranks(tmp_path)
-        prepare.prepare([str(tmp_path / "text")], out, ranks, say=quiet, num_threads=num_threads)
+        prepare.prepare([str(tmp_path / "text")], out, ranks, num_threads=num_threads)
         written.append(contents(out))
     assert written[0] == written[1] == written[2]
 
@@ -239,6 +233,7 @@ def test_progress_has_a_rate_and_the_time_left_of_a_known_size():
 def test_show_prints_counts_lengths_and_documents(tmp_path, capsys):
     texts = {f"{i}": f"document\t{i}\x1b" + "!" * i for i in range(30)}
     prepared(tmp_path, texts, val_fraction=0.3)
+    capsys.readouterr()
     assert prepare.main(["show", str(tmp_path / "tokens")]) == 0
     summary, *shown = capsys.readouterr().out.split("\n--- train, from token ")
     meta = json.loads((tmp_path / "tokens" / "meta.json").read_text())
@@ -288,14 +283,15 @@ def test_the_working_directory_itself_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_error_while_preparing_leaves_nothing(tmp_path, error):
-    def say(line: str) -> None:
+def test_an_error_while_preparing_leaves_nothing(tmp_path, monkeypatch, error):
+    def fail(*arguments) -> None:
         raise error
 
+    monkeypatch.setattr(prepare, "fill_empty_split", fail)
     (tmp_path / "text").write_text("one document")
     with pytest.raises(error):
-        prepare.prepare([str(tmp_path / "text")], tmp_path / "a" / "b" / "tokens", say=say)
-    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+        prepare.prepare([str(tmp_path / "text")], tmp_path / "a" / "tokens")
+    assert not list((tmp_path / "a").iterdir())
 
 
 @pytest.mark.tries("no space left on the disk")
@@ -340,13 +336,13 @@ def test_only_what_a_killed_process_left_is_replaced(tmp_path, endless):
     work = tmp_path / ".tokens.unfinished"
     inode = work.stat().st_ino
     with pytest.raises(UsageError, match="another process is writing --out .*/tokens: wait"):
-        prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", say=quiet)
+        prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens")
     assert work.stat().st_ino == inode and (work / "train.bin").exists()
     endless.process.kill()
     endless.wait(10)
     assert (work / "train.bin").exists()
     (work / "tokenizer.gpt2.tiktoken").touch()
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", say=quiet)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens")
     assert not work.exists()
     names = sorted(path.name for path in (tmp_path / "tokens").iterdir())
     assert names == ["meta.json", "train.bin", "val.bin"]

@@ -28,7 +28,7 @@ def trained(pool, tmp_path_factory) -> Path:
     (root / "mine.tiktoken").write_text("".join(lines))
     (root / "text").write_text("the thing " * 500)
     name = str(root / "mine.tiktoken")
-    prepare.prepare([str(root / "text")], root / "tokens", name, say=lambda line: None)
+    prepare.prepare([str(root / "text")], root / "tokens", name)
     argv = flags(f"--data {root}/tokens --out {root}/run --max_steps 2 --save_interval 1")
     assert pool(2, call_train, [*argv, "--strategy", "fsdp"]) == [0, 0]
     shutil.rmtree(root / "tokens")

@@ -29,11 +29,11 @@ def write_ranks(path: Path, merges: list[bytes]) -> str:
     return str(path)
 
 
-def test_a_tiktoken_file_is_a_tokenizer_and_stays_with_the_folder(tmp_path):
+def test_a_tiktoken_file_is_a_tokenizer_and_stays_with_the_folder(tmp_path, capsys):
     name = write_ranks(tmp_path / "mine.tiktoken", [b"th", b"the"])
     (tmp_path / "text").write_text("the thing" * 50)
-    said = []
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, say=said.append)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name)
+    said = capsys.readouterr().out.splitlines()
     assert said[0] == f"{name} is used with the pattern of llama3 (--pattern names another)"
     (tmp_path / "mine.tiktoken").unlink()
     folder = data.open_folder(tmp_path / "tokens")
@@ -53,7 +53,7 @@ def test_the_pattern_goes_with_the_folder_and_its_checkpoints(tmp_path, pattern)
     name = write_ranks(tmp_path / "mine.tiktoken", MERGES)
     (tmp_path / "text").write_text(TEXT * 20)
     source = [str(tmp_path / "text")]
-    prepare.prepare(source, tmp_path / "tokens", name, say=lambda line: None, pattern=pattern)
+    prepare.prepare(source, tmp_path / "tokens", name, pattern=pattern)
     folder = data.open_folder(tmp_path / "tokens")
     assert Path(folder.tokenizer).name == f"tokenizer.{pattern}.tiktoken"
     expected = tokenizer.load_encoding(name, pattern).encode_ordinary(TEXT * 20)
@@ -103,13 +103,12 @@ def test_a_long_document_in_chunks_has_the_same_tokens(tmp_path, monkeypatch, pa
     assert tokens == encoding.encode_ordinary(text)
 
 
-def test_a_million_spaces_in_a_row_are_no_problem(tmp_path):
+def test_a_million_spaces_in_a_row_are_no_problem(tmp_path, capsys):
     """tiktoken's regular expressions overflow their stack on as many at once."""
     name = write_ranks(tmp_path / "mine.tiktoken", [b"  "])
     (tmp_path / "text").write_text("a" + " " * 1_100_000 + "b")
-    said = []
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, say=said.append)
-    assert "read 1 file: 1 document, 1,100,002 bytes of text" in said
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name)
+    assert "read 1 file: 1 document, 1,100,002 bytes of text\n" in capsys.readouterr().out
 
 
 def test_without_a_tokenizer_text_is_token_ids():
@@ -169,7 +168,7 @@ def test_llama_3s_tokenizer_gives_the_model_that_meta_published(tmp_path):
 def test_documents_end_with_the_end_of_text_of_their_tokenizer(tmp_path):
     name = write_ranks(tmp_path / "tokenizer.model", [b"th", b"the"])
     (tmp_path / "text").write_text("the<|endoftext|>" * 50)
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, say=lambda line: None)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name)
     folder = data.open_folder(tmp_path / "tokens")
     assert folder.tokens("train").tolist()[:4] == [257, 259, 257, 259]
     assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.model", 258 + 256)
@@ -245,7 +244,7 @@ def tokenizers():
 def test_a_tokenizer_json_is_a_tokenizer_and_stays_with_the_folder(tokenizers, tmp_path):
     name = write_json(tmp_path / "mine.json", describe(some_ranks()))
     (tmp_path / "text").write_text("the thé" * 50)
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, say=lambda line: None)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name)
     folder = data.open_folder(tmp_path / "tokens")
     tokens = folder.tokens("train").tolist()
     assert tokens[:5] == [1 + 257, 1 + ord(" "), 1 + 256, 1 + 0xC3, 1 + 0xA9]
@@ -350,7 +349,7 @@ def check_package(tokenizers, kind: str, folder: Path, documents: list[str]) -> 
     name = make_json(tokenizers, kind, folder / "a.json")
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    prepare.prepare([str(source)], folder / "tokens", name, 0.3, say=lambda line: None)
+    prepare.prepare([str(source)], folder / "tokens", name, 0.3)
     theirs = tokenizers.Tokenizer.from_file(name)
     theirs.encode_special_tokens = True
     theirs.no_truncation()
@@ -425,7 +424,7 @@ def test_bits_per_byte_are_those_of_the_original_text(tokenizers, tmp_path):
     for kind in ("lower case", "llama 2", "gpt2"):
         name = make_json(tokenizers, kind, tmp_path / "a.json")
         out = tmp_path / kind
-        prepare.prepare([str(tmp_path / "text")], out, name, 0.5, say=lambda line: None)
+        prepare.prepare([str(tmp_path / "text")], out, name, 0.5)
         folder = data.open_folder(out)
         ids = torch.from_numpy(folder.tokens("val").astype(int))
         line = report.bits_per_byte(math.log(2), [folder], ids.bincount())

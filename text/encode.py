@@ -141,7 +141,6 @@ def tokenize(
     folder: Path,
     val_fraction: float,
     num_threads: int,
-    say: Callable[[str], None],
 ) -> Splitter:
     """Write train.bin and val.bin into `folder`; return the counts."""
     began = last_said = time.monotonic()
@@ -155,7 +154,7 @@ def tokenize(
             val.write(tokens["val"])
             if time.monotonic() - last_said > 2:
                 last_said = time.monotonic()
-                say(describe_progress(corpus, splitter.size, last_said - began))
+                print(describe_progress(corpus, splitter.size, last_said - began))
     return splitter
 
 

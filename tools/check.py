@@ -5,6 +5,7 @@ python -m tools.check --device cpu parity stop
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -139,7 +140,8 @@ class Lab:
         self.measure = functools.cache(self.measure)
         write_text(folder / "text")
         text = [str(folder / "text")]
-        prepare.prepare(text, self.tokens, val_fraction=0.2, say=lambda line: None)
+        with contextlib.redirect_stdout(None):  # quiet
+            prepare.prepare(text, self.tokens, val_fraction=0.2)
 
     def flags(self, name: str, more: str) -> list[str]:
         """Flags of a run of the small model in the run folder `name`."""

@@ -65,7 +65,8 @@ def cluster(args: Namespace) -> Table:
         hosts(args.hosts, args.bandwidth) as namespaces,
     ):
         sources = sorted(str(path) for path in Path(TRAIN).parent.glob("*.py"))
-        prepare.prepare(sources, Path(folder, "tokens"), say=lambda line: None)
+        with contextlib.redirect_stdout(None):  # quiet
+            prepare.prepare(sources, Path(folder, "tokens"))
         data = f"--data={folder}/tokens"
         if args.predict:
             print("links and cores ...", file=sys.stderr, flush=True)
