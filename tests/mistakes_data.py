@@ -23,7 +23,7 @@ MISTAKES = {
             "--data {stray}", "stray/meta.json is damaged (tokenizer is not the name of a file"
         ),
         Mistake(
-            "--data {secret}", "secret/my.tiktoken is not a .tiktoken file (line 1 is not a token"
+            "--data {secret}", "secret/my.tiktoken is not a .tiktoken or Llama 3 file (line 1 is"
         ),
         Mistake("--data {pipe}", "pipe/meta.json: Not a regular file; the token folder needs this"),
         Mistake("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
@@ -94,10 +94,7 @@ MISTAKES = {
             "--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose bytes,"
         ),
         Mistake(
-            "--out {root}/new --tokenizer {root}", "Not a regular file; choose bytes, gpt2 or PATH"
-        ),
-        Mistake(
-            "--out {root}/new --tokenizer {pipe}/meta.json", "Not a regular file; choose bytes,"
+            "--out {root}/new --tokenizer {root}", "Is a directory; choose bytes, gpt2 or PATH"
         ),
         Mistake(
             "--out {root}/new --pattern o200k",
@@ -105,7 +102,7 @@ MISTAKES = {
         ),
         Mistake(
             "--out {root}/new --tokenizer {text}/a",
-            "a is not a .tiktoken file (line 1 is not a token and a rank): it needs lines of",
+            "a is not a .tiktoken or Llama 3 file (line 1 is not a token and a rank): it needs",
         ),
         Mistake("--out {root}/new --tokenizer {ranks}/short", "(no token for byte 255)"),
         Mistake(
@@ -126,7 +123,7 @@ MISTAKES = {
         ),
         Mistake(
             "--out {root}/new --tokenizer {foreign}/config.json",
-            "config.json is not a tokenizer.json of Hugging Face (it lacks 'model')",
+            "config.json cannot be used as a tokenizer.json of Hugging Face: it lacks 'model'",
         ),
         Mistake(
             "--out {root}/new --tokenizer {foreign}/config.json --pattern gpt2",

@@ -446,8 +446,8 @@ ADDED = {"id": 300, "content": "<|im_end|>", "special": True} | dict.fromkeys(
 )
 CHANGES = {
     "none of its special tokens is <|endoftext|>, ": {"added_tokens": [ADDED]},
-    "is not a tokenizer.json of Hugging Face (it lacks 'added_tokens')": {"added_tokens": None},
-    "is not a tokenizer.json of Hugging Face (a value has a wrong type)": {"added_tokens": [5]},
+    "of Hugging Face: it lacks 'added_tokens'": {"added_tokens": None},
+    "of Hugging Face: 'int' object is not subscriptable": {"added_tokens": [5]},
 }
 CHANGES_THAT_THE_PACKAGE_REFUSES = {
     "cannot be used: Precompiled: Error(": PANIC,
@@ -458,7 +458,7 @@ CHANGES_THAT_THE_PACKAGE_REFUSES = {
 }
 
 
-@pytest.mark.tries("cannot be used", "none of its special tokens is", "gets the id")
+@pytest.mark.tries("none of its special tokens is", "gets the id")
 @pytest.mark.parametrize("line", [*CHANGES, *CHANGES_THAT_THE_PACKAGE_REFUSES])
 def test_a_tokenizer_json_that_does_not_work_is_refused_in_one_line(tmp_path, capsys, line):
     spec = describe(some_ranks()) | CHANGES.get(line, {})
@@ -488,7 +488,7 @@ def test_text_that_the_package_cannot_encode_is_named(tokenizers, tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", '{"model": 5}', "\x00", '{"model": {"type": "BPE"}}'])
 def test_other_json_is_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(tokenizer.TokenizerError, match="cannot be used|is not a tokenizer.json"):
+    with pytest.raises(tokenizer.TokenizerError, match="cannot be used as a tokenizer.json"):
         tokenizer.load_encoding(str(tmp_path / "a.json"))
 
 

@@ -1,7 +1,6 @@
 """Text <-> tokens. Every tokenizer is a tiktoken.Encoding, or a JsonEncoding with its names."""
 
 import base64
-import errno
 import functools
 import json
 import os
@@ -82,8 +81,6 @@ def load_encoding(name: str, pattern: str | None = None) -> "tiktoken.Encoding |
     if name == "gpt2":
         return load_gpt2()
     try:
-        if path.exists() and not path.is_file():  # reading a pipe or a device may not end
-            raise OSError(errno.EINVAL, "Not a regular file")
         contents = path.read_bytes()
     except OSError as error:
         raise TokenizerError(
@@ -94,12 +91,10 @@ def load_encoding(name: str, pattern: str | None = None) -> "tiktoken.Encoding |
         return load_ranks(path, contents, pattern or pattern_of(name))
     try:
         return load_json(path, contents)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"--tokenizer {path} cannot be used: {error}") from None
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else "a value has a wrong type"
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise TokenizerError(
-            f"--tokenizer {path} is not a tokenizer.json of Hugging Face ({reason})"
+            f"--tokenizer {path} cannot be used as a tokenizer.json of Hugging Face: {reason}"
         ) from None
 
 
@@ -129,10 +124,8 @@ def pattern_of(path: str) -> str:
 
     prepare.py writes tokenizer.PATTERN.tiktoken into a token folder.
     """
-    for word in re.split("[^a-z0-9]+", Path(path).name.lower()):
-        if word in PATTERNS:
-            return word
-    return "llama3"
+    words = re.split("[^a-z0-9]+", Path(path).name.lower())
+    return next((word for word in words if word in PATTERNS), "llama3")
 
 
 def load_gpt2() -> tiktoken.Encoding:
@@ -150,43 +143,32 @@ def load_gpt2() -> tiktoken.Encoding:
 # Rank files
 
 
+RESERVED = [f"<|reserved_special_token_{i}|>" for i in range(251)]
+# The 256 tokens that follow the 128,000 ranks, of Meta's llama3/tokenizer.py. Llama 3.1 renames
+# four of the reserved ones and has the same ids. <|eot_id|> ends a turn in a chat.
+LLAMA3_SPECIAL_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", *RESERVED[:4]]
+LLAMA3_SPECIAL_TOKENS += ["<|start_header_id|>", "<|end_header_id|>", RESERVED[4], "<|eot_id|>"]
+LLAMA3_SPECIAL_TOKENS += RESERVED[5:]
+
+
 def load_ranks(path: Path, contents: bytes, pattern: str) -> tiktoken.Encoding:
     """Load a .tiktoken file, or Llama 3's tokenizer.model. Special tokens follow the ranks."""
     is_llama3 = path.suffix == ".model"
     try:
         ranks = read_ranks(contents)
     except ValueError as error:
-        hint = "; SentencePiece models, as Llama 2 has, are not supported" if is_llama3 else ""
         raise TokenizerError(
-            f"--tokenizer {path} is not a {path.suffix if is_llama3 else '.tiktoken'} file "
-            f"({error}): it needs lines of a base64 token and its rank, with a token for each of "
-            f"the 256 bytes{hint}"
+            f"--tokenizer {path} is not a .tiktoken or Llama 3 file ({error}): it needs lines of a "
+            "base64 token and its rank, with a token for each of the 256 bytes; SentencePiece "
+            "models, as Llama 2 has, are not supported"
         ) from None
-    names = llama3_special_tokens() if is_llama3 else [END_OF_TEXT]
+    names = LLAMA3_SPECIAL_TOKENS if is_llama3 else [END_OF_TEXT]
     return Encoding(
         path.name,
         pat_str=LLAMA3 if is_llama3 else PATTERNS[pattern],
         mergeable_ranks=ranks,
         special_tokens={name: len(ranks) + i for i, name in enumerate(names)},
     )
-
-
-def llama3_special_tokens() -> list[str]:
-    """The 256 tokens that follow the 128,000 ranks, of Meta's llama3/tokenizer.py.
-
-    Llama 3.1 renames four of the reserved ones and has the same ids.
-    """
-    reserved = [f"<|reserved_special_token_{i}|>" for i in range(251)]
-    return [
-        "<|begin_of_text|>",
-        "<|end_of_text|>",
-        *reserved[:4],
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        reserved[4],
-        "<|eot_id|>",  # of a turn in a chat
-        *reserved[5:],
-    ]
 
 
 def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
