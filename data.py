@@ -12,7 +12,6 @@ state of the data loader. In a mixture, n also decides which folder a sequence i
 """
 
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -119,7 +118,13 @@ def open_folder(path: Path) -> TokenFolder:
     digest = hashlib.sha256(f"{dtype.name} {vocab_size} {checksums}".encode())
     for split in ("train", "val"):
         file = path / f"{split}.bin"
-        check_size(file, dtype, meta.get(f"{split}_tokens"))
+        size = file.stat().st_size
+        count = meta.get(f"{split}_tokens", size // dtype.itemsize)  # nanoGPT does not tell it
+        if size != count * dtype.itemsize:
+            raise DataError(
+                f"{file} is torn: {size:,} bytes are not {count:,} tokens of {dtype.itemsize} "
+                "bytes; prepare it again"
+            )
         spot_check(file, dtype, vocab_size, digest)
     tokenizer = meta["tokenizer"]
     tokenizer_file = {}
@@ -135,8 +140,6 @@ def open_folder(path: Path) -> TokenFolder:
 def read_contents(file: Path) -> bytes:
     """Read meta.json, or the tokenizer that it names. Raises DataError."""
     try:
-        if file.exists() and not file.is_file():  # reading a pipe or a device may not end
-            raise OSError(errno.EINVAL, "Not a regular file")
         return file.read_bytes()
     except OSError as error:
         raise DataError(
@@ -169,17 +172,6 @@ def nanogpt_meta(path: Path) -> dict:
     splits = [memmap_tokens(path / f"{split}.bin", dtype) for split in ("train", "val")]
     highest = max(int(tokens.max(initial=0)) for tokens in splits)
     return {"dtype": dtype, "vocab_size": 1 + highest, "tokenizer": None}
-
-
-def check_size(file: Path, dtype: np.dtype, count: int | None) -> None:
-    """Raise DataError unless a file holds `count` tokens; None, of nanoGPT: any whole number."""
-    size = file.stat().st_size
-    count = size // dtype.itemsize if count is None else count
-    if size != count * dtype.itemsize:
-        raise DataError(
-            f"{file} is torn: {size:,} bytes are not {count:,} tokens of {dtype.itemsize} bytes; "
-            "prepare it again"
-        )
 
 
 def spot_check(file: Path, dtype: np.dtype, vocab_size: int, digest) -> None:

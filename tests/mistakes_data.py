@@ -25,7 +25,6 @@ MISTAKES = {
         Mistake(
             "--data {secret}", "secret/my.tiktoken is not a .tiktoken or Llama 3 file (line 1 is"
         ),
-        Mistake("--data {pipe}", "pipe/meta.json: Not a regular file; the token folder needs this"),
         Mistake("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
         Mistake(
             "--data {changed}:0.7,{high}:0.2", "add up to 1, but the least is 0.2 and the sum 0.9"
@@ -193,9 +192,6 @@ def write_token_folders(root: Path) -> None:
     (secret / "my.tiktoken").write_text("not a tokenizer")
     misfit = write_tokens(root / "misfit", ids, tokenizer="my.tiktoken")
     (misfit / "my.tiktoken").write_text(RANKS + "dGg= 256\n")
-    pipe = write_tokens(root / "pipe", ids)
-    (pipe / "meta.json").unlink()
-    os.mkfifo(pipe / "meta.json")
 
 
 def write_sources(root: Path) -> None:
