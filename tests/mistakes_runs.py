@@ -114,7 +114,6 @@ MISTAKES = {
         Mistake(
             "--run {other} --seed 4294967296", "--seed 4294967296 must be at least 0 and below"
         ),
-        Mistake("--run {other} --prompt \udcff", "--prompt is not valid UTF-8"),
         Mistake("--run {other} --device cuda", "PyTorch finds no CUDA device here"),
         Mistake("--run {ids} --prompt three", "write the prompt as token ids, such as '17 4 52'"),
         Mistake("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
@@ -136,8 +135,7 @@ MISTAKES = {
         Mistake(
             "--run {no_data}", "is not a checkpoint of train.py: its manifest.json lacks 'tok", 1
         ),
-        Mistake("--run {no_tokenizer}", "used: its tokenizer must be a name or null, not 5", 1),
-        Mistake("--run {no_tokens}", "its tokens_in_vocabulary must be 1 to 320, not 0", 1),
+        Mistake("--run {no_tokenizer}", "is missing: there is no {no_tokenizer}/5; copy the file"),
         Mistake("--run {deep}", "its model has 9,280,010,272 parameters, but its files only", 1),
         Mistake(
             "--run {nan}", "the model's logits are not finite: its weights have diverged or", 1
@@ -233,7 +231,6 @@ def write_checkpoints(root: Path, newest: Path) -> None:
         "moved": {"tokenizer": "/old/my.tiktoken"},
         "other_tokenizer": {"tokenizer": "my.tiktoken"},
         "deep": {"model": model | {"n_layer": 10**6}},
-        "no_tokens": {"tokens_in_vocabulary": 0},
         "no_model": {"model": {}},
         "no_seed": {"config": {"global_batch_size": 8}},
         "forked": {"model": model | {"window": 4}},
