@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import call_train, rows, tensors
+from mistakes_hf import LLAMA
 from test_tokenizer import make_json
 
 import checkpoint
@@ -28,6 +29,7 @@ TRAIN = (
 
 @pytest.fixture
 def safetensors():
+    pytest.importorskip("safetensors.torch", reason="needs tests/requirements-extra.txt")
     return pytest.importorskip("safetensors", reason="needs tests/requirements-extra.txt")
 
 
@@ -144,16 +146,13 @@ def test_a_field_of_a_fork_is_exported_at_its_default_only(
 
 
 @pytest.mark.hf
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's, in one process
-def test_large_models_are_split_into_files_with_an_index(transformers, trained, tmp_path):
-    out = tmp_path / "exported"
-    hf.export_model(trained, out, shard_bytes=30_000)
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    files = sorted(out.glob("model-0*.safetensors"))
-    assert {file.name for file in files} == set(index["weight_map"].values())
-    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 2
-    logits = their_logits(transformers, out)
-    torch.testing.assert_close(logits, our_logits(trained), rtol=0, atol=1e-4)
+def test_a_model_of_several_files_comes_in(safetensors, trained, tmp_path):
+    out = convert("export", trained, tmp_path / "exported")
+    state = safetensors.torch.load_file(out / "model.safetensors")
+    for i in (0, 1):
+        part = {name: state[name] for name in sorted(state)[i::2]}
+        safetensors.torch.save_file(part, out / f"model-{i + 1:05d}-of-00002.safetensors")
+    (out / "model.safetensors").unlink()
     imported = convert("import", out, tmp_path / "imported")
     torch.testing.assert_close(tensors(trained, "model."), tensors(imported), rtol=0, atol=0)
 
@@ -395,7 +394,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_left_out(safetensors, tr
 @pytest.mark.tries("needs safetensors")
 def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "safetensors", None)  # an import raises ImportError
-    assert hf.main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model.safetensors").write_bytes(bytes(100_000))
+    assert hf.main(["import", str(tmp_path), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.endswith("needs safetensors: pip install safetensors\n")
     assert not (tmp_path / "out").exists()
 
@@ -419,13 +420,10 @@ DAMAGE = {
     "lacks the tensor model.norm.weight": lambda s: s.pop(NORM),
     "holds model.bias, which this decoder": lambda s: s.update({"model.bias": torch.ones(1)}),
     "has the shape [31], config.json gives [32]": lambda s: s.update({NORM: torch.ones(31)}),
-    "is of dtype I64; F32, F16, BF16 are read": lambda s: s.update({NORM: s[NORM].long()}),
 }
 
 
-@pytest.mark.tries(
-    "lacks the tensor", "holds  ... , which this decoder", "has the shape", "is of dtype"
-)
+@pytest.mark.tries("lacks the tensor", "holds  ... , which this decoder", "has the shape")
 @pytest.mark.hf
 def test_weights_that_are_not_those_of_config_json_are_refused(
     safetensors, trained, tmp_path, capsys

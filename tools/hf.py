@@ -4,7 +4,7 @@ python -m tools.hf export runs/tiny OUT
 python -m tools.hf import DIR OUT
 
 The decoder is Hugging Face's Llama: RoPE pairs the same elements, so tensors map one to one. Both
-commands execute nothing they read and do without transformers; weights need safetensors.
+commands execute nothing they read and do without transformers; import needs safetensors.
 """
 
 import argparse
@@ -25,10 +25,8 @@ import checkpoint
 from model import ModelConfig, RopeScaling, Transformer
 from runtime import cli
 from runtime.cli import UsageError
-from sample import Trained, describe
+from sample import describe
 from text import tokenizer
-
-SHARD_BYTES = 5_000_000_000  # of a file; transformers' own limit was the same for years
 
 # Modules of the decoder and of Hugging Face's Llama
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -69,46 +67,40 @@ def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def require_safetensors():
-    """The package safetensors. Raises UsageError."""
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise UsageError("tools.hf needs safetensors: pip install safetensors") from None
-    return safetensors
+def float32_bytes(shapes: dict[str, torch.Size]) -> int:
+    return sum(4 * shape.numel() for shape in shapes.values())
 
 
 # --------------------------------------------------------------------------------------------------
 # Export
 
 
-def export_model(source: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a checkpoint, or the newest of a run, as the new model folder `out`.
+def export_model(source: Path, out: Path) -> None:
+    """Write a checkpoint, or the latest of a run, as the new model folder `out`.
 
-    Weights are float32. Holds `shard_bytes` of them at a time. Raises UsageError, CheckpointError
-    and TokenizerError.
+    Weights are float32. Holds one tensor at a time. Raises UsageError, CheckpointError and
+    TokenizerError.
     """
     checkpoint.check_new(out)
-    safetensors = require_safetensors()
     path = checkpoint.choose_checkpoint(source, "tools.hf")
     trained = describe(path)
     shapes = parameter_shapes(trained.config)
-    size = sum(4 * shape.numel() for shape in shapes.values())
+    size = float32_bytes(shapes)
     encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
     config = to_hf(trained.config, encoding)
     with checkpoint.new_folder(out, size) as work:
         write_json(work / "config.json", config)
-        write_json(work / "generation_config.json", generation_config(trained, encoding))
+        # Ids that only pad the head are never drawn, as in sample.py.
+        padding = list(range(trained.vocab_size, trained.config.vocab_size))
+        generation = special_ids(encoding) | {"suppress_tokens": padding or None}
+        write_json(work / "generation_config.json", generation)
         if encoding:
             if trained.tokenizer.endswith(".json"):
                 shutil.copyfile(trained.tokenizer, work / "tokenizer.json")
             else:
                 write_json(work / "tokenizer.json", tokenizer_json(encoding))
             write_json(work / "tokenizer_config.json", tokenizer_config(trained.config, encoding))
-        try:
-            write_weights(safetensors, path, shapes, work, shard_bytes)
-        except safetensors.SafetensorError as error:  # a full disk, for instance
-            raise OSError(str(error)) from None
+        write_weights(path, shapes, work / "model.safetensors")
         for file in work.iterdir():
             checkpoint.sync(file)
         os.rename(work, out)
@@ -122,41 +114,26 @@ def write_json(file: Path, contents: dict) -> None:
     file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
-def shards(shapes: dict[str, torch.Size], shard_bytes: int) -> list[list[str]]:
-    """The names of the tensors of each file: at most `shard_bytes`, or one tensor."""
-    found: list[list[str]] = []
-    room = 0
+def write_weights(path: Path, shapes: dict[str, torch.Size], file: Path) -> None:
+    """Write a safetensors file, for which the package would need all tensors at once.
+
+    8 bytes with the size of the header, the header in JSON, padded to 8 bytes, and the values:
+    https://github.com/huggingface/safetensors#format
+    """
+    header: dict = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, shape in shapes.items():
-        size = 4 * shape.numel()
-        if size > room or not found:
-            found.append([])
-            room = shard_bytes
-        found[-1].append(name)
-        room -= size
-    return found
-
-
-def write_weights(
-    safetensors, path: Path, shapes: dict[str, torch.Size], work: Path, shard_bytes: int
-) -> None:
-    """Write model.safetensors, or several files and their index."""
-    parts = shards(shapes, shard_bytes)
-    weight_map = {}
-    for number, names in enumerate(parts, start=1):
-        file = "model.safetensors"
-        if len(parts) > 1:
-            file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        weights = {name: torch.empty(shapes[name]) for name in names}
-        checkpoint.load_state(path, {"model": weights})
-        renamed = {hf_name(name): weight for name, weight in weights.items()}
-        safetensors.torch.save_file(renamed, work / file, metadata={"format": "pt"})
-        shutil.copymode(work / "config.json", work / file)  # it is for its owner only
-        for name in renamed:
-            weight_map[name] = file
-    if len(parts) > 1:
-        size = sum(4 * shape.numel() for shape in shapes.values())
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        write_json(work / "model.safetensors.index.json", index)
+        start, end = end, end + 4 * shape.numel()
+        place = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+        header[hf_name(name)] = place
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            weight = torch.empty(shape)
+            checkpoint.load_state(path, {"model": {name: weight}})
+            opened.write(weight.numpy())
 
 
 def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
@@ -200,16 +177,11 @@ def special_ids(encoding: tiktoken.Encoding | None) -> dict:
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
 
 
-def generation_config(trained: Trained, encoding: tiktoken.Encoding | None) -> dict:
-    """Ids that only pad the head are never drawn, as in sample.py."""
-    padding = list(range(trained.vocab_size, trained.config.vocab_size))
-    return {**special_ids(encoding), "suppress_tokens": padding or None}
-
-
 # --------------------------------------------------------------------------------------------------
 # Import
 
-# Where config.json has one of these fields, the values that the decoder computes
+# Where config.json has one of these fields, the values that the decoder computes. No other field
+# changes the logits of these two model types in transformers.
 COMPUTED = {
     "model_type": ("llama", "mistral"),
     "hidden_act": ("silu",),
@@ -220,15 +192,6 @@ COMPUTED = {
     "partial_rotary_factor": (1.0,),
     "quantization_config": (None, {}),
 }
-# Other numbers that are read below, or do not change the logits. What a number that is not listed
-# does, such as Granite's residual_multiplier, is unknown; 0 and 1 rarely do anything.
-NUMBERS = {
-    *INTEGERS.values(),
-    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "sliding_window"),
-    *("initializer_range", "attention_dropout", "pretraining_tp", "max_sequence_length"),
-    *("max_length", "temperature", "top_k", "top_p", "repetition_penalty"),
-}
-DTYPES = ("F32", "F16", "BF16")
 
 
 def import_model(source: Path, out: Path) -> None:
@@ -244,15 +207,18 @@ def import_model(source: Path, out: Path) -> None:
         config.check_room(sum(file.stat().st_size for file in files))
     except ValueError as error:
         raise UsageError(f"{source}: {error}") from None
-    safetensors = require_safetensors()
-    if config.tied and has_own_head(safetensors, files):
+    found = {}  # the file of each tensor
+    for file in files:
+        with open_weights(file) as opened:
+            found |= dict.fromkeys(opened.keys(), file)
+    if config.tied and has_own_head(found):
         print(f"{source} has a head of its own: it is not tied to the embedding")
         config = dataclasses.replace(config, tied=False)
     shapes = parameter_shapes(config)
-    found = find_weights(safetensors, files, shapes)
-    size = sum(4 * shape.numel() for shape in shapes.values())
+    check_weights(source, found, shapes)
+    size = float32_bytes(shapes)
     with checkpoint.new_folder(out, size) as work:
-        copy_weights(safetensors, found, shapes, work / "full.pt")
+        copy_weights(found, shapes, work / "full.pt")
         encoding = import_tokenizer(source, work, config.vocab_size)
         manifest = {
             "step": 0,
@@ -269,17 +235,13 @@ def import_model(source: Path, out: Path) -> None:
         print(f"{out} has no tokenizer: sample.py takes and prints token ids")
 
 
-def copy_weights(
-    safetensors, files: dict[str, Path], shapes: dict[str, torch.Size], full: Path
-) -> None:
+def copy_weights(found: dict[str, Path], shapes: dict[str, torch.Size], full: Path) -> None:
     """Write full.pt, one tensor at a time."""
     with FakeTensorMode():
         layout = {name: torch.empty(shape) for name, shape in shapes.items()}
 
     def read(name: str) -> torch.Tensor:  # of the layout, "model.embed.weight"
-        name = name.removeprefix("model.")
-        with open_weights(safetensors, files[name]) as opened:
-            return opened.get_tensor(hf_name(name))
+        return read_tensor(found, hf_name(name.removeprefix("model.")))
 
     for _ in checkpoint.write_full({"model": layout}, full, read):
         pass
@@ -304,12 +266,9 @@ def from_hf(folder: Path) -> ModelConfig:
     hf = read_json(file)
     try:
         return read_config(hf)
-    except KeyError as error:
-        raise UsageError(f"{file} lacks {error}") from None
-    except (TypeError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"{file} is damaged: {error}") from None
-    except ValueError as error:
-        raise UsageError(f"{file}: {error}") from None
+    except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise UsageError(f"{file}: {reason}") from None
 
 
 def read_config(hf: dict) -> ModelConfig:
@@ -363,35 +322,29 @@ def missing_feature(hf: dict, rope: dict) -> str | None:
             f"head_dim {head_dim} (not hidden_size {hf['hidden_size']} / "
             f"num_attention_heads {hf['num_attention_heads']})"
         )
-    for key, value in hf.items():
-        is_known = key in NUMBERS or key.endswith("_token_id")
-        if type(value) in (int, float) and value not in (0, 1) and not is_known:
-            return f"{key} {value}"
     return None
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises UsageError."""
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UsageError(f"{index} has no weight_map")
-        names = sorted(map(str, set(weight_map.values())))
-    for name in names:
-        if Path(name).name != name:
-            raise UsageError(f"{index} names {name}, outside the folder")
-        if not (folder / name).is_file():
-            raise UsageError(
-                f"{folder} has no {name} (other formats than safetensors are not read)"
-            )
-    return [folder / name for name in names]
+    """The safetensors files of a model folder, one or several. Raises UsageError."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise UsageError(
+            f"{folder} has no model.safetensors (other formats than safetensors are not read)"
+        )
+    return files
 
 
 @contextlib.contextmanager
-def open_weights(safetensors, file: Path) -> Iterator:
-    """Open a safetensors file, which is mapped into memory. Raises CheckpointError for damage."""
+def open_weights(file: Path) -> Iterator:
+    """Open a safetensors file, which is mapped into memory.
+
+    Raises UsageError without the package safetensors, and CheckpointError for damage.
+    """
+    try:
+        import safetensors
+    except ImportError:
+        raise UsageError("tools.hf import needs safetensors: pip install safetensors") from None
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
             yield opened
@@ -399,51 +352,39 @@ def open_weights(safetensors, file: Path) -> Iterator:
         raise checkpoint.CheckpointError(f"cannot read {file}: {error}") from None
 
 
-def find_weights(safetensors, files: list[Path], shapes: dict[str, torch.Size]) -> dict[str, Path]:
-    """The file of each parameter. Raises UsageError unless the files hold exactly the model."""
-    ours = {hf_name(name): name for name in shapes}
-    found = {}
-    for file in files:
-        with open_weights(safetensors, file) as opened:
-            for theirs in opened.keys():  # noqa: SIM118 (not a dict)
-                if theirs in ours:
-                    check_tensor(file, theirs, opened.get_slice(theirs), shapes[ours[theirs]])
-                    found[ours[theirs]] = file
-                elif not is_redundant(theirs):
-                    raise UsageError(f"{file} holds {theirs}, which this decoder does not have")
-    for name in shapes:
-        if name not in found:
-            raise UsageError(f"{files[0].parent} lacks the tensor {hf_name(name)}")
-    return found
+def read_tensor(found: dict[str, Path], name: str) -> torch.Tensor:
+    with open_weights(found[name]) as opened:
+        return opened.get_tensor(name)  # mapped, not read into memory
 
 
-def has_own_head(safetensors, files: list[Path]) -> bool:
-    """Whether the files hold a head that is not the embedding, which transformers does not tie."""
-    found = {}
-    for file in files:
-        with open_weights(safetensors, file) as opened:
-            for name in {hf_name("embed"), hf_name("head")}.intersection(opened.keys()):
-                found[name] = opened.get_tensor(name)  # mapped, not read into memory
-    if len(found) < 2:
+def has_own_head(found: dict[str, Path]) -> bool:
+    """Whether the head is there and is not the embedding, which transformers does not tie."""
+    names = (hf_name("embed"), hf_name("head"))
+    if not found.keys() >= set(names):
         return False
-    embedding, head = found.values()
+    embedding, head = (read_tensor(found, name) for name in names)
     return embedding.dtype != head.dtype or not torch.equal(embedding, head)
 
 
-def is_redundant(name: str) -> bool:
-    """The head of a tied model is its embedding; old Llama files hold RoPE's frequencies."""
-    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+# The head of a tied model is its embedding; old Llama files hold RoPE's frequencies.
+REDUNDANT = ("lm_head.weight", "rotary_emb.inv_freq")
 
 
-def check_tensor(file: Path, name: str, tensor, shape: torch.Size) -> None:
-    if tensor.get_shape() != list(shape):
-        raise UsageError(
-            f"{file}: {name} has the shape {tensor.get_shape()}, config.json gives {list(shape)}"
-        )
-    if tensor.get_dtype() not in DTYPES:
-        raise UsageError(
-            f"{file}: {name} is of dtype {tensor.get_dtype()}; {', '.join(DTYPES)} are read"
-        )
+def check_weights(folder: Path, found: dict[str, Path], shapes: dict[str, torch.Size]) -> None:
+    """Raise UsageError unless `found` has exactly the tensors of the model."""
+    expected = {hf_name(name): list(shape) for name, shape in shapes.items()}
+    for name, shape in expected.items():
+        if name not in found:
+            raise UsageError(f"{folder} lacks the tensor {name}")
+        with open_weights(found[name]) as opened:
+            its_shape = opened.get_slice(name).get_shape()
+        if its_shape != shape:
+            raise UsageError(
+                f"{found[name]}: {name} has the shape {its_shape}, config.json gives {shape}"
+            )
+    for name in found:
+        if name not in expected and not name.endswith(REDUNDANT):
+            raise UsageError(f"{found[name]} holds {name}, which this decoder does not have")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -569,6 +510,8 @@ def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Enco
 # --------------------------------------------------------------------------------------------------
 # The command
 
+CONVERT = {"export": export_model, "import": import_model}
+
 
 def build_parser() -> cli.Parser:
     parser = cli.Parser(
@@ -576,25 +519,18 @@ def build_parser() -> cli.Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("export", help="write a checkpoint as a model folder")
-    add.add_argument("source", metavar="RUN|CHECKPOINT", type=Path)
-    add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
-    add.set_defaults(convert=export_model)
-    add = commands.add_parser("import", help="write a model folder as a checkpoint")
-    add.add_argument("source", metavar="DIR", type=Path, help="config.json, model.safetensors")
-    add.add_argument("out", metavar="OUT", type=Path, help="the checkpoint to create")
-    add.set_defaults(convert=import_model)
+    parser.add_argument("command", choices=CONVERT)
+    parser.add_argument("source", type=Path, help="a run or a checkpoint; a model folder to import")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
     return parser
 
 
-def convert(argv: list[str]) -> None:
-    args = build_parser().parse_args(argv)
-    args.convert(args.source, args.out)
-
-
 def main(argv: list[str]) -> int:
-    return cli.run("tools.hf", lambda: convert(argv))
+    def command() -> None:
+        args = build_parser().parse_args(argv)
+        CONVERT[args.command](args.source, args.out)
+
+    return cli.run("tools.hf", command)
 
 
 if __name__ == "__main__":
