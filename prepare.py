@@ -1,10 +1,9 @@
-"""Text -> a token folder that train.py reads.
+"""Text -> a token folder that train.py reads: train.bin, val.bin and meta.json.
 
-    python prepare.py --source FILE|DIR|GLOB|- ... --tokenizer bytes|gpt2|PATH --out DIR
-    python prepare.py show DIR
-
-A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no header) and
-`meta.json` (the tokenizer, the dtype, counts and checksums).
+python prepare.py --source corpus/ --tokenizer gpt2 --out tokens/corpus
+python prepare.py --source 'web/*.jsonl.gz' --tokenizer o200k_base.tiktoken --out tokens/web
+curl -L URL | python prepare.py --source - --out tokens/web
+python prepare.py show tokens/web    counts, lengths and a few documents
 """
 
 import argparse
@@ -229,20 +228,12 @@ def say_what_was_written(out: Path, meta: dict, val_fraction: float) -> None:
 # --------------------------------------------------------------------------------------------------
 # The command
 
-EXAMPLES = """examples:
-  python prepare.py --source corpus/ --tokenizer gpt2 --out tokens/corpus
-  python prepare.py --source 'web/*.jsonl.gz' --tokenizer o200k_base.tiktoken --out tokens/web
-  curl -L URL | python prepare.py --source - --out tokens/web
-  python prepare.py show tokens/web    counts, lengths and a few documents
-"""
-
 
 def build_parser() -> cli.Parser:
     """The flags are the parameters of `prepare`."""
     parser = cli.Parser(
         prog="prepare.py",
-        description="Turn text into a token folder that train.py reads.",
-        epilog=EXAMPLES,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

@@ -1,6 +1,7 @@
 """Sample text from a trained model, on one process, whatever mesh trained it.
 
 python sample.py --run runs/tiny --prompt "def "
+python sample.py --run runs/tiny/checkpoints/step-00000600 --temperature 0 --max_new_tokens 100
 """
 
 import argparse
@@ -17,11 +18,6 @@ import dist
 from model import ModelConfig, Transformer, generate
 from runtime import cli, memory
 from text import tokenizer
-
-EXAMPLES = """examples:
-  python sample.py --run runs/tiny --prompt "def "
-  python sample.py --run runs/tiny/checkpoints/step-00000600 --temperature 0 --max_new_tokens 100
-"""
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,7 @@ NUMBERS = {
 def build_parser() -> cli.Parser:
     parser = cli.Parser(
         prog="sample.py",
-        description="Continue a prompt with a model that train.py has saved.",
-        epilog=EXAMPLES,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

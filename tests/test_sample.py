@@ -198,4 +198,4 @@ def test_text_that_stdout_cannot_show_is_escaped(trained, always, pool, tokens, 
 def test_help_shows_examples(capsys):
     with pytest.raises(SystemExit):
         sample.main(["--help"])
-    assert capsys.readouterr().out.count("\n  python sample.py --run runs/tiny") == 2
+    assert capsys.readouterr().out.count("\npython sample.py --run runs/tiny") == 2
