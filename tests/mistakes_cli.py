@@ -40,11 +40,9 @@ MISTAKES = {
     "tools.bench": [
         Mistake("", "the following arguments are required: TABLE"),
         Mistake("speed", "argument TABLE: invalid choice: 'speed' (choose from 'strategies'"),
-        Mistake(
-            "checkpoint --round 2", "unrecognized arguments: --round 2; did you mean --rounds?"
-        ),
+        Mistake("nanogpt --path=a --round 2", "unrecognized arguments: --round 2; did you mean"),
         Mistake("strategies --rounds 0", "argument --rounds: invalid positive value: '0'"),
-        Mistake("checkpoint --nproc two", "argument --nproc: invalid positive value: 'two'"),
+        Mistake("strategies --nproc two", "argument --nproc: invalid positive value: 'two'"),
         Mistake(
             "strategies --model huge",
             "argument --model: invalid choice: 'huge' (choose from 'tiny'",

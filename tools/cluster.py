@@ -32,6 +32,7 @@ import prepare
 from metrics import read_rows
 from runtime import cli
 from tools.bench import (
+    JSON,
     ONLY_STEPS,
     STRATEGIES,
     TORCHRUN,
@@ -39,7 +40,8 @@ from tools.bench import (
     CannotMeasure,
     Job,
     Table,
-    add_count,
+    add_flags,
+    count,
     report,
 )
 from tools.planning import predict
@@ -382,6 +384,31 @@ def rate(text: str) -> str:
     return text
 
 
+FLAGS = {
+    "hosts": count(2, "hosts"),
+    "nproc": count(2, "processes on each host"),
+    "steps": count(3, "counted steps of each run"),
+    "bandwidth": dict(
+        type=rate,
+        default="200mbit",
+        metavar="RATE",
+        help="of each host's link, in each direction, as tc writes it (default: 200mbit)",
+    ),
+    "strategies": dict(
+        nargs="+",
+        default=list(STRATEGIES),
+        choices=STRATEGIES,
+        metavar="NAME",
+        help=f"of {', '.join(STRATEGIES)}; the first is compared with (default: all)",
+    ),
+    "predict": dict(
+        action="store_true",
+        help="also measure links and cores, and print what tools.plan predicts from them",
+    ),
+    "json": JSON,
+}
+
+
 def parse(argv: list[str]) -> Namespace:
     parser = cli.Parser(
         prog="tools.cluster",
@@ -389,30 +416,7 @@ def parse(argv: list[str]) -> Namespace:
         "Needs Linux, root and iproute2.",
     )
     parser.set_defaults(table="cluster")
-    add_count(parser, "--hosts", 2, "hosts")
-    add_count(parser, "--nproc", 2, "processes on each host")
-    add_count(parser, "--steps", 3, "counted steps of each run")
-    parser.add_argument(
-        "--bandwidth",
-        type=rate,
-        default="200mbit",
-        metavar="RATE",
-        help="of each host's link, in each direction, as tc writes it (default: 200mbit)",
-    )
-    parser.add_argument(
-        "--strategies",
-        nargs="+",
-        default=list(STRATEGIES),
-        choices=STRATEGIES,
-        metavar="NAME",
-        help=f"of {', '.join(STRATEGIES)}; the first is compared with (default: all)",
-    )
-    parser.add_argument(
-        "--predict",
-        action="store_true",
-        help="also measure links and cores, and print what tools.plan predicts from them",
-    )
-    parser.add_argument("--json", action="store_true", help="print numbers, not a table")
+    add_flags(parser, FLAGS)
     return parser.parse_args(argv)
 
 
