@@ -133,8 +133,6 @@ def test_a_rank_of_512_gpus(pool):
     assert full.recomputed_flops > plain.recomputed_flops
     assert full.memory["activations"] < plain.memory["activations"]
     assert auto.layout.strategy == "ddp"
-    # 768 rows are two for each of 384 ranks
-    assert plain.checkpoint_bytes == pytest.approx(12 * plain.parameters / 512, rel=0.1)
     for one in found:
         assert one.memory["parameters"] == one.state["parameters"]
         if one is not untied:  # whose tp group has all rows of the embedding's gradient

@@ -21,14 +21,13 @@ import torch
 import config
 import data
 import dist
-from layout import Layout
 from metrics import read_rows
 from runtime import cli, memory
 from runtime.cli import UsageError
-from tools.bench import positive
+from tools.bench import add_flags, count, positive
 from tools.compare import positive_number
 from tools.planning import predict, search
-from tools.planning.forecast import Plan, ScalingRow, communication_rows, make_plan, training_hours
+from tools.planning.forecast import Plan, make_plan
 from tools.planning.predict import DEVICES, Cluster, Links, Request
 
 # --------------------------------------------------------------------------------------------------
@@ -51,51 +50,41 @@ def fraction(text: str) -> float:
     return number
 
 
+def number(metavar: str, help: str, kind=positive_number, default: float | None = None) -> dict:
+    return dict(metavar=metavar, help=help, type=kind, default=default)
+
+
 # The flags of this command beside train.py's: name -> options of argparse
 FLAGS = {
-    "world_size": dict(type=positive, metavar="N", help="devices in all; required"),
-    "nproc_per_node": dict(
-        type=positive, default=8, metavar="N", help="devices of a host (default: 8)"
-    ),
-    "rank": dict(type=int, default=0, metavar="N", help="the rank to rehearse (default: 0)"),
+    "world_size": number("N", "devices in all; required", positive),
+    "nproc_per_node": count(8, "devices of a host"),
+    "rank": number("N", "the rank to rehearse (default: 0)", int, 0),
     "device_type": dict(
         choices=DEVICES, default="h100", help="memory, speed and links (default: h100)"
     ),
-    "achieved": dict(
-        type=fraction,
-        default=predict.ACHIEVED,
-        metavar="X|RUN",
-        help="share of its peak that a device reaches while it computes, or a run on one device "
-        f"to read it from (default: {predict.ACHIEVED})",
+    "achieved": number(
+        "X|RUN",
+        "share of its peak that a device reaches while it computes, or a run on one device to read "
+        f"it from (default: {predict.ACHIEVED})",
+        fraction,
+        predict.ACHIEVED,
     ),
-    "intra_host_bandwidth": dict(
-        type=positive_number,
-        metavar="GB/s",
-        help="of a device to the others of its host, in one direction, as nccl-tests' busbw "
+    "intra_host_bandwidth": number(
+        "GB/s",
+        "of a device to the others of its host, in one direction, as nccl-tests' busbw "
         "(default: 80%% of the data sheet's)",
     ),
-    "inter_host_bandwidth": dict(
-        type=positive_number,
-        metavar="GB/s",
-        help="of a host to others, in one direction, all its network cards together, which its "
-        "devices share (default: 80%% of the data sheet's)",
+    "inter_host_bandwidth": number(
+        "GB/s",
+        "of a host to others, in one direction, all its network cards together, which its devices "
+        "share (default: 80%% of the data sheet's)",
     ),
-    "intra_host_latency": dict(
-        type=positive_number, metavar="US", help="microseconds of a hop (default: 3.4, NVLink's)"
-    ),
-    "inter_host_latency": dict(
-        type=positive_number, metavar="US", help="microseconds of a hop (default: 14)"
-    ),
-    "host_memory": dict(
-        type=positive_number, metavar="GB", help="of a host, to compare checkpoints with"
-    ),
-    "tokens": dict(
-        type=positive_number, metavar="N", help="tokens to train on, such as 15e12: hours"
-    ),
+    "intra_host_latency": number("US", "microseconds of a hop (default: 3.4, NVLink's)"),
+    "inter_host_latency": number("US", "microseconds of a hop (default: 14)"),
+    "host_memory": number("GB", "of a host, to compare checkpoints with"),
+    "tokens": number("N", "tokens to train on, such as 15e12: hours"),
     "search": dict(action="store_true", help="rank the meshes and policies that fit"),
-    "search_seconds": dict(
-        type=positive_number, default=120.0, metavar="S", help="of --search (default: 120)"
-    ),
+    "search_seconds": number("S", "of --search (default: 120)", default=120.0),
     "json": dict(action="store_true", help="print one JSON object"),
 }
 
@@ -109,9 +98,7 @@ def build_parser() -> cli.Parser:
         "sends and computes, and how long that takes. It takes all flags of train.py."
     )
     parser.epilog = "examples, and how the prediction is computed: docs/plan.md"
-    group = parser.add_argument_group("the cluster")
-    for name, options in FLAGS.items():
-        group.add_argument(f"--{name}", **options)
+    add_flags(parser.add_argument_group("the cluster"), FLAGS)
     return parser
 
 
@@ -126,9 +113,8 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
     c = config.to_config(flags)
     cluster = make_cluster(own)
     if c.dtype == "auto":  # of the planned device, not of this machine
-        dtype = torch.bfloat16
-        if cluster.device.kind == "cpu":
-            dtype = dist.fast_dtype(torch.device("cpu"))
+        is_cuda = cluster.device.kind == "cuda"
+        dtype = torch.bfloat16 if is_cuda else dist.fast_dtype(torch.device("cpu"))
         c = dataclasses.replace(c, dtype=str(dtype).removeprefix("torch."))
     predict.peak_flops(cluster, c)  # raises early where it is not known
     given = {word.split("=")[0].removeprefix("--") for word in argv}
@@ -152,14 +138,11 @@ def make_cluster(own: argparse.Namespace) -> Cluster:
     if not 0 <= own.rank < world_size:
         raise UsageError(f"--rank {own.rank}: the ranks are 0 to {world_size - 1}")
     device = DEVICES[own.device_type]
-    device_memory = device.memory
-    if device_memory is None:
-        device_memory = memory.device_memory(torch.device("cpu"), local_size)
     return Cluster(
         world_size=world_size,
         device_type=own.device_type,
         device=device,
-        device_memory=device_memory,
+        device_memory=device.memory or memory.device_memory(torch.device("cpu"), local_size),
         links=make_links(own, predict.default_links(device, local_size)),
         achieved=own.achieved,
         host_memory=int(own.host_memory * 1e9) if own.host_memory else None,
@@ -197,36 +180,22 @@ def to_json(plan: Plan) -> dict:
             "device": cluster.device_memory,
         },
         "fits": plan.fits,
-        "communication": communication_rows(plan),
-        "checkpoint": plan.checkpoint,
+        "communication": plan.communication(),
+        "checkpoint": plan.checkpoint(),
         "flops": rehearsal.flops,
         "recomputed_flops": rehearsal.recomputed_flops,
-        "step_time": speed.step.total,
         "step_time_parts": {
-            "compute": speed.step.compute,
-            "exposed_communication": speed.step.exposed,
-            "optimizer": speed.step.optimizer,
+            "compute": speed.compute,
+            "exposed_communication": speed.exposed,
+            "optimizer": speed.optimizer,
         },
-        "tokens_per_second_per_device": speed.tokens_per_second_per_device,
-        "mfu": speed.mfu,
-        "scaling": [scaling_json(row) for row in plan.scaling],
+        **speed.to_json(),
+        "scaling": list(plan.scaling()),
     }
     if plan.tokens:
-        hours = training_hours(plan)
-        found["hours"] = hours
-        found["device_hours"] = hours * cluster.world_size
+        found["hours"] = plan.hours
+        found["device_hours"] = plan.hours * cluster.world_size
     return found
-
-
-def scaling_json(row: ScalingRow) -> dict:
-    found = {"hosts": row.hosts, "world_size": row.world_size, "fits": row.fits}
-    if row.speed is None:
-        return found | {"problem": row.problem}
-    return found | {
-        "step_time": row.speed.step.total,
-        "tokens_per_second_per_device": row.speed.tokens_per_second_per_device,
-        "mfu": row.speed.mfu,
-    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -235,8 +204,7 @@ def scaling_json(row: ScalingRow) -> dict:
 
 def report(plan: Plan) -> Iterator[str]:
     """The lines for people: one screen, with the arithmetic."""
-    layout = plan.rehearsal.layout
-    yield from describe_run(plan, layout)
+    yield from describe_run(plan)
     yield from describe_memory(plan)
     yield from describe_communication(plan)
     yield from describe_checkpoint(plan)
@@ -244,8 +212,9 @@ def report(plan: Plan) -> Iterator[str]:
     yield from describe_scaling(plan)
 
 
-def describe_run(plan: Plan, layout: Layout) -> Iterator[str]:
+def describe_run(plan: Plan) -> Iterator[str]:
     rehearsal = plan.rehearsal
+    layout = rehearsal.layout
     cluster = plan.request.cluster
     model = layout.model_config
     yield (
@@ -253,11 +222,10 @@ def describe_run(plan: Plan, layout: Layout) -> Iterator[str]:
         f"vocabulary {model.vocab_size:,}: {rehearsal.parameters:,} parameters, "
         f"{rehearsal.parameters_per_rank:,} a rank"
     )
-    replicate, shard, tp = layout.mesh_shape
+    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, layout.mesh_shape))
     yield (
-        f"mesh        {layout.strategy}: dp_replicate {replicate} x dp_shard {shard} x tp {tp} = "
-        f"{cluster.world_size} x {cluster.device_type}, {cluster.links.local_size} on each of "
-        f"{cluster.hosts} hosts"
+        f"mesh        {layout.strategy}: {axes} = {cluster.world_size} x {cluster.device_type}, "
+        f"{cluster.links.local_size} on each of {cluster.hosts} hosts"
     )
     if layout.strategy_reason:
         yield f"            --strategy auto: {layout.strategy_reason}"
@@ -288,8 +256,8 @@ def parts_of(sizes: dict[str, int]) -> str:
 
 
 def describe_communication(plan: Plan) -> Iterator[str]:
-    rows = communication_rows(plan)
     title = "sends       "
+    rows = plan.communication()
     if not rows:
         yield f"{title}nothing"
     for row in rows:
@@ -302,7 +270,7 @@ def describe_communication(plan: Plan) -> Iterator[str]:
 
 
 def describe_checkpoint(plan: Plan) -> Iterator[str]:
-    saved = plan.checkpoint
+    saved = plan.checkpoint()
     sharded, in_async = saved["host_bytes_sharded"], saved["host_bytes_async"]
     yield (
         f"checkpoint  sharded: {gigabytes(saved['bytes_per_rank'])} GB a rank, on a host at most "
@@ -317,50 +285,50 @@ def describe_checkpoint(plan: Plan) -> Iterator[str]:
 
 def describe_step(plan: Plan) -> Iterator[str]:
     speed = plan.speed
-    step = speed.step
     rehearsal = plan.rehearsal
     recomputed = ""
     if rehearsal.recomputed_flops:
         recomputed = f" + {rehearsal.recomputed_flops / 1e12:,.1f} recomputed"
     yield (
         f"compute     {rehearsal.flops / 1e12:,.1f}{recomputed} TFLOP / ({speed.peak / 1e12:,.4g} "
-        f"TFLOP/s x {plan.request.cluster.achieved:.3g}) = {step.compute:.4g} s"
+        f"TFLOP/s x {plan.request.cluster.achieved:.3g}) = {speed.compute:.4g} s"
     )
     exposed = []
-    for axis, seconds in step.exposed.items():
-        if seconds < 1e-4:
-            continue
-        exposed.append(f"{axis} {seconds:.4f} of {step.communication[axis]:.4f} s")
+    for axis, seconds in speed.exposed.items():
+        if seconds >= 1e-4:
+            exposed.append(f"{axis} {seconds:.4f} of {speed.communication[axis]:.4f} s")
     yield f"exposed     {', '.join(exposed) or 'nothing'}"
     yield (
-        f"step        compute {step.compute:.4g} + exposed communication "
-        f"{sum(step.exposed.values()):.4g} + optimizer {step.optimizer:.4g} = {step.total:.4g} s"
+        f"step        compute {speed.compute:.4g} + exposed communication "
+        f"{sum(speed.exposed.values()):.4g} + optimizer {speed.optimizer:.4g} = "
+        f"{speed.step_time:.4g} s"
     )
-    tokens_per_second = f"{speed.tokens_per_second_per_device:,.0f} tokens/s/device"
-    yield f"speed       {tokens_per_second}, MFU {speed.mfu:.1%}"
+    yield (
+        f"speed       {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "
+        f"MFU {speed.mfu:.1%}"
+    )
     if plan.tokens:
-        hours = training_hours(plan)
         devices = plan.request.cluster.world_size
         yield (
-            f"training    {plan.tokens:.4g} tokens: {hours:,.1f} hours x {devices} = "
-            f"{hours * devices:,.0f} device-hours"
+            f"training    {plan.tokens:.4g} tokens: {plan.hours:,.1f} hours x {devices} = "
+            f"{plan.hours * devices:,.0f} device-hours"
         )
 
 
 def describe_scaling(plan: Plan) -> Iterator[str]:
-    if len(plan.scaling) == 1:
+    if plan.request.cluster.hosts == 1:
         return
     yield "scaling     hosts  devices  mesh           step, s  tokens/s/device     MFU"
-    for row in plan.scaling:
-        begin = f"            {row.hosts:5}  {row.world_size:7}"
-        if row.speed is None:
-            yield f"{begin}  {row.problem:.60}"
+    for row in plan.scaling():
+        begin = f"            {row['hosts']:5}  {row['world_size']:7}"
+        if "problem" in row:
+            yield f"{begin}  {row['problem']:.60}"
             continue
-        shape = " x ".join(map(str, row.mesh_shape))
-        note = "" if row.fits else "  does not fit"
+        shape = " x ".join(map(str, row["mesh_shape"]))
+        note = "" if row["fits"] else "  does not fit"
         yield (
-            f"{begin}  {shape:13}  {row.speed.step.total:7.4g}  "
-            f"{row.speed.tokens_per_second_per_device:15,.0f}  {row.speed.mfu:6.1%}{note}"
+            f"{begin}  {shape:13}  {row['step_time']:7.4g}  "
+            f"{row['tokens_per_second_per_device']:15,.0f}  {row['mfu']:6.1%}{note}"
         )
 
 
@@ -378,9 +346,8 @@ def gigabytes(size: int) -> str:
 def run(argv: list[str]) -> None:
     request, own = parse(argv)
     if own.search:
-        result = search.search(request, own.free, own.search_seconds)
-        found = search.to_json(result)
-        lines = search.table(result, request.cluster)
+        found = search.to_json(search.search(request, own.free, own.search_seconds))
+        lines = search.table(found, request.cluster)
     else:
         plan = make_plan(request, own.tokens)
         found = to_json(plan)

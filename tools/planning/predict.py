@@ -211,17 +211,32 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step and of its parts."""
+class Speed:
+    """A predicted step, and what follows from it. Times in seconds."""
 
     compute: float
     optimizer: float
     exposed: dict[str, float]  # axis -> communication that waits
     communication: dict[str, float]  # axis -> all of it
+    tokens: float  # of a step, for each device
+    peak: float  # FLOP/s of a device
+    flops_per_token: float  # of the model, without recomputation, as in train.py's MFU
 
     @property
-    def total(self) -> float:
+    def step_time(self) -> float:
         return self.compute + self.optimizer + sum(self.exposed.values())
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        return self.tokens / self.step_time
+
+    @property
+    def mfu(self) -> float:
+        return self.flops_per_token * self.tokens_per_second_per_device / self.peak
+
+    def to_json(self) -> dict[str, float]:
+        names = ("step_time", "tokens_per_second_per_device", "mfu")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass
@@ -253,85 +268,52 @@ class Queue:
         return Counter({axis: seconds * part / total for axis, part in self.seconds.items()})
 
 
-@dataclass
-class Schedule:
-    """The communication of a step: what runs beside which work, and what has none beside it."""
-
-    forward: Queue = field(default_factory=Queue)  # beside the forward pass of a micro-batch
-    backward: Queue = field(default_factory=Queue)  # beside the backward pass of one
-    last: Queue = field(default_factory=Queue)  # beside that of the last one
-    alone: Counter = field(default_factory=Counter)  # axis -> seconds of the whole step
-    total: Counter = field(default_factory=Counter)  # axis -> seconds of the whole step
-
-    def exposed(self, n: int, forward: float, backward: float) -> Counter:
-        """Seconds by axis, of n micro-batches whose passes compute for that many seconds."""
-        exposed = Counter(self.alone)
-        for axis, seconds in self.forward.exposed(forward).items():
-            exposed[axis] += n * seconds
-        for axis, seconds in self.backward.exposed(backward).items():
-            exposed[axis] += (n - 1) * seconds
-        return exposed + self.last.exposed(backward)
-
-
-def predict(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> StepTime:
+def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> Speed:
     """Predict a step of `rank`. Raises UsageError where the device's speed is not known.
 
     docs/plan.md says what overlaps, and what is left out.
     """
-    n = rehearsal.layout.grad_accum_steps
-    speed = peak_flops(cluster, c) * cluster.achieved  # FLOP/s
-    forward = rehearsal.flops / 3 / n / speed  # seconds of a micro-batch
-    backward = (rehearsal.flops * 2 / 3 + rehearsal.recomputed_flops) / n / speed
-    schedule = make_schedule(rehearsal, c, cluster, rank)
-    return StepTime(
-        compute=n * (forward + backward),
-        optimizer=OPTIMIZER_BYTES * rehearsal.parameters_per_rank / cluster.device.memory_bandwidth,
-        exposed=dict(schedule.exposed(n, forward, backward)),
-        communication=dict(schedule.total),
-    )
-
-
-def make_schedule(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int) -> Schedule:
     layout = rehearsal.layout
     links = cluster.links
     n = layout.grad_accum_steps
-    schedule = Schedule()
+    peak = peak_flops(cluster, c)
+    achieved = peak * cluster.achieved  # FLOP/s
+    forward = rehearsal.flops / 3 / n / achieved  # seconds of a micro-batch
+    backward = (rehearsal.flops * 2 / 3 + rehearsal.recomputed_flops) / n / achieved
+    # What runs beside a forward pass, a backward pass, and the backward pass of the last one
+    beside_forward, beside_backward, beside_last = Queue(), Queue(), Queue()
+    exposed, total = Counter(), Counter()  # axis -> seconds of the whole step
     for row in rehearsal.communication:
         group = group_of(row.axis, rank, layout.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
-        schedule.total[row.axis] += seconds
+        total[row.axis] += seconds
         on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # which would compute
         # After a sum over tp the next layer needs it, and after the norm the update.
         if on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
-            schedule.alone[row.axis] += seconds
+            exposed[row.axis] += seconds
         elif row.phase == "forward":
-            schedule.forward.add(row, seconds, n)
+            beside_forward.add(row, seconds, n)
         elif is_last_only(row, c):
-            schedule.last.add(row, seconds, 1)
+            beside_last.add(row, seconds, 1)
         else:
-            schedule.backward.add(row, seconds, n)
-            schedule.last.add(row, seconds, n)
-    return schedule
-
-
-@dataclass(frozen=True)
-class Speed:
-    """A predicted step, and what follows from it."""
-
-    step: StepTime
-    tokens_per_second_per_device: float
-    peak: float  # FLOP/s of a device
-    mfu: float  # as train.py logs it: the model's FLOPs a token, without recomputation
-
-
-def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> Speed:
-    """Predict a step of `rank`, in tokens per second. Raises UsageError like `predict`."""
-    layout = rehearsal.layout
-    step = predict(rehearsal, c, cluster, rank)
-    tokens_per_second = layout.tokens_per_step / step.total / math.prod(layout.mesh_shape)
-    peak = peak_flops(cluster, c)
-    mfu = flops_per_token(layout.model_config) * tokens_per_second / peak
-    return Speed(step, tokens_per_second, peak, mfu)
+            beside_backward.add(row, seconds, n)
+            beside_last.add(row, seconds, n)
+    for queue, compute, times in (
+        (beside_forward, forward, n),
+        (beside_backward, backward, n - 1),
+        (beside_last, backward, 1),
+    ):
+        for axis, seconds in queue.exposed(compute).items():
+            exposed[axis] += times * seconds
+    return Speed(
+        compute=n * (forward + backward),
+        optimizer=OPTIMIZER_BYTES * rehearsal.parameters_per_rank / cluster.device.memory_bandwidth,
+        exposed=dict(exposed),
+        communication=dict(total),
+        tokens=layout.tokens_per_step / math.prod(layout.mesh_shape),
+        peak=peak,
+        flops_per_token=flops_per_token(layout.model_config),
+    )
 
 
 @functools.cache
@@ -356,11 +338,10 @@ def rescale(rehearsal: Rehearsal, c: Config, layout: Layout) -> Rehearsal:
     ratio = layout.grad_accum_steps / rehearsal.layout.grad_accum_steps
     rows = []
     for row in rehearsal.communication:
-        if row.phase == "optimizer" or (row.phase == "backward" and is_last_only(row, c)):
-            rows.append(row)
-            continue
-        count = round(row.count * ratio)
-        rows.append(dataclasses.replace(row, count=count, bytes=round(row.bytes * ratio)))
+        if row.phase == "forward" or (row.phase == "backward" and not is_last_only(row, c)):
+            count, size = round(row.count * ratio), round(row.bytes * ratio)
+            row = dataclasses.replace(row, count=count, bytes=size)
+        rows.append(row)
     shards = rehearsal.layout.mesh_shape[1] / layout.mesh_shape[1]
     return dataclasses.replace(
         rehearsal,

@@ -38,7 +38,6 @@ import layout
 import model
 import optim
 import train
-from checkpoint import flatten
 from config import Config
 from layout import Layout, choose_layout
 from runtime.profiling import CommunicationCounter, Traffic
@@ -83,7 +82,6 @@ class Rehearsal:
     communication: list[Communication]
     flops: float  # in one step, without those of recomputation
     recomputed_flops: float
-    checkpoint_bytes: int  # that this rank writes with --checkpoint sharded
 
     @property
     def peak(self) -> int:
@@ -150,7 +148,7 @@ def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
 
 def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
     """Build the model and the optimizer, run a step and sum up."""
-    fakes = FakeTensors()
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fakes)
     mesh = dist.make_mesh(world, chosen.mesh_shape)
     net = layout.empty_model(chosen)
@@ -177,7 +175,6 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
         communication=recorder.communication(),
         flops=recorder.flops["computed"],
         recomputed_flops=recorder.flops["recomputed"],
-        checkpoint_bytes=written_bytes(net, optimizer, world.size),
     )
 
 
@@ -186,19 +183,6 @@ def times_of_micro_batches(grad_accum_steps: int) -> list[int]:
     if grad_accum_steps <= 3:
         return [1] * grad_accum_steps
     return [1, grad_accum_steps - 2, 1]
-
-
-def written_bytes(net: nn.Module, optimizer: optim.Optimizer, world_size: int) -> int:
-    """Bytes that a rank writes in a sharded save.
-
-    Of ranks that hold the same tensor one writes it, which DCP chooses: an equal share is counted.
-    """
-    state = {"model": dict(net.named_parameters()), "optimizer": optimizer.state()}
-    total = 0.0
-    for _, tensor in flatten(state):
-        holders = world_size / optim.num_shards(tensor)
-        total += optim.local(tensor).nbytes / holders
-    return round(total)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -254,7 +238,7 @@ class Recorder(TorchDispatchMode):
     searched at the end. What a kernel allocates and frees within one operation is not seen.
     """
 
-    def __init__(self, fakes: "FakeTensors"):
+    def __init__(self, fakes: FakeTensorMode):
         super().__init__()
         self.fakes = fakes
         self.phase = "build"
@@ -317,8 +301,12 @@ class Recorder(TorchDispatchMode):
         return result
 
     def is_about_shapes(self, types) -> bool:
-        """Whether DTensor asks for the shape of a result."""
-        return self.fakes.depth > 1
+        """Whether DTensor asks for the shape of a result.
+
+        It enters the mode once more for that, and runs the operation on whole tensors, which no
+        rank ever has.
+        """
+        return len(self.fakes.enter_stack) > 1
 
     def takes_memory(self, tensor: Tensor) -> bool:
         return isinstance(tensor, FakeTensor)
@@ -479,26 +467,6 @@ class Recorder(TorchDispatchMode):
 # Fake tensors in the place of real ones
 
 
-class FakeTensors(FakeTensorMode):
-    """torch's fake tensors, which also say when only a shape is asked for.
-
-    DTensor enters the mode once more to find the shape of a result, by the operation on whole
-    tensors, which no rank ever has.
-    """
-
-    def __init__(self):
-        super().__init__(allow_non_fake_inputs=True)
-        self.depth = 0
-
-    def __enter__(self):
-        self.depth += 1
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.depth -= 1
-        return super().__exit__(*error)
-
-
 def is_real(args, kwargs) -> bool:
     """Whether an operation without fake operands stays real.
 
@@ -523,18 +491,12 @@ def quick_build() -> Iterator[None]:
         # llama3-70b on 16,384 ranks, and looks at that of its own rank.
         return empty if size == 0 and tensor.is_meta else new_empty(tensor, size, **options)
 
+    def materialize(net: nn.Module, device: torch.device, init: Callable) -> None:
+        net.to_empty(device=device)
+
     patch = mock.patch.object
-    with patch(Tensor, "new_empty", shared_empty), patch(dist, "materialize", materialize_empty):
+    with patch(Tensor, "new_empty", shared_empty), patch(dist, "materialize", materialize):
         yield
-
-
-def materialize_empty(net: nn.Module, device: torch.device, init: Callable) -> None:
-    """Like dist.materialize, but compute no weights."""
-    net.to_empty(device=device)
-    # dist.materialize holds one whole tensor at a time.
-    largest = max(net.parameters(), key=Tensor.numel)
-    if isinstance(largest, DTensor):
-        torch.empty(largest.shape, dtype=largest.dtype, device=device)
 
 
 # --------------------------------------------------------------------------------------------------

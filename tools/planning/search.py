@@ -70,27 +70,21 @@ def candidates(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Co
         is_hsdp = strategy == "hsdp"
         is_sharded = is_hsdp or strategy == "fsdp"
         shards = divisors(dp_size)[1:-1]  # 1 is ddp, dp_size fsdp
+        sizes = divisors(c.global_batch_size // dp_size)
         syncs = SYNCS if is_hsdp else ("batch", "micro_batch")
-        for shard, mode, reshard, sync in itertools.product(
-            choices("dp_shard", shards, is_hsdp and "dp_replicate" in free),
-            choices("activation_checkpointing", CHECKPOINTING),
-            choices("reshard_after_forward", (True, False), is_sharded),
-            choices("grad_sync", syncs, is_sharded),
-        ):
-            sizes = divisors(c.global_batch_size // dp_size)
-            if sync != "batch":
-                sizes = sizes[:-1]  # with one micro-batch it changes nothing
-            for size in choices("micro_batch_size", sizes):
-                yield dataclasses.replace(
-                    c,
-                    tp=tp,
-                    strategy=strategy,
-                    dp_shard=shard,
-                    activation_checkpointing=mode,
-                    reshard_after_forward=reshard,
-                    grad_sync=sync,
-                    micro_batch_size=size,
-                )
+        flags = {
+            "dp_shard": choices("dp_shard", shards, is_hsdp and "dp_replicate" in free),
+            "micro_batch_size": choices("micro_batch_size", sizes),
+            "activation_checkpointing": choices("activation_checkpointing", CHECKPOINTING),
+            "reshard_after_forward": choices("reshard_after_forward", (True, False), is_sharded),
+            "grad_sync": choices("grad_sync", syncs, is_sharded),
+        }
+        for values in itertools.product(*flags.values()):
+            one = dict(zip(flags, values))
+            is_whole = [one["micro_batch_size"]] == sizes[-1:]
+            if is_whole and one["grad_sync"] != "batch" and "grad_sync" in free:
+                continue  # with one micro-batch it changes nothing
+            yield dataclasses.replace(c, tp=tp, strategy=strategy, **one)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -102,6 +96,9 @@ class Candidate:
     config: Config
     rehearsal: Rehearsal  # or its sketch
     speed: Speed
+
+    def tokens_per_second(self) -> float:
+        return self.speed.tokens_per_second_per_device
 
 
 def sketch(c: Config, cluster: Cluster, vocab_size: int) -> Rehearsal:
@@ -121,7 +118,6 @@ def sketch(c: Config, cluster: Cluster, vocab_size: int) -> Rehearsal:
         communication=[*data_parallel(layout, units, root), *tensor_parallel(layout)],
         flops=flops,
         recomputed_flops=flops / 3 if c.activation_checkpointing == "full" else 0.0,
-        checkpoint_bytes=0,
     )
 
 
@@ -174,7 +170,6 @@ def tensor_parallel(layout: Layout) -> Iterator[Communication]:
 class Result:
     ranked: list[Candidate]  # rehearsed and fitting, best first
     passed_over: Counter  # why -> candidates
-    seconds: float
 
 
 def search(request: Request, free: frozenset[str], seconds: float) -> Result:
@@ -210,7 +205,7 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
             f"nothing fits on {cluster.world_size} x {cluster.device_type}: take more devices, a "
             "smaller model or a shorter --seq_len"
         )
-    return Result(in_order(found, cluster), passed_over, time.monotonic() - began)
+    return Result(in_order(found, cluster), passed_over)
 
 
 def sketch_all(request: Request, free: frozenset[str]) -> tuple[list[Candidate], int]:
@@ -237,41 +232,34 @@ def sketch_all(request: Request, free: frozenset[str]) -> tuple[list[Candidate],
 
 def in_order(possible: list[Candidate], cluster: Cluster) -> list[Candidate]:
     """Fastest first, and the simplest first of those within TIE of each other."""
-
-    def speed(one: Candidate) -> float:
-        return one.speed.tokens_per_second_per_device
-
-    left = sorted(possible, key=speed, reverse=True)
+    left = sorted(possible, key=Candidate.tokens_per_second, reverse=True)
     ordered = []
     while left:
-        tied = [one for one in left if speed(one) >= (1 - TIE) * speed(left[0])]
+        limit = (1 - TIE) * left[0].tokens_per_second()
+        tied = [one for one in left if one.tokens_per_second() >= limit]
         ordered += sorted(tied, key=lambda one: complexity(one.config, cluster))
         left = left[len(tied) :]
     return ordered
 
 
 def complexity(c: Config, cluster: Cluster) -> tuple:
-    """Smaller is simpler: fewer axes, less recomputation, fewer flags that differ from default."""
+    """Smaller is simpler: fewer axes, less recomputation, fewer flags that differ from default.
+
+    Strategies are in the order in which --strategy auto takes them: ddp, fsdp, and across hosts
+    hsdp before fsdp, if it shards within a host, as it does where --dp_shard leaves it open.
+    """
+    strategy = STRATEGIES.index(c.strategy)
+    in_host = c.dp_shard in (None, cluster.links.local_size // c.tp)
+    if c.strategy == "hsdp" and in_host and cluster.hosts > 1:
+        strategy = STRATEGIES.index("fsdp") - 0.5
     return (
         c.tp,
-        preference(c, cluster),
+        strategy,
         CHECKPOINTING.index(c.activation_checkpointing),
         SYNCS.index(c.grad_sync),
         not c.reshard_after_forward,
         -(c.micro_batch_size or 0),
     )
-
-
-def preference(c: Config, cluster: Cluster) -> float:
-    """The order in which --strategy auto takes strategies: ddp, fsdp, across hosts hsdp.
-
-    hsdp shards within a host where --dp_shard leaves it open.
-    """
-    in_host = cluster.links.local_size // c.tp
-    shards_in_host = c.strategy == "hsdp" and c.dp_shard in (None, in_host)
-    if shards_in_host and cluster.hosts > 1:
-        return STRATEGIES.index("fsdp") - 0.5
-    return STRATEGIES.index(c.strategy)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -281,57 +269,44 @@ def preference(c: Config, cluster: Cluster) -> float:
 def flags_of(c: Config) -> str:
     """The flags of a candidate that differ from their defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    flags = []
-    for name in SEARCHED:
-        value = getattr(c, name)
-        if value != defaults[name]:
-            flags.append(f"--{name} {str(value).lower()}")
-    return " ".join(flags)
+    names = [name for name in SEARCHED if getattr(c, name) != defaults[name]]
+    return " ".join(f"--{name} {str(getattr(c, name)).lower()}" for name in names)
 
 
 def reason(result: Result) -> str:
     """Why the first one is the best."""
     best, *others = result.ranked
-    speed = best.speed.tokens_per_second_per_device
-    step = best.speed.step
-    exposed = sum(step.exposed.values()) / step.total
-    text = f"{step.compute / step.total:.0%} of its step is compute, {exposed:.0%} waits"
+    compute = best.speed.compute / best.speed.step_time
+    waits = sum(best.speed.exposed.values()) / best.speed.step_time
+    text = f"{compute:.0%} of its step is compute, {waits:.0%} waits"
     if not others:
         return text
-    fastest = max(others, key=lambda one: one.speed.tokens_per_second_per_device)
-    ratio = fastest.speed.tokens_per_second_per_device / speed
+    fastest = max(others, key=Candidate.tokens_per_second)
+    ratio = fastest.tokens_per_second() / best.tokens_per_second()
     if ratio > 1:
         text += f"; {flags_of(fastest.config)} is {ratio - 1:.1%} faster, within the error of "
         return f"{text}{TIE:.0%}, and less simple"
     return f"{text}; the next is {1 - ratio:.1%} slower"
 
 
-def table(result: Result, cluster: Cluster) -> Iterator[str]:
+def table(found: dict, cluster: Cluster) -> Iterator[str]:
+    """The lines for people, of what `to_json` returns."""
     yield "tokens/s/device     MFU  step, s  memory  flags"
-    for one in result.ranked[:SHOWN]:
-        share = one.rehearsal.peak / cluster.device_memory
+    for row in found["ranked"][:SHOWN]:
         yield (
-            f"{one.speed.tokens_per_second_per_device:15,.0f}  {one.speed.mfu:6.1%}  "
-            f"{one.speed.step.total:7.4g}  {share:6.0%}  {flags_of(one.config)}"
+            f"{row['tokens_per_second_per_device']:15,.0f}  {row['mfu']:6.1%}  "
+            f"{row['step_time']:7.4g}  {row['peak'] / cluster.device_memory:6.0%}  {row['flags']}"
         )
-    counts = [f"{count:,} {why}" for why, count in result.passed_over.items() if count]
+    counts = [f"{count:,} {why}" for why, count in found["passed_over"].items() if count]
     yield (
-        f"{len(result.ranked)} fit and were rehearsed in {result.seconds:.0f} s; "
-        f"{', '.join(counts) or 'none passed over'}"
+        f"{len(found['ranked'])} fit and were rehearsed; {', '.join(counts) or 'none passed over'}"
     )
-    yield f"best: {flags_of(result.ranked[0].config)}: {reason(result)}"
+    yield f"best: {found['ranked'][0]['flags']}: {found['reason']}"
 
 
 def to_json(result: Result) -> dict:
     rows = []
     for one in result.ranked:
-        rows.append(
-            {
-                "flags": flags_of(one.config),
-                "peak": one.rehearsal.peak,
-                "step_time": one.speed.step.total,
-                "tokens_per_second_per_device": one.speed.tokens_per_second_per_device,
-                "mfu": one.speed.mfu,
-            }
-        )
+        row = {"flags": flags_of(one.config), "peak": one.rehearsal.peak}
+        rows.append(row | one.speed.to_json())
     return {"ranked": rows, "reason": reason(result), "passed_over": dict(result.passed_over)}
