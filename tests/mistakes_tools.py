@@ -11,20 +11,13 @@ MISTAKES = {
         Mistake("{other} {root}/nowhere", "nowhere has no config.json: it is not the folder of a"),
         Mistake("{other} {torn}", "torn has no config.json: it is not the folder of a started run"),
         Mistake("{foreign}", "foreign has no metrics.jsonl: it is not the folder of a started run"),
-        Mistake("{other}/checkpoints/step-00000001", "step-00000001 is a checkpoint: name the run"),
+        Mistake("{other}/checkpoints/step-00000001", "step-00000001 has no config.json: it is not"),
         Mistake("{unlogged}", "unlogged has no training row yet: let it run until its first one"),
-        Mistake("{other} --plot {root}/ab.xyz", "ab.xyz: the name must end in .png, .pdf, .svg"),
-        Mistake("{other} --plot {root}/ab", "ab: the name must end in .png, .pdf, .svg"),
-        Mistake("{other} --plot {root}/nowhere/ab.png", "ab.png: there is no folder "),
+        Mistake("{other} --plot {root}/ab.xyz", "ab.xyz must end in .png, .pdf, .svg"),
+        Mistake("{other} --plot {root}/ab", "ab must end in .png, .pdf, .svg"),
     ],
     "tools.bench": [
         Mistake("nanogpt --path {root}", "no nanoGPT with data/shakespeare_char/train.bin there"),
-    ],
-    "tools.cluster": [
-        Mistake("--hosts 300", "--hosts 300: 10.0.0.0/24 has room for 254"),
-        Mistake(
-            "--bandwidth fast", "--bandwidth: fast is not a rate as tc writes it, such as 200mbit"
-        ),
     ],
     "tools.check": [
         Mistake("--device cuda", "PyTorch finds no CUDA device here; use --device cpu"),

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +28,6 @@ import torch.distributed
 
 import config
 import prepare
-from metrics import read_rows
 from runtime import cli
 from tools.bench import (
     JSON,
@@ -43,6 +41,7 @@ from tools.bench import (
     add_flags,
     count,
     report,
+    training_rows,
 )
 from tools.planning import predict
 from tools.planning.predict import Cluster, Links, Request
@@ -51,7 +50,6 @@ GRAD_ACCUM_STEPS = 8
 # 2.4 million parameters: enough for the network to matter, and a run takes only seconds
 MODEL = ["--model=tiny", "--d_model=192", "--d_ff=768", "--seq_len=64", "--micro_batch_size=1"]
 SUBNET = "10.0.0"  # host 0 is 10.0.0.1; no other network sees these addresses
-MAX_HOSTS = 254
 PORTS = itertools.count(29500)  # of the rendezvous; each run takes the next one
 
 
@@ -79,10 +77,11 @@ def cluster(args: Namespace) -> Table:
                 out = Path(folder, f"{strategy}-{sync}")
                 flags = [*train_flags(strategy, sync, args), data]
                 run_on(namespaces, args.nproc, [TRAIN, *flags, f"--out={out}"], out)
-                row = {"strategy": strategy, "grad_sync": sync, "tokens/s/device": speeds(out)}
+                speeds = [row["tokens_per_second_per_device"] for row in counted_rows(out)]
+                row = {"strategy": strategy, "grad_sync": sync, "tokens/s/device": speeds}
                 if args.predict:
                     machine = machines["single" if strategy == "ddp" else "fsdp"]
-                    request = request_of(flags, machine)
+                    request = Request(config.parse(flags), machine, vocab_size=257, rank=0)
                     found = predict.speed(request.rehearse(), request.config, machine)
                     row["predicted"] = [found.tokens_per_second_per_device]
                 rows.append(row)
@@ -117,26 +116,20 @@ def train_flags(strategy: str, sync: str, args: Namespace) -> list[str]:
         f"--global_batch_size={GRAD_ACCUM_STEPS * args.hosts * args.nproc}",
         f"--max_steps={args.steps + 1}",  # the first one is not counted
         "--device=cpu",
+        "--peak_tflops=1",  # the log's mfu is TFLOP/s
     ]
 
 
-def speeds(out: Path) -> list[float]:
-    """Tokens/s/device of every step but the first, which sets up buckets and buffers."""
-    rows = [row for row in read_rows(out / "metrics.jsonl") if "loss" in row]
-    return [row["tokens_per_second_per_device"] for row in rows if row["step"] > 1]
+def counted_rows(out: Path) -> list[dict]:
+    """The log of every step but the first, which sets up buckets and buffers."""
+    return [row for row in training_rows(out) if row["step"] > 1]
 
 
 # --------------------------------------------------------------------------------------------------
 # What tools.plan predicts, from links and cores that are measured in the same hosts
 
-SMALL = 256  # elements: latency
-LARGE = 1 << 19  # elements, 2 MB: the unit that fsdp gathers is 1 MB
+ELEMENTS = 1 << 19  # 2 MB: the unit that fsdp gathers is 1 MB
 REPEATS = 20
-
-
-def request_of(flags: list[str], machine: Cluster) -> Request:
-    c = config.parse([*flags, "--peak_tflops=1"])
-    return Request(c, machine, vocab_size=257, rank=0)
 
 
 def measured_machines(
@@ -150,93 +143,49 @@ def measured_machines(
     links_file = folder / "links.json"
     measure = ["-m", "tools.cluster", "--measure_links", str(links_file)]
     run_on(namespaces, args.nproc, measure, folder / "links")
-    # A measured step has the optimizer in it.
-    no_optimizer = dataclasses.replace(predict.DEVICES["cpu"], memory_bandwidth=math.inf)
-    machine = Cluster(
-        world_size=args.hosts * args.nproc,
-        device_type="cpu",
-        device=no_optimizer,
-        device_memory=1 << 60,
-        links=Links(**json.loads(links_file.read_text())),
-        achieved=1.0,
-    )
-    one_device = dataclasses.replace(machine.links, local_size=1)
-    alone = dataclasses.replace(machine, world_size=1, links=one_device)
+    # A measured step has the optimizer in it, and a measured collective its latency.
+    device = dataclasses.replace(predict.DEVICES["cpu"], memory_bandwidth=math.inf)
+    no_latency = dict(intra_latency=0.0, inter_latency=0.0, launch_latency=0.0)
+    links = Links(args.nproc, *json.loads(links_file.read_text()), **no_latency, scatter_passes=2)
+    world_size = args.hosts * args.nproc
     machines = {}
     for strategy in ("single", "fsdp"):
         flags = [*train_flags("ddp", "batch", args), data, f"--strategy={strategy}"]
         flags.append(f"--global_batch_size={GRAD_ACCUM_STEPS}")
-        outs = [folder / f"{strategy}-{rank}" for rank in range(machine.world_size)]
+        outs = [folder / f"{strategy}-{rank}" for rank in range(world_size)]
         commands = [[sys.executable, TRAIN, *flags, f"--out={out}"] for out in outs]
         run_all(namespaces * args.nproc, commands, folder / strategy)
-        speed = statistics.median(speed for out in outs for speed in speeds(out))
-        rehearsal = request_of(flags, alone).rehearse()
-        flops = rehearsal.flops / rehearsal.layout.tokens_per_step * speed
-        machines[strategy] = dataclasses.replace(machine, achieved=flops / 1e12)
+        achieved = statistics.median(row["mfu"] for out in outs for row in counted_rows(out))
+        machines[strategy] = Cluster(world_size, "cpu", device, 1 << 60, links, achieved)
     return machines
 
 
 def measure_links(out: str) -> None:
-    """Write what gloo's all_reduce reaches, within a host and between hosts, as JSON.
+    """Write what gloo's all_reduce reaches within a host, and between hosts, as JSON.
 
     Runs on all ranks, under torchrun.
     """
     torch.distributed.init_process_group("gloo")
-    size = torch.distributed.get_world_size()
-    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    within, _ = torch.distributed.new_subgroups(local_size)
-    links = solve(
-        local_size=local_size,
-        hosts=size // local_size,
-        within=[seconds_of(SMALL, within), seconds_of(LARGE, within)],
-        between=[seconds_of(SMALL), seconds_of(LARGE)],
-    )
+    within, _ = torch.distributed.new_subgroups(int(os.environ["LOCAL_WORLD_SIZE"]))
+    found = [bandwidth(within), bandwidth()]
     if torch.distributed.get_rank() == 0:
-        Path(out).write_text(json.dumps(dataclasses.asdict(links)))
+        Path(out).write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
-def seconds_of(elements: int, group=None) -> float:
-    """Median seconds of an all_reduce."""
-    tensor = torch.zeros(elements)
-    found = []
+def bandwidth(group=None) -> float:
+    """Bytes per second that a rank sends, 2 (n - 1) / n of the tensor, in a median all_reduce."""
+    ranks = torch.distributed.get_world_size(group)
+    tensor = torch.zeros(ELEMENTS)
+    seconds = []
     for _ in range(REPEATS):
         torch.distributed.barrier()
         began = time.perf_counter()
         torch.distributed.all_reduce(tensor, group=group)
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
-
-
-def solve(local_size: int, hosts: int, within: list[float], between: list[float]) -> Links:
-    """The links for which predict.collective_seconds gives these times, [small, large].
-
-    Within a host an all_reduce is a ring of local_size - 1 hops a pass; between hosts it takes a
-    tree, which has as many and the logarithm of the hosts.
-    """
-    inner_latency, inner_bandwidth = fit(local_size, within)
-    latency, bandwidth = fit(local_size * hosts, between)
-    return Links(
-        local_size=local_size,
-        intra_bandwidth=inner_bandwidth,
-        host_bandwidth=bandwidth,
-        intra_latency=inner_latency / max(1, local_size - 1),
-        inter_latency=max(0.0, latency - inner_latency) / max(1.0, math.log2(hosts)),
-        launch_latency=0.0,
-        scatter_passes=2,
-    )
-
-
-def fit(ranks: int, seconds: list[float]) -> tuple[float, float]:
-    """Seconds of a pass without data, and bytes per second, from the times of both tensors.
-
-    Seconds of an all_reduce = 2 x latency + 2 (n - 1) / n x bytes / bandwidth; of one rank, none.
-    """
+        seconds.append(time.perf_counter() - began)
     if ranks == 1:
-        return 0.0, math.inf
-    small, large = (2 * (ranks - 1) / ranks * 4 * elements for elements in (SMALL, LARGE))
-    bandwidth = (large - small) / (seconds[1] - seconds[0])
-    return max(0.0, seconds[0] - small / bandwidth) / 2, bandwidth
+        return math.inf
+    return 2 * (ranks - 1) / ranks * tensor.nbytes / statistics.median(seconds)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -250,8 +199,6 @@ def hosts(count: int, bandwidth: str) -> Iterator[list[str]]:
     They are deleted when the block ends, and all processes in them are killed. Raises CannotMeasure
     where namespaces cannot be created.
     """
-    if count > MAX_HOSTS:
-        raise CannotMeasure(f"--hosts {count}: {SUBNET}.0/24 has room for {MAX_HOSTS}")
     check_requirements()
     prefix = f"cluster-{os.getpid()}"
     switch = f"{prefix}-switch"
@@ -259,9 +206,9 @@ def hosts(count: int, bandwidth: str) -> Iterator[list[str]]:
     # SIGTERM becomes an exception, so that `finally` runs
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     try:
-        ip("netns", "add", switch)
-        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", switch, "link", "set", "bridge", "up")
+        ip(f"netns add {switch}")
+        ip(f"-n {switch} link add bridge type bridge")
+        ip(f"-n {switch} link set bridge up")
         for number, name in enumerate(names):
             add_host(name, number, switch, bandwidth)
         yield names
@@ -269,11 +216,11 @@ def hosts(count: int, bandwidth: str) -> Iterator[list[str]]:
         # A second, impatient Ctrl-C must not interrupt the removal
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        existing = {line.split()[0] for line in ip("netns", "list").splitlines()}
+        existing = {line.split()[0] for line in ip("netns list").splitlines()}
         for name in (switch, *names):
             if name in existing:
                 kill_all(name)
-                ip("netns", "delete", name)  # deletes its links too
+                ip(f"netns delete {name}")  # deletes its links too
 
 
 def check_requirements() -> None:
@@ -291,37 +238,32 @@ def check_requirements() -> None:
 def add_host(name: str, number: int, switch: str, bandwidth: str) -> None:
     """Create a host and connect its eth0 to a port of the switch."""
     port = f"port{number}"
-    ip("netns", "add", name)
-    cable = f"link add eth0 netns {name} type veth peer name {port} netns {switch}"
-    ip(*cable.split())
-    ip("-n", switch, "link", "set", port, "master", "bridge")
-    ip("-n", name, "address", "add", f"{address(number)}/24", "dev", "eth0")
-    ip("-n", name, "link", "set", "lo", "up")
-    ip("-n", name, "link", "set", "eth0", "up")
-    ip("-n", switch, "link", "set", port, "up")
-    # A limit on what each end sends: one for each direction, as a cable has
-    limit_bandwidth(name, "eth0", bandwidth)
-    limit_bandwidth(switch, port, bandwidth)
-
-
-def limit_bandwidth(namespace: str, device: str, bandwidth: str) -> None:
-    """Limit what a device sends. The burst is four of the largest packets: 10 ms of 200mbit."""
+    ip(f"netns add {name}")
+    ip(f"link add eth0 netns {name} type veth peer name {port} netns {switch}")
+    ip(f"-n {switch} link set {port} master bridge")
+    ip(f"-n {name} address add {address(number)}/24 dev eth0")
+    ip(f"-n {name} link set lo up")
+    ip(f"-n {name} link set eth0 up")
+    ip(f"-n {switch} link set {port} up")
+    # A limit on what each end sends: one for each direction, as a cable has. The burst is four of
+    # the largest packets: 10 ms of 200mbit.
     bucket = f"root tbf rate {bandwidth} burst 256kb latency 50ms"
-    ip("-n", namespace, "qdisc", "add", "dev", device, *bucket.split(), tool="tc")
+    ip(f"-n {name} qdisc add dev eth0 {bucket}", tool="tc")
+    ip(f"-n {switch} qdisc add dev {port} {bucket}", tool="tc")
 
 
 def address(number: int) -> str:
     return f"{SUBNET}.{number + 1}"
 
 
-def ip(*words: str, tool: str = "ip") -> str:
+def ip(words: str, tool: str = "ip") -> str:
     """Run `ip` or `tc` of iproute2 and return what it prints. Raises CannotMeasure if it fails."""
-    answer = subprocess.run([tool, *words], capture_output=True, text=True)
+    answer = subprocess.run([tool, *words.split()], capture_output=True, text=True)
     if answer.returncode != 0:
         message = " ".join(answer.stderr.split())
         if "not permitted" in message:
             message += ": a container needs --privileged for this"
-        raise CannotMeasure(f"{tool} {' '.join(words)}: {message}")
+        raise CannotMeasure(f"{tool} {words}: {message}")
     return answer.stdout
 
 
@@ -330,7 +272,7 @@ def kill_all(namespace: str) -> None:
 
     No process group contains them all: torchrun starts every worker in a new session.
     """
-    while pids := ip("netns", "pids", namespace).split():
+    while pids := ip(f"netns pids {namespace}").split():
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -343,28 +285,24 @@ def kill_all(namespace: str) -> None:
 
 def run_on(namespaces: list[str], nproc: int, script: list[str], out: Path) -> None:
     """Run a script and its flags under one torchrun on each host. Raises RunFailed."""
-    port = next(PORTS)
+    torchrun = [
+        *TORCHRUN,
+        f"--nnodes={len(namespaces)}",
+        f"--nproc_per_node={nproc}",
+        f"--master_addr={address(0)}",
+        f"--master_port={next(PORTS)}",
+    ]
     commands = []
     for number in range(len(namespaces)):
-        command = [
-            *TORCHRUN,
-            f"--nnodes={len(namespaces)}",
-            f"--nproc_per_node={nproc}",
-            f"--node_rank={number}",
-            f"--local_addr={address(number)}",
-            f"--master_addr={address(0)}",
-            f"--master_port={port}",
-            *script,
-        ]
-        commands.append(command)
+        host = [f"--node_rank={number}", f"--local_addr={address(number)}"]
+        commands.append([*torchrun, *host, *script])
     run_all(namespaces, commands, out)
 
 
 def run_all(namespaces: list[str], commands: list[list[str]], out: Path) -> None:
     """Run commands at the same time, number i in namespace i. Raises RunFailed if one fails."""
-    inside = []
-    for namespace, command in zip(namespaces, commands, strict=True):
-        inside.append(["ip", "netns", "exec", namespace, *command])
+    pairs = zip(namespaces, commands, strict=True)
+    inside = [["ip", "netns", "exec", namespace, *command] for namespace, command in pairs]
     environment = {
         "TMPDIR": str(out.parent),  # torchrun leaves folders there
         "GLOO_SOCKET_IFNAME": "eth0",  # gloo's default is the address of the host name
@@ -378,18 +316,11 @@ def run_all(namespaces: list[str], commands: list[list[str]], out: Path) -> None
 # The command line
 
 
-def rate(text: str) -> str:
-    if not re.fullmatch(r"[1-9]\d*(\.\d+)?[kmgt]?i?(bit|bps)", text):
-        raise ArgumentTypeError(f"{text} is not a rate as tc writes it, such as 200mbit or 1gbit")
-    return text
-
-
 FLAGS = {
     "hosts": count(2, "hosts"),
     "nproc": count(2, "processes on each host"),
     "steps": count(3, "counted steps of each run"),
     "bandwidth": dict(
-        type=rate,
         default="200mbit",
         metavar="RATE",
         help="of each host's link, in each direction, as tc writes it (default: 200mbit)",
