@@ -1,6 +1,7 @@
 """Compare runs side by side, from their logs: an A/B test, or the same run on two meshes.
 
-python -m tools.compare runs/a runs/b --plot ab.png
+python -m tools.compare runs/norm runs/adaptive --plot ab.png
+python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 """
 
 import argparse
@@ -21,10 +22,6 @@ from runtime.cli import UsageError
 # leave 1e-6 when the weights have drifted apart, after some dozens of steps.
 ROUNDING = 1e-6
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
-EXAMPLES = """examples:
-  python -m tools.compare runs/norm runs/adaptive --plot ab.png
-  python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
-"""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -48,9 +45,8 @@ class Log:
 
     def best_val_loss(self) -> float | str:
         """The lowest validation loss; nan if none was finite."""
-        if not self.val:
-            return "none yet"
-        return min((row["val_loss"] for row in self.finite_val()), default=math.nan)
+        none = math.nan if self.val else "none yet"
+        return min((row["val_loss"] for row in self.finite_val()), default=none)
 
     def finite_val(self) -> list[dict]:
         return [row for row in self.val if math.isfinite(row["val_loss"])]
@@ -101,50 +97,36 @@ class Log:
 def read(folder: str, name: str) -> Log:
     """Read a run folder. Raises UsageError if it is none."""
     run = Path(folder)
-    if (run / "manifest.json").exists():
-        raise UsageError(f"{folder} is a checkpoint: name the run folder that holds it")
     for file in ("config.json", "metrics.jsonl"):
         if not (run / file).is_file():
             raise UsageError(f"{folder} has no {file}: it is not the folder of a started run")
-    rows = read_rows(run / "metrics.jsonl")
-    training = training_rows(rows)
+    training, val = with_times(read_rows(run / "metrics.jsonl"))
     if not training:
         raise UsageError(f"{folder} has no training row yet: let it run until its first one")
-    config = json.loads((run / "config.json").read_text())
-    return Log(name, config, training, validation_rows(rows, training))
+    return Log(name, json.loads((run / "config.json").read_text()), training, val)
 
 
-def training_rows(rows: list[dict]) -> list[dict]:
-    """The rows that have a training loss, each with the "time" at which its step ended."""
-    training = []
+def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """The rows of training and of evaluations, each with the "time" at which its step ended."""
+    training: dict[int, dict] = {}  # by step
+    val = []
     time = 0.0
     previous_step = None
     for row in rows:
-        if "loss" not in row:
-            continue
-        # step_time is the mean over the steps since the previous row. The first row has one step,
-        # which is not step 1 where the run began with a checkpoint of another.
-        steps = 1 if previous_step is None else row["step"] - previous_step
-        time += steps * row["step_time"]
-        previous_step = row["step"]
-        training.append(nan_for_null(row) | {"time": time})
-    return training
-
-
-def validation_rows(rows: list[dict], training: list[dict]) -> list[dict]:
-    """The rows that have a validation loss, with "tokens" and "time" of the same training step."""
-    training_at = {row["step"]: row for row in training}
-    val = []
-    for row in rows:
-        at = training_at.get(row["step"])
-        if "val_loss" in row and at:
-            val.append(nan_for_null(row) | {"tokens": at["tokens"], "time": at["time"]})
-    return val
-
-
-def nan_for_null(row: dict) -> dict:
-    """JSON has no nan: the log has null for a value that is not finite."""
-    return {name: math.nan if value is None else value for name, value in row.items()}
+        step = row["step"]
+        # JSON has no nan: the log has null for a value that is not finite.
+        row = {name: math.nan if value is None else value for name, value in row.items()}
+        if "loss" in row:
+            # step_time is the mean over the steps since the previous row. The first row has one
+            # step, which is not step 1 where the run began with a checkpoint of another.
+            steps = 1 if previous_step is None else step - previous_step
+            time += steps * row["step_time"]
+            previous_step = step
+            training[step] = row | {"time": time}
+        elif "val_loss" in row and step in training:
+            at = training[step]
+            val.append(row | {"tokens": at["tokens"], "time": at["time"]})
+    return list(training.values()), val
 
 
 # --------------------------------------------------------------------------------------------------
@@ -213,14 +195,14 @@ def differences(logs: list[Log], limit: float, reason: str) -> list[str]:
 
 def first_difference(reference: Log, log: Log, limit: float) -> str:
     """The first step logged by both whose losses differ by more than `limit`, relative."""
-    reference_loss = {row["step"]: row["loss"] for row in reference.training}
-    common = [row for row in log.training if row["step"] in reference_loss]
+    losses = {row["step"]: row["loss"] for row in reference.training}
+    common = [row for row in log.training if row["step"] in losses]
     if not common:
         return "no logged step in common"
     for row in common:
-        if not agree(row["loss"], reference_loss[row["step"]], limit):
+        if not agree(row["loss"], losses[row["step"]], limit):
             return f"step {row['step']:,}"
-    is_equal = all(agree(row["loss"], reference_loss[row["step"]], 0) for row in common)
+    is_equal = all(agree(row["loss"], losses[row["step"]], 0) for row in common)
     how = "equal in all" if is_equal else "in"
     return f"never, {how} {len(common):,} logged steps in common"
 
@@ -252,7 +234,6 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 def plot(logs: list[Log], file: str) -> None:
     """Plot loss and gradient norm against tokens and against time. Raises UsageError."""
-    check_plot(file)
     try:
         import matplotlib
     except ImportError:
@@ -260,11 +241,11 @@ def plot(logs: list[Log], file: str) -> None:
     matplotlib.use("Agg")  # draws without a display
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        2, 2, figsize=(12, 8), sharex="col", sharey="row", layout="constrained"
-    )
-    figure.suptitle("Loss and gradient norm, by tokens and by time", fontsize="x-large")
+    shared = dict(sharex="col", sharey="row", layout="constrained")
+    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), **shared)
+    figure.suptitle("Loss and gradient norm, by tokens and by time")
     for (losses, norms), x in zip(axes.T, ("tokens", "time")):
+        norms.set_xlabel("tokens" if x == "tokens" else "seconds of training")
         for number, log in enumerate(logs):
             thin = dict(color=f"C{number}", alpha=0.5, linewidth=0.8)
             draw(losses, log.training, x, "loss", label=f"{log.name}, training", **thin)
@@ -276,20 +257,7 @@ def plot(logs: list[Log], file: str) -> None:
     axes[0, 0].set_ylabel("loss")
     axes[1, 0].set_ylabel("gradient norm")
     axes[1, 0].set_yscale("log")  # both columns share it
-    axes[1, 0].set_xlabel("tokens")
-    axes[1, 1].set_xlabel("seconds of training")
-    for one in axes.flat:
-        one.grid(alpha=0.3)
     figure.savefig(file, dpi=150)
-
-
-def check_plot(file: str) -> None:
-    """Check the name of the plot, before matplotlib is imported and anything is drawn."""
-    path = Path(file)
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise UsageError(f"--plot {file}: the name must end in {', '.join(PLOT_SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {file}: there is no folder {path.parent}: create it first")
 
 
 def draw(axes, rows: list[dict], x: str, y: str, **style) -> None:
@@ -308,12 +276,16 @@ def positive_number(text: str) -> float:
     return number
 
 
+def plot_file(text: str) -> str:
+    if not text.lower().endswith(PLOT_SUFFIXES):
+        raise argparse.ArgumentTypeError(f"{text} must end in {', '.join(PLOT_SUFFIXES)}")
+    return text
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = cli.Parser(
         prog="tools.compare",
-        description="Compare runs in a Markdown table: losses, speed, the first step whose losses\n"
-        "differ, and the flags that differ.",
-        epilog=EXAMPLES,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
@@ -333,6 +305,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--plot",
+        type=plot_file,
         metavar="FILE.png",
         help="also plot loss and gradient norm (needs matplotlib); .pdf and .svg work too",
     )
