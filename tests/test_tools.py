@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 import checkpoint
 import optim
 from model import SIZES, build_model
-from runtime.memory import process_memory
+from runtime.memory import host_memory
 from tools import bench, compare
 
 ROOT = Path(__file__).parent.parent
@@ -339,12 +339,12 @@ def memory_of_a_save(folder: Path, async_save: bool) -> float:
     saver = checkpoint.Saver(folder, async_save, 1, 0, timedelta(seconds=60))
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # return free memory to the system first
     Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak
-    before = process_memory().resident
+    before = host_memory().resident
     saver.save(state, {"step": 1})
     saver.wait()
     assert saver.failure is None
     shard = sum(weight.to_local().nbytes for weight in state.values())
-    return (process_memory().peak - before) / shard
+    return (host_memory().peak - before) / shard
 
 
 @pytest.mark.slow
