@@ -120,8 +120,11 @@ class Config:
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
         "optimizer", "cosine", "decay to min_lr; wsd: over the last fifth after warm-up"
     )
+    optimizer: Literal[tuple(optim.OPTIMIZERS)] = flag(
+        "optimizer", "adamw", "muon: for the matrices of the blocks, AdamW for the rest"
+    )
     weight_decay: float = flag(
-        "optimizer", 0.1, "AdamW weight decay; not of norms and the embedding", 0
+        "optimizer", 0.1, "weight decay; not applied to norms and the embedding", 0
     )
     beta1: float = flag("optimizer", 0.9, "AdamW beta1", 0, 1)
     beta2: float = flag("optimizer", 0.95, "AdamW beta2", 0, 1)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import dist
+import optim
 from config import Config, blocks_per_unit, model_config
 from model import CPU_KERNEL_ABOVE, ModelConfig, Transformer
 from runtime import memory
@@ -252,7 +253,7 @@ def estimate_memory(layout: Layout) -> Estimate:
     return Estimate(
         weights=4 * own,
         gradients=4 * own,
-        optimizer=8 * own,
+        optimizer=slot_bytes(model, c.optimizer, c.tp, layout.mesh_shape[1]),
         accumulated=accumulated,
         gathered=gathered,
         activations=activations,
@@ -267,10 +268,23 @@ def numel(module: nn.Module, tp: int, dp_shard: int = 1) -> int:
 
     FSDP pads the last shards: every rank has the rows of the first one, rounded up.
     """
+    return sum(numel_on_rank(parameter, tp, dp_shard) for parameter in module.parameters())
+
+
+def numel_on_rank(parameter: nn.Parameter, tp: int, dp_shard: int) -> int:
+    ranks = dp_shard * (tp if parameter.dim() > 1 else 1)
+    return math.ceil(len(parameter) / ranks) * (parameter.numel() // len(parameter))
+
+
+def slot_bytes(model: Transformer, optimizer: str, tp: int, dp_shard: int) -> int:
+    """Bytes of what the optimizer keeps of all parameters on one rank."""
     total = 0
-    for parameter in module.parameters():
-        ranks = dp_shard * (tp if parameter.dim() > 1 else 1)
-        total += math.ceil(len(parameter) / ranks) * (parameter.numel() // len(parameter))
+    for name, parameter in model.named_parameters():
+        updater = optim.updater(optimizer, name, parameter.shape)
+        for shape in updater.slots(parameter.shape).values():
+            is_sharded = shape == parameter.shape
+            numel = numel_on_rank(parameter, tp, dp_shard) if is_sharded else shape.numel()
+            total += 4 * numel
     return total
 
 

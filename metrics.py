@@ -411,7 +411,7 @@ class Log:
             return
         rows = []
         for name, values in zip(optimizer.parameters, table.tolist()):
-            columns = dict(zip(optimizer.COLUMNS, values))
+            columns = dict(zip(optimizer.columns, values))
             rows.append({"step": step, "parameter": name, **columns})
         self.append("optim.jsonl", rows)
 

@@ -1,18 +1,21 @@
-"""AdamW, learning-rate schedules, gradient clipping, skipped updates and statistics in one object.
+"""AdamW or Muon, learning-rate schedules, clipping, skipped updates and statistics in one object.
 
 Nothing here waits for the device: norms, decisions and counters are tensors that stay on it, and
-the host only queues work. Adding a clipping strategy takes one function and one entry in CLIPS, a
-schedule one entry in SCHEDULES; config.py has the help texts.
+the host only queues work. Adding an optimizer takes one class and one entry in OPTIMIZERS, a
+clipping strategy one function and one entry in CLIPS, a schedule one entry in SCHEDULES; config.py
+has the help texts.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim.adamw import adamw
 
 SPIKE_HISTORY = 128  # updates whose loss and gradient norm a new one is compared with
 
@@ -54,7 +57,7 @@ def learning_rate(
 #     norms       (n,) float32, the norm of each whole gradient, over all ranks
 #     clipped     (n,) bool, whether each gradient was clipped, at least on this rank
 #
-# It may scale `grads` in place, or set optimizer.adamw.grad_scale, by which AdamW divides.
+# It may scale `grads` in place, or set optimizer.grad_scale, by which the update divides them.
 #
 # torch._foreach_* launch one kernel for many tensors. They have no public name; torch.optim and
 # torch.nn.utils.clip_grad_norm_ are built on them too.
@@ -67,7 +70,7 @@ def clip_norm(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Ten
     """
     total_norm = norms.norm()
     limit = optimizer.max_grad_norm
-    optimizer.adamw.grad_scale = ((total_norm + 1e-6) / limit).clamp(min=1.0)
+    optimizer.grad_scale = ((total_norm + 1e-6) / limit).clamp(min=1.0)
     return (total_norm > limit).expand_as(norms)
 
 
@@ -81,9 +84,8 @@ def clip_adaptive(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) ->
     limits = optimizer.max_grad_norm_ratio * average
     factors = (limits / (norms + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, factors.unbind())
-    beta = max(optimizer.adamw.defaults["betas"])
-    average = average.lerp(norms * factors, 1 - beta)
-    optimizer.norm_average.copy_(torch.where(optimizer.skip, optimizer.norm_average, average))
+    average = average.lerp(norms * factors, 1 - max(optimizer.betas))
+    optimizer.write(optimizer.norm_average, average)
     return norms > limits
 
 
@@ -145,34 +147,157 @@ class Sharding:
         self.numels = torch.tensor([p.numel() for p in parameters], device=device)  # (n,)
 
 
-def adamw_groups(
-    parameters: dict[str, nn.Parameter], decays: Callable[[str], bool], weight_decay: float
-) -> list[dict]:
-    """AdamW's parameter groups: one for each combination of weight decay and mesh.
+def gather(tensor: Tensor) -> Tensor:
+    """The whole tensor, on all ranks. It is waited for when it is first used."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for axis in range(len(placements)):  # one by one: torch warns of several at once
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements, async_op=True)
+    return tensor.to_local()
 
-    A fused kernel takes tensors of one mesh only, and under tp the norms are on a smaller one.
+
+def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor that is to be distributed as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh, placements = parameter.device_mesh, parameter.placements
+    # src_data_rank=None: cut locally, since all ranks have the whole
+    return local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizers
+#
+# Each is a class of three functions:
+#
+#     takes(name, shape) -> bool       whether it updates a parameter; AdamW updates what it leaves
+#     slots(shape) -> {slot: shape}    what it keeps of a parameter of this shape, in float32
+#     update(optimizer, names, weight_decay)
+#
+#     optimizer     the Optimizer: its settings; lr, a float; and on the device, of this update,
+#                   skip, 0-d bool, and grad_scale, 0-d, by which the gradients are to be divided
+#     names         parameters that have a gradient: optimizer.parameters[name], on a mesh a
+#                   DTensor, its .grad, distributed alike, and optimizer.slots[slot][name]
+#
+# A slot of the shape of its parameter is distributed alike; of one of another shape every rank has
+# the whole. It begins as zeros. Checkpoints, statistics and the estimate of memory know slots by
+# this function only. An update that is skipped must leave weights and slots as they were, which
+# `optimizer.write` does for each tensor, and the host must not ask for `skip`.
+
+
+class AdamW:
+    """AdamW (Loshchilov & Hutter 2019), by torch's fused kernel.
+
+    The kernel divides by `grad_scale` and does nothing where `found_inf` is 1. torch.amp.GradScaler
+    uses that too, to skip updates without asking the device.
     """
-    groups = {}
-    for name, parameter in parameters.items():
-        mesh = getattr(parameter, "device_mesh", None)
-        group = groups.setdefault((decays(name), mesh), {"params": []})
-        group["params"].append(parameter)
-        group["weight_decay"] = weight_decay if decays(name) else 0.0
-    return list(groups.values())
+
+    @staticmethod
+    def takes(name: str, shape: torch.Size) -> bool:
+        return True
+
+    @staticmethod
+    def slots(shape: torch.Size) -> dict[str, torch.Size]:
+        return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
+
+    @staticmethod
+    def update(optimizer: "Optimizer", names: list[str], weight_decay: float) -> None:
+        # The kernel takes tensors of one mesh only, and under tp the norms are on a smaller one.
+        def parts(tensors: dict[str, Tensor]) -> list[Tensor]:
+            return [local(tensors[name]) for name in names]
+
+        beta1, beta2 = optimizer.betas
+        adamw(
+            parts(optimizer.parameters),
+            [local(optimizer.parameters[name].grad) for name in names],
+            parts(optimizer.slots["exp_avg"]),
+            parts(optimizer.slots["exp_avg_sq"]),
+            max_exp_avg_sqs=[],
+            state_steps=parts(optimizer.slots["step"]),
+            fused=True,
+            grad_scale=optimizer.grad_scale,
+            found_inf=optimizer.skip.float(),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=optimizer.lr,
+            weight_decay=weight_decay,
+            eps=optimizer.eps,
+            maximize=False,
+        )
 
 
-def allocate_state(adamw: torch.optim.AdamW) -> None:
-    """Create AdamW's state now, not in its first step.
+class Muon:
+    """Orthogonalized momentum (Jordan et al. 2024), for the matrices of the blocks.
 
-    A run that does not fit in memory then fails at start, and a checkpoint can be loaded in place.
+    An update has the size of AdamW's (Liu et al. 2025), so that one learning rate and one weight
+    decay serve both. Each matrix is gathered whole, in bfloat16, in which it is orthogonalized on
+    all ranks alike. torch.optim.Muon multiplies the shards of DTensors, and its step can neither be
+    skipped nor clipped by a tensor.
     """
-    for group in adamw.param_groups:
-        for parameter in group["params"]:
-            adamw.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+
+    MOMENTUM = 0.95  # of both papers; --beta1 is for AdamW's parameters
+
+    @staticmethod
+    def takes(name: str, shape: torch.Size) -> bool:
+        return name.startswith("blocks.") and len(shape) == 2
+
+    @staticmethod
+    def slots(shape: torch.Size) -> dict[str, torch.Size]:
+        return {"momentum_buffer": shape}
+
+    @staticmethod
+    def update(optimizer: "Optimizer", names: list[str], weight_decay: float) -> None:
+        lr = optimizer.lr
+        wholes = (gather(Muon.direction(optimizer, name)) for name in names)
+        # In pairs: the next one is on its way while one is multiplied.
+        for name, (whole, _) in zip(names, pairwise(chain(wholes, [None]))):
+            parameter = optimizer.parameters[name]
+            # An orthogonal matrix has a root mean square of 1 / sqrt(its longer side), an update of
+            # AdamW one of 0.2 to 0.4.
+            scale = 0.2 * math.sqrt(max(parameter.shape))
+            weight = local(parameter)
+            orthogonal = own_part(orthogonalize(whole), parameter)
+            decayed = weight * (1 - lr * weight_decay)
+            optimizer.write(weight, decayed.add_(orthogonal, alpha=-lr * scale))
+
+    @staticmethod
+    def direction(optimizer: "Optimizer", name: str) -> Tensor:
+        """Nesterov's momentum, in bfloat16, distributed as the parameter is."""
+        parameter = optimizer.parameters[name]
+        grad = local(parameter.grad) / optimizer.grad_scale
+        buffer = local(optimizer.slots["momentum_buffer"][name])
+        momentum = buffer.lerp(grad, 1 - Muon.MOMENTUM)
+        optimizer.write(buffer, momentum)
+        direction = torch.empty_like(parameter, dtype=torch.bfloat16)
+        local(direction).copy_(grad.lerp_(momentum, Muon.MOMENTUM))
+        return direction
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """About U V^T of a matrix U S V^T: S becomes 0.7 to 1.2, by five steps of Newton and Schulz.
+
+    With the coefficients of Jordan et al., singular values near 0 grow by 3.4 a step.
+    """
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.mT if is_tall else matrix  # (m, n), m <= n
+    x = x / x.norm().clamp(min=1e-7)  # singular values of at most 1
+    for _ in range(5):
+        gram = x @ x.mT  # (m, m)
+        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)  # (m, m)
+        x = torch.addmm(x, polynomial, x, beta=3.4445)  # (m, n)
+    return x.mT if is_tall else x
+
+
+OPTIMIZERS = {"adamw": AdamW, "muon": Muon}
+
+
+def updater(optimizer: str, name: str, shape: torch.Size) -> type:
+    """The class that updates a parameter under this key of OPTIMIZERS."""
+    chosen = OPTIMIZERS[optimizer]
+    return chosen if chosen.takes(name, shape) else AdamW
 
 
 # --------------------------------------------------------------------------------------------------
@@ -210,32 +335,19 @@ def tensor_stats(tensors: list[Tensor]) -> TensorStats:
 
 
 class Optimizer:
-    """torch's fused AdamW (Loshchilov & Hutter 2019) with clipping and skipped updates, on a mesh.
+    """An optimizer of the table with clipping, schedule, skipped updates and statistics, on a mesh.
 
     parameters    (name, parameter) pairs, DTensors or plain tensors
     decays        decays(name): whether the parameter gets weight decay
     lr_at         lr_at(step): the learning rate of update `step`, counted from 1
+    optimizer     a key of OPTIMIZERS
     clip          a key of CLIPS
     skip_spikes   also skip updates whose loss or gradient norm is more than this many standard
                   deviations above the mean of the last SPIKE_HISTORY (after OLMo-core's
                   SkipStepOptimizer); None: skip only those whose gradient is not finite
 
-    An update is skipped on all ranks alike. It changes neither weights nor moments nor AdamW's step
-    count: the fused kernel does nothing where the tensor `found_inf` is 1. torch.amp.GradScaler
-    uses that too, to skip updates without asking the device.
+    An update is skipped on all ranks alike. It changes neither weights nor slots.
     """
-
-    # The columns of metrics["parameters"]
-    COLUMNS = (
-        *(
-            f"{kind}_{statistic}"
-            for kind in ("grad", "weight", "exp_avg", "exp_avg_sq")
-            for statistic in ("norm", "mean", "max", "min")
-        ),
-        "update_norm",
-        "update_ratio",
-        "clipped",
-    )
 
     def __init__(
         self,
@@ -243,6 +355,7 @@ class Optimizer:
         decays: Callable[[str], bool],
         lr_at: Callable[[int], float],
         *,
+        optimizer: str = "adamw",
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -253,20 +366,42 @@ class Optimizer:
     ):
         self.parameters = dict(parameters)
         self.lr_at = lr_at
+        self.betas = betas
+        self.eps = eps
         self.clip = CLIPS[clip]
         self.max_grad_norm = max_grad_norm
         self.max_grad_norm_ratio = max_grad_norm_ratio
         self.skip_spikes = skip_spikes
 
-        groups = adamw_groups(self.parameters, decays, weight_decay)
-        self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-        allocate_state(self.adamw)
         self.sharding = Sharding(list(self.parameters.values()))
+        device = self.sharding.replicas.device
+        # Slot -> parameter -> tensor. Allocated now, not in the first update: a run that does not
+        # fit in memory fails at start, and a checkpoint can be loaded in place.
+        self.slots: dict[str, dict[str, Tensor]] = {}
+        self.groups: dict[tuple[type, float], list[str]] = {}  # (updater, weight decay) -> names
+        self.measured: dict[str, dict[str, Tensor]] = {}  # the slots that have statistics
+        for name, parameter in self.parameters.items():
+            chosen = updater(optimizer, name, parameter.shape)
+            group = (chosen, weight_decay if decays(name) else 0.0)
+            self.groups.setdefault(group, []).append(name)
+            for slot, shape in chosen.slots(parameter.shape).items():
+                slots = self.slots.setdefault(slot, {})
+                if shape == parameter.shape:
+                    slots[name] = torch.zeros_like(parameter)
+                    self.measured[slot] = slots
+                else:
+                    slots[name] = torch.zeros(shape, device=device)
+        # The columns of metrics["parameters"]
+        self.columns = []
+        for kind in ("grad", "weight", *self.measured):
+            self.columns += [f"{kind}_{statistic}" for statistic in ("norm", "mean", "max", "min")]
+        self.columns += ["update_norm", "update_ratio", "clipped"]
 
         # Gradients that exist by now, as views of DDP's buckets, stay where they are.
         self.keep_gradients = any(p.grad is not None for p in self.parameters.values())
-        device = self.sharding.replicas.device
         self.empty_grad = torch.empty(0, device=device)  # of a parameter that has none
+        self.no_slot = torch.full((1,), math.nan, device=device)
+        self.grad_scale = torch.ones((), device=device)
         self.norm_average = torch.zeros(len(self.parameters), device=device)  # for clip_adaptive
         # Losses and gradient norms, oldest first; nan: not known yet
         self.spike_history = torch.full((2, SPIKE_HISTORY), math.nan, device=device)
@@ -281,8 +416,9 @@ class Optimizer:
         `step` is counted from 1, `loss` is this rank's, 0-d. Returns 0-d tensors on the device:
         grad_norm of the whole gradient before clipping; clipped, 1 where any gradient was;
         skipped_steps so far; skipped_in_a_row, the most so far. `measure` adds "parameters",
-        (n, len(COLUMNS)). One collective where weights are sharded, or where several ranks look
-        for spikes, else none; `measure` takes two more where weights are sharded.
+        (n, len(columns)). One collective where weights are sharded, or where several ranks look
+        for spikes, else none, beside what OPTIMIZERS' update takes; `measure` takes two more where
+        weights are sharded.
         """
         grads = []
         for parameter in self.parameters.values():
@@ -304,13 +440,14 @@ class Optimizer:
         if measure:
             grad_stats = tensor_stats(grads)  # before clipping
             old_weights = [local(p).clone() for p in self.parameters.values()]
-        self.adamw.found_inf = self.skip.float()
         clipped = self.clip(self, grads, square_sums.sqrt())
         self.lr = self.lr_at(step)
-        for group in self.adamw.param_groups:
-            group["lr"] = self.lr
-        self.adamw.step()
-        self.adamw.zero_grad(set_to_none=not self.keep_gradients)
+        self.update()
+        if self.keep_gradients:
+            torch._foreach_zero_(grads)
+        else:
+            for parameter in self.parameters.values():
+                parameter.grad = None
 
         self.skipped_steps += self.skip
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * self.skip
@@ -326,6 +463,16 @@ class Optimizer:
         if measure:
             metrics["parameters"] = self.parameter_stats(grad_stats, old_weights, clipped)
         return metrics
+
+    def update(self) -> None:
+        """Update the parameters that have a gradient."""
+        for (chosen, weight_decay), names in self.groups.items():
+            present = [name for name in names if self.parameters[name].grad is not None]
+            chosen.update(self, present, weight_decay)
+
+    def write(self, tensor: Tensor, value: Tensor) -> None:
+        """Set a tensor in place, unless this update is skipped."""
+        tensor.copy_(torch.where(self.skip, tensor, value))
 
     def is_spike(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Whether the loss or the gradient norm is a spike, which needs half of the history known.
@@ -347,41 +494,39 @@ class Optimizer:
     def parameter_stats(
         self, grad_stats: TensorStats, old_weights: list[Tensor], clipped: Tensor
     ) -> Tensor:
-        """(n, len(COLUMNS)): a row for each whole parameter, the same on all ranks.
+        """(n, len(columns)): a row for each whole parameter, the same on all ranks.
 
-        Gradients are those before clipping, weights and moments those after the update.
+        Gradients are those before clipping, weights and slots those after the update; nan for a
+        slot that a parameter does not have.
         """
         weights = [local(p) for p in self.parameters.values()]
-        stats = [grad_stats, tensor_stats(weights)]  # in the order of COLUMNS
-        for slot in ("exp_avg", "exp_avg_sq"):
-            moments = self.adamw_state(slot).values()
-            stats.append(tensor_stats([local(moment) for moment in moments]))
+        stats = [grad_stats, tensor_stats(weights)]  # in the order of the columns
+        for slots in self.measured.values():
+            parts = [local(slots.get(name, self.no_slot)) for name in self.parameters]
+            stats.append(tensor_stats(parts))
+        k = len(stats)
         updates = torch._foreach_sub(weights, old_weights)
         update_norms = torch.stack(torch._foreach_norm(updates))
 
         # One collective for the sums, one for the maxima: a minimum is a negated maximum.
         sums = [s.square_sum for s in stats] + [s.sum for s in stats] + [update_norms.square()]
         maxima = [s.max for s in stats] + [-s.min for s in stats] + [clipped.float()]
-        sums = torch.stack(sums)  # (4 + 4 + 1, n)
-        maxima = torch.stack(maxima)  # (4 + 4 + 1, n)
+        sums = torch.stack(sums)  # (k + k + 1, n)
+        maxima = torch.stack(maxima)  # (k + k + 1, n)
         if self.sharding.is_sharded:
             sums /= self.sharding.replicas
             dist.all_reduce(sums)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
 
-        square_sums, element_sums, update_square_sums = sums.split((4, 4, 1))
-        largest, negated_smallest, clipped = maxima.split((4, 4, 1))
+        square_sums, element_sums, update_square_sums = sums.split((k, k, 1))
+        largest, negated_smallest, clipped = maxima.split((k, k, 1))
         norms = square_sums.sqrt()
         means = element_sums / self.sharding.numels
         update_norms = update_square_sums.sqrt()  # (1, n)
         update_ratios = update_norms / norms[1]  # to the norms of the weights
-        by_kind = torch.stack((norms, means, largest, -negated_smallest), dim=1)  # (4, 4, n)
-        rows = torch.cat((by_kind.flatten(0, 1), update_norms, update_ratios, clipped))  # (19, n)
-        return rows.mT
-
-    def adamw_state(self, slot: str) -> dict[str, Tensor]:
-        """AdamW's "step", "exp_avg" or "exp_avg_sq" of each parameter."""
-        return {name: self.adamw.state[p][slot] for name, p in self.parameters.items()}
+        by_kind = torch.stack((norms, means, largest, -negated_smallest), dim=1)  # (k, 4, n)
+        rows = torch.cat((by_kind.flatten(0, 1), update_norms, update_ratios, clipped))
+        return rows.mT  # (n, 4 * k + 3)
 
     def state(self) -> dict:
         """The live tensors by their names in a checkpoint, to save or to load in place."""
@@ -389,7 +534,5 @@ class Optimizer:
             "skipped_steps": self.skipped_steps,
             "norm_average": self.norm_average,
             "window": self.spike_history,
-            "step": self.adamw_state("step"),
-            "exp_avg": self.adamw_state("exp_avg"),
-            "exp_avg_sq": self.adamw_state("exp_avg_sq"),
+            **self.slots,
         }

@@ -211,6 +211,7 @@ def build_optimizer(model: Transformer, c: Config) -> optim.Optimizer:
         model.named_parameters(),
         model.decays,
         lr_schedule(c),
+        optimizer=c.optimizer,
         weight_decay=c.weight_decay,
         betas=(c.beta1, c.beta2),
         eps=c.eps,

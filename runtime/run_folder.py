@@ -102,13 +102,14 @@ class ResumePoint:
 
 
 def resume_key(path: Path, manifest: dict) -> dict:
-    """What must not change within a run: the shape of the model, the data and their order."""
+    """What must not change within a run: model, optimizer, the data and their order."""
     try:
         return {
             **dataclasses.asdict(read_model(path, manifest)),
             "data": manifest["data"],
             "global_batch_size": manifest["config"]["global_batch_size"],
             "seed": manifest["config"]["seed"],
+            "optimizer": manifest["config"].get("optimizer", Config.optimizer),
         }
     except (KeyError, TypeError) as error:
         raise UsageError(

@@ -90,7 +90,12 @@ def count_host_syncs(argv: list[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "mesh, ranks",
-    [("single", 1), ("ddp", 2), ("fsdp", 2), ("hsdp --dp_shard 2 --dp_replicate 2", 4)],
+    [
+        ("single", 1),
+        ("ddp", 2),
+        ("fsdp --optimizer muon", 2),
+        ("hsdp --dp_shard 2 --dp_replicate 2", 4),
+    ],
 )
 def test_the_host_reads_from_the_device_for_log_rows_only(pool, tokens, tmp_path, mesh, ranks):
     """Steps 1, 5 and 6 of 6 are logged; steps 3 and 6 have statistics, which rank 0 reads."""

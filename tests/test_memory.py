@@ -1,6 +1,7 @@
 """The memory of a rank: what is said, what there is, and what freed memory keeps."""
 
 import dataclasses
+import itertools
 import platform
 import re
 import resource
@@ -56,10 +57,9 @@ def state_bytes(argv: list[str]) -> tuple[layout.Estimate, dict[str, int]]:
         for number in (1, 2):
             train_step(run, batches, number)
     weights = run.state["model"].values()
-    moments = [*run.state["optimizer"]["exp_avg"].values()]
-    moments += run.state["optimizer"]["exp_avg_sq"].values()
+    slots = itertools.chain(*(slots.values() for slots in run.optimizer.slots.values()))
     taken["weights"] = sum(4 * optim.local(weight).numel() for weight in weights)
-    taken["optimizer"] = sum(4 * optim.local(moment).numel() for moment in moments)
+    taken["optimizer"] = sum(optim.local(slot).nbytes for slot in slots)
     return run.layout.memory, taken
 
 
@@ -70,9 +70,9 @@ def state_bytes(argv: list[str]) -> tuple[layout.Estimate, dict[str, int]]:
         (2, "ddp"),
         (2, "fsdp"),
         (2, "fsdp --model tinyllama-1.1b --wrap none"),
-        (4, "hsdp --dp_shard 2"),
+        (4, "hsdp --dp_shard 2 --optimizer muon"),
         (2, "single --tp 2"),
-        (4, "fsdp --tp 2 --model tinyllama-1.1b"),
+        (4, "fsdp --tp 2 --model tinyllama-1.1b --optimizer muon"),
         (4, "ddp --tp 2"),
     ],
 )

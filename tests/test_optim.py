@@ -7,7 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import last_checkpoint, rows, tensors
 
+import checkpoint
 import dist
 import model
 import optim
@@ -84,8 +86,14 @@ def train_on_mesh(strategy: str, steps: int, options: dict) -> tuple[list[dict],
     return log, weights
 
 
-def train_plainly(steps: int, clip) -> tuple[list[float], list[float], dict]:
-    """The same with torch's AdamW, not fused, on one whole model.
+def is_muons(name: str) -> bool:
+    return name.startswith("blocks.") and not name.endswith("norm.weight")
+
+
+def train_plainly(
+    steps: int, clip, muon: bool = False, sgd: bool = False
+) -> tuple[list[float], list[float], dict]:
+    """The same with torch's AdamW, not fused, its Muon and its SGD, on one whole model.
 
     clip(parameters) returns (total norm, whether something was clipped). Returns both for each step
     and the weights after the last.
@@ -93,13 +101,18 @@ def train_plainly(steps: int, clip) -> tuple[list[float], list[float], dict]:
     net = model.build_model(SMALL, seed=7)
     net.get_parameter(FROZEN).requires_grad_(False)
     parameters = dict(net.named_parameters())
+    matrices = [p for name, p in parameters.items() if is_muons(name)]
+    others = [p for name, p in parameters.items() if name in NOT_DECAYED]
     groups = [
-        {"params": [p for name, p in parameters.items() if name not in NOT_DECAYED]},
-        {"params": [p for name, p in parameters.items() if name in NOT_DECAYED], "weight_decay": 0},
+        {"params": [] if muon else matrices},
+        {"params": others[sgd:], "weight_decay": 0},  # the first one is the embedding
     ]
-    adamw = torch.optim.AdamW(
-        groups, betas=(0.9, 0.95), weight_decay=0.1, foreach=False, fused=False
-    )
+    options = {"betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": False, "fused": False}
+    optimizers = [torch.optim.AdamW(groups, **options)]
+    if sgd:
+        optimizers.append(torch.optim.SGD(others[:1], momentum=0.9))
+    if muon:
+        optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"))
     norms, clips = [], []
     for step in range(1, steps + 1):
         tokens = batch(step)
@@ -108,10 +121,11 @@ def train_plainly(steps: int, clip) -> tuple[list[float], list[float], dict]:
         norm, clipped = clip([p for p in net.parameters() if p.grad is not None])
         norms.append(float(norm))
         clips.append(float(clipped))
-        for group in adamw.param_groups:
-            group["lr"] = lr_at(step)
-        adamw.step()
-        adamw.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr_at(step)
+            optimizer.step()
+            optimizer.zero_grad()
     return norms, clips, parameters
 
 
@@ -203,6 +217,98 @@ def test_a_strategy_is_added_as_one_function_and_one_entry(pool):
         assert [row["clipped"] for row in log] == clips
         for name, weight in weights.items():
             torch.testing.assert_close(mesh_weights[name], weight, rtol=1e-4, atol=2e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizers
+
+# Muon, relative. Newton-Schulz gives the small singular values of a momentum, which are rounding,
+# the size of the large ones: what differs in its last bit, by the order of a sum, turns the update
+# in directions that the loss hardly depends on. So weights differ more than losses.
+LOSSES = 1e-4
+WEIGHTS = 5e-2
+
+
+def test_muon_is_torchs_on_every_mesh(pool):
+    norms, clips, weights = train_plainly(5, plain_norm, muon=True)
+    assert clips == [0, 0, 0, 1, 0]
+    options = {"optimizer": "muon", "max_grad_norm": 1.5}
+    for mesh, ranks in MESHES.items():
+        log, mesh_weights = pool(ranks, train_on_mesh, mesh, 5, options)[-1]
+        assert [row["grad_norm"] for row in log] == pytest.approx(norms, rel=LOSSES)
+        for name, weight in weights.items():
+            difference = (mesh_weights[name] - weight).norm()
+            assert difference <= (1e-2 if is_muons(name) else 1e-3) * weight.norm(), name
+        assert torch.equal(mesh_weights[FROZEN], weights[FROZEN])
+
+
+def test_muon_continues_on_every_mesh(run):
+    """What four ranks have saved goes on alone as it would have there, and the other way round."""
+    text = "--optimizer muon --dtype float32 --max_grad_norm 2"
+    whole = {}
+    for mesh, ranks in (("single", 1), ("fsdp --tp 2", 4)):
+        options = f"{text} --max_steps 4 --save_interval 2 --keep_last 0"
+        whole[mesh] = run(ranks, f"{options} --strategy {mesh}", f"whole-{mesh.split()[0]}")
+    expected = rows(whole["single"])
+    assert {row["clipped"] for row in expected} == {0, 1}
+    final = tensors(last_checkpoint(whole["single"]))
+    slots = {name.split(".")[1] for name in final if name.startswith("optimizer.") and "." in name}
+    assert {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"} < slots
+    continued = [whole["fsdp --tp 2"]]
+    for mesh, ranks, start in (
+        ("single", 1, "fsdp --tp 2"),
+        ("fsdp", 4, "single"),
+        ("hsdp --dp_shard 2", 4, "single"),
+    ):
+        at = checkpoint.list_checkpoints(whole[start])[0]
+        options = f"{text} --max_steps 4 --strategy {mesh} --resume {at}"
+        continued.append(run(ranks, options, mesh.split()[0]))
+    for out in continued:
+        log = rows(out)
+        for row, same in zip(log, expected[-len(log) :], strict=True):
+            assert row["loss"] == pytest.approx(same["loss"], rel=LOSSES)
+            assert row["grad_norm"] == pytest.approx(same["grad_norm"], rel=10 * LOSSES)
+        state = tensors(last_checkpoint(out))
+        assert state.keys() == final.keys()
+        for name, tensor in final.items():
+            if "window" not in name:
+                assert (state[name] - tensor).norm() <= WEIGHTS * tensor.norm(), name
+
+
+class Sgd:
+    """What a fork might add, for the embedding: AdamW has the rest."""
+
+    @staticmethod
+    def takes(name, shape):
+        return name == "embed.weight"
+
+    @staticmethod
+    def slots(shape):
+        return {"momentum": shape, "updates": torch.Size()}
+
+    @staticmethod
+    def update(optimizer, names, weight_decay):
+        for name in names:
+            parameter, momentum = optimizer.parameters[name], optimizer.slots["momentum"][name]
+            grad = optim.local(parameter.grad) / optimizer.grad_scale
+            optimizer.write(optim.local(momentum), 0.9 * optim.local(momentum) + grad)
+            weight = optim.local(parameter)
+            optimizer.write(weight, weight - optimizer.lr * optim.local(momentum))
+
+
+def train_with_sgd(strategy: str) -> tuple:
+    with mock.patch.dict(optim.OPTIMIZERS, sgd=Sgd):
+        return train_on_mesh(strategy, 4, {"optimizer": "sgd", "max_grad_norm": 1.5})
+
+
+def test_an_optimizer_is_added_as_one_class_and_one_entry(pool):
+    _, clips, expected = train_plainly(4, plain_norm, sgd=True)
+    assert 1 in clips
+    for mesh in ("single", "fsdp"):
+        log, weights = pool(MESHES[mesh], train_with_sgd, mesh)[0]
+        assert [row["clipped"] for row in log] == clips
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-5)
 
 
 # --------------------------------------------------------------------------------------------------

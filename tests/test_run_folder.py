@@ -159,10 +159,11 @@ def test_an_evaluation_computes_in_the_dtype_of_its_checkpoint(tmp_path):
     [
         ({"model": MODEL | {"d_model": 64}}, "d_model was 64 and is now 32"),
         ({"global_batch_size": 16}, "global_batch_size was 16 and is now 8"),
+        ({"optimizer": "muon"}, "optimizer was muon and is now adamw"),
         ({"data": "other"}, "the tokens in tokens/a have changed"),
     ],
 )
-def test_another_model_batch_or_other_data_is_refused(begin, tmp_path, change, line):
+def test_another_model_batch_optimizer_or_other_data_is_refused(begin, tmp_path, change, line):
     path = save(tmp_path / "run", 10, **change)
     with pytest.raises(UsageError, match=line):
         begin(path)

@@ -83,9 +83,27 @@ def test_statistics_are_of_raw_gradients_and_updated_weights():
             want[f"{kind}_mean"] = tensor.mean()
             want[f"{kind}_max"] = tensor.max()
             want[f"{kind}_min"] = tensor.min()
-        got = dict(zip(optimizer.COLUMNS, row, strict=True))
+        got = dict(zip(optimizer.columns, row, strict=True))
         want = {column: float(value) for column, value in want.items()}
         assert got == pytest.approx(want, rel=1e-5, abs=1e-9)
+
+
+def test_a_slot_that_a_parameter_lacks_has_no_statistics():
+    net = torch.nn.Linear(3, 2)
+    parameters = [(f"blocks.{name}", parameter) for name, parameter in net.named_parameters()]
+    optimizer = optim.Optimizer(parameters, lambda name: True, lr_at, optimizer="muon")
+    net(torch.ones(1, 3)).sum().backward()
+    table = optimizer.step(1, torch.tensor(1.0), measure=True)["parameters"].tolist()
+    of_weight, of_bias = (dict(zip(optimizer.columns, row, strict=True)) for row in table)
+    for row, slot, other in (
+        (of_weight, "momentum_buffer", "exp_avg"),
+        (of_bias, "exp_avg", "momentum_buffer"),
+    ):
+        assert row[f"{slot}_norm"] > 0 and row["update_norm"] > 0
+        statistics = [row[f"{other}_{statistic}"] for statistic in ("norm", "mean", "max", "min")]
+        assert all(map(math.isnan, statistics))
+    momentum = optimizer.slots["momentum_buffer"]["blocks.weight"]
+    assert of_weight["momentum_buffer_norm"] == pytest.approx(momentum.norm().item())
 
 
 def statistics_of_one_row() -> dict[str, dict]:
@@ -101,7 +119,7 @@ def statistics_of_one_row() -> dict[str, dict]:
         parameters[name] = parameter
     optimizer = optim.Optimizer(parameters.items(), lambda name: False, lr_at)
     table = optimizer.step(1, torch.tensor(1.0), measure=True)["parameters"].tolist()
-    return {name: dict(zip(optimizer.COLUMNS, row)) for name, row in zip(parameters, table)}
+    return {name: dict(zip(optimizer.columns, row)) for name, row in zip(parameters, table)}
 
 
 def test_a_rank_with_an_empty_shard_changes_no_statistics(pool):

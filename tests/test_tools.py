@@ -315,9 +315,11 @@ def test_an_optimizer_step_takes_as_long_as_torchs_own():
     bare, model = models
     adamw = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True)
     ours = optim.Optimizer(model.named_parameters(), model.decays, lambda step: 1e-4)
-    ours.adamw.zero_grad = lambda set_to_none: None  # keep the gradients for the next round
+    gradients = [parameter.grad for parameter in model.parameters()]
     seconds = {"bare": [], "ours": []}
     for _ in range(8):  # in turn: a load on the machine slows down both
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient  # which the last round has freed
         began = time.perf_counter()
         torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
         adamw.step()
