@@ -96,6 +96,8 @@ class CommunicationCounter(TorchDispatchMode):
         "_reduce_scatter_base_": "reduce_scatter",
         "allreduce_": "all_reduce",
     }
+    # Of DTensor: of tp, and of an optimizer that gathers
+    FUNCTIONAL_KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather"}
 
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
@@ -117,8 +119,8 @@ class CommunicationCounter(TorchDispatchMode):
         namespace, _, name = function._schema.name.partition("::")
         if namespace == "c10d":
             kind, group = self.C10D_KINDS.get(name, name), group_name(args)
-        elif namespace == "_c10d_functional" and name == "all_reduce":  # of tp
-            kind, group = name, args[-1]
+        elif namespace == "_c10d_functional" and name in self.FUNCTIONAL_KINDS:
+            kind, group = self.FUNCTIONAL_KINDS[name], args[-1]
         else:
             return
         if axis := self.axes.get(group, "world"):

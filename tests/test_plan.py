@@ -163,6 +163,14 @@ def test_on_cpus_a_host_does_not_compute_while_it_copies():
     assert step(within_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 1.0})
 
 
+def test_an_optimizer_gathers_beside_its_products():
+    gathered = rehearsal([gathers(1.0, phase="optimizer")])
+    assert step(gathered).exposed == pytest.approx({"dp_shard": 1.0})
+    found = step(dataclasses.replace(gathered, update_flops=1e12))  # 2 s
+    assert found.exposed == pytest.approx({"dp_shard": 0.1})
+    assert found.optimizer == pytest.approx(0.001 + 1e12 / 0.5e12)
+
+
 def test_tensor_parallelism_and_the_norm_are_exposed():
     rows = [
         Communication("tp", "all_reduce", "forward", 10, 10**9),

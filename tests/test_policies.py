@@ -84,6 +84,11 @@ class Step:
     total: int
 
 
+def matrix_bytes(step: Step) -> int:
+    """Of the matrices of a block in bfloat16: all of it but two norms."""
+    return 2 * (step.block - 2 * 32)
+
+
 def count(argv: list[str]) -> Step:
     run = build_run(argv)
     batches = train.micro_batches(run, 1, 3)
@@ -118,27 +123,31 @@ def test_bytes_of_ddp(traffic, sync, times, dtype):
 
 
 @pytest.mark.parametrize(
-    "sync, times, reshard, dtype, size",
+    "sync, times, reshard, dtype, size, optimizer",
     [
-        ("batch", 1, "true", "bfloat16", 2),
-        ("batch", 1, "false", "float32", 4),
-        ("micro_batch", A, "true", "float32", 4),
-        ("micro_batch", A, "false", "bfloat16", 2),
+        ("batch", 1, "true", "bfloat16", 2, "adamw"),
+        ("batch", 1, "false", "float32", 4, "muon"),
+        ("micro_batch", A, "true", "float32", 4, "adamw"),
+        ("micro_batch", A, "false", "bfloat16", 2, "muon"),
     ],
 )
-def test_bytes_of_fsdp(traffic, sync, times, reshard, dtype, size):
+def test_bytes_of_fsdp(traffic, sync, times, reshard, dtype, size, optimizer):
     """Each micro-batch gathers the two blocks and the rest of the model (embedding, norm) once.
 
     The first block is gathered again for backward if it was dropped after forward. The last unit,
-    here the second block, never is.
+    here the second block, never is. Muon gathers the seven matrices of each block in bfloat16.
     """
     text = f"--strategy fsdp --grad_sync {sync} --reshard_after_forward {reshard} --dtype {dtype}"
+    text += f" --optimizer {optimizer}"
+    matrices = 14 if optimizer == "muon" else 0
     again = int(reshard == "true")
     for step in traffic(2, text):
         gathered = size * (step.total + again * step.block)
         scattered = 4 * step.total
         assert step.counts == {
-            ("all_gather", "dp_shard"): Traffic(A * (3 + again), A * gathered),
+            ("all_gather", "dp_shard"): Traffic(
+                A * (3 + again) + matrices, A * gathered + matrices // 7 * matrix_bytes(step)
+            ),
             ("reduce_scatter", "dp_shard"): Traffic(3 * times, times * scattered),
             WORLD_REDUCE: OPTIMIZER,
         }
@@ -181,24 +190,31 @@ def test_bytes_of_hsdp(traffic, sync, scatters, reduces):
         }
 
 
-@pytest.mark.parametrize("checkpointing, again", [("none", 0), ("selective", 0), ("full", 1)])
-def test_bytes_of_tensor_parallelism(traffic, checkpointing, again):
+@pytest.mark.parametrize(
+    "checkpointing, again, optimizer",
+    [("none", 0, "adamw"), ("selective", 0, "muon"), ("full", 1, "adamw")],
+)
+def test_bytes_of_tensor_parallelism(traffic, checkpointing, again, optimizer):
     """An all_reduce of (B, T, d_model) = (2, 16, 32) adds the parts of each attention and MLP.
 
     In each of the two layers there are two in forward and two in backward, and one at each end of
     the model. Full checkpointing recomputes attention's, but not the last of a block. The loss
     takes three numbers a token: a maximum, a sum and the target's logit.
     """
-    text = "--strategy single --tp 2 --dtype float32 --micro_batch_size 2"
+    text = f"--strategy single --tp 2 --dtype float32 --micro_batch_size 2 --optimizer {optimizer}"
     for step in traffic(2, f"{text} --activation_checkpointing {checkpointing}"):
         tensors = 2 * (4 + again) + 2
         tensor_bytes = 4 * 2 * 16 * 32
         loss_bytes = 3 * 4 * 2 * 16
+        gathers = {}
+        if optimizer == "muon":
+            gathers["all_gather", "tp"] = Traffic(14, 2 * matrix_bytes(step))
         assert step.counts == {
             ("all_reduce", "tp"): Traffic(
                 A * (tensors + 3), A * (tensors * tensor_bytes + loss_bytes)
             ),
             WORLD_REDUCE: OPTIMIZER,
+            **gathers,
         }
 
 

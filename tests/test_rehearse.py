@@ -24,13 +24,13 @@ UNTIED = "--model tinyllama-1.1b"
 CASES = [
     "ddp --dtype bfloat16 --global_batch_size 8",
     f"ddp --dtype float32 --global_batch_size 4 {UNTIED}",
-    "fsdp --dtype bfloat16 --global_batch_size 4",
+    "fsdp --dtype bfloat16 --global_batch_size 4 --optimizer muon",
     f"fsdp --dtype float32 --global_batch_size 16 {UNTIED}",
     "fsdp --dtype bfloat16 --global_batch_size 8 --reshard_after_forward false",
-    "hsdp --dp_shard 2 --dtype float32 --global_batch_size 8",
+    "hsdp --dp_shard 2 --dtype float32 --global_batch_size 8 --optimizer muon",
     "hsdp --dp_shard 2 --dtype bfloat16 --global_batch_size 8 --grad_sync micro_batch",
     "hsdp --dp_shard 2 --dtype bfloat16 --global_batch_size 12 --grad_sync shard",
-    f"fsdp --tp 2 --dtype float32 --global_batch_size 4 {UNTIED}",
+    f"fsdp --tp 2 --dtype float32 --global_batch_size 4 --optimizer muon {UNTIED}",
 ]
 
 
@@ -42,6 +42,7 @@ class Step:
     state: dict[str, int]
     communication: list[Communication]
     flops: float
+    update_flops: float
     parameters: int
 
 
@@ -77,6 +78,7 @@ def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
         state=recorder.state,
         communication=recorder.communication(),
         flops=recorder.flops["computed"],
+        update_flops=recorder.flops["update"],
         parameters=sum(optim.local(weight).nbytes for weight in run.model.parameters()),
     )
     if run.world.rank < 3:
@@ -95,7 +97,8 @@ def test_a_rehearsed_step_is_the_real_one(pool, tokens, tmp_path, strategy):
         assert rehearsed.peak == pytest.approx(sum(real.memory.values()), rel=0.05)
         assert sorted(rehearsed.communication, key=repr) == sorted(real.communication, key=repr)
         assert rehearsed.state == real.state and real.state["parameters"] == real.parameters
-        assert rehearsed.flops == real.flops
+        assert (rehearsed.flops, rehearsed.update_flops) == (real.flops, real.update_flops)
+        assert (real.update_flops > 0) == ("muon" in strategy)
 
 
 def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:

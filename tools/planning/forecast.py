@@ -32,12 +32,12 @@ class Plan:
     def checkpoint(self) -> dict[str, int]:
         """Bytes that a rank writes, and of a host's memory in both ways to save.
 
-        A weight and two moments, in float32, take 12 bytes; of the replicas each writes a share.
-        sharded: tensors are copied to the host one by one; what a rank writes is the most that it
-        may take. async: every rank copies all it holds.
+        Of weights and optimizer state each replica writes a share. sharded: tensors are copied to
+        the host one by one; what a rank writes is the most that it may take. async: every rank
+        copies all it holds.
         """
         local_size = self.request.cluster.links.local_size
-        held = 12 * self.rehearsal.parameters_per_rank
+        held = self.rehearsal.state["parameters"] + self.rehearsal.state["optimizer"]
         written = held // self.rehearsal.layout.mesh_shape[0]
         return {
             "bytes_per_rank": written,

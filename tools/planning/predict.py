@@ -280,16 +280,22 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
     achieved = peak * cluster.achieved  # FLOP/s
     forward = rehearsal.flops / 3 / n / achieved  # seconds of a micro-batch
     backward = (rehearsal.flops * 2 / 3 + rehearsal.recomputed_flops) / n / achieved
-    # What runs beside a forward pass, a backward pass, and the backward pass of the last one
-    beside_forward, beside_backward, beside_last = Queue(), Queue(), Queue()
+    passes = OPTIMIZER_BYTES * rehearsal.parameters_per_rank / cluster.device.memory_bandwidth
+    update = rehearsal.update_flops / achieved
+    # Beside a forward pass, a backward pass, the last backward pass, and the update
+    beside_forward, beside_backward, beside_last, beside_update = (Queue() for _ in range(4))
     exposed, total = Counter(), Counter()  # axis -> seconds of the whole step
     for row in rehearsal.communication:
         group = group_of(row.axis, rank, layout.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         total[row.axis] += seconds
         on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # which would compute
-        # After a sum over tp the next layer needs it, and after the norm the update.
-        if on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
+        # After a sum over tp the next layer needs it, and after the norm the update. Muon gathers
+        # the next matrix while it multiplies one.
+        is_ahead = row.phase == "optimizer" and row.collective == "all_gather"
+        if is_ahead and not on_cores:
+            beside_update.add(row, seconds, 1)
+        elif on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
             exposed[row.axis] += seconds
         elif row.phase == "forward":
             beside_forward.add(row, seconds, n)
@@ -302,12 +308,13 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
         (beside_forward, forward, n),
         (beside_backward, backward, n - 1),
         (beside_last, backward, 1),
+        (beside_update, update, 1),
     ):
         for axis, seconds in queue.exposed(compute).items():
             exposed[axis] += times * seconds
     return Speed(
         compute=n * (forward + backward),
-        optimizer=OPTIMIZER_BYTES * rehearsal.parameters_per_rank / cluster.device.memory_bandwidth,
+        optimizer=passes + update,
         exposed=dict(exposed),
         communication=dict(total),
         tokens=layout.tokens_per_step / math.prod(layout.mesh_shape),

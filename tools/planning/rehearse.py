@@ -25,6 +25,7 @@ from torch import Tensor, nn
 # process group that sends nothing, and no public way to see every operation.
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
@@ -80,8 +81,9 @@ class Rehearsal:
     memory: dict[str, int]  # bytes of tensors by KINDS, at the peak
     state: dict[str, int]  # bytes of parameters, gradients and optimizer when the update begins
     communication: list[Communication]
-    flops: float  # in one step, without those of recomputation
+    flops: float  # in one step, without those of recomputation and of the update
     recomputed_flops: float
+    update_flops: float = 0.0  # of the optimizer's matrix products
 
     @property
     def peak(self) -> int:
@@ -175,6 +177,7 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
         communication=recorder.communication(),
         flops=recorder.flops["computed"],
         recomputed_flops=recorder.flops["recomputed"],
+        update_flops=recorder.flops["update"],
     )
 
 
@@ -268,7 +271,7 @@ class Recorder(TorchDispatchMode):
     # Operations
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if DTensor in types:
+        if DTensor in types or AsyncCollectiveTensor in types:
             return NotImplemented  # it decomposes into operations on its local tensors
         kwargs = kwargs or {}
         result = self.run(function, types, args, kwargs)
@@ -384,6 +387,8 @@ class Recorder(TorchDispatchMode):
         # Gradients are recorded in backward only while a forward pass is repeated there.
         is_repeated = self.phase == "backward" and torch.is_grad_enabled()
         purpose = "recomputed" if is_repeated else "computed"
+        if self.phase == "optimizer":
+            purpose = "update"
         packet = function.overloadpacket
         if packet is ATTENTION:
             self.flops[purpose] += self.times * 2 * attention_product(*args[:2])
