@@ -236,8 +236,8 @@ def test_json_has_the_fields_that_are_promised(pool):
     assert between["dp_shard", "all_gather"] is False
     assert between["dp_replicate", "all_reduce"] is True
     saved = found["checkpoint"]
-    # Of two replicas each writes a half
-    assert saved["bytes_per_rank"] == 6 * found["parameters_per_rank"]
+    # Of two replicas each writes a half of 12 bytes a parameter, and of some counters
+    assert 0 < saved["bytes_per_rank"] - 6 * found["parameters_per_rank"] < 1000
     assert saved["host_bytes_sharded"] == 8 * saved["bytes_per_rank"]
     for name in ("step_time", "tokens_per_second_per_device", "mfu", "hours", "device_hours"):
         assert isinstance(found[name], float) and found[name] > 0
