@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -317,6 +317,7 @@ def parallelize(
     tp = mesh["tp"].size()
     if tp > 1:
         parallelize_module(model, mesh["tp"], tp_plan)
+        distribute_module(model, mesh["tp"])  # replicates the parameters that are left
     if uses_fsdp(strategy, tp):
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
@@ -445,7 +446,7 @@ SAVED_OPERATIONS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.all_reduce.default,  # of tp: not to be sent a second time
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # of tp: not to be sent twice
 ]
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleOutput,
+    PrepareModuleInput,
     RowwiseParallel,
 )
 from torch.utils.checkpoint import checkpoint
@@ -123,7 +123,8 @@ class ModelConfig:
 
     def check_tensor_parallel(self, tp: int) -> None:
         """Raises ValueError unless `tp` ranks can split every layer into equal parts."""
-        for name in ("n_kv_head", "d_ff", "vocab_size"):  # n_head is a multiple of n_kv_head
+        # n_head is a multiple of n_kv_head
+        for name in ("n_kv_head", "d_ff", "vocab_size", "seq_len"):
             size = getattr(self, name)
             if size % tp:
                 raise ValueError(
@@ -171,9 +172,21 @@ class Embedding(nn.Embedding):
     """
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.weight.device.type != "cpu":
-            return super().forward(tokens)
-        return F.embedding(tokens, self.weight.float()).to(self.weight.dtype)
+        if not isinstance(self.weight, DTensor):
+            return look_up(tokens, self.weight)
+        # Under tp: torch's rule for embeddings gives every rank the gradient of all rows.
+        mesh = self.weight.device_mesh
+        rows = self.weight.to_local()  # (vocab_size / tp, d_model)
+        index = tokens.to_local() - mesh.get_local_rank() * len(rows)  # (B, T)
+        is_elsewhere = (index < 0) | (index >= len(rows))
+        x = look_up(index.masked_fill(is_elsewhere, 0), rows)
+        return DTensor.from_local(x.masked_fill(is_elsewhere[..., None], 0), mesh, [Partial()])
+
+
+def look_up(tokens: Tensor, weight: Tensor) -> Tensor:
+    if weight.device.type != "cpu":
+        return F.embedding(tokens, weight)
+    return F.embedding(tokens, weight.float()).to(weight.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -185,7 +198,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), eps=self.eps)
+        weight = self.weight
+        if isinstance(weight, DTensor):  # under tp, where x is this rank's tokens
+            weight = weight.to_local(grad_placements=[Partial()])
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps=self.eps)
 
 
 def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
@@ -399,28 +415,31 @@ class Transformer(nn.Module):
 
         Under torch's loss_parallel() the loss never gathers the logits.
         """
+        tokens = Shard(1)
         column = ColwiseParallel()
-        row = RowwiseParallel()
-        # The norm's output becomes a replicated DTensor. Its gradients from q, k and v (or gate and
-        # up) are added first, and then all-reduced once.
-        replicate = PrepareModuleOutput(
-            output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False
+        row = RowwiseParallel(output_layouts=tokens)
+        # The gradients from q, k and v (or gate and up) are added first, then reduce-scattered once.
+        gather = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate())
+        gather_first = PrepareModuleInput(
+            input_layouts=(tokens, None, None), desired_input_layouts=(Replicate(), None, None)
         )
         plan = {
-            "embed": RowwiseParallel(input_layouts=Replicate()),
-            "norm": replicate,
-            "blocks.*.attention_norm": replicate,
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+            "blocks.*.attention": gather_first,
             "blocks.*.attention.q": column,
             "blocks.*.attention.k": column,
             "blocks.*.attention.v": column,
             "blocks.*.attention.out": row,
-            "blocks.*.mlp_norm": replicate,
+            "blocks.*.mlp": gather,
             "blocks.*.mlp.gate": column,
             "blocks.*.mlp.up": column,
             "blocks.*.mlp.down": row,
+            "head": gather,
         }
         if not self.config.tied:
-            plan["head"] = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+            plan["head"] = ColwiseParallel(
+                input_layouts=tokens, output_layouts=Replicate(), use_local_output=False
+            )
         return plan
 
     def decays(self, name: str) -> bool:
@@ -488,18 +507,19 @@ def generate(
     top_p: float = 1.0,
     stop: int | None = None,
     seed: int = 0,
+    tp: int = 1,
 ) -> Iterator[dict[int, int]]:
     """Continue all prompts in one batch: yield, up to n times, {index of a prompt: its next token}.
 
     A prompt that draws the token `stop` ends there, without it. None may be empty. A token depends
     on the last seq_len of its prompt, and is drawn as by `draw`. Ids from vocab_size on only pad
     the head and are never drawn. Prompt i draws with seed + i: the same seed gives the same tokens.
-    Raises NotFinite.
+    The `tp` ranks that split a sequence divide seq_len. Raises NotFinite.
     """
     rows = {i: list(tokens) for i, tokens in enumerate(prompts)}  # of those that have not ended
     generators = [torch.Generator().manual_seed(seed + i) for i in rows]
     for _ in range(n):
-        logits = next_logits(model, [tokens[-seq_len:] for tokens in rows.values()], device)
+        logits = next_logits(model, [tokens[-seq_len:] for tokens in rows.values()], device, tp)
         logits = logits[:, :vocab_size].cpu().double()  # (B, vocab_size)
         if not logits.isfinite().all():
             raise NotFinite(
@@ -518,13 +538,13 @@ def generate(
             return
 
 
-def next_logits(model: nn.Module, contexts: list[list[int]], device) -> Tensor:
+def next_logits(model: nn.Module, contexts: list[list[int]], device, tp: int) -> Tensor:
     """The logits (B, vocab_size) after the last token of each context."""
     last = [len(tokens) - 1 for tokens in contexts]
-    longest = 1 + max(last)
+    T = math.ceil((1 + max(last)) / tp) * tp
     # Padded at the end, which attention does not see from the tokens before.
-    padded = [tokens + [0] * (longest - len(tokens)) for tokens in contexts]
-    logits = model(torch.tensor(padded, device=device))  # (B, longest, vocab_size)
+    padded = [tokens + [0] * (T - len(tokens)) for tokens in contexts]
+    logits = model(torch.tensor(padded, device=device))  # (B, T, vocab_size)
     return logits[range(len(last)), last]
 
 

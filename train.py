@@ -538,6 +538,7 @@ def closing_sample(run: Run) -> str:
         vocab_size=folder.vocab_size,
         device=run.world.device,
         temperature=0.8,
+        tp=run.config.tp,
     )
     try:
         tokens = [*prompt, *(drawn[0] for drawn in new)]

@@ -91,13 +91,15 @@ class CommunicationCounter(TorchDispatchMode):
     rank for a gather or a scatter, and twice that for an all_reduce.
     """
 
-    C10D_KINDS = {
+    KINDS = {
         "_allgather_base_": "all_gather",
         "_reduce_scatter_base_": "reduce_scatter",
         "allreduce_": "all_reduce",
+        # DTensor's: of tp, and of an optimizer that gathers
+        "all_gather_into_tensor": "all_gather",
+        "reduce_scatter_tensor": "reduce_scatter",
+        "all_reduce": "all_reduce",
     }
-    # Of DTensor: of tp, and of an optimizer that gathers
-    FUNCTIONAL_KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather"}
 
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
@@ -118,9 +120,9 @@ class CommunicationCounter(TorchDispatchMode):
         """Count an operation that has been run, if it is a collective."""
         namespace, _, name = function._schema.name.partition("::")
         if namespace == "c10d":
-            kind, group = self.C10D_KINDS.get(name, name), group_name(args)
-        elif namespace == "_c10d_functional" and name in self.FUNCTIONAL_KINDS:
-            kind, group = self.FUNCTIONAL_KINDS[name], args[-1]
+            kind, group = self.KINDS.get(name, name), group_name(args)
+        elif namespace == "_c10d_functional" and name in self.KINDS:
+            kind, group = self.KINDS[name], args[-1]
         else:
             return
         if axis := self.axes.get(group, "world"):

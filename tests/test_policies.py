@@ -191,31 +191,40 @@ def test_bytes_of_hsdp(traffic, sync, scatters, reduces):
 
 
 @pytest.mark.parametrize(
-    "checkpointing, again, optimizer",
-    [("none", 0, "adamw"), ("selective", 0, "muon"), ("full", 1, "adamw")],
+    "checkpointing, gathers_again, scatters_again, optimizer",
+    [("none", 0, 0, "adamw"), ("selective", 2, 0, "muon"), ("full", 2, 1, "adamw")],
 )
-def test_bytes_of_tensor_parallelism(traffic, checkpointing, again, optimizer):
-    """An all_reduce of (B, T, d_model) = (2, 16, 32) adds the parts of each attention and MLP.
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_bytes_of_tensor_parallelism(
+    traffic, strategy, checkpointing, gathers_again, scatters_again, optimizer
+):
+    """The tokens of (B, T, d_model) = (2, 16, 32) are gathered before each attention and MLP.
 
-    In each of the two layers there are two in forward and two in backward, and one at each end of
-    the model. Full checkpointing recomputes attention's, but not the last of a block. The loss
-    takes three numbers a token: a maximum, a sum and the target's logit.
+    Their parts are added and scattered after it. In each of the two layers there are two of each in
+    forward and two in backward, and one at each end of the model. Checkpointing gathers again; full
+    also repeats attention's scatter, but not the last of a block. The loss takes three numbers a
+    token: a maximum, a sum and the target's logit. The five norms' gradients, of the weights' size,
+    are added once a step, by single and by FSDP.
     """
-    text = f"--strategy single --tp 2 --dtype float32 --micro_batch_size 2 --optimizer {optimizer}"
-    for step in traffic(2, f"{text} --activation_checkpointing {checkpointing}"):
-        tensors = 2 * (4 + again) + 2
-        tensor_bytes = 4 * 2 * 16 * 32
-        loss_bytes = 3 * 4 * 2 * 16
-        gathers = {}
-        if optimizer == "muon":
-            gathers["all_gather", "tp"] = Traffic(14, 2 * matrix_bytes(step))
-        assert step.counts == {
-            ("all_reduce", "tp"): Traffic(
-                A * (tensors + 3), A * (tensors * tensor_bytes + loss_bytes)
-            ),
-            WORLD_REDUCE: OPTIMIZER,
-            **gathers,
+    text = f"--strategy {strategy} --tp 2 --dtype float32 --micro_batch_size 2"
+    text += f" --optimizer {optimizer}"
+    ranks = 2 if strategy == "single" else 4
+    n = A * 2 // ranks
+    tensor_bytes = 4 * 2 * 16 * 32
+    for step in traffic(ranks, f"{text} --activation_checkpointing {checkpointing}"):
+        gathers = Traffic(n * (2 * (4 + gathers_again) + 2))
+        gathers.bytes = gathers.calls * tensor_bytes
+        if optimizer == "muon":  # seven matrices in each layer
+            gathers.calls += 14
+            gathers.bytes += 2 * matrix_bytes(step)
+        scatters = n * (2 * (4 + scatters_again) + 2)
+        counts = {axis_kind: count for axis_kind, count in step.counts.items() if "tp" in axis_kind}
+        assert counts == {
+            ("all_gather", "tp"): gathers,
+            ("reduce_scatter", "tp"): Traffic(scatters, scatters * tensor_bytes),
+            ("all_reduce", "tp"): Traffic(n * 3 + 5, n * 3 * 4 * 2 * 16 + 5 * 4 * 32),
         }
+        assert step.counts[WORLD_REDUCE] == OPTIMIZER
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Modules that begin with an underscore are private. There are no public fake tensors, no public
@@ -519,15 +520,15 @@ def as_on(device_type: str) -> Iterator[None]:
         # and a number per token and head, and returns the result in the layout of q, as cuDNN does.
         mock.patch.object(model, "causal_mask", lambda *_: None),
         # The kernel of a lookup sums in float32 by itself, without a weight in float32.
-        mock.patch.object(model.Embedding, "forward", nn.Embedding.forward),
+        mock.patch.object(model, "look_up", F.embedding),
         # A norm is one kernel, too.
-        mock.patch.object(model.RMSNorm, "forward", fused_rms_norm),
+        mock.patch.object(F, "rms_norm", fused_rms_norm),
     ):
         yield
 
 
-def fused_rms_norm(norm: model.RMSNorm, x: Tensor) -> Tensor:
-    return FusedRMSNorm.apply(x, norm.weight.to(x.dtype))
+def fused_rms_norm(x: Tensor, shape: torch.Size, weight: Tensor, eps: float) -> Tensor:
+    return FusedRMSNorm.apply(x, weight)
 
 
 class FusedRMSNorm(torch.autograd.Function):
