@@ -336,18 +336,20 @@ def activation_bytes(layout: Layout) -> int:
     is_cpu = layout.device_type == "cpu"
     size = layout.dtype.itemsize
     d_kv = m.n_kv_head * m.d_model // m.n_head
-    # Elements per token and block: inputs and outputs of both norms, the attention's output
-    whole = 5 * m.d_model
-    # q and its attention, k, v; gate, up, silu(gate), product: a tp group splits them.
-    split = 2 * m.d_model + 2 * d_kv + 4 * m.d_ff
+    tp = layout.config.tp
+    # Elements per token and block: outputs of both norms, which a tp group gathers
+    whole = 2 * m.d_model
+    # Inputs of both norms, the attention's output: split by tokens; q and its attention, k, v;
+    # gate, up, silu(gate), product: split by heads and hidden units
+    split = 5 * m.d_model + 2 * d_kv + 4 * m.d_ff
     if is_cpu and m.seq_len <= CPU_KERNEL_ABOVE:
         split += m.n_head * m.seq_len  # the scores, which `causal_attention` writes out
-    block = size * (whole + split // layout.config.tp)  # bytes for a token
+    block = size * (whole + split // tp)  # bytes for a token
     if is_cpu:
-        block += 2 * 2 * 4 * m.d_model  # two copies in float32 of each of the two norms
+        block += 2 * 2 * 4 * m.d_model // tp  # two copies in float32 of each of the two norms
     kept = {
         "none": m.n_layer * block,
         "selective": m.n_layer * block // 2,  # about half
-        "full": m.n_layer * size * m.d_model + block,  # inputs, and a block that is recomputed
+        "full": m.n_layer * size * m.d_model // tp + block,  # inputs, and a recomputed block
     }
     return layout.micro_batch_size * m.seq_len * kept[layout.config.activation_checkpointing]

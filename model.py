@@ -175,7 +175,7 @@ class Embedding(nn.Embedding):
         if not isinstance(self.weight, DTensor):
             return look_up(tokens, self.weight)
         # Under tp: torch's rule for embeddings gives every rank the gradient of all rows.
-        mesh = self.weight.device_mesh
+        mesh = tokens.device_mesh
         rows = self.weight.to_local()  # (vocab_size / tp, d_model)
         index = tokens.to_local() - mesh.get_local_rank() * len(rows)  # (B, T)
         is_elsewhere = (index < 0) | (index >= len(rows))

@@ -197,8 +197,8 @@ def test_a_separate_head_is_a_unit_of_its_own():
 def test_a_tp_group_shares_logits_and_the_inside_of_a_block():
     whole, half = (parts(f"--tp {tp}", "single", (1, 1, tp)) for tp in (1, 2))
     assert half.logits == whole.logits / 2 == 32 * 64 * (4 + 4 + 2) / 2
-    # Every rank has five vectors of each token and block.
-    assert 2 * half.activations - whole.activations == 2 * 5 * 32 * 2 * 32
+    # Every rank has two vectors of each token and block: what attention and MLP gather.
+    assert 2 * half.activations - whole.activations == 2 * 2 * 32 * 2 * 32
     assert half.gathered == 2 * (WHOLE + 5 * 32) / 2 + 4 * 32 * 64 / 2  # norms are not split
     # DDP does not take DTensors: with tp, ddp is FSDP with one shard.
     fsdp = parts("--tp 2", "fsdp", (1, 2, 2))

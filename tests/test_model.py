@@ -334,9 +334,11 @@ def test_room_for_the_weights_is_that_of_all_layers(tied):
         config.check_room(parameters - 1)
 
 
-@pytest.mark.parametrize("change", [{"n_kv_head": 2}, {"d_ff": 8}, {"vocab_size": 8}])
-def test_layers_that_a_tp_group_cannot_split_equally_are_refused(change):
-    config = ModelConfig(6, n_layer=1, n_head=6, n_kv_head=6, d_model=24, d_ff=6, seq_len=8)
+@pytest.mark.parametrize(
+    "change", [{"n_kv_head": 2}, {"d_ff": 8}, {"vocab_size": 8}, {"seq_len": 8}]
+)
+def test_what_a_tp_group_cannot_split_equally_is_refused(change):
+    config = ModelConfig(6, n_layer=1, n_head=6, n_kv_head=6, d_model=24, d_ff=6, seq_len=9)
     config.check_tensor_parallel(3)
     with pytest.raises(ValueError, match="choose a --tp that divides"):
         ModelConfig(**{**vars(config), **change}).check_tensor_parallel(3)

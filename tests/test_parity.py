@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call_train, flags, rows, tensors
+from conftest import call_train, flags, rows, tensors, torchrun
 
 import checkpoint
 import dist
@@ -123,6 +123,26 @@ def test_the_runs_learn_clip_and_differ_from_step_to_step(results):
     log = rows(results["single", 1, "float32"])
     assert log[-1]["loss"] < 0.7 * log[0]["loss"]
     assert {row["clipped"] for row in log} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny", "tinyllama-1.1b"])
+@pytest.mark.parametrize(
+    "mesh, ranks", [("single --tp 4", 4), ("fsdp --tp 4", 8), ("hsdp --dp_shard 2 --tp 2", 8)]
+)
+def test_large_tp_groups_and_meshes_give_the_numbers_of_one(tokens, tmp_path, model, mesh, ranks):
+    """ "tiny" has a tied head, "tinyllama-1.1b" a separate one."""
+    base = f"--data {tokens} --max_steps 20 --dtype float32 --max_grad_norm 2 --model {model}"
+    text = f"{base} --n_kv_head 4 --micro_batch_size 1 --global_batch_size 16"
+    found = []
+    for name, strategy, size in (("one", "single", 1), ("all", mesh, ranks)):
+        argv = flags(f"{text} --out {tmp_path}/{name} --strategy {strategy}")
+        job = torchrun(size, argv, tmp_path / f"{name}.job")
+        assert job.wait(300) == 0, job.err
+        found.append(rows(tmp_path / name))
+    for expected, row in zip(*found, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-5)
 
 
 def initial_weights(mesh_name: str) -> tuple[int, dict]:

@@ -15,7 +15,7 @@ import train
 from runtime.profiling import CommunicationCounter, Traffic
 
 # tinyllama-1.1b has a head with separate weights.
-BASE = "--max_steps 4 --dtype float32 --model tinyllama-1.1b"
+BASE = "--max_steps 4 --dtype float32 --model tinyllama-1.1b --n_kv_head 4"
 POLICIES = [
     "--strategy fsdp --wrap none",
     "--strategy fsdp --wrap block_group:2",
@@ -32,6 +32,7 @@ POLICIES = [
     "--micro_batch_size 2",
     "--strategy ddp --tp 2 --activation_checkpointing full --grad_sync micro_batch "
     "--micro_batch_size 2",
+    "--strategy single --tp 4 --loss_chunks 2 --micro_batch_size 4",
 ]
 
 

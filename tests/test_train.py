@@ -247,6 +247,18 @@ def test_the_closing_sample_of_a_model_that_is_not_finite_is_no_text(pool, token
         assert said.startswith("no text: the model's logits are not finite")
 
 
+def sample_of_a_new_model(argv: list[str]) -> str:
+    return train.closing_sample(build_run(argv))
+
+
+def test_a_tp_group_samples_at_lengths_that_it_cannot_split(pool, tokens, tmp_path):
+    """From 4 tokens on to 12. All of a sequence are split, so it is padded."""
+    text = f"--data {tokens} --dtype float32 --strategy single --sample_tokens 9"
+    (alone,) = pool(1, sample_of_a_new_model, flags(f"{text} --out {tmp_path}/one"))
+    both = pool(2, sample_of_a_new_model, flags(f"{text} --out {tmp_path}/two --tp 2"))
+    assert len(alone) > 9 and both == [alone, ""]
+
+
 def test_config_json_starts_the_same_run(run, pool, tmp_path):
     first = run(1, "--max_steps 3 --dtype float32 --beta2 0.99")
     again = tmp_path / "again"

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -147,6 +147,9 @@ def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
         yield store
     finally:
         dist.stop()
+        # DTensor keeps meshes of equal shape, with the names of groups that are gone.
+        debug._clear_python_sharding_prop_cache()
+        debug._clear_fast_path_sharding_prop_cache()
 
 
 def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:

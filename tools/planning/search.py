@@ -148,18 +148,20 @@ def data_parallel(layout: Layout, units: list[int], root: int) -> Iterator[Commu
 
 
 def tensor_parallel(layout: Layout) -> Iterator[Communication]:
-    """Megatron's sums: two a block in forward and in backward, and again where it is recomputed."""
+    """Two gathers and two scatters a block in forward and in backward, and what is recomputed."""
     c = layout.config
     if c.tp == 1:
         return
     model = layout.model_config
     n = layout.grad_accum_steps
     size = layout.dtype.itemsize * layout.micro_batch_size * model.seq_len * model.d_model
-    for phase in ("forward", "backward"):
-        count = 2 * model.n_layer + 1
-        if phase == "backward" and c.activation_checkpointing == "full":
-            count += 2 * model.n_layer
-        yield Communication("tp", "all_reduce", phase, n * count, n * count * size)
+    gathers_again, scatters_again = {"none": (0, 0), "selective": (2, 0), "full": (2, 1)}[
+        c.activation_checkpointing
+    ]
+    for collective, again in (("all_gather", gathers_again), ("reduce_scatter", scatters_again)):
+        for phase, repeated in (("forward", 0), ("backward", again)):
+            count = n * ((2 + repeated) * model.n_layer + 1)
+            yield Communication("tp", collective, phase, count, count * size)
 
 
 # --------------------------------------------------------------------------------------------------
