@@ -306,18 +306,19 @@ def parallelize(
     over all dp ranks. The parameters keep their names.
 
     `init(name, tensor)` fills one full tensor; see `materialize`. `tp_plan` tells how a tp group
-    splits which submodules (torch's parallelize_module; Shoeybi et al. 2019). `fsdp_units` are the
-    groups of submodules, in the order of the forward pass, whose weights FSDP gathers together;
-    the rest of the model is one more. With `reshard_after_forward` a unit drops its gathered
-    weights after its forward and gathers them again for its backward, except the last unit, whose
-    backward comes next, and an embedding, whose backward reads no weight. Without (SHARD_GRAD_OP)
-    every unit keeps them. With `keep_gradients` DDP's gradients exist from the start, as views of
-    its buckets, so that micro-batches that are not synchronized accumulate there.
+    splits which submodules (torch's parallelize_module; Shoeybi et al. 2019); it replicates the
+    other parameters. `fsdp_units` are the groups of submodules, in the order of the forward pass,
+    whose weights FSDP gathers together; the rest of the model is one more. With
+    `reshard_after_forward` a unit drops its gathered weights after its forward and gathers them
+    again for its backward, except the last unit, whose backward comes next, and an embedding, whose
+    backward reads no weight. Without (SHARD_GRAD_OP) every unit keeps them. With `keep_gradients`
+    DDP's gradients exist from the start, as views of its buckets, so that micro-batches that are
+    not synchronized accumulate there.
     """
     tp = mesh["tp"].size()
     if tp > 1:
         parallelize_module(model, mesh["tp"], tp_plan)
-        distribute_module(model, mesh["tp"])  # replicates the parameters that are left
+        distribute_module(model, mesh["tp"])  # replicates what the plan does not split
     if uses_fsdp(strategy, tp):
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]

@@ -347,9 +347,11 @@ def activation_bytes(layout: Layout) -> int:
     block = size * (whole + split // tp)  # bytes for a token
     if is_cpu:
         block += 2 * 2 * 4 * m.d_model // tp  # two copies in float32 of each of the two norms
+    # selective keeps about half, and a tp group's parts of sums
+    partial = size * 2 * m.d_model if tp > 1 else 0
     kept = {
         "none": m.n_layer * block,
-        "selective": m.n_layer * block // 2,  # about half
+        "selective": m.n_layer * (block + partial) // 2,
         "full": m.n_layer * size * m.d_model // tp + block,  # inputs, and a recomputed block
     }
     return layout.micro_batch_size * m.seq_len * kept[layout.config.activation_checkpointing]

@@ -190,7 +190,11 @@ def look_up(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in x's dtype."""
+    """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in x's dtype.
+
+    Under tp a rank has part of the tokens, and so of the sum that is the weight's gradient. FSDP
+    adds the parts when it reduces gradients, else optim.py does: once a step, as `Partial` says.
+    """
 
     def __init__(self, d: int, eps: float):
         super().__init__()
@@ -199,7 +203,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if isinstance(weight, DTensor):  # under tp, where x is this rank's tokens
+        if isinstance(weight, DTensor):
             weight = weight.to_local(grad_placements=[Partial()])
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps=self.eps)
 
@@ -409,23 +413,26 @@ class Transformer(nn.Module):
 
         After Megatron-LM (Shoeybi et al. 2019). A column-wise layer splits its outputs: a rank has
         n_head / T heads, d_ff / T of the hidden layer, vocab_size / T of the logits. The row-wise
-        layer after it splits its inputs alike, so each rank computes a part of a sum, and an
-        all_reduce of (B, T, d_model) adds the parts: one in forward and one in backward for each
-        attention and MLP, the embedding and the head. Norms and the residual stream are replicated.
+        layer after it splits its inputs alike, so each rank computes a part of a sum.
+
+        Norms and the residual stream are split by tokens (Korthikanti et al. 2022). An all_gather
+        of (B, T, d_model) brings them together before attention, MLP and head, and a reduce_scatter
+        adds the parts of a sum after attention, MLP and embedding; in backward the two change
+        places. A norm's gradient is a part of a sum, too: see RMSNorm.
 
         Under torch's loss_parallel() the loss never gathers the logits.
         """
-        tokens = Shard(1)
+        tokens = Shard(1)  # of (B, T, d_model)
         column = ColwiseParallel()
         row = RowwiseParallel(output_layouts=tokens)
-        # The gradients from q, k and v (or gate and up) are added first, then reduce-scattered once.
+        # The gradients from q, k and v (or gate and up) are added first, then scattered once.
         gather = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate())
-        gather_first = PrepareModuleInput(
+        gather_x = PrepareModuleInput(  # x, but neither rope nor mask
             input_layouts=(tokens, None, None), desired_input_layouts=(Replicate(), None, None)
         )
         plan = {
             "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
-            "blocks.*.attention": gather_first,
+            "blocks.*.attention": gather_x,
             "blocks.*.attention.q": column,
             "blocks.*.attention.k": column,
             "blocks.*.attention.v": column,

@@ -118,8 +118,7 @@ def local(tensor: Tensor) -> Tensor:
 def lay_out_gradient(parameter: nn.Parameter) -> None:
     """Lay the gradient of a parameter out as the parameter is.
 
-    Under tp, torch gives a separate embedding the gradient of the whole matrix on every rank: a sum
-    over ranks would count it once for each.
+    Under tp without FSDP, this adds the parts of a norm's gradient, of which each rank has one.
     """
     grad = parameter.grad
     if isinstance(grad, DTensor) and grad.placements != parameter.placements:
