@@ -180,7 +180,9 @@ class Embedding(nn.Embedding):
         index = tokens.to_local() - mesh.get_local_rank() * len(rows)  # (B, T)
         is_elsewhere = (index < 0) | (index >= len(rows))
         x = look_up(index.masked_fill(is_elsewhere, 0), rows)
-        return DTensor.from_local(x.masked_fill(is_elsewhere[..., None], 0), mesh, [Partial()])
+        x = DTensor.from_local(x.masked_fill(is_elsewhere[..., None], 0), mesh, [Partial()])
+        # Here, since a style would not wait for it, and a compiled block does not take that.
+        return x.redistribute(placements=[Shard(1)])
 
 
 def look_up(tokens: Tensor, weight: Tensor) -> Tensor:
