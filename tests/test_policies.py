@@ -290,6 +290,17 @@ def test_one_compilation_serves_all_blocks_and_changes_no_number(pool, tokens, t
 
 
 @pytest.mark.slow
+def test_compiled_blocks_of_a_tp_group_change_no_number(pool, tokens, tmp_path):
+    base = f"--data {tokens} --max_steps 4 --dtype float32 --strategy single"
+    for name, ranks, text in (("one", 1, ""), ("two", 2, "--tp 2 --compile")):
+        argv = flags(f"{base} --out {tmp_path}/{name} {text}")
+        assert pool(ranks, call_train, argv, timeout=120) == [0] * ranks
+    for expected, row in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
+        for key in ("loss", "grad_norm"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_one_line_that_names_its_cache(tokens, tmp_path, monkeypatch):
     """A damaged cache ends in such an error too, once a file of it is read or compiled again."""
     monkeypatch.setenv("CXX", "/nowhere/c++")
