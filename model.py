@@ -173,19 +173,19 @@ class Embedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if not isinstance(self.weight, DTensor):
-            return look_up(tokens, self.weight)
+            return select_rows(tokens, self.weight)
         # Under tp: torch's rule for embeddings gives every rank the gradient of all rows.
         mesh = tokens.device_mesh
         rows = self.weight.to_local()  # (vocab_size / tp, d_model)
         index = tokens.to_local() - mesh.get_local_rank() * len(rows)  # (B, T)
         is_elsewhere = (index < 0) | (index >= len(rows))
-        x = look_up(index.masked_fill(is_elsewhere, 0), rows)
+        x = select_rows(index.masked_fill(is_elsewhere, 0), rows)
         x = DTensor.from_local(x.masked_fill(is_elsewhere[..., None], 0), mesh, [Partial()])
         # Here, since a style would not wait for it, and a compiled block does not take that.
         return x.redistribute(placements=[Shard(1)])
 
 
-def look_up(tokens: Tensor, weight: Tensor) -> Tensor:
+def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
     if weight.device.type != "cpu":
         return F.embedding(tokens, weight)
     return F.embedding(tokens, weight.float()).to(weight.dtype)
