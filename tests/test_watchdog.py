@@ -30,7 +30,7 @@ reads = 0
 read = data.TokenDataset.__getitem__
 def hang(dataset, indices):
     global reads
-    reads += 1
+    reads += dataset.split == "train"
     if reads == 40 and os.environ["RANK"] == "1":
         time.sleep(1000)
     return read(dataset, indices)
