@@ -13,7 +13,7 @@ from torch import nn
 import dist
 import optim
 from config import Config, blocks_per_unit, model_config
-from model import CPU_KERNEL_ABOVE, ModelConfig, Transformer
+from model import ModelConfig, Transformer, activation_bytes_of_block
 from runtime import memory
 from runtime.cli import UsageError
 
@@ -333,21 +333,9 @@ def cast_buffers(model: Transformer, layout: Layout) -> int:
 
 def activation_bytes(layout: Layout) -> int:
     """Bytes that the blocks keep from forward to backward, of one micro-batch."""
-    m = layout.model_config
-    is_cpu = layout.device_type == "cpu"
+    m, tp = layout.model_config, layout.config.tp
     size = layout.dtype.itemsize
-    d_kv = m.n_kv_head * m.d_model // m.n_head
-    tp = layout.config.tp
-    # Elements per token and block: outputs of both norms, which a tp group gathers
-    whole = 2 * m.d_model
-    # Inputs of both norms, the attention's output: split by tokens; q and its attention, k, v;
-    # gate, up, silu(gate), product: split by heads and hidden units
-    split = 5 * m.d_model + 2 * d_kv + 4 * m.d_ff
-    if is_cpu and m.seq_len <= CPU_KERNEL_ABOVE:
-        split += m.n_head * m.seq_len  # the scores, which `causal_attention` writes out
-    block = size * (whole + split // tp)  # bytes for a token
-    if is_cpu:
-        block += 2 * 2 * 4 * m.d_model // tp  # two copies in float32 of each of the two norms
+    block = activation_bytes_of_block(m, layout.dtype, layout.device_type, tp)  # for a token
     # selective keeps about half, and a tp group's parts of sums
     partial = size * 2 * m.d_model if tp > 1 else 0
     kept = {

@@ -324,6 +324,25 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: str, tp: int) -> int:
+    """Bytes of a token that a Block keeps from forward to backward, on a rank of a tp group.
+
+    Change it with Block: a test compares it with what autograd keeps.
+    """
+    d_kv = c.n_kv_head * c.d_model // c.n_head
+    # Elements: outputs of both norms, which a tp group gathers
+    whole = 2 * c.d_model
+    # Inputs of both norms, the attention's output: split by tokens; q and its attention, k, v;
+    # gate, up, silu(gate), product: split by heads and hidden units
+    split = 5 * c.d_model + 2 * d_kv + 4 * c.d_ff
+    float32_copies = 0
+    if device_type == "cpu":
+        float32_copies = 2 * 2 * c.d_model // tp  # two of each of the two norms
+        if c.seq_len <= CPU_KERNEL_ABOVE:
+            split += c.n_head * c.seq_len  # the scores, which `causal_attention` writes out
+    return dtype.itemsize * (whole + split // tp) + 4 * float32_copies
+
+
 class Head(Linear):
     """x (B, T, d_model) -> float32 logits, or with targets (B, T) their mean cross-entropy.
 
