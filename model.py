@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 MAX_SIZE = 1 << 24  # of a ModelConfig: float32 counts positions up to there
 
@@ -477,19 +478,31 @@ class Transformer(nn.Module):
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
+    @torch.inference_mode()
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs per token: 6 * N + 6 * n_layer * d_model * seq_len.
+        """Training FLOPs per token, counted in a forward pass without data: for this decoder
+        6 * N + 6 * n_layer * d_model * seq_len, with N parameters in matrix products.
 
-        After Chowdhery et al. 2022, appendix B. Each of N parameters in matrix products takes a
-        multiply and an add in forward and twice that in backward. Attention multiplies
-        d_model * seq_len elements twice per token and layer (scores, values): 12 * d_model *
-        seq_len FLOPs in forward and backward, of which the causal mask needs half.
+        Each takes a multiply and an add in forward and twice that in backward. Attention multiplies
+        d_model * seq_len elements twice per token and layer (scores, values), of which the causal
+        mask needs half (Chowdhery et al. 2022, appendix B).
         """
-        c = self.config
-        n = sum(p.numel() for p in self.parameters() if p.dim() == 2)  # without norms
-        if not c.tied:
-            n -= c.vocab_size * c.d_model  # of the embedding, which is only looked up
-        return 6 * n + 6 * c.n_layer * c.d_model * seq_len
+        with torch.device("meta"):
+            model = Transformer(self.config)
+            tokens = torch.empty(1, seq_len, dtype=torch.int64)
+        # In inference mode attention is one operator, of which torch's counter knows only parts.
+        attention = torch.ops.aten.scaled_dot_product_attention
+        formulas = dict.fromkeys((attention, attention.default), attention_flops)
+        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            model(tokens)
+        return 3 * counter.get_total_flops() / seq_len
+
+
+def attention_flops(q, k, v, mask=None, dropout=0.0, is_causal=False, **_) -> int:
+    """FLOPs of scores and values, by the shapes of q, k, v (B, H, T, d_head). A mask needs half."""
+    B, H, T, d_head = q
+    flops = 2 * 2 * B * H * T * k[-2] * d_head
+    return flops // 2 if is_causal or mask is not None else flops
 
 
 def build_model(

@@ -5,11 +5,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
+import model as model_module
 from model import (
     SIZES,
     ModelConfig,
@@ -275,15 +274,32 @@ def test_weight_decay_is_of_matrices_not_of_norms_and_embedding(tied):
     assert decayed == (matrices if tied else matrices | {"head.weight"})
 
 
-def test_flops_are_counted_as_the_matrix_products_that_run():
-    """6 N + 6 * n_layer * d_model * T against torch's counter, which ignores the causal mask."""
+@pytest.mark.parametrize("size", ["tiny", "tinyllama-1.1b"])
+def test_flops_are_6_n_and_half_of_the_scores(size):
+    config = SIZES[size]
+    with torch.device("meta"):
+        model = Transformer(config)
+    n = sum(p.numel() for name, p in model.named_parameters() if not name.endswith("norm.weight"))
+    if not config.tied:
+        n -= config.vocab_size * config.d_model  # the embedding is only looked up
+    assert model.flops_per_token(96) == 6 * n + 6 * config.n_layer * config.d_model * 96
+
+
+def test_flops_are_those_of_what_a_block_computes(monkeypatch):
+    """Also where a fork computes a layer twice, or lets a token see less or more."""
     model = build_model(SMALL)
-    tokens = torch.randint(64, (1, 16))
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens, tokens).backward()
-    masked_half = 6 * SMALL.n_layer * SMALL.d_model * 16
-    per_token = model.flops_per_token(16) + masked_half
-    assert counter.get_total_flops() == pytest.approx(16 * per_token, rel=1e-9)
+    plain = model.flops_per_token(16)
+    scores = 6 * SMALL.n_layer * SMALL.d_model * 16
+    once = model_module.MLP.forward
+    monkeypatch.setattr(model_module.MLP, "forward", lambda mlp, x: once(mlp, once(mlp, x)))
+    mlps = 6 * SMALL.n_layer * 3 * SMALL.d_model * SMALL.d_ff
+    assert model.flops_per_token(16) == plain + mlps
+    monkeypatch.setattr(
+        model_module,
+        "causal_attention",
+        lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+    )
+    assert model.flops_per_token(16) == plain + mlps + scores
 
 
 def test_an_embedding_that_is_only_looked_up_costs_no_flops():
