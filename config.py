@@ -277,13 +277,13 @@ def add_flag(group, f: dataclasses.Field) -> None:
     options = {"default": f.default, "help": f.metadata["help"]}
     if f.default is not None:
         options["help"] += f" (default: {str(f.default).lower()})"
+    kind, *_ = get_args(f.type) or [f.type]  # int for int, and for int | None
     if get_origin(f.type) is Literal:
         options["choices"] = get_args(f.type)
-    elif f.type is bool:
+    elif kind is bool:
         # --async_save alone is --async_save true
         options |= {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
     else:
-        kind, *_ = get_args(f.type) or [f.type]  # int for int, and for int | None
         options |= {"type": kind, "metavar": f.metadata["metavar"] or METAVARS[kind]}
     group.add_argument(f"--{f.name}", **options)
 
