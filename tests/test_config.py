@@ -7,6 +7,7 @@ import re
 import pytest
 from conftest import ROOT
 
+import config
 from config import Config, blocks_per_unit, model_config, parse, profile_window
 from layout import split_batch
 from model import SIZES
@@ -48,6 +49,16 @@ def test_booleans(text, value):
             parse(text.split())
     else:
         assert parse(text.split()).async_save is value
+
+
+def test_a_flag_of_a_fork_can_be_true_false_or_not_given(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Forked(Config):
+        qk_norm: bool | None = config.free("model", None, "for a field of ModelConfig")
+
+    monkeypatch.setattr(config, "Config", Forked)
+    values = [parse(argv).qk_norm for argv in ([], ["--qk_norm"], ["--qk_norm", "false"])]
+    assert values == [None, True, False]
 
 
 def test_the_reference_has_every_flag_and_tells_which_may_not_change():
