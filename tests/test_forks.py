@@ -1,0 +1,203 @@
+"""The forks in examples/ apply to this code, and do what their pages say."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, flags, rows, torchrun
+
+PATCHES = sorted(ROOT.glob("examples/*.patch"))
+
+
+def test_each_fork_applies_and_has_a_page():
+    assert len(PATCHES) >= 7
+    for patch in PATCHES:
+        subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
+        page = patch.with_suffix(".md").read_text()
+        assert f"git apply examples/{patch.name}" in page
+
+
+# ---- each fork on two ranks, in a copy of the repository
+
+
+class Fork:
+    def __init__(self, name: str, folder: Path, tokens: Path):
+        self.folder, self.tokens = folder, tokens
+        self.code = folder / "code"
+        unwanted = shutil.ignore_patterns(".git", "runs", "tokens", "tests", "__pycache__")
+        shutil.copytree(ROOT, self.code, ignore=unwanted)
+        patch = ROOT / "examples" / f"{name}.patch"
+        subprocess.run(["git", "apply", patch], cwd=self.code, check=True)
+
+    def train(self, ranks: int, text: str, name: str) -> Path:
+        out = self.folder / name
+        argv = flags(f"--data {self.tokens} --out {out} --dtype float32 {text}")
+        script = self.code / "train.py"
+        job = torchrun(ranks, argv, self.folder / f"{name}-job", script=script)
+        assert job.wait(300) == 0, job.err
+        return out
+
+    def python(self, *command) -> str:
+        """What a command or a piece of code prints."""
+        command = [sys.executable, *map(str, command)]
+        return subprocess.run(
+            command, cwd=self.code, check=True, capture_output=True, text=True
+        ).stdout
+
+
+@pytest.fixture
+def fork(request, tmp_path, tokens) -> Fork:
+    """The fork that the name of the test ends with."""
+    name = request.node.name.rpartition("__")[2].replace("_", "-")
+    return Fork(name, tmp_path, tokens)
+
+
+def assert_same_losses(one: Path, other: Path) -> None:
+    for key in ("loss", "val_loss"):
+        a, b = ([row[key] for row in rows(run, key)] for run in (one, other))
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_no_tensor_takes_more_than_its_share__clip_share(fork):
+    options = "--max_steps 6 --clip share --max_grad_norm 0.1 --optim_metrics_interval 1 --eps 1"
+    single = fork.train(1, f"{options} --strategy single", "single")
+    sharded = fork.train(2, f"{options} --strategy fsdp", "fsdp")
+    assert_same_losses(single, sharded)
+    statistics = [json.loads(line) for line in (sharded / "optim.jsonl").read_text().splitlines()]
+    assert {row["clipped"] for row in statistics} <= {0, 1}
+    first = {row["parameter"]: row for row in statistics if row["step"] == 1}
+    parameters = 320 * 32 + 32 + 2 * (2 * 32 + 3 * 32 * 32 + 3 * 32 * 64)
+    # With beta1 0.9, the moment after one step is a tenth of the clipped gradient.
+    norm = first["embed.weight"]["exp_avg_norm"]
+    assert first["embed.weight"]["clipped"] == 1
+    assert norm == pytest.approx(0.1 * 0.1 * (320 * 32 / parameters) ** 0.5, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_rate_falls_as_a_root_over_the_last_fifth__schedule(fork):
+    run = fork.train(2, "--max_steps 11 --schedule wsd-sqrt --strategy ddp", "run")
+    rates = [row["lr"] / 3e-3 for row in rows(run)]
+    assert rates == pytest.approx([1] * 10 + [1 - 0.5**0.5])
+
+
+@pytest.mark.slow
+def test_z_loss_is_added_in_training_only__z_loss(fork):
+    runs = []
+    for ranks, text in [
+        (1, ""),
+        (1, "--z_loss 0.01"),
+        (2, "--z_loss 0.01 --strategy fsdp"),
+        (2, "--z_loss 0.01 --tp 2"),
+        (1, "--z_loss 0.01 --loss_chunks 4"),
+    ]:
+        runs.append(fork.train(ranks, f"--max_steps 1 --lr 0 {text}", f"run{len(runs)}"))
+    plain, *others = runs
+    for run in others:
+        assert rows(run, "val_loss")[0]["val_loss"] == pytest.approx(
+            rows(plain, "val_loss")[0]["val_loss"], rel=1e-6
+        )
+        # At the start all of 320 logits are close to 0.
+        added = rows(run)[0]["loss"] - rows(plain)[0]["loss"]
+        assert added == pytest.approx(0.01 * torch.tensor(320.0).log().item() ** 2, rel=0.01)
+    assert_same_losses(runs[1], runs[2])
+    assert_same_losses(runs[1], runs[3])
+
+
+WINDOW = """
+import dataclasses, torch, model, layout
+q, k, v = (torch.randn(2, heads, 19, 8) for heads in (4, 2, 2))
+distance = torch.arange(19)[:, None] - torch.arange(19)
+dense = torch.nn.functional.scaled_dot_product_attention(
+    q, k, v, attn_mask=(distance >= 0) & (distance < 5), enable_gqa=True)
+torch.testing.assert_close(model.window_attention(q, k, v, 5), dense)
+full = dataclasses.replace(model.SIZES["gpt2-124m"], seq_len=8192)
+for config in (full, dataclasses.replace(full, window=512)):
+    with torch.device("meta"):
+        print(model.Transformer(config).flops_per_token(8192))
+"""
+
+
+@pytest.mark.slow
+def test_a_token_sees_a_window_on_every_mesh__sliding_window(fork):
+    options = "--max_steps 4 --window 4"
+    single = fork.train(1, options, "single")
+    assert_same_losses(single, fork.train(2, f"{options} --strategy fsdp", "fsdp"))
+    assert_same_losses(single, fork.train(2, f"{options} --tp 2", "tp"))
+    full, window = map(float, fork.python("-c", WINDOW).split())
+    # 12 FLOPs for each of n_layer * d_model elements and each key: the mean of a causal mask, or W
+    assert full - window == pytest.approx(12 * 12 * 768 * (8192 / 2 - 512), rel=0.01)
+
+
+QWEN3 = """
+import sys, torch, transformers
+sys.argv[1:]
+torch.manual_seed(0)
+config = transformers.Qwen3Config(
+    vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=16,
+    tie_word_embeddings=False)
+theirs = transformers.Qwen3ForCausalLM(config).eval()
+for name, weight in theirs.named_parameters():
+    if "norm" in name:
+        torch.nn.init.normal_(weight, 1.0, 0.3)
+theirs.save_pretrained(sys.argv[1] + "/qwen3")
+from pathlib import Path
+from tools import hf
+import sample
+assert hf.main(["import", sys.argv[1] + "/qwen3", sys.argv[1] + "/ours"]) == 0
+path = Path(sys.argv[1] + "/ours")
+ours = sample.load_model(path, sample.describe(path).config, torch.device("cpu"))
+tokens = torch.randint(320, (2, 16))
+with torch.no_grad():
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+assert hf.main(["export", sys.argv[1] + "/ours", sys.argv[1] + "/again"]) == 0
+again = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/again")
+assert type(again).__name__ == "Qwen3ForCausalLM"
+with torch.no_grad():
+    torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits)
+"""
+
+
+@pytest.mark.slow
+def test_qwen3_trains_on_every_mesh__qwen3(fork):
+    options = "--max_steps 4 --qk_norm true"
+    single = fork.train(1, options, "single")
+    assert_same_losses(single, fork.train(2, f"{options} --strategy fsdp", "fsdp"))
+    assert_same_losses(single, fork.train(2, f"{options} --tp 2", "tp"))
+
+
+@pytest.mark.hf
+def test_qwen3_computes_what_transformers_does__qwen3(fork):
+    pytest.importorskip("transformers")
+    fork.python("-c", QWEN3, fork.folder)
+
+
+@pytest.mark.slow
+def test_evaluations_use_the_averaged_weights__ema(fork):
+    options = "--max_steps 6 --eval_interval 3 --lr 1e-2"
+    single = fork.train(1, f"{options} --strategy single", "single")
+    sharded = fork.train(2, f"{options} --strategy fsdp", "fsdp")
+    assert_same_losses(single, sharded)
+    ends = {}
+    for run in (single, sharded):
+        line = fork.python("train.py", "--eval_only", "--out", run, "--device", "cpu")
+        ends[run] = float(re.search(r"val_loss (\d+\.\d+)", line)[1])
+        # The last weights are further than the mean of all so far.
+        assert ends[run] < rows(run, "val_loss")[-1]["val_loss"] - 0.01
+    assert ends[single] == pytest.approx(ends[sharded], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_cached_tokens_are_those_without_a_cache__kv_cache(fork):
+    run = fork.train(2, "--max_steps 4 --strategy fsdp", "run")
+    options = ["--run", run, "--device", "cpu", "--max_new_tokens", "24", "--seed", "3"]
+    for prompts in (["--prompt", "abc"], ["--prompt", "a", "--prompt", "abcd"]):
+        with_cache = fork.python("sample.py", *options, *prompts)
+        plain = [sys.executable, str(ROOT / "sample.py"), *map(str, options), *prompts]
+        assert with_cache == subprocess.run(plain, capture_output=True, text=True).stdout != ""
