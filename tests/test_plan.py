@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -390,14 +391,19 @@ def test_a_model_that_fits_nowhere_is_refused(capsys):
     assert "nothing fits on 8 x h100: take more devices" in error
 
 
-def sketch_beside_rehearsal(text: str) -> tuple[float, float]:
+def sketch_beside_rehearsal(text: str) -> list[dict[str, int]]:
+    """Bytes by axis of the sketch and of the rehearsal, without the update's."""
     request, _ = plan_of(text)
     sketched = search.sketch(request.config, request.cluster, request.vocab_size)
     found = request.rehearse()
     sizes = []
     for one in (sketched, found):
-        sizes.append(sum(row.bytes for row in one.communication if row.phase != "optimizer"))
-    return tuple(sizes)
+        size = Counter()
+        for row in one.communication:
+            if row.phase != "optimizer":
+                size[row.axis] += row.bytes
+        sizes.append(size)
+    return sizes
 
 
 def test_the_sketch_of_a_candidate_is_close_to_its_rehearsal(pool):
