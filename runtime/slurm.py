@@ -31,6 +31,5 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_node(text: str) -> str:
-    """Return the first host of Slurm's "gpu[07-09,12]", gpu07."""
-    prefix, number = re.match(r"([^\[,]+)(?:\[([^],-]+))?", text).groups("")
-    return prefix + number
+    """Return the first host of Slurm's "rack[1-2]n[07-09,12]-ib,login", rack1n07-ib."""
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", text).partition(",")[0]

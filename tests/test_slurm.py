@@ -40,6 +40,8 @@ def slurm_task(rank: int, **more: str) -> dict[str, str]:
         ("gpu[07-09,12]", "8(x3),4", 3, "gpu07", "4"),
         ("rack2-gpu[3,5]", "8(x2)", 1, "rack2-gpu3", "8"),
         ("alpha,beta[1-2]", "2,4(x2)", 2, "alpha", "4"),
+        ("rack[1-2]node[3-4],login", "8(x4)", 3, "rack1node3", "8"),
+        ("n[001-010]-ib", "4(x10)", 9, "n001-ib", "4"),
     ],
 )
 def test_the_lists_of_slurm(monkeypatch, hosts, tasks, node, address, local_size):
