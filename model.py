@@ -155,6 +155,10 @@ SIZES = {
 }
 
 
+def is_gpu(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
 class Linear(nn.Linear):
     """A linear layer without bias that computes in the dtype of its input."""
 
@@ -168,8 +172,9 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """The rows of the weight (vocab_size, d_model) that tokens (B, T) select: (B, T, d_model).
 
-    A CPU sums the gradients of equal tokens in the dtype of the weight. FSDP gathers that in
-    bfloat16, where a sum of 256 times an addend no longer changes when it is added.
+    A CPU sums the gradients of equal tokens in the dtype of the weight, as CUDA does of at most
+    3,072 tokens. FSDP gathers that in bfloat16, where a sum of 256 times an addend no longer
+    changes when it is added.
     """
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -187,7 +192,7 @@ class Embedding(nn.Embedding):
 
 
 def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
-    if weight.device.type != "cpu":
+    if is_gpu(weight.device) and tokens.numel() > 3072:
         return F.embedding(tokens, weight)
     return F.embedding(tokens, weight.float()).to(weight.dtype)
 
@@ -251,7 +256,7 @@ CPU_KERNEL_ABOVE = 512  # tokens up to which a CPU's attention is faster written
 
 def causal_mask(T: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """-inf above the diagonal, else 0: (T, T), for attention written out; None: torch's kernel."""
-    if device.type != "cpu" or T > CPU_KERNEL_ABOVE:
+    if is_gpu(device) or T > CPU_KERNEL_ABOVE:
         return None
     return torch.full((T, T), -math.inf, dtype=dtype, device=device).triu(1)
 
@@ -265,8 +270,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     group_size = H // k.size(1)  # query heads that share a key and value head
     if mask is None:
         # torch picks the fastest kernel: since 2.11 cuDNN's on Hopper and Blackwell,
-        # FlashAttention on other GPUs
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
+        # FlashAttention on other GPUs. The only one for float32 that does not write out the scores
+        # takes no fewer heads of k and v than of q.
+        if group_size > 1 and q.dtype == torch.float32 and is_gpu(q.device):
+            k = k.repeat_interleave(group_size, dim=1)
+            v = v.repeat_interleave(group_size, dim=1)
+        fewer = k.size(1) < H
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=fewer)
 
     # Short sequences on a CPU: the backward pass of torch's kernel takes twice as long as this.
     # In bfloat16 the scores are rounded, the kernel's are not. Float32 scores take a sixth longer.
@@ -331,6 +341,8 @@ def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: s
     Change it with Block: a test compares it with what autograd keeps.
     """
     d_kv = c.n_kv_head * c.d_model // c.n_head
+    if device_type != "cpu" and dtype == torch.float32:
+        d_kv = c.d_model  # repeated: see `causal_attention`
     # Elements: outputs of both norms, which a tp group gathers
     whole = 2 * c.d_model
     # Inputs of both norms, the attention's output: split by tokens; q and its attention, k, v;
@@ -415,6 +427,8 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
         """Fill the whole parameter `name` in place. Depends on seed, name and device type only.
+
+        But for GPUs with other numbers of multiprocessors: they fill large matrices differently.
 
         Norms are 1. Matrices are normal with standard deviation 0.02; 0.02 / sqrt(2 * n_layer) in
         the 2 * n_layer layers whose outputs the residual stream sums (GPT-2, Radford et al. 2019).

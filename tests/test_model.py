@@ -1,6 +1,7 @@
 import dataclasses
 import math
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -137,6 +138,20 @@ def test_attention_over_long_and_short_sequences_agrees():
     torch.testing.assert_close(whole[:, :, :512], prefix, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype, heads", [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_a_gpu_gets_k_and_v_of_every_head_in_float32(monkeypatch, dtype, heads):
+    """Its kernels for float32 do not take fewer."""
+    q = torch.randn(2, 4, 8, 8, dtype=dtype)
+    k, v = torch.randn(2, 2, 2, 8, 8, dtype=dtype)
+    expected = causal_attention(q, k, v, mask=None)
+    kernel = mock.Mock(wraps=F.scaled_dot_product_attention)
+    monkeypatch.setattr("model.is_gpu", lambda device: True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    torch.testing.assert_close(causal_attention(q, k, v, mask=None), expected)
+    assert [x.size(1) for x in kernel.call_args.args] == [4, heads, heads]
+    assert kernel.call_args.kwargs["enable_gqa"] == (heads < 4)
+
+
 class CountCalls(TorchDispatchMode):
     """Counts the operations that run, by name."""
 
@@ -246,13 +261,18 @@ def test_initial_weights_have_the_published_deviations():
             assert parameter.std().item() == pytest.approx(0.02, rel=0.1), name
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_gradient_of_equal_tokens_is_summed_in_float32(tied):
-    """As precise with a bfloat16 weight, which is what FSDP gathers, as with one in float32."""
+@pytest.mark.parametrize("tied, count, on_gpu", [(True, 16, 0), (False, 16, 0), (True, 12, 1)])
+def test_the_gradient_of_equal_tokens_is_summed_in_float32(tied, count, on_gpu, monkeypatch):
+    """As precise with a bfloat16 weight, which is what FSDP gathers, as with one in float32.
+
+    Also on a GPU up to 12 x 256 = 3,072 tokens.
+    """
+    if on_gpu:
+        monkeypatch.setattr("model.is_gpu", lambda device: True)
     config = dataclasses.replace(SMALL, tied=tied, seq_len=256)
-    tokens = torch.randint(64, (16, 256))
-    targets = torch.randint(64, (16, 256))
-    tokens[:, ::2] = 7  # 2,048 times
+    tokens = torch.randint(64, (count, 256))
+    targets = torch.randint(64, (count, 256))
+    tokens[:, ::2] = 7  # 1,536 times or more
     gradients = []
     for weight_dtype in (torch.float32, torch.bfloat16):
         model = build_model(config, dtype=torch.bfloat16).bfloat16().to(weight_dtype)

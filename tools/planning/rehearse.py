@@ -521,9 +521,7 @@ def as_on(device_type: str) -> Iterator[None]:
     with (
         # Attention is one kernel for any length there. The CPU's keeps as much, q, k, v, the result
         # and a number per token and head, and returns the result in the layout of q, as cuDNN does.
-        mock.patch.object(model, "causal_mask", lambda *_: None),
-        # The kernel of a lookup sums in float32 by itself, without a weight in float32.
-        mock.patch.object(model, "look_up", F.embedding),
+        mock.patch.object(model, "is_gpu", lambda device: True),
         # A norm is one kernel, too.
         mock.patch.object(F, "rms_norm", fused_rms_norm),
     ):
