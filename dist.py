@@ -14,6 +14,7 @@ import functools
 import itertools
 import os
 import resource
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -117,7 +118,8 @@ def raise_open_file_limit() -> None:
     """Allow as many open files, and so sockets, as this system grants a process.
 
     gloo connects each rank of a group to every other. Three groups of the whole world take
-    3 x (N - 1) sockets: with the usual limit of 1,024, N ends at about 340 ranks.
+    3 x (N - 1) sockets: with the usual limit of 1,024, N ends at about 340 ranks. And rank 0, where
+    it keeps the store, has up to 8 connections to it from each rank.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
@@ -130,6 +132,15 @@ def join_group(world: World, store: dist.Store) -> None:
     # torchrun sets 1, and torch's default is 3: NCCL's own watchdog ends a rank when a collective
     # fails, before ours has found out which rank is to blame. With 0 it only logs the error.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    # Its monitor would end all ranks all the same, by a key that an error leaves in torchrun's
+    # store, outside our prefix, where the next attempt still finds it.
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    # A CUDA error would be std::terminate on its thread, before the main thread has raised it.
+    os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
+    # What is left to the monitor needs no Python lock: to end a process that hangs in CUDA. It is
+    # as patient as collectives are.
+    patience = str(int(world.timeout.total_seconds()))
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patience)
     is_cuda = world.device.type == "cuda"
     try:
         dist.init_process_group(
@@ -140,12 +151,20 @@ def join_group(world: World, store: dist.Store) -> None:
             timeout=world.timeout,
             device_id=world.device if is_cuda else None,
         )
-    except dist.DistBackendError as error:
-        if "Duplicate GPU" not in str(error):
+    except RuntimeError as error:
+        if "Duplicate GPU" in str(error):
+            raise MeshError(
+                f"{world.local_size} processes were started on this host, and some share a GPU: "
+                "start one for each (srun: --gpus-per-task=1 or --gpus-per-node)"
+            ) from None
+        if not any(name in str(error) for name in ("Gloo connect", "Connect: ")):  # the 2nd: NCCL
             raise
-        raise MeshError(
-            f"{world.local_size} processes were started on this host, and some share a GPU: "
-            "start one for each (srun: --gpus-per-task=1 or --gpus-per-node)"
+        # gloo tells others the address of this host's name: on Debian, 127.0.1.1.
+        reason = str(error).splitlines()[-1].rpartition("] ")[2]
+        raise ConnectionError(
+            f"{socket.gethostname()} cannot connect to another rank: {reason}; set "
+            "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for NCCL) on each host to the name of the "
+            "network interface that the others reach (ip addr lists them)"
         ) from None
 
 

@@ -190,6 +190,31 @@ def test_processes_that_share_a_gpu_are_refused():
             dist.join_group(world, store)
 
 
+@pytest.mark.tries("cannot connect to another rank:  ...  set GLOO_SOCKET_IFNAME")
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (
+            "Gloo connectFullMesh failed with [/gloo/tcp/pair.cc:152] timed out connecting: "
+            "SO_ERROR: Connection refused, remote=[127.0.1.1]:42420$1",
+            "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:42420$1",
+        ),
+        (
+            "NCCL error in: NCCLUtils.cpp:94, unhandled system error, NCCL version 2.27.5\n"
+            "Last error:\nsocketPollConnect: connect to 10.0.0.1<40000> returned No route to host",
+            "socketPollConnect: connect to 10.0.0.1<40000> returned No route to host",
+        ),
+    ],
+)
+def test_ranks_that_do_not_reach_each_other_name_the_interface(text, reason):
+    world = dist.World(0, 2, 0, 1, torch.device("cpu"), timedelta(seconds=9), mock.Mock())
+    fail = mock.Mock(side_effect=RuntimeError(text))
+    refused = pytest.raises(ConnectionError, match="set GLOO_SOCKET_IFNAME .NCCL_SOCKET_IFNAME")
+    with mock.patch("torch.distributed.init_process_group", fail), refused as error:
+        dist.join_group(world, mock.Mock())
+    assert f"cannot connect to another rank: {reason}; " in str(error.value)
+
+
 def open_file_limits() -> list[int]:
     """The soft limit before and after a start, and the hard one, where it begins low."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
