@@ -1,5 +1,6 @@
 """Ranks that hang or are lost: a job ends with one line that names them."""
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -13,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch._C._distributed_c10d as c10d  # for the flight recorder
 import torch.distributed as dist
 
@@ -52,6 +54,12 @@ def is_running(pid: int) -> bool:
         return False
     except OSError:  # no permission, or no /proc
         return True
+
+
+def end_process_soon() -> None:
+    """Let a thread in C, without Python's lock, end this process if nothing else does."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # not stderr, where the line stands last
+    faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=nowhere)
 
 
 class Watchdog:
@@ -109,6 +117,8 @@ class Watchdog:
         if error is None:
             dist.barrier()  # so that no rank takes the end of another for a loss
         else:
+            # torch's destructors wait for NCCL, whose other ranks may never answer.
+            atexit.register(end_process_soon)
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 self.store.set(f"process {self.rank}", "")  # ended by no signal
         if kind is RuntimeError or isinstance(error, dist.DistError):
@@ -235,19 +245,19 @@ class Watchdog:
         """End this process with status 1, whatever its main thread hangs in.
 
         The dump asks CUDA for the state of collectives and may hang in it, with Python's lock held,
-        as the disk may. So a thread in C, without that lock, ends the process if nothing else does.
+        as the disk may.
         """
         try:
-            nowhere = os.open(os.devnull, os.O_WRONLY)  # not stderr, where the line stands last
-            faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=nowhere)
+            end_process_soon()
             if line:
                 if self.saved_step is not None:
                     line += f"; the same command continues from step {self.saved_step}"
                 say_error(Path(sys.argv[0]).name, line)
             if self.dump_folder:
                 # Private, since the public way, NCCL's own timeout, would come too late and not at
-                # all for gloo.
-                dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+                # all for gloo. A CUDA build has a recorder for each of the two.
+                is_cuda = torch.cuda.is_initialized()
+                dump = c10d._dump_nccl_trace if is_cuda else c10d._dump_fr_trace
                 self.dump_folder.mkdir(exist_ok=True)
                 (self.dump_folder / f"rank_{self.rank}").write_bytes(dump())
             if self.rank == 0:

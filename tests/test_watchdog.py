@@ -1,5 +1,6 @@
 """A rank that stops, dies, hangs or is slow is named, and the job ends."""
 
+import atexit
 import contextlib
 import ctypes
 import multiprocessing
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import time
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -161,7 +163,11 @@ def dump_that_fails() -> bytes:
     raise OSError("no space left")
 
 
-def say_last_words(dump, folder: Path) -> None:
+def say_last_words(folder: Path, dump, device: str) -> None:
+    """With the recorders of a CUDA build."""
+    recorders = {"cuda": "_dump_nccl_trace", "cpu": "_dump_fr_trace"}
+    used = recorders.pop(device)
+    (other,) = recorders.values()
     dog = watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60)
     dog.dump_folder = folder / "flight"
     dog.saved_step = 40
@@ -169,22 +175,48 @@ def say_last_words(dump, folder: Path) -> None:
         open(folder / "stderr", "w") as file,
         contextlib.redirect_stderr(file),
         mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5),
-        mock.patch.object(watchdog.c10d, "_dump_nccl_trace", dump, create=True),
+        mock.patch.object(watchdog.c10d, used, dump, create=True),
+        mock.patch.object(watchdog.c10d, other, lambda: b"empty", create=True),
+        mock.patch.object(torch.cuda, "is_initialized", lambda: device == "cuda"),
     ):
         dog.abort("rank 1 stopped or died")
 
 
-@pytest.mark.parametrize("dump", [dump_that_hangs, dump_that_fails])
-def test_a_rank_ends_after_its_last_words_even_if_the_dump_hangs(tmp_path, dump):
+def exit_status(function, *arguments) -> int | None:
+    """Of a process that calls the function; None where it does not end within 20 seconds."""
     context = multiprocessing.get_context("fork")  # no second start of torch
-    process = context.Process(target=say_last_words, args=(dump, tmp_path))
+    process = context.Process(target=function, args=arguments)
     process.start()
     process.join(20)
     status = process.exitcode
     process.kill()
-    assert status == 1
+    return status
+
+
+@pytest.mark.parametrize("dump, device", [(dump_that_hangs, "cuda"), (dump_that_fails, "cpu")])
+def test_a_rank_ends_after_its_last_words_even_if_the_dump_hangs(tmp_path, dump, device):
+    assert exit_status(say_last_words, tmp_path, dump, device) == 1
     line = "error: rank 1 stopped or died; the same command continues from step 40\n"
     assert (tmp_path / "stderr").read_text().endswith(f": {line}")
+    assert not list((tmp_path / "flight").iterdir())  # the other recorder would have written one
+
+
+def fail_alone() -> None:
+    """What happens on a rank with an error, up to the destructors of torch's groups."""
+    atexit._clear()  # what pytest has registered
+    with (
+        mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5),
+        contextlib.suppress(ValueError),
+        watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60),
+    ):
+        raise ValueError("which no other rank has")
+    with mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5):
+        atexit._run_exitfuncs()
+    dump_that_hangs()  # as NCCL's communicators may, with Python's lock held
+
+
+def test_a_rank_that_fails_alone_ends_although_nccl_waits_for_others():
+    assert exit_status(fail_alone) == 1
 
 
 @pytest.mark.slow
@@ -323,7 +355,8 @@ def test_slow_work_may_take_ten_times_the_timeout_but_silence_not(seconds, slow,
 
 def watch_a_run(argv: list[str]) -> list[tuple[str, int, bool]]:
     """(what, after how many steps, whether the watchdog takes it for slow)."""
-    run = build_run(argv)
+    with mock.patch.object(dist, "compile_layers"):  # what takes long with --compile
+        run = build_run(argv)
     seen = []
 
     def see(what: str) -> None:
@@ -335,15 +368,18 @@ def watch_a_run(argv: list[str]) -> list[tuple[str, int, bool]]:
     return seen
 
 
-def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
-    text = "--max_steps 3 --save_interval 2 --eval_sequences 1 --sample_tokens 1"
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path, compile):
+    text = "--max_steps 3 --save_interval 2 --micro_batch_size 2 --global_batch_size 2"
+    text += f" --eval_sequences 3 --sample_tokens 1 --compile {str(compile).lower()}"
     (seen,) = pool(1, watch_a_run, flags(f"--data {tokens} --out {tmp_path}/run {text}"))
     assert seen == [
         ("forward", 0, True),
         ("forward", 1, False),
         ("save", 2, True),
         ("forward", 2, False),
-        ("forward", 3, True),  # the evaluation, whose first forward may compile
+        ("forward", 3, True),  # the evaluation, whose first forward may compile,
+        ("forward", 3, compile),  # and the last one, of another shape, again
         ("save", 3, True),
         ("save", 3, True),  # waits for the last one
         ("forward", 3, True),  # the closing sample
@@ -385,12 +421,20 @@ def test_ranks_died_without_an_exception_only_where_all_did(tmp_path, number, fa
     assert line == f"ranks 1 and 2 {fate}, last seen {where}; rank 0 is {where}"
 
 
-def nccl_error_handling() -> str:
+def nccl_settings() -> dict[str, str]:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
-    dist.start("cpu")
-    return os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    os.environ.pop("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", None)
+    dist.start("cpu", timedelta(seconds=1200))
+    return {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
 
 
 def test_nccl_leaves_it_to_the_watchdog_to_end_a_rank(pool):
-    """With 0 NCCL logs an error and ends nothing."""
-    assert pool(1, nccl_error_handling) == ["0"]
+    """With 0 NCCL logs an error and ends nothing, unless it hangs for longer than we wait."""
+    (settings,) = pool(1, nccl_settings)
+    assert settings == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1200",
+    }
