@@ -190,7 +190,6 @@ def test_processes_that_share_a_gpu_are_refused():
             dist.join_group(world, store)
 
 
-@pytest.mark.tries("cannot connect to another rank:  ...  set GLOO_SOCKET_IFNAME")
 @pytest.mark.parametrize(
     "text, reason",
     [
