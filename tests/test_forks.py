@@ -15,7 +15,7 @@ PATCHES = sorted(ROOT.glob("examples/*.patch"))
 
 
 def test_each_fork_applies_and_has_a_page():
-    assert len(PATCHES) >= 7
+    assert len(PATCHES) >= 8
     for patch in PATCHES:
         subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
         page = patch.with_suffix(".md").read_text()
@@ -201,3 +201,23 @@ def test_cached_tokens_are_those_without_a_cache__kv_cache(fork):
         with_cache = fork.python("sample.py", *options, *prompts)
         plain = [sys.executable, str(ROOT / "sample.py"), *map(str, options), *prompts]
         assert with_cache == subprocess.run(plain, capture_output=True, text=True).stdout != ""
+
+
+@pytest.mark.slow
+def test_replicas_meet_in_every_20th_update__diloco(fork):
+    options = (
+        "--optimizer diloco --strategy hsdp --dp_shard 2 --eval_interval 20 --save_interval 20"
+    )
+    met = []
+    for last in (19, 20):  # the step after the window is the one whose collectives are counted
+        run = fork.train(4, f"{options} --max_steps 40 --profile 18:{last}", f"until-{last}")
+        found = json.loads((run / "profile/rank_0.json").read_text())["communicated"]
+        met.append({row["kind"]: row["bytes"] for row in found if row["axis"] == "dp_replicate"})
+    parameters = 320 * 32 + 32 + 2 * (2 * 32 + 3 * 32 * 32 + 3 * 32 * 64)
+    assert met[0]["all_reduce"] == 4 * parameters // 2  # of two shards
+    assert met[1] == {}
+    losses = [row["val_loss"] for row in rows(run, "val_loss")]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    # A run continues on another mesh, from an outer update.
+    more = fork.train(2, f"{options} --max_steps 60 --dp_shard 1 --dp_replicate 2", run.name)
+    assert [row["step"] for row in rows(more, "val_loss")] == [20, 40, 60]
