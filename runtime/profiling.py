@@ -27,8 +27,19 @@ from torch.utils._pytree import tree_leaves
 # Counters
 
 
+# Of operations whose result, or its shape, depends on values: nonzero and masked_select too
+WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def asks_for_values(function, args) -> bool:
+    """Whether the host would wait for values on a GPU, to know the result or its shape."""
+    if function is torch.ops.aten.index.Tensor:  # by integers it has a known shape, by a mask not
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    return not WAITS.isdisjoint(function.tags)
+
+
 class HostSyncCounter(TorchDispatchMode):
-    """Counts where the host asks for a tensor's value, on any device: {"train.py:123": times}."""
+    """Counts where the host asks for a tensor's values, on any device: {"train.py:123": times}."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +48,7 @@ class HostSyncCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it decomposes into operations on its local tensors
-        if function is torch.ops.aten._local_scalar_dense.default:
+        if asks_for_values(function, args):
             self.counts[caller()] += 1
         return function(*args, **(kwargs or {}))
 

@@ -1,0 +1,246 @@
+"""CUDA devices for a CPU build of torch, with streams and pinned memory, but without values.
+
+A process that preloads `library` takes the host for one of four GPUs from its first import of torch
+on, and `install` adds the Python half. Then train.py runs whole, in seconds, in two modes: `Fakes`,
+torch's fake tensors, and `Gpu`, which leaves to them what is on a GPU and runs for real what is on
+the CPU. gloo forms the groups that NCCL would; what they would send stays where it is. Not shown:
+values, races of streams, GPU memory, NCCL itself and torch.compile. Of torch nearly all of this is
+private: look at each release.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from runtime.profiling import asks_for_values
+from tools.planning.rehearse import FakeTensors, Recorder
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+ROOT = SOURCE.parent.parent
+GPUS = 4
+aten = torch.ops.aten
+
+
+def library() -> Path:
+    """Compile the C++ half, once for each torch."""
+    root = Path(torch.__file__).parent
+    key = hashlib.sha256(f"{root} {torch.__version__} {SOURCE.read_text()}".encode()).hexdigest()
+    path = Path(tempfile.gettempdir(), f"fake_cuda_{os.getuid()}_{key[:16]}.so")
+    if not path.exists():
+        command = ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{root}/include", SOURCE]
+        command += [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-lc10", "-ltorch_cpu"]
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        subprocess.run([*command, "-o", unfinished], check=True)
+        unfinished.rename(path)
+    return path
+
+
+# --------------------------------------------------------------------------------------------------
+# The Python half
+
+
+class Properties:
+    name = "NVIDIA H100 80GB HBM3"
+    total_memory = 80 << 30
+
+
+class Generator(torch.Generator):
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls, "cpu")  # on a GPU nothing is drawn
+
+
+class FakeNCCL(c10d.ProcessGroupGloo):
+    """Forms groups, and is split into groups, as NCCL is."""
+
+    class Options(c10d.ProcessGroupGloo._Options):
+        def __init__(self):
+            super().__init__()
+            self._devices = [c10d.ProcessGroupGloo.create_default_device()]
+
+
+def without_fakes(function):
+    """The function, which knows real tensors only: bytes of objects, files."""
+
+    @functools.wraps(function)
+    def call(*arguments, **options):
+        is_fake = isinstance(active_fake_mode(), Fakes)
+        with _disable_current_modes() if is_fake else contextlib.nullcontext():
+            return function(*arguments, **options)
+
+    return call
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """A CPU build has no code that chooses among a GPU's kernels."""
+    assert enable_gqa == (q.size(1) != k.size(1))
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+
+@functools.cache
+def install() -> None:
+    stand_ins = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: GPUS,
+        "current_device": torch.accelerator.current_device_index,
+        "set_device": torch.accelerator.set_device_index,
+        "current_stream": torch.accelerator.current_stream,
+        "stream": lambda stream: stream or contextlib.nullcontext(),
+        "Stream": torch.Stream,
+        "Event": torch.Event,
+        "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "max_memory_allocated": lambda device=None: 0,
+        "get_device_name": lambda device=None: Properties.name,
+        "get_device_properties": lambda device=None: Properties,
+        "get_device_capability": lambda device=None: (9, 0),
+    }
+    for name, stand_in in stand_ins.items():
+        setattr(torch.cuda, name, stand_in)
+    torch.Generator = Generator
+    torch.load = without_fakes(torch.load)
+    torch.nn.functional.scaled_dot_product_attention = flash_attention
+    # DDP's timer for GPUs is code of a CUDA build.
+    torch.distributed.Logger.set_runtime_stats_and_log = lambda logger: None
+    c10d.is_nccl_available = lambda: True
+    c10d.ProcessGroupNCCL = FakeNCCL
+    c10d.ProcessGroupGloo._Options.__deepcopy__ = lambda options, memo: FakeNCCL.Options()
+    c10d._object_to_tensor = without_fakes(c10d._object_to_tensor)
+    c10d._tensor_to_object = without_fakes(c10d._tensor_to_object)
+
+
+# --------------------------------------------------------------------------------------------------
+# A GPU that computes nothing
+
+
+class Fakes(FakeTensors):
+    avoid_device_init = True  # of a device that is not there
+
+
+class Gpu(Recorder):
+    """Runs the operations of a rank.
+
+    crossings     what went between host and device, and what asked for values:
+                  {(part of the run, "file.py function", what): times}
+    refusals      what a kernel of the GPU, or NCCL, would have refused
+    """
+
+    def __init__(self, fakes: Fakes):
+        super().__init__(fakes)
+        self.part = "start"  # of the run
+        self.crossings: Counter[tuple[str, str, str]] = Counter()
+        self.refusals: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.prim.device.default:  # every second operation
+            return args[0].fake_device
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def run(self, function, types, args, kwargs):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if kwargs.get("dtype") == torch.int32 and not tensors:
+            kwargs = kwargs | {"device": None}  # of DDP's buckets, whose order it has to read
+        device = kwargs.get("device")
+        target = device and torch.device(device).type
+        if function.namespace == "c10d" and tensors[0].dtype == torch.int32:
+            return self.communicate(function, args, [])
+        if target != "cuda" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+        if self.is_about_shapes(types):
+            return super().run(function, types, args, kwargs)
+        if asks_for_values(function, args):
+            self.cross(f"asks for {function.overloadpacket.__name__}")
+        if function is aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        if function is aten.record_stream.default:
+            return self.cross("record_stream")
+        if function.namespace == "c10d":
+            return self.communicate(function, args, tensors)
+        if function is aten.copy_.default and args[0].device.type != args[1].device.type:
+            to, source, *non_blocking = args
+            host = to if to.device.type == "cpu" else source
+            self.cross_by_copy(to.device.type, is_pinned(host), *non_blocking)
+            return to
+        if function is aten._to_copy.default and target in {"cpu", "cuda"} - {args[0].device.type}:
+            non_blocking = kwargs.get("non_blocking") or False
+            # torch pins the memory for a copy to the host for which it does not wait.
+            pinned = non_blocking if target == "cpu" else is_pinned(args[0])
+            self.cross_by_copy(target, pinned, non_blocking)
+        if function.overloadpacket is aten._fused_adamw_:
+            self.check_adamw(*args, **kwargs)
+        result = super().run(function, types, args, kwargs)
+        if not isinstance(result, FakeTensor):
+            return result
+        if result.device.type == "cpu":
+            with unset_fake_temporarily():
+                pin_memory = kwargs.get("pin_memory") or False
+                return torch.ones(result.shape, dtype=result.dtype, pin_memory=pin_memory)
+        if result.device.type == "cuda" and result.device.index != torch.cuda.current_device():
+            self.refusals.append(f"{function} on {result.device}, the GPU of another rank")
+        return result
+
+    def communicate(self, function, args, tensors: list[Tensor]):
+        """The tensors, at once, and what NCCL would refuse."""
+        for tensor in tensors:
+            if tensor.device.type != "cuda" or not tensor.is_contiguous():
+                self.refusals.append(f"{function}: {tensor.device}, strides {tensor.stride()}")
+        future = torch.futures.Future()
+        future.set_result(args[0])
+        work = _create_work_from_future(future).boxed()
+        return work if function is torch.ops.c10d.barrier.default else (args[0], work)
+
+    def check_adamw(self, params, grads, averages, squares, _, steps, *, lr, **options) -> None:
+        """What FusedAdamWKernel.cu refuses (check_fast_path_restrictions), or reads as floats."""
+        device, dtype = params[0].device, params[0].dtype
+        for tensors in zip(params, grads, averages, squares):
+            for tensor in tensors:
+                layout = (tensor.shape, tensor.stride())
+                is_like = layout == (tensors[0].shape, tensors[0].stride())
+                is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+                if (tensor.device, tensor.dtype) != (device, dtype) or not (is_like and is_dense):
+                    self.refusals.append(f"AdamW: {tensor.dtype}, {tensor.device}, {layout}")
+        scalars = [*steps, lr, options.get("grad_scale"), options.get("found_inf")]
+        for scalar in scalars:
+            if isinstance(scalar, Tensor) and (
+                (scalar.device, scalar.dtype, scalar.numel()) != (device, torch.float32, 1)
+            ):
+                self.refusals.append(f"AdamW: a number in {scalar.dtype} on {scalar.device}")
+
+    def cross_by_copy(self, target: str, pinned: bool, non_blocking: bool = False) -> None:
+        memory = "pinned" if pinned else "pageable"
+        wait = "" if non_blocking else ", blocking"
+        stream = ", side stream" if torch.cuda.current_stream().stream_id else ""
+        self.cross(f"to {target}, {memory}{wait}{stream}")
+
+    def cross(self, what: str) -> None:
+        """Count for the innermost function of ours; the backward pass has a thread without one."""
+        frame = sys._getframe()
+        while frame:
+            path = Path(frame.f_code.co_filename)
+            if path.parent in (ROOT, ROOT / "runtime"):
+                break
+            frame = frame.f_back
+        place = f"{path.name} {frame.f_code.co_name}" if frame else "backward"
+        self.crossings[self.part, place, what] += 1
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    with unset_fake_temporarily():
+        return tensor.is_pinned()
