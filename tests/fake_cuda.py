@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from runtime.profiling import asks_for_values
-from tools.planning.rehearse import FakeTensors, Recorder
+from tools.planning.rehearse import Recorder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 ROOT = SOURCE.parent.parent
@@ -129,8 +129,11 @@ def install() -> None:
 # A GPU that computes nothing
 
 
-class Fakes(FakeTensors):
+class Fakes(FakeTensorMode):
     avoid_device_init = True  # of a device that is not there
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
 
 
 class Gpu(Recorder):
