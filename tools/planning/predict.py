@@ -274,7 +274,6 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
     docs/plan.md says what overlaps, and what is left out.
     """
     layout = rehearsal.layout
-    links = cluster.links
     n = layout.grad_accum_steps
     peak = peak_flops(cluster, c)
     achieved = peak * cluster.achieved  # FLOP/s
@@ -282,35 +281,14 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
     backward = (rehearsal.flops * 2 / 3 + rehearsal.recomputed_flops) / n / achieved
     passes = OPTIMIZER_BYTES * rehearsal.parameters_per_rank / cluster.device.memory_bandwidth
     update = rehearsal.update_flops / achieved
-    # Beside a forward pass, a backward pass, the last backward pass, and the update
-    beside_forward, beside_backward, beside_last, beside_update = (Queue() for _ in range(4))
-    exposed, total = Counter(), Counter()  # axis -> seconds of the whole step
-    for row in rehearsal.communication:
-        group = group_of(row.axis, rank, layout.mesh_shape, links.local_size)
-        seconds = collective_seconds(row, group, links)
-        total[row.axis] += seconds
-        on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # which would compute
-        # After a sum over tp the next layer needs it, and after the norm the update. Muon gathers
-        # the next matrix while it multiplies one.
-        is_ahead = row.phase == "optimizer" and row.collective == "all_gather"
-        if is_ahead and not on_cores:
-            beside_update.add(row, seconds, 1)
-        elif on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
-            exposed[row.axis] += seconds
-        elif row.phase == "forward":
-            beside_forward.add(row, seconds, n)
-        elif is_last_only(row, c):
-            beside_last.add(row, seconds, 1)
-        else:
-            beside_backward.add(row, seconds, n)
-            beside_last.add(row, seconds, n)
-    for queue, compute, times in (
-        (beside_forward, forward, n),
-        (beside_backward, backward, n - 1),
-        (beside_last, backward, 1),
-        (beside_update, update, 1),
+    beside, exposed, total = overlap(rehearsal, c, cluster, rank)
+    for work, compute, times in (
+        ("forward", forward, n),
+        ("backward", backward, n - 1),
+        ("last backward", backward, 1),
+        ("update", update, 1),
     ):
-        for axis, seconds in queue.exposed(compute).items():
+        for axis, seconds in beside[work].exposed(compute).items():
             exposed[axis] += times * seconds
     return Speed(
         compute=n * (forward + backward),
@@ -321,6 +299,37 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
         peak=peak,
         flops_per_token=flops_per_token(layout.model_config),
     )
+
+
+def overlap(
+    rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int
+) -> tuple[dict[str, Queue], Counter, Counter]:
+    """What communicates beside which work; seconds by axis beside no work, and in all."""
+    layout = rehearsal.layout
+    links = cluster.links
+    n = layout.grad_accum_steps
+    beside = {work: Queue() for work in ("forward", "backward", "last backward", "update")}
+    alone, total = Counter(), Counter()  # axis -> seconds of the whole step
+    for row in rehearsal.communication:
+        group = group_of(row.axis, rank, layout.mesh_shape, links.local_size)
+        seconds = collective_seconds(row, group, links)
+        total[row.axis] += seconds
+        on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # which would compute
+        # After a sum over tp the next layer needs it, and after the norm the update. Muon gathers
+        # the next matrix while it multiplies one.
+        is_ahead = row.phase == "optimizer" and row.collective == "all_gather"
+        if is_ahead and not on_cores:
+            beside["update"].add(row, seconds, 1)
+        elif on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
+            alone[row.axis] += seconds
+        elif row.phase == "forward":
+            beside["forward"].add(row, seconds, n)
+        elif is_last_only(row, c):
+            beside["last backward"].add(row, seconds, 1)
+        else:
+            beside["backward"].add(row, seconds, n)
+            beside["last backward"].add(row, seconds, n)
+    return beside, alone, total
 
 
 @functools.cache
