@@ -284,8 +284,7 @@ def slot_bytes(model: Transformer, optimizer: str, tp: int, dp_shard: int) -> in
         updater = optim.updater(optimizer, name, parameter.shape)
         for shape in updater.slots(parameter.shape).values():
             is_sharded = shape == parameter.shape
-            numel = numel_on_rank(parameter, tp, dp_shard) if is_sharded else shape.numel()
-            total += 4 * numel
+            total += 4 * (numel_on_rank(parameter, tp, dp_shard) if is_sharded else shape.numel())
     return total
 
 

@@ -372,24 +372,14 @@ class Optimizer:
         self.max_grad_norm_ratio = max_grad_norm_ratio
         self.skip_spikes = skip_spikes
 
-        self.sharding = Sharding(list(self.parameters.values()))
-        device = self.sharding.replicas.device
-        # Slot -> parameter -> tensor. Allocated now, not in the first update: a run that does not
-        # fit in memory fails at start, and a checkpoint can be loaded in place.
-        self.slots: dict[str, dict[str, Tensor]] = {}
+        updaters = {name: updater(optimizer, name, p.shape) for name, p in self.parameters.items()}
         self.groups: dict[tuple[type, float], list[str]] = {}  # (updater, weight decay) -> names
-        self.measured: dict[str, dict[str, Tensor]] = {}  # the slots that have statistics
-        for name, parameter in self.parameters.items():
-            chosen = updater(optimizer, name, parameter.shape)
+        for name, chosen in updaters.items():
             group = (chosen, weight_decay if decays(name) else 0.0)
             self.groups.setdefault(group, []).append(name)
-            for slot, shape in chosen.slots(parameter.shape).items():
-                slots = self.slots.setdefault(slot, {})
-                if shape == parameter.shape:
-                    slots[name] = torch.zeros_like(parameter)
-                    self.measured[slot] = slots
-                else:
-                    slots[name] = torch.zeros(shape, device=device)
+        self.sharding = Sharding(list(self.parameters.values()))
+        device = self.sharding.replicas.device
+        self.allocate_slots(updaters, device)
         # The columns of metrics["parameters"]
         self.columns = []
         for kind in ("grad", "weight", *self.measured):
@@ -407,6 +397,22 @@ class Optimizer:
         self.skipped_steps = torch.zeros((), device=device)
         self.skipped_in_a_row = torch.zeros((), device=device)  # up to this update
         self.most_skipped_in_a_row = torch.zeros((), device=device)
+
+    def allocate_slots(self, updaters: dict[str, type], device: torch.device) -> None:
+        """Create the tensors of all slots. In the first update they would come too late.
+
+        A run that does not fit in memory fails at start, and a checkpoint can be loaded in place.
+        """
+        self.slots: dict[str, dict[str, Tensor]] = {}  # slot -> parameter -> tensor
+        self.measured: dict[str, dict[str, Tensor]] = {}  # the slots that have statistics
+        for name, parameter in self.parameters.items():
+            for slot, shape in updaters[name].slots(parameter.shape).items():
+                slots = self.slots.setdefault(slot, {})
+                if shape == parameter.shape:
+                    slots[name] = torch.zeros_like(parameter)
+                    self.measured[slot] = slots
+                else:
+                    slots[name] = torch.zeros(shape, device=device)
 
     @torch.no_grad()
     def step(self, step: int, loss: Tensor, measure: bool = False) -> dict[str, Tensor]:
