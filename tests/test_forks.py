@@ -63,12 +63,19 @@ def assert_same_losses(one: Path, other: Path) -> None:
         assert a == pytest.approx(b, rel=1e-5)
 
 
+def train_alike(fork: Fork, options: str, *meshes: str) -> list[Path]:
+    """Train on one rank and on each mesh of two; the losses are the same. Returns the runs."""
+    runs = [fork.train(1, f"{options} --strategy single", "single")]
+    for mesh in meshes:
+        runs.append(fork.train(2, f"{options} {mesh}", mesh.split()[-1]))
+        assert_same_losses(runs[0], runs[-1])
+    return runs
+
+
 @pytest.mark.slow
 def test_no_tensor_takes_more_than_its_share__clip_share(fork):
     options = "--max_steps 6 --clip share --max_grad_norm 0.1 --optim_metrics_interval 1 --eps 1"
-    single = fork.train(1, f"{options} --strategy single", "single")
-    sharded = fork.train(2, f"{options} --strategy fsdp", "fsdp")
-    assert_same_losses(single, sharded)
+    single, sharded = train_alike(fork, options, "--strategy fsdp")
     statistics = [json.loads(line) for line in (sharded / "optim.jsonl").read_text().splitlines()]
     assert {row["clipped"] for row in statistics} <= {0, 1}
     first = {row["parameter"]: row for row in statistics if row["step"] == 1}
@@ -110,7 +117,7 @@ def test_z_loss_is_added_in_training_only__z_loss(fork):
 
 
 WINDOW = """
-import dataclasses, torch, model, layout
+import dataclasses, torch, model
 q, k, v = (torch.randn(2, heads, 19, 8) for heads in (4, 2, 2))
 distance = torch.arange(19)[:, None] - torch.arange(19)
 dense = torch.nn.functional.scaled_dot_product_attention(
@@ -126,9 +133,7 @@ for config in (full, dataclasses.replace(full, window=512)):
 @pytest.mark.slow
 def test_a_token_sees_a_window_on_every_mesh__sliding_window(fork):
     options = "--max_steps 4 --window 4"
-    single = fork.train(1, options, "single")
-    assert_same_losses(single, fork.train(2, f"{options} --strategy fsdp", "fsdp"))
-    assert_same_losses(single, fork.train(2, f"{options} --tp 2", "tp"))
+    train_alike(fork, options, "--strategy fsdp", "--tp 2")
     full, window = map(float, fork.python("-c", WINDOW).split())
     # 12 FLOPs for each of n_layer * d_model elements and each key: the mean of a causal mask, or W
     assert full - window == pytest.approx(12 * 12 * 768 * (8192 / 2 - 512), rel=0.01)
@@ -136,7 +141,6 @@ def test_a_token_sees_a_window_on_every_mesh__sliding_window(fork):
 
 QWEN3 = """
 import sys, torch, transformers
-sys.argv[1:]
 torch.manual_seed(0)
 config = transformers.Qwen3Config(
     vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -167,9 +171,7 @@ with torch.no_grad():
 @pytest.mark.slow
 def test_qwen3_trains_on_every_mesh__qwen3(fork):
     options = "--max_steps 4 --qk_norm true"
-    single = fork.train(1, options, "single")
-    assert_same_losses(single, fork.train(2, f"{options} --strategy fsdp", "fsdp"))
-    assert_same_losses(single, fork.train(2, f"{options} --tp 2", "tp"))
+    train_alike(fork, options, "--strategy fsdp", "--tp 2")
 
 
 @pytest.mark.hf
@@ -181,9 +183,7 @@ def test_qwen3_computes_what_transformers_does__qwen3(fork):
 @pytest.mark.slow
 def test_evaluations_use_the_averaged_weights__ema(fork):
     options = "--max_steps 6 --eval_interval 3 --lr 1e-2"
-    single = fork.train(1, f"{options} --strategy single", "single")
-    sharded = fork.train(2, f"{options} --strategy fsdp", "fsdp")
-    assert_same_losses(single, sharded)
+    single, sharded = train_alike(fork, options, "--strategy fsdp")
     ends = {}
     for run in (single, sharded):
         line = fork.python("train.py", "--eval_only", "--out", run, "--device", "cpu")
