@@ -147,13 +147,16 @@ class Sharding:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The whole tensor, on all ranks. It is waited for when it is first used."""
+    """The whole tensor, on all ranks. A GPU waits for it when it is first used, a CPU here."""
     if not isinstance(tensor, DTensor):
         return tensor
+    # With two of them on their way under gloo, the heap is corrupted (torch 2.13: after some
+    # hundred steps malloc() aborts the rank).
+    async_op = tensor.device.type != "cpu"
     placements = list(tensor.placements)
     for axis in range(len(placements)):  # one by one: torch warns of several at once
         placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements, async_op=True)
+        tensor = tensor.redistribute(placements=placements, async_op=async_op)
     return tensor.to_local()
 
 
