@@ -5,16 +5,18 @@ import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from conftest import rows
+from conftest import call_train, flags, rows
 from torch.distributed import tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -75,18 +77,19 @@ def four_digits(losses: list[float]) -> list[str]:
     return [f"{loss:.4f}" for loss in losses]
 
 
-@pytest.fixture
-def two_runs(run) -> list[Path]:
+@pytest.fixture(scope="module")
+def two_runs(pool, tokens, tmp_path_factory) -> list[Path]:
     """Runs of 20 and of 16 steps, with two different clippings and learning rates."""
-    flags = "--eval_interval 4 --dtype float32"
-    return [
-        run(1, f"{flags} --max_steps 20 --clip norm", "a"),
-        run(1, f"{flags} --max_steps 16 --clip adaptive --lr 1e-2", "b"),
-    ]
+    root = tmp_path_factory.mktemp("runs")
+    base = f"--data {tokens} --eval_interval 4 --dtype float32"
+    a = f"{base} --out {root}/a --max_steps 20 --clip norm"
+    b = f"{base} --out {root}/b --max_steps 16 --clip adaptive --lr 1e-2"
+    assert [pool(1, call_train, flags(text)) for text in (a, b)] == [[0], [0]]
+    return [root / "a", root / "b"]
 
 
-def write_run(folder: Path, losses: dict[int, float | None], evaluations=()) -> Path:
-    """A run folder as train.py leaves it: step -> loss, and (step, validation loss)."""
+def write_run(folder: Path, losses: dict[int, float | None], evaluations=(), statistics=()) -> Path:
+    """A run folder as train.py leaves it: step -> loss, (step, validation loss), optim.jsonl."""
     lines = []
     for step, loss in losses.items():
         training = {
@@ -105,6 +108,7 @@ def write_run(folder: Path, losses: dict[int, float | None], evaluations=()) -> 
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "metrics.jsonl").write_text("".join(lines))
+    (folder / "optim.jsonl").write_text("".join(json.dumps(row) + "\n" for row in statistics))
     return folder
 
 
@@ -138,8 +142,8 @@ def test_compare_prints_what_the_logs_say(two_runs, compared):
 
 def test_compare_lists_the_flags_that_differ(two_runs, compared):
     found = compared(*two_runs)
-    flags = {name: values for name, values in found.items() if name.startswith("`--")}
-    assert flags == {
+    different = {name: values for name, values in found.items() if name.startswith("`--")}
+    assert different == {
         "`--clip`": ["norm", "adaptive"],
         "`--lr`": ["0.003", "0.01"],
         "`--max_steps`": ["20", "16"],
@@ -151,11 +155,12 @@ def test_compare_says_never_for_a_loss_that_was_not_reached(two_runs, compared):
     assert found["seconds to validation loss 0.1000"] == ["never", "never"]
 
 
-def test_compare_reads_a_log_whose_last_row_a_kill_has_torn(two_runs, compared):
-    whole = compared(*two_runs)
-    with open(two_runs[1] / "metrics.jsonl", "a") as log:
+def test_compare_reads_a_log_whose_last_row_a_kill_has_torn(tmp_path, two_runs, compared):
+    a, b = two_runs
+    torn = shutil.copytree(b, tmp_path / "b")
+    with open(torn / "metrics.jsonl", "a") as log:
         log.write('{"step": 17, "tokens": 21')
-    assert compared(*two_runs) == whole
+    assert compared(a, torn) == compared(a, b)
 
 
 def test_training_losses_are_means_over_the_same_tokens(tmp_path, compared):
@@ -191,7 +196,10 @@ def test_runs_that_have_not_evaluated_can_be_compared(tmp_path, compared):
     ]
     found = compared(*runs)
     assert found["final validation loss"] == ["none yet", "none yet"]
-    assert found["first loss difference from a over 0.01 (--tolerance)"] == ["-", "step 2"]
+    assert found["first loss difference from a over 0.01 (--tolerance)"] == [
+        "-",
+        "step 2: training loss by 0.2",
+    ]
 
 
 def test_without_a_finite_evaluation_there_is_no_time_to_a_loss(tmp_path, compared):
@@ -206,17 +214,26 @@ def test_times_of_a_run_that_resumed_another_start_there(tmp_path, compared):
     assert row(compared(later), "seconds") == ["5.0"]
 
 
+HALVED = "blocks.1.mlp.down.weight"
 LOSSES = {1: 4.0, 10: 3.0, 20: 2.0}
 
 
 @pytest.mark.parametrize(
     "losses, by_rounding, by_tolerance",
     [
-        (LOSSES, "never, equal in all 3 logged steps in common", "never, equal in all 3 logged"),
-        (LOSSES | {20: 2.0000001}, "never, in 3 logged steps in common", "never, in 3 logged"),
-        (LOSSES | {10: 3.00001}, "step 10", "never, in 3 logged"),
-        (LOSSES | {10: 2.99999, 20: 2.1}, "step 10", "step 20"),
-        (LOSSES | {20: None}, "step 20", "step 20"),
+        (LOSSES, "never, equal in 3 logged steps in common", "never, equal in 3 logged"),
+        (
+            LOSSES | {20: 2.0000001},
+            "never, by at most 5e-08 in 3 logged steps in common",
+            "never, by at most 5e-08 in 3",
+        ),
+        (LOSSES | {10: 3.00001}, "step 10: training loss by 3e-06", "never, by at most 3e-06 in 3"),
+        (
+            LOSSES | {10: 2.99999, 20: 2.1},
+            "step 10: training loss by 3e-06",
+            "step 20: training loss by 0.05",
+        ),
+        (LOSSES | {20: None}, "step 20: training loss by inf", "step 20"),
         ({5: 3.0, 15: 2.0}, "no logged step in common", "no logged step in common"),
     ],
 )
@@ -231,12 +248,134 @@ def test_compare_says_where_two_runs_first_differ(
     assert first == "-" and other.startswith(by_tolerance)
 
 
+# Those of a parameter, of three steps
+STATISTICS = {
+    "grad_norm": 2.0,
+    "grad_mean": 0.0,
+    "grad_max": 1.0,
+    "grad_min": -1.0,
+    "weight_norm": 10.0,
+    "exp_avg_norm": 1.0,
+    "exp_avg_sq_norm": 0.0,  # too small for float32
+    "momentum_buffer_norm": None,  # of another optimizer
+    "update_norm": 0.1,
+    "update_ratio": 0.01,
+    "clipped": 0.0,
+}
+
+
+def statistics_of(changes: dict[tuple[int, str], dict]) -> list[dict]:
+    """The rows of two parameters, with changes by step and parameter."""
+    found = []
+    for key in itertools.product((1, 2, 3), "ab"):
+        found.append({"step": key[0], "parameter": key[1]} | STATISTICS | changes.get(key, {}))
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes, first",
+    [
+        ({}, "never, equal in 3 logged steps in common"),
+        (
+            {(2, "b"): {"grad_norm": 1.0}, (3, "a"): {"grad_norm": 0.1}},
+            "step 2: b grad_norm by 0.5",
+        ),
+        (  # of several the one that differs most, and a gradient before what follows from it
+            {(2, "a"): {"grad_norm": 1.9, "exp_avg_norm": 0.1}, (2, "b"): {"grad_norm": 1.0}},
+            "step 2: b grad_norm by 0.5, and 1 more",
+        ),
+        ({(3, "a"): {"update_norm": 0.05}}, "step 3: a update_norm by 0.5"),
+        # From 0.009 to 0.5 rounding may grow, from 0.001 it does not.
+        (
+            {(1, "b"): {"grad_norm": 1.982}, (3, "a"): {"grad_norm": 1.0}},
+            "never, by at most 0.5 in 3 logged steps in common",
+        ),
+        (
+            {(1, "b"): {"grad_norm": 1.998}, (3, "a"): {"grad_norm": 1.0}},
+            "step 3: a grad_norm by 0.5",
+        ),
+        # A mean may be near 0: it is measured by the largest element.
+        ({(1, "a"): {"grad_mean": 1e-3}}, "never, by at most 0.001 in 3 logged steps in common"),
+        ({(1, "a"): {"grad_min": -1.5}}, "step 1: a grad_min by 0.3"),
+        ({(2, "a"): {"grad_norm": None}}, "step 2: a grad_norm by inf"),
+        ({(2, "a"): {"exp_avg_norm": None}}, "never, equal in 3 logged steps in common"),
+        ({(2, "a"): {"clipped": 1.0}}, "never, equal in 3 logged steps in common"),
+        (  # more than its updates: the weight was another one before
+            {(1, "a"): {"weight_norm": 12.0}, (1, "b"): {"grad_norm": 1.0}},
+            "step 1: a weight_norm by 0.2, and 1 more",
+        ),
+        (
+            {(1, "a"): {"weight_norm": 10.15}, (1, "b"): {"grad_norm": 1.0}},
+            "step 1: b grad_norm by 0.5, and 1 more",
+        ),
+    ],
+)
+def test_compare_names_the_first_parameter_that_differs(tmp_path, compared, changes, first):
+    a = write_run(tmp_path / "a", LOSSES, statistics=statistics_of({}))
+    b = write_run(tmp_path / "b", LOSSES, statistics=statistics_of(changes))
+    found = compared(a, b)
+    assert row(found, "first parameter difference from a over 0.01 (--tolerance)") == ["-", first]
+
+
 def test_the_tolerance_of_a_difference_is_a_flag(tmp_path, compared):
-    a = write_run(tmp_path / "a", LOSSES, [(20, 2.0)])
-    b = write_run(tmp_path / "b", {1: 4.0, 10: 3.1, 20: 2.4})
-    for tolerance, step in (("0.01", "step 10"), ("0.1", "step 20")):
+    changed = statistics_of({(2, "a"): {"grad_norm": 1.9}})
+    a = write_run(tmp_path / "a", LOSSES, [(20, 2.0)], statistics_of({}))
+    b = write_run(tmp_path / "b", {1: 4.0, 10: 3.1, 20: 2.4}, statistics=changed)
+    for tolerance, *cells in (
+        ("0.01", "step 10: training loss by 0.03", "step 2: a grad_norm by 0.05"),
+        (
+            "0.1",
+            "step 20: training loss by 0.2",
+            "never, by at most 0.05 in 3 logged steps in common",
+        ),
+    ):
         found = compared(a, b, "--tolerance", tolerance)
-        assert row(found, f"first loss difference from a over {tolerance} ") == ["-", step]
+        for what, cell in zip(("loss", "parameter"), cells, strict=True):
+            name = f"first {what} difference from a over {tolerance} (--tolerance)"
+            assert found[name] == ["-", cell]
+
+
+def test_runs_with_other_columns_or_parameters_are_compared(tmp_path, compared):
+    a = write_run(tmp_path / "a", LOSSES, statistics=statistics_of({}))
+    other = [{"step": 1, "parameter": name, "grad_norm": 2.0, "z_norm": 1.0} for name in "bc"]
+    b = write_run(tmp_path / "b", LOSSES, statistics=other)
+    c = write_run(tmp_path / "c", LOSSES)
+    equal = "never, equal in 1 logged steps in common"
+    assert row(compared(a, b, c), "first parameter") == ["-", equal, "no logged step in common"]
+    assert not [name for name in compared(c, a) if name.startswith("first parameter")]
+
+
+def train_with_half_a_gradient(argv: list[str]) -> int:
+    """As a bug of one mesh would, halve the gradient of one parameter from step 4 on."""
+    step = optim.Optimizer.step
+
+    def faulty(optimizer, number: int, *arguments, **options):
+        if number >= 4:
+            optimizer.parameters[HALVED].grad.mul_(0.5)
+        return step(optimizer, number, *arguments, **options)
+
+    with mock.patch.object(optim.Optimizer, "step", faulty):
+        return call_train(argv)
+
+
+def test_a_wrong_gradient_of_one_mesh_is_named_and_rounding_is_not(
+    pool, tokens, tmp_path, compared
+):
+    text = f"--data {tokens} --max_steps 12 --dtype float32 --optim_metrics_interval 1 --out"
+    runs = []
+    for mesh, function in (
+        ("single", call_train),
+        ("fsdp", call_train),
+        ("fsdp", train_with_half_a_gradient),
+    ):
+        runs.append(tmp_path / f"run{len(runs)}")
+        argv = flags(f"{text} {runs[-1]} --strategy {mesh} --checkpoint none")
+        assert set(pool(1 if mesh == "single" else 2, function, argv)) == {0}
+    _, equal, faulty = row(compared(*runs), "first parameter difference from run0 over 0.01")
+    assert equal.startswith("never, by at most ") and equal.endswith(
+        " in 12 logged steps in common"
+    )
+    assert faulty.startswith(f"step 4: {HALVED} grad_")
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path, compared):
@@ -254,7 +393,7 @@ def test_time_to_a_loss_lies_on_the_line_between_two_evaluations():
         {"val_loss": 2.0, "time": 20.0},
         {"val_loss": 1.0, "time": 40.0},
     ]
-    log = compare.Log("a", {}, [], val)
+    log = compare.Log("a", {}, [], val, {})
     assert log.time_to(3.5) == 10.0
     assert log.time_to(2.5) == 15.0
     assert log.time_to(2.0) == 20.0
@@ -263,7 +402,7 @@ def test_time_to_a_loss_lies_on_the_line_between_two_evaluations():
 
 
 def test_the_best_value_is_bold_unless_all_are_the_same():
-    logs = [compare.Log(str(loss), {"loss": loss}, [], []) for loss in (2.0, 1.0, math.nan)]
+    logs = [compare.Log(str(loss), {"loss": loss}, [], [], {}) for loss in (2.0, 1.0, math.nan)]
 
     def lower(logs: list[compare.Log]) -> list[str]:
         return compare.row_of("loss", logs, lambda log: log.config["loss"], ".1f", best=min)
