@@ -337,7 +337,7 @@ def test_the_tolerance_of_a_difference_is_a_flag(tmp_path, compared):
 
 def test_runs_with_other_columns_or_parameters_are_compared(tmp_path, compared):
     a = write_run(tmp_path / "a", LOSSES, statistics=statistics_of({}))
-    other = [{"step": 1, "parameter": name, "grad_norm": 2.0, "z_norm": 1.0} for name in "bc"]
+    other = [{"step": 1, "parameter": name, "grad_mean": 0.0, "weight_norm": 10.0} for name in "bc"]
     b = write_run(tmp_path / "b", LOSSES, statistics=other)
     c = write_run(tmp_path / "c", LOSSES)
     equal = "never, equal in 1 logged steps in common"

@@ -236,7 +236,8 @@ def differences_of_step(a_rows: dict, b_rows: dict) -> Iterator[tuple[int, float
         for column in a.keys() & b.keys() - {"clipped"}:  # at the limit, rounding decides that
             difference = relative_difference(a, b, column)
             # First come weights that differ by more than their updates, then gradients.
-            is_old = column == "weight_norm" and difference > a["update_ratio"] + b["update_ratio"]
+            updates = sum(row.get("update_ratio", math.inf) for row in (a, b))
+            is_old = column == "weight_norm" and difference > updates
             yield 2 * is_old + column.startswith("grad"), difference, name, column
 
 
@@ -248,8 +249,8 @@ def relative_difference(a: dict, b: dict, column: str) -> float:
         return math.inf if is_one else 0.0
     kind, _, statistic = column.rpartition("_")
     is_element = statistic in ("mean", "max", "min")
-    sizes = [f"{kind}_max", f"{kind}_min"] if is_element else [column]
-    scale = max(abs(row[size]) for row in (a, b) for size in sizes)
+    sizes = {column, f"{kind}_max", f"{kind}_min"} if is_element else {column}
+    scale = max(abs(row[size]) for row in (a, b) for size in sizes & row.keys())
     return abs(x - y) / scale if scale else 0.0
 
 
