@@ -252,11 +252,12 @@ def steps_and_rounds(args: Namespace) -> str:
 
 
 def nanogpt(args: Namespace) -> Table:
-    """nanoGPT's trainer and this one in turn, on the same data, with models of the same size.
+    """nanoGPT's trainer and this one in turn, each also compiled, with models of the same size.
 
-    The models have the same layers, width, heads and tokens a step, and as many parameters in
-    their blocks: SwiGLU's d_ff is 8/3 of the width, a multiple of 8. Needs a checkout of
-    github.com/karpathy/nanoGPT with a prepared data set.
+    They read the same data. The models have the same layers, width, heads and tokens a step, and as
+    many parameters in their blocks: SwiGLU's d_ff is 8/3 of the width, a multiple of 8. Ratios are
+    to the faster of nanoGPT's two modes. Needs a checkout of github.com/karpathy/nanoGPT with a
+    prepared data set.
     """
     dataset = args.path / "data" / args.dataset
     if not (args.path / "train.py").exists() or not (dataset / "train.bin").exists():
@@ -264,17 +265,19 @@ def nanogpt(args: Namespace) -> Table:
             f"--path {args.path}: no nanoGPT with data/{args.dataset}/train.bin there: "
             "clone it and run its prepare.py"
         )
-    speeds: dict[str, list[float]] = {"nanoGPT": [], "nanoshard": []}
-    for name in take_turns(speeds, args.rounds):
+    modes = ("nanoGPT", "nanoGPT compiled", "nanoshard", "nanoshard compiled")
+    speeds: dict[str, list[float]] = {mode: [] for mode in modes}
+    for mode in take_turns(modes, args.rounds):
+        name, *compiled = mode.split()
+        run_trainer = run_nanogpt if name == "nanoGPT" else run_nanoshard
         with tempfile.TemporaryDirectory(prefix="bench-") as out:
-            run_trainer = run_nanogpt if name == "nanoGPT" else run_nanoshard
-            steps = run_trainer(args, dataset, Path(out))
-        speeds[name].append(statistics.median(steps[len(steps) // 5 :]))
+            steps = run_trainer(args, dataset, Path(out), compile=bool(compiled))
+        speeds[mode].append(statistics.median(steps[len(steps) // 5 :]))
 
+    baseline = max(speeds["nanoGPT"], speeds["nanoGPT compiled"], key=statistics.median)
     rows = []
-    for name, found in speeds.items():
-        ratio = ratios(found, speeds["nanoGPT"])
-        rows.append({"trainer": name, "tokens/s": found, "ratio": ratio})
+    for mode, found in speeds.items():
+        rows.append({"trainer": mode, "tokens/s": found, "ratio": ratios(found, baseline)})
     subject = (
         f"{args.n_layer} layers x {args.n_embd}, {args.n_head} heads, block {args.block_size}, "
         f"batch {args.batch_size}, {steps_and_rounds(args)}, {args.dataset} {args.flags}"
@@ -282,14 +285,14 @@ def nanogpt(args: Namespace) -> Table:
     return Table(subject.rstrip(), rows)
 
 
-def run_nanogpt(args: Namespace, dataset: Path, out: Path) -> list[float]:
+def run_nanogpt(args: Namespace, dataset: Path, out: Path, compile: bool) -> list[float]:
     """Tokens/s of each step, from lines such as "iter 7: loss 4.2000, time 250.00ms"."""
     sizes = ("n_layer", "n_head", "n_embd", "block_size", "batch_size")
     # Evaluates never. The schedule divides by lr_decay_iters - warmup_iters, which are 100.
     flags = (
         f"--max_iters={args.steps} --lr_decay_iters={args.steps + 1} --dropout=0.0 "
         f"--eval_interval={10**9} --eval_iters=1 --log_interval=1 --device={device(args)} "
-        f"--compile={device(args) == 'cuda'} --dataset={args.dataset}"
+        f"--compile={compile} --dataset={args.dataset}"
     )
     given = [f"--{name}={getattr(args, name)}" for name in sizes]
     config = "config/train_shakespeare_char.py"
@@ -298,7 +301,7 @@ def run_nanogpt(args: Namespace, dataset: Path, out: Path) -> list[float]:
     return [args.batch_size * args.block_size / (float(time) / 1e3) for time in times]
 
 
-def run_nanoshard(args: Namespace, dataset: Path, out: Path) -> list[float]:
+def run_nanoshard(args: Namespace, dataset: Path, out: Path, compile: bool) -> list[float]:
     """Tokens/s of each step."""
     # 3 d_model d_ff = 8 d_model^2, the parameters of GPT-2's MLP
     d_ff = 8 * round(args.n_embd / 3)
@@ -306,7 +309,7 @@ def run_nanoshard(args: Namespace, dataset: Path, out: Path) -> list[float]:
         f"--n_layer={args.n_layer} --n_head={args.n_head} --n_kv_head={args.n_head} "
         f"--d_model={args.n_embd} --d_ff={d_ff} --seq_len={args.block_size} "
         f"--global_batch_size={args.batch_size} --max_steps={args.steps} --device={device(args)} "
-        f"{args.flags}"
+        f"--compile={compile} {args.flags}"
     )
     paths = [f"--data={dataset}", f"--out={out}"]
     output_of([sys.executable, TRAIN, *ONLY_STEPS, *paths, *flags.split()])
