@@ -189,7 +189,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "hardware", "auto", "compute dtype; auto: bfloat16 if the hardware has it"
     )
-    compile: bool = free("hardware", False, "compile the blocks with torch.compile")
+    compile: bool = free("hardware", False, "compile the model, or its layers, with torch.compile")
     num_workers: int | None = free(
         "hardware", None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0
     )

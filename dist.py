@@ -488,15 +488,32 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
         block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
-def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile the forward and backward of each layer with torch.compile.
+def compile_modules(modules: Iterable[nn.Module]) -> None:
+    """Compile the forward and backward of each module with torch.compile, in its first call.
 
-    Equal layers share one compilation. Call it before FSDP wraps them, so that gathering weights
+    Equal modules share one compilation. Call it before FSDP wraps them, so that gathering weights
     stays outside the compiled region. In place, so that parameters keep their names.
     """
     # By default Dynamo splits graphs where DDP's buckets are full, so that a model compiled as a
     # whole can send one while its backward goes on. Layers let it do so already, and run slower in
     # pieces. torch's notes on DDP give this setting; it has no public name.
     torch._dynamo.config.optimize_ddp = False
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward)
+    for module in modules:
+        module.forward = compiled_for_one_shape(module.forward)
+
+
+def compiled_for_one_shape(forward: Callable) -> Callable:
+    """`forward`, compiled for inputs of the shapes of its first call: those of a training step.
+
+    Others are few, and not worth a compilation: odd batches of an evaluation, a sample.
+    """
+    compiled = torch.compile(forward, dynamic=False)
+    compiled_shapes = None
+
+    def call(*args, **kwargs) -> Tensor:
+        nonlocal compiled_shapes
+        shapes = [getattr(arg, "shape", None) for arg in (*args, *kwargs.values())]
+        compiled_shapes = compiled_shapes or shapes
+        return (compiled if shapes == compiled_shapes else forward)(*args, **kwargs)
+
+    return call

@@ -432,8 +432,7 @@ def validation_loss(run: Run) -> float:
     for weight, tokens in run.val_batches:
         tokens = tokens.to(run.world.device)
         total += run.forward(tokens[:, :-1], tokens[:, 1:]) * weight
-        # The last batch may have another shape, for which torch.compile compiles again.
-        run.watchdog.progress(run.step, "evaluating", slow=run.config.compile)
+        run.watchdog.progress(run.step, "evaluating")
     total = total.double()
     torch.distributed.all_reduce(total)
     return total.item() / run.config.tp / run.n_val  # a tp group's ranks have the same loss

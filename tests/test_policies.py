@@ -257,36 +257,67 @@ def test_recomputing_saves_memory_and_changes_no_number():
         assert [loss, grad_norm] == pytest.approx(answers[-1][1:], rel=1e-6)
 
 
-def compiled_steps(argv: list[str]) -> list[tuple[float, float, float, int]]:
-    """Loss, gradient norm and learning rate of four steps, and the graphs compiled by then."""
+def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
+    """Numbers of four steps and two evaluations; graphs compiled up to points between them."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = build_run(argv)
     batches = train.micro_batches(run, 1, 4)
-    steps = []
+    numbers, graphs = [], []
+
+    def count() -> None:
+        graphs.append(torch._dynamo.utils.counters["aot_autograd"]["total"])
+
     for step in range(1, 5):
         metrics = train_step(run, batches, step)
-        graphs = torch._dynamo.utils.counters["aot_autograd"]["total"]
-        loss, grad_norm = metrics["loss"].item(), metrics["grad_norm"].item()
-        steps.append((loss, grad_norm, run.optimizer.lr, graphs))
-    return steps
+        numbers.append([metrics["loss"].item(), metrics["grad_norm"].item(), run.optimizer.lr])
+        count()
+    for _ in range(2):
+        numbers.append([train.validation_loss(run)])
+        count()
+    train.closing_sample(run)
+    count()
+    return numbers, graphs
+
+
+# A block of 2.4 MB, which Dynamo would split where DDP's first bucket, of 1 MB, is full. The last
+# batch of the evaluation is an odd one.
+COMPILED = "--dtype float32 --micro_batch_size 4 --d_model 256 --d_ff 512 --eval_sequences 9"
+COMPILED += " --sample_tokens 3"
 
 
 @pytest.mark.slow
-def test_one_compilation_serves_all_blocks_and_changes_no_number(pool, tokens, tmp_path):
-    # A block of 2.4 MB, which Dynamo would split where DDP's first bucket, of 1 MB, is full
-    text = "--dtype float32 --micro_batch_size 4 --d_model 256 --d_ff 512"
-    argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
-    (eager,) = pool(1, compiled_steps, argv, timeout=120)
-    (compiled,) = pool(1, compiled_steps, [*argv, "--compile"], timeout=120)
-    assert len({lr for _, _, lr, _ in eager}) > 2
-    for expected, step in zip(eager, compiled, strict=True):
-        assert step[:3] == pytest.approx(expected[:3], rel=1e-5)
-        # One graph of the two blocks, and the head's.
-        assert (expected[3], step[3]) == (0, 2)
-    for ddp in pool(2, compiled_steps, [*argv, "--compile", "--strategy", "ddp"], timeout=120):
-        for expected, (_, grad_norm, _, graphs) in zip(eager, ddp, strict=True):
-            assert (grad_norm, graphs) == (pytest.approx(expected[1], rel=1e-5), 2)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "",
+        "--activation_checkpointing full --loss_chunks 2",
+        "--activation_checkpointing selective --loss_chunks 2",
+    ],
+)
+def test_one_process_compiles_the_whole_model_once(pool, tokens, tmp_path, policy):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run {COMPILED} {policy}")
+    ((eager, none),) = pool(1, numbers_and_graphs, argv, timeout=120)
+    ((compiled, graphs),) = pool(1, numbers_and_graphs, [*argv, "--compile"], timeout=120)
+    assert len({step[2] for step in eager[:4]}) > 2  # learning rates
+    assert set(none) == {0}
+    for expected, found in zip(eager, compiled, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    # Training's and the evaluation's. An odd batch and the sample add none.
+    assert graphs == [1, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_compile_one_block_for_all_and_the_head(pool, tokens, tmp_path, strategy):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run {COMPILED}")
+    ((eager, _),) = pool(1, numbers_and_graphs, argv, timeout=120)
+    argv += ["--compile", "--strategy", strategy]
+    for compiled, graphs in pool(2, numbers_and_graphs, argv, timeout=120):
+        for expected, found in zip(eager, compiled, strict=True):
+            # But the loss of a step, which is a rank's own
+            assert found[-2:] == pytest.approx(expected[-2:], rel=1e-5)
+        assert graphs == [2, 2, 2, 2, 4, 4, 4]
 
 
 @pytest.mark.slow
