@@ -489,31 +489,27 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
 
 
 def compile_modules(modules: Iterable[nn.Module]) -> None:
-    """Compile the forward and backward of each module with torch.compile, in its first call.
+    """Compile the forward and backward of each module, for inputs as in its first call.
 
-    Equal modules share one compilation. Call it before FSDP wraps them, so that gathering weights
-    stays outside the compiled region. In place, so that parameters keep their names.
+    Others are few: odd batches of evaluations, samples. They run uncompiled. Equal modules share
+    one compilation. Call it before FSDP wraps them, so that gathering weights stays outside the
+    compiled region. In place, so that parameters keep their names.
     """
-    # By default Dynamo splits graphs where DDP's buckets are full, so that a model compiled as a
-    # whole can send one while its backward goes on. Layers let it do so already, and run slower in
-    # pieces. torch's notes on DDP give this setting; it has no public name.
+    # By default Dynamo splits graphs where DDP's buckets are full, to send one during backward.
+    # Layers do so unsplit, and faster. torch's notes on DDP give this setting: no public name.
     torch._dynamo.config.optimize_ddp = False
     for module in modules:
         module.forward = compiled_for_one_shape(module.forward)
 
 
 def compiled_for_one_shape(forward: Callable) -> Callable:
-    """`forward`, compiled for inputs of the shapes of its first call: those of a training step.
-
-    Others are few, and not worth a compilation: odd batches of an evaluation, a sample.
-    """
     compiled = torch.compile(forward, dynamic=False)
-    compiled_shapes = None
+    first_shapes = None
 
     def call(*args, **kwargs) -> Tensor:
-        nonlocal compiled_shapes
+        nonlocal first_shapes
         shapes = [getattr(arg, "shape", None) for arg in (*args, *kwargs.values())]
-        compiled_shapes = compiled_shapes or shapes
-        return (compiled if shapes == compiled_shapes else forward)(*args, **kwargs)
+        first_shapes = first_shapes or shapes
+        return (compiled if shapes == first_shapes else forward)(*args, **kwargs)
 
     return call

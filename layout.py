@@ -147,18 +147,6 @@ def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.
     return units if model.config.tied else [[model.embed], *units, [model.head]]
 
 
-def compiled_modules(model: Transformer, layout: Layout) -> list[nn.Module]:
-    """What --compile compiles: the whole model, or its layers where something comes between them.
-
-    FSDP gathers weights there, and DDP sends gradients during the backward pass, which a model that
-    is compiled as a whole returns at its end.
-    """
-    if layout.config.tp > 1:
-        # Inductor gave wrong losses for torch's loss_parallel(), without an error (2.13, CPU).
-        return [*model.blocks]
-    return [model] if layout.strategy == "single" else [*model.blocks, model.head]
-
-
 def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout) -> nn.Module:
     """Lay the model out on the mesh with its initial weights; return the module to call.
 
@@ -167,7 +155,13 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout) -> nn.Mod
     c = layout.config
     dist.checkpoint_activations(model.blocks, c.activation_checkpointing)
     if c.compile:
-        dist.compile_modules(compiled_modules(model, layout))
+        modules = [*model.blocks, model.head]
+        if c.tp > 1:
+            # Inductor gave wrong losses for torch's loss_parallel(), without an error (2.13, CPU).
+            modules.remove(model.head)
+        elif layout.strategy == "single" and len(model.blocks) <= 8:  # each takes 2 s to compile
+            modules = [model]  # no collective comes between its layers
+        dist.compile_modules(modules)
     forward = dist.parallelize(
         model,
         mesh,
