@@ -217,10 +217,10 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
-    """cos and sin of position x frequency (RoPE, Su et al. 2021), (2, T, d_head / 2) in float32.
+    """cos and sin of position x frequency (RoPE, Su et al. 2021), (2, T, d_head) in float32.
 
-    Rebuilt on every forward: that costs nothing beside a block, and a model without buffers has
-    only parameters to place on devices.
+    Each twice, for the two elements of a pair; of the first, -sin. Rebuilt on every forward: that
+    costs nothing beside a block, and a model without buffers has only parameters to place.
     """
     d_head = config.d_model // config.n_head
     exponents = -torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head
@@ -229,7 +229,8 @@ def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
         frequencies = scale_frequencies(frequencies, config.rope_scaling)
     positions = torch.arange(T, device=device, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)  # (T, d_head / 2)
-    return torch.stack((angles.cos(), angles.sin()))
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -246,9 +247,9 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate each pair (i, i + d_head / 2) of x (B, H, T, d_head) by the angle of its position."""
-    cos, sin = rope  # (T, d_head / 2) each
-    a, b = x.chunk(2, dim=-1)  # (B, H, T, d_head / 2) each
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    cos, sin = rope  # (T, d_head) each
+    others = x.roll(x.size(-1) // 2, dims=-1)  # the other element of each pair
+    return (others * sin + x * cos).to(x.dtype)  # others first: contiguous, as x is not
 
 
 CPU_KERNEL_ABOVE = 512  # tokens up to which a CPU's attention is faster written out
