@@ -219,7 +219,7 @@ class RMSNorm(nn.Module):
 def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
     """cos and sin of position x frequency (RoPE, Su et al. 2021), (2, T, d_head) in float32.
 
-    Each twice, for the two elements of a pair; of the first, -sin. Rebuilt on every forward: that
+    Each twice, for both elements of a pair; -sin for the first. Rebuilt on every forward: that
     costs nothing beside a block, and a model without buffers has only parameters to place.
     """
     d_head = config.d_model // config.n_head
@@ -229,8 +229,8 @@ def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
         frequencies = scale_frequencies(frequencies, config.rope_scaling)
     positions = torch.arange(T, device=device, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)  # (T, d_head / 2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+    angles = torch.cat((-angles, angles), dim=-1)  # (T, d_head)
+    return torch.stack((angles.cos(), angles.sin()))
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
