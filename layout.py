@@ -159,8 +159,8 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout) -> nn.Mod
         if c.tp > 1:
             # Inductor gave wrong losses for torch's loss_parallel(), without an error (2.13, CPU).
             modules.remove(model.head)
-        elif layout.strategy == "single" and len(model.blocks) <= 8:  # each takes 2 s to compile
-            modules = [model]  # no collective comes between its layers
+        elif layout.strategy == "single" and len(model.blocks) <= 4:
+            modules = [model]  # deeper ones gain nothing, and take longer to compile
         dist.compile_modules(modules)
     forward = dist.parallelize(
         model,
