@@ -11,13 +11,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import metrics
 from model import SIZES
@@ -184,6 +187,11 @@ class Job:
                 raise RunFailed(f"{' '.join(command)} failed", printed)
         return None in statuses
 
+    def wait(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Wait for a condition, at most until all have succeeded. Raises RunFailed."""
+        while self.is_running() and not until():
+            time.sleep(0.01)
+
     def printed(self) -> list[str]:
         return [output.read_text(errors="replace") for output in self.outputs]
 
@@ -194,6 +202,21 @@ class Job:
         for process in self.processes:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def torchrun(nproc: int, flags: list[str], max_steps: int, out: Path) -> Iterator[Job]:
+    """train.py under torchrun, which gets a SIGTERM where the block ends.
+
+    A SIGKILL would leave its ranks behind.
+    """
+    run = [f"--nproc_per_node={nproc}", TRAIN, *flags, f"--max_steps={max_steps}", f"--out={out}"]
+    with Job([[*TORCHRUN, "--standalone", *run]], [{}], out) as job:
+        try:
+            yield job
+        finally:
+            job.processes[0].terminate()
+            job.processes[0].wait()
 
 
 def device(args: Namespace) -> str:
@@ -245,6 +268,142 @@ def strategies(args: Namespace) -> Table:
 
 def steps_and_rounds(args: Namespace) -> str:
     return f"{args.steps} steps x {args.rounds} rounds"
+
+
+# --------------------------------------------------------------------------------------------------
+# The ranks of a process group, and the links between them
+
+# Slow is what takes more than 1 + SPREADS x the spread of repeated measurements times as long as
+# the faster ones, in each of ATTEMPTS measurements.
+SPREADS = 4
+LEAST_SPREAD = 0.05
+ATTEMPTS = 3
+REPEATS = 10  # at most, and fewer where they take more than two seconds
+
+
+def exchange(value) -> list:
+    """The values of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def times(function: Callable[[], object]) -> list[float]:
+    """Seconds of repeated calls, as many on all ranks, which begin each of them together."""
+
+    def measure() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        function()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    slowest = max(exchange(measure()))  # the first call allocates
+    repeats = max(3, min(REPEATS, int(2 / slowest)))
+    return [measure() for _ in range(repeats)]
+
+
+def slow_ones(measure: Callable[[], dict[Hashable, list[float]]]) -> dict[Hashable, float]:
+    """Those that are slow in every attempt, with the ratio of their time to the faster ones'."""
+    found = None
+    for _ in range(ATTEMPTS):
+        seconds = measure()
+        best = {name: min(values) for name, values in seconds.items()}
+        reference = sorted(best.values())[len(best) // 4]  # since one slow host slows many links
+        spreads = [statistics.median(values) / min(values) - 1 for values in seconds.values()]
+        limit = 1 + SPREADS * max(LEAST_SPREAD, statistics.median(spreads))
+        ratios = {name: value / reference for name, value in best.items()}
+        found = {name: ratios[name] for name in found or ratios if ratios[name] > limit}
+        if not found:
+            break
+    return found
+
+
+def neighbours(hosts: int, local_size: int, between: bool) -> list[list[tuple[int, int]]]:
+    """Pairs of ranks, in rounds in which each rank is in one pair at most.
+
+    Neighbours on a host, or ranks with the same place on hosts that are neighbours on a ring.
+    """
+    size = hosts * local_size
+    rounds: list[list] = [[], [], []]
+    for rank in range(size):
+        host, place = divmod(rank, local_size)
+        if not between and place + 1 < local_size:
+            rounds[place % 2].append((rank, rank + 1))
+        if between and (hosts > 2 or host + 1 < hosts):
+            closes_odd_ring = host == hosts - 1 and hosts % 2 == 1
+            number = 2 if closes_odd_ring else host % 2
+            rounds[number].append((rank, (rank + local_size) % size))
+    return [pairs for pairs in rounds if pairs]
+
+
+def transfers(
+    rounds: list[list[tuple[int, int]]], size: int, device: torch.device
+) -> dict[tuple[int, int], list[float]]:
+    """Seconds in which `size` bytes go from one rank of a pair to the other and are answered."""
+    payload = torch.zeros(size // 4, device=device)
+    answer = torch.zeros(1, device=device)
+    own = {}
+    for pairs in rounds:
+        for turn in (pairs, [(b, a) for a, b in pairs]):
+            mine = [pair for pair in turn if dist.get_rank() in pair]
+
+            def transfer(mine=mine) -> None:
+                for sender, receiver in mine:
+                    if sender == dist.get_rank():
+                        dist.send(payload, receiver)
+                        dist.recv(answer, receiver)
+                    else:
+                        dist.recv(payload, sender)
+                        dist.send(answer, sender)
+
+            seconds = times(transfer)
+            own |= {pair: seconds for pair in mine if pair[0] == dist.get_rank()}
+    return {pair: seconds for found in exchange(own) for pair, seconds in found.items()}
+
+
+def slow_links(names: list[str], local_size: int, size: int, device: torch.device) -> list[str]:
+    """Lines that name what is slow by sending `size` bytes: links or, where all meet there, an end.
+
+    Those within hosts are compared with each other, and those between hosts.
+    """
+    lines = []
+    for between, unit in ((False, 1), (True, local_size)):
+        rounds = neighbours(len(names) // local_size, local_size, between)
+        slow = slow_ones(lambda rounds=rounds: transfers(rounds, size, device)) if rounds else {}
+        ends = [{rank // unit for rank in pair} for pair in slow]
+        common = set.intersection(*ends) if ends else set()
+        if len(common) == 1:
+            end = f"{'the host of ' if between else ''}{names[common.pop() * unit]}"
+            lines.append(f"slow: all links of {end}, {max(slow.values()):.1f} x as long as others")
+            continue
+        for (sender, receiver), ratio in slow.items():
+            link = f"the link from {names[sender]} to {names[receiver]}"
+            lines.append(f"slow: {link}, {ratio:.1f} x as long as others")
+    return lines
+
+
+def collectives(size: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+    """Bus bandwidth of `size` bytes, as nccl-tests defines it; of four bytes the latency."""
+    n = dist.get_world_size(group)
+    part = torch.zeros(max(1, size // 4 // n), device=device)
+    whole = part.repeat(n)
+    calls = {
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+    }
+    figures = {}
+    for kind, call in calls.items():
+        seconds = statistics.median(times(call))
+        passes = 2 if kind == "all_reduce" else 1
+        rate = passes * (n - 1) / n * whole.nbytes / seconds
+        if size <= 4:
+            figures[f"{kind} us"] = seconds * 1e6
+        else:
+            figures[f"{kind} {size / 1e6:.3g} MB GB/s"] = rate / 1e9
+    return figures
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,562 +1,579 @@
-"""Does everything work on this machine, and with which figures? The first hour on a GPU.
+"""Does everything work on these ranks, and how fast? The first hour on a machine, or on a cluster.
 
-python -m tools.check --device cuda --json results/check.json
-python -m tools.check --device cpu parity stop
+python -m tools.check --json check.json
+python -m tools.check parity links --model gpt2-124m --strategy fsdp
+torchrun --nnodes 4 --nproc_per_node 8 ... -m tools.check --model llama3-8b --strategy hsdp
+
+It takes train.py's flags, those of the run that is planned. Started by torchrun it checks the ranks
+that torchrun started, on all hosts. Alone it starts torchrun on this host.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import functools
+import gc
 import json
 import os
-import platform
-import random
-import re
 import shlex
 import shutil
+import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
+from unittest import mock
 
-import numpy as np
 import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import collect_env
 
 import checkpoint
+import config
+import data
 import dist
+import layout
 import metrics
-import prepare
+import model
 import train
-from runtime import cli, watchdog
-from runtime.profiling import CudaSyncCounter, HostSyncCounter
+from config import Config
+from runtime import cli, memory, slurm, watchdog
 from tools import bench
+from tools.planning import rehearse
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative, over 20 steps of SMALL
-SMALL = (
-    "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 --lr 3e-3 "
-    "--warmup_steps 1 --max_grad_norm 2 --micro_batch_size 2 --log_interval 1 --eval_interval 0 "
-    "--eval_sequences 1 --sample_tokens 0 --keep_last 0"
+STEPS = 20
+SECONDS = 60  # for those steps on one rank, which computes the micro-batches of all ranks
+# Relative differences between a mesh and one rank: of the loss, and of the gradient norm
+TOLERANCE = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2)}
+# Flags of every run, which override those of the planned one
+SHORT = (
+    f"--max_steps {STEPS} --warmup_steps 10 --schedule constant --log_interval 1 --save_interval 0 "
+    "--keep_last 1 --eval_interval 0 --eval_sequences 1 --sample_tokens 0 --profile 0:1 "
+    "--optim_metrics_interval 0 --tracker none --resume auto --allow_changes false --time_limit 0 "
+    "--dry_run false --eval_only false "
 )
-PATIENCE = 600  # seconds for a small job
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A strategy to compare with a single process."""
-
-    flags: str
-    multiple: int = 1  # of ranks that it takes
-
-
-LAYOUTS = {
-    "ddp": Layout("--strategy ddp"),
-    "fsdp": Layout("--strategy fsdp"),
-    "hsdp": Layout("--strategy hsdp --dp_replicate 2", multiple=2),
-    "tp": Layout("--strategy fsdp --tp 2", multiple=2),
-    "hsdp-tp": Layout("--strategy hsdp --dp_replicate 2 --tp 2", multiple=4),
+SMALL = (
+    f"{SHORT} --n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 --lr 3e-3 "
+    "--micro_batch_size 2 "
+)
+STRATEGIES = {
+    "ddp": "--strategy ddp",
+    "fsdp": "--strategy fsdp",
+    "compiled": "--strategy fsdp --compile",
+    "hsdp": "--strategy hsdp --dp_replicate 2",
+    "tp": "--strategy fsdp --tp 2",
+    "hsdp-tp": "--strategy hsdp --dp_replicate 2 --tp 2",
 }
+FOLDER = "NANOSHARD_CHECK_FOLDER"  # the variable by which `check_host` tells the ranks theirs
 
 
 @dataclass
 class Check:
-    """What one check found: a line on the console, an object in the JSON file."""
+    """What one check found: a paragraph on the console, an object in the JSON file."""
 
     name: str
     status: str = "pass"  # or FAIL, or skip
     seconds: float = 0.0
     figures: dict = field(default_factory=dict)
     limits: dict[str, list[float]] = field(default_factory=dict)  # figure -> [least, most]
-    reason: str = ""  # why it failed or was skipped
-    output: str = ""  # where a failed check left what its job printed
+    problems: list[str] = field(default_factory=list)  # why it failed
+    not_checked: str = ""  # what was left out, and why
 
     def hold(self, figure: str, value: float, most: float, least: float = 0.0) -> None:
-        """Record a figure that must lie between `least` and `most`."""
+        """Record a figure that must lie between `least` and `most`; nan never does."""
         self.figures[figure] = value
         self.limits[figure] = [least, most]
+        if not least <= value <= most:
+            self.problems.append(f"{figure} {value:.3g} is not between {least:g} and {most:g}")
 
-    def beyond_limits(self) -> str:
-        """The figures that do not lie within their limits, in words; nan never does."""
-        found = []
-        for figure, (least, most) in self.limits.items():
-            value = self.figures[figure]
-            if not least <= value <= most:
-                found.append(f"{figure} {value:.3g} is not between {least:g} and {most:g}")
-        return "; ".join(found)
+    def run(self, function: Callable, lab: "Lab") -> str:
+        """Whatever the check raises is its failure, whose traceback this returns."""
+        began = time.perf_counter()
+        text = ""
+        try:
+            with contextlib.redirect_stdout(None):  # quiet
+                function(lab, self)
+        except (bench.CannotMeasure, dist.MeshError) as reason:
+            self.status, self.not_checked = "skip", str(reason)
+        except Exception as error:  # the other checks go on
+            text = traceback.format_exc() + getattr(error, "output", "")
+            self.problems.append(text.strip().splitlines()[-1])
+        if self.problems:
+            self.status = "FAIL"
+        self.seconds = time.perf_counter() - began
+        return text
 
-    def line(self) -> str:
-        said = [self.reason] if self.reason else []
+    def __str__(self) -> str:
+        said = list(self.problems)
         for figure, value in self.figures.items():
             text = value if isinstance(value, str) else bench.three_digits(value)
             said.append(f"{figure} {text}")
-        if self.output:
-            said.append(f"see {self.output}")
-        return f"{self.status}  {self.name:15} {self.seconds:5.1f} s  {', '.join(said)}"
+        if self.not_checked:
+            said.append(f"not checked: {self.not_checked}")
+        line = f"{self.status}  {self.name:23} {self.seconds:5.1f} s  {', '.join(said)}"
+        return textwrap.fill(line, 100, subsequent_indent=" " * 40, break_on_hyphens=False)
 
 
 # --------------------------------------------------------------------------------------------------
-# Jobs
-
-
-def last_error(text: str) -> str:
-    """The last exception in what a job printed or, without one, the last error of a command."""
-    for pattern in (r"\b[A-Z]\w*Error: \S", r"\berror: \S"):
-        lines = [line for line in text.splitlines() if re.search(pattern, line)]
-        if lines:
-            return lines[-1].strip()
-    return "no line of its output names an error"
-
-
-def rank_environments(size: int) -> list[dict[str, str]]:
-    """What torchrun would tell `size` ranks of this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environments = []
-    for rank in range(size):
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environments.append({name: str(value) for name, value in (ranks | address).items()})
-    return environments
+# The ranks
 
 
 class Lab:
-    """What the checks share: device, folder of their runs, token folder, processes."""
+    """What the checks on the ranks share: the planned run, its folder, and where the ranks meet."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path):
-        self.device = args.device
-        self.is_cuda = args.device == "cuda"
-        self.size = args.ranks
-        self.micro_batch_size = args.micro_batch_size or (16 if self.is_cuda else 4)
-        self.folder = folder
-        self.tokens = folder / "tokens"
-        self.train = functools.cache(self.train)  # several checks read the same run
-        self.measure = functools.cache(self.measure)
-        write_text(folder / "text")
-        text = [str(folder / "text")]
-        with contextlib.redirect_stdout(None):  # quiet
-            prepare.prepare(text, self.tokens, val_fraction=0.2)
+    def __init__(self, own: argparse.Namespace, c: Config, world: dist.World, dog):
+        self.planned, self.world, self.watchdog = c, world, dog
+        self.device, self.is_cuda = world.device, world.device.type == "cuda"
+        self.store = world.store.clone()
+        self.names = []
+        for rank, host_name in enumerate(bench.exchange(socket.gethostname())):
+            self.names.append(f"rank {rank} ({host_name}, host {rank // world.local_size})")
+        self.folder = Path(os.environ.get(FOLDER) or dist.on_rank0(lambda: new_folder(own.out)))
+        self.is_shared = all(bench.exchange(self.folder.exists()))
+        is_asked = own.json and world.rank == 0
+        self.environment = collect_env.get_env_info()._asdict() if is_asked else {}  # 2 s
+        if c.data == config.BUILTIN:
+            dist.on_rank0(train.prepare_builtin)
+        self.vocab_size = data.open_folders(c.data)[0].vocab_size
+        find_memory = functools.partial(memory.device_memory, world.device, world.local_size)
+        self.device_memory = dist.on_rank0(find_memory)
 
-    def flags(self, name: str, more: str) -> list[str]:
-        """Flags of a run of the small model in the run folder `name`."""
-        text = f"--device {self.device} --global_batch_size {4 * self.size} {SMALL} {more}"
-        return [f"--data={self.tokens}", f"--out={self.folder / name}", *text.split()]
+    def meet(self, place: str) -> None:
+        """Form a new group of all ranks, under a prefix of its own of torchrun's store."""
+        gc.collect()  # a group that something still refers to keeps its connections
+        rehearse.leave_group()
+        dist.join_group(self.world, torch.distributed.PrefixStore(place, self.store))
 
-    def start(self, name: str, size: int, more: str, script: tuple = ()) -> bench.Job:
-        """Start `size` ranks, without torchrun, which cannot be killed together with its ranks."""
-        command = [sys.executable, *(script or [bench.TRAIN]), *self.flags(name, more)]
-        return bench.Job([command] * size, rank_environments(size), self.folder / name)
+    @contextlib.contextmanager
+    def apart(self, check: Check) -> Iterator[dist.World]:
+        """Until all ranks meet again, each is a world of its own."""
+        rehearse.leave_group()
+        store = torch.distributed.HashStore()
+        alone = dict(rank=0, size=1, local_rank=0, local_size=1, store=store)
+        alone = dataclasses.replace(self.world, **alone)
+        dist.join_group(alone, store)
+        yield alone
+        self.meet(f"in {check.name}")
 
-    def train(self, name: str, size: int, more: str) -> Path:
-        """Train the small model. Raises RunFailed."""
-        with self.start(name, size, more) as job:
-            wait_until(lambda: not job.is_running())
-        return self.folder / name
+    def run_of(self, name: str) -> tuple[Config, layout.Layout]:
+        """A run that is `planned`, or of a strategy and dtype. Raises MeshError, UsageError."""
+        if name == "planned":
+            return short_run(self.planned, self.world, self.vocab_size, self.device_memory)
+        strategy, dtype = name.split()
+        flags = f"{SMALL} {STRATEGIES[strategy]} --dtype {dtype} --data {self.planned.data}"
+        c = config.parse(flags.split())
+        return short_run(c, self.world, self.vocab_size, self.device_memory, accumulate=2)
 
-    def measure(self, strategy: str, size: int, more: str = "") -> bench.Measurement:
-        """Train the larger model for 10 steps that count. Raises RunFailed."""
-        out = self.folder / f"{strategy}-{size}{more}"
-        shutil.rmtree(out, ignore_errors=True)  # of one that failed
-        model = "gpt2-124m" if self.is_cuda else "tiny"
-        data = self.gpt2_tokens() if self.is_cuda else self.tokens
-        flags = f"--model {model} --device {self.device} --strategy {strategy} --data {data} "
-        flags += f"--micro_batch_size {self.micro_batch_size} "
-        flags += f"--global_batch_size {self.micro_batch_size * size} {more}"
-        return bench.run(flags, size, out, steps=10)
+    def rehearse(self, c: Config) -> list[rehearse.Communication]:
+        """What this rank sends in a step, without doing it."""
+        rehearse.leave_group()
+        world = self.world
+        place = (world.rank, world.size, world.local_size, self.vocab_size, world.device.type)
+        return rehearse.rehearse(c, *place, self.device_memory).communication
 
-    def gpt2_tokens(self) -> Path:
-        """A token folder, as nanoGPT writes it, of random tokens of GPT-2's vocabulary."""
-        folder = self.folder / "gpt2-tokens"
-        folder.mkdir(exist_ok=True)
-        generator = np.random.default_rng(0)
-        for split in ("train", "val"):
-            generator.integers(50257, size=1 << 21, dtype=np.uint16).tofile(folder / f"{split}.bin")
-        return folder
+    def train(self, c: Config, world: dist.World, name: str) -> list[dict]:
+        """Train as train.py does; return the rows of the log, on rank 0 of `world`."""
+        out = self.folder / name
+        with mock.patch("signal.signal"):  # a signal ends this process, and not only the run
+            train.run_training(dataclasses.replace(c, out=str(out)), world, self.watchdog)
+        return bench.training_rows(out) if world.rank == 0 else []
+
+    def train_alone(self, c: Config, world: dist.World, name: str) -> tuple[list[dict], str]:
+        """The rows of the run on one rank, and why there may be too few."""
+        one = dict(strategy="single", tp=1, dp_replicate=None, dp_shard=None, grad_sync="batch")
+        one |= dict(compile=False, checkpoint="none", async_save=False, time_limit=SECONDS)
+        c = dataclasses.replace(c, **one)
+        need = layout.choose_layout(c, world, self.vocab_size, self.device_memory).memory
+        if need.total > 0.8 * self.device_memory:
+            room = f"80% of {self.device_memory / 1e9:,.1f} GB"
+            return [], f"one rank cannot hold the run: {need}, more than {room}"
+        rows = self.train(c, world, f"{name} on rank {self.world.rank}")
+        return rows, f"one rank does not train two steps in {SECONDS} s"
+
+    def settle(self, check: Check, text: str) -> None:
+        """Let rank 0 learn what all ranks found, through the store, and form a new group."""
+        own = {"failed": check.status == "FAIL", "when": time.time(), "text": text}
+        own["problems"] = [f"{self.names[self.world.rank]}: {line}" for line in check.problems]
+        self.store.set(f"{check.name} {self.world.rank}", json.dumps(own))
+        self.meet(f"after {check.name}")
+        if self.world.rank:
+            return
+        keys = [f"{check.name} {rank}" for rank in range(self.world.size)]
+        found = [json.loads(self.store.get(key)) for key in keys]
+        # The first one to fail may be the cause of the others' failures.
+        failed = sorted((one for one in found if one["failed"]), key=lambda one: one["when"])
+        if failed and failed[0] is not found[0]:
+            check.status = "FAIL"
+            check.problems = failed[0]["problems"]
+        if text := "\n".join(one["text"] for one in failed):
+            (self.folder / f"{check.name}.txt").write_text(text)
 
 
-def write_text(folder: Path) -> None:
-    """40 documents of invented words, about 30,000 bytes, the same on every machine."""
-    generator = random.Random(1)
-    words = []
-    for _ in range(50):
-        words.append("".join(generator.choices("abcdefgh", k=generator.randint(2, 6))))
-    folder.mkdir()
-    for number in range(40):
-        (folder / f"{number:02}.txt").write_text(" ".join(generator.choices(words, k=150)))
+def new_folder(parent: str | None) -> str:
+    if parent:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+    return tempfile.mkdtemp(prefix="check-", dir=parent and Path(parent).absolute())
 
 
-def training_rows(out: Path) -> list[dict]:
-    return [row for row in metrics.read_rows(out / "metrics.jsonl") if "loss" in row]
-
-
-def difference(expected: Path, found: Path, name: str, after: int = 0) -> float:
-    """The largest relative difference of a field of two logs, in the steps after `after`."""
-    largest = 0.0
-    for one, other in zip(training_rows(expected), training_rows(found), strict=True):
-        if one["step"] > after:
-            largest = max(largest, abs(other[name] - one[name]) / abs(one[name]))
-    return largest
+def short_run(
+    c: Config, world: dist.World, vocab_size: int, device_memory: int, accumulate: int = 1
+) -> tuple[Config, layout.Layout]:
+    """The run with two blocks and few micro-batches a rank, on the mesh of the whole one."""
+    dp_size = max(1, world.size // c.tp)
+    size = layout.micro_batch_size(c, dp_size)
+    batch = {"micro_batch_size": size, "global_batch_size": accumulate * size * dp_size}
+    c = dataclasses.replace(c, **batch, profile=None)
+    chosen = layout.choose_layout(c, world, vocab_size, device_memory)
+    dtype = str(chosen.dtype).removeprefix("torch.")
+    n_layer = min(2, chosen.model_config.n_layer)
+    c = dataclasses.replace(c, strategy=chosen.strategy, dtype=dtype, n_layer=n_layer)
+    return c, layout.choose_layout(c, world, vocab_size, device_memory)
 
 
 # --------------------------------------------------------------------------------------------------
-# The checks
+# The checks on the ranks
 
 
 def devices(lab: Lab, check: Check) -> None:
-    """names, memory, versions; float32 products are not computed in TF32"""
-    check.figures = hardware(lab.device) | versions(lab.device)
+    """all ranks have the same device and versions; float32 products are not computed in TF32"""
+    own = {"device": metrics.device_name(lab.device), "torch": torch.__version__}
+    if lab.is_cuda:
+        own |= {"cuda": torch.version.cuda, "nccl": str(torch.cuda.nccl.version())}
+    check.figures = {"ranks": lab.world.size, "hosts": lab.world.size // lab.world.local_size}
+    check.figures |= own
+    for rank, other in enumerate(bench.exchange(own)):
+        if other != own and rank > lab.world.rank:
+            check.problems.append(f"{lab.names[rank]} has {other}, not {own}")
     tf32 = torch.get_float32_matmul_precision() != "highest"
     check.hold("tf32", int(tf32 or os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"), 0)
 
 
+def matmul(lab: Lab, check: Check) -> None:
+    """matrix products in TFLOP/s: a square one, those of the MLP; a slow rank is named"""
+    _, chosen = lab.run_of("planned")
+    m = chosen.model_config
+    tokens = chosen.micro_batch_size * m.seq_len
+    side = 8192 if lab.is_cuda else 512
+    shapes = [(side, side, side), (tokens, m.d_model, m.d_ff), (tokens, m.d_ff, m.d_model)]
+    peak = metrics.peak_flops(lab.device, chosen.dtype, lab.planned.peak_tflops)
+    for rows, inner, columns in shapes:
+        a = torch.randn(rows, inner, device=lab.device, dtype=chosen.dtype)
+        b = torch.randn(inner, columns, device=lab.device, dtype=chosen.dtype)
+
+        def measure(a=a, b=b) -> dict[int, list[float]]:
+            return dict(enumerate(bench.exchange(bench.times(lambda: a @ b))))
+
+        rates = [2 * rows * inner * columns / min(times) for times in measure().values()]
+        label = f"{rows} x {inner} x {columns}"
+        check.figures[f"{label} TFLOP/s"] = min(rates) / 1e12
+        if peak:
+            check.hold(f"{label} of peak", max(rates) / peak, 1)
+        for rank, ratio in bench.slow_ones(measure).items():
+            check.problems.append(f"slow: {lab.names[rank]}, {ratio:.2f} x the time for {label}")
+
+
+def attention(lab: Lab, check: Check) -> None:
+    """the attention kernel in bfloat16, of 1,024 tokens, against math in float32; gradients too"""
+    H = 16 if lab.is_cuda else 2
+    for d_head in (64, 128):
+        generator = torch.Generator().manual_seed(d_head)
+        tensors = []
+        for heads in (H, H // 2, H // 2, H):  # of q, k, v, and the gradient of the output
+            tensor = torch.randn(1, heads, 1024, d_head, generator=generator)
+            tensors.append(tensor.to(lab.device, torch.bfloat16).requires_grad_())
+        found = attend(model.causal_attention, tensors, mask=None)
+        with sdpa_kernel(SDPBackend.MATH):
+            tensors = [tensor.detach().float().requires_grad_() for tensor in tensors]
+            options = dict(is_causal=True, enable_gqa=True)
+            exact = attend(F.scaled_dot_product_attention, tensors, **options)
+        for name, value, expected in zip(("y", "dq", "dk", "dv"), found, exact):
+            error = (value.float() - expected).norm() / expected.norm()
+            check.hold(f"d_head {d_head} {name}", error.item(), 1e-2)
+
+
+def attend(function: Callable, tensors: list[Tensor], **options) -> tuple[Tensor, ...]:
+    """The output, and the gradients of q, k and v."""
+    *inputs, gradient = tensors
+    y = function(*inputs, **options)
+    return y.detach(), *torch.autograd.grad(y, inputs, gradient)
+
+
+def links(lab: Lab, check: Check) -> None:
+    """collectives of each axis, of the sizes that the run sends; a slow host or link is named"""
+    if lab.world.size == 1:
+        raise bench.CannotMeasure("it takes two ranks")
+    c, chosen = lab.run_of("planned")
+    with lab.apart(check):
+        sent = lab.rehearse(c)
+    mesh = dist.make_mesh(lab.world, chosen.mesh_shape)
+    largest = 1 << 20  # more than what a switch may let pass at once
+    for axis in dist.AXES:
+        sizes = {row.bytes // row.count for row in sent if row.axis == axis}
+        for size in sorted(sizes | {4}) if mesh[axis].size() > 1 else []:
+            figures = bench.collectives(size, mesh.get_group(axis), lab.device)
+            check.figures |= {f"{axis} {name}": value for name, value in figures.items()}
+            largest = max(largest, min(size, 1 << 26))
+    check.problems += bench.slow_links(lab.names, lab.world.local_size, largest, lab.device)
+
+
 def parity(lab: Lab, check: Check) -> None:
-    """the losses and gradient norms of every strategy are those of a single process"""
+    """a run on the mesh is that of one rank; sends what is rehearsed; no host syncs; resumes"""
     name = check.name.removeprefix("parity ")
-    layout = LAYOUTS[name]
-    if lab.size % layout.multiple:
-        raise bench.CannotMeasure(f"it takes a multiple of {layout.multiple} ranks, not {lab.size}")
-    for dtype in TOLERANCE:
-        steps = f"--max_steps 20 --dtype {dtype}"
-        single = lab.train(f"single-{dtype}", 1, f"--strategy single {steps}")
-        out = lab.train(f"{name}-{dtype}", lab.size, f"{layout.flags} {steps}")
-        compare(check, dtype, single, out)
+    c, chosen = lab.run_of(name)
+    with lab.apart(check) as world:
+        alone, reason = lab.train_alone(c, world, name)
+        sent = lab.rehearse(c)
+    steps = min(bench.exchange(len(alone)))
+    if steps < 2:
+        check.not_checked = f"one rank's losses: {reason}"
+        steps, alone = 4, []
+    c = dataclasses.replace(c, max_steps=steps, checkpoint="none", async_save=False)
+    profiled = dataclasses.replace(c, profile=f"{steps - 2}:{steps - 1}")
+    rows = bench.exchange(lab.train(profiled, lab.world, name))[0]
+    record_speed(check, rows, chosen)
+    profile = lab.folder / name / "profile" / f"rank_{lab.world.rank}.json"
+    compare_profile(check, json.loads(profile.read_text()), sent)
+    if alone:
+        compare(check, "one rank's", alone, rows, TOLERANCE[c.dtype])
+    if not lab.is_shared:
+        check.not_checked += " save and resume: --out is no folder that all hosts share"
+        return
+    for last in (steps // 2, steps):
+        part = dataclasses.replace(c, max_steps=last, checkpoint="sharded")
+        resumed = bench.exchange(lab.train(part, lab.world, f"{name} resumed"))[0]
+    # Equal to the last bit on CPUs; on GPUs the backward pass of attention is not deterministic.
+    limits = TOLERANCE[c.dtype] if lab.is_cuda else (0.0, 0.0)
+    compare(check, "resumed", rows, resumed, limits)
 
 
-def compare(check: Check, dtype: str, single: Path, out: Path) -> None:
-    check.hold(f"{dtype} loss", difference(single, out, "loss"), TOLERANCE[dtype])
-    grad_norm = difference(single, out, "grad_norm")
-    if dtype == "float32":
-        check.hold("float32 grad_norm", grad_norm, TOLERANCE["float32"])
-    else:
-        check.figures[f"{dtype} grad_norm"] = grad_norm  # depends on the data: up to 1.7e-2 seen
+def record_speed(check: Check, rows: list[dict], chosen: layout.Layout) -> None:
+    """Speed and MFU and, where they are more than a context, the bytes used on a GPU."""
+    speeds = [row["tokens_per_second_per_device"] for row in rows]
+    check.figures["tokens/s/device"] = statistics.median(speeds)
+    if rows[-1]["mfu"] is not None:
+        check.hold("MFU", statistics.median(row["mfu"] for row in rows), 1)
+    if (used := rows[-1]["peak_device_memory"]) > 1e9:
+        check.hold("memory used / said", used / chosen.memory.total, most=1.25, least=0.5)
+
+
+def compare(
+    check: Check, label: str, expected: list[dict], found: list[dict], limits: tuple[float, float]
+) -> None:
+    """Hold the largest relative differences between the rows of two runs."""
+    for name, limit in zip(("loss", "grad_norm"), limits):
+        values = [
+            torch.tensor([row[name] for row in rows], dtype=torch.float64)
+            for rows in (expected, found)
+        ]
+        one, other = (tensor[: len(found)] for tensor in values)
+        check.hold(f"{label} {name}", ((other - one) / one).abs().max().item(), limit)
+
+
+def compare_profile(check: Check, profile: dict, sent: list[rehearse.Communication]) -> None:
+    """Hold the figures of --profile, and compare what a step sends with the rehearsal."""
+    for share in ("busy", "exposed_communication"):
+        check.hold(share, profile[share], 1)
+    check.hold("host syncs", sum(profile["host_syncs"].values()), 0)
+    check.problems += [f"the host waits at {place}" for place in profile["host_syncs"]]
+    extra = Counter()
+    for row in profile["communicated"]:
+        extra[row["kind"], row["axis"]] += row["bytes"]
+    check.figures["MB sent"] = extra.total() / 1e6
+    for row in sent:
+        extra[row.collective, row.axis] -= row.bytes
+    for (kind, axis), size in extra.items():
+        if size:
+            where = f"{kind} over {axis}"
+            check.problems.append(f"{size:+,} bytes of {where} in a step beside those rehearsed")
 
 
 def cpu(lab: Lab, check: Check) -> None:
     """a GPU computes what a CPU computes, from the same weights"""
     if not lab.is_cuda:
         raise bench.CannotMeasure("it takes a GPU")
+    c = dataclasses.replace(lab.run_of("fsdp float32")[0], strategy="single")
     # Initial weights depend on the kind of device: both begin with those of one step on the CPU.
-    steps = "--strategy single --dtype float32"
-    start = lab.train("start", 1, f"{steps} --max_steps 1 --device cpu")
-    steps += f" --max_steps 20 --init_from {checkpoint.list_checkpoints(start)[0]}"
-    on_cpu = lab.train("on-cpu", 1, f"{steps} --device cpu")
-    on_gpu = lab.train("on-gpu", 1, steps)
-    compare(check, "float32", on_cpu, on_gpu)
+    with lab.apart(check) as world:
+        on_cpu = dataclasses.replace(world, device=torch.device("cpu"))
+        start = f"start {lab.world.rank}"
+        lab.train(dataclasses.replace(c, max_steps=1), on_cpu, start)
+        c = dataclasses.replace(c, init_from=str(lab.folder / start), checkpoint="none")
+        rows = [lab.train(c, one, f"{one.device.type} {start}") for one in (on_cpu, world)]
+        compare(check, "the CPU's", *rows, TOLERANCE["float32"])
 
 
-def syncs(lab: Lab, check: Check) -> None:
-    """the host does not wait for the device in a step"""
-    for strategy in ("single", "ddp", "fsdp"):
-        size = 1 if strategy == "single" else lab.size
-        flags = f"--strategy {strategy} --max_steps 6"
-        script = ("-m", "tools.check", "--count_syncs")
-        with lab.start(f"syncs-{strategy}", size, flags, script) as job:
-            wait_until(lambda: not job.is_running())
-        counts = [re.search(r"^host syncs: (\d+)", text, re.M)[1] for text in job.printed()]
-        check.hold(strategy, max(map(int, counts)), 0)
-
-
-def count_syncs(argv: list[str]) -> None:
-    """Print how often the host waits for the device in three steps, after three, which allocate.
-
-    Runs on all ranks.
-    """
-    config = train.parse(argv)
-    world = dist.start(config.device)
-    dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
-    run = train.build(train.make_plan(config, world), world, dog)
-    batches = train.micro_batches(run, 1, 6)
-    for step in (1, 2, 3):
-        train.train_step(run.forward, run.optimizer, batches, step)
-    counter = CudaSyncCounter() if world.device.type == "cuda" else HostSyncCounter()
-    with counter:
-        for step in (4, 5, 6):
-            row = train.train_step(run.forward, run.optimizer, batches, step)
-            run.log.step(step, row, run.optimizer, is_due=True)
-    with run.log.pause():  # which waits for the row
-        pass
-    dist.stop()
-    print(f"host syncs: {counter.counts.total()} {dict(counter.counts)}")
+# --------------------------------------------------------------------------------------------------
+# What takes a launcher, on this host
 
 
 def stop(lab: Lab, check: Check) -> None:
-    """SIGTERM to torchrun, with data-loading workers: the run saves, and continues"""
-    flags = "--strategy ddp --num_workers 2 --schedule constant --max_steps"
-    out = lab.folder / "stop"
-    torchrun = [*bench.TORCHRUN, "--standalone", f"--nproc_per_node={lab.size}"]
-    command = [*torchrun, bench.TRAIN, *lab.flags("stop", f"{flags} 1000000")]
-    with bench.Job([command], [{}], out) as job:
-        try:
-            wait_until(lambda: (out / "metrics.jsonl").exists() or not job.is_running())
-        finally:
-            job.processes[0].terminate()  # torchrun passes it on to its ranks
-            check.figures["torchrun status"] = job.processes[0].wait(PATIENCE)
-    (text,) = job.printed()
-    saved = checkpoint.list_checkpoints(out)
-    if "stopped after step" not in text or not saved:
-        raise bench.RunFailed(last_error(text), text)
-    step = checkpoint.read_manifest(saved[-1])["step"]
-    check.hold("steps lost", training_rows(out)[-1]["step"] - step, 0)
-    lab.train("stop", lab.size, f"{flags} {step + 2}")
-    check.hold("steps after resuming", training_rows(out)[-1]["step"] - step, most=2, least=2)
+    """SIGTERM saves the last step; after kill -9 of a rank, the losses of a run without either"""
+    if FOLDER not in os.environ:
+        raise bench.CannotMeasure("it takes the launcher: run python -m tools.check on a host")
+    if lab.world.rank:
+        return
+    flags = f"{SMALL} --strategy fsdp --dtype float32 --num_workers 2 --device {lab.device.type}"
+    flags = [*flags.split(), "--save_interval=5", f"--data={lab.planned.data}"]
+    train_until = functools.partial(bench.torchrun, lab.world.size, flags)
+    out = lab.folder / "stopped"
+    with train_until(1_000_000, out) as running:
+        running.wait(until=(out / "metrics.jsonl").exists)
+    check.hold("says so", int("stopped after step" in running.printed()[0]), most=1, least=1)
+    stopped = check.figures["stopped after step"] = last_step(out)
+    check.hold("steps lost", bench.training_rows(out)[-1]["step"] - stopped, 0)
+    with train_until(1_000_000, out) as running:
+        running.wait(until=lambda: last_step(out) > stopped)
+        pid = running.processes[0].pid
+        *_, rank = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(rank), signal.SIGKILL)
+        running.processes[0].wait()
+    killed = check.figures["killed after step"] = last_step(out)
+    rows = []
+    for folder in (lab.folder / "whole", out):
+        with train_until(killed + STEPS, folder) as running:
+            running.wait()
+        rows.append(bench.training_rows(folder))
+    compare(check, "resumed", *rows, TOLERANCE["float32"] if lab.is_cuda else (0.0, 0.0))
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the job did nothing for {PATIENCE} s")
-        time.sleep(0.005)
-
-
-def resume(lab: Lab, check: Check) -> None:
-    """save, kill -9, resume: the losses of a run that was not killed"""
-    flags = "--strategy fsdp --dtype float32 --schedule constant --save_interval 5 --max_steps"
-    out = lab.folder / "killed"
-    with lab.start("killed", lab.size, f"{flags} 1000000") as job:
-        wait_until(lambda: checkpoint.list_checkpoints(out) or not job.is_running())
-    step = checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
-    flags += f" {step + 20}"
-    lab.train("killed", lab.size, flags)
-    whole = lab.train("whole", lab.size, flags)
-    # Equal to the last bit on CPUs; on GPUs the backward pass of attention is not deterministic.
-    limit = TOLERANCE["float32"] if lab.is_cuda else 0.0
-    check.figures["resumed after step"] = step
-    check.hold("loss", difference(whole, out, "loss", after=step), limit)
-
-
-def compiled(lab: Lab, check: Check) -> None:
-    """--compile: the losses of the same run without it, and the ratio of their speeds"""
-    eager = lab.measure("single", 1)
-    faster = lab.measure("single", 1, "--compile")
-    record_speed(check, "compiled", faster)
-    check.figures["ratio"] = faster.speed / eager.speed
-    check.hold("loss", difference(eager.out, faster.out, "loss"), TOLERANCE["bfloat16"])
-
-
-def record_speed(check: Check, label: str, found: bench.Measurement) -> None:
-    check.figures[f"{label} tokens/s/device"] = found.speed
-    if found.mfu is not None:
-        check.hold(f"{label} MFU", found.mfu, 1)
-
-
-def measured_runs(lab: Lab) -> dict[str, bench.Measurement]:
-    """The larger model on one device; on GPUs also under fsdp there, and on all of them."""
-    runs = {"single": lab.measure("single", 1)}
-    if lab.is_cuda:
-        runs["fsdp x 1"] = lab.measure("fsdp", 1)
-    if lab.is_cuda and lab.size > 1:
-        for strategy in ("ddp", "fsdp"):
-            runs[f"{strategy} x {lab.size}"] = lab.measure(strategy, lab.size)
-    return runs
-
-
-def profile(lab: Lab, check: Check) -> None:
-    """--profile: shares of the time between 0 and 1, operations with names"""
-    for label, run in measured_runs(lab).items():
-        figures = json.loads((run.out / "profile" / "rank_0.json").read_text())
-        for share in ("busy", "exposed_communication", "data_wait"):
-            check.hold(f"{label} {share}", figures[share], 1)
-        names = [operation["name"] for operation in figures["operations"] if operation["name"]]
-        check.hold(f"{label} named operations", len(names), most=10, least=1)
-        check.figures[f"{label} most time"] = ", ".join(names[:1])
-
-
-def memory(lab: Lab, check: Check) -> None:
-    """memory said at the start and used: auto fills 80% of a device, so at most 1 / 0.8"""
-    for label, run in measured_runs(lab).items():
-        check.figures[f"{label} MB said"] = run.said_memory / 1e6
-        check.figures[f"{label} MB used"] = run.peak_memory / 1e6
-        check.hold(f"{label} used / said", run.peak_memory / run.said_memory, most=1.25, least=0.5)
-
-
-def speed(lab: Lab, check: Check) -> None:
-    """tokens per second and MFU: gpt2-124m on GPUs, tiny on CPUs"""
-    for label, run in measured_runs(lab).items():
-        record_speed(check, label, run)
+def last_step(out: Path) -> int:
+    """That of the last checkpoint."""
+    return checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
 
 
 CHECKS = {
     "devices": devices,
+    "matmul": matmul,
+    "attention": attention,
+    "links": links,
     "parity": parity,
     "cpu": cpu,
-    "syncs": syncs,
     "stop": stop,
-    "resume": resume,
-    "compile": compiled,
-    "profile": profile,
-    "memory": memory,
-    "speed": speed,
 }
-
-
-# --------------------------------------------------------------------------------------------------
-# The machine
-
-
-def hardware(device: str) -> dict:
-    host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # bytes
-    found = {"host_cores": os.cpu_count(), "host_memory": host_memory}
-    if device == "cpu":
-        return {"device": cpu_name()} | found
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    counts = Counter(gpu.name for gpu in gpus)
-    names = ", ".join(f"{count} x {name}" for name, count in counts.items())
-    return {"device": names, "device_memory": min(gpu.total_memory for gpu in gpus)} | found
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else None
-    return found[1] if found else platform.machine()
-
-
-def versions(device: str) -> dict:
-    found = {"torch": torch.__version__, "python": platform.python_version()}
-    if device == "cuda":
-        found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = (program_output(query) or "unknown").splitlines()[0]
-    return found
-
-
-def commit() -> str | None:
-    """The commit of this folder, with "-dirty" where files differ; None without git."""
-    describe = "describe --always --dirty --abbrev=40 --exclude=*"
-    return program_output(["git", "-C", str(Path(bench.TRAIN).parent), *describe.split()])
-
-
-def program_output(command: list[str]) -> str | None:
-    """What a program prints; None where it is missing or fails."""
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return answer.stdout.strip()
 
 
 # --------------------------------------------------------------------------------------------------
 # The command line
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    lines = [f"  {name:10} {check.__doc__.splitlines()[0]}" for name, check in CHECKS.items()]
-    parser = cli.Parser(
-        prog="tools.check",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Check nanoshard on this machine: one line for each check, status 1 if one "
-        "fails.\nFiles of the runs are kept where one fails.",
-        epilog="\n".join(["checks, in this order:", *lines]),
-    )
-    parser.add_argument(
-        "checks", nargs="*", type=check_name, metavar="CHECK", help="(default: all)"
-    )
-    choices = ("auto", "cpu", "cuda")
-    parser.add_argument("--device", default="auto", choices=choices, help="(default: auto)")
-    parser.add_argument(
-        "--ranks", type=bench.positive, metavar="N", help="processes (default: all GPUs; 2 on CPUs)"
-    )
-    parser.add_argument(
-        "--micro_batch_size",
-        type=bench.positive,
-        metavar="N",
-        help="sequences of a rank in measured runs (default: 16 on GPUs, 4 on CPUs)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    args = parser.parse_args(argv)
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise cli.UsageError(f"--json {args.json}: there is no folder {args.json.parent}")
-    return args
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """This command's own flags, and the run that is planned. Raises UsageError."""
+    parser = config.build_parser()
+    parser.prog = "tools.check"
+    parser.usage = "[torchrun ... -m | python -m] tools.check [CHECK ...] [--FLAG VALUE ...]"
+    parser.description = "Check the ranks, with the flags of the run that is planned: train.py's."
+    lines = [f"  {name:10} {check.__doc__}" for name, check in CHECKS.items()]
+    parser.epilog = "\n".join(["checks, in this order:", *lines])
+    group = parser.add_argument_group("the checks")
+    help_ranks = "processes, without torchrun (default: all GPUs; 2 on CPUs)"
+    group.add_argument("checks", nargs="*", metavar="CHECK", help="(default: all)")
+    group.add_argument("--ranks", type=bench.positive, metavar="N", help=help_ranks)
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    flags = config.parse_flags(parser, [*argv, *SHORT.split()])
+    own = {name: flags.pop(name) for name in ("checks", "ranks", "json")}
+    own = argparse.Namespace(**own, out=flags["out"], argv=argv)
+    if unknown := [name for name in own.checks if name not in CHECKS]:
+        names = ", ".join(CHECKS)
+        raise cli.UsageError(f"no check is named {unknown[0]}: choose from {names}")
+    return own, config.to_config(flags)
 
 
-def check_name(text: str) -> str:
-    if text not in CHECKS:
-        raise argparse.ArgumentTypeError(
-            f"no check is named {text}: choose from {', '.join(CHECKS)}"
-        )
-    return text
+def check_ranks(argv: list[str]) -> int:
+    """On every rank. Rank 0 prints and writes what was found, and returns 1 if a check failed."""
+    own, c = parse(argv)
+    world = dist.start(c.device, timedelta(seconds=watchdog.SLOW_FACTOR * c.timeout))
+    dog = watchdog.Watchdog(world.store, world.rank, world.size, c.timeout)
+    with dog, loss_parallel():
+        lab = Lab(own, c, world, dog)
+        lab.run_of("planned")  # raises where flags and ranks do not fit together
+        checks = run_checks(lab, own)
+        failed = [check.name for check in checks if check.status == "FAIL"]
+        if world.rank == 0:
+            print(f"FAIL: {', '.join(failed)}; see {lab.folder}" if failed else "pass", flush=True)
+        if not any(bench.exchange(failed)) and world.local_rank == 0:
+            shutil.rmtree(lab.folder, ignore_errors=True)
+    dist.stop()
+    return int(bool(failed) and FOLDER not in os.environ)  # else torchrun would report it at length
 
 
-def run_check(lab: Lab, name: str, check: Check) -> None:
-    """Fill in `check`; whatever a check raises is its failure."""
-    began = time.perf_counter()
-    try:
-        CHECKS[name](lab, check)
-        check.reason = check.beyond_limits()
-        check.status = "FAIL" if check.reason else "pass"
-    except bench.CannotMeasure as reason:
-        check.status = "skip"
-        check.reason = str(reason)
-    except Exception as error:  # the other checks go on
-        check.status = "FAIL"
-        text = traceback.format_exc()
-        if isinstance(error, bench.RunFailed):
-            text += error.output
-        check.reason = last_error(text)
-        (lab.folder / f"{check.name}.failed.txt").write_text(text)
-    if check.status == "FAIL":
-        check.output = str(lab.folder)
-    check.seconds = time.perf_counter() - began
-
-
-def run_checks(args: argparse.Namespace, folder: Path, checks: list[Check]) -> None:
-    """Run the checks that `args` names, print a line for each as it ends, append to `checks`."""
-    lab = Lab(args, folder)
-    for name in CHECKS:
-        if args.checks and name not in args.checks:
+def run_checks(lab: Lab, own: argparse.Namespace) -> list[Check]:
+    """What was found: all of it on rank 0. While a check runs, the file says that ranks ended."""
+    names = [name for name in CHECKS if name != "parity"]
+    at = names.index("cpu")
+    names[at:at] = ["parity planned", *(f"parity {s} {d}" for s in STRATEGIES for d in TOLERANCE)]
+    checks = []
+    for name in names:
+        check = Check(name)
+        checks.append(check)
+        if own.checks and name.split()[0] not in own.checks:
+            check.status, check.not_checked = "skip", "not asked for"
             continue
-        variants = [f" {layout}" for layout in LAYOUTS] if name == "parity" else [""]
-        for variant in variants:
-            check = Check(name + variant)
-            run_check(lab, name, check)
-            print(check.line(), flush=True)
-            checks.append(check)
+        write_json(lab, own, [*checks[:-1], Check(name, "FAIL", problems=["a rank ended in it"])])
+        lab.watchdog.progress(len(checks), f"in the check {name}", slow=True)
+        text = check.run(CHECKS[name.split()[0]], lab)
+        lab.settle(check, text)
+        if lab.world.rank == 0:
+            print(check, flush=True)
+    write_json(lab, own, checks)
+    return checks
 
 
-def write_json(args: argparse.Namespace, argv: list[str], checks: list[Check]) -> None:
-    """Write what was found, on which machine and with which code."""
+def write_json(lab: Lab, own: argparse.Namespace, checks: list[Check]) -> None:
+    """Write what was found, on which machines and with which code."""
+    if lab.world.rank or not own.json:
+        return
+    git = f"git -C {Path(bench.TRAIN).parent} describe --always --dirty --abbrev=40 --exclude=*"
     found = {
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
-        "commit": commit(),
+        "commit": collect_env.run(git.split())[1],
         "code": train.source_hash(),
-        "command": shlex.join(["python", "-m", "tools.check", *argv]),
-        "ranks": args.ranks,
-        "hardware": hardware(args.device),
-        "versions": versions(args.device),
+        "command": shlex.join(["python", "-m", "tools.check", *own.argv]),
+        "ranks": lab.names,
+        "host": lab.environment,
         "checks": [asdict(check) for check in checks],
+        "not_checked": {check.name: check.not_checked for check in checks if check.not_checked},
     }
-    args.json.write_text(json.dumps(found, indent=2) + "\n")
+    metrics.replace_file(own.json, json.dumps(found, indent=2) + "\n")
 
 
-def check_machine(argv: list[str]) -> int:
-    args = parse(argv)
+def check_host(argv: list[str]) -> int:
+    """Start torchrun on this host, which starts this command on the ranks."""
+    own, c = parse(argv)
+    if own.json and not own.json.absolute().parent.is_dir():
+        raise cli.UsageError(f"--json {own.json}: there is no folder {own.json.parent}")
     # Raises MeshError where there is no such device, or where it has too few GPUs.
-    args.device = dist.set_device(args.device, 0, args.ranks or 1).type
-    args.ranks = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
-    folder = Path(tempfile.mkdtemp(prefix="check-"))
-    checks: list[Check] = []
-    try:
-        run_checks(args, folder, checks)
-    finally:  # also after Ctrl-C
-        failed = any(check.status == "FAIL" for check in checks)
-        if not failed:
-            shutil.rmtree(folder)
-        if args.json:
-            write_json(args, argv, checks)
-    return int(failed)
+    device = dist.set_device(c.device, 0, own.ranks or 1).type
+    size = own.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
+    world = rehearse.make_world(0, size, size, device)
+    short_run(c, world, 64 * c.tp, memory.device_memory(world.device, size))  # raises early
+    folder = Path(new_folder(own.out))
+    launcher = [*bench.TORCHRUN, "--standalone", f"--nproc_per_node={size}", "-m", "tools.check"]
+    path = str(Path(bench.TRAIN).parent)
+    variables = {FOLDER: str(folder), "PYTHONPATH": path, "KINETO_LOG_LEVEL": "6"}
+    # Not subprocess.run: after Ctrl-C it kills torchrun, which could not end its ranks any more.
+    with subprocess.Popen([*launcher, *argv], env=os.environ | variables) as process:
+        status = process.wait()
+    return int(status != 0 or folder.exists())  # it is removed where all checks pass
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["--count_syncs"]:  # a rank of the check `syncs`
-        return cli.run("tools.check", lambda: count_syncs(argv[1:]))
-    return cli.run("tools.check", lambda: check_machine(argv))
+    slurm.read_slurm()
+    if "RANK" in os.environ:
+        return cli.run("tools.check", lambda: check_ranks(argv), watchdog.fail_on_ranks)
+    return cli.run("tools.check", lambda: check_host(argv))
 
 
 if __name__ == "__main__":

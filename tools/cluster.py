@@ -41,6 +41,7 @@ from tools.bench import (
     add_flags,
     count,
     report,
+    times,
     training_rows,
 )
 from tools.planning import predict
@@ -129,7 +130,6 @@ def counted_rows(out: Path) -> list[dict]:
 # What tools.plan predicts, from links and cores that are measured in the same hosts
 
 ELEMENTS = 1 << 19  # 2 MB: the unit that fsdp gathers is 1 MB
-REPEATS = 20
 
 
 def measured_machines(
@@ -176,15 +176,10 @@ def measure_links(out: str) -> None:
 def bandwidth(group=None) -> float:
     """Bytes per second that a rank sends, 2 (n - 1) / n of the tensor, in a median all_reduce."""
     ranks = torch.distributed.get_world_size(group)
-    tensor = torch.zeros(ELEMENTS)
-    seconds = []
-    for _ in range(REPEATS):
-        torch.distributed.barrier()
-        began = time.perf_counter()
-        torch.distributed.all_reduce(tensor, group=group)
-        seconds.append(time.perf_counter() - began)
     if ranks == 1:
         return math.inf
+    tensor = torch.zeros(ELEMENTS)
+    seconds = times(lambda: torch.distributed.all_reduce(tensor, group=group))
     return 2 * (ranks - 1) / ranks * tensor.nbytes / statistics.median(seconds)
 
 
@@ -308,8 +303,7 @@ def run_all(namespaces: list[str], commands: list[list[str]], out: Path) -> None
         "GLOO_SOCKET_IFNAME": "eth0",  # gloo's default is the address of the host name
     }
     with Job(inside, [environment] * len(inside), out) as job:
-        while job.is_running():
-            time.sleep(0.1)
+        job.wait()
 
 
 # --------------------------------------------------------------------------------------------------

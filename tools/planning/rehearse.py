@@ -146,10 +146,16 @@ def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
     try:
         yield store
     finally:
+        leave_group()
+
+
+def leave_group() -> None:
+    """Leave the process group, if there is one, so that this process can join another."""
+    if torch.distributed.is_initialized():
         dist.stop()
-        # DTensor keeps meshes of equal shape, with the names of groups that are gone.
-        debug._clear_python_sharding_prop_cache()
-        debug._clear_fast_path_sharding_prop_cache()
+    # DTensor keeps meshes of equal shape, with the names of groups that are gone.
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
 
 
 def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
