@@ -21,8 +21,9 @@ MISTAKES = {
     ],
     "tools.check": [
         Mistake("--device cuda", "PyTorch finds no CUDA device here; use --device cpu"),
-        Mistake("devices pairity", "no check is named pairity: choose from devices, parity, cpu, "),
+        Mistake("devices pairity", "no check is named pairity: choose from devices, matmul, "),
         Mistake("--json {root}/nowhere/check.json", "check.json: there is no folder "),
+        Mistake("--ranks 3 --tp 2", "3 processes / tp 2 is not a whole number: start a multiple"),
     ],
     "tools.plan": [
         Mistake("", "--world_size is missing: give the number of devices in all"),

@@ -4,8 +4,7 @@ python -m tools.check --json check.json
 python -m tools.check parity links --model gpt2-124m --strategy fsdp
 torchrun --nnodes 4 --nproc_per_node 8 ... -m tools.check --model llama3-8b --strategy hsdp
 
-It takes train.py's flags, those of the run that is planned. Started by torchrun it checks the ranks
-that torchrun started, on all hosts. Alone it starts torchrun on this host.
+The flags are train.py's, of the run that is planned. Alone it starts torchrun on this host.
 """
 
 import argparse
@@ -26,6 +25,7 @@ import tempfile
 import textwrap
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -99,30 +99,27 @@ class Check:
         if not least <= value <= most:
             self.problems.append(f"{figure} {value:.3g} is not between {least:g} and {most:g}")
 
-    def run(self, function: Callable, lab: "Lab") -> str:
-        """Whatever the check raises is its failure, whose traceback this returns."""
+    def run(self, function: Callable, lab: "Lab") -> None:
+        """Whatever the check raises is its failure: the other checks go on."""
         began = time.perf_counter()
-        text = ""
         try:
-            with contextlib.redirect_stdout(None):  # quiet
+            with contextlib.redirect_stdout(None), warnings.catch_warnings(action="ignore"):
                 function(lab, self)
         except (bench.CannotMeasure, dist.MeshError) as reason:
             self.status, self.not_checked = "skip", str(reason)
-        except Exception as error:  # the other checks go on
-            text = traceback.format_exc() + getattr(error, "output", "")
-            self.problems.append(text.strip().splitlines()[-1])
+        except Exception as error:
+            traceback.print_exc()
+            self.problems.append(traceback.format_exception_only(error)[-1].strip())
         if self.problems:
             self.status = "FAIL"
         self.seconds = time.perf_counter() - began
-        return text
 
     def __str__(self) -> str:
         said = list(self.problems)
         for figure, value in self.figures.items():
             text = value if isinstance(value, str) else bench.three_digits(value)
             said.append(f"{figure} {text}")
-        if self.not_checked:
-            said.append(f"not checked: {self.not_checked}")
+        said += [f"not checked: {self.not_checked}"] if self.not_checked else []
         line = f"{self.status}  {self.name:23} {self.seconds:5.1f} s  {', '.join(said)}"
         return textwrap.fill(line, 100, subsequent_indent=" " * 40, break_on_hyphens=False)
 
@@ -138,18 +135,16 @@ class Lab:
         self.planned, self.world, self.watchdog = c, world, dog
         self.device, self.is_cuda = world.device, world.device.type == "cuda"
         self.store = world.store.clone()
-        self.names = []
-        for rank, host_name in enumerate(bench.exchange(socket.gethostname())):
-            self.names.append(f"rank {rank} ({host_name}, host {rank // world.local_size})")
-        self.folder = Path(os.environ.get(FOLDER) or dist.on_rank0(lambda: new_folder(own.out)))
+        hosts = enumerate(bench.exchange(socket.gethostname()))
+        self.names = [f"rank {r} ({host}, host {r // world.local_size})" for r, host in hosts]
+        self.folder = Path(os.environ.get(FOLDER) or dist.on_rank0(own.new_folder))
         self.is_shared = all(bench.exchange(self.folder.exists()))
-        is_asked = own.json and world.rank == 0
-        self.environment = collect_env.get_env_info()._asdict() if is_asked else {}  # 2 s
+        self.environment = functools.cache(collect_env.get_env_info)  # takes seconds
         if c.data == config.BUILTIN:
             dist.on_rank0(train.prepare_builtin)
         self.vocab_size = data.open_folders(c.data)[0].vocab_size
-        find_memory = functools.partial(memory.device_memory, world.device, world.local_size)
-        self.device_memory = dist.on_rank0(find_memory)
+        place = (world.device, world.local_size)
+        self.device_memory = dist.on_rank0(lambda: memory.device_memory(*place))
 
     def meet(self, place: str) -> None:
         """Form a new group of all ranks, under a prefix of its own of torchrun's store."""
@@ -187,7 +182,8 @@ class Lab:
     def train(self, c: Config, world: dist.World, name: str) -> list[dict]:
         """Train as train.py does; return the rows of the log, on rank 0 of `world`."""
         out = self.folder / name
-        with mock.patch("signal.signal"):  # a signal ends this process, and not only the run
+        # Without handlers: a signal ends this process, and not only the run.
+        with loss_parallel(), mock.patch("signal.signal"):
             train.run_training(dataclasses.replace(c, out=str(out)), world, self.watchdog)
         return bench.training_rows(out) if world.rank == 0 else []
 
@@ -198,34 +194,23 @@ class Lab:
         c = dataclasses.replace(c, **one)
         need = layout.choose_layout(c, world, self.vocab_size, self.device_memory).memory
         if need.total > 0.8 * self.device_memory:
-            room = f"80% of {self.device_memory / 1e9:,.1f} GB"
-            return [], f"one rank cannot hold the run: {need}, more than {room}"
+            room = f"more than 80% of {self.device_memory / 1e9:,.1f} GB"
+            return [], f"one rank cannot hold the run: {need}, {room}"
         rows = self.train(c, world, f"{name} on rank {self.world.rank}")
         return rows, f"one rank does not train two steps in {SECONDS} s"
 
-    def settle(self, check: Check, text: str) -> None:
+    def settle(self, check: Check) -> None:
         """Let rank 0 learn what all ranks found, through the store, and form a new group."""
-        own = {"failed": check.status == "FAIL", "when": time.time(), "text": text}
-        own["problems"] = [f"{self.names[self.world.rank]}: {line}" for line in check.problems]
+        problems = [f"{self.names[self.world.rank]}: {line}" for line in check.problems]
+        own = {"when": time.time(), "problems": problems}
         self.store.set(f"{check.name} {self.world.rank}", json.dumps(own))
         self.meet(f"after {check.name}")
-        if self.world.rank:
-            return
-        keys = [f"{check.name} {rank}" for rank in range(self.world.size)]
-        found = [json.loads(self.store.get(key)) for key in keys]
+        ranks = range(self.world.size if self.world.rank == 0 else 0)
+        found = [json.loads(self.store.get(f"{check.name} {rank}")) for rank in ranks]
         # The first one to fail may be the cause of the others' failures.
-        failed = sorted((one for one in found if one["failed"]), key=lambda one: one["when"])
+        failed = sorted((one for one in found if one["problems"]), key=lambda one: one["when"])
         if failed and failed[0] is not found[0]:
-            check.status = "FAIL"
-            check.problems = failed[0]["problems"]
-        if text := "\n".join(one["text"] for one in failed):
-            (self.folder / f"{check.name}.txt").write_text(text)
-
-
-def new_folder(parent: str | None) -> str:
-    if parent:
-        Path(parent).mkdir(parents=True, exist_ok=True)
-    return tempfile.mkdtemp(prefix="check-", dir=parent and Path(parent).absolute())
+            check.status, check.problems = "FAIL", failed[0]["problems"]
 
 
 def short_run(
@@ -252,8 +237,8 @@ def devices(lab: Lab, check: Check) -> None:
     own = {"device": metrics.device_name(lab.device), "torch": torch.__version__}
     if lab.is_cuda:
         own |= {"cuda": torch.version.cuda, "nccl": str(torch.cuda.nccl.version())}
-    check.figures = {"ranks": lab.world.size, "hosts": lab.world.size // lab.world.local_size}
-    check.figures |= own
+    size = lab.world.size
+    check.figures = {"ranks": size, "hosts": size // lab.world.local_size, **own}
     for rank, other in enumerate(bench.exchange(own)):
         if other != own and rank > lab.world.rank:
             check.problems.append(f"{lab.names[rank]} has {other}, not {own}")
@@ -360,18 +345,15 @@ def parity(lab: Lab, check: Check) -> None:
 
 
 def record_speed(check: Check, rows: list[dict], chosen: layout.Layout) -> None:
-    """Speed and MFU and, where they are more than a context, the bytes used on a GPU."""
     speeds = [row["tokens_per_second_per_device"] for row in rows]
     check.figures["tokens/s/device"] = statistics.median(speeds)
     if rows[-1]["mfu"] is not None:
         check.hold("MFU", statistics.median(row["mfu"] for row in rows), 1)
-    if (used := rows[-1]["peak_device_memory"]) > 1e9:
+    if (used := rows[-1]["peak_device_memory"]) > 1e9:  # much more than cuBLAS takes for itself
         check.hold("memory used / said", used / chosen.memory.total, most=1.25, least=0.5)
 
 
-def compare(
-    check: Check, label: str, expected: list[dict], found: list[dict], limits: tuple[float, float]
-) -> None:
+def compare(check: Check, label: str, expected: list, found: list, limits: tuple) -> None:
     """Hold the largest relative differences between the rows of two runs."""
     for name, limit in zip(("loss", "grad_norm"), limits):
         values = [
@@ -396,8 +378,7 @@ def compare_profile(check: Check, profile: dict, sent: list[rehearse.Communicati
         extra[row.collective, row.axis] -= row.bytes
     for (kind, axis), size in extra.items():
         if size:
-            where = f"{kind} over {axis}"
-            check.problems.append(f"{size:+,} bytes of {where} in a step beside those rehearsed")
+            check.problems.append(f"beside the rehearsal {size:+,} bytes of {kind} over {axis}")
 
 
 def cpu(lab: Lab, check: Check) -> None:
@@ -429,18 +410,21 @@ def stop(lab: Lab, check: Check) -> None:
     flags = [*flags.split(), "--save_interval=5", f"--data={lab.planned.data}"]
     train_until = functools.partial(bench.torchrun, lab.world.size, flags)
     out = lab.folder / "stopped"
+
+    def last_step() -> int:
+        return checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
+
     with train_until(1_000_000, out) as running:
         running.wait(until=(out / "metrics.jsonl").exists)
-    check.hold("says so", int("stopped after step" in running.printed()[0]), most=1, least=1)
-    stopped = check.figures["stopped after step"] = last_step(out)
+    stopped = check.figures["stopped after step"] = last_step()
     check.hold("steps lost", bench.training_rows(out)[-1]["step"] - stopped, 0)
     with train_until(1_000_000, out) as running:
-        running.wait(until=lambda: last_step(out) > stopped)
+        running.wait(until=lambda: last_step() > stopped)
         pid = running.processes[0].pid
         *_, rank = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         os.kill(int(rank), signal.SIGKILL)
         running.processes[0].wait()
-    killed = check.figures["killed after step"] = last_step(out)
+    killed = check.figures["killed after step"] = last_step()
     rows = []
     for folder in (lab.folder / "whole", out):
         with train_until(killed + STEPS, folder) as running:
@@ -449,19 +433,14 @@ def stop(lab: Lab, check: Check) -> None:
     compare(check, "resumed", *rows, TOLERANCE["float32"] if lab.is_cuda else (0.0, 0.0))
 
 
-def last_step(out: Path) -> int:
-    """That of the last checkpoint."""
-    return checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
-
-
 CHECKS = {
     "devices": devices,
     "matmul": matmul,
     "attention": attention,
     "links": links,
-    "parity": parity,
     "cpu": cpu,
     "stop": stop,
+    "parity": parity,
 }
 
 
@@ -478,16 +457,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     lines = [f"  {name:10} {check.__doc__}" for name, check in CHECKS.items()]
     parser.epilog = "\n".join(["checks, in this order:", *lines])
     group = parser.add_argument_group("the checks")
-    help_ranks = "processes, without torchrun (default: all GPUs; 2 on CPUs)"
     group.add_argument("checks", nargs="*", metavar="CHECK", help="(default: all)")
-    group.add_argument("--ranks", type=bench.positive, metavar="N", help=help_ranks)
+    group.add_argument(
+        "--ranks", type=bench.positive, metavar="N", help="(default: all GPUs; 2 on CPUs)"
+    )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     flags = config.parse_flags(parser, [*argv, *SHORT.split()])
     own = {name: flags.pop(name) for name in ("checks", "ranks", "json")}
-    own = argparse.Namespace(**own, out=flags["out"], argv=argv)
+    parent = flags["out"] and Path(flags["out"]).absolute()
+    new_folder = functools.partial(tempfile.mkdtemp, prefix="check-", dir=parent)
+    own = argparse.Namespace(**own, argv=argv, new_folder=new_folder)
     if unknown := [name for name in own.checks if name not in CHECKS]:
-        names = ", ".join(CHECKS)
-        raise cli.UsageError(f"no check is named {unknown[0]}: choose from {names}")
+        raise cli.UsageError(f"no check is named {unknown[0]}: choose from {', '.join(CHECKS)}")
     return own, config.to_config(flags)
 
 
@@ -496,7 +477,7 @@ def check_ranks(argv: list[str]) -> int:
     own, c = parse(argv)
     world = dist.start(c.device, timedelta(seconds=watchdog.SLOW_FACTOR * c.timeout))
     dog = watchdog.Watchdog(world.store, world.rank, world.size, c.timeout)
-    with dog, loss_parallel():
+    with dog:
         lab = Lab(own, c, world, dog)
         lab.run_of("planned")  # raises where flags and ranks do not fit together
         checks = run_checks(lab, own)
@@ -511,20 +492,19 @@ def check_ranks(argv: list[str]) -> int:
 
 def run_checks(lab: Lab, own: argparse.Namespace) -> list[Check]:
     """What was found: all of it on rank 0. While a check runs, the file says that ranks ended."""
-    names = [name for name in CHECKS if name != "parity"]
-    at = names.index("cpu")
-    names[at:at] = ["parity planned", *(f"parity {s} {d}" for s in STRATEGIES for d in TOLERANCE)]
+    names = [*list(CHECKS)[:-1], "parity planned"]
+    names += [f"parity {strategy} {dtype}" for strategy in STRATEGIES for dtype in TOLERANCE]
     checks = []
     for name in names:
         check = Check(name)
-        checks.append(check)
         if own.checks and name.split()[0] not in own.checks:
             check.status, check.not_checked = "skip", "not asked for"
-            continue
-        write_json(lab, own, [*checks[:-1], Check(name, "FAIL", problems=["a rank ended in it"])])
-        lab.watchdog.progress(len(checks), f"in the check {name}", slow=True)
-        text = check.run(CHECKS[name.split()[0]], lab)
-        lab.settle(check, text)
+        else:
+            write_json(lab, own, [*checks, Check(name, "FAIL", problems=["a rank ended in it"])])
+            lab.watchdog.progress(len(checks), f"in the check {name}", slow=True)
+            check.run(CHECKS[name.split()[0]], lab)
+            lab.settle(check)
+        checks.append(check)
         if lab.world.rank == 0:
             print(check, flush=True)
     write_json(lab, own, checks)
@@ -542,9 +522,8 @@ def write_json(lab: Lab, own: argparse.Namespace, checks: list[Check]) -> None:
         "code": train.source_hash(),
         "command": shlex.join(["python", "-m", "tools.check", *own.argv]),
         "ranks": lab.names,
-        "host": lab.environment,
+        "host": lab.environment()._asdict(),
         "checks": [asdict(check) for check in checks],
-        "not_checked": {check.name: check.not_checked for check in checks if check.not_checked},
     }
     metrics.replace_file(own.json, json.dumps(found, indent=2) + "\n")
 
@@ -559,14 +538,13 @@ def check_host(argv: list[str]) -> int:
     size = own.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
     world = rehearse.make_world(0, size, size, device)
     short_run(c, world, 64 * c.tp, memory.device_memory(world.device, size))  # raises early
-    folder = Path(new_folder(own.out))
+    folder = Path(own.new_folder())
     launcher = [*bench.TORCHRUN, "--standalone", f"--nproc_per_node={size}", "-m", "tools.check"]
-    path = str(Path(bench.TRAIN).parent)
-    variables = {FOLDER: str(folder), "PYTHONPATH": path, "KINETO_LOG_LEVEL": "6"}
+    variables = {FOLDER: str(folder), "KINETO_LOG_LEVEL": "6"}  # the profiler's own log
     # Not subprocess.run: after Ctrl-C it kills torchrun, which could not end its ranks any more.
     with subprocess.Popen([*launcher, *argv], env=os.environ | variables) as process:
-        status = process.wait()
-    return int(status != 0 or folder.exists())  # it is removed where all checks pass
+        # The ranks remove the folder where all checks pass.
+        return int(process.wait() != 0 or folder.exists())
 
 
 def main(argv: list[str]) -> int:
