@@ -55,6 +55,7 @@ from tools import bench
 from tools.planning import rehearse
 
 STEPS = 20
+LONG = 5_000  # steps of a job that is ended long before
 SECONDS = 60  # for those steps on one rank, which computes the micro-batches of all ranks
 # Relative differences between a mesh and one rank: of the loss, and of the gradient norm
 TOLERANCE = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2)}
@@ -409,16 +410,18 @@ def stop(lab: Lab, check: Check) -> None:
     flags = f"{SMALL} --strategy fsdp --dtype float32 --num_workers 2 --device {lab.device.type}"
     flags = [*flags.split(), "--save_interval=5", f"--data={lab.planned.data}"]
     train_until = functools.partial(bench.torchrun, lab.world.size, flags)
+    # torchrun's signal becomes an exception, which ends the job too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     out = lab.folder / "stopped"
 
     def last_step() -> int:
         return checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
 
-    with train_until(1_000_000, out) as running:
+    with train_until(LONG, out) as running:
         running.wait(until=(out / "metrics.jsonl").exists)
     stopped = check.figures["stopped after step"] = last_step()
     check.hold("steps lost", bench.training_rows(out)[-1]["step"] - stopped, 0)
-    with train_until(1_000_000, out) as running:
+    with train_until(LONG, out) as running:
         running.wait(until=lambda: last_step() > stopped)
         pid = running.processes[0].pid
         *_, rank = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -430,6 +433,7 @@ def stop(lab: Lab, check: Check) -> None:
         with train_until(killed + STEPS, folder) as running:
             running.wait()
         rows.append(bench.training_rows(folder))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     compare(check, "resumed", *rows, TOLERANCE["float32"] if lab.is_cuda else (0.0, 0.0))
 
 
