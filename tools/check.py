@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import gc
 import json
+import math
 import os
 import shlex
 import shutil
@@ -100,20 +101,23 @@ class Check:
         if not least <= value <= most:
             self.problems.append(f"{figure} {value:.3g} is not between {least:g} and {most:g}")
 
-    def run(self, function: Callable, lab: "Lab") -> None:
-        """Whatever the check raises is its failure: the other checks go on."""
+    def run(self, function: Callable, lab: "Lab") -> float:
+        """What a check raises is its failure: the others go on. Returns when it raised, or inf."""
         began = time.perf_counter()
+        raised_at = math.inf
         try:
             with contextlib.redirect_stdout(None), warnings.catch_warnings(action="ignore"):
                 function(lab, self)
         except (bench.CannotMeasure, dist.MeshError) as reason:
             self.status, self.not_checked = "skip", str(reason)
         except Exception as error:
+            raised_at = time.time()
             traceback.print_exc()
             self.problems.append(traceback.format_exception_only(error)[-1].strip())
         if self.problems:
             self.status = "FAIL"
         self.seconds = time.perf_counter() - began
+        return raised_at
 
     def __str__(self) -> str:
         said = list(self.problems)
@@ -200,18 +204,17 @@ class Lab:
         rows = self.train(c, world, f"{name} on rank {self.world.rank}")
         return rows, f"one rank does not train two steps in {SECONDS} s"
 
-    def settle(self, check: Check) -> None:
+    def settle(self, check: Check, raised_at: float) -> None:
         """Let rank 0 learn what all ranks found, through the store, and form a new group."""
         problems = [f"{self.names[self.world.rank]}: {line}" for line in check.problems]
-        own = {"when": time.time(), "problems": problems}
-        self.store.set(f"{check.name} {self.world.rank}", json.dumps(own))
+        self.store.set(f"{check.name} {self.world.rank}", json.dumps([raised_at, problems]))
         self.meet(f"after {check.name}")
         ranks = range(self.world.size if self.world.rank == 0 else 0)
         found = [json.loads(self.store.get(f"{check.name} {rank}")) for rank in ranks]
-        # The first one to fail may be the cause of the others' failures.
-        failed = sorted((one for one in found if one["problems"]), key=lambda one: one["when"])
+        # The first exception may be the cause of the others.
+        failed = sorted(one for one in found if one[1])
         if failed and failed[0] is not found[0]:
-            check.status, check.problems = "FAIL", failed[0]["problems"]
+            check.status, check.problems = "FAIL", failed[0][1]
 
 
 def short_run(
@@ -410,8 +413,7 @@ def stop(lab: Lab, check: Check) -> None:
     flags = f"{SMALL} --strategy fsdp --dtype float32 --num_workers 2 --device {lab.device.type}"
     flags = [*flags.split(), "--save_interval=5", f"--data={lab.planned.data}"]
     train_until = functools.partial(bench.torchrun, lab.world.size, flags)
-    # torchrun's signal becomes an exception, which ends the job too.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # ends the job, too
     out = lab.folder / "stopped"
 
     def last_step() -> int:
@@ -506,8 +508,8 @@ def run_checks(lab: Lab, own: argparse.Namespace) -> list[Check]:
         else:
             write_json(lab, own, [*checks, Check(name, "FAIL", problems=["a rank ended in it"])])
             lab.watchdog.progress(len(checks), f"in the check {name}", slow=True)
-            check.run(CHECKS[name.split()[0]], lab)
-            lab.settle(check)
+            raised_at = check.run(CHECKS[name.split()[0]], lab)
+            lab.settle(check, raised_at)
         checks.append(check)
         if lab.world.rank == 0:
             print(check, flush=True)
