@@ -140,16 +140,17 @@ class Lab:
         self.planned, self.world, self.watchdog = c, world, dog
         self.device, self.is_cuda = world.device, world.device.type == "cuda"
         self.store = world.store.clone()
-        hosts = enumerate(bench.exchange(socket.gethostname()))
-        self.names = [f"rank {r} ({host}, host {r // world.local_size})" for r, host in hosts]
+        rank, local_size = world.rank, world.local_size
+        self.names = bench.exchange(
+            f"rank {rank} ({socket.gethostname()}, host {rank // local_size})"
+        )
         self.folder = Path(os.environ.get(FOLDER) or dist.on_rank0(own.new_folder))
         self.is_shared = all(bench.exchange(self.folder.exists()))
         self.environment = functools.cache(collect_env.get_env_info)  # takes seconds
         if c.data == config.BUILTIN:
             dist.on_rank0(train.prepare_builtin)
         self.vocab_size = data.open_folders(c.data)[0].vocab_size
-        place = (world.device, world.local_size)
-        self.device_memory = dist.on_rank0(lambda: memory.device_memory(*place))
+        self.device_memory = dist.on_rank0(lambda: memory.device_memory(self.device, local_size))
 
     def meet(self, place: str) -> None:
         """Form a new group of all ranks, under a prefix of its own of torchrun's store."""
@@ -161,10 +162,9 @@ class Lab:
     def apart(self, check: Check) -> Iterator[dist.World]:
         """Until all ranks meet again, each is a world of its own."""
         rehearse.leave_group()
-        store = torch.distributed.HashStore()
-        alone = dict(rank=0, size=1, local_rank=0, local_size=1, store=store)
-        alone = dataclasses.replace(self.world, **alone)
-        dist.join_group(alone, store)
+        one = dict(rank=0, size=1, local_rank=0, local_size=1, store=torch.distributed.HashStore())
+        alone = dataclasses.replace(self.world, **one)
+        dist.join_group(alone, alone.store)
         yield alone
         self.meet(f"in {check.name}")
 
@@ -333,8 +333,7 @@ def parity(lab: Lab, check: Check) -> None:
     profiled = dataclasses.replace(c, profile=f"{steps - 2}:{steps - 1}")
     rows = bench.exchange(lab.train(profiled, lab.world, name))[0]
     record_speed(check, rows, chosen)
-    profile = lab.folder / name / "profile" / f"rank_{lab.world.rank}.json"
-    compare_profile(check, json.loads(profile.read_text()), sent)
+    compare_profile(check, lab.folder / name / f"profile/rank_{lab.world.rank}.json", sent)
     if alone:
         compare(check, "one rank's", alone, rows, TOLERANCE[c.dtype])
     if not lab.is_shared:
@@ -368,8 +367,9 @@ def compare(check: Check, label: str, expected: list, found: list, limits: tuple
         check.hold(f"{label} {name}", ((other - one) / one).abs().max().item(), limit)
 
 
-def compare_profile(check: Check, profile: dict, sent: list[rehearse.Communication]) -> None:
+def compare_profile(check: Check, file: Path, sent: list[rehearse.Communication]) -> None:
     """Hold the figures of --profile, and compare what a step sends with the rehearsal."""
+    profile = json.loads(file.read_text())
     for share in ("busy", "exposed_communication"):
         check.hold(share, profile[share], 1)
     check.hold("host syncs", sum(profile["host_syncs"].values()), 0)
@@ -416,7 +416,7 @@ def stop(lab: Lab, check: Check) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # ends the job, too
     out = lab.folder / "stopped"
 
-    def last_step() -> int:
+    def last_step() -> int:  # that is saved
         return checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
 
     with train_until(LONG, out) as running:
