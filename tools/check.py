@@ -1,7 +1,6 @@
 """Does everything work on these ranks, and how fast? The first hour on a machine, or on a cluster.
 
-python -m tools.check --json check.json
-python -m tools.check parity links --model gpt2-124m --strategy fsdp
+python -m tools.check --model gpt2-124m --strategy fsdp --json check.json
 torchrun --nnodes 4 --nproc_per_node 8 ... -m tools.check --model llama3-8b --strategy hsdp
 
 The flags are train.py's, of the run that is planned. Alone it starts torchrun on this host.
@@ -141,9 +140,8 @@ class Lab:
         self.device, self.is_cuda = world.device, world.device.type == "cuda"
         self.store = world.store.clone()
         rank, local_size = world.rank, world.local_size
-        self.names = bench.exchange(
-            f"rank {rank} ({socket.gethostname()}, host {rank // local_size})"
-        )
+        name = f"rank {rank} ({socket.gethostname()}, host {rank // local_size})"
+        self.names = bench.exchange(name)
         self.folder = Path(os.environ.get(FOLDER) or dist.on_rank0(own.new_folder))
         self.is_shared = all(bench.exchange(self.folder.exists()))
         self.environment = functools.cache(collect_env.get_env_info)  # takes seconds
@@ -519,7 +517,7 @@ def run_checks(lab: Lab, own: argparse.Namespace) -> list[Check]:
 
 def write_json(lab: Lab, own: argparse.Namespace, checks: list[Check]) -> None:
     """Write what was found, on which machines and with which code."""
-    if lab.world.rank or not own.json:
+    if lab.world.rank > 0 or not own.json:
         return
     git = f"git -C {Path(bench.TRAIN).parent} describe --always --dirty --abbrev=40 --exclude=*"
     found = {
