@@ -140,8 +140,8 @@ class Lab:
         self.device, self.is_cuda = world.device, world.device.type == "cuda"
         self.store = world.store.clone()
         rank, local_size = world.rank, world.local_size
-        name = f"rank {rank} ({socket.gethostname()}, host {rank // local_size})"
-        self.names = bench.exchange(name)
+        where = f"{socket.gethostname()}, host {rank // local_size}"
+        self.names = bench.exchange(f"rank {rank} ({where})")
         self.folder = Path(os.environ.get(FOLDER) or dist.on_rank0(own.new_folder))
         self.is_shared = all(bench.exchange(self.folder.exists()))
         self.environment = functools.cache(collect_env.get_env_info)  # takes seconds
@@ -340,8 +340,9 @@ def parity(lab: Lab, check: Check) -> None:
     for last in (steps // 2, steps):
         part = dataclasses.replace(c, max_steps=last, checkpoint="sharded")
         resumed = bench.exchange(lab.train(part, lab.world, f"{name} resumed"))[0]
-    # Equal to the last bit on CPUs; on GPUs the backward pass of attention is not deterministic.
-    limits = TOLERANCE[c.dtype] if lab.is_cuda else (0.0, 0.0)
+    # On CPUs to the last bit. On GPUs the backward pass of attention is not deterministic, and the
+    # step that the profile counts is not compiled.
+    limits = TOLERANCE[c.dtype] if lab.is_cuda or c.compile else (0.0, 0.0)
     compare(check, "resumed", rows, resumed, limits)
 
 
@@ -433,7 +434,6 @@ def stop(lab: Lab, check: Check) -> None:
         with train_until(killed + STEPS, folder) as running:
             running.wait()
         rows.append(bench.training_rows(folder))
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     compare(check, "resumed", *rows, TOLERANCE["float32"] if lab.is_cuda else (0.0, 0.0))
 
 
