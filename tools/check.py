@@ -138,10 +138,10 @@ class Lab:
     def __init__(self, own: argparse.Namespace, c: Config, world: dist.World, dog):
         self.planned, self.world, self.watchdog = c, world, dog
         self.device, self.is_cuda = world.device, world.device.type == "cuda"
-        self.store = world.store.clone()
+        self.store, self.store_keeper = world.store.clone(), torch.distributed.group.WORLD
         rank, local_size = world.rank, world.local_size
-        where = f"{socket.gethostname()}, host {rank // local_size}"
-        self.names = bench.exchange(f"rank {rank} ({where})")
+        host = f"{socket.gethostname()}, host {rank // local_size}"
+        self.names = bench.exchange(f"rank {rank} ({host})")
         self.folder = Path(os.environ.get(FOLDER) or dist.on_rank0(own.new_folder))
         self.is_shared = all(bench.exchange(self.folder.exists()))
         self.environment = functools.cache(collect_env.get_env_info)  # takes seconds
