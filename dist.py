@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -470,6 +470,16 @@ SAVED_OPERATIONS = [
 ]
 
 
+def is_saved(context, operator, *args, **kwargs) -> bool:
+    """Whether selective checkpointing keeps the result of an operator.
+
+    Not a row-wise layer's product under tp, (B * T, d_model) on every rank: its scattered sum is.
+    """
+    if operator not in SAVED_OPERATIONS:
+        return False
+    return not (isinstance(args[0], DTensor) and args[0].placements == (Shard(1),))
+
+
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     """Keep fewer activations of each block and recompute them in backward (Chen et al. 2016).
 
@@ -481,9 +491,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     # Nothing in a block is random.
     options = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
-        options["context_fn"] = functools.partial(
-            create_selective_checkpoint_contexts, SAVED_OPERATIONS
-        )
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, is_saved)
     for block in blocks:  # in place, so that parameters keep their names
         block.forward = functools.partial(checkpoint, block.forward, **options)
 

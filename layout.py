@@ -340,11 +340,9 @@ def activation_bytes(layout: Layout) -> int:
     m, tp = layout.model_config, layout.config.tp
     size = layout.dtype.itemsize
     block = activation_bytes_of_block(m, layout.dtype, layout.device_type, tp)  # for a token
-    # selective keeps about half, and a tp group's parts of sums
-    partial = size * 2 * m.d_model if tp > 1 else 0
     kept = {
         "none": m.n_layer * block,
-        "selective": m.n_layer * (block + partial) // 2,
+        "selective": m.n_layer * block // 2,  # about
         "full": m.n_layer * size * m.d_model // tp + block,  # inputs, and a recomputed block
     }
     return layout.micro_batch_size * m.seq_len * kept[layout.config.activation_checkpointing]
