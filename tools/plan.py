@@ -64,10 +64,9 @@ FLAGS = {
     ),
     "achieved": number(
         "X|RUN",
-        "share of its peak that a device reaches while it computes, or a run on one device to read "
-        f"it from (default: {predict.ACHIEVED})",
+        "share of its peak that your device reaches while it computes, or a run on one device to "
+        "read it from (default: by operation)",
         fraction,
-        predict.ACHIEVED,
     ),
     "intra_host_bandwidth": number(
         "GB/s",
@@ -289,9 +288,10 @@ def describe_step(plan: Plan) -> Iterator[str]:
     recomputed = ""
     if rehearsal.recomputed_flops:
         recomputed = f" + {rehearsal.recomputed_flops / 1e12:,.1f} recomputed"
+    rate = (rehearsal.flops + rehearsal.recomputed_flops) / speed.compute
     yield (
-        f"compute     {rehearsal.flops / 1e12:,.1f}{recomputed} TFLOP / ({speed.peak / 1e12:,.4g} "
-        f"TFLOP/s x {plan.request.cluster.achieved:.3g}) = {speed.compute:.4g} s"
+        f"compute     {rehearsal.flops / 1e12:,.1f}{recomputed} TFLOP in {speed.compute:.4g} s: "
+        f"{rate / speed.peak:.1%} of {speed.peak / 1e12:,.4g} TFLOP/s"
     )
     exposed = []
     for axis, seconds in speed.exposed.items():

@@ -19,13 +19,23 @@ from config import Config
 from layout import Layout
 from model import ModelConfig, Transformer
 from runtime.cli import UsageError
-from tools.planning.rehearse import Communication, Rehearsal, rehearse
+from tools.planning.rehearse import Communication, Operation, Rehearsal, rehearse
 
-# The share of its peak that a device reaches while it only computes. Attention counts half, for its
-# mask, as in train.py's MFU. From a run without communication: modded-nanogpt's track 3 trains 124
-# million parameters on one H200 at 490,000 tokens/s. With 6 x 124e6 + 6 x 12 layers x 768 x 1,024 =
-# 0.80e9 FLOPs a token, these are 0.39e15 FLOP/s, 40% of 989e12.
-ACHIEVED = 0.40
+# What attention reaches of large matrix products: FlashAttention-2 on A100s 160 to 190 TFLOP/s, and
+# FlashAttention-3, as cuDNN, on H100s 450 to 550, causal, 2,048 to 16,384 tokens (Dao 2023; Shah et
+# al. 2024).
+ATTENTION = 0.6
+
+# What kernels that only move data reach of the data sheet's bandwidth: 1.75 of 2.04 TB/s on A100s
+STREAM = 0.85
+
+# The share of its speed that a device loses while it communicates: NCCL's kernels take some of its
+# multiprocessors and of its memory's bandwidth. The one constant that is fitted, on the 12 rows of
+# docs/published.json that are marked so: 0.2 to 0.5 are as near.
+SLOWED = 0.4
+
+# Seconds in which a host launches one operation, with autograd
+LAUNCH = 5e-6
 
 # NVLink carries 450 GB/s each way on an H100, and NCCL reaches 360 to 370 of them in gathers and
 # rings: a fifth is protocol (github.com/NVIDIA/nccl-tests, issues 212 and 326).
@@ -35,10 +45,6 @@ LINK_EFFICIENCY = 0.8
 # buffers and the gaps of torch's caching allocator. --strategy auto fills 80%, of an estimate.
 USABLE = 0.9
 
-# What AdamW with clipping moves for each parameter, in float32: the norm reads the gradient, the
-# update reads weight, gradient and two moments and writes all but the gradient: (1 + 4 + 3) x 4.
-OPTIMIZER_BYTES = 32
-
 
 @dataclass(frozen=True)
 class Device:
@@ -46,6 +52,7 @@ class Device:
 
     kind: str  # of torch: cuda or cpu
     name: str | None  # in metrics.PEAK_FLOPS
+    products: float  # share of that peak which the fastest matrix products reach
     memory: int | None  # as torch reports it, total_memory; None: this machine's
     memory_bandwidth: float
     intra_bandwidth: float  # of a device to the others of its host
@@ -53,17 +60,19 @@ class Device:
 
 
 GIB = 1 << 30
+# Products: github.com/stas00/ml-engineering, compute/accelerator: 271.2 of 312 TFLOP/s on the A100,
+# 794.5 of 989 on H100 and H200, 1,745 of 2,250 on the B200
 DEVICES = {
     # A100 data sheet 1758950: 2.0 TB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s
-    "a100": Device("cuda", "NVIDIA A100-SXM4-80GB", int(79.2 * GIB), 2.04e12, 300e9, 25e9),
+    "a100": Device("cuda", "NVIDIA A100-SXM4-80GB", 0.869, int(79.2 * GIB), 2.04e12, 300e9, 25e9),
     # nvidia.com/en-us/data-center/h100: 3.35 TB/s, 900 GB/s both ways; DGX H100: 8 x 400 Gb/s
-    "h100": Device("cuda", "NVIDIA H100 80GB HBM3", int(79.1 * GIB), 3.35e12, 450e9, 50e9),
+    "h100": Device("cuda", "NVIDIA H100 80GB HBM3", 0.803, int(79.1 * GIB), 3.35e12, 450e9, 50e9),
     # nvidia.com/en-us/data-center/h200: 4.8 TB/s, the rest as the H100
-    "h200": Device("cuda", "NVIDIA H200", int(139.7 * GIB), 4.8e12, 450e9, 50e9),
+    "h200": Device("cuda", "NVIDIA H200", 0.803, int(139.7 * GIB), 4.8e12, 450e9, 50e9),
     # DGX B200 data sheet: 8 TB/s, 1.8 TB/s both ways, 8 x 400 Gb/s
-    "b200": Device("cuda", "NVIDIA B200", int(178.3 * GIB), 8e12, 900e9, 50e9),
+    "b200": Device("cuda", "NVIDIA B200", 0.776, int(178.3 * GIB), 8e12, 900e9, 50e9),
     # A core of a server and 10 Gb/s Ethernet for 8 of them: set what yours reach
-    "cpu": Device("cpu", None, None, 10e9, 2e9, 0.16e9),
+    "cpu": Device("cpu", None, 1.0, None, 10e9, 2e9, 0.16e9),
 }
 
 
@@ -105,7 +114,8 @@ class Cluster:
     device: Device
     device_memory: int
     links: Links
-    achieved: float  # share of its peak that a device reaches while it computes
+    # Share of its peak that a device reaches while it computes, measured; None: by operation
+    achieved: float | None = None
     host_memory: int | None = None  # None: unknown
 
     @property
@@ -151,6 +161,22 @@ def peak_flops(cluster: Cluster, c: Config) -> float:
             "known: give --peak_tflops, the dense TFLOP/s of one device"
         )
     return metrics.PEAK_FLOPS[cluster.device.name]
+
+
+def operation_seconds(row: Operation, peak: float, cluster: Cluster) -> float:
+    """Seconds of a row's operations.
+
+    A matrix product (m, k) x (k, n) reads its first operands before it computes, and writes its
+    last results after it: what it moves is not beside its arithmetic, and
+    e(m, n, k) = 1 / (1 + ridge x (1 / m + 1 / n + 1 / k)) of the fastest products, with
+    ridge = FLOP/s / (bytes/s).
+    """
+    moved = row.bytes / (STREAM * cluster.device.memory_bandwidth)
+    if cluster.achieved:
+        computed = row.flops / (cluster.achieved * peak)
+        return computed + moved if row.phase == "optimizer" else computed
+    rate = peak * cluster.device.products * (ATTENTION if "attention" in row.name else 1.0)
+    return max(row.flops / rate + moved, row.count * LAUNCH)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -258,13 +284,14 @@ class Queue:
 
         The work is cut into as many parts as there are collectives, and each part overlaps the
         collective of its neighbour: one collective is always exposed, the first gather or the last
-        reduction, and the others where they take longer than all parts but one.
+        reduction, and the others where they take longer than all parts but one. What is hidden
+        slows the compute beside it.
         """
         total = sum(self.seconds.values())
         if not total:
             return Counter()
         hidden = compute * max(0.0, 1 - 1 / self.count)
-        seconds = max(self.longest, total - hidden)
+        seconds = max(self.longest, SLOWED * total, total - hidden)
         return Counter({axis: seconds * part / total for axis, part in self.seconds.items()})
 
 
@@ -276,11 +303,14 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
     layout = rehearsal.layout
     n = layout.grad_accum_steps
     peak = peak_flops(cluster, c)
-    achieved = peak * cluster.achieved  # FLOP/s
-    forward = rehearsal.flops / 3 / n / achieved  # seconds of a micro-batch
-    backward = (rehearsal.flops * 2 / 3 + rehearsal.recomputed_flops) / n / achieved
-    passes = OPTIMIZER_BYTES * rehearsal.parameters_per_rank / cluster.device.memory_bandwidth
-    update = rehearsal.update_flops / achieved
+    phases = Counter()  # phase -> seconds
+    update = 0.0  # of the optimizer's matrix products
+    for row in rehearsal.operations:
+        seconds = operation_seconds(row, peak, cluster)
+        phases[row.phase] += seconds
+        if row.phase == "optimizer" and row.flops:
+            update += seconds
+    forward, backward = phases["forward"] / n, phases["backward"] / n  # of a micro-batch
     beside, exposed, total = overlap(rehearsal, c, cluster, rank)
     for work, compute, times in (
         ("forward", forward, n),
@@ -292,7 +322,7 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
             exposed[axis] += times * seconds
     return Speed(
         compute=n * (forward + backward),
-        optimizer=passes + update,
+        optimizer=phases["optimizer"],
         exposed=dict(exposed),
         communication=dict(total),
         tokens=layout.tokens_per_step / math.prod(layout.mesh_shape),
@@ -354,17 +384,24 @@ def rescale(rehearsal: Rehearsal, c: Config, layout: Layout) -> Rehearsal:
     tensor does not depend on the size of its group. `memory` and `peak` are not rescaled.
     """
     ratio = layout.grad_accum_steps / rehearsal.layout.grad_accum_steps
+    shards = rehearsal.layout.mesh_shape[1] / layout.mesh_shape[1]
     rows = []
     for row in rehearsal.communication:
         if row.phase == "forward" or (row.phase == "backward" and not is_last_only(row, c)):
             count, size = round(row.count * ratio), round(row.bytes * ratio)
             row = dataclasses.replace(row, count=count, bytes=size)
         rows.append(row)
-    shards = rehearsal.layout.mesh_shape[1] / layout.mesh_shape[1]
+    work = []
+    for row in rehearsal.operations:
+        count, size = (1.0, shards) if row.phase == "optimizer" else (ratio, ratio)
+        flops = row.flops * count
+        count, size = round(row.count * count), round(row.bytes * size)
+        work.append(dataclasses.replace(row, count=count, flops=flops, bytes=size))
     return dataclasses.replace(
         rehearsal,
         layout=layout,
         communication=rows,
+        operations=work,
         flops=rehearsal.flops * ratio,
         recomputed_flops=rehearsal.recomputed_flops * ratio,
         parameters_per_rank=round(rehearsal.parameters_per_rank * shards),

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from unittest import mock
 
@@ -59,6 +59,18 @@ class Communication:
     bytes: int  # of full tensors, as profiling.CommunicationCounter counts them
 
 
+@dataclass
+class Operation:
+    """Equal operations that one rank computes in one optimizer step."""
+
+    phase: str  # forward, backward, optimizer
+    name: str  # of torch's operator; "fused": a chain that --compile makes one kernel of
+    shape: tuple[int, ...]  # of the result; of a matrix product (..., m, n, k); of lists ()
+    count: int = 0
+    flops: float = 0.0  # of all, in matrix products
+    bytes: int = 0  # that all of them read and write
+
+
 # The kinds of memory. Where several apply to a storage in its life, the first one counts.
 KINDS = (
     "parameters",
@@ -82,9 +94,9 @@ class Rehearsal:
     memory: dict[str, int]  # bytes of tensors by KINDS, at the peak
     state: dict[str, int]  # bytes of parameters, gradients and optimizer when the update begins
     communication: list[Communication]
+    operations: list[Operation]
     flops: float  # in one step, without those of recomputation and of the update
     recomputed_flops: float
-    update_flops: float = 0.0  # of the optimizer's matrix products
 
     @property
     def peak(self) -> int:
@@ -109,9 +121,9 @@ def rehearse(
 
     `vocab_size` is that of the tokenizer, `device_memory` the bytes that one rank may fill, for
     --strategy auto. With `device_type` "cuda" the step allocates what it would on a GPU, and
-    `config` names the dtype, since auto would ask this machine's. --compile is ignored: the
-    rehearsal shows the step without it. Raises UsageError and MeshError where flags and ranks do
-    not fit together, as train.py does.
+    `config` names the dtype, since auto would ask this machine's. With --compile, memory is that of
+    the step without it. Raises UsageError and MeshError where flags and ranks do not fit together,
+    as train.py does.
     """
     c = dataclasses.replace(config, compile=False)
     with fake_group(rank, world_size) as store:
@@ -121,7 +133,7 @@ def rehearse(
         world = dataclasses.replace(world, device=torch.device("cpu"))
         with as_on(device_type), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a run will show them
-            return run_step(c, chosen, world)
+            return run_step(c, chosen, world, config.compile)
 
 
 def make_world(
@@ -158,10 +170,10 @@ def leave_group() -> None:
     debug._clear_fast_path_sharding_prop_cache()
 
 
-def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
+def run_step(c: Config, chosen: Layout, world: dist.World, fuses: bool) -> Rehearsal:
     """Build the model and the optimizer, run a step and sum up."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fakes)
+    recorder = Recorder(fakes, fuses)
     mesh = dist.make_mesh(world, chosen.mesh_shape)
     net = layout.empty_model(chosen)
     parameters = net.parameter_count()
@@ -185,9 +197,9 @@ def run_step(c: Config, chosen: Layout, world: dist.World) -> Rehearsal:
         memory=recorder.at_peak(),
         state=recorder.state,
         communication=recorder.communication(),
+        operations=list(recorder.operations.values()),
         flops=recorder.flops["computed"],
         recomputed_flops=recorder.flops["recomputed"],
-        update_flops=recorder.flops["update"],
     )
 
 
@@ -202,7 +214,7 @@ def times_of_micro_batches(grad_accum_steps: int) -> list[int]:
 # Recording a step
 
 
-@dataclass
+@dataclass(eq=False)
 class Block:
     """The storage that some tensors share."""
 
@@ -210,6 +222,16 @@ class Block:
     phase: str  # in which it was allocated
     kind: str
     reference: weakref.ref | None = None
+    chain: "Chain | None" = None  # that made it, and has not written it out
+
+
+@dataclass(eq=False)
+class Chain:
+    """Operations between two matrix products, which --compile makes one kernel of."""
+
+    operation: Operation
+    times: int
+    read: set[Block] = field(default_factory=set)
 
 
 @dataclass
@@ -244,22 +266,51 @@ def attention_product(q: Tensor, k: Tensor) -> int:
     return 2 * B * H * T * k.size(2) * d_head // 2
 
 
+# Operators that read few elements of their first operand
+SELECTING = {
+    torch.ops.aten.embedding,
+    torch.ops.aten.nll_loss_forward,
+    torch.ops.aten.nll_loss_backward,
+}
+
+
+def tensors_in(tree) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes, of an expanded tensor those of its storage."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def touched(function, operands: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+    """The tensors that a kernel reads or writes; those that it changes in place are there twice."""
+    if function.overloadpacket in SELECTING:
+        return results
+    if any(word in function._schema.name for word in ("copy", "cat", "zero", "fill")):
+        return list({id(tensor): tensor for tensor in operands + results}.values())
+    return operands + (results or operands)
+
+
 class Recorder(TorchDispatchMode):
-    """Records when the storage of each tensor comes and goes, collectives, and FLOPs.
+    """Records when the storage of each tensor comes and goes, collectives, and operations.
 
     A storage's kind may be known late, a gradient's when the optimizer reads it, so the peak is
     searched at the end. What a kernel allocates and frees within one operation is not seen.
     """
 
-    def __init__(self, fakes: FakeTensorMode):
+    def __init__(self, fakes: FakeTensorMode, fuses: bool = False):
         super().__init__()
         self.fakes = fakes
+        self.fuses = fuses  # --compile
         self.phase = "build"
         self.times = 1  # micro-batches that the one being run stands for
         self.live: dict[int, Block] = {}  # by the id of a storage
         self.changes: list[Change] = []
         self.collectives: Collectives | None = None
         self.flops: Counter[str] = Counter()
+        self.operations: dict[tuple, Operation] = {}
+        self.chain: Chain | None = None
         self.state: dict[str, int] = {}
 
     def __enter__(self):
@@ -294,7 +345,8 @@ class Recorder(TorchDispatchMode):
         self.classify(function, args, kwargs, result)
         if self.phase != "build":
             self.collectives.count_operation(function, args, result)
-            self.count_flops(function, args, kwargs, result)
+            flops = self.count_flops(function, args, kwargs, result)
+            self.count_operation(function, args, kwargs, result, flops)
         return result
 
     def run(self, function, types, args, kwargs):
@@ -391,27 +443,83 @@ class Recorder(TorchDispatchMode):
         sizes["gradients"] += missing
         return sizes
 
-    # FLOPs and collectives
+    # FLOPs, kernels and collectives
 
-    def count_flops(self, function, args, kwargs, result) -> None:
-        # Gradients are recorded in backward only while a forward pass is repeated there.
-        is_repeated = self.phase == "backward" and torch.is_grad_enabled()
-        purpose = "recomputed" if is_repeated else "computed"
-        if self.phase == "optimizer":
-            purpose = "update"
+    def count_flops(self, function, args, kwargs, result) -> float:
+        """FLOPs of a matrix product, which are added to those of the step."""
         packet = function.overloadpacket
+        repeated = 0.0
         if packet is ATTENTION:
-            self.flops[purpose] += self.times * 2 * attention_product(*args[:2])
+            flops = 2 * attention_product(*args[:2])
         elif packet is ATTENTION_BACKWARD:
             # Gradients of q, k, v and the scores, and the scores once more, which were not kept
-            product = attention_product(*args[1:3])
-            self.flops["computed"] += self.times * 4 * product
-            self.flops["recomputed"] += self.times * product
+            repeated = attention_product(*args[1:3])
+            flops = 5 * repeated
         elif formula := flop_registry.get(packet):
-            self.flops[purpose] += self.times * formula(*args, **kwargs, out_val=result)
+            flops = formula(*args, **kwargs, out_val=result)
+        else:
+            return 0.0
+        # Gradients are recorded in backward only while a forward pass is repeated there.
+        if self.phase == "backward" and torch.is_grad_enabled():
+            repeated = flops
+        if self.phase != "optimizer":
+            self.flops["recomputed"] += self.times * repeated
+            self.flops["computed"] += self.times * (flops - repeated)
+        return flops
+
+    def count_operation(self, function, args, kwargs, result, flops: float) -> None:
+        """Count a kernel: its FLOPs, and the bytes that it reads and writes."""
+        name = function._schema.name
+        if function.is_view or any(word in name for word in ("prim", "empty", "view", "copy_in")):
+            return  # FSDP's copy_in, of its own shard, is beside the rest
+        operands, results = tensors_in((args, kwargs)), tensors_in(result)
+        shape = tuple(results[0].shape) if results else ()
+        is_compiled = self.fuses and self.phase != "optimizer" and function.namespace == "aten"
+        if is_compiled and not flops:
+            self.fuse(operands, results, shape)
+            return
+        self.chain = None
+        for tensor in operands:
+            self.write_out(self.block_of(tensor))
+        if function.namespace in ("c10d", "_c10d_functional"):
+            return
+        if flops:
+            shape += (round(flops / 2 / results[0].numel()),)  # of a matrix product k
+        operation = self.operation(name.partition("::")[2], shape)
+        operation.flops += self.times * flops
+        operation.bytes += self.times * sum(map(size_of, touched(function, operands, results)))
+
+    def operation(self, name: str, shape: tuple[int, ...]) -> Operation:
+        """The row of an operation, with one more of it."""
+        new = Operation(self.phase, name, shape)
+        operation = self.operations.setdefault((self.phase, name, shape), new)
+        operation.count += self.times
+        return operation
+
+    def fuse(self, read: list[Tensor], written: list[Tensor], shape: tuple[int, ...]) -> None:
+        """Count what a chain reads first and what is read after it; the rest stays in registers."""
+        if self.chain is None:
+            self.chain = Chain(self.operation("fused", shape), self.times)
+        chain = self.chain
+        for tensor in read:
+            block = self.block_of(tensor)
+            if block and block.chain is not chain and block not in chain.read:
+                self.write_out(block)
+                chain.read.add(block)
+                chain.operation.bytes += chain.times * size_of(tensor)
+        for tensor in written:
+            if block := self.block_of(tensor):
+                block.chain = chain
+
+    def write_out(self, block: Block | None) -> None:
+        """Count that the chain which made a block also writes it, once."""
+        if block and block.chain:
+            block.chain.operation.bytes += block.chain.times * block.size
+            block.chain = None
 
     def forget_counts(self) -> None:
         self.collectives.counts.clear()
+        self.operations.clear()
         self.flops.clear()
 
     def communication(self) -> list[Communication]:
@@ -448,6 +556,7 @@ class Recorder(TorchDispatchMode):
 
     def begin(self, phase: str) -> None:
         self.phase = phase
+        self.chain = None
         if phase == "optimizer":
             self.times = 1
 
@@ -545,9 +654,9 @@ class FusedRMSNorm(torch.autograd.Function):
     def forward(context, x: Tensor, weight: Tensor) -> Tensor:
         rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)  # 1 / rms of each token
         context.save_for_backward(x, weight, rstd)
-        return torch.empty_like(x)
+        return x * weight
 
     @staticmethod
     def backward(context, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = context.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return grad * x, torch.empty_like(weight)

@@ -20,7 +20,7 @@ from layout import Layout, choose_layout, unit_numels
 from runtime.cli import UsageError
 from tools.planning import predict
 from tools.planning.predict import Cluster, Request, Speed
-from tools.planning.rehearse import Communication, Rehearsal, make_world
+from tools.planning.rehearse import Communication, Operation, Rehearsal, make_world
 
 # Predictions that differ by less say nothing: of these the simplest candidate is the best.
 TIE = 0.03
@@ -109,6 +109,7 @@ def sketch(c: Config, cluster: Cluster, vocab_size: int) -> Rehearsal:
     numel = sum(units) + root
     tokens = layout.micro_batch_size * layout.grad_accum_steps * model.seq_len  # of a rank
     flops = predict.flops_per_token(model) * tokens / c.tp
+    recomputed = flops / 3 if c.activation_checkpointing == "full" else 0.0
     return Rehearsal(
         layout=layout,
         parameters=numel * c.tp,
@@ -116,8 +117,12 @@ def sketch(c: Config, cluster: Cluster, vocab_size: int) -> Rehearsal:
         memory={},
         state={},
         communication=[*data_parallel(layout, units, root), *tensor_parallel(layout)],
+        operations=[
+            Operation("forward", "mm", (), flops=flops / 3),
+            Operation("backward", "mm", (), flops=flops * 2 / 3 + recomputed),
+        ],
         flops=flops,
-        recomputed_flops=flops / 3 if c.activation_checkpointing == "full" else 0.0,
+        recomputed_flops=recomputed,
     )
 
 
