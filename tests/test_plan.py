@@ -233,7 +233,7 @@ def test_gradients_reduced_once_overlap_the_last_micro_batch_only():
     found = rehearsal([each], flops=12e12, grad_accum_steps=4)
     assert step(found).exposed == pytest.approx({"dp_shard": 16 - 4 * 15 / 16})
     found = step(found, "--grad_sync micro_batch").exposed
-    assert found == pytest.approx({"dp_shard": 4 * (4 - 4 * 3 / 4)})
+    assert found == pytest.approx({"dp_shard": 4 * 4 * predict.SLOWED})
 
 
 def test_mfu_leaves_recomputation_out():
@@ -293,6 +293,48 @@ def test_the_report_fits_on_a_screen_and_says_what_does_not_fit(monkeypatch, cap
     assert len(lines) < 30
     assert "DOES NOT FIT (limit 90%)" in "\n".join(lines)
     assert "sharded DOES NOT FIT, async_save DOES NOT FIT" in "\n".join(lines)
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch) -> list[str]:
+    """Arguments for a scoreboard of two runs, of which each takes a step of 8.001 s."""
+    found = rehearsal(flops=3e12, recomputed=1e12)
+    monkeypatch.setattr(predict.Request, "rehearse", lambda request: found)
+    flags = f"{TINY} --world_size 8 --device_type cpu --peak_tflops 1 --achieved 0.5"
+    rows = []
+    for name, fitted, ratio in (("near", True, 1.0), ("too fast", False, 0.5)):
+        request, _ = plan.parse(flags.split())
+        speed = predict.speed(found, request.config, request.cluster)
+        rows.append({"name": name, "fitted": fitted, "flags": flags})
+        rows[-1]["tokens_per_second_per_device"] = ratio * speed.tokens_per_second_per_device
+    file = tmp_path / "published.json"
+    file.write_text(json.dumps(rows))
+    return ["--scoreboard", str(file)]
+
+
+def test_the_scoreboard_sets_published_runs_beside_predictions(published, capsys):
+    assert plan.main(published) == 0
+    lines = capsys.readouterr().out.splitlines()
+    near, fast = [line for line in lines if line.startswith("| ") and "%" in line]
+    assert near.startswith("| near, fitted on |") and near.endswith("| +0% |")
+    assert fast.startswith("| too fast |") and fast.endswith("| +100% |")
+    assert lines[-2] == "fitted on: 1 rows, median error 0%, worst 0%, 1 within 25%"
+    assert lines[-1] == "not seen: 1 rows, median error 100%, worst 100%, 0 within 25%"
+
+
+def test_the_scoreboard_is_plotted(published, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert plan.main([*published, "--plot", str(tmp_path / "s.svg")]) == 0
+    assert "published" in (tmp_path / "s.svg").read_text()
+
+
+def test_the_published_rows_can_be_planned():
+    rows = json.loads((ROOT / "docs/published.json").read_text())
+    assert sum(row["fitted"] for row in rows) == 12
+    for row in rows:
+        request, _ = plan.parse(row["flags"].split())
+        assert row["source"] and row["tokens_per_second_per_device"] > 0
+        search.lay_out(request.config, request.cluster, request.vocab_size)
 
 
 def test_links_are_those_of_the_flags():
@@ -356,9 +398,20 @@ def rehearse_two() -> list[tuple]:
     return [(one.communication, one.flops, one.operations) for one in (rescaled, small)]
 
 
+def by_phase(operations: list[Operation]) -> tuple[Counter, list[Operation]]:
+    """Bytes that are moved in each phase, and the products."""
+    moved = Counter()
+    for row in operations:
+        moved[row.phase] += row.bytes
+    return moved, [row for row in operations if row.flops]
+
+
 def test_a_rescaled_rehearsal_is_that_of_the_smaller_cluster(pool):
     ((rescaled, rehearsed),) = pool(1, rehearse_two)
-    assert rescaled == rehearsed
+    assert rescaled[:2] == rehearsed[:2]
+    moved, products = zip(*map(by_phase, (rescaled[2], rehearsed[2])))
+    assert moved[0] == pytest.approx(moved[1], rel=0.05)
+    assert products[0] == products[1]
 
 
 # --------------------------------------------------------------------------------------------------

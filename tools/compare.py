@@ -274,15 +274,21 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 # The plot
 
 
-def plot(logs: list[Log], file: str) -> None:
-    """Plot loss and gradient norm against tokens and against time. Raises UsageError."""
+def import_pyplot():
+    """matplotlib's pyplot, which draws without a display. Raises UsageError."""
     try:
         import matplotlib
     except ImportError:
         raise UsageError("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")  # draws without a display
+    matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def plot(logs: list[Log], file: str) -> None:
+    """Plot loss and gradient norm against tokens and against time. Raises UsageError."""
+    pyplot = import_pyplot()
     shared = dict(sharex="col", sharey="row", layout="constrained")
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), **shared)
     figure.suptitle("Loss and gradient norm, by tokens and by time")

@@ -25,7 +25,7 @@ from metrics import read_rows
 from runtime import cli, memory
 from runtime.cli import UsageError
 from tools.bench import add_flags, count, positive
-from tools.compare import positive_number
+from tools.compare import import_pyplot, plot_file, positive_number
 from tools.planning import predict, search
 from tools.planning.forecast import Plan, make_plan
 from tools.planning.predict import DEVICES, Cluster, Links, Request
@@ -48,6 +48,21 @@ def fraction(text: str) -> float:
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
     return number
+
+
+def published(file: str) -> list[dict]:
+    """Rows of at least name, flags, tokens_per_second_per_device and fitted."""
+    try:
+        rows = json.loads(Path(file).read_text())
+        if all(
+            {"name", "flags", "tokens_per_second_per_device", "fitted"} <= {*row} for row in rows
+        ):
+            return rows
+    except (OSError, ValueError, TypeError):
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{file} is no list of published runs: see docs/published.json"
+    )
 
 
 def number(metavar: str, help: str, kind=positive_number, default: float | None = None) -> dict:
@@ -84,6 +99,14 @@ FLAGS = {
     "tokens": number("N", "tokens to train on, such as 15e12: hours"),
     "search": dict(action="store_true", help="rank the meshes and policies that fit"),
     "search_seconds": number("S", "of --search (default: 120)", default=120.0),
+    "scoreboard": dict(
+        metavar="FILE.json",
+        type=published,
+        help="predict the published runs of a file, such as docs/published.json, and compare",
+    ),
+    "plot": dict(
+        metavar="FILE.png", type=plot_file, help="also plot --scoreboard (needs matplotlib)"
+    ),
     "json": dict(action="store_true", help="print one JSON object"),
 }
 
@@ -101,13 +124,15 @@ def build_parser() -> cli.Parser:
     return parser
 
 
-def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
+def parse(argv: list[str]) -> tuple[Request | None, argparse.Namespace]:
     """The run, and this command's own flags, with `free`: train.py's flags that were not given.
 
-    Raises UsageError, MeshError and DataError.
+    The run is None with --scoreboard, which has many. Raises UsageError, MeshError and DataError.
     """
     flags = config.parse_flags(build_parser(), argv)
     own = argparse.Namespace(**{name: flags.pop(name) for name in FLAGS})
+    if own.scoreboard:
+        return None, own
     folders = flags["data"]
     c = config.to_config(flags)
     cluster = make_cluster(own)
@@ -340,12 +365,63 @@ def gigabytes(size: int) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
+# The scoreboard
+
+SEEN = {True: "fitted on", False: "not seen"}
+
+
+def score(row: dict) -> dict:
+    """A published run, with what is predicted and its error."""
+    request, _ = parse(row["flags"].split())
+    predicted = make_plan(request).speed.tokens_per_second_per_device
+    error = predicted / row["tokens_per_second_per_device"] - 1
+    return row | {"predicted": predicted, "error": error}
+
+
+def scoreboard(rows: list[dict]) -> Iterator[str]:
+    """A table as Markdown, and its summary."""
+    yield "| run | published, tokens/s/device | predicted | error |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        yield (
+            f"| {row['name']}{', fitted on' if row['fitted'] else ''} | "
+            f"{row['tokens_per_second_per_device']:,.0f} | {row['predicted']:,.0f} | "
+            f"{row['error']:+.0%} |"
+        )
+    for is_fitted, name in SEEN.items():
+        errors = [abs(row["error"]) for row in rows if row["fitted"] == is_fitted]
+        if errors:
+            yield (
+                f"{name}: {len(errors)} rows, median error {statistics.median(errors):.0%}, worst "
+                f"{max(errors):.0%}, {sum(error <= 0.25 for error in errors)} within 25%"
+            )
+
+
+def plot_scoreboard(rows: list[dict], file: str) -> None:
+    """Plot what is predicted against what is published, on log axes. Raises UsageError."""
+    figure, axes = import_pyplot().subplots(figsize=(7, 7), layout="constrained")
+    for is_fitted, label in SEEN.items():
+        points = [row for row in rows if row["fitted"] == is_fitted]
+        speeds = [row["tokens_per_second_per_device"] for row in points]
+        axes.scatter(speeds, [row["predicted"] for row in points], label=label)
+    axes.axline((1, 1), (10, 10), color="gray", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="published tokens/s/device", ylabel="predicted")
+    axes.legend()
+    figure.savefig(file)
+
+
+# --------------------------------------------------------------------------------------------------
 # The command line
 
 
 def run(argv: list[str]) -> None:
     request, own = parse(argv)
-    if own.search:
+    if own.scoreboard:
+        found = [score(row) for row in own.scoreboard]
+        lines = scoreboard(found)
+        if own.plot:
+            plot_scoreboard(found, own.plot)
+    elif own.search:
         found = search.to_json(search.search(request, own.free, own.search_seconds))
         lines = search.table(found, request.cluster)
     else:

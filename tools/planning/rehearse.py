@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from unittest import mock
 
@@ -222,16 +222,6 @@ class Block:
     phase: str  # in which it was allocated
     kind: str
     reference: weakref.ref | None = None
-    chain: "Chain | None" = None  # that made it, and has not written it out
-
-
-@dataclass(eq=False)
-class Chain:
-    """Operations between two matrix products, which --compile makes one kernel of."""
-
-    operation: Operation
-    times: int
-    read: set[Block] = field(default_factory=set)
 
 
 @dataclass
@@ -283,7 +273,7 @@ def size_of(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-def touched(function, operands: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+def moved_by(function, operands: list[Tensor], results: list[Tensor]) -> list[Tensor]:
     """The tensors that a kernel reads or writes; those that it changes in place are there twice."""
     if function.overloadpacket in SELECTING:
         return results
@@ -310,7 +300,8 @@ class Recorder(TorchDispatchMode):
         self.collectives: Collectives | None = None
         self.flops: Counter[str] = Counter()
         self.operations: dict[tuple, Operation] = {}
-        self.chain: Chain | None = None
+        self.chain: Operation | None = None  # that --compile makes one kernel of
+        self.touched: dict[Block, bool] = {}  # by the chain: whether it made them
         self.state: dict[str, int] = {}
 
     def __enter__(self):
@@ -402,6 +393,7 @@ class Recorder(TorchDispatchMode):
     def freed(self, key: int) -> None:
         block = self.live.pop(key)
         self.changes.append(Change(block, -block.size))
+        block.size = 0
         block.reference = None
 
     def block_of(self, tensor: Tensor) -> Block | None:
@@ -478,16 +470,15 @@ class Recorder(TorchDispatchMode):
         if is_compiled and not flops:
             self.fuse(operands, results, shape)
             return
-        self.chain = None
-        for tensor in operands:
-            self.write_out(self.block_of(tensor))
+        if any(self.touched.get(self.block_of(tensor)) for tensor in operands):
+            self.end_chain()  # it waits for the chain
         if function.namespace in ("c10d", "_c10d_functional"):
             return
         if flops:
             shape += (round(flops / 2 / results[0].numel()),)  # of a matrix product k
         operation = self.operation(name.partition("::")[2], shape)
         operation.flops += self.times * flops
-        operation.bytes += self.times * sum(map(size_of, touched(function, operands, results)))
+        operation.bytes += self.times * sum(map(size_of, moved_by(function, operands, results)))
 
     def operation(self, name: str, shape: tuple[int, ...]) -> Operation:
         """The row of an operation, with one more of it."""
@@ -496,26 +487,25 @@ class Recorder(TorchDispatchMode):
         operation.count += self.times
         return operation
 
-    def fuse(self, read: list[Tensor], written: list[Tensor], shape: tuple[int, ...]) -> None:
-        """Count what a chain reads first and what is read after it; the rest stays in registers."""
-        if self.chain is None:
-            self.chain = Chain(self.operation("fused", shape), self.times)
-        chain = self.chain
-        for tensor in read:
+    def fuse(self, operands: list[Tensor], results: list[Tensor], shape: tuple[int, ...]) -> None:
+        """Count what a chain of operations reads first; the rest stays in registers."""
+        self.chain = self.chain or self.operation("fused", shape)
+        for tensor in operands:
             block = self.block_of(tensor)
-            if block and block.chain is not chain and block not in chain.read:
-                self.write_out(block)
-                chain.read.add(block)
-                chain.operation.bytes += chain.times * size_of(tensor)
-        for tensor in written:
+            if block and block not in self.touched:
+                self.touched[block] = False
+                self.chain.bytes += self.times * size_of(tensor)
+        for tensor in results:
             if block := self.block_of(tensor):
-                block.chain = chain
+                self.touched.setdefault(block, True)
 
-    def write_out(self, block: Block | None) -> None:
-        """Count that the chain which made a block also writes it, once."""
-        if block and block.chain:
-            block.chain.operation.bytes += block.chain.times * block.size
-            block.chain = None
+    def end_chain(self) -> None:
+        """Count what a chain writes: what it made and something still needs."""
+        if self.chain:
+            made = [block.size for block, is_made in self.touched.items() if is_made]
+            self.chain.bytes += self.times * sum(made)  # of a freed one the size is 0
+        self.chain = None
+        self.touched = {}
 
     def forget_counts(self) -> None:
         self.collectives.counts.clear()
@@ -555,8 +545,8 @@ class Recorder(TorchDispatchMode):
         optimizer.step = step
 
     def begin(self, phase: str) -> None:
+        self.end_chain()
         self.phase = phase
-        self.chain = None
         if phase == "optimizer":
             self.times = 1
 
@@ -565,9 +555,11 @@ class Recorder(TorchDispatchMode):
         for number, stands_for in enumerate(times):
             if number > 0:
                 self.mark_unsynchronized()
-            self.times = stands_for
+            self.begin("build")  # of the micro-batch, which does not count
+            tokens = next(batches)
             self.begin("forward")
-            yield next(batches)
+            self.times = stands_for
+            yield tokens
 
     def mark_gradients(self, net: nn.Module) -> None:
         self.mark([p.grad for p in net.parameters() if p.grad is not None], "gradients")
