@@ -29,9 +29,10 @@ ATTENTION = 0.6
 # What kernels that only move data reach of the data sheet's bandwidth: 1.75 of 2.04 TB/s on A100s
 STREAM = 0.85
 
-# The share of its speed that a device loses while it communicates: NCCL's kernels take some of its
-# multiprocessors and of its memory's bandwidth. The one constant that is fitted, on the 12 rows of
-# docs/published.json that are marked so: 0.2 to 0.5 are as near.
+# How much longer compute takes for each second in which NCCL carries data beside it at the speed of
+# the links within a host: its kernels take multiprocessors and the memory's bandwidth. The one
+# constant that is fitted, on the 12 rows of docs/published.json that are marked so: 0.2 to 0.5 are
+# as near. Slower links carry less in a second, and slow compute less.
 SLOWED = 0.4
 
 # Seconds in which a host launches one operation, with autograd
@@ -271,11 +272,13 @@ class Queue:
 
     seconds: Counter = field(default_factory=Counter)  # axis -> seconds
     longest: float = 0.0  # of a single collective
+    slowed: float = 0.0  # seconds that compute takes longer beside it
     count: float = 0.0  # of the kind of which there are most
 
-    def add(self, row: Communication, seconds: float, micro_batches: int) -> None:
+    def add(self, row: Communication, seconds: float, slowed: float, micro_batches: int) -> None:
         """Add what `micro_batches` share equally, and takes `seconds` in all of them."""
         self.seconds[row.axis] += seconds / micro_batches
+        self.slowed += slowed / micro_batches
         self.count = max(self.count, row.count / micro_batches)
         self.longest = max(self.longest, seconds / row.count)
 
@@ -291,7 +294,7 @@ class Queue:
         if not total:
             return Counter()
         hidden = compute * max(0.0, 1 - 1 / self.count)
-        seconds = max(self.longest, SLOWED * total, total - hidden)
+        seconds = max(self.longest, self.slowed, total - hidden)
         return Counter({axis: seconds * part / total for axis, part in self.seconds.items()})
 
 
@@ -343,22 +346,23 @@ def overlap(
     for row in rehearsal.communication:
         group = group_of(row.axis, rank, layout.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
+        slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds
         on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # which would compute
         # After a sum over tp the next layer needs it, and after the norm the update. Muon gathers
         # the next matrix while it multiplies one.
         is_ahead = row.phase == "optimizer" and row.collective == "all_gather"
         if is_ahead and not on_cores:
-            beside["update"].add(row, seconds, 1)
+            beside["update"].add(row, seconds, slowed, 1)
         elif on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
             alone[row.axis] += seconds
         elif row.phase == "forward":
-            beside["forward"].add(row, seconds, n)
+            beside["forward"].add(row, seconds, slowed, n)
         elif is_last_only(row, c):
-            beside["last backward"].add(row, seconds, 1)
+            beside["last backward"].add(row, seconds, slowed, 1)
         else:
-            beside["backward"].add(row, seconds, n)
-            beside["last backward"].add(row, seconds, n)
+            beside["backward"].add(row, seconds, slowed, n)
+            beside["last backward"].add(row, seconds, slowed, n)
     return beside, alone, total
 
 
