@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,15 @@ import dist
 import optim
 import train
 from model import Transformer
-from tools.planning.rehearse import Communication, Operation, Recorder, Rehearsal, rehearse
+from tools.planning import rehearse as rehearsing
+from tools.planning.rehearse import (
+    Communication,
+    Operation,
+    Recorder,
+    Rehearsal,
+    at_peak,
+    rehearse,
+)
 
 # A micro-batch is one sequence: four ranks accumulate a quarter of the global batch each, two tp
 # groups a half. Of four micro-batches the rehearsal runs three.
@@ -75,7 +84,7 @@ def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
             micro_batches = recorder.batches(batches, [1] * run.layout.grad_accum_steps)
             train_step(run, micro_batches, step)
     real = Step(
-        memory=recorder.at_peak(),
+        memory=at_peak(recorder.changes(), recorder.state["gradients"]),
         state=recorder.state,
         communication=recorder.communication(),
         operations=list(recorder.operations.values()),
@@ -179,6 +188,43 @@ def test_selective_checkpointing_keeps_no_part_of_a_sum_over_tp(pool):
     elements = 3 * 768 + 4 * 768 + 2 * 2048
     # The kernel keeps a number for each of 12 heads, too, in float32.
     assert kept == 4 * 1024 * (2 * elements + 4 * 12) / 4
+
+
+# Few layers of each are rehearsed: three units and four, beside a smaller one.
+LAYERS = "--micro_batch_size 1 --dtype bfloat16 --n_head 8 --n_kv_head 8 --d_model 32 --d_ff 64"
+LAYERS += " --seq_len 32 --strategy"
+EXTENDED = [
+    f"single --tp 8 --activation_checkpointing full --n_layer 9 --global_batch_size 1 {UNTIED}",
+    "fsdp --tp 2 --activation_checkpointing selective --n_layer 8 --global_batch_size 4 --compile",
+    "ddp --tp 2 --n_layer 8 --global_batch_size 8 --loss_chunks 2",
+    "fsdp --wrap block_group:2 --n_layer 17 --global_batch_size 16 --reshard_after_forward false",
+    f"hsdp --dp_shard 2 --optimizer muon --n_layer 8 --global_batch_size 64 {UNTIED}",
+    "hsdp --grad_sync shard --clip adaptive --n_layer 8 --global_batch_size 16",
+]
+
+
+def rehearse_by_layers(text: str) -> tuple[list[int], Rehearsal, Rehearsal]:
+    """The numbers of layers that are rehearsed, what comes of them, and the whole rehearsal."""
+    config = train.parse(f"{LAYERS} {text}".split())
+    arguments = (config, 3, 8, 4, 257, "cuda", 80 * 10**9)
+    numbers = []
+    run_step = rehearsing.run_step
+
+    def spy(c, chosen, *more):
+        numbers.append(chosen.model_config.n_layer)
+        return run_step(c, chosen, *more)
+
+    with mock.patch.object(rehearsing, "run_step", spy):
+        found = rehearse(*arguments)
+    with mock.patch.object(rehearsing, "FEW", 100):
+        return numbers, found, rehearse(*arguments)
+
+
+@pytest.mark.parametrize("text", EXTENDED)
+def test_a_step_extended_from_few_layers_is_the_whole_one(pool, text):
+    ((numbers, found, whole),) = pool(1, rehearse_by_layers, text)
+    assert numbers in ([3, 4], [7, 9])
+    assert found == whole
 
 
 LLAMA3_70B = """

@@ -8,12 +8,13 @@ derived from formulas, for one rank of thousands.
 """
 
 import dataclasses
+import difflib
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from unittest import mock
 
@@ -40,7 +41,7 @@ import layout
 import model
 import optim
 import train
-from config import Config
+from config import Config, blocks_per_unit
 from layout import Layout, choose_layout
 from runtime.profiling import CommunicationCounter, Traffic
 
@@ -71,6 +72,9 @@ class Operation:
     bytes: int = 0  # that all of them read and write
 
 
+# A block that was allocated, resized or freed: the number of the phase as text, kind, bytes
+Change = tuple[str, str, int]
+
 # The kinds of memory. Where several apply to a storage in its life, the first one counts.
 KINDS = (
     "parameters",
@@ -97,6 +101,7 @@ class Rehearsal:
     operations: list[Operation]
     flops: float  # in one step, without those of recomputation and of the update
     recomputed_flops: float
+    changes: list[Change] = field(default_factory=list, repr=False)  # until they are summed up
 
     @property
     def peak(self) -> int:
@@ -133,7 +138,7 @@ def rehearse(
         world = dataclasses.replace(world, device=torch.device("cpu"))
         with as_on(device_type), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a run will show them
-            return run_step(c, chosen, world, config.compile)
+            return run_layers(c, chosen, world, config.compile)
 
 
 def make_world(
@@ -194,12 +199,13 @@ def run_step(c: Config, chosen: Layout, world: dist.World, fuses: bool) -> Rehea
         layout=chosen,
         parameters=parameters,
         parameters_per_rank=sum(optim.local(weight).numel() for weight in net.parameters()),
-        memory=recorder.at_peak(),
+        memory={},
         state=recorder.state,
         communication=recorder.communication(),
         operations=list(recorder.operations.values()),
         flops=recorder.flops["computed"],
         recomputed_flops=recorder.flops["recomputed"],
+        changes=recorder.changes(),
     )
 
 
@@ -208,6 +214,100 @@ def times_of_micro_batches(grad_accum_steps: int) -> list[int]:
     if grad_accum_steps <= 3:
         return [1] * grad_accum_steps
     return [1, grad_accum_steps - 2, 1]
+
+
+# --------------------------------------------------------------------------------------------------
+# A step of many layers, from steps of few
+
+FEW = 3  # units: the first and the last are not as those between them
+
+
+class Unlike(ValueError):
+    """Two steps that differ by more than layers that all do the same."""
+
+
+def run_layers(c: Config, chosen: Layout, world: dist.World, fuses: bool) -> Rehearsal:
+    """The step of `chosen`, extended from few layers where that is exact.
+
+    Layers between the first and the last do the same, in the same places of the step. What a unit
+    more adds to FEW of them is added for all others. Not for DDP, whose buckets end anywhere.
+    """
+
+    def run(n_layer: int) -> Rehearsal:
+        model_config = dataclasses.replace(chosen.model_config, n_layer=n_layer)
+        return run_step(c, dataclasses.replace(chosen, model_config=model_config), world, fuses)
+
+    n_layer = chosen.model_config.n_layer
+    unit = blocks_per_unit(c) or 1
+    more = n_layer // unit - FEW  # units
+    few = n_layer - more * unit
+    found = None
+    if more > FEW + 1 and (chosen.strategy != "ddp" or chosen.uses_fsdp):
+        with suppress(Unlike):
+            found = extend(run(few), run(few + unit), more)
+    found = found or run(n_layer)
+    memory = at_peak(found.changes, found.state["gradients"])
+    return dataclasses.replace(found, memory=memory, changes=[])
+
+
+def extend(few, more, times: int):
+    """`few` with what `more` has beyond it, `times` times: of all numbers and lists in it.
+
+    Raises Unlike where the two hold other things.
+    """
+    if few == more:
+        return few
+    if type(few) is not type(more):
+        raise Unlike
+    if isinstance(few, int | float):
+        return few + times * (more - few)
+    if isinstance(few, list | tuple) and len(few) == len(more):
+        return type(few)(extend(a, b, times) for a, b in zip(few, more))
+    if isinstance(few, list) and isinstance(few[0], tuple):
+        return extend_list(few, more, times)
+    if isinstance(few, dict) and few.keys() == more.keys():
+        return {key: extend(few[key], more[key], times) for key in few}
+    if dataclasses.is_dataclass(few):
+        names = [f.name for f in dataclasses.fields(few)]
+        values = {name: extend(getattr(few, name), getattr(more, name), times) for name in names}
+        return dataclasses.replace(few, **values)
+    raise Unlike
+
+
+def extend_list(few: list, more: list, times: int) -> list:
+    """What `more` inserts is there `times` times; the rest is extended pair by pair."""
+    found = []
+    matcher = difflib.SequenceMatcher(None, few, more, autojunk=False)
+    for _, i, i_end, j, j_end in matcher.get_opcodes():
+        inserted = (j_end - j) - (i_end - i)
+        if inserted < 0:
+            raise Unlike
+        found += times * more[j : j + inserted]
+        found += extend(few[i:i_end], more[j + inserted : j_end], times)
+    return found
+
+
+def at_peak(changes: list[Change], gradients: int) -> dict[str, int]:
+    """Bytes by kind at the first moment at which their sum is largest.
+
+    `gradients` is the bytes that the optimizer reads.
+    """
+    total = 0
+    peak = 0
+    changes_to_peak = 0
+    for number, (_, _, size) in enumerate(changes, start=1):
+        total += size
+        if total > peak:
+            peak = total
+            changes_to_peak = number
+    sizes = dict.fromkeys(KINDS, 0)
+    for _, kind, size in changes[:changes_to_peak]:
+        sizes[kind] += size
+    # Of gradients that accumulate, what FSDP's shards will take counts as gradients.
+    missing = min(sizes["unsynchronized"], gradients - sizes["gradients"])
+    sizes["unsynchronized"] -= missing
+    sizes["gradients"] += missing
+    return sizes
 
 
 # --------------------------------------------------------------------------------------------------
@@ -222,14 +322,6 @@ class Block:
     phase: str  # in which it was allocated
     kind: str
     reference: weakref.ref | None = None
-
-
-@dataclass
-class Change:
-    """A block that was allocated, resized or freed."""
-
-    block: Block
-    bytes: int
 
 
 class Collectives(CommunicationCounter):
@@ -296,7 +388,8 @@ class Recorder(TorchDispatchMode):
         self.phase = "build"
         self.times = 1  # micro-batches that the one being run stands for
         self.live: dict[int, Block] = {}  # by the id of a storage
-        self.changes: list[Change] = []
+        self.phases = 0  # that have begun
+        self.events: list[tuple[int, Block, int]] = []  # as Change, before kinds are known
         self.collectives: Collectives | None = None
         self.flops: Counter[str] = Counter()
         self.operations: dict[tuple, Operation] = {}
@@ -387,12 +480,12 @@ class Recorder(TorchDispatchMode):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         if block := self.live.get(id(storage)):
-            self.changes.append(Change(block, storage.nbytes() - block.size))
+            self.events.append((self.phases, block, storage.nbytes() - block.size))
             block.size = storage.nbytes()
 
     def freed(self, key: int) -> None:
         block = self.live.pop(key)
-        self.changes.append(Change(block, -block.size))
+        self.events.append((self.phases, block, -block.size))
         block.size = 0
         block.reference = None
 
@@ -416,24 +509,9 @@ class Recorder(TorchDispatchMode):
             if source and source.kind == "parameters":
                 self.mark([result], "gathered")
 
-    def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the first moment at which their sum is largest."""
-        total = 0
-        peak = 0
-        changes_to_peak = 0
-        for number, change in enumerate(self.changes, start=1):
-            total += change.bytes
-            if total > peak:
-                peak = total
-                changes_to_peak = number
-        sizes = dict.fromkeys(KINDS, 0)
-        for change in self.changes[:changes_to_peak]:
-            sizes[change.block.kind] += change.bytes
-        # Of gradients that accumulate, what FSDP's shards will take counts as gradients.
-        missing = min(sizes["unsynchronized"], self.state["gradients"] - sizes["gradients"])
-        sizes["unsynchronized"] -= missing
-        sizes["gradients"] += missing
-        return sizes
+    def changes(self) -> list[Change]:
+        """What happened to blocks, now that their kinds are known."""
+        return [(str(phase), block.kind, size) for phase, block, size in self.events]
 
     # FLOPs, kernels and collectives
 
@@ -547,6 +625,7 @@ class Recorder(TorchDispatchMode):
     def begin(self, phase: str) -> None:
         self.end_chain()
         self.phase = phase
+        self.phases += 1
         if phase == "optimizer":
             self.times = 1
 
