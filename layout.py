@@ -50,6 +50,10 @@ class Layout:
     def memory(self) -> "Estimate":
         return estimate_memory(self)
 
+    def fits(self, device_memory: int) -> bool:
+        """Whether the estimate leaves a fifth of `device_memory` to all else."""
+        return self.memory.total <= 0.8 * device_memory
+
 
 def choose_layout(c: Config, world: dist.World, vocab_size: int, device_memory: int) -> Layout:
     """Check that flags, ranks and a vocabulary fit together. Raises UsageError and MeshError.
@@ -59,11 +63,7 @@ def choose_layout(c: Config, world: dist.World, vocab_size: int, device_memory: 
     model = model_config(c, vocab_size)
     strategy, reason = c.strategy, ""
     if strategy == "auto":
-        ddp = make_layout(c, world.device, model, "ddp", (max(1, world.size // c.tp), 1, c.tp))
-        fits = ddp.memory.total <= 0.8 * device_memory
-        relation = "at most" if fits else "more than"
-        reason = f"with ddp, {ddp.memory}: {relation} 80% of {device_memory / 1e9:,.1f} GB"
-        strategy = dist.default_strategy(world, fits, c.tp)
+        strategy, reason = choose_strategy(c, world, model, device_memory)
     if c.grad_sync == "shard" and strategy != "hsdp":
         raise UsageError(
             f"--grad_sync shard is for --strategy hsdp, not {strategy}: use batch or micro_batch"
@@ -72,6 +72,26 @@ def choose_layout(c: Config, world: dist.World, vocab_size: int, device_memory: 
         strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard, c.tp
     )
     return make_layout(c, world.device, model, strategy, mesh_shape, reason)
+
+
+def choose_strategy(
+    c: Config, world: dist.World, model: ModelConfig, device_memory: int
+) -> tuple[str, str]:
+    """The strategy of --strategy auto, the first that fits of ddp, across hosts hsdp, and fsdp.
+
+    Returns its name and the sum that decided.
+    """
+    ddp = make_layout(c, world.device, model, "ddp", (max(1, world.size // c.tp), 1, c.tp))
+    fits = ddp.fits(device_memory)
+    relation = "at most" if fits else "more than"
+    reason = f"with ddp, {ddp.memory}: {relation} 80% of {device_memory / 1e9:,.1f} GB"
+    strategy = dist.default_strategy(world, fits, c.tp)
+    if strategy == "hsdp" and not (c.dp_replicate or c.dp_shard or c.grad_sync == "shard"):
+        shape = dist.mesh_shape("hsdp", world.size, world.local_size, tp=c.tp)
+        hsdp = make_layout(c, world.device, model, "hsdp", shape)
+        if not hsdp.fits(device_memory):
+            return "fsdp", f"{reason}; with hsdp, {hsdp.memory.total / 1e9:,.2f} GB, too"
+    return strategy, reason
 
 
 def make_layout(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import dist
 from runtime.cli import UsageError
-from tools.planning import predict, search
+from tools.planning import predict
 from tools.planning.predict import Request
 from tools.planning.rehearse import Rehearsal
 
@@ -53,8 +53,9 @@ class Plan:
         for entry in self.rehearsal.communication:
             group = predict.group_of(entry.axis, self.request.rank, shape, links.local_size)
             row = {"axis": entry.axis, "collective": entry.collective, "count": 0, "bytes": 0}
-            row |= {"inter_host": group.hosts > 1, "seconds": 0.0}
+            row |= {"inter_host": group.hosts > 1, "seconds": 0.0, "phases": []}
             row = rows.setdefault((entry.axis, entry.collective), row)
+            row["phases"].append(entry.phase)
             row["count"] += entry.count
             row["bytes"] += entry.bytes
             row["seconds"] += predict.collective_seconds(entry, group, links)
@@ -75,7 +76,7 @@ class Plan:
         yield row | {"mesh_shape": self.rehearsal.layout.mesh_shape} | self.speed.to_json()
 
     def scaled(self, world_size: int) -> dict:
-        """The step on fewer ranks, or the problem. `fits` is by the estimate of layout.py."""
+        """The step on fewer ranks, or the problem."""
         whole = self.rehearsal.layout
         cluster = dataclasses.replace(self.request.cluster, world_size=world_size)
         _, dp_shard, tp = whole.mesh_shape
@@ -86,13 +87,13 @@ class Plan:
             dp_shard=min(dp_shard, max(1, world_size // tp)) if whole.strategy == "hsdp" else None,
             micro_batch_size=whole.micro_batch_size,
         )
+        request = dataclasses.replace(self.request, config=c, cluster=cluster, rank=0)
         try:
-            layout = search.lay_out(c, cluster, self.request.vocab_size)
+            plan = make_plan(request)
         except (UsageError, dist.MeshError) as error:
             return {"fits": False, "problem": str(error)}
-        speed = predict.speed(predict.rescale(self.rehearsal, c, layout), c, cluster)
-        fits = predict.fits(layout.memory.total, cluster)
-        return {"fits": fits, "mesh_shape": layout.mesh_shape} | speed.to_json()
+        shape = plan.rehearsal.layout.mesh_shape
+        return {"fits": plan.fits, "mesh_shape": shape} | plan.speed.to_json()
 
 
 def make_plan(request: Request, tokens: float | None = None) -> Plan:

@@ -5,7 +5,6 @@
 All constants are in this file, each with its source.
 """
 
-import dataclasses
 import functools
 import math
 from collections import Counter
@@ -16,7 +15,6 @@ import torch
 import dist
 import metrics
 from config import Config
-from layout import Layout
 from model import ModelConfig, Transformer
 from runtime.cli import UsageError
 from tools.planning.rehearse import Communication, Operation, Rehearsal, rehearse
@@ -379,34 +377,3 @@ def is_last_only(row: Communication, c: Config) -> bool:
     if row.axis == "tp" and row.collective == "reduce_scatter":  # of activations
         return False
     return c.grad_sync == "batch" or row.collective == "all_reduce"
-
-
-def rescale(rehearsal: Rehearsal, c: Config, layout: Layout) -> Rehearsal:
-    """The rehearsal on another number of ranks, with the same micro-batch, tp and policies.
-
-    What happens in each micro-batch is repeated as often as the new layout says; a collective's
-    tensor does not depend on the size of its group. `memory` and `peak` are not rescaled.
-    """
-    ratio = layout.grad_accum_steps / rehearsal.layout.grad_accum_steps
-    shards = rehearsal.layout.mesh_shape[1] / layout.mesh_shape[1]
-    rows = []
-    for row in rehearsal.communication:
-        if row.phase == "forward" or (row.phase == "backward" and not is_last_only(row, c)):
-            count, size = round(row.count * ratio), round(row.bytes * ratio)
-            row = dataclasses.replace(row, count=count, bytes=size)
-        rows.append(row)
-    work = []
-    for row in rehearsal.operations:
-        count, size = (1.0, shards) if row.phase == "optimizer" else (ratio, ratio)
-        flops = row.flops * count
-        count, size = round(row.count * count), round(row.bytes * size)
-        work.append(dataclasses.replace(row, count=count, flops=flops, bytes=size))
-    return dataclasses.replace(
-        rehearsal,
-        layout=layout,
-        communication=rows,
-        operations=work,
-        flops=rehearsal.flops * ratio,
-        recomputed_flops=rehearsal.recomputed_flops * ratio,
-        parameters_per_rank=round(rehearsal.parameters_per_rank * shards),
-    )

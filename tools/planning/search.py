@@ -1,8 +1,8 @@
 """All meshes and policies that fit, ranked by predicted speed: tools.plan --search.
 
-A candidate is a set of flags. Its step is first sketched with formulas, which takes no time, and
-predicted from that. Then the candidates are rehearsed, the fastest first, until the time is up;
-those that do not fit by layout.py's estimate are passed over.
+A candidate is a set of flags. Those that compute the same way are a group, the simplest first. The
+first that fits of each group is rehearsed, as --strategy auto would choose it, then the next one of
+the group that was fastest, until the time is up. Both pass over what does not fit by one estimate.
 """
 
 import dataclasses
@@ -15,17 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import dist
-from config import Config, blocks_per_unit
-from layout import Layout, choose_layout, unit_numels
+from config import Config
+from layout import Layout, choose_layout
 from runtime.cli import UsageError
 from tools.planning import predict
 from tools.planning.predict import Cluster, Request, Speed
-from tools.planning.rehearse import Communication, Operation, Rehearsal, make_world
+from tools.planning.rehearse import Rehearsal, make_world
 
 # Predictions that differ by less say nothing: of these the simplest candidate is the best.
 TIE = 0.03
 SHOWN = 10  # rows of the table
-BUCKET = 25 << 20  # bytes of a DDP bucket, torch's default
 # Flags of a candidate
 SEARCHED = (
     *("strategy", "dp_shard", "tp", "micro_batch_size"),
@@ -88,89 +87,25 @@ def candidates(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Co
 
 
 # --------------------------------------------------------------------------------------------------
-# The sketch
+# The search
 
 
 @dataclass(frozen=True)
 class Candidate:
     config: Config
-    rehearsal: Rehearsal  # or its sketch
+    rehearsal: Rehearsal
     speed: Speed
 
     def tokens_per_second(self) -> float:
         return self.speed.tokens_per_second_per_device
 
 
-def sketch(c: Config, cluster: Cluster, vocab_size: int) -> Rehearsal:
-    """A rehearsal by formula. Raises UsageError and MeshError."""
-    layout = lay_out(c, cluster, vocab_size)
-    model = layout.model_config
-    units, root = unit_numels(model, blocks_per_unit(c), c.tp)
-    numel = sum(units) + root
-    tokens = layout.micro_batch_size * layout.grad_accum_steps * model.seq_len  # of a rank
-    flops = predict.flops_per_token(model) * tokens / c.tp
-    recomputed = flops / 3 if c.activation_checkpointing == "full" else 0.0
-    return Rehearsal(
-        layout=layout,
-        parameters=numel * c.tp,
-        parameters_per_rank=math.ceil(numel / layout.mesh_shape[1]),
-        memory={},
-        state={},
-        communication=[*data_parallel(layout, units, root), *tensor_parallel(layout)],
-        operations=[
-            Operation("forward", "mm", (), flops=flops / 3),
-            Operation("backward", "mm", (), flops=flops * 2 / 3 + recomputed),
-        ],
-        flops=flops,
-        recomputed_flops=recomputed,
-    )
+@dataclass
+class Group:
+    """Candidates that compute the same way and communicate differently, the simplest first."""
 
-
-def data_parallel(layout: Layout, units: list[int], root: int) -> Iterator[Communication]:
-    """What dist.py's strategies send, for units and a root of so many elements."""
-    c = layout.config
-    replicate, shard, _ = layout.mesh_shape
-    n = layout.grad_accum_steps
-    numel = sum(units) + root
-    itemsize = layout.dtype.itemsize  # of gathered weights; gradients are float32
-    messages = len(units) + 1
-    if shard > 1:
-        size = n * itemsize * numel
-        yield Communication("dp_shard", "all_gather", "forward", n * messages, size)
-        # Once more, but for the last unit and an embedding: see dist.parallelize
-        regathered = sum(units[:-1] if layout.model_config.tied else units[1:-1])
-        if c.reshard_after_forward and regathered:
-            size = n * itemsize * regathered
-            yield Communication("dp_shard", "all_gather", "backward", n * messages, size)
-        times = 1 if c.grad_sync == "batch" else n
-        size = times * 4 * numel
-        yield Communication("dp_shard", "reduce_scatter", "backward", times * messages, size)
-    if replicate > 1:
-        times = n if c.grad_sync == "micro_batch" else 1
-        own = 4 * numel // shard
-        count = messages if layout.uses_fsdp else math.ceil(own / BUCKET)
-        yield Communication("dp_replicate", "all_reduce", "backward", times * count, times * own)
-
-
-def tensor_parallel(layout: Layout) -> Iterator[Communication]:
-    """Two gathers and two scatters a block in forward and in backward, and what is recomputed."""
-    c = layout.config
-    if c.tp == 1:
-        return
-    model = layout.model_config
-    n = layout.grad_accum_steps
-    size = layout.dtype.itemsize * layout.micro_batch_size * model.seq_len * model.d_model
-    gathers_again, scatters_again = {"none": (0, 0), "selective": (2, 0), "full": (2, 1)}[
-        c.activation_checkpointing
-    ]
-    for collective, again in (("all_gather", gathers_again), ("reduce_scatter", scatters_again)):
-        for phase, repeated in (("forward", 0), ("backward", again)):
-            count = n * ((2 + repeated) * model.n_layer + 1)
-            yield Communication("tp", collective, phase, count, count * size)
-
-
-# --------------------------------------------------------------------------------------------------
-# The search
+    left: list[Config]
+    speed: float = math.inf  # of the last one rehearsed, in tokens per second and device
 
 
 @dataclass
@@ -186,27 +121,30 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
     """
     began = time.monotonic()
     cluster = request.cluster
-    ordered, impossible = sketch_all(request, free)
+    groups, impossible = group_candidates(request, free)
     passed_over = Counter({"are impossible": impossible})
     found = []
-    for number, candidate in enumerate(ordered):
+    while groups := [group for group in groups if group.left]:
         left = seconds - (time.monotonic() - began)
+        waiting = sum(len(group.left) for group in groups)
         if left <= 0 and found:
-            passed_over["had no time left"] = len(ordered) - number
+            passed_over["had no time left"] = waiting
             break
-        c = candidate.config
+        group = max(groups, key=lambda group: group.speed)
+        c = group.left.pop(0)
         if sys.stderr.isatty():  # progress, for whoever watches: not into a file
-            progress = f"{number + 1} of {len(ordered)}, {max(0, left):.0f} s left: {flags_of(c)}"
+            progress = f"{waiting} candidates, {max(0, left):.0f} s left: {flags_of(c)}"
             print(progress, file=sys.stderr, flush=True)
-        if lay_out(c, cluster, request.vocab_size).memory.total > cluster.device_memory:
+        if not lay_out(c, cluster, request.vocab_size).fits(cluster.device_memory):
             passed_over["are too large by the estimate"] += 1
             continue
         rehearsal = dataclasses.replace(request, config=c).rehearse()
-        if predict.fits(rehearsal.peak, cluster):
-            speed = predict.speed(rehearsal, c, cluster, request.rank)
-            found.append(Candidate(c, rehearsal, speed))
-        else:
+        if not predict.fits(rehearsal.peak, cluster):
             passed_over["are too large when rehearsed"] += 1
+            continue
+        speed = predict.speed(rehearsal, c, cluster, request.rank)
+        found.append(Candidate(c, rehearsal, speed))
+        group.speed = found[-1].tokens_per_second()
     if not found:
         raise UsageError(
             f"nothing fits on {cluster.world_size} x {cluster.device_type}: take more devices, a "
@@ -215,26 +153,28 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
     return Result(in_order(found, cluster), passed_over)
 
 
-def sketch_all(request: Request, free: frozenset[str]) -> tuple[list[Candidate], int]:
+def group_candidates(request: Request, free: frozenset[str]) -> tuple[list[Group], int]:
     """The candidates in the order to try them, and how many are impossible.
 
     Raises UsageError or MeshError, that of the last one, where all are.
     """
-    possible = []
+    groups = {}
     problem = None
     impossible = 0
-    for c in candidates(request.config, request.cluster, free):
+    cluster = request.cluster
+    every = candidates(request.config, cluster, free)
+    for c in sorted(every, key=lambda c: complexity(c, cluster)):
         try:
-            sketched = sketch(c, request.cluster, request.vocab_size)
-            speed = predict.speed(sketched, c, request.cluster)
+            layout = lay_out(c, cluster, request.vocab_size)
         except (UsageError, dist.MeshError) as error:
             problem = error
             impossible += 1
             continue
-        possible.append(Candidate(c, sketched, speed))
-    if problem and not possible:
+        key = (c.tp, layout.micro_batch_size, c.activation_checkpointing)
+        groups.setdefault(key, Group([])).left.append(c)
+    if problem and not groups:
         raise problem
-    return in_order(possible, request.cluster), impossible
+    return list(groups.values()), impossible
 
 
 def in_order(possible: list[Candidate], cluster: Cluster) -> list[Candidate]:
