@@ -185,8 +185,13 @@ def open_run_folder(run: Run) -> None:
     """Take over the run folder, and create what writes there and what stops the run."""
     plan, world, c = run.plan, run.world, run.config
     out = Path(c.out)
+    start = plan.manifest | {
+        "strategy": run.layout.strategy,
+        "ranks_per_host": world.local_size,
+        "device": metrics.device_name(world.device),
+    }
     first_start = dist.on_rank0(
-        lambda: run_folder.create(out, plan.manifest, run.step, world.size, plan.started)
+        lambda: run_folder.create(out, start, run.step, world.size, plan.started)
     )
     run.watchdog.dump_folder = out / "flight"
     run.should_stop = agreement.StopRequest(world.timeout)  # handles signals from here on
@@ -626,6 +631,8 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
         return 0
     status = train(run)
     consolidate_last(config, run.step, dog)
+    if run.step == config.max_steps:
+        run.log.say(f"planned and measured: python -m tools.plan --run {config.out}")
     return status
 
 

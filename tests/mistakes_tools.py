@@ -29,6 +29,11 @@ MISTAKES = {
         Mistake("", "--world_size is missing: give the number of devices in all"),
         Mistake("--world_size 12", "--world_size 12 is not a multiple of --nproc_per_node 8"),
         Mistake("--world_size 8 --rank 8", "--rank 8: the ranks are 0 to 7"),
+        Mistake("--run {root}/nowhere", "nowhere has no config.json: it is not the folder of a"),
+        Mistake("--run {unlogged}", "unlogged has no training row yet: let it run until its first"),
+        Mistake("--run {restarted}", "restarted has no training row of its last start yet"),
+        Mistake("--run {newer}", "newer was trained by other code, with --wings, which this one"),
+        Mistake("--run {other} --tp=2", "--run takes the flags of the run: leave out --tp"),
         Mistake("--world_size 8 --achieved 1.5", "--achieved: 1.5 must be above 0 and at most 1"),
         Mistake(
             "--world_size 8 --achieved {other}", "the log of {other} has no MFU: it needs --peak_"
@@ -58,12 +63,15 @@ def write_folders(root: Path) -> None:
     lines = (root / "other/metrics.jsonl").read_text().splitlines()
     training = [line for line in lines if '"loss"' in line]
     spoilt = {
-        "unlogged": ([], config),
-        "listed": (lines, "[]"),
-        "unsaved": (training, '{"checkpoint": "none"}'),
+        "unlogged": ([], config, 0),
+        "listed": (lines, "[]", 0),
+        "unsaved": (training, '{"checkpoint": "none"}', 0),
+        "newer": (training, '{"wings": 2}', 0),
+        "restarted": (training, config, 2),
     }
-    for name, (log, config) in spoilt.items():
+    for name, (log, config, step) in spoilt.items():
         (root / name).mkdir()
         (root / name / "metrics.jsonl").write_text("\n".join(log))
         (root / name / "config.json").write_text(config)
-        (root / name / "starts.jsonl").write_text(f'{{"time": "", "config": {config}}}')
+        start = f'{{"time": "", "step": {step}, "config": {config}}}'
+        (root / name / "starts.jsonl").write_text(start.replace("\n", " "))

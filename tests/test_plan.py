@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import io
 import json
+import statistics
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, rows
 
 import config
 from model import SIZES
@@ -396,6 +397,73 @@ def test_the_scaling_table_goes_from_one_host_to_all_on_one_batch(pool):
     assert {name: rows[0][name] for name in host} == host
     # Four times as many micro-batches, and one host
     assert 2 < rows[0]["step_time"] / rows[2]["step_time"] < 4.1
+
+
+# --------------------------------------------------------------------------------------------------
+# A run beside its plan
+
+
+def ask(*argv: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert plan.main(list(map(str, argv))) == 0
+    return out.getvalue()
+
+
+def test_a_profiled_run_sends_what_was_rehearsed(run, pool):
+    text = "--strategy hsdp --dp_shard 2 --global_batch_size 16 --micro_batch_size 2"
+    out = run(4, f"{text} --max_steps 8 --profile 2:4 --peak_tflops 1")
+    (found,) = pool(1, ask, "--run", out, "--achieved", "0.01", "--json")
+    found = {row["what"]: (row["planned"], row["measured"]) for row in json.loads(found)}
+    sent = {what: counts for what, counts in found.items() if what.startswith(("dp_", "world"))}
+    assert "dp_shard all_gather (forward, backward), bytes" in sent and len(sent) == 8
+    assert all(planned == counted > 0 for planned, counted in sent.values())
+    log = rows(out)
+    step_time = statistics.median(row["step_time"] for row in log[1:])
+    own = statistics.median(row["step_time_max"] for row in log[1:])
+    waits = sum(row["data_wait"] for row in log) / 8
+    assert found["step, seconds"][1] == pytest.approx(step_time)
+    assert found["compute and optimizer, seconds"][1] == pytest.approx(own - waits)
+    assert found["exposed communication, seconds"][1] == pytest.approx(step_time - own)
+    assert found["data wait, seconds"] == (0.0, pytest.approx(waits))
+    said, used = found["memory, bytes: said at the start, used"]
+    assert used == max(row["peak_host_memory"] for row in log) and said > 350e6
+    # Where something else was sent, the table says by how much
+    file = out / "profile/rank_0.json"
+    file.write_text(file.read_text().replace('"bytes": ', '"bytes": 1'))
+    (text,) = pool(1, ask, "--run", out, "--achieved", "0.01")
+    differences = [line[-6:] for line in text.splitlines() if line.startswith("dp_")]
+    assert differences[0].endswith("equal") and differences[1].endswith("%")
+
+
+def test_of_a_run_on_two_meshes_the_last_is_planned(run, pool):
+    run(1, "--max_steps 5 --save_interval 5 --profile 1:2 --peak_tflops 1")
+    out = run(2, "--max_steps 8 --strategy ddp --profile 1:2 --peak_tflops 1")
+    (text,) = pool(1, ask, "--run", out, "--achieved", "0.01")
+    assert "mesh        ddp: dp_replicate 2 x dp_shard 1 x tp 1 = 2 x cpu, 2 on each" in text
+    assert "not profiled since its last start" in text
+    lines = [line for line in text.splitlines() if line.startswith("dp_replicate all_reduce")]
+    assert len(lines) == 2 and all(line.endswith("not known") for line in lines)
+
+
+def test_the_parts_of_a_step_on_gpus_are_of_the_profile():
+    row = {"step": 9, "step_time": 2.0, "peak_device_memory": 1}
+    one = {"step_time": 2.0, "busy": 0.9, "exposed_communication": 0.2, "data_wait": 0.1}
+    other = one | {"busy": 0.7, "exposed_communication": 0.0}
+    past = plan.Past(flags(), {"step": 0}, [row], [one, other])
+    assert past.seconds() == pytest.approx([2.0, 1.4, 0.2, 0.2])
+    assert dataclasses.replace(past, profiles=[]).seconds() == [2.0, None, None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, strategy", [(1, "single"), (2, "fsdp")])
+def test_a_run_on_cpus_is_predicted_with_what_they_reach(run, pool, ranks, strategy):
+    out = run(ranks, f"--max_steps 6 --strategy {strategy} --d_model 128 --seq_len 64")
+    (found,) = pool(1, ask, "--run", out, "--json")
+    found = {row["what"]: (row["planned"], row["measured"]) for row in json.loads(found)}
+    predicted, measured = found["step, seconds"]
+    assert 0.1 < predicted / measured < 10
+    assert (found["exposed communication, seconds"][0] > 0) == (ranks > 1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -45,8 +45,10 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
     argv = flags(
         f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 8 --profile 3:6"
     )
-    ((status, out, _), _) = pool(2, profiled, argv, fault)
-    assert status == 0
+    ((status, out, _), (_, quiet, _)) = pool(2, profiled, argv, fault)
+    assert (status, quiet) == (0, "")
+    last_line = out.splitlines()[-1]
+    assert last_line == f"planned and measured: python -m tools.plan --run {tmp_path}/run"
     for rank in range(2):
         figures = json.loads((tmp_path / f"run/profile/rank_{rank}.json").read_text())
         trace = json.loads((tmp_path / f"run/profile/rank_{rank}.trace.json").read_text())

@@ -2,6 +2,7 @@
 
 python -m tools.plan --model llama3-70b --world_size 512 --strategy hsdp --dp_shard 64 --tp 8 \
     --micro_batch_size 1 --global_batch_size 1024 --device_type h200
+python -m tools.plan --run runs/tiny
 
 It takes train.py's flags, rehearses one optimizer step of one rank with train.py's code, and
 predicts from what happened how long the step takes: planning/rehearse.py and planning/predict.py.
@@ -13,7 +14,10 @@ import json
 import math
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,10 +26,10 @@ import config
 import data
 import dist
 from metrics import read_rows
-from runtime import cli, memory
+from runtime import cli, memory, run_folder
 from runtime.cli import UsageError
-from tools.bench import add_flags, count, positive
-from tools.compare import import_pyplot, plot_file, positive_number
+from tools.bench import ONLY_STEPS, TORCHRUN, TRAIN, Job, add_flags, count, positive, training_rows
+from tools.compare import import_pyplot, plot_file, positive_number, read
 from tools.planning import predict, search
 from tools.planning.forecast import Plan, make_plan
 from tools.planning.predict import DEVICES, Cluster, Links, Request
@@ -107,6 +111,7 @@ FLAGS = {
     "plot": dict(
         metavar="FILE.png", type=plot_file, help="also plot --scoreboard (needs matplotlib)"
     ),
+    "run": dict(metavar="DIR", help="a run: what was rehearsed and predicted beside what it took"),
     "json": dict(action="store_true", help="print one JSON object"),
 }
 
@@ -114,7 +119,7 @@ FLAGS = {
 def build_parser() -> cli.Parser:
     parser = config.build_parser()
     parser.prog = "tools.plan"
-    parser.usage = "python -m tools.plan --world_size N [--FLAG VALUE ...]"
+    parser.usage = "python -m tools.plan --world_size N [--FLAG VALUE ...], or --run DIR"
     parser.description = (
         "Rehearse a step of train.py on any cluster, without it: what a rank holds,\n"
         "sends and computes, and how long that takes. It takes all flags of train.py."
@@ -133,6 +138,13 @@ def parse(argv: list[str]) -> tuple[Request | None, argparse.Namespace]:
     own = argparse.Namespace(**{name: flags.pop(name) for name in FLAGS})
     if own.scoreboard:
         return None, own
+    given = {word.split("=")[0].removeprefix("--") for word in argv}
+    own.free = frozenset(flags) - given
+    if own.run:
+        if others := given & flags.keys() - {"peak_tflops"}:
+            raise UsageError(f"--run takes the flags of the run: leave out --{min(others)}")
+        own.past = read_past(own.run, flags["peak_tflops"])
+        return request_of(own.past, own), own
     folders = flags["data"]
     c = config.to_config(flags)
     cluster = make_cluster(own)
@@ -141,8 +153,6 @@ def parse(argv: list[str]) -> tuple[Request | None, argparse.Namespace]:
         dtype = torch.bfloat16 if is_cuda else dist.fast_dtype(torch.device("cpu"))
         c = dataclasses.replace(c, dtype=str(dtype).removeprefix("torch."))
     predict.peak_flops(cluster, c)  # raises early where it is not known
-    given = {word.split("=")[0].removeprefix("--") for word in argv}
-    own.free = frozenset(flags) - given
     vocab_size = config.base_model(c).vocab_size
     if folders and ("data" in given or Path(folders).exists()):  # that of a --config may be away
         vocab_size = data.open_folders(folders)[0].vocab_size
@@ -183,6 +193,152 @@ def make_links(own: argparse.Namespace, links: Links) -> Links:
     }
     changes = {name: value * unit for name, (value, unit) in given.items() if value is not None}
     return dataclasses.replace(links, **changes)
+
+
+# --------------------------------------------------------------------------------------------------
+# A run, and the machine that it ran on
+
+
+@dataclass(frozen=True)
+class Past:
+    """The last start of a run, as its folder tells it."""
+
+    config: config.Config  # with the strategy and the dtype that auto chose
+    start: dict  # its row of starts.jsonl
+    rows: list[dict]  # of training
+    profiles: list[dict]  # of the ranks; none without --profile
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.rows[-1]["peak_device_memory"] > 0
+
+    def seconds(self) -> list[float | None]:
+        """Of a step, its compute, exposed communication and wait for data; None: not known.
+
+        On CPUs the log tells: the others wait for the slowest rank. On GPUs the profile does.
+        """
+        step = statistics.median(row["step_time"] for row in self.rows[1:] or self.rows)
+        if self.is_cuda:
+            if not self.profiles:
+                return [step, None, None, None]
+            busy, exposed, waits = (
+                statistics.fmean(one[share] * one["step_time"] for one in self.profiles)
+                for share in ("busy", "exposed_communication", "data_wait")
+            )
+            return [step, busy - exposed, exposed, waits]
+        own = statistics.median(row["step_time_max"] for row in self.rows[1:] or self.rows)
+        waits = sum(row["data_wait"] for row in self.rows)
+        waits /= self.rows[-1]["step"] - self.start["step"]
+        return [step, own - waits, step - own, waits]
+
+
+def read_past(folder: str, peak_tflops: float | None) -> Past:
+    """Raises UsageError where there is no run of this code that has logged a step."""
+    rows = read(folder, folder).training
+    starts = run_folder.read_starts(Path(folder))
+    rows = [row for row in rows if starts and row["step"] > starts[-1]["step"]]
+    if not rows:
+        raise UsageError(f"{folder} has no training row of its last start yet: let it run on")
+    start = starts[-1]
+    if unknown := start["config"].keys() - {f.name for f in dataclasses.fields(config.Config)}:
+        raise UsageError(
+            f"{folder} was trained by other code, with --{min(unknown)}, which this one does not "
+            "know: plan it with that code"
+        )
+    files = sorted(Path(folder).glob("profile/rank_*[0-9].json"))
+    profiles = [json.loads(file.read_text()) for file in files]
+    profiles = [one for one in profiles if one["steps"][0] > start["step"]]
+    chosen = {"strategy": start["strategy"]} if "strategy" in start else {}
+    chosen |= {"peak_tflops": peak_tflops} if peak_tflops else {}
+    c = config.Config(**start["config"] | chosen | {"dtype": start["dtype"]})
+    return Past(c, start, rows, profiles)
+
+
+def request_of(past: Past, own: argparse.Namespace) -> Request:
+    """The run on its cluster; on CPUs with what this machine reaches, unless --achieved is given.
+
+    A step that is measured has the optimizer in it, and a collective its latency.
+    """
+    own.world_size = past.start["ranks"]
+    own.nproc_per_node = past.start.get("ranks_per_host", own.nproc_per_node)
+    names = {device.name: name for name, device in DEVICES.items() if device.name}
+    own.device_type = names.get(past.start.get("device"), own.device_type)
+    vocab_size = past.start["tokens_in_vocabulary"]
+    if past.is_cuda:
+        return Request(past.config, make_cluster(own), vocab_size, own.rank)
+    own.device_type = "cpu"
+    c = past.config
+    if own.achieved is None or c.peak_tflops is None:
+        c = dataclasses.replace(c, peak_tflops=1.0)
+        own.achieved, own.intra_host_bandwidth = measure(c, own)
+    cluster = make_cluster(own)
+    no_latency = dict(intra_latency=0.0, inter_latency=0.0, launch_latency=0.0)
+    device = dataclasses.replace(cluster.device, memory_bandwidth=math.inf)
+    links = dataclasses.replace(cluster.links, **no_latency)
+    return Request(
+        c, dataclasses.replace(cluster, device=device, links=links), vocab_size, own.rank
+    )
+
+
+def measure(c: config.Config, own: argparse.Namespace) -> tuple[float, float | None]:
+    """What the ranks of a host reach here: TFLOP/s of each, and GB/s of an all_reduce.
+
+    They compute at the same time and send nothing, under FSDP where the run was, since its copies
+    take the same cores.
+    """
+    print("measuring this machine's cores and links ...", file=sys.stderr, flush=True)
+    ranks = min(own.nproc_per_node, own.world_size)
+    alone = dict.fromkeys(("dp_replicate", "dp_shard", "profile", "out"))
+    alone |= {"tp": 1, "max_steps": 4, "resume": "never", "tracker": "none", "time_limit": 0.0}
+    alone["global_batch_size"] = max(1, c.global_batch_size * c.tp // own.world_size)
+    alone["strategy"] = "fsdp" if c.strategy in ("fsdp", "hsdp") else "single"
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        file, links = Path(folder, "config.json"), Path(folder, "links.json")
+        file.write_text(json.dumps(dataclasses.asdict(c) | alone))
+        outs = [Path(folder, str(rank)) for rank in range(ranks)]
+        train = [sys.executable, TRAIN, f"--config={file}", *ONLY_STEPS]
+        run_all([[*train, f"--out={out}"] for out in outs], Path(folder, "alone"))
+        rows = [row for out in outs for row in training_rows(out) if row["step"] > 1]
+        achieved = statistics.median(row["mfu"] for row in rows)  # of 1 TFLOP/s
+        if ranks == 1:
+            return achieved, own.intra_host_bandwidth
+        torchrun = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", "-m", "tools.cluster"]
+        run_all([[*torchrun, "--measure_links", str(links)]], Path(folder, "links"))
+        return achieved, own.intra_host_bandwidth or json.loads(links.read_text())[0] / 1e9
+
+
+def run_all(commands: list[list[str]], out: Path) -> None:
+    """Run commands at the same time. Raises RunFailed if one fails."""
+    threads = {"OMP_NUM_THREADS": "1" if len(commands) > 1 else str(torch.get_num_threads())}
+    with Job(commands, [threads] * len(commands), out) as job:
+        while job.is_running():
+            time.sleep(0.1)
+
+
+def beside(plan: Plan, past: Past) -> list[dict]:
+    """Rows of `what`, `planned` and `measured`, which is None where it is not known."""
+    speed = plan.speed
+    layout = plan.rehearsal.layout
+    counted = {}  # in the step that rank 0 counted
+    for row in past.profiles[0]["communicated"] if past.profiles else []:
+        counted[row["axis"], row["kind"]] = (row["calls"], row["bytes"])
+    rows = []
+    for row in plan.communication():
+        where = f"{row['axis']} {row['collective']} ({', '.join(row['phases'])})"
+        nothing = (0, 0) if past.profiles else (None, None)
+        calls, size = counted.pop((row["axis"], row["collective"]), nothing)
+        rows += [(f"{where}, calls", row["count"], calls), (f"{where}, bytes", row["bytes"], size)]
+    for (axis, collective), (_, size) in counted.items():
+        rows.append((f"{axis} {collective}, bytes", 0, size))
+    used = "peak_device_memory" if past.is_cuda else "peak_host_memory"
+    used = max(row[used] for row in past.rows)
+    rows.append(("memory, bytes: said at the start, used", layout.memory.total, used))
+    rows.append(("memory, bytes: tensors, used", plan.rehearsal.peak, used))
+    predicted = [speed.step_time, speed.compute + speed.optimizer, sum(speed.exposed.values()), 0.0]
+    parts = ("step", "compute and optimizer", "exposed communication", "data wait")
+    for part, seconds, measured in zip(parts, predicted, past.seconds()):
+        rows.append((f"{part}, seconds", seconds, measured))
+    return [dict(zip(("what", "planned", "measured"), row)) for row in rows]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,6 +513,26 @@ def describe_scaling(plan: Plan) -> Iterator[str]:
         )
 
 
+def report_beside(plan: Plan, past: Past, rows: list[dict]) -> Iterator[str]:
+    """The lines for people, of what `beside` returns."""
+    _, mesh, *_ = describe_run(plan)
+    yield mesh
+    if not past.profiles:
+        yield "            not profiled since its last start (--profile 10:13): nothing was counted"
+    yield f"{'':60}  {'planned':>15}  {'measured':>15}"
+    for row in rows:
+        planned, measured = row["planned"], row["measured"]
+        spec = "15,.4g" if isinstance(planned, float) else "15,"
+        line = f"{row['what']:60}  {planned:{spec}}"
+        if measured is None:
+            yield f"{line}  {'not known':>15}"
+            continue
+        difference = "equal" if planned == measured else "differs"
+        if planned != measured and measured:
+            difference = f"{planned / measured - 1:+.1%}"
+        yield f"{line}  {measured:{spec}}  {difference}"
+
+
 def gigabytes(size: int) -> str:
     """In GB, with three significant digits below 100."""
     number = size / 1e9
@@ -421,6 +597,10 @@ def run(argv: list[str]) -> None:
         lines = scoreboard(found)
         if own.plot:
             plot_scoreboard(found, own.plot)
+    elif own.run:
+        plan = make_plan(request)
+        found = beside(plan, own.past)
+        lines = report_beside(plan, own.past, found)
     elif own.search:
         found = search.to_json(search.search(request, own.free, own.search_seconds))
         lines = search.table(found, request.cluster)
