@@ -32,7 +32,7 @@ MISTAKES = {
         Mistake("--run {root}/nowhere", "nowhere has no config.json: it is not the folder of a"),
         Mistake("--run {unlogged}", "unlogged has no training row yet: let it run until its first"),
         Mistake("--run {restarted}", "restarted has no training row of its last start yet"),
-        Mistake("--run {newer}", "newer was trained by other code, with --wings, which this one"),
+        Mistake("--run {winged}", "winged was trained by other code, with --wings, which this one"),
         Mistake("--run {other} --tp=2", "--run takes the flags of the run: leave out --tp"),
         Mistake("--world_size 8 --achieved 1.5", "--achieved: 1.5 must be above 0 and at most 1"),
         Mistake(
@@ -66,7 +66,7 @@ def write_folders(root: Path) -> None:
         "unlogged": ([], config, 0),
         "listed": (lines, "[]", 0),
         "unsaved": (training, '{"checkpoint": "none"}', 0),
-        "newer": (training, '{"wings": 2}', 0),
+        "winged": (training, '{"wings": 2}', 0),
         "restarted": (training, config, 2),
     }
     for name, (log, config, step) in spoilt.items():

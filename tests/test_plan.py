@@ -492,7 +492,6 @@ def search_beside_auto(text: str, of: str, memory: float) -> tuple[str, str]:
         ("--world_size 16 --tp 1", "ddp", 1.2, "hsdp"),
         ("--world_size 16 --tp 1", "hsdp", 1.26, "hsdp"),
         ("--world_size 16 --tp 1", "fsdp", 1.26, "fsdp"),
-        ("--world_size 8 --tp 2 --model tinyllama-1.1b", "ddp", 1.26, "ddp"),
         ("--world_size 8 --tp 2 --model tinyllama-1.1b", "fsdp", 1.26, "fsdp"),
     ],
 )

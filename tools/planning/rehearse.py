@@ -175,11 +175,10 @@ def leave_group() -> None:
     debug._clear_fast_path_sharding_prop_cache()
 
 
-def run_step(c: Config, chosen: Layout, world: dist.World, fuses: bool) -> Rehearsal:
+def run_step(c: Config, chosen: Layout, mesh: dist.DeviceMesh, fuses: bool) -> Rehearsal:
     """Build the model and the optimizer, run a step and sum up."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fakes, fuses)
-    mesh = dist.make_mesh(world, chosen.mesh_shape)
     net = layout.empty_model(chosen)
     parameters = net.parameter_count()
     with fakes, recorder, loss_parallel(), train.no_garbage_collection(), quick_build():
@@ -233,9 +232,11 @@ def run_layers(c: Config, chosen: Layout, world: dist.World, fuses: bool) -> Reh
     more adds to FEW of them is added for all others. Not for DDP, whose buckets end anywhere.
     """
 
+    mesh = dist.make_mesh(world, chosen.mesh_shape)  # one: DTensor keeps the groups of the first
+
     def run(n_layer: int) -> Rehearsal:
         model_config = dataclasses.replace(chosen.model_config, n_layer=n_layer)
-        return run_step(c, dataclasses.replace(chosen, model_config=model_config), world, fuses)
+        return run_step(c, dataclasses.replace(chosen, model_config=model_config), mesh, fuses)
 
     n_layer = chosen.model_config.n_layer
     unit = blocks_per_unit(c) or 1
