@@ -347,10 +347,10 @@ def overlap(
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds
         on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # which would compute
-        # After a sum over tp the next layer needs it, and after the norm the update. Muon gathers
-        # the next matrix while it multiplies one.
-        is_ahead = row.phase == "optimizer" and row.collective == "all_gather"
-        if is_ahead and not on_cores:
+        # After a sum over tp the next layer needs it, and after the norm the update. On GPUs Muon
+        # gathers the next matrix while it multiplies one.
+        is_muons = row.phase == "optimizer" and row.collective == "all_gather"
+        if is_muons and cluster.device.kind == "cuda":
             beside["update"].add(row, seconds, slowed, 1)
         elif on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
             alone[row.axis] += seconds
