@@ -426,7 +426,7 @@ def test_a_profiled_run_sends_what_was_rehearsed(run, pool):
     assert found["compute and optimizer, seconds"][1] == pytest.approx(own - waits)
     assert found["exposed communication, seconds"][1] == pytest.approx(step_time - own)
     assert found["data wait, seconds"] == (0.0, pytest.approx(waits))
-    said, used = found["memory, bytes: said at the start, used"]
+    said, used = found["memory as estimated at the start, bytes"]
     assert used == max(row["peak_host_memory"] for row in log) and said > 350e6
     # Where something else was sent, the table says by how much
     file = out / "profile/rank_0.json"

@@ -15,7 +15,6 @@ import math
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,8 +310,7 @@ def run_all(commands: list[list[str]], out: Path) -> None:
     """Run commands at the same time. Raises RunFailed if one fails."""
     threads = {"OMP_NUM_THREADS": "1" if len(commands) > 1 else str(torch.get_num_threads())}
     with Job(commands, [threads] * len(commands), out) as job:
-        while job.is_running():
-            time.sleep(0.1)
+        job.wait()
 
 
 def beside(plan: Plan, past: Past) -> list[dict]:
@@ -332,8 +330,9 @@ def beside(plan: Plan, past: Past) -> list[dict]:
         rows.append((f"{axis} {collective}, bytes", 0, size))
     used = "peak_device_memory" if past.is_cuda else "peak_host_memory"
     used = max(row[used] for row in past.rows)
-    rows.append(("memory, bytes: said at the start, used", layout.memory.total, used))
-    rows.append(("memory, bytes: tensors, used", plan.rehearsal.peak, used))
+    rows.append(("memory as estimated at the start, bytes", layout.memory.total, used))
+    if past.is_cuda:  # on CPUs the process is measured, which has more than tensors
+        rows.append(("memory of the tensors as rehearsed, bytes", plan.rehearsal.peak, used))
     predicted = [speed.step_time, speed.compute + speed.optimizer, sum(speed.exposed.values()), 0.0]
     parts = ("step", "compute and optimizer", "exposed communication", "data wait")
     for part, seconds, measured in zip(parts, predicted, past.seconds()):
