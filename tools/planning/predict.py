@@ -2,7 +2,7 @@
 
     step = compute + exposed communication + optimizer
 
-All constants are in this file, each with its source.
+All constants are in this file, with their sources; two are assumptions, and say so.
 """
 
 import functools
@@ -19,12 +19,11 @@ from model import ModelConfig, Transformer
 from runtime.cli import UsageError
 from tools.planning.rehearse import Communication, Operation, Rehearsal, rehearse
 
-# What attention reaches of large matrix products: FlashAttention-2 on A100s 160 to 190 TFLOP/s, and
-# FlashAttention-3, as cuDNN, on H100s 450 to 550, causal, 2,048 to 16,384 tokens (Dao 2023; Shah et
-# al. 2024).
+# What attention reaches of large matrix products. FlashAttention-2 forward: 178 to 187 of 271
+# TFLOP/s on an A100 (github.com/liangan1/GPU_travel, performance/flash-attn); its backward less.
 ATTENTION = 0.6
 
-# What kernels that only move data reach of the data sheet's bandwidth: 1.75 of 2.04 TB/s on A100s
+# What kernels that only move data reach of the data sheet's bandwidth: assumed, not measured
 STREAM = 0.85
 
 # How much longer compute takes for each second in which NCCL carries data beside it at the speed of
@@ -33,7 +32,7 @@ STREAM = 0.85
 # as near. Slower links carry less in a second, and slow compute less.
 SLOWED = 0.4
 
-# Seconds in which a host launches one operation, with autograd
+# Seconds in which a host launches one operation: assumed, at the low end of what eager mode takes
 LAUNCH = 5e-6
 
 # NVLink carries 450 GB/s each way on an H100, and NCCL reaches 360 to 370 of them in gathers and
