@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import last_checkpoint, rows, tensors
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
 import dist
@@ -240,6 +241,18 @@ def test_muon_is_torchs_on_every_mesh(pool):
             difference = (mesh_weights[name] - weight).norm()
             assert difference <= (1e-2 if is_muons(name) else 1e-3) * weight.norm(), name
         assert torch.equal(mesh_weights[FROZEN], weights[FROZEN])
+
+
+def gather_one() -> str:
+    """The type of a matrix that is gathered as Muon does."""
+    mesh = dist.make_mesh(dist.start("cpu"), (1, 2, 1))["dp_shard"]
+    matrix = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    return type(optim.gather(matrix)).__name__
+
+
+def test_on_cpus_a_gathered_matrix_is_there_before_the_next(pool):
+    """Not torch's AsyncCollectiveTensor: two on their way under gloo damaged the heap."""
+    assert pool(2, gather_one) == ["Tensor", "Tensor"]
 
 
 def test_muon_continues_on_every_mesh(run):
