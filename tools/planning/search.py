@@ -104,7 +104,7 @@ class Candidate:
 class Group:
     """Candidates that compute the same way and communicate differently, the simplest first."""
 
-    left: list[Config]
+    left: list[Layout]
     speed: float = math.inf  # of the last one rehearsed, in tokens per second and device
 
 
@@ -131,11 +131,12 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
             passed_over["had no time left"] = waiting
             break
         group = max(groups, key=lambda group: group.speed)
-        c = group.left.pop(0)
+        layout = group.left.pop(0)
+        c = layout.config
         if sys.stderr.isatty():  # progress, for whoever watches: not into a file
             progress = f"{waiting} candidates, {max(0, left):.0f} s left: {flags_of(c)}"
             print(progress, file=sys.stderr, flush=True)
-        if not lay_out(c, cluster, request.vocab_size).fits(cluster.device_memory):
+        if not layout.fits(cluster.device_memory):
             passed_over["are too large by the estimate"] += 1
             continue
         rehearsal = dataclasses.replace(request, config=c).rehearse()
@@ -171,7 +172,7 @@ def group_candidates(request: Request, free: frozenset[str]) -> tuple[list[Group
             impossible += 1
             continue
         key = (c.tp, layout.micro_batch_size, c.activation_checkpointing)
-        groups.setdefault(key, Group([])).left.append(c)
+        groups.setdefault(key, Group([])).left.append(layout)
     if problem and not groups:
         raise problem
     return list(groups.values()), impossible
