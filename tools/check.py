@@ -195,10 +195,10 @@ class Lab:
         one = dict(strategy="single", tp=1, dp_replicate=None, dp_shard=None, grad_sync="batch")
         one |= dict(compile=False, checkpoint="none", async_save=False, time_limit=SECONDS)
         c = dataclasses.replace(c, **one)
-        need = layout.choose_layout(c, world, self.vocab_size, self.device_memory).memory
-        if need.total > 0.8 * self.device_memory:
+        chosen = layout.choose_layout(c, world, self.vocab_size, self.device_memory)
+        if not chosen.fits(self.device_memory):
             room = f"more than 80% of {self.device_memory / 1e9:,.1f} GB"
-            return [], f"one rank cannot hold the run: {need}, {room}"
+            return [], f"one rank cannot hold the run: {chosen.memory}, {room}"
         rows = self.train(c, world, f"{name} on rank {self.world.rank}")
         return rows, f"one rank does not train two steps in {SECONDS} s"
 
