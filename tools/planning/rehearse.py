@@ -424,9 +424,8 @@ class Recorder(TorchDispatchMode):
         if self.is_about_shapes(types):
             return result
         if not function.is_view:  # else nothing is new but gloo's buffers, which it splits later
-            for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self.see(leaf)
+            for tensor in tensors_in(result):
+                self.see(tensor)
         self.classify(function, args, kwargs, result)
         if self.phase != "build":
             self.collectives.count_operation(function, args, result)
@@ -503,8 +502,7 @@ class Recorder(TorchDispatchMode):
     def classify(self, function, args, kwargs, result) -> None:
         """Recognize FSDP's buffers, and weights that are cast."""
         if function.namespace == "fsdp":
-            leaves = tree_leaves((args, kwargs))
-            self.mark([leaf for leaf in leaves if isinstance(leaf, Tensor)], "gathered")
+            self.mark(tensors_in((args, kwargs)), "gathered")
         elif function is torch.ops.aten._to_copy.default:
             source = self.block_of(args[0])
             if source and source.kind == "parameters":
@@ -670,7 +668,7 @@ def is_real(args, kwargs) -> bool:
     on the CPU. Nothing in the model is of that dtype. On the meta device, where the model is before
     it gets memory, fake tensors would only be slower.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = tensors_in((args, kwargs))
     if not tensors:
         return kwargs.get("dtype") == torch.int32
     return "device" not in kwargs or kwargs["device"] == tensors[0].device
