@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 from tools import cluster
 
@@ -90,6 +91,38 @@ def test_ddp_across_hosts_is_faster_with_one_reduction_as_predicted(box):
     assert median(once["tokens/s/device"]) > 1.5 * median(often["tokens/s/device"])
     assert once["predicted"][0] > 1.5 * often["predicted"][0] > 0
     assert once["error"] == "+0%" and often["error"].endswith("%")
+
+
+def test_the_rate_of_a_link_is_of_more_than_a_burst(monkeypatch):
+    sent = []
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda tensor, group: sent.append(1.5 * tensor.nbytes)
+    )
+    monkeypatch.setattr(cluster, "times", lambda function: [function() or 0.5])
+    assert cluster.bandwidth() == sum(sent) / 0.5
+    assert sum(sent) > 40 * 256 * 1024  # what the link lets pass at once
+
+
+def test_steps_beside_a_rank_that_still_starts_hardly_count(monkeypatch, tmp_path):
+    def log(namespaces, commands, out):
+        for command in commands:
+            flags = dict(word.split("=") for word in command if "=" in word)
+            last = int(flags["--max_steps"])
+            Path(flags["--out"]).mkdir()
+            with open(Path(flags["--out"], "metrics.jsonl"), "w") as file:
+                for step in range(1, last + 1):
+                    mfu = 0.4 if 5 < step < last - 5 else 0.9
+                    print(json.dumps({"step": step, "loss": 1.0, "mfu": mfu}), file=file)
+
+    monkeypatch.setattr(cluster, "run_all", log)
+    monkeypatch.setattr(cluster, "run_on", lambda names, nproc, script, out: None)
+    (tmp_path / "links.json").write_text("[2e8, 2e7]")
+    machines = cluster.measured_machines(cluster.parse([]), ["a", "b"], "--data=d", tmp_path)
+    assert {name: machine.achieved for name, machine in machines.items()} == {
+        "single": 0.4,
+        "fsdp": 0.4,
+    }
 
 
 @pytest.mark.slow

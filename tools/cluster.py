@@ -130,6 +130,8 @@ def counted_rows(out: Path) -> list[dict]:
 # What tools.plan predicts, from links and cores that are measured in the same hosts
 
 ELEMENTS = 1 << 19  # 2 MB: the unit that fsdp gathers is 1 MB
+IN_A_ROW = 4  # all_reduces: a link that has rested lets a burst of 256 kB pass at once
+ALONE_STEPS = 24  # take 5 to 15 s, and processes start within 2 s of each other
 
 
 def measured_machines(
@@ -138,7 +140,7 @@ def measured_machines(
     """The box as ranks without a mesh find it ("single"), and as those under FSDP ("fsdp").
 
     These compute more slowly: FSDP's copies and its Python take the same cores. All ranks compute
-    at once, and send nothing.
+    at once, and send nothing. Steps beside another rank that still starts, or has ended, are few.
     """
     links_file = folder / "links.json"
     measure = ["-m", "tools.cluster", "--measure_links", str(links_file)]
@@ -151,7 +153,7 @@ def measured_machines(
     machines = {}
     for strategy in ("single", "fsdp"):
         flags = [*train_flags("ddp", "batch", args), data, f"--strategy={strategy}"]
-        flags.append(f"--global_batch_size={GRAD_ACCUM_STEPS}")
+        flags += [f"--global_batch_size={GRAD_ACCUM_STEPS}", f"--max_steps={ALONE_STEPS}"]
         outs = [folder / f"{strategy}-{rank}" for rank in range(world_size)]
         commands = [[sys.executable, TRAIN, *flags, f"--out={out}"] for out in outs]
         run_all(namespaces * args.nproc, commands, folder / strategy)
@@ -174,13 +176,21 @@ def measure_links(out: str) -> None:
 
 
 def bandwidth(group=None) -> float:
-    """Bytes per second that a rank sends, 2 (n - 1) / n of the tensor, in a median all_reduce."""
+    """Bytes per second that a rank sends in all_reduces one after the other, the median of several.
+
+    In one it sends 2 (n - 1) / n of the tensor.
+    """
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:
         return math.inf
     tensor = torch.zeros(ELEMENTS)
-    seconds = times(lambda: torch.distributed.all_reduce(tensor, group=group))
-    return 2 * (ranks - 1) / ranks * tensor.nbytes / statistics.median(seconds)
+
+    def all_reduces() -> None:
+        for _ in range(IN_A_ROW):
+            torch.distributed.all_reduce(tensor, group=group)
+
+    sent = IN_A_ROW * 2 * (ranks - 1) / ranks * tensor.nbytes
+    return sent / statistics.median(times(all_reduces))
 
 
 # --------------------------------------------------------------------------------------------------
