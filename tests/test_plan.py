@@ -310,15 +310,19 @@ def test_the_report_fits_on_a_screen_and_says_what_does_not_fit(monkeypatch, cap
 
 @pytest.fixture
 def published(tmp_path, monkeypatch) -> list[str]:
-    """Arguments for a scoreboard of two runs, of which each takes a step of 8.001 s."""
+    """Arguments for a scoreboard of three runs, of which each takes a step of 8.001 s."""
     found = rehearsal(flops=3e12, recomputed=1e12)
     monkeypatch.setattr(predict.Request, "rehearse", lambda request: found)
     flags = f"{TINY} --world_size 8 --device_type cpu --peak_tflops 1 --achieved 0.5"
     rows = []
-    for name, fitted, ratio in (("near", True, 1.0), ("too fast", False, 0.5)):
+    for name, fitted, ratio, more in (
+        ("too slow", False, 5.0, " --tp 2 --strategy single --world_size 2"),
+        ("too fast", False, 2 / 3, " --nproc_per_node 4"),
+        ("near", True, 1.0, ""),
+    ):
         request, _ = plan.parse(flags.split())
         speed = predict.speed(found, request.config, request.cluster)
-        rows.append({"name": name, "fitted": fitted, "flags": flags})
+        rows.append({"name": name, "trainer": "its", "fitted": fitted, "flags": flags + more})
         rows[-1]["tokens_per_second_per_device"] = ratio * speed.tokens_per_second_per_device
     file = tmp_path / "published.json"
     file.write_text(json.dumps(rows))
@@ -327,12 +331,21 @@ def published(tmp_path, monkeypatch) -> list[str]:
 
 def test_the_scoreboard_sets_published_runs_beside_predictions(published, capsys):
     assert plan.main(published) == 0
-    lines = capsys.readouterr().out.splitlines()
-    near, fast = [line for line in lines if line.startswith("| ") and "%" in line]
-    assert near.startswith("| near, fitted on |") and near.endswith("| +0% |")
-    assert fast.startswith("| too fast |") and fast.endswith("| +100% |")
-    assert lines[-2] == "fitted on: 1 rows, median error 0%, worst 0%, 1 within 25%"
-    assert lines[-1] == "not seen: 1 rows, median error 100%, worst 100%, 0 within 25%"
+    lines = [line for line in capsys.readouterr().out.splitlines() if "0%" in line]
+    assert [line.split(" | ")[::3] for line in lines[:3]] == [
+        ["| too slow", "-80% |"],
+        ["| too fast", "+50% |"],
+        ["| near, fitted on", "+0% |"],
+    ]
+    assert lines[3:] == [
+        "| fitted on | 1 | 0% | +0% | +0% | 1 |",
+        "| not seen | 2 | 65% | -15% | -80% | 0 |",
+        "| not seen: cpu | 1 | 50% | +50% | +50% | 0 |",
+        "| not seen: cpu, tp | 1 | 80% | -80% | -80% | 0 |",
+        "| not seen: one host | 1 | 80% | -80% | -80% | 0 |",
+        "| not seen: several hosts | 1 | 50% | +50% | +50% | 0 |",
+        "| not seen: its | 2 | 65% | -15% | -80% | 0 |",
+    ]
 
 
 def test_the_scoreboard_is_plotted(published, tmp_path, capsys):

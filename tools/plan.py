@@ -54,12 +54,11 @@ def fraction(text: str) -> float:
 
 
 def published(file: str) -> list[dict]:
-    """Rows of at least name, flags, tokens_per_second_per_device and fitted."""
+    """Rows of at least name, trainer, flags, tokens_per_second_per_device and fitted."""
+    needed = {"name", "trainer", "flags", "tokens_per_second_per_device", "fitted"}
     try:
         rows = json.loads(Path(file).read_text())
-        if all(
-            {"name", "flags", "tokens_per_second_per_device", "fitted"} <= {*row} for row in rows
-        ):
+        if all(needed <= {*row} for row in rows):
             return rows
     except (OSError, ValueError, TypeError):
         pass
@@ -546,15 +545,20 @@ SEEN = {True: "fitted on", False: "not seen"}
 
 
 def score(row: dict) -> dict:
-    """A published run, with what is predicted and its error."""
+    """A published run, with what is predicted, its error, and how it is grouped."""
     request, _ = parse(row["flags"].split())
+    cluster = request.cluster
     predicted = make_plan(request).speed.tokens_per_second_per_device
-    error = predicted / row["tokens_per_second_per_device"] - 1
-    return row | {"predicted": predicted, "error": error}
+    return row | {
+        "predicted": predicted,
+        "error": predicted / row["tokens_per_second_per_device"] - 1,
+        "device": cluster.device_type + (", tp" if request.config.tp > 1 else ""),
+        "hosts": "one host" if cluster.hosts == 1 else "several hosts",
+    }
 
 
 def scoreboard(rows: list[dict]) -> Iterator[str]:
-    """A table as Markdown, and its summary."""
+    """Two tables as Markdown: the runs, and the errors of groups of them."""
     yield "| run | published, tokens/s/device | predicted | error |"
     yield "|---|---|---|---|"
     for row in rows:
@@ -563,24 +567,37 @@ def scoreboard(rows: list[dict]) -> Iterator[str]:
             f"{row['tokens_per_second_per_device']:,.0f} | {row['predicted']:,.0f} | "
             f"{row['error']:+.0%} |"
         )
-    for is_fitted, name in SEEN.items():
-        errors = [abs(row["error"]) for row in rows if row["fitted"] == is_fitted]
-        if errors:
-            yield (
-                f"{name}: {len(errors)} rows, median error {statistics.median(errors):.0%}, worst "
-                f"{max(errors):.0%}, {sum(error <= 0.25 for error in errors)} within 25%"
-            )
+    groups = {}  # name -> errors
+    for row in sorted(rows, key=lambda row: not row["fitted"]):
+        groups.setdefault(SEEN[row["fitted"]], []).append(row["error"])
+    unseen = [row for row in rows if not row["fitted"]]
+    for kind in ("device", "hosts", "trainer"):
+        for row in sorted(unseen, key=lambda row: row[kind]):
+            groups.setdefault(f"{SEEN[False]}: {row[kind]}", []).append(row["error"])
+    yield ""
+    yield "| runs | number | median error | with its sign | worst | within 25% |"
+    yield "|---|---|---|---|---|---|"
+    for name, errors in groups.items():
+        sizes = [abs(error) for error in errors]
+        yield (
+            f"| {name} | {len(errors)} | {statistics.median(sizes):.0%} | "
+            f"{statistics.median(errors):+.0%} | {max(errors, key=abs):+.0%} | "
+            f"{sum(size <= 0.25 for size in sizes)} |"
+        )
 
 
 def plot_scoreboard(rows: list[dict], file: str) -> None:
     """Plot what is predicted against what is published, on log axes. Raises UsageError."""
     figure, axes = import_pyplot().subplots(figsize=(7, 7), layout="constrained")
+    axes.set(xscale="log", yscale="log", xlabel="published tokens/s/device", ylabel="predicted")
     for is_fitted, label in SEEN.items():
         points = [row for row in rows if row["fitted"] == is_fitted]
         speeds = [row["tokens_per_second_per_device"] for row in points]
-        axes.scatter(speeds, [row["predicted"] for row in points], label=label)
-    axes.axline((1, 1), (10, 10), color="gray", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="published tokens/s/device", ylabel="predicted")
+        axes.plot(speeds, [row["predicted"] for row in points], "o", markersize=4, label=label)
+    ends = axes.get_xlim()
+    axes.plot(ends, ends, color="gray", linewidth=1)
+    low, high = ([factor * end for end in ends] for factor in (0.75, 1.25))
+    axes.fill_between(ends, low, high, color="gray", alpha=0.2, label="within 25%")
     axes.legend()
     figure.savefig(file)
 
