@@ -25,16 +25,16 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-MAX_SIZE = 1 << 24  # of a ModelConfig: float32 counts positions up to there
+MAX_SIZE = 1 << 24  # for each size in a ModelConfig: float32 positions are exact up to here
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Slower rotations for long contexts, as in Llama 3.1: see `scale_frequencies`."""
 
-    factor: float  # by which the slowest rotations are slowed down
-    low_freq_factor: float  # a frequency of at most this many turns in the original context is slow
-    high_freq_factor: float  # one of at least this many is fast
+    factor: float  # divides the slow frequencies
+    low_freq_factor: float  # slow: at most this many turns in the original context
+    high_freq_factor: float  # fast: at least this many turns
     original_seq_len: int
 
     def __post_init__(self):
@@ -47,7 +47,7 @@ class RopeScaling:
 
 
 def check_names(cls: type, fields: dict) -> None:
-    """Raise ValueError where `fields` has a name that the dataclass `cls` has not."""
+    """Raise ValueError if `fields` has a name that the dataclass `cls` does not have."""
     unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
     if unknown:
         raise ValueError(f"its model has {', '.join(unknown)}, which this code does not know")
@@ -55,7 +55,7 @@ def check_names(cls: type, fields: dict) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. Raises ValueError where its numbers do not fit together."""
+    """The shape of a decoder. Raises ValueError if its numbers do not fit together."""
 
     vocab_size: int
     n_layer: int
@@ -71,9 +71,9 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, fields: dict) -> "ModelConfig":
-        """The model of a manifest. A field that did not exist when it was written has its default.
+        """Read the model of a manifest. Fields newer than the manifest get their defaults.
 
-        Raises ValueError, also for a field that does not exist here: it is that of another model.
+        Raises ValueError, also for an unknown field: it changes the model.
         """
         try:
             check_names(cls, fields)
@@ -109,9 +109,9 @@ class ModelConfig:
             )
 
     def check_room(self, size: int) -> None:
-        """Raise ValueError where files of `size` bytes cannot hold the weights of such a model.
+        """Raise ValueError if files of `size` bytes are too small for this model's weights.
 
-        Before it is built, which takes forever, or all memory, where the sizes are wrong.
+        Call it before building the model: with damaged sizes that takes forever, or all memory.
         """
         small = [dataclasses.replace(self, n_layer=n) for n in (1, 2)]
         with torch.device("meta"):
@@ -123,8 +123,8 @@ class ModelConfig:
             )
 
     def check_tensor_parallel(self, tp: int) -> None:
-        """Raises ValueError unless `tp` ranks can split every layer into equal parts."""
-        # n_head is a multiple of n_kv_head
+        """Raise ValueError unless `tp` ranks can split every layer into equal parts."""
+        # n_head needs no check: it is a multiple of n_kv_head
         for name in ("n_kv_head", "d_ff", "vocab_size", "seq_len"):
             size = getattr(self, name)
             if size % tp:
@@ -170,28 +170,28 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """The rows of the weight (vocab_size, d_model) that tokens (B, T) select: (B, T, d_model).
-
-    A CPU sums the gradients of equal tokens in the dtype of the weight, as CUDA does of at most
-    3,072 tokens. FSDP gathers that in bfloat16, where a sum of 256 times an addend no longer
-    changes when it is added.
-    """
+    """Look up tokens (B, T) in the weight (vocab_size, d_model): (B, T, d_model)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         if not isinstance(self.weight, DTensor):
             return select_rows(tokens, self.weight)
-        # Under tp: torch's rule for embeddings gives every rank the gradient of all rows.
+        # Under tp, torch's own rule would give every rank the gradient of all rows.
         mesh = tokens.device_mesh
         rows = self.weight.to_local()  # (vocab_size / tp, d_model)
         index = tokens.to_local() - mesh.get_local_rank() * len(rows)  # (B, T)
         is_elsewhere = (index < 0) | (index >= len(rows))
         x = select_rows(index.masked_fill(is_elsewhere, 0), rows)
         x = DTensor.from_local(x.masked_fill(is_elsewhere[..., None], 0), mesh, [Partial()])
-        # Here, since a style would not wait for it, and a compiled block does not take that.
+        # Not left to the tp style: it would not wait, and a compiled block cannot take that.
         return x.redistribute(placements=[Shard(1)])
 
 
 def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
+    """F.embedding whose backward sums the gradients of equal tokens in float32.
+
+    CPUs sum in the dtype of the weight, and so does CUDA for up to 3,072 tokens. In bfloat16, which
+    FSDP gathers, a sum stops growing at 256 times its addend.
+    """
     if is_gpu(weight.device) and tokens.numel() > 3072:
         return F.embedding(tokens, weight)
     return F.embedding(tokens, weight.float()).to(weight.dtype)
@@ -200,8 +200,8 @@ def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in x's dtype.
 
-    Under tp a rank has part of the tokens, and so of the sum that is the weight's gradient. FSDP
-    adds the parts when it reduces gradients, else optim.py does: once a step, as `Partial` says.
+    Under tp each rank sees some of the tokens, so its gradient of the weight is a partial sum,
+    marked `Partial`. FSDP adds the parts when it reduces gradients; without FSDP, optim.py does.
     """
 
     def __init__(self, d: int, eps: float):
@@ -217,10 +217,10 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
-    """cos and sin of position x frequency (RoPE, Su et al. 2021), (2, T, d_head) in float32.
+    """cos and sin of position x frequency (RoPE, Su et al. 2021): (2, T, d_head) in float32.
 
-    Each twice, for both elements of a pair; -sin for the first. Rebuilt on every forward: that
-    costs nothing beside a block, and a model without buffers has only parameters to place.
+    Both elements of a pair share an angle; the first has -sin. Rebuilt on every forward: next to a
+    block that costs nothing, and a model without buffers has only parameters to place.
     """
     d_head = config.d_model // config.n_head
     exponents = -torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head
@@ -234,7 +234,7 @@ def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide slow frequencies by the factor, keep fast ones, and interpolate between them.
+    """Divide slow frequencies by the factor, keep fast ones, and interpolate in between.
 
     For contexts longer than the original one (Llama 3.1, Grattafiori et al. 2024).
     """
@@ -249,38 +249,39 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate each pair (i, i + d_head / 2) of x (B, H, T, d_head) by the angle of its position."""
     cos, sin = rope  # (T, d_head) each
     others = x.roll(x.size(-1) // 2, dims=-1)  # the other element of each pair
-    return (others * sin + x * cos).to(x.dtype)  # others first: contiguous, as x is not
+    # The result takes the layout of its first operand: `others` is contiguous, x is not.
+    return (others * sin + x * cos).to(x.dtype)
 
 
-CPU_KERNEL_ABOVE = 512  # tokens up to which a CPU's attention is faster written out
+CPU_KERNEL_ABOVE = 512  # tokens; up to here written-out attention is faster on a CPU
 
 
 def causal_mask(T: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """-inf above the diagonal, else 0: (T, T), for attention written out; None: torch's kernel."""
+    """(T, T), -inf above the diagonal, else 0, for written-out attention; None: torch's kernel."""
     if is_gpu(device) or T > CPU_KERNEL_ABOVE:
         return None
     return torch.full((T, T), -math.inf, dtype=dtype, device=device).triu(1)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d_head) + mask) v, of the shape of q. `mask` is that of `causal_mask`.
+    """softmax(q k^T / sqrt(d_head) + mask) v, shaped like q. `mask` comes from `causal_mask`.
 
-    q is (B, H, T, d_head); k and v are too, or have fewer heads, of which H is a multiple.
+    q is (B, H, T, d_head); k and v may have fewer heads, if their number divides H.
     """
     B, H, T, d_head = q.shape
     group_size = H // k.size(1)  # query heads that share a key and value head
     if mask is None:
         # torch picks the fastest kernel: since 2.11 cuDNN's on Hopper and Blackwell,
-        # FlashAttention on other GPUs. The only one for float32 that does not write out the scores
-        # takes no fewer heads of k and v than of q.
+        # FlashAttention on other GPUs. In float32 the only kernel that does not write out the
+        # scores needs as many heads of k and v as of q.
         if group_size > 1 and q.dtype == torch.float32 and is_gpu(q.device):
             k = k.repeat_interleave(group_size, dim=1)
             v = v.repeat_interleave(group_size, dim=1)
         fewer = k.size(1) < H
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=fewer)
 
-    # Short sequences on a CPU: the backward pass of torch's kernel takes twice as long as this.
-    # In bfloat16 the scores are rounded, the kernel's are not. Float32 scores take a sixth longer.
+    # Short sequences on a CPU: the backward of torch's kernel takes twice as long. In bfloat16
+    # these scores are rounded, the kernel's are not; float32 scores would take a sixth longer.
     q = q.reshape(B * H, T, d_head)
     k = k.repeat_interleave(group_size, dim=1).reshape(B * H, T, d_head)
     v = v.repeat_interleave(group_size, dim=1).reshape(B * H, T, d_head)
@@ -337,21 +338,21 @@ class Block(nn.Module):
 
 
 def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: str, tp: int) -> int:
-    """Bytes of a token that a Block keeps from forward to backward, on a rank of a tp group.
+    """Bytes per token that a Block saves for backward on one rank of a tp group.
 
-    Change it with Block: a test compares it with what autograd keeps.
+    Change it with Block: a test compares it with what autograd saves.
     """
     d_kv = c.n_kv_head * c.d_model // c.n_head
     if device_type != "cpu" and dtype == torch.float32:
         d_kv = c.d_model  # repeated: see `causal_attention`
-    # Elements: outputs of both norms, which a tp group gathers
+    # Elements. Whole: the outputs of both norms, which a tp group gathers.
     whole = 2 * c.d_model
-    # Inputs of both norms, the attention's output: split by tokens; q and its attention, k, v;
-    # gate, up, silu(gate), product: split by heads and hidden units
+    # Split by tokens: the inputs of both norms, the attention's output. Split by heads and hidden
+    # units: q and its attention, k, v; gate, up, silu(gate), product.
     split = 5 * c.d_model + 2 * d_kv + 4 * c.d_ff
     float32_copies = 0
     if device_type == "cpu":
-        float32_copies = 2 * 2 * c.d_model // tp  # two of each of the two norms
+        float32_copies = 2 * 2 * c.d_model // tp  # two for each norm
         if c.seq_len <= CPU_KERNEL_ABOVE:
             split += c.n_head * c.seq_len  # the scores, which `causal_attention` writes out
     return dtype.itemsize * (whole + split // tp) + 4 * float32_copies
@@ -360,9 +361,8 @@ def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: s
 class Head(Linear):
     """x (B, T, d_model) -> float32 logits, or with targets (B, T) their mean cross-entropy.
 
-    With `chunks` > 1 the tokens are split into that many chunks, and the logits of a chunk are
-    computed when its loss is, in the forward and again in the backward pass: 1 / chunks of the
-    logits are in memory at a time, for one more matrix product.
+    `chunks` > 1 computes logits and loss chunk by chunk, in forward and again in backward: memory
+    holds 1 / chunks of the logits at a time, for one more matrix product.
 
     A tied head has no parameter and takes the embedding's weight as an argument: a parameter that
     two modules share would become two when the model leaves the meta device.
@@ -398,9 +398,9 @@ class Head(Linear):
 class Transformer(nn.Module):
     """tokens (B, T) -> logits (B, T, vocab_size); with targets (B, T) -> their mean cross-entropy.
 
-    Logits are float32, the loss is in nats, `dtype` is that of the activations. A distributed model
-    is built under torch.device("meta") and filled parameter by parameter with `init_tensor`, so
-    that a rank holds its shards and one whole tensor at a time. On one device, use `build_model`.
+    Logits are float32, activations `dtype`; the loss is in nats. Build a distributed model under
+    torch.device("meta") and fill it parameter by parameter with `init_tensor`, so that a rank holds
+    its shards and one whole tensor at a time. On one device, use `build_model`.
     """
 
     def __init__(
@@ -429,7 +429,7 @@ class Transformer(nn.Module):
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
         """Fill the whole parameter `name` in place. Depends on seed, name and device type only.
 
-        But for GPUs with other numbers of multiprocessors: they fill large matrices differently.
+        Except on GPUs: the number of multiprocessors changes how large matrices are filled.
 
         Norms are 1. Matrices are normal with standard deviation 0.02; 0.02 / sqrt(2 * n_layer) in
         the 2 * n_layer layers whose outputs the residual stream sums (GPT-2, Radford et al. 2019).
@@ -440,7 +440,7 @@ class Transformer(nn.Module):
         std = 0.02
         if name.endswith(("attention.out.weight", "mlp.down.weight")):
             std /= math.sqrt(2 * self.config.n_layer)
-        # A hash, since a CPU generator reads only 32 bits of its seed
+        # Hashed, since a CPU generator reads only 32 bits of its seed
         hashed = zlib.crc32(f"{seed} {name}".encode())
         generator = torch.Generator(tensor.device).manual_seed(hashed)
         tensor.normal_(0.0, std, generator=generator)
@@ -450,19 +450,19 @@ class Transformer(nn.Module):
 
         After Megatron-LM (Shoeybi et al. 2019). A column-wise layer splits its outputs: a rank has
         n_head / T heads, d_ff / T of the hidden layer, vocab_size / T of the logits. The row-wise
-        layer after it splits its inputs alike, so each rank computes a part of a sum.
+        layer after it splits its inputs the same way, so each rank computes a partial sum.
 
         Norms and the residual stream are split by tokens (Korthikanti et al. 2022). An all_gather
-        of (B, T, d_model) brings them together before attention, MLP and head, and a reduce_scatter
-        adds the parts of a sum after attention, MLP and embedding; in backward the two change
-        places. A norm's gradient is a part of a sum, too: see RMSNorm.
+        of (B, T, d_model) precedes attention, MLP and head; a reduce_scatter adds the partial sums
+        after attention, MLP and embedding. Backward swaps the two. A norm's gradient is a partial
+        sum, too: see RMSNorm.
 
         Under torch's loss_parallel() the loss never gathers the logits.
         """
         tokens = Shard(1)  # of (B, T, d_model)
         column = ColwiseParallel()
         row = RowwiseParallel(output_layouts=tokens)
-        # The gradients from q, k and v (or gate and up) are added first, then scattered once.
+        # The gradients from q, k and v (or gate and up) are added, then scattered once.
         gather = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate())
         gather_x = PrepareModuleInput(  # x, but neither rope nor mask
             input_layouts=(tokens, None, None), desired_input_layouts=(Replicate(), None, None)
@@ -495,17 +495,17 @@ class Transformer(nn.Module):
 
     @torch.inference_mode()
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs per token, counted in a forward pass without data: for this decoder
-        6 * N + 6 * n_layer * d_model * seq_len, with N parameters in matrix products.
+        """Training FLOPs per token, counted in a forward pass on the meta device.
 
-        Each takes a multiply and an add in forward and twice that in backward. Attention multiplies
-        d_model * seq_len elements twice per token and layer (scores, values), of which the causal
+        For this decoder 6 * N + 6 * n_layer * d_model * seq_len. Each of N parameters in matrix
+        products takes a multiply and an add in forward and twice that in backward. Attention
+        multiplies d_model * seq_len elements twice per token and layer (scores, values); the causal
         mask needs half (Chowdhery et al. 2022, appendix B).
         """
         with torch.device("meta"):
             model = Transformer(self.config)
             tokens = torch.empty(1, seq_len, dtype=torch.int64)
-        # In inference mode attention is one operator, of which torch's counter knows only parts.
+        # In inference mode attention is a single operator, which torch's counter does not know.
         attention = torch.ops.aten.scaled_dot_product_attention
         formulas = dict.fromkeys((attention, attention.default), attention_flops)
         with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
@@ -514,7 +514,7 @@ class Transformer(nn.Module):
 
 
 def attention_flops(q, k, v, mask=None, dropout=0.0, is_causal=False, **_) -> int:
-    """FLOPs of scores and values, by the shapes of q, k, v (B, H, T, d_head). A mask needs half."""
+    """FLOPs of scores and values for shapes q, k, v (B, H, T, d_head); half with a mask."""
     B, H, T, d_head = q
     flops = 2 * 2 * B * H * T * k[-2] * d_head
     return flops // 2 if is_causal or mask is not None else flops
@@ -527,7 +527,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     loss_chunks: int = 1,
 ) -> Transformer:
-    """A whole decoder with its initial weights, in float32, on one device."""
+    """Build a whole decoder on one device, with its initial weights in float32."""
     with torch.device("meta"):
         model = Transformer(config, dtype, loss_chunks)
     model.to_empty(device=device)
@@ -537,9 +537,9 @@ def build_model(
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """The whole of a DTensor, on every rank; a plain tensor is returned unchanged."""
+    """Gather a whole DTensor on every rank; return a plain tensor unchanged."""
     if isinstance(x, DTensor):
-        return x.full_tensor().clone()  # a copy: FSDP's hook on its output can be lost on a view
+        return x.full_tensor().clone()  # FSDP's hook on its output can be lost on a view
     return x
 
 
@@ -565,14 +565,14 @@ def generate(
     seed: int = 0,
     tp: int = 1,
 ) -> Iterator[dict[int, int]]:
-    """Continue all prompts in one batch: yield, up to n times, {index of a prompt: its next token}.
+    """Continue all prompts in one batch: yield up to n times {index of a prompt: its next token}.
 
-    A prompt that draws the token `stop` ends there, without it. None may be empty. A token depends
-    on the last seq_len of its prompt, and is drawn as by `draw`. Ids from vocab_size on only pad
+    Prompts must not be empty. One that draws the token `stop` ends there, without it. A token
+    depends on the last seq_len tokens and comes from `draw`; ids of vocab_size and above only pad
     the head and are never drawn. Prompt i draws with seed + i: the same seed gives the same tokens.
     The `tp` ranks that split a sequence divide seq_len. Raises NotFinite.
     """
-    rows = {i: list(tokens) for i, tokens in enumerate(prompts)}  # of those that have not ended
+    rows = {i: list(tokens) for i, tokens in enumerate(prompts)}  # prompts that have not ended
     generators = [torch.Generator().manual_seed(seed + i) for i in rows]
     for _ in range(n):
         logits = next_logits(model, [tokens[-seq_len:] for tokens in rows.values()], device, tp)
@@ -598,7 +598,7 @@ def next_logits(model: nn.Module, contexts: list[list[int]], device, tp: int) ->
     """The logits (B, vocab_size) after the last token of each context."""
     last = [len(tokens) - 1 for tokens in contexts]
     T = math.ceil((1 + max(last)) / tp) * tp
-    # Padded at the end, which attention does not see from the tokens before.
+    # Padded at the end, where causal attention does not look.
     padded = [tokens + [0] * (T - len(tokens)) for tokens in contexts]
     logits = model(torch.tensor(padded, device=device))  # (B, T, vocab_size)
     return logits[range(len(last)), last]
@@ -607,20 +607,20 @@ def next_logits(model: nn.Module, contexts: list[list[int]], device, tp: int) ->
 def draw(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> int:
-    """Draw a token from softmax(logits / temperature); at temperature 0 the most likely one.
+    """Draw a token from softmax(logits / temperature); at temperature 0 take the most likely.
 
-    Only from the top_k most likely tokens if top_k > 0, and only from the fewest whose
-    probabilities add up to top_p or more (nucleus sampling, Holtzman et al. 2020).
+    top_k > 0 leaves the top_k most likely tokens, top_p < 1 the fewest whose probabilities add up
+    to top_p or more (nucleus sampling, Holtzman et al. 2020).
     """
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < len(logits):
         smallest_kept = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < smallest_kept, -math.inf)
-    # The largest is 0 before the division: no temperature above 0 overflows to infinity.
+    # Subtract the largest first, so that no temperature above 0 overflows.
     probabilities = ((logits - logits.max()) / temperature).softmax(-1)
     if top_p < 1:
         ranked, tokens = probabilities.sort(descending=True)
-        before = ranked.cumsum(-1) - ranked  # of the tokens that are more likely
+        before = ranked.cumsum(-1) - ranked  # total of all more likely tokens
         probabilities[tokens[before >= top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))
