@@ -4,11 +4,11 @@ A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no hea
 `meta.json`, as prepare.py writes them. nanoGPT's folders (uint16, no meta.json) work too; their
 `meta.pkl` is never unpickled.
 
-A window is the piece of a file that a sequence reads: T tokens, and the token after them. A file of
+A window is the piece of a file that a sequence reads: T tokens and the token after them. A file of
 N tokens has (N - 1) // T. Sequence n of a run is window permute(n mod windows) of epoch n div
-windows. This is a pure function of (seed, n): it depends neither on the number of ranks or workers,
-nor on the micro-batch size, nor on the step at which a run was resumed. So a checkpoint needs no
-state of the data loader. In a mixture, n also decides which folder a sequence is from.
+windows: a pure function of (seed, n), whatever the number of ranks or workers, the micro-batch size
+or the step at which a run resumed. So a checkpoint needs no state of the data loader. In a mixture,
+n also decides which folder a sequence is from.
 """
 
 import dataclasses
@@ -45,16 +45,16 @@ class TokenFolder:
     fingerprint: str  # changes when the tokens do
     # The tokenizer's file, {name: contents}, to copy into checkpoints; empty for a built-in one
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
-    val_bytes: int = 0  # of the text of val.bin, where token ids do not tell them
-    share: int = 1000  # thousandths of the sequences of a mixture
+    val_bytes: int = 0  # of val.bin's text; 0 where token ids tell it
+    share: int = 1000  # of a mixture's sequences, in thousandths
 
     @property
     def tokenizer_name(self) -> str | None:
-        """The tokenizer as a checkpoint names it: a file by its name, since it holds a copy."""
+        """The tokenizer's name in a checkpoint, which holds a copy of its file."""
         return next(iter(self.tokenizer_file), self.tokenizer)
 
     @property
-    def vocabulary(self) -> tuple:  # which the folders of a mixture have in common
+    def vocabulary(self) -> tuple:  # shared by the folders of a mixture
         return self.vocab_size, self.tokenizer_name, self.tokenizer_file
 
     def tokens(self, split: str) -> np.ndarray:
@@ -62,9 +62,9 @@ class TokenFolder:
 
 
 def open_folders(data: str) -> list[TokenFolder]:
-    """Open the folder DIR, or those of the mixture DIR:SHARE,DIR:SHARE,... Raises DataError.
+    """Open the folder DIR, or the folders of a mixture DIR:SHARE,DIR:SHARE,... Raises DataError.
 
-    Shares are thousandths and add up to 1. A path that exists is one folder, whatever its name.
+    Shares are rounded to thousandths and add up to 1. A path that exists is always one folder.
     """
     items = [re.fullmatch(r"(.+):(-?\d*\.?\d+)", item) for item in data.split(",")]
     if items == [None] or Path(data).exists():
@@ -98,7 +98,7 @@ def open_folders(data: str) -> list[TokenFolder]:
 
 
 def memmap_tokens(file: Path, dtype: np.dtype) -> np.ndarray:
-    """Map the whole tokens of a file; an empty one, which cannot be mapped, is an empty array."""
+    """Map the whole tokens of a file; an empty file, which cannot be mapped, is an empty array."""
     count = file.stat().st_size // dtype.itemsize
     return np.memmap(file, dtype, "r", shape=count) if count else np.empty(0, dtype)
 
@@ -119,7 +119,7 @@ def open_folder(path: Path) -> TokenFolder:
     for split in ("train", "val"):
         file = path / f"{split}.bin"
         size = file.stat().st_size
-        count = meta.get(f"{split}_tokens", size // dtype.itemsize)  # nanoGPT does not tell it
+        count = meta.get(f"{split}_tokens", size // dtype.itemsize)  # not in nanoGPT's folders
         if size != count * dtype.itemsize:
             raise DataError(
                 f"{file} is torn: {size:,} bytes are not {count:,} tokens of {dtype.itemsize} "
@@ -128,7 +128,7 @@ def open_folder(path: Path) -> TokenFolder:
         spot_check(file, dtype, vocab_size, digest)
     tokenizer = meta["tokenizer"]
     tokenizer_file = {}
-    if tokenizer not in (None, "bytes", "gpt2"):  # which are built in
+    if tokenizer not in (None, "bytes", "gpt2"):  # unknown or built in
         file = (path / tokenizer).absolute()
         tokenizer = str(file)
         tokenizer_file[file.name] = read_contents(file)
@@ -138,7 +138,7 @@ def open_folder(path: Path) -> TokenFolder:
 
 
 def read_contents(file: Path) -> bytes:
-    """Read meta.json, or the tokenizer that it names. Raises DataError."""
+    """Read meta.json, or the tokenizer file that it names. Raises DataError."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -165,7 +165,7 @@ def read_meta(path: Path) -> dict:
 
 
 def nanogpt_meta(path: Path) -> dict:
-    """What meta.json would say: GPT-2's vocabulary or, beside a meta.pkl, the ids that occur."""
+    """Stand in for meta.json: GPT-2's vocabulary or, beside a meta.pkl, the ids that occur."""
     dtype = np.dtype("<u2")
     if not (path / "meta.pkl").exists():
         return {"dtype": dtype, "vocab_size": 50257, "tokenizer": "gpt2"}
@@ -177,8 +177,8 @@ def nanogpt_meta(path: Path) -> dict:
 def spot_check(file: Path, dtype: np.dtype, vocab_size: int, digest) -> None:
     """Hash and range-check up to 256 blocks of 64 KiB, spread evenly over a file.
 
-    That is all of a file up to 16 MiB and a sample of a larger one, so a start takes milliseconds
-    with any corpus. TokenDataset checks the range of every batch, for what the sample misses.
+    That covers a file of up to 16 MiB and samples a larger one, so that a run starts in
+    milliseconds on any corpus. TokenDataset checks the range of every batch.
     """
     tokens = memmap_tokens(file, dtype)
     block = (1 << 16) // dtype.itemsize  # tokens
@@ -207,10 +207,10 @@ def check_range(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
 def permute(n: int, size: int, key: bytes) -> int:
     """Map n to its place in a keyed pseudo-random permutation of range(size).
 
-    It needs no table, so the size of the corpus costs nothing: a Feistel network on the smallest
-    even number of bits that holds `size`, applied until the result falls inside ("cycle walking",
-    Black & Rogaway 2002, Ciphers with arbitrary finite domains); at most 4 times on average. Below
-    about 20 it is not quite uniform in pairs of n.
+    Needs no table, so a large corpus costs nothing: a Feistel network on the smallest even number
+    of bits that holds `size` is applied until the result falls inside, at most 4 times on average
+    ("cycle walking", Black & Rogaway 2002, Ciphers with arbitrary finite domains). For sizes below
+    about 20, pairs of n are not quite uniform.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits
     mask = (1 << half) - 1
@@ -225,10 +225,10 @@ def permute(n: int, size: int, key: bytes) -> int:
 
 
 class TokenDataset(Dataset):
-    """The sequences of one split; `dataset[[n, ...]]` is a batch of them, int64 (len, T + 1).
+    """The sequences of one split; `dataset[[n, ...]]` is a batch, int64 (len, T + 1).
 
-    With a seed, n stands in the seed's permutation of the windows for its epoch; without one (the
-    validation split), sequence n reads window n.
+    A seed permutes the windows of each epoch; without one (the validation split), sequence n reads
+    window n.
     """
 
     def __init__(self, folder: TokenFolder, split: str, seq_len: int, seed: int | None):
@@ -237,7 +237,7 @@ class TokenDataset(Dataset):
         self.file = folder.path / f"{split}.bin"
         self.seq_len = seq_len
         self.seed = seed
-        self.parts = [self]  # as a Mixture has them
+        self.parts = [self]  # as in a Mixture
         n_tokens = len(folder.tokens(split))
         self.n_windows = (n_tokens - 1) // seq_len
         if self.n_windows < 1:
@@ -259,7 +259,7 @@ class TokenDataset(Dataset):
     def __getitem__(self, indices: list[int]) -> Tensor:
         dtype, length = self.folder.dtype, self.seq_len
         rows = []
-        # Read, since mapping the file for each batch takes twice as long.
+        # Mapping the file for each batch would take twice as long.
         with open(self.file, "rb", buffering=0) as file:
             for n in indices:
                 file.seek(self.window(n) * length * dtype.itemsize)
@@ -270,19 +270,19 @@ class TokenDataset(Dataset):
 
 
 class Mixture(Dataset):
-    """The sequences of one split of several folders, as TokenDataset has those of one.
+    """The sequences of one split of several folders, like TokenDataset for one folder.
 
-    With seeds, folders take turns, alike in every thousand sequences, and each has its own epochs.
-    Without, they stand one after the other, stretched to their shares. So the numbers of
-    `val_indices`, spread evenly, find every folder in its share, and all of it.
+    With seeds, folders take turns in the same order in every thousand sequences, each with its own
+    epochs. Without, they stand one after the other, stretched to their shares, so that the evenly
+    spread `val_indices` meet each folder in proportion to its share, from beginning to end.
     """
 
     def __init__(self, parts: list[TokenDataset]):
         self.parts = parts
         self.shares = [part.folder.share for part in parts]  # thousandths
-        turns = []  # of a thousand: (when it is due, folder, turn of the folder)
+        turns = []  # a thousand of (when it is due, folder, turn of the folder)
         for i, share in enumerate(self.shares):
-            stagger = (i + 0.5) / len(parts)  # or folders of one share would come in a row
+            stagger = (i + 0.5) / len(parts)  # keeps folders of equal share from coming in a row
             turns += [((turn + stagger) / share, i, turn) for turn in range(share)]
         self.turns = sorted(turns)
 
@@ -290,7 +290,7 @@ class Mixture(Dataset):
         return 1000 * max(map(len, self.parts))
 
     def source(self, n: int) -> tuple[int, int]:
-        """The folder that sequence n is from, and its number there."""
+        """Return (the folder that sequence n is from, its number there)."""
         if self.parts[0].seed is not None:
             thousand, place = divmod(n, 1000)
             _, i, turn = self.turns[place]
@@ -321,8 +321,8 @@ def train_indices(
 ) -> Iterator[list[int]]:
     """Yield the sequence indices of each micro-batch of a dp_rank.
 
-    Step s, counted from 1, trains on the B sequences (s - 1) * B ... s * B - 1. A dp_rank reads its
-    B / dp_size of them, in a row, micro-batch by micro-batch.
+    Step s, counted from 1, trains on the B sequences (s - 1) * B ... s * B - 1. Each dp_rank reads
+    B / dp_size consecutive ones, micro-batch by micro-batch.
     """
     per_rank = global_batch_size // dp_size
     for step in steps:
@@ -334,9 +334,9 @@ def train_indices(
 def val_indices(
     count: int, n_sequences: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> Iterator[list[int]]:
-    """Yield a dp_rank's batches of `count` validation sequences spread evenly over all of them.
+    """Yield the batches of a dp_rank, from `count` sequences spread evenly over the val split.
 
-    The set is the same in every evaluation, on any mesh. Every dp_rank gets the same number of
+    The set is the same in every evaluation and on any mesh. Every dp_rank gets the same number of
     batches, since a forward pass is collective; those past the end of the set are empty.
     """
     chosen = [i * n_sequences // count for i in range(count)]
@@ -350,7 +350,7 @@ def loader(
 ) -> Iterator[Tensor]:
     """Yield the batch of each list of `indices` in order, read ahead by `workers` processes.
 
-    With 0 workers this process reads, when asked. `pin` puts batches in pinned memory.
+    With 0 workers this process reads each batch on demand. `pin` puts batches in pinned memory.
     Raises DataError.
     """
     batches = DataLoader(
@@ -363,21 +363,21 @@ def loader(
     )
     try:
         yield from batches
-    except DataError as error:  # a worker's comes with the worker's traceback before it
+    except DataError as error:  # from a worker, its traceback comes before the message
         last_line = str(error).strip().splitlines()[-1]
         raise DataError(last_line.removeprefix("data.DataError: ")) from None
 
 
 def leave_process_group(worker: int) -> None:
-    """Keep a worker from the signals that terminals and torchrun send to the group of its parent.
+    """Shield a worker from the signals that terminals and torchrun send to its parent's group.
 
-    SIGTERM would kill it, and the parent with it, before the parent has saved.
+    SIGTERM would kill it, and with it the parent, before the parent has saved.
     """
     os.setpgid(0, 0)
 
 
 def prefetch(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Yield pinned batches on a GPU; the next one is copied, on a side stream, during this one."""
+    """Yield pinned batches on a GPU, copying the next one on a side stream meanwhile."""
     stream = torch.cuda.Stream(device)
 
     def copy(batch: Tensor) -> Tensor:
@@ -389,7 +389,7 @@ def prefetch(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor
     while ahead is not None:
         current = torch.cuda.current_stream(device)
         current.wait_stream(stream)
-        ahead.record_stream(current)  # its memory is not reused before `current` is done with it
+        ahead.record_stream(current)  # do not reuse its memory before `current` is done with it
         batch = ahead
         ahead = next(copies, None)
         yield batch
