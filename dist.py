@@ -1,10 +1,10 @@
-"""The process group, the device mesh, and a strategy as a way to lay a model out on the mesh.
+"""The process group, the device mesh, and how each strategy lays a model out on the mesh.
 
     dp_replicate x dp_shard x tp
 
     single (1, 1, tp)    ddp (R, 1, tp)    fsdp (1, S, tp)    hsdp (R, S, tp)
 
-Ranks that differ in dp_shard or tp hold different parts of the weights; ranks that differ in
+Ranks that differ in dp_shard or tp hold different parts of the weights; ranks that differ only in
 dp_replicate hold the same part. The ranks of a tp group read the same data and compute one
 forward pass together. All others read different data: dp_rank = replicate_rank * S + shard_rank is
 unique and covers 0 ... R * S - 1.
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class MeshError(ValueError):
-    """Processes, devices or mesh sizes that do not fit together."""
+    """Processes, devices or mesh sizes do not fit together."""
 
     exit_status = 2
 
@@ -46,7 +46,7 @@ class MeshError(ValueError):
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of them."""
+    """This process's place among all."""
 
     rank: int
     size: int
@@ -65,8 +65,8 @@ def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) ->
     """Join the process group that torchrun's variables describe, or form one of a single process.
 
     There is always a group, so that no code needs a second case for one process. gloo carries CPU
-    tensors and objects, nccl carries CUDA tensors. `timeout` is that of collectives. Raises
-    MeshError if the device does not exist, or is shared with another process.
+    tensors and objects, nccl carries CUDA tensors. `timeout` applies to collectives. Raises
+    MeshError if the device does not exist or is shared with another process.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -77,14 +77,14 @@ def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) ->
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun --max-restarts keeps its store, and in it the addresses of ranks that died.
-            # Each attempt gets a part to itself. Agents that joined later count fewer attempts:
+            # torchrun --max-restarts keeps its store, with the addresses of ranks that died, so
+            # each attempt uses its own prefix. Agents that joined later count fewer attempts:
             # where hosts come and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each.
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
             store = dist.PrefixStore(f"attempt {attempt}", store)
     else:
         store = dist.HashStore()
-    # Cloned now: later, rank 0 might have left already, and the store with it.
+    # Cloned now: later, rank 0 and its store might be gone.
     second_connection = store.clone() if size > 1 else store
     world = World(rank, size, local_rank, local_size, own_device, timeout, second_connection)
     join_group(world, store)
@@ -102,7 +102,7 @@ def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
     gpus = torch.cuda.device_count()
     index = local_rank
     if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        # srun --gpus-per-task=1 shows each process its GPU only. torchrun shows all GPUs to all.
+        # srun --gpus-per-task=1 shows each process only its GPU; torchrun shows all GPUs to all.
         index = 0
     elif local_size > gpus:
         raise MeshError(
@@ -115,11 +115,11 @@ def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
 
 
 def raise_open_file_limit() -> None:
-    """Allow as many open files, and so sockets, as this system grants a process.
+    """Raise the limit on open files, and so on sockets, to the system's maximum.
 
-    gloo connects each rank of a group to every other. Three groups of the whole world take
-    3 x (N - 1) sockets: with the usual limit of 1,024, N ends at about 340 ranks. And rank 0, where
-    it keeps the store, has up to 8 connections to it from each rank.
+    gloo connects each rank of a group to every other: three groups of the whole world take
+    3 x (N - 1) sockets, and the usual limit of 1,024 is reached at about 340 ranks. A rank 0 that
+    keeps the store also holds up to 8 connections from each rank.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
@@ -129,16 +129,16 @@ def raise_open_file_limit() -> None:
 def join_group(world: World, store: dist.Store) -> None:
     """Form torch's default group of all ranks, which meet in `store`."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
-    # torchrun sets 1, and torch's default is 3: NCCL's own watchdog ends a rank when a collective
-    # fails, before ours has found out which rank is to blame. With 0 it only logs the error.
+    # NCCL's own watchdog ends a rank when a collective fails (torchrun sets 1, torch's default is
+    # 3), before ours has found out which rank is to blame. With 0 it only logs the error.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    # Its monitor would end all ranks all the same, by a key that an error leaves in torchrun's
-    # store, outside our prefix, where the next attempt still finds it.
+    # Its monitor would still end all ranks, through a key that an error leaves in torchrun's store,
+    # outside our prefix, where the next attempt finds it.
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
-    # A CUDA error would be std::terminate on its thread, before the main thread has raised it.
+    # A CUDA error would call std::terminate on NCCL's thread before the main thread raises it.
     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
-    # What is left to the monitor needs no Python lock: to end a process that hangs in CUDA. It is
-    # as patient as collectives are.
+    # The monitor is left one task, which needs no GIL: ending a process that hangs in CUDA. It
+    # waits as long as collectives do.
     patience = str(int(world.timeout.total_seconds()))
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patience)
     is_cuda = world.device.type == "cuda"
@@ -157,9 +157,9 @@ def join_group(world: World, store: dist.Store) -> None:
                 f"{world.local_size} processes were started on this host, and some share a GPU: "
                 "start one for each (srun: --gpus-per-task=1 or --gpus-per-node)"
             ) from None
-        if not any(name in str(error) for name in ("Gloo connect", "Connect: ")):  # the 2nd: NCCL
+        if not any(name in str(error) for name in ("Gloo connect", "Connect: ")):  # gloo, NCCL
             raise
-        # gloo tells others the address of this host's name: on Debian, 127.0.1.1.
+        # gloo publishes the address that this host's name resolves to: on Debian, 127.0.1.1.
         reason = str(error).splitlines()[-1].rpartition("] ")[2]
         raise ConnectionError(
             f"{socket.gethostname()} cannot connect to another rank: {reason}; set "
@@ -169,7 +169,7 @@ def join_group(world: World, store: dist.Store) -> None:
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies in it, else float32."""
+    """bfloat16 if the hardware multiplies in it, else float32."""
     if device.type == "cuda":
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -190,7 +190,7 @@ def on_rank0(function: Callable[[], Result]) -> Result:
 
 
 def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
-    """Call `function` on each rank; raise an exception of any rank on all, so that none waits."""
+    """Call `function` on each rank; if one raises, raise its exception on all, so none waits."""
     result = error = None
     try:
         result = function()
@@ -198,7 +198,7 @@ def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
         error = exception
     errors: list = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    errors[dist.get_rank()] = error  # its own, with the traceback
+    errors[dist.get_rank()] = error  # this rank's own, with its traceback
     for error in errors:
         if error is not None:
             raise error
@@ -208,8 +208,8 @@ def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
 # --------------------------------------------------------------------------------------------------
 # The mesh
 
-# tp is last: its ranks, neighbours on a host, communicate most. A further axis also needs a size in
-# mesh_shape and a place in `parallelize`; ranks that share a batch must share a dp_rank.
+# tp is last, so that its ranks, which communicate most, are neighbours on a host. A new axis also
+# needs a size in mesh_shape and a place in `parallelize`; ranks that share a batch share a dp_rank.
 AXES = ("dp_replicate", "dp_shard", "tp")
 
 
@@ -221,7 +221,7 @@ def mesh_shape(
     dp_shard: int | None = None,
     tp: int = 1,
 ) -> tuple[int, int, int]:
-    """Return (dp_replicate, dp_shard, tp); None leaves a size to the strategy. Raises MeshError."""
+    """Return (dp_replicate, dp_shard, tp); the strategy fills in None. Raises MeshError."""
     if world_size % tp:
         raise MeshError(
             f"{world_size} processes / tp {tp} is not a whole number: "
@@ -267,7 +267,7 @@ def require_one(strategy: str, axis: str, size: int | None) -> int:
 def default_strategy(world: World, fits: bool, tp: int = 1) -> str:
     """ddp, which communicates least, if everything fits on a device; else fsdp, across hosts hsdp.
 
-    single where the tp group is the whole world.
+    single if the tp group is the whole world.
     """
     if world.size == tp:
         return "single"
@@ -277,15 +277,15 @@ def default_strategy(world: World, fits: bool, tp: int = 1) -> str:
 
 
 def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
-    """Create the mesh over all ranks, with the world's timeout for collectives on every axis."""
+    """Create the mesh over all ranks; collectives on every axis have the world's timeout."""
     ranks = torch.arange(world.size).view(shape)
     is_cuda = world.device.type == "cuda"
-    # For NCCL, one group that is split once for each axis. init_device_mesh splits the default
-    # group, which would connect gloo as well for each axis, with a timeout of 30 minutes.
+    # For NCCL, one group that is split once per axis. init_device_mesh would split the default
+    # group, and so connect gloo too on each axis, with a timeout of 30 minutes.
     nccl_group = dist.new_group(backend="nccl", timeout=world.timeout) if is_cuda else None
     groups = []
     for axis, name in enumerate(AXES):
-        # One group for each line of ranks along the axis; each rank keeps the one it is in.
+        # One group for each line of ranks along the axis; each rank keeps its own.
         lines = ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
         options = {"timeout": world.timeout, "group_desc": name}
         if is_cuda:
@@ -297,7 +297,7 @@ def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
 
 
 def dp_rank(mesh: DeviceMesh) -> int:
-    """Which part of the data this rank reads: unique, and complete over 0 ... dp_size - 1."""
+    """Which part of the data this rank reads: 0 ... dp_size - 1, shared within a tp group."""
     replicate_rank = mesh.get_local_rank("dp_replicate")
     shard_rank = mesh.get_local_rank("dp_shard")
     return replicate_rank * mesh["dp_shard"].size() + shard_rank
@@ -319,20 +319,21 @@ def parallelize(
     reshard_after_forward: bool = True,
     keep_gradients: bool = False,
 ) -> nn.Module:
-    """Lay a model that was built on the meta device out on the mesh; return the module to call.
+    """Lay a model built on the meta device out on the mesh; return the module to call.
 
-    Weights are kept in float32, FSDP gathers them in `dtype`, and gradients are averaged in float32
-    over all dp ranks. The parameters keep their names.
+    Weights stay in float32, FSDP gathers them in `dtype`, and gradients are averaged in float32
+    over all dp ranks. Parameters keep their names.
 
-    `init(name, tensor)` fills one full tensor; see `materialize`. `tp_plan` tells how a tp group
-    splits which submodules (torch's parallelize_module; Shoeybi et al. 2019); it replicates the
-    other parameters. `fsdp_units` are the groups of submodules, in the order of the forward pass,
-    whose weights FSDP gathers together; the rest of the model is one more. With
-    `reshard_after_forward` a unit drops its gathered weights after its forward and gathers them
-    again for its backward, except the last unit, whose backward comes next, and an embedding, whose
-    backward reads no weight. Without (SHARD_GRAD_OP) every unit keeps them. With `keep_gradients`
-    DDP's gradients exist from the start, as views of its buckets, so that micro-batches that are
-    not synchronized accumulate there.
+    init                    init(name, tensor) fills one full tensor; see `materialize`
+    tp_plan                 how a tp group splits submodules, for parallelize_module (Shoeybi et al.
+                            2019); other parameters are replicated
+    fsdp_units              groups of submodules, in forward order, whose weights FSDP gathers
+                            together; the rest of the model is one more
+    reshard_after_forward   each unit drops its gathered weights after forward and gathers them
+                            again for backward, except the last unit, whose backward comes next, and
+                            an embedding, whose backward reads no weight; False: SHARD_GRAD_OP
+    keep_gradients          DDP's gradients exist from the start, as views of its buckets, where
+                            micro-batches that are not synchronized accumulate
     """
     tp = mesh["tp"].size()
     if tp > 1:
@@ -349,7 +350,7 @@ def parallelize(
 
 
 def uses_fsdp(strategy: str, tp: int) -> bool:
-    """DDP does not support DTensors: with tp, ddp is FSDP with one shard per replica instead."""
+    """Whether FSDP lays the model out. ddp with tp does too: DDP does not support DTensors."""
     return strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1)
 
 
@@ -358,24 +359,24 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
     """Choose whether the backward of this micro-batch averages gradients over ranks.
 
     A context around forward *and* backward, since DDP decides at forward. `is_last` marks the last
-    micro-batch of a step. `mode` is
+    micro-batch of a step. Modes:
 
     batch: after the last micro-batch. Until then gradients accumulate on each rank, under DDP in
         its buckets (see `keep_gradients`), under FSDP unsharded in float32: 4 bytes x all
         parameters.
-    micro_batch: after every micro-batch, sharded: 4 bytes x parameters / dp_shard, for
-        grad_accum_steps times the traffic.
-    shard, for hsdp: reduce_scatter within the shard group after every micro-batch, where links are
-        fast, all_reduce over dp_replicate after the last: the memory of micro_batch and, between
-        hosts, the traffic of batch.
+    micro_batch: after every micro-batch. Gradients stay sharded, 4 bytes x parameters / dp_shard,
+        at grad_accum_steps times the traffic.
+    shard, for hsdp: reduce_scatter over dp_shard, where links are fast, after every micro-batch,
+        all_reduce over dp_replicate after the last: the memory of micro_batch and, between hosts,
+        the traffic of batch.
     """
     if isinstance(model, DistributedDataParallel) and mode == "batch" and not is_last:
         with model.no_sync():
             yield
         return
     if isinstance(model, FSDPModule):
-        # FSDP then averages in backward: a reduce_scatter over dp_shard, an all_reduce over
-        # dp_replicate. In this order, since the first call sets both flags.
+        # FSDP averages in backward: a reduce_scatter over dp_shard, an all_reduce over
+        # dp_replicate. The order of these calls matters: the first sets both flags.
         model.set_requires_gradient_sync(is_last or mode != "batch")
         model.set_requires_all_reduce(is_last or mode == "micro_batch")
     yield
@@ -384,7 +385,7 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
 def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Module:
     """Wrap the model in DDP over dp_replicate."""
     if keep_gradients:
-        # DDP moves gradients that exist now into its buckets, others when it synchronizes them.
+        # DDP moves existing gradients into its buckets now, others only when it synchronizes.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -398,11 +399,11 @@ def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Mo
 
 
 def settle_buckets(model: nn.Module, *inputs: Tensor) -> None:
-    """Let DDP choose its final buckets now, by a forward and backward pass without effect.
+    """Make DDP choose its final buckets now, by a forward and backward pass without effect.
 
-    It chooses them after the first backward pass, by the order in which gradients arrived, and on
-    three ranks or more the buckets decide in which order a gradient's parts are added. With this
-    pass all steps add in the same order, also the first ones after a restart.
+    DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived.
+    On three ranks or more, buckets decide the order in which the parts of a gradient are added:
+    after this pass it is the same in every step, even the first ones after a restart.
     """
     if isinstance(model, DistributedDataParallel):
         keep_gradients = any(p.grad is not None for p in model.parameters())
@@ -417,20 +418,20 @@ def shard(
     units: list[list[nn.Module]],
     reshard_after_forward: bool,
 ) -> None:
-    """Apply FSDP to each unit, and to what is left of the model."""
-    # Inputs keep their dtype: the model casts its own, and keeps its rotations in float32.
+    """Apply FSDP to each unit, then to the rest of the model."""
+    # Inputs keep their dtype: the model casts them, and keeps its rotations in float32.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for unit in units:
-        # Nothing but the rest of the model comes between the last unit's forward and backward.
+        # Only the rest of the model runs between the last unit's forward and backward.
         reshard = reshard_after_forward and unit is not units[-1]
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         if all(isinstance(module, nn.Embedding) for module in unit):
             unit[0].set_unshard_in_backward(False)  # the backward reads indices, no weight
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    # Gather the weights of the next unit while this one computes. FSDP does so by itself in the
-    # backward pass, and in the forward pass on a GPU, whose host runs ahead. CPUs need this call.
+    # Gather the weights of the next unit while this one computes. FSDP does so by itself in
+    # backward, and on a GPU, whose host runs ahead, in forward. CPUs need this call.
     for unit, next_unit in itertools.pairwise(units):
         unit[-1].set_modules_to_forward_prefetch([next_unit[0]])
 
@@ -440,8 +441,8 @@ def materialize(
 ) -> None:
     """Give a model on the meta device memory and values.
 
-    Every rank fills the same full tensor and keeps its part: the weights are the same on every
-    mesh, without communication. A rank never holds more than its shard and one full tensor.
+    Every rank fills the same full tensor and keeps its part: weights are the same on every mesh,
+    without communication, and a rank holds at most its shard and one full tensor.
     """
     model.to_empty(device=device)
     with torch.no_grad():
@@ -451,7 +452,7 @@ def materialize(
                 continue
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             init(name, full)
-            # src_data_rank=None: cut locally, since all ranks have the full tensor
+            # src_data_rank=None: cut locally; all ranks have the full tensor
             tensor.copy_(
                 distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
             )
@@ -460,20 +461,20 @@ def materialize(
 # What selective activation checkpointing keeps: what costs most to compute.
 SAVED_OPERATIONS = [
     torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,  # attention, written out
+    torch.ops.aten.bmm.default,  # written-out attention
     torch.ops.aten.baddbmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # of tp: not to be sent twice
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # tp's, so that it is not sent twice
 ]
 
 
 def is_saved(context, operator, *args, **kwargs) -> bool:
     """Whether selective checkpointing keeps the result of an operator.
 
-    Not a row-wise layer's product under tp, (B * T, d_model) on every rank: its scattered sum is.
+    Not a row-wise layer's product under tp, (B * T, d_model) on every rank: its scattered sum.
     """
     if operator not in SAVED_OPERATIONS:
         return False
@@ -481,30 +482,29 @@ def is_saved(context, operator, *args, **kwargs) -> bool:
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Keep fewer activations of each block and recompute them in backward (Chen et al. 2016).
+    """Keep fewer activations of each block and recompute the others in backward (Chen et al. 2016).
 
-    full keeps the input of a block, for a third more compute. selective keeps the results of
+    full keeps only the input of a block, for a third more compute. selective keeps the results of
     matrix products and attention and recomputes the rest (Korthikanti et al. 2022).
     """
     if mode == "none":
         return
-    # Nothing in a block is random.
-    options = {"use_reentrant": False, "preserve_rng_state": False}
+    options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, is_saved)
-    for block in blocks:  # in place, so that parameters keep their names
+    for block in blocks:  # replaces forward only, so that parameters keep their names
         block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
 def compile_modules(modules: Iterable[nn.Module]) -> None:
-    """Compile the forward and backward of each module, for inputs as in its first call.
+    """Compile the forward and backward of each module, in place, for the shapes of its first call.
 
-    Others are few: odd batches of evaluations, samples. They run uncompiled. Equal modules share
-    one compilation. Call it before FSDP wraps them, so that gathering weights stays outside the
-    compiled region. In place, so that parameters keep their names.
+    Other shapes (samples, the odd batch of an evaluation) run uncompiled. Equal modules share one
+    compilation. Call it before FSDP wraps them, so that gathering weights stays outside the
+    compiled region. Parameters keep their names.
     """
-    # By default Dynamo splits graphs where DDP's buckets are full, to send one during backward.
-    # Layers do so unsplit, and faster. torch's notes on DDP give this setting: no public name.
+    # By default Dynamo splits graphs at DDP's bucket boundaries, to send buckets during backward.
+    # Compiling layer by layer overlaps as well, and faster. No public name: torch's notes on DDP.
     torch._dynamo.config.optimize_ddp = False
     for module in modules:
         module.forward = compiled_for_one_shape(module.forward)
