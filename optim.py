@@ -1,9 +1,9 @@
 """AdamW or Muon, learning-rate schedules, clipping, skipped updates and statistics in one object.
 
 Nothing here waits for the device: norms, decisions and counters are tensors that stay on it, and
-the host only queues work. Adding an optimizer takes one class and one entry in OPTIMIZERS, a
-clipping strategy one function and one entry in CLIPS, a schedule one entry in SCHEDULES; config.py
-has the help texts.
+the host only queues work. A new optimizer is one class and one entry in OPTIMIZERS, a clipping
+strategy one function and one entry in CLIPS, a schedule one entry in SCHEDULES. Their help texts
+are in config.py.
 """
 
 import math
@@ -26,7 +26,7 @@ SPIKE_HISTORY = 128  # updates whose loss and gradient norm a new one is compare
 # (the step after the last)
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
-    # warm-up, stable, decay: decays over the last fifth of the rest only (Hu et al. 2024)
+    # warm-up, stable, decay: falls only in the last fifth after warm-up (Hu et al. 2024)
     "wsd": lambda x: min(1.0, (1 - x) / 0.2),
     "linear": lambda x: 1 - x,
     "constant": lambda x: 1.0,
@@ -39,7 +39,7 @@ def learning_rate(
     """The learning rate of update `step`, counted from 1. Stateless, so resuming restores nothing.
 
     Rises linearly to `lr` at step `warmup_steps`, then follows the schedule towards `min_lr`, which
-    step max_steps + 1 would have.
+    it would reach at step max_steps + 1.
     """
     if step <= warmup_steps:
         return lr * step / warmup_steps
@@ -53,14 +53,14 @@ def learning_rate(
 #     clip_x(optimizer, grads, norms) -> clipped
 #
 #     optimizer   the Optimizer: its settings, and optimizer.skip, whether this update is skipped
-#     grads       n tensors, this rank's parts of the gradients; changed in place
+#     grads       n tensors, this rank's parts of the gradients; may be scaled in place
 #     norms       (n,) float32, the norm of each whole gradient, over all ranks
 #     clipped     (n,) bool, whether each gradient was clipped, at least on this rank
 #
-# It may scale `grads` in place, or set optimizer.grad_scale, by which the update divides them.
+# Instead of scaling `grads` it may set optimizer.grad_scale, by which the update divides them.
 #
-# torch._foreach_* launch one kernel for many tensors. They have no public name; torch.optim and
-# torch.nn.utils.clip_grad_norm_ are built on them too.
+# torch._foreach_* launch one kernel for many tensors. They have no public name, but torch.optim and
+# torch.nn.utils.clip_grad_norm_ use them, too.
 
 
 def clip_norm(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def clip_norm(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Ten
 
 
 def clip_adaptive(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
-    """Scale each gradient to at most max_grad_norm_ratio x the moving average of its clipped norm.
+    """Limit each gradient's norm to max_grad_norm_ratio x the moving average of its clipped norms.
 
     After OLMo's per-parameter clipping (Groeneveld et al. 2024). The average starts at the first
     norm above 0.
@@ -93,7 +93,7 @@ def clip_value(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Te
     """Clamp each element to [-max_grad_norm, max_grad_norm]."""
     limit = optimizer.max_grad_norm
     non_empty = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
-    largest = torch.stack(torch._foreach_norm(non_empty, math.inf))  # (n,), of this rank's parts
+    largest = torch.stack(torch._foreach_norm(non_empty, math.inf))  # (n,), on this rank
     torch._foreach_clamp_min_(grads, -limit)
     torch._foreach_clamp_max_(grads, limit)
     return largest > limit
@@ -111,14 +111,14 @@ CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive, "value": clip_value, "non
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; the tensor itself where it is not distributed."""
+    """This rank's part of a tensor; the tensor itself if it is not distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def lay_out_gradient(parameter: nn.Parameter) -> None:
-    """Lay the gradient of a parameter out as the parameter is.
+    """Lay a gradient out like its parameter.
 
-    Under tp without FSDP, this adds the parts of a norm's gradient, of which each rank has one.
+    Under tp without FSDP, this adds each rank's part of a norm's gradient.
     """
     grad = parameter.grad
     if isinstance(grad, DTensor) and grad.placements != parameter.placements:
@@ -126,7 +126,7 @@ def lay_out_gradient(parameter: nn.Parameter) -> None:
 
 
 def num_shards(parameter: Tensor) -> int:
-    """How many parts a parameter is split into: 1 where it is replicated."""
+    """How many parts a parameter is split into; 1 if it is replicated."""
     if not isinstance(parameter, DTensor):
         return 1
     axes = zip(parameter.placements, parameter.device_mesh.shape)
@@ -134,38 +134,38 @@ def num_shards(parameter: Tensor) -> int:
 
 
 class Sharding:
-    """How n parameters are distributed, which is what a sum over all ranks has to know."""
+    """How n parameters are distributed: what a sum over all ranks must know."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         device = parameters[0].device
         shards = [num_shards(parameter) for parameter in parameters]
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.is_sharded = max(shards) > 1
-        # Each element is held by this many ranks: a sum over all ranks counts it that many times.
+        # This many ranks hold each element: a sum over all ranks counts it that many times.
         self.replicas = torch.tensor([self.world_size / n for n in shards], device=device)  # (n,)
         self.numels = torch.tensor([p.numel() for p in parameters], device=device)  # (n,)
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The whole tensor, on all ranks. A GPU waits for it when it is first used, a CPU here."""
+    """Gather a whole tensor on all ranks. A GPU waits for it at its first use, a CPU here."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # With two of them on their way under gloo, the heap is corrupted (torch 2.13: after some
-    # hundred steps malloc() aborts the rank).
+    # Two gathers in flight under gloo corrupt the heap (torch 2.13: malloc() aborts the rank after
+    # some hundred steps).
     async_op = tensor.device.type != "cpu"
     placements = list(tensor.placements)
-    for axis in range(len(placements)):  # one by one: torch warns of several at once
+    for axis in range(len(placements)):  # one axis at a time: torch warns about several
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements, async_op=async_op)
     return tensor.to_local()
 
 
 def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a tensor that is to be distributed as the parameter is."""
+    """This rank's part of a whole tensor, distributed like the parameter."""
     if not isinstance(parameter, DTensor):
         return whole
     mesh, placements = parameter.device_mesh, parameter.placements
-    # src_data_rank=None: cut locally, since all ranks have the whole
+    # src_data_rank=None: cut locally; all ranks have the whole
     return local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
@@ -174,26 +174,26 @@ def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
 #
 # Each is a class of three functions:
 #
-#     takes(name, shape) -> bool       whether it updates a parameter; AdamW updates what it leaves
-#     slots(shape) -> {slot: shape}    what it keeps of a parameter of this shape, in float32
+#     takes(name, shape) -> bool       whether it updates a parameter; AdamW updates the others
+#     slots(shape) -> {slot: shape}    its state for a parameter of this shape, in float32
 #     update(optimizer, names, weight_decay)
 #
-#     optimizer     the Optimizer: its settings; lr, a float; and on the device, of this update,
-#                   skip, 0-d bool, and grad_scale, 0-d, by which the gradients are to be divided
-#     names         parameters that have a gradient: optimizer.parameters[name], on a mesh a
-#                   DTensor, its .grad, distributed alike, and optimizer.slots[slot][name]
+#     optimizer     the Optimizer: its settings; lr, a float; and for this update, on the device,
+#                   skip, 0-d bool, and grad_scale, 0-d, by which to divide the gradients
+#     names         parameters that have a gradient: optimizer.parameters[name], a DTensor on a
+#                   mesh; its .grad, distributed like it; and optimizer.slots[slot][name]
 #
-# A slot of the shape of its parameter is distributed alike; of one of another shape every rank has
-# the whole. It begins as zeros. Checkpoints, statistics and the estimate of memory know slots by
-# this function only. An update that is skipped must leave weights and slots as they were, which
-# `optimizer.write` does for each tensor, and the host must not ask for `skip`.
+# A slot with the shape of its parameter is distributed like it; any other is whole on every rank.
+# Slots begin as zeros. Checkpoints, statistics and the memory estimate know them only through
+# slots(). A skipped update must leave weights and slots unchanged, as `optimizer.write` does, and
+# the host must not read `skip`.
 
 
 class AdamW:
     """AdamW (Loshchilov & Hutter 2019), by torch's fused kernel.
 
-    The kernel divides by `grad_scale` and does nothing where `found_inf` is 1. torch.amp.GradScaler
-    uses that too, to skip updates without asking the device.
+    The kernel divides by `grad_scale` and does nothing if `found_inf` is 1, which is also how
+    torch.amp.GradScaler skips updates without waiting for the device.
     """
 
     @staticmethod
@@ -206,7 +206,7 @@ class AdamW:
 
     @staticmethod
     def update(optimizer: "Optimizer", names: list[str], weight_decay: float) -> None:
-        # The kernel takes tensors of one mesh only, and under tp the norms are on a smaller one.
+        # The kernel takes tensors of a single mesh, and under tp the norms are on a smaller one.
         def parts(tensors: dict[str, Tensor]) -> list[Tensor]:
             return [local(tensors[name]) for name in names]
 
@@ -234,13 +234,12 @@ class AdamW:
 class Muon:
     """Orthogonalized momentum (Jordan et al. 2024), for the matrices of the blocks.
 
-    An update has the size of AdamW's (Liu et al. 2025), so that one learning rate and one weight
-    decay serve both. Each matrix is gathered whole, in bfloat16, in which it is orthogonalized on
-    all ranks alike. torch.optim.Muon multiplies the shards of DTensors, and its step can neither be
-    skipped nor clipped by a tensor.
+    Updates have the size of AdamW's (Liu et al. 2025), so that one learning rate and one weight
+    decay serve both. Every rank gathers each whole matrix in bfloat16 and orthogonalizes it.
+    torch.optim.Muon multiplies the shards of DTensors, and no tensor can skip or clip its step.
     """
 
-    MOMENTUM = 0.95  # of both papers; --beta1 is for AdamW's parameters
+    MOMENTUM = 0.95  # as in both papers; --beta1 applies to AdamW's parameters
 
     @staticmethod
     def takes(name: str, shape: torch.Size) -> bool:
@@ -254,11 +253,11 @@ class Muon:
     def update(optimizer: "Optimizer", names: list[str], weight_decay: float) -> None:
         lr = optimizer.lr
         wholes = (gather(Muon.direction(optimizer, name)) for name in names)
-        # In pairs: the next one is on its way while one is multiplied.
+        # In pairs: the next matrix is being gathered while this one is multiplied.
         for name, (whole, _) in zip(names, pairwise(chain(wholes, [None]))):
             parameter = optimizer.parameters[name]
-            # An orthogonal matrix has a root mean square of 1 / sqrt(its longer side), an update of
-            # AdamW one of 0.2 to 0.4.
+            # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side), that of an
+            # AdamW update 0.2 to 0.4.
             scale = 0.2 * math.sqrt(max(parameter.shape))
             weight = local(parameter)
             orthogonal = own_part(orthogonalize(whole), parameter)
@@ -267,7 +266,7 @@ class Muon:
 
     @staticmethod
     def direction(optimizer: "Optimizer", name: str) -> Tensor:
-        """Nesterov's momentum, in bfloat16, distributed as the parameter is."""
+        """Nesterov momentum, in bfloat16, distributed like the parameter."""
         parameter = optimizer.parameters[name]
         grad = local(parameter.grad) / optimizer.grad_scale
         buffer = local(optimizer.slots["momentum_buffer"][name])
@@ -279,7 +278,7 @@ class Muon:
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """About U V^T of a matrix U S V^T: S becomes 0.7 to 1.2, by five steps of Newton and Schulz.
+    """Approximate U V^T of a matrix U S V^T by five Newton-Schulz steps: S becomes 0.7 to 1.2.
 
     With the coefficients of Jordan et al., singular values near 0 grow by 3.4 a step.
     """
@@ -297,7 +296,7 @@ OPTIMIZERS = {"adamw": AdamW, "muon": Muon}
 
 
 def updater(optimizer: str, name: str, shape: torch.Size) -> type:
-    """The class that updates a parameter under this key of OPTIMIZERS."""
+    """The class that updates a parameter when this key of OPTIMIZERS is chosen."""
     chosen = OPTIMIZERS[optimizer]
     return chosen if chosen.takes(name, shape) else AdamW
 
@@ -317,7 +316,7 @@ class TensorStats:
 
 
 def tensor_stats(tensors: list[Tensor]) -> TensorStats:
-    """Statistics of this rank's parts. An empty part contributes nothing to a sum, max or min."""
+    """Statistics of this rank's parts. An empty part adds nothing to a sum, max or min."""
     maxima = []
     minima = []
     for tensor in tensors:
@@ -337,7 +336,7 @@ def tensor_stats(tensors: list[Tensor]) -> TensorStats:
 
 
 class Optimizer:
-    """An optimizer of the table with clipping, schedule, skipped updates and statistics, on a mesh.
+    """One of OPTIMIZERS with clipping, schedule, skipped updates and statistics, on any mesh.
 
     parameters    (name, parameter) pairs, DTensors or plain tensors
     decays        decays(name): whether the parameter gets weight decay
@@ -348,7 +347,7 @@ class Optimizer:
                   deviations above the mean of the last SPIKE_HISTORY (after OLMo-core's
                   SkipStepOptimizer); None: skip only those whose gradient is not finite
 
-    An update is skipped on all ranks alike. It changes neither weights nor slots.
+    All ranks skip an update together. It then changes neither weights nor slots.
     """
 
     def __init__(
@@ -383,31 +382,30 @@ class Optimizer:
         self.sharding = Sharding(list(self.parameters.values()))
         device = self.sharding.replicas.device
         self.allocate_slots(updaters, device)
-        # The columns of metrics["parameters"]
-        self.columns = []
+        self.columns = []  # of metrics["parameters"]
         for kind in ("grad", "weight", *self.measured):
             self.columns += [f"{kind}_{statistic}" for statistic in ("norm", "mean", "max", "min")]
         self.columns += ["update_norm", "update_ratio", "clipped"]
 
-        # Gradients that exist by now, as views of DDP's buckets, stay where they are.
+        # Gradients that exist already are views of DDP's buckets: zero them, never free them.
         self.keep_gradients = any(p.grad is not None for p in self.parameters.values())
-        self.empty_grad = torch.empty(0, device=device)  # of a parameter that has none
+        self.empty_grad = torch.empty(0, device=device)  # for a parameter without a gradient
         self.no_slot = torch.full((1,), math.nan, device=device)
         self.grad_scale = torch.ones((), device=device)
         self.norm_average = torch.zeros(len(self.parameters), device=device)  # for clip_adaptive
-        # Losses and gradient norms, oldest first; nan: not known yet
+        # Losses and gradient norms, oldest first; nan where there was no update yet
         self.spike_history = torch.full((2, SPIKE_HISTORY), math.nan, device=device)
         self.skipped_steps = torch.zeros((), device=device)
         self.skipped_in_a_row = torch.zeros((), device=device)  # up to this update
         self.most_skipped_in_a_row = torch.zeros((), device=device)
 
     def allocate_slots(self, updaters: dict[str, type], device: torch.device) -> None:
-        """Create the tensors of all slots. In the first update they would come too late.
+        """Create the tensors of all slots at start, not in the first update.
 
-        A run that does not fit in memory fails at start, and a checkpoint can be loaded in place.
+        A run that does not fit in memory fails early, and a checkpoint can be loaded in place.
         """
         self.slots: dict[str, dict[str, Tensor]] = {}  # slot -> parameter -> tensor
-        self.measured: dict[str, dict[str, Tensor]] = {}  # the slots that have statistics
+        self.measured: dict[str, dict[str, Tensor]] = {}  # the slots with statistics
         for name, parameter in self.parameters.items():
             for slot, shape in updaters[name].slots(parameter.shape).items():
                 slots = self.slots.setdefault(slot, {})
@@ -422,11 +420,9 @@ class Optimizer:
         """Update the weights from their gradients, then free or zero the gradients.
 
         `step` is counted from 1, `loss` is this rank's, 0-d. Returns 0-d tensors on the device:
-        grad_norm of the whole gradient before clipping; clipped, 1 where any gradient was;
+        grad_norm of the whole gradient before clipping; clipped, 1 if any gradient was;
         skipped_steps so far; skipped_in_a_row, the most so far. `measure` adds "parameters",
-        (n, len(columns)). One collective where weights are sharded, or where several ranks look
-        for spikes, else none, beside what OPTIMIZERS' update takes; `measure` takes two more where
-        weights are sharded.
+        (n, len(columns)), for two more collectives where weights are sharded.
         """
         grads = []
         for parameter in self.parameters.values():
@@ -473,7 +469,7 @@ class Optimizer:
         return metrics
 
     def update(self) -> None:
-        """Update the parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         for (chosen, weight_decay), names in self.groups.items():
             present = [name for name in names if self.parameters[name].grad is not None]
             chosen.update(self, present, weight_decay)
@@ -483,10 +479,10 @@ class Optimizer:
         tensor.copy_(torch.where(self.skip, tensor, value))
 
     def is_spike(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Whether the loss or the gradient norm is a spike, which needs half of the history known.
+        """Whether the loss or gradient norm is a spike; never before half of the history is known.
 
-        Both then enter the history if they are finite. A spike enters too, so that a lasting change
-        of level is not skipped forever.
+        Both enter the history if they are finite, spikes included, so that a lasting change of
+        level is not skipped forever.
         """
         history = self.spike_history  # (2, SPIKE_HISTORY)
         latest = torch.stack((loss, grad_norm))  # (2,)
@@ -502,10 +498,10 @@ class Optimizer:
     def parameter_stats(
         self, grad_stats: TensorStats, old_weights: list[Tensor], clipped: Tensor
     ) -> Tensor:
-        """(n, len(columns)): a row for each whole parameter, the same on all ranks.
+        """(n, len(columns)): one row per whole parameter, the same on all ranks.
 
-        Gradients are those before clipping, weights and slots those after the update; nan for a
-        slot that a parameter does not have.
+        Gradients before clipping, weights and slots after the update; nan for a slot that a
+        parameter does not have.
         """
         weights = [local(p) for p in self.parameters.values()]
         stats = [grad_stats, tensor_stats(weights)]  # in the order of the columns
@@ -531,13 +527,13 @@ class Optimizer:
         norms = square_sums.sqrt()
         means = element_sums / self.sharding.numels
         update_norms = update_square_sums.sqrt()  # (1, n)
-        update_ratios = update_norms / norms[1]  # to the norms of the weights
+        update_ratios = update_norms / norms[1]  # relative to the norms of the weights
         by_kind = torch.stack((norms, means, largest, -negated_smallest), dim=1)  # (k, 4, n)
         rows = torch.cat((by_kind.flatten(0, 1), update_norms, update_ratios, clipped))
         return rows.mT  # (n, 4 * k + 3)
 
     def state(self) -> dict:
-        """The live tensors by their names in a checkpoint, to save or to load in place."""
+        """The live tensors by their names in a checkpoint, to save, or to load in place."""
         return {
             "skipped_steps": self.skipped_steps,
             "norm_average": self.norm_average,
