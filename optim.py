@@ -424,18 +424,8 @@ class Optimizer:
         skipped_steps so far; skipped_in_a_row, the most so far. `measure` adds "parameters",
         (n, len(columns)), for two more collectives where weights are sharded.
         """
-        grads = []
-        for parameter in self.parameters.values():
-            lay_out_gradient(parameter)
-            has_grad = parameter.grad is not None
-            grads.append(local(parameter.grad) if has_grad else self.empty_grad)
-        square_sums = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of this rank's parts
-        world_size = self.sharding.world_size
-        if self.sharding.is_sharded or (self.skip_spikes and world_size > 1):
-            sums = torch.cat((square_sums / self.sharding.replicas, loss[None] / world_size))
-            dist.all_reduce(sums)
-            square_sums = sums[:-1]  # (n,), of the whole gradients
-            loss = sums[-1]  # mean over ranks
+        grads = self.local_gradients()
+        square_sums, loss = self.sum_over_ranks(grads, loss)
         grad_norm = square_sums.sum().sqrt()
         self.skip = ~grad_norm.isfinite()
         if self.skip_spikes:
@@ -467,6 +457,28 @@ class Optimizer:
         if measure:
             metrics["parameters"] = self.parameter_stats(grad_stats, old_weights, clipped)
         return metrics
+
+    def local_gradients(self) -> list[Tensor]:
+        """This rank's parts of the n gradients; an empty tensor for a parameter without one."""
+        grads = []
+        for parameter in self.parameters.values():
+            lay_out_gradient(parameter)
+            has_grad = parameter.grad is not None
+            grads.append(local(parameter.grad) if has_grad else self.empty_grad)
+        return grads
+
+    def sum_over_ranks(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared norms (n,) of the whole gradients, and the loss, a mean over ranks for spikes.
+
+        One collective where weights are sharded or several ranks look for spikes, else none.
+        """
+        square_sums = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of this rank's parts
+        world_size = self.sharding.world_size
+        if self.sharding.is_sharded or (self.skip_spikes and world_size > 1):
+            sums = torch.cat((square_sums / self.sharding.replicas, loss[None] / world_size))
+            dist.all_reduce(sums)
+            return sums[:-1], sums[-1]
+        return square_sums, loss
 
     def update(self) -> None:
         """Update all parameters that have a gradient."""
