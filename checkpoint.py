@@ -4,13 +4,13 @@
         __0_0.distcp __1_0.distcp ...   sharded format: the shards that each rank wrote
         .metadata                       and their index
         full.pt                         full format: all tensors in one file, for torch.load
-        tokenizer.*                     the tokenizer, where it is a file
+        tokenizer.*                     the tokenizer, if it is a file
         manifest.json                   step, tokens, config, data; file sizes and checksums
 
 The manifest is written last: a directory without one is not a checkpoint. Sharded checkpoints are
-written and read by torch.distributed.checkpoint (DCP); full ones are made of them, by one process.
+written and read by torch.distributed.checkpoint (DCP); one process converts them to full ones.
 Loading executes no code: tensors are read with weights_only=True, `.metadata` with an unpickler
-that admits a few classes only.
+that admits only a few classes.
 
     python -m tools.checkpoint list|verify|consolidate ...
 """
@@ -36,11 +36,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode  # no public one; skip_data's docs use it
+from torch._subclasses.fake_tensor import FakeTensorMode  # not public, but in skip_data's docs
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-FORMAT = 1  # of what a run writes, as docs/reference.md describes it
+FORMAT = 1  # of a run's files, as in docs/reference.md
 
 
 class CheckpointError(RuntimeError):
@@ -50,13 +50,13 @@ class CheckpointError(RuntimeError):
 
 
 class PathError(ValueError):
-    """A path that names no checkpoint, or where none can be created. The message is one line."""
+    """A path names no checkpoint, or none can be created there. The message is one line."""
 
     exit_status = 2
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """The exception that DCP has wrapped: a Ctrl-C, or else that of the first rank that failed."""
+    """The exception inside a DCP error: a Ctrl-C, else that of the first rank that failed."""
     if not isinstance(error, dcp.CheckpointException):
         return error
     causes = [cause for cause, _ in error.failures.values()]
@@ -64,7 +64,7 @@ def unwrap(error: BaseException) -> BaseException:
 
 
 def last_line(error: BaseException) -> str:
-    """The reason in one line, with the type of an error whose text may be a mere name."""
+    """The reason in one line; with the type if the error's text may be a mere name."""
     lines = str(error).strip().splitlines()
     if lines and isinstance(error, (OSError, RuntimeError, ValueError, UnpicklingError)):
         return lines[-1]
@@ -80,13 +80,13 @@ def step_path(run: Path, step: int) -> Path:
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first. Their contents are not verified."""
+    """The complete checkpoints of a run, oldest first; contents not verified."""
     found = [manifest.parent for manifest in run.glob("checkpoints/step-*/manifest.json")]
     return sorted(path for path in found if path.name.removeprefix("step-").isdecimal())
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoints that `path` names, oldest first: itself, or those of the run folder `path`.
+    """The checkpoint `path`, or all checkpoints of the run folder `path`, oldest first.
 
     Raises PathError if there are none.
     """
@@ -100,9 +100,9 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of the checkpoint `path`, whose fields that this file reads are valid.
+    """The manifest of the checkpoint `path`, with the fields that this file reads checked.
 
-    Raises CheckpointError if it is missing or damaged, and PathError if its format is another.
+    Raises CheckpointError if it is missing or damaged, PathError if its format is not FORMAT.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -133,7 +133,7 @@ def total_bytes(manifest: dict) -> int:
 
 
 def checksum(path: Path) -> str:
-    """CRC-32 of a file in hexadecimal: detects damage at several GB/s, but not forgery."""
+    """CRC-32 of a file in hexadecimal. Detects damage, not forgery, at several GB/s."""
     crc = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -142,10 +142,10 @@ def checksum(path: Path) -> str:
 
 
 def compare(path: Path, part: int | None = 0, parts: int = 1) -> Iterator[str | None]:
-    """Compare a checkpoint with its manifest: yields the problem of each file, or None.
+    """Compare a checkpoint with its manifest: yield the problem of each file, or None.
 
-    All sizes are compared, and the checksums of every `parts`-th file from `part` on, so that
-    `parts` ranks can share the reading; of none where `part` is None.
+    Compares all sizes, and the checksums of every `parts`-th file starting with `part`, so that
+    `parts` ranks can share the reading. `part` None compares sizes only.
     """
     try:
         for index, (name, expected) in enumerate(sorted(read_manifest(path)["files"].items())):
@@ -168,7 +168,7 @@ def verify(path: Path, part: int | None = 0, parts: int = 1) -> str | None:
 
 
 def last_that_verifies(paths: list[Path], verify: Callable) -> tuple[Path | None, list[str]]:
-    """The last of `paths` that verifies, and the problem of each later one, as "PATH: PROBLEM"."""
+    """The last of `paths` that verifies, and a "PATH: PROBLEM" for each one after it."""
     passed_over = []
     for path in reversed(paths):
         problem = verify(path)
@@ -181,8 +181,7 @@ def last_that_verifies(paths: list[Path], verify: Callable) -> tuple[Path | None
 def choose_checkpoint(named: Path, program: str) -> Path:
     """The checkpoint `named`, or the latest of the run `named` that verifies.
 
-    Says on stderr, as `program`, which newer ones it passed over. Raises PathError and
-    CheckpointError.
+    Reports on stderr, as `program`, newer ones that failed. Raises PathError and CheckpointError.
     """
     path, passed_over = last_that_verifies(checkpoints_at(named), verify)
     if path is None:
@@ -193,7 +192,7 @@ def choose_checkpoint(named: Path, program: str) -> Path:
 
 
 def latest_valid(run: Path) -> tuple[Path | None, list[str]]:
-    """`last_that_verifies` of a run. A collective: the ranks share the reading and all agree."""
+    """`last_that_verifies` for a run. A collective: ranks share the reading and agree."""
     listing = [list_checkpoints(run)]
     dist.broadcast_object_list(listing, src=0)  # hosts may see a shared disk in different states
 
@@ -210,7 +209,7 @@ def latest_valid(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested dicts, with their keys joined by dots."""
+    """Yield the tensors of nested dicts, each with its keys joined by dots."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")
@@ -219,7 +218,7 @@ def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def copy_to_host(state: dict, host: dict) -> None:
-    """Copy nested dicts of tensors to `host`, whose memory is allocated once: that takes longest.
+    """Copy nested dicts of tensors to `host`, allocating its memory, the slowest part, only once.
 
     DCP's DefaultStager takes 1.6 times as long on CPUs, and copies the device mesh as well.
     """
@@ -228,13 +227,13 @@ def copy_to_host(state: dict, host: dict) -> None:
             copy_to_host(value, host.setdefault(key, {}))
             continue
         if key not in host:
-            # Pinned, which makes copies from a GPU faster; a DTensor becomes one on the CPU.
+            # Pinned memory makes copies from a GPU faster. A DTensor becomes one on the CPU.
             host[key] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
         host[key].copy_(value)
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or a directory, whose new and renamed entries are on disk only then."""
+    """fsync a file, or a directory, which puts its new and renamed entries on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -243,7 +242,7 @@ def sync(path: Path) -> None:
 
 
 def sync_and_checksum(path: Path) -> dict:
-    """The entry of a file in the manifest. The checksum is computed while the disk writes."""
+    """Return a file's entry in the manifest; compute the checksum while the disk writes."""
     with ThreadPoolExecutor(1) as pool:
         syncing = pool.submit(sync, path)
         crc32 = checksum(path)
@@ -252,7 +251,7 @@ def sync_and_checksum(path: Path) -> dict:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Write the last file of a checkpoint, and see it on disk with the others' names."""
+    """Write the last file of a checkpoint, then sync it and the folder."""
     with open(folder / "manifest.json", "w") as file:
         json.dump({"format": FORMAT, **manifest}, file, indent=2)
     sync(folder / "manifest.json")
@@ -267,13 +266,13 @@ def complete(work: Path, path: Path, manifest: dict) -> None:
 
 
 def why_not_written(error: BaseException, folder: Path) -> str:
-    """The reason why nothing could be written to `folder`, with the space that is free there."""
+    """Why nothing could be written to `folder`, with its free space."""
     reason = last_line(error)
     try:
         free = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB"
     except OSError:  # the folder or its disk is gone
         return reason
-    # torch says only that the file is shorter than what it has written.
+    # torch reports a full disk only as a file shorter than what it wrote.
     full = ("unexpected pos", os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
     if any(sign in reason for sign in full):
         return f"the disk is full, or its quota: {free} free at {folder} ({reason})"
@@ -283,15 +282,14 @@ def why_not_written(error: BaseException, folder: Path) -> str:
 class Writer(dcp.FileSystemWriter):
     """Writes one checkpoint of a Saver.
 
-    DCP calls prepare_global_plan on rank 0, write_data on all ranks, then finish on rank 0; an
-    error of one is raised on all.
+    DCP calls prepare_global_plan on rank 0, write_data on all ranks, then finish on rank 0, and
+    raises an error of one on all.
     """
 
     def __init__(self, saver: "Saver", path: Path, manifest: dict):
         # sync_files=False: sync_and_checksum does it.
-        # per_thread_copy_ahead=0: no CUDA streams. Where CUDA is available, even tensors on the
-        # CPU would use the current stream of the calling thread, which in the saving thread is
-        # that of GPU 0: a context on GPU 0 for every rank.
+        # per_thread_copy_ahead=0: no CUDA streams. Otherwise even CPU tensors would use the current
+        # stream of the saving thread, which is GPU 0's: every rank would get a context on GPU 0.
         work = path.with_name(f".{path.name}.tmp")
         super().__init__(str(work), sync_files=False, per_thread_copy_ahead=0)
         self.saver = saver
@@ -299,7 +297,7 @@ class Writer(dcp.FileSystemWriter):
         self.manifest = manifest
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        return plan  # DCP's creates the directory, on all ranks at once
+        return plan  # DCP's own creates the directory on all ranks at once
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         self.saver.remove_leftovers()
@@ -309,7 +307,7 @@ class Writer(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future:
-        """Write this rank's shards; the value is what finish gets of each rank."""
+        """Write this rank's shards; `finish` gets the future's value from each rank."""
         future: Future = Future()
         try:
             written = super().write_data(plan, planner).wait()
@@ -317,7 +315,7 @@ class Writer(dcp.FileSystemWriter):
             files = {file.name: sync_and_checksum(file) for file in own}
             future.set_result((written, files, self.saver.host_memory()))
         except Exception as error:
-            # DCP pickles errors for the other ranks, which would wait if that failed.
+            # DCP pickles errors for the other ranks; if that failed, they would wait.
             raise CheckpointError(f"rank {dist.get_rank()}: {last_line(error)}") from None
         return future
 
@@ -330,11 +328,11 @@ class Writer(dcp.FileSystemWriter):
             files |= files_of_rank
         manifest = self.manifest | {"files": files, "torch": torch.__version__}
         final = self.final_path
-        if final.exists():  # it did not verify, or the run would have continued from it
+        if final.exists():  # damaged, or the run would have continued from it
             os.rename(final, final.with_name(f".{final.name}.damaged.tmp"))
         complete(self.path, final, manifest)
         self.saver.remove_old(final)
-        # Not in the file: dcp.save returns `metadata` on all ranks.
+        # Not written to the file: dcp.save returns `metadata` on all ranks.
         metadata.row = {
             "bytes": total_bytes(manifest),
             "peak_host_memory": max(peak for _, peak, _ in memory),
@@ -347,39 +345,39 @@ class Writer(dcp.FileSystemWriter):
 class Saver:
     """Writes the checkpoints of a run. All ranks construct it and call its methods together.
 
-    A checkpoint is written under a temporary name, synced to disk, completed by its manifest and
-    renamed: a run killed at any time leaves the earlier checkpoints intact. A save that fails is
-    reported by done() and by `failure`, and raises nothing.
+    A checkpoint is written under a temporary name, synced, completed by its manifest and renamed:
+    a run killed at any time leaves earlier checkpoints intact. A failed save raises nothing:
+    done() and `failure` report it.
     """
 
     run: Path
-    async_save: bool  # training waits for a copy in host memory only; a thread writes the files
+    async_save: bool  # training waits only for a copy in host memory; a thread writes the files
     keep_last: int  # checkpoints to keep; 0 keeps all
     keep_every: int  # also keep those whose step is a multiple of this; 0 for none
-    timeout: timedelta  # of a save's collectives
-    # Small files that belong in every checkpoint, {name: contents}, such as the tokenizer's
+    timeout: timedelta  # for the collectives of a save
+    # Small files to put in every checkpoint, {name: contents}, such as the tokenizer's
     extra_files: dict[str, bytes] = field(default_factory=dict)
-    # For the log rows: bytes resident in this process, at its peak, and available on the host
+    # For log rows: bytes resident in this process, its peak, and bytes available on the host
     host_memory: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
 
     def __post_init__(self):
         # The saving thread's collectives must not mix with those of the training step.
         self.group = dist.new_group(backend="gloo", timeout=self.timeout)
-        # torch.save's own checksums halve its speed, and the manifest holds one of the file.
+        # torch.save's own checksums halve its speed, and the manifest has one for the file.
         torch.serialization.set_crc32_options(False)
         self.host_copy: dict = {}
         self.thread: threading.Thread | None = None
         self.rows: list[dict] = []
-        # "cannot write PATH: REASON" while the last finished save is one that failed
+        # "cannot write PATH: REASON" if the last finished save failed
         self.failure: str | None = None
-        # An estimate for replace_shards, by the last save: one process does the work of all ranks,
+        # Estimate for replace_shards after the last save: one process does the work of all ranks,
         # at 100 MB/s or more.
         self.replace_seconds = 0.0
 
     def save(self, state: dict, manifest: dict) -> None:
         """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"].
 
-        Waits for the previous save first. With async_save it returns once `state` may change.
+        Waits for the previous save. With async_save, returns as soon as `state` may change.
         """
         began = time.perf_counter()
         row = {
@@ -399,7 +397,7 @@ class Saver:
             self.finish(state, manifest, row, began)
 
     def refuse(self, step: int, reason: str) -> None:
-        """Report the save of `step` as failed without trying it: earlier checkpoints are better."""
+        """Report the save of `step` as failed without trying: earlier checkpoints are better."""
         self.wait()
         path = step_path(self.run, step)
         self.failure = f"cannot write {path}: {reason}"
@@ -415,7 +413,7 @@ class Saver:
     def done(self) -> list[dict]:
         """Log rows of the saves finished since the last call.
 
-        Their event is "checkpoint", or "checkpoint_failed", with the reason as error.
+        Their event is "checkpoint", or "checkpoint_failed" with the reason as `error`.
         """
         rows = list(self.rows)
         del self.rows[: len(rows)]  # not all: the saving thread may have appended meanwhile
@@ -423,15 +421,14 @@ class Saver:
 
     def finish(self, state: dict, manifest: dict, row: dict, began: float) -> None:
         """Write the checkpoint and append its log row. Runs in the saving thread if async_save."""
-        # A tensor that several ranks hold is written by one of them, which DCP chooses.
         writer = Writer(self, Path(row["path"]), manifest)
         try:
             row |= dcp.save(state, storage_writer=writer, process_group=self.group).row
             self.failure = None
-        except BaseException as error:  # whatever it is: a lost save must not pass as success
+        except BaseException as error:  # of any kind: a lost save must not pass as success
             cause = unwrap(error)
             if not (self.async_save or isinstance(cause, Exception)):
-                raise cause from None  # a Ctrl-C, which ends the run
+                raise cause from None  # Ctrl-C ends the run
             del row["host_memory_before"]
             row |= {"event": "checkpoint_failed", "error": why_not_written(cause, self.run)}
             self.failure = f"cannot write {row['path']}: {row['error']}"
@@ -446,21 +443,21 @@ class Saver:
             self.replace_seconds = min(alone, row["bytes"] / 100e6)
 
     def remove_leftovers(self) -> None:
-        """Remove what killed or failed saves of this run left behind."""
+        """Remove what killed or failed saves of this run have left."""
         for leftover in self.run.glob("checkpoints/.*step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def remove_old(self, latest: Path) -> None:
         if not self.keep_last:
             return
-        # The list comes from the disk, not from memory: a continued run knows its predecessor's.
+        # Listed from disk, not from memory, so that a continued run counts its predecessor's.
         # Checkpoints later than `latest` did not verify and do not count.
         saved = [path for path in list_checkpoints(self.run) if path.name <= latest.name]
         for path in saved[: -self.keep_last]:
             step = int(path.name.removeprefix("step-"))
             if self.keep_every and step % self.keep_every == 0:
                 continue
-            # Renamed first: a run killed while it removes files leaves no incomplete checkpoint.
+            # Renamed first, so that a run killed meanwhile leaves no incomplete checkpoint.
             removed = path.rename(path.with_name(f".{path.name}.removed.tmp"))
             shutil.rmtree(removed)
 
@@ -470,9 +467,9 @@ class Saver:
 
 
 class MetadataUnpickler(Unpickler):
-    """Reads DCP's `.metadata`, a pickle, but creates only the classes that describe tensors.
+    """Reads DCP's `.metadata`, a pickle, but creates only classes that describe tensors.
 
-    BytesStorageMetadata is left out on purpose: it marks entries that DCP loads with plain pickle.
+    BytesStorageMetadata is missing on purpose: it marks entries that DCP loads with plain pickle.
     """
 
     ALLOWED = {
@@ -488,7 +485,7 @@ class MetadataUnpickler(Unpickler):
     }
 
     def find_class(self, module: str, name: str):
-        if module == "pathlib._local":  # where Python 3.13 alone has the classes of pathlib
+        if module == "pathlib._local":  # pathlib's classes in Python 3.13
             module = "pathlib"
         if name not in self.ALLOWED.get(module, "").split():
             raise UnpicklingError(f"{module}.{name} is not allowed in it")
@@ -497,7 +494,7 @@ class MetadataUnpickler(Unpickler):
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise whatever damage causes, a damaged pickle anything, as a CheckpointError."""
+    """Turn any exception into a CheckpointError: a damaged pickle can raise anything."""
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:
@@ -508,9 +505,9 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader with metadata read safely, on construction.
+    """DCP's reader, with metadata read safely and on construction.
 
-    Read by DCP itself, damaged metadata would be retried, with a traceback each time.
+    DCP itself would retry damaged metadata, with a traceback each time.
     """
 
     def __init__(self, path: Path):
@@ -518,7 +515,7 @@ class Reader(dcp.FileSystemReader):
         with reading(path / ".metadata"), open(path / ".metadata", "rb") as file:
             self.metadata = MetadataUnpickler(file).load()
             for place in self.metadata.storage_data.values():
-                # Refuse files outside the checkpoint, and the decoders that extensions register.
+                # Refuse files outside the checkpoint and decoders registered by extensions.
                 name = place.relative_path
                 if Path(name).name != name or place.transform_descriptors:
                     raise ValueError(f"it points to {name}")
@@ -527,7 +524,7 @@ class Reader(dcp.FileSystemReader):
         return self.metadata
 
     def read_tensor(self, name: str) -> Tensor:
-        """One whole tensor, read by this process alone."""
+        """Read one whole tensor, in this process alone."""
         entry = self.metadata.state_dict_metadata[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         load_shards(self, {name: tensor}, no_dist=True)
@@ -537,9 +534,8 @@ class Reader(dcp.FileSystemReader):
 def load_state(path: Path, state: dict) -> None:
     """Fill the tensors of `state` in place, from a checkpoint of any mesh and format.
 
-    Tensors are saved by name and global offset, so a rank finds its shards whatever mesh wrote
-    them, and reads only those. Tensors of the checkpoint that `state` lacks are skipped.
-    Raises CheckpointError.
+    Tensors are saved by name and global offset, so a rank finds and reads just its shards, whatever
+    mesh wrote them. Tensors that `state` lacks are skipped. Raises CheckpointError.
     """
     full = path / "full.pt"
     if full.exists():
@@ -550,14 +546,14 @@ def load_state(path: Path, state: dict) -> None:
 
 
 def load_shards(reader: Reader, state: dict, no_dist: bool) -> None:
-    """Load from a sharded checkpoint: all ranks together, or this process alone (no_dist)."""
+    """Load from a sharded checkpoint, on all ranks together or in this process alone (no_dist)."""
     with reading(reader.path), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP's, for no_dist
         dcp.load(state, storage_reader=reader, no_dist=no_dist)
 
 
 def load_full(path: Path, state: dict) -> None:
-    """Load from one file, which is mapped into memory: a rank reads only the shards it copies."""
+    """Load from one file, mapped into memory: a rank reads only the shards that it copies."""
     full = dict(flatten(torch.load(path, map_location="cpu", mmap=True, weights_only=True)))
     for name, target in flatten(state):
         if name not in full or full[name].shape != target.shape:
@@ -565,10 +561,10 @@ def load_full(path: Path, state: dict) -> None:
         source = full[name]
         if isinstance(target, DTensor):
             # Cut by hand: distribute_tensor would first move the full tensor to the mesh's device.
-            # This is DCP's protocol; a shard is one chunk, and no public function has its offsets.
+            # DCP's protocol gives the offsets of the one chunk, which no public function does.
             (chunk,) = target.__create_chunk_list__()
             for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes)):
-                source = source.narrow(dim, offset, size)  # a view, which copies nothing
+                source = source.narrow(dim, offset, size)  # a view
             target = target.to_local()
         target.copy_(source)
 
@@ -576,16 +572,16 @@ def load_full(path: Path, state: dict) -> None:
 # --------------------------------------------------------------------------------------------------
 # One file
 
-LATE_FILES_SECONDS = 90  # a host may see the files of others late: NFS may cache for a minute
+LATE_FILES_SECONDS = 90  # how late another host's files may appear: NFS can cache for a minute
 
 
 def consolidate(path: Path, out: Path) -> Iterator[str]:
     """Write the sharded checkpoint `path` as the checkpoint `out` in the full format.
 
-    In one process, which holds one tensor at a time. A new `out` appears complete or not at all.
-    Where `out` is `path`, full.pt is added to it, then the manifest replaced, and the shards are
-    left: `path` verifies at any time. Yields after each file that it has verified and each tensor
-    that it has written, so that the caller can report progress. Raises CheckpointError.
+    Runs in one process and holds one tensor at a time. A new `out` appears complete or not at all.
+    If `out` is `path`, adds full.pt, then replaces the manifest and leaves the shards: `path`
+    verifies at any time. Yields after each verified file and each written tensor, for the caller to
+    report progress. Raises CheckpointError.
     """
     for problem in compare(path):
         if problem:
@@ -595,7 +591,7 @@ def consolidate(path: Path, out: Path) -> Iterator[str]:
     reader = Reader(path)
     with reading(path / ".metadata"):
         state = empty_state(reader.metadata)
-    # Headers included, which take less in one file
+    # An upper bound: one file has smaller headers than the shards
     with new_folder(out, total_bytes(manifest)) as work:
         for crc32 in write_full(state, work / "full.pt", reader.read_tensor):
             yield crc32
@@ -616,10 +612,10 @@ def consolidate(path: Path, out: Path) -> Iterator[str]:
 
 
 def replace_shards(path: Path) -> Iterator[str]:
-    """Replace the shards of the checkpoint `path` by full.pt; yields as `consolidate` does.
+    """Replace the shards of the checkpoint `path` by full.pt; yields like `consolidate`.
 
-    Nothing is left to do where `path` is in the full format, or does not exist. Called again, it
-    completes what a killed process has left. Raises CheckpointError.
+    Does nothing if `path` is full or does not exist. Call it again to complete what a killed
+    process left. Raises CheckpointError.
     """
     if not path.exists():
         return
@@ -642,25 +638,25 @@ def is_shard(name: str) -> bool:
 
 
 def write_full(state: dict, file: Path, read: Callable[[str], Tensor]) -> Iterator[str]:
-    """Write nested dicts as torch.save does, with one tensor in memory at a time.
+    """Write nested dicts like torch.save, with one tensor in memory at a time.
 
     `state` holds fake tensors; read("model.norm.weight") returns the values of one. Yields the
-    CRC-32 of the file up to each tensor that was written, and at last that of the whole file.
+    CRC-32 of the file up to each written tensor, and finally of the whole file.
     """
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(state, file)  # everything but the values, for which it leaves holes
+        torch.save(state, file)  # with holes in place of the values
     with FakeTensorMode():
         holes = dict(flatten(torch.load(file, weights_only=True)))
     offsets = {name: hole.untyped_storage()._checkpoint_offset for name, hole in holes.items()}
     crc = 0
-    # Not through a mapping of the file, where an I/O error would kill the process.
+    # Not through a mapping of the file: there an I/O error would kill the process.
     with open(file, "r+b") as opened:
         for name in sorted(offsets, key=offsets.get):
             header = opened.read(offsets[name] - opened.tell())
             values = read(name).to(holes[name].dtype).reshape(-1).view(torch.uint8).numpy()
             opened.write(values)
             crc = zlib.crc32(values, zlib.crc32(header, crc))
-            del values  # before the next one is read
+            del values  # before reading the next one
             yield f"{crc:08x}"
         crc = zlib.crc32(opened.read(), crc)
     yield f"{crc:08x}"
@@ -679,8 +675,7 @@ def check_new(out: Path) -> None:
 def new_folder(out: Path, size: int) -> Iterator[Path]:
     """Yield a temporary folder beside `out`, for the block to fill with `size` bytes and rename.
 
-    Nothing is left of it where the block fails. Raises CheckpointError, at once where its disk has
-    no room.
+    Removes it if the block fails. Raises CheckpointError, at once if the disk has no room.
     """
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(folder).free
@@ -690,7 +685,7 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
         )
     work = out.with_name(f".{out.name}.tmp")
     try:
-        shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(work, ignore_errors=True)  # left by a killed process
         work.mkdir(parents=True)
         yield work
     except CheckpointError:
@@ -702,7 +697,7 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
 
 
 def empty_state(metadata: dcp.Metadata) -> dict:
-    """The nested dicts of a sharded checkpoint, with fake tensors, which hold no values."""
+    """The nested dicts of a sharded checkpoint, filled with fake tensors."""
     state: dict = {}
     with FakeTensorMode():
         # planner_data: flat name -> keys of the nested dicts, as ("model", "embed.weight")
