@@ -20,12 +20,12 @@ from runtime.cli import UsageError
 
 @dataclass(frozen=True)
 class Layout:
-    """What follows from the flags, the ranks and the vocabulary, alike on every rank."""
+    """What follows from flags, ranks and vocabulary: the same on every rank."""
 
     config: Config
     device_type: str
     strategy: str
-    strategy_reason: str  # of --strategy auto
+    strategy_reason: str  # for the choice of --strategy auto
     mesh_shape: tuple[int, int, int]
     micro_batch_size: int
     grad_accum_steps: int
@@ -51,12 +51,12 @@ class Layout:
         return estimate_memory(self)
 
     def fits(self, device_memory: int) -> bool:
-        """Whether the estimate leaves a fifth of `device_memory` to all else."""
+        """Whether the estimate leaves a fifth of `device_memory` free for everything else."""
         return self.memory.total <= 0.8 * device_memory
 
 
 def choose_layout(c: Config, world: dist.World, vocab_size: int, device_memory: int) -> Layout:
-    """Check that flags, ranks and a vocabulary fit together. Raises UsageError and MeshError.
+    """Check that flags, ranks and vocabulary fit together. Raises UsageError and MeshError.
 
     `device_memory` is the bytes that one rank may fill, for --strategy auto.
     """
@@ -77,9 +77,9 @@ def choose_layout(c: Config, world: dist.World, vocab_size: int, device_memory: 
 def choose_strategy(
     c: Config, world: dist.World, model: ModelConfig, device_memory: int
 ) -> tuple[str, str]:
-    """The strategy of --strategy auto, the first that fits of ddp, across hosts hsdp, and fsdp.
+    """Choose for --strategy auto the first that fits of ddp, hsdp (across hosts) and fsdp.
 
-    Returns its name and the sum that decided.
+    Returns its name and the calculation behind the choice.
     """
     ddp = make_layout(c, world.device, model, "ddp", (max(1, world.size // c.tp), 1, c.tp))
     fits = ddp.fits(device_memory)
@@ -102,7 +102,7 @@ def make_layout(
     mesh_shape: tuple[int, int, int],
     reason: str = "",
 ) -> Layout:
-    """Raises UsageError where the batch cannot be split."""
+    """Raises UsageError if the batch cannot be split."""
     micro_batch_size, grad_accum_steps = split_batch(c, mesh_shape[0] * mesh_shape[1])
     return Layout(
         config=c,
@@ -118,7 +118,7 @@ def make_layout(
 
 
 def micro_batch_size(config: Config, dp_size: int) -> int:
-    """--micro_batch_size, or the whole share of one of `dp_size` ranks."""
+    """--micro_batch_size, or by default the whole share of one of `dp_size` ranks."""
     return config.micro_batch_size or max(1, config.global_batch_size // dp_size)
 
 
@@ -126,7 +126,7 @@ def split_batch(config: Config, dp_size: int) -> tuple[int, int]:
     """Return (micro_batch_size, grad_accum_steps) for `dp_size` ranks. Raises UsageError."""
     global_batch_size = config.global_batch_size
     size = micro_batch_size(config, dp_size)
-    if config.eval_only:  # which has no global batch
+    if config.eval_only:  # no global batch
         return size, 1
     per_forward = size * dp_size  # sequences of all ranks
     if global_batch_size % per_forward == 0:
@@ -148,7 +148,7 @@ def split_batch(config: Config, dp_size: int) -> tuple[int, int]:
 
 
 def empty_model(layout: Layout) -> Transformer:
-    """The model without memory: on the meta device."""
+    """The model on the meta device, without memory."""
     with torch.device("meta"):
         return Transformer(layout.model_config, layout.dtype, layout.config.loss_chunks)
 
@@ -156,8 +156,8 @@ def empty_model(layout: Layout) -> Transformer:
 def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.Module]]:
     """The modules that FSDP gathers together; the rest of the model, its root, is one more unit.
 
-    A larger unit sends fewer, longer messages, and takes more memory for its gathered weights. An
-    embedding and a head with separate weights are units too. None: the whole model is the root.
+    Larger units send fewer, longer messages and need more memory for gathered weights. Untied, the
+    embedding and the head are units too. blocks_per_unit None: the whole model is the root.
     """
     if blocks_per_unit is None:
         return []
@@ -170,17 +170,17 @@ def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.
 def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout) -> nn.Module:
     """Lay the model out on the mesh with its initial weights; return the module to call.
 
-    Under ddp one forward and backward pass runs here: see dist.settle_buckets.
+    Under ddp this runs one forward and backward pass: see dist.settle_buckets.
     """
     c = layout.config
     dist.checkpoint_activations(model.blocks, c.activation_checkpointing)
     if c.compile:
         modules = [*model.blocks, model.head]
         if c.tp > 1:
-            # Inductor gave wrong losses for torch's loss_parallel(), without an error (2.13, CPU).
+            # Inductor silently gave wrong losses under torch's loss_parallel() (2.13, CPU).
             modules.remove(model.head)
         elif layout.strategy == "single" and len(model.blocks) <= 4:
-            modules = [model]  # deeper ones gain nothing, and take longer to compile
+            modules = [model]  # deeper models gain nothing and take longer to compile
         dist.compile_modules(modules)
     forward = dist.parallelize(
         model,
@@ -201,10 +201,10 @@ def lay_out(model: Transformer, mesh: dist.DeviceMesh, layout: Layout) -> nn.Mod
 
 
 # --------------------------------------------------------------------------------------------------
-# The memory of a rank, for --strategy auto, the first lines of a run and its warning: the sum that
-# docs/reference.md explains. tools.plan counts what a step really allocates.
+# The memory of a rank, for --strategy auto and the first lines of a run: the sum is explained in
+# docs/reference.md. tools.plan counts what a step really allocates.
 
-# Python, torch's libraries and gloo on a CPU, before there is a tensor: Linux, torch 2.13
+# Python, torch's libraries and gloo on a CPU, before the first tensor: Linux, torch 2.13
 PROCESS_BYTES = 350_000_000
 
 
@@ -216,11 +216,11 @@ class Estimate:
     gradients: int
     optimizer: int
     accumulated: int  # gradients not synchronized yet, beyond `gradients`
-    gathered: int  # weights in the compute dtype and gradients on their way, of a unit or the model
+    gathered: int  # weights in the compute dtype and gradients being reduced, per unit or model
     activations: int
     logits: int
     process: int  # 0 on a GPU
-    kept: int  # freed memory that the C library has not used again; 0 on a GPU
+    kept: int  # freed memory that the C library holds unused; 0 on a GPU
 
     @property
     def total(self) -> int:
@@ -228,12 +228,12 @@ class Estimate:
 
     @property
     def transient(self) -> int:
-        """What a step allocates and frees."""
+        """Bytes that a step allocates and frees."""
         return self.total - self.weights - self.optimizer - self.process
 
     def shortage(self, local_size: int) -> str | None:
-        """What the host lacks for its ranks on CPUs, before they build their models; or None."""
-        need = self.total - self.process  # the process itself runs already
+        """What the host lacks for its CPU ranks before they build their models, or None."""
+        need = self.total - self.process  # the process is already running
         available = memory.available_memory()
         if local_size * need <= available:
             return None
@@ -245,7 +245,7 @@ class Estimate:
         )
 
     def __str__(self) -> str:
-        """One line of arithmetic; parts that are 0 are left out."""
+        """One line of arithmetic, without parts that are 0."""
         unit, name, digits = (1e9, "GB", 2) if self.total >= 1e9 else (1e6, "MB", 1)
         sizes = {part: size for part, size in vars(self).items() if size}
         parts = [f"{part} {size / unit:,.{digits}f}" for part, size in sizes.items()]
@@ -253,9 +253,9 @@ class Estimate:
 
 
 def estimate_memory(layout: Layout) -> Estimate:
-    """Estimate the peak of a rank. Weights, gradients and optimizer are exact.
+    """Estimate the peak memory of a rank. Weights, gradients and optimizer are exact.
 
-    All parts are added, although activations shrink while gradients grow.
+    Adds all parts, although activations shrink while gradients grow.
     """
     c, m = layout.config, layout.model_config
     model = empty_model(layout)
@@ -269,12 +269,12 @@ def estimate_memory(layout: Layout) -> Estimate:
     buffers = gathered + activations + logit_size * logits
     accumulated = 0
     if c.grad_sync == "batch" and layout.grad_accum_steps > 1:
-        accumulated = 4 * (whole - own)  # FSDP frees those of a unit when it has reduced them
+        accumulated = 4 * (whole - own)  # FSDP frees them unit by unit as it reduces them
     process = kept = 0
     if layout.device_type == "cpu":
         process = PROCESS_BYTES
-        # An empirical rule for glibc 2.36, see docs/benchmarks.md: FSDP allocates memory of many
-        # sizes with every unit, which leaves as much again in gaps.
+        # An empirical rule for glibc 2.36, see docs/benchmarks.md: the many sizes that FSDP
+        # allocates with every unit leave as much again in gaps.
         kept = 4 * own + accumulated + buffers if layout.uses_fsdp else buffers // 2
     return Estimate(
         weights=4 * own,
@@ -290,9 +290,9 @@ def estimate_memory(layout: Layout) -> Estimate:
 
 
 def numel(module: nn.Module, tp: int, dp_shard: int = 1) -> int:
-    """Elements on one rank: FSDP splits the rows of a parameter, tp matrices, here also by rows.
+    """Elements on one rank. FSDP splits the rows of all parameters, tp those of matrices.
 
-    FSDP pads the last shards: every rank has the rows of the first one, rounded up.
+    Counted by rows for both: FSDP pads the last shards, so every rank has as many as the first.
     """
     return sum(numel_on_rank(parameter, tp, dp_shard) for parameter in module.parameters())
 
@@ -303,7 +303,7 @@ def numel_on_rank(parameter: nn.Parameter, tp: int, dp_shard: int) -> int:
 
 
 def slot_bytes(model: Transformer, optimizer: str, tp: int, dp_shard: int) -> int:
-    """Bytes of what the optimizer keeps of all parameters on one rank."""
+    """Bytes of the optimizer's state on one rank."""
     total = 0
     for name, parameter in model.named_parameters():
         updater = optim.updater(optimizer, name, parameter.shape)
@@ -323,11 +323,11 @@ def unit_numels(config: ModelConfig, blocks_per_unit: int | None, tp: int) -> tu
 
 
 def fsdp_buffers(layout: Layout) -> int:
-    """Bytes of weights that FSDP has gathered, and of gradients on their way to a reduce_scatter.
+    """Bytes of the weights that FSDP has gathered and of the gradients that it is reducing.
 
-    In the backward pass of a unit these are, in the compute dtype, its weights and gradients and
-    the next unit's weights, and in float32 the gradients that the last unit reduces. The root's
-    gradients come last, when the units' buffers are free again.
+    During the backward of a unit: its weights and gradients and the next unit's weights in the
+    compute dtype, and the gradients of the previous unit in float32. The root's gradients come
+    last, when the units' buffers are free again.
     """
     c = layout.config
     size = layout.dtype.itemsize
@@ -341,9 +341,9 @@ def fsdp_buffers(layout: Layout) -> int:
 
 
 def cast_buffers(model: Transformer, layout: Layout) -> int:
-    """Bytes of weights cast to the compute dtype for a backward pass, and of the largest gradient.
+    """Bytes of weights cast to the compute dtype for backward, and of the largest gradient.
 
-    Of single and ddp. With activation checkpointing the casts are of one block at a time.
+    For single and ddp. Activation checkpointing casts one block at a time.
     """
     c = layout.config
     largest = 4 * max(parameter.numel() for parameter in model.parameters()) // c.tp
@@ -356,10 +356,10 @@ def cast_buffers(model: Transformer, layout: Layout) -> int:
 
 
 def activation_bytes(layout: Layout) -> int:
-    """Bytes that the blocks keep from forward to backward, of one micro-batch."""
+    """Bytes that all blocks save for backward in one micro-batch."""
     m, tp = layout.model_config, layout.config.tp
     size = layout.dtype.itemsize
-    block = activation_bytes_of_block(m, layout.dtype, layout.device_type, tp)  # for a token
+    block = activation_bytes_of_block(m, layout.dtype, layout.device_type, tp)  # per token
     kept = {
         "none": m.n_layer * block,
         "selective": m.n_layer * block // 2,  # about
