@@ -1,4 +1,4 @@
-"""The configuration of a run: one dataclass, whose fields are the flags of train.py.
+"""The configuration of a run: a dataclass whose fields are the flags of train.py.
 
 python train.py --help
 """
@@ -22,7 +22,7 @@ from runtime import cli
 from runtime.cli import UsageError
 
 BUILTIN = "tokens/python"
-WARMUP_STEPS = 50  # where --warmup_steps is not given
+WARMUP_STEPS = 50  # the default of --warmup_steps
 
 
 def flag(
@@ -36,26 +36,26 @@ def flag(
 ):
     """A field of Config: its group in --help, default, help text and, for numbers, limits.
 
-    The limits are least <= value < below. `resume`: what becomes of another value when a run
-    continues. `flag` refuses it without --allow_changes: the numbers of the run may differ.
+    Numbers must be in least <= value < below. `resume` is what happens if the value changes when a
+    run continues: by default it is refused without --allow_changes, since results may change.
     """
     metadata = {"group": group, "help": help, "least": least, "below": below}
     return field(default=default, metadata=metadata | {"metavar": metavar, "resume": resume})
 
 
-# Another value is allowed: the numbers stay the same, or run_folder.resume_key compares what the
-# flag stands for (model, data), or the start says what changes (max_steps).
+# May change: results stay the same, or run_folder.resume_key compares what the flag stands for
+# (model, data), or the run reports the change at start (max_steps).
 free = functools.partial(flag, resume="allowed")
-# The flag concerns one start, and is not compared with that of an earlier one.
+# Applies to one start and is not compared with earlier ones.
 once = functools.partial(flag, resume="not compared")
 
 
 @dataclass(frozen=True)
 class Config:
-    """The flags. To add one: a field here and a row in docs/reference.md.
+    """The flags. To add one, add a field here and a row to docs/reference.md.
 
-    A field that has the name of one of ModelConfig overrides it, unless it is None. A run that
-    continues refuses another value unless the field is `free` or `once`.
+    A field named like one of ModelConfig overrides it unless it is None. Resuming refuses a changed
+    value unless the field is `free` or `once`.
     """
 
     data: str | None = free(
@@ -71,7 +71,7 @@ class Config:
     seed: int = flag("data", 0, "seed of the initial weights and of the data order", 0, 2**32)
 
     model: Literal[tuple(SIZES)] = free(
-        "basics", "tiny", "named size; --n_layer to --seq_len override its parts"
+        "basics", "tiny", "named size; --n_layer ... --seq_len override its parts"
     )
     n_layer: int | None = free("model", None, "number of blocks", 1, 10_000)
     n_head: int | None = free("model", None, "number of attention heads", 1, 10_000)
@@ -84,10 +84,10 @@ class Config:
         "basics", "auto", "auto: ddp if everything fits on a device, else fsdp, across hosts hsdp"
     )
     dp_replicate: int | None = free("mesh", None, "number of replicas (hsdp: one per host)", 1)
-    dp_shard: int | None = free("mesh", None, "ranks that share a replica (hsdp: a host's)", 1)
+    dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: those of a host)", 1)
     tp: int = free("mesh", 1, "tensor parallelism: ranks that compute one forward together", 1)
     wrap: str = free(
-        "mesh", "block", "unit of fsdp: block, block_group:K or none (all)", metavar="UNIT"
+        "mesh", "block", "FSDP unit: block, block_group:K or none (the whole model)", metavar="UNIT"
     )
     reshard_after_forward: bool = free(
         "mesh", True, "drop gathered weights after forward, gather them again; false: SHARD_GRAD_OP"
@@ -95,21 +95,19 @@ class Config:
     grad_sync: Literal["batch", "micro_batch", "shard"] = free(
         "mesh",
         "batch",
-        "average gradients once a step; after every micro-batch (less memory under fsdp, more "
-        "traffic); or, for hsdp, scatter after each and average between replicas once",
+        "average gradients once per step; after every micro-batch (less memory under fsdp, more "
+        "traffic); or, for hsdp, reduce_scatter after each and average between replicas once",
     )
 
     # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
-    global_batch_size: int = flag("basics", 32, "sequences per optimizer step, in all", 1)
+    global_batch_size: int = flag("basics", 32, "sequences per optimizer step, over all ranks", 1)
     micro_batch_size: int | None = free(
-        "basics", None, "sequences per rank and forward (default: the rank's share of the step)", 1
+        "basics", None, "sequences per rank and forward (default: its share of the global batch)", 1
     )
     activation_checkpointing: Literal["none", "selective", "full"] = free(
         "memory", "none", "recompute blocks in backward; selective: all but matmuls and attention"
     )
-    loss_chunks: int = free(
-        "memory", 1, "parts in which logits are computed, twice: less memory", 1
-    )
+    loss_chunks: int = free("memory", 1, "compute logits in N chunks, twice, to save memory", 1)
 
     max_steps: int = free("basics", 600, "optimizer steps of the run", 1)
     lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", 0)
@@ -118,7 +116,7 @@ class Config:
         "optimizer", None, f"steps of linear warm-up from 0 to lr (default: {WARMUP_STEPS})", 0
     )
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
-        "optimizer", "cosine", "decay to min_lr; wsd: over the last fifth after warm-up"
+        "optimizer", "cosine", "decay to min_lr; wsd: only in the last fifth after warm-up"
     )
     optimizer: Literal[tuple(optim.OPTIMIZERS)] = flag(
         "optimizer", "adamw", "muon: for the matrices of the blocks, AdamW for the rest"
@@ -137,7 +135,7 @@ class Config:
     skip_spikes: float | None = flag(
         "optimizer", None, "skip updates with loss or gradient norm X sigma above the mean", 1e-9
     )
-    max_skipped: int = free("optimizer", 100, "updates skipped in a row that end a run; 0: no", 0)
+    max_skipped: int = free("optimizer", 100, "skipped updates in a row that end a run; 0: off", 0)
 
     log_interval: int = free("cadence", 10, "steps between log rows", 1)
     tracker: Literal[("none", *metrics.TRACKERS)] = free(
@@ -146,46 +144,44 @@ class Config:
     optim_metrics_interval: int = free(
         "cadence", 0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", 0
     )
-    eval_interval: int = free("basics", 250, "steps between evaluations; 0: at the end only", 0)
+    eval_interval: int = free("basics", 250, "steps between evaluations; 0: only at the end", 0)
     eval_sequences: int = free("cadence", 512, "sequences per evaluation, always the same", 1)
     eval_only: bool = once(
-        "cadence", False, "print the loss of the latest checkpoint in --out and stop; only reads"
+        "cadence", False, "print the validation loss of --out's latest checkpoint; write nothing"
     )
-    sample_tokens: int = free("cadence", 256, "tokens of text to sample at the end; 0: none", 0)
+    sample_tokens: int = free("cadence", 256, "tokens to sample at the end; 0: none", 0)
     profile: str | None = free(
         "cadence", None, "trace the steps after START up to STOP", metavar="START:STOP"
     )
 
-    save_interval: int = free("basics", 250, "steps between checkpoints; 0: at the end only", 0)
-    keep_last: int = free("checkpoints", 2, "number of latest checkpoints to keep; 0: all", 0)
+    save_interval: int = free("basics", 250, "steps between checkpoints; 0: only at the end", 0)
+    keep_last: int = free("checkpoints", 2, "latest checkpoints to keep; 0: all", 0)
     keep_every: int = free("checkpoints", 0, "also keep those of every N-th step; 0: none", 0)
     checkpoint: Literal["sharded", "full", "none"] = free(
-        "checkpoints", "sharded", "sharded: a part per rank; full: the same, in the end one file"
+        "checkpoints", "sharded", "sharded: files per rank; full: one file when the run ends"
     )
     async_save: bool = free(
-        "checkpoints", False, "copy to host memory, write while training goes on"
+        "checkpoints", False, "copy to host memory, then write while training continues"
     )
     resume: str = once(
         "checkpoints",
         "auto",
-        "auto: continue the run in --out; never: require an empty --out; a checkpoint's path: "
+        "auto: continue the run in --out; never: require an empty --out; PATH of a checkpoint: "
         "continue from there in a new --out",
         metavar="auto|never|PATH",
     )
     init_from: str | None = once(
-        "checkpoints", None, "new run with the weights of this checkpoint or run", metavar="PATH"
+        "checkpoints", None, "start from the weights of this checkpoint or run", metavar="PATH"
     )
-    allow_changes: bool = once("checkpoints", False, "continue a run although its numbers change")
+    allow_changes: bool = once("checkpoints", False, "continue a run even if its results change")
 
-    dry_run: bool = once("stops", False, "check and read all up to the first step; write nothing")
-    time_limit: float = free(
-        "stops", 0.0, "seconds after which the run has saved and stopped; 0: no limit", 0
-    )
+    dry_run: bool = once("stops", False, "build and check all up to the first step; write nothing")
+    time_limit: float = free("stops", 0.0, "save and stop within this many seconds; 0: no limit", 0)
     timeout: float = free(
         "stops", 120.0, "seconds without progress that end the run; 10 x to start or save", 1, 1e9
     )
 
-    device: Literal["auto", "cpu", "cuda"] = free("hardware", "auto", "auto: GPUs if there are any")
+    device: Literal["auto", "cpu", "cuda"] = free("hardware", "auto", "auto: GPUs if available")
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "hardware", "auto", "compute dtype; auto: bfloat16 if the hardware has it"
     )
@@ -220,9 +216,9 @@ def parse(argv: list[str]) -> Config:
 
 
 def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
-    """Flag -> value; flags of `argv` override those of a --config file. Raises UsageError.
+    """Flag -> value; flags in `argv` override those of a --config file. Raises UsageError.
 
-    `parser` has the flags of `build_parser`, and may have more.
+    `parser` has at least the flags of `build_parser`.
     """
     file = parser.parse_known_args(argv)[0].config
     if file:
@@ -233,16 +229,16 @@ def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
 
 
 def to_config(flags: dict) -> Config:
-    """Fill in the defaults that follow from other flags; check them all. Raises UsageError."""
+    """Fill in defaults that depend on other flags, then check all. Raises UsageError."""
     if flags["out"] is None:
         flags["out"] = f"runs/{Path(flags['init_from'] or flags['model']).name}"
-    if flags["data"] is None and not flags["eval_only"]:  # whose default is the checkpoint's
+    if flags["data"] is None and not flags["eval_only"]:  # the checkpoint has the default
         flags["data"] = BUILTIN
     config = Config(**flags)
     check_ranges(config)
     check_pairs(config)
-    # Fail early on flags that do not fit together whatever the data and the number of processes.
-    if not config.eval_only:  # whose model is in the checkpoint
+    # Fail early on flags that cannot fit together, whatever the data and the number of processes.
+    if not config.eval_only:  # the checkpoint has the model
         model_config(config, vocab_size=64 * config.tp)
     blocks_per_unit(config)
     profile_window(config)
@@ -250,7 +246,7 @@ def to_config(flags: dict) -> Config:
 
 
 def build_parser() -> cli.Parser:
-    """Each field of Config is a flag of its name and type."""
+    """A parser with one flag for each field of Config."""
     parser = cli.Parser(
         prog="train.py",
         usage="train.py [--FLAG VALUE ...]",
@@ -268,7 +264,7 @@ def build_parser() -> cli.Parser:
     groups["basics"].add_argument(
         "--config",
         metavar="FILE.json",
-        help="config.json of a run, or a file of configs/; flags on the command line win",
+        help="config.json of a run, or a file in configs/; flags on the command line win",
     )
     return parser
 
@@ -309,7 +305,7 @@ def config_flags(parser: cli.Parser, file: str) -> list[str]:
         )
     flags = []
     for name, value in values.items():
-        if value is not None and name != "allow_changes":  # which was for one start
+        if value is not None and name != "allow_changes":  # it applied to one start
             flags.append(f"--{name}={value}")
     try:
         parser.parse_args(flags)
@@ -329,7 +325,7 @@ def check_ranges(config: Config) -> None:
 
 
 def check_pairs(c: Config) -> None:
-    """Refuse two flags of which one makes the other meaningless."""
+    """Refuse pairs of flags where one makes the other meaningless."""
     if not c.out:
         raise UsageError("--out is empty: name a folder, or leave --out out")
     if c.warmup_steps is not None and c.warmup_steps > c.max_steps:
@@ -378,8 +374,8 @@ def lr_schedule(config: Config) -> Callable[[int], float]:
 def base_model(config: Config) -> ModelConfig:
     """The model whose parts flags override: that of --init_from, or the named size.
 
-    A run that continues has it in its own checkpoints, should that of --init_from be gone. Raises
-    UsageError and CheckpointError.
+    If the checkpoint of --init_from is gone, a run that continues finds the model in its own.
+    Raises UsageError and CheckpointError.
     """
     if config.init_from is None:
         return SIZES[config.model]
@@ -395,7 +391,7 @@ def base_model(config: Config) -> ModelConfig:
 
 
 def read_model(path: Path, manifest: dict, size: int | None = None) -> ModelConfig:
-    """The model of a manifest of `path`, which the `size` bytes of its files have to hold.
+    """The model in the manifest of `path`; checks that it fits into `size` bytes of files.
 
     Raises UsageError.
     """
@@ -409,10 +405,10 @@ def read_model(path: Path, manifest: dict, size: int | None = None) -> ModelConf
 
 
 def model_config(config: Config, vocab_size: int) -> ModelConfig:
-    """The base model for a vocabulary padded to a multiple of 64, where matrix kernels are fast.
+    """The base model with a vocabulary padded to a multiple of 64, where matrix kernels are fast.
 
-    Flags of the names of its fields override them. The vocabulary of --init_from stays, if it is as
-    large with less padding. Raises UsageError.
+    Flags named like its fields override them. The vocabulary of --init_from stays if it is large
+    enough with less padding. Raises UsageError.
     """
     size = base_model(config)
     padded = math.ceil(vocab_size / 64) * 64
@@ -422,7 +418,7 @@ def model_config(config: Config, vocab_size: int) -> ModelConfig:
         if (value := getattr(config, f.name, None)) is not None:
             overrides[f.name] = value
     if size.n_kv_head == size.n_head and config.n_head:
-        # A size without grouped queries gets them only on request.
+        # A size without grouped queries gets them only from --n_kv_head.
         overrides.setdefault("n_kv_head", config.n_head)
     try:
         model = dataclasses.replace(size, **overrides)
@@ -433,7 +429,7 @@ def model_config(config: Config, vocab_size: int) -> ModelConfig:
 
 
 def blocks_per_unit(config: Config) -> int | None:
-    """--wrap as the number of blocks in an FSDP unit; None: the whole model. Raises UsageError."""
+    """--wrap as blocks per FSDP unit; None: the whole model. Raises UsageError."""
     match = re.fullmatch(r"none|block|block_group:(\d*[1-9]\d*)", config.wrap)
     if not match:
         raise UsageError(
