@@ -1,6 +1,6 @@
 """Train a language model: the parts of a run, one step, saving, evaluation, the loop, the command.
 
-Read `train` first, the loop, then `train_step`; `build` makes what they use.
+Read the loop in `train` first, then `train_step`; `build` makes what they use.
 
 torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 """
@@ -20,8 +20,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 if __name__ == "__main__":
-    # torch reads these when it is imported. They silence C++ warnings of failed collectives, which
-    # say less than the watchdog's line, and the profiler's own log.
+    # torch reads these on import. They silence the profiler's log, and C++ warnings about failed
+    # collectives, which tell less than the watchdog's line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
@@ -48,7 +48,7 @@ from text import tokenizer
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank decides, alike, before anything is built."""
+    """What every rank decides, in the same way, before anything is built."""
 
     layout: Layout
     token_folders: list[data.TokenFolder]  # more than one: a mixture
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def token_folder(self) -> data.TokenFolder:
-        """The first one, for what all have in common: the vocabulary and the tokenizer."""
+        """The first folder, for what all share: vocabulary and tokenizer."""
         return self.token_folders[0]
 
 
@@ -84,7 +84,7 @@ def make_plan(c: Config, world: dist.World) -> Plan:
 
 def check_tokenizer(folder: data.TokenFolder) -> None:
     """Check the tokenizer file that goes into every checkpoint. Raises TokenizerError."""
-    if folder.tokenizer_file:  # none of a built-in tokenizer, which may need the network
+    if folder.tokenizer_file:  # a built-in tokenizer has none, and may need the network
         tokenizer.find(folder.path.absolute(), folder.tokenizer_name, folder.vocab_size)
 
 
@@ -106,9 +106,9 @@ def prepare_builtin() -> None:
 
 @dataclass
 class Run:
-    """What a run is made of, on this rank: plain values, in the order in which `build` makes them.
+    """The parts of a run on this rank, in the order in which `build` makes them.
 
-    The last four are for training only: with --dry_run and --eval_only there are none.
+    The last four are for training only: --dry_run and --eval_only have none.
     """
 
     plan: Plan
@@ -121,7 +121,7 @@ class Run:
     forward: nn.Module  # what a step calls: the model, or DDP around it
     optimizer: optim.Optimizer | None  # None with --eval_only
     state: dict  # what a checkpoint holds: the live tensors, sharded
-    val_batches: list = field(default_factory=list)  # what read_validation_set returns
+    val_batches: list = field(default_factory=list)  # from read_validation_set
     should_stop: agreement.StopRequest | None = None
     saver: checkpoint.Saver | None = None
     log: metrics.Log | None = None
@@ -131,7 +131,7 @@ class Run:
         self.layout = self.plan.layout
         self.config = self.layout.config
         self.dp_rank = dist.dp_rank(self.mesh)
-        self.n_val = min(self.config.eval_sequences, len(self.val_data))  # of an evaluation
+        self.n_val = min(self.config.eval_sequences, len(self.val_data))  # sequences to evaluate
         self.step = self.plan.resume.step  # updates so far
 
 
@@ -144,21 +144,20 @@ def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
     mesh = dist.make_mesh(world, layout.mesh_shape)
     model = empty_model(layout)
     forward = lay_out(model, mesh, layout)
-    # Taken before the first forward, since after an evaluation the root unit of FSDP shows its
-    # gathered weights instead.
+    # Taken before the first forward: after an evaluation FSDP's root shows gathered weights.
     state = {"model": {name: weight.detach() for name, weight in model.named_parameters()}}
     optimizer = None
     if not c.eval_only:
         optimizer = build_optimizer(model, c)
         state["optimizer"] = optimizer.state()
-    memory.trim_freed_memory()  # of whole tensors, of which each rank keeps its shard
+    memory.trim_freed_memory()  # whole tensors, now that each rank has its shards
     if resume.checkpoint:
         checkpoint.load_state(resume.checkpoint, state)
     elif resume.init_from:
         checkpoint.load_state(resume.init_from, {"model": state["model"]})
     run = Run(plan, world, dog, train_data, val_data, mesh, model, forward, optimizer, state)
     check_agreement(run)
-    # Read only once, so that a damaged file ends the run before its first step
+    # Read once, here, so that a damaged file ends the run before its first step
     run.val_batches = dist.raise_on_all_ranks(lambda: read_validation_set(run))
     if not (c.dry_run or c.eval_only):
         open_run_folder(run)
@@ -182,7 +181,7 @@ def check_agreement(run: Run) -> None:
 
 
 def open_run_folder(run: Run) -> None:
-    """Take over the run folder, and create what writes there and what stops the run."""
+    """Take over the run folder; create what writes to it and what stops the run."""
     plan, world, c = run.plan, run.world, run.config
     out = Path(c.out)
     start = plan.manifest | {
@@ -202,7 +201,7 @@ def open_run_folder(run: Run) -> None:
     run.log = build_log(run, first_start)
 
     def settle() -> None:
-        """Wait for the collectives beside a step, whose own have ended by then."""
+        """Wait for collectives outside the step; the step's own have ended by then."""
         run.should_stop.wait()
         run.saver.wait()
 
@@ -249,7 +248,7 @@ def build_log(run: Run, first_start: datetime) -> metrics.Log:
 
 
 def source_hash() -> str:
-    """A hash of the Python files that a run is made of, and of their paths."""
+    """Hash the Python files of a run and their paths."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for pattern in ("*.py", "runtime/*.py", "text/*.py"):
@@ -263,7 +262,7 @@ def source_hash() -> str:
 
 
 def indices_of_steps(run: Run, start_step: int, stop_step: int) -> Iterator[list[int]]:
-    """The sequence indices of this rank's micro-batches, from start_step through stop_step."""
+    """The sequence indices of this rank's micro-batches, start_step through stop_step."""
     return data.train_indices(
         range(start_step, stop_step + 1),
         run.config.global_batch_size,
@@ -274,7 +273,7 @@ def indices_of_steps(run: Run, start_step: int, stop_step: int) -> Iterator[list
 
 
 def micro_batches(run: Run, start_step: int, stop_step: int) -> Iterator[Tensor]:
-    """This rank's micro-batches (B, T + 1) on its device, from start_step through stop_step."""
+    """This rank's micro-batches (B, T + 1) on its device, start_step through stop_step."""
     device = run.world.device
     is_cuda = device.type == "cuda"
     workers = run.config.num_workers
@@ -289,7 +288,7 @@ def micro_batches(run: Run, start_step: int, stop_step: int) -> Iterator[Tensor]
         began = time.perf_counter()
         tokens = next(batches, None)
         run.log.data_wait += time.perf_counter() - began
-        # The first step may compile, and allocates its memory.
+        # The first step allocates its memory and may compile.
         run.watchdog.progress(run.step, "computing", slow=run.step < start_step)
         if tokens is None:
             return
@@ -307,19 +306,19 @@ def train_step(
 ) -> dict[str, Tensor]:
     """Train on one global batch. The host queues the work and does not wait for the device.
 
-    `forward` is the model, or DDP around it; `batches` yields this rank's micro-batches (B, T + 1),
-    of which a step takes grad_accum_steps. Returns the metrics as tensors on the device: 0-d, and
-    where `measure` asks for it the table "parameters".
+    `forward` is the model, or DDP around it; `batches` yields this rank's micro-batches (B, T + 1);
+    a step takes grad_accum_steps. Returns metrics as 0-d tensors on the device; `measure` adds the
+    table "parameters".
     """
     n = grad_accum_steps
     loss = 0
     for micro_step in range(n):
         tokens = next(batches)  # (B, T + 1)
         with dist.gradient_sync(forward, grad_sync, is_last=micro_step == n - 1):
-            # The mean over the micro-batch / n. Summed over micro-batches, and averaged over ranks
-            # with the gradients, it is the mean over the global batch.
+            # Mean over the micro-batch / n: summed over micro-batches and averaged over ranks, it
+            # is the mean over the global batch.
             micro_loss = forward(tokens[:, :-1], tokens[:, 1:]) / n
-            micro_loss.backward()  # DDP and FSDP average gradients in here: see gradient_sync
+            micro_loss.backward()  # DDP and FSDP average gradients here: see gradient_sync
         loss = loss + micro_loss.detach()
     return {"loss": loss, **optimizer.step(step, loss, measure)}
 
@@ -331,7 +330,7 @@ def is_due(step: int, interval: int) -> bool:
 
 @dataclass(frozen=True)
 class Due:
-    """What is due in and after a step, by the flags alone and so alike on all ranks."""
+    """What is due in and after a step. Depends on flags only, so all ranks agree."""
 
     measure: bool  # statistics of each parameter, in the step
     evaluate: bool
@@ -340,7 +339,7 @@ class Due:
 
 
 def due_at(step: int, c: Config, is_first: bool) -> Due:
-    """What is due at `step`, which may be the first one of this start."""
+    """What is due at `step`; `is_first`: it is the first since this start."""
     is_last = step == c.max_steps
     measure = is_due(step, c.optim_metrics_interval)
     evaluate = is_last or is_due(step, c.eval_interval)
@@ -384,10 +383,10 @@ def log_saves(run: Run) -> None:
 
 
 def consolidate_last(c: Config, step: int, dog: watchdog.Watchdog) -> None:
-    """With --checkpoint full, make the checkpoint of the last step one file. Rank 0 does.
+    """With --checkpoint full, turn the last step's checkpoint into one file, on rank 0.
 
-    All ranks report progress with each tensor, so that no time-out ends what takes long. Raises
-    CheckpointError: then the sharded checkpoint stands.
+    All ranks report progress with each tensor, so that no timeout ends a long conversion. Raises
+    CheckpointError and leaves the sharded checkpoint.
     """
     if c.checkpoint != "full" or c.dry_run:
         return
@@ -404,9 +403,9 @@ def consolidate_last(c: Config, step: int, dog: watchdog.Watchdog) -> None:
 
 
 def evaluate_and_save(run: Run, step: int, due: Due, stop: bool) -> None:
-    """What is due after a step and not part of its time. Raises Diverged, on all ranks alike."""
+    """Do what is due after a step, outside its time. Raises Diverged on all ranks."""
     with run.log.pause():
-        if stop:  # first, since torchrun kills the ranks 30 s after a signal
+        if stop:  # save first: torchrun kills the ranks 30 s after a signal
             save(run, step)
         if due.evaluate:
             run.log.evaluation(step, validation_loss(run))
@@ -416,13 +415,13 @@ def evaluate_and_save(run: Run, step: int, due: Due, stop: bool) -> None:
 
 
 def indices_of_evaluation(run: Run) -> list[list[int]]:
-    """The sequences of this rank's batches of the fixed validation set."""
+    """The sequence indices of this rank's batches of the fixed validation set."""
     batch_size, dp_size = run.layout.micro_batch_size, run.layout.dp_size
     return list(data.val_indices(run.n_val, len(run.val_data), batch_size, run.dp_rank, dp_size))
 
 
 def read_validation_set(run: Run) -> list[tuple[int, Tensor]]:
-    """The number of sequences and the tokens (B, T + 1) of each of this rank's batches."""
+    """(number of sequences, tokens (B, T + 1)) for each of this rank's batches."""
     return [(len(indices), run.val_data[indices or [0]]) for indices in indices_of_evaluation(run)]
 
 
@@ -430,7 +429,7 @@ def read_validation_set(run: Run) -> list[tuple[int, Tensor]]:
 def validation_loss(run: Run) -> float:
     """The mean loss over the fixed validation set, in nats per token.
 
-    Every rank takes part in every forward: one that has no sequences left has a batch of weight 0.
+    Every rank takes part in every forward, with weight 0 once it has no sequences left.
     """
     total = torch.zeros((), device=run.world.device)
     run.watchdog.progress(run.step, "evaluating", slow=True)  # the first forward may compile
@@ -450,12 +449,12 @@ def validation_loss(run: Run) -> float:
 def train(run: Run) -> int:
     """Train up to max_steps; return the exit status.
 
-    The host queues work and does not wait for the device in a step: batches are copied ahead on a
-    side stream (data.prefetch), clipping and skipping are decided by tensors (optim.Optimizer), a
-    stop is agreed on with CPU tensors one step late (StopRequest), and a log row is an asynchronous
-    copy (metrics.Log). An .item(), a print or an `if` on a tensor would break that. The host does
-    wait for an evaluation, a save, the end, optim.jsonl, at --log_interval 1 the row before, and
-    for a host that is more than a step behind.
+    In a step the host queues work and does not wait for the device: batches are copied ahead on a
+    side stream (data.prefetch), tensors decide on clipping and skipping (optim.Optimizer), ranks
+    agree to stop with CPU tensors one step late (StopRequest), and a log row is an asynchronous
+    copy (metrics.Log). An .item(), a print or an `if` on a tensor would break that. The host waits
+    only for an evaluation, a save, the end, optim.jsonl, a host more than a step behind and, with
+    --log_interval 1, the previous row.
     """
     c, forward, optimizer, log = run.config, run.forward, run.optimizer, run.log
     n = run.layout.grad_accum_steps
@@ -481,8 +480,8 @@ def train(run: Run) -> int:
 
 
 def seconds_to_stop(run: Run) -> float:
-    """Time to leave for a stop: twice what it takes, as far as the run has seen."""
-    # One more step, then an evaluation and a save, and with --checkpoint full its one file
+    """Time to leave for a stop: twice as long as one would take by the run's own timings."""
+    # One more step, an evaluation and a save; with --checkpoint full also the one file
     seconds = run.log.step_time + run.log.longest_pause
     if run.config.checkpoint == "full":
         seconds += run.saver.replace_seconds
@@ -490,17 +489,17 @@ def seconds_to_stop(run: Run) -> float:
 
 
 def tidy_memory(run: Run, step: int, is_first: bool) -> None:
-    """Keep freed memory for the next steps, and collect garbage on all ranks in the same step."""
+    """Keep freed memory for the next steps; collect garbage on all ranks in the same step."""
     if is_first and run.world.device.type == "cpu":
-        # Only now, since the first step also allocates what lives until the end.
+        # Not before: the first step also allocates memory that lives until the end.
         memory.keep_freed_memory(run.layout.memory.transient)
     if step % 100 == 0:
         gc.collect(1)
-        memory.trim_freed_memory()  # what evaluations and saves have left behind
+        memory.trim_freed_memory()  # left by evaluations and saves
 
 
 def finish(run: Run, stopped: bool) -> int:
-    """Wait for the last save and say how the run ended; return the exit status.
+    """Wait for the last save and print how the run ended; return the exit status.
 
     Raises CheckpointError if that save failed.
     """
@@ -518,7 +517,8 @@ def finish(run: Run, stopped: bool) -> int:
         watchdog.tell_torchrun(line)
         if run.world.is_rank0:
             watchdog.say_after_torchrun(line)
-        # 75 tells a scheduler to try again. torchrun --max-restarts would do so at once: there 0.
+        # 75 tells a scheduler to try again. With torchrun --max-restarts, which would retry at
+        # once, return 0.
         will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
         return 0 if will_restart else os.EX_TEMPFAIL
     if c.sample_tokens:
@@ -527,10 +527,7 @@ def finish(run: Run, stopped: bool) -> int:
 
 
 def closing_sample(run: Run) -> str:
-    """The start of the validation set and the model's continuation: text on rank 0.
-
-    Collective, as every forward is.
-    """
+    """Continue the start of the validation set; text on rank 0. Collective, like every forward."""
     run.watchdog.progress(run.step, "sampling", slow=True)
     seq_len = run.layout.model_config.seq_len
     folder = run.plan.token_folder
@@ -550,7 +547,7 @@ def closing_sample(run: Run) -> str:
         if not run.log.is_rank0:
             return ""
         return "".join(tokenizer.decode(folder.tokenizer, tokens))
-    except (tokenizer.TokenizerError, NotFinite) as error:  # the run has succeeded
+    except (tokenizer.TokenizerError, NotFinite) as error:  # the run itself has succeeded
         return f"no text: {error}"
 
 
@@ -568,7 +565,7 @@ def print_evaluation(run: Run) -> None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A collection on one rank holds up all of them: `tidy_memory` collects on all at once."""
+    """A collection on one rank delays all of them: `tidy_memory` collects on all at once."""
     gc.disable()
     try:
         yield
@@ -577,7 +574,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def prepare_memory(plan: Plan, world: dist.World) -> None:
-    """On CPUs, warn where the host lacks memory for all its ranks, and tune malloc."""
+    """On CPUs, warn if the host lacks memory for its ranks, and tune malloc."""
     if world.device.type != "cpu":
         return
     shortage = plan.layout.memory.shortage(world.local_size)
@@ -587,13 +584,13 @@ def prepare_memory(plan: Plan, world: dist.World) -> None:
 
 
 def run_command(config: Config) -> int:
-    """Join the other ranks, and train or evaluate; return the exit status."""
+    """Join the other ranks, then train or evaluate; return the exit status."""
     collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * config.timeout)
     world = dist.start(config.device, collective_timeout)
     dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
-    # loss_parallel is for --tp, whose ranks hold parts of the logits.
+    # loss_parallel is for --tp, where each rank holds part of the logits.
     with dog, loss_parallel(), no_garbage_collection():
-        if config.eval_only:  # which only reads, so that it needs no lock
+        if config.eval_only:  # only reads, so needs no lock
             plan = make_plan(dist.on_rank0(lambda: run_folder.to_evaluate(config)), world)
             print_evaluation(build(plan, world, dog))
             status = 0
@@ -651,19 +648,19 @@ def main(argv: list[str]) -> int:
 
 
 def explain(error: RuntimeError) -> str | None:
-    """One line for an error of torch with a known remedy: too little memory, or torch.compile's."""
-    inner = getattr(error, "inner_exception", None)  # which torch.compile's errors have
+    """One line for an error of torch that has a remedy: out of memory, or from torch.compile."""
+    inner = getattr(error, "inner_exception", None)  # in torch.compile's errors
     first_line = str(inner or error).partition("\n")[0]
     for text in ("out of memory", "allocate memory", "calculation overflowed"):  # CUDA, CPU, both
         if text in str(error):
             need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
             return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
     if inner:
-        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # which torch.compile sets
+        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # set by torch.compile
         return f"--compile: {first_line}; if its cache is damaged, remove {cache}"
     return None
 
 
 if __name__ == "__main__":
-    # torchrun's report shows the traceback of an error that is not expected.
+    # `record` puts the traceback of an unexpected error into torchrun's report.
     sys.exit(record(main)(sys.argv[1:]))
