@@ -22,11 +22,11 @@ from text import tokenizer
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint says about its model."""
+    """What a checkpoint tells about its model."""
 
     config: ModelConfig
     tokenizer: str | None  # for tokenizer.load_encoding; None: unknown, ids have no text
-    vocab_size: int  # of the data; that of the model is padded
+    vocab_size: int  # of the data; the model's is padded
 
 
 def describe(path: Path) -> Trained:
@@ -47,7 +47,7 @@ def describe(path: Path) -> Trained:
 
 
 def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transformer:
-    """The model of a checkpoint, in float32. Raises CheckpointError."""
+    """Load the model of a checkpoint in float32. Raises CheckpointError."""
     with torch.device("meta"):
         model = Transformer(config)
     model.to_empty(device=device)
@@ -58,15 +58,11 @@ def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transfo
 
 # Flag -> its default, and its metavar and help text
 NUMBERS = {
-    "max_new_tokens": (500, "N", "number of tokens to sample, unless the document ends before"),
+    "max_new_tokens": (500, "N", "tokens to sample, unless the document ends earlier"),
     "temperature": (0.8, "T", "0 takes the most likely token"),
-    "top_k": (0, "K", "sample from the K most likely tokens only; 0: from all"),
-    "top_p": (
-        1.0,
-        "P",
-        "sample from the fewest tokens whose probabilities add up to P; 1: from all",
-    ),
-    "seed": (0, "S", "the same seed gives the same text; prompt number i, from 0, uses S + i"),
+    "top_k": (0, "K", "sample only from the K most likely tokens; 0: from all"),
+    "top_p": (1.0, "P", "sample from the fewest tokens whose probabilities reach P; 1: from all"),
+    "seed": (0, "S", "the same seed gives the same text; prompt i, from 0, uses S + i"),
 }
 
 
@@ -82,8 +78,8 @@ def build_parser() -> cli.Parser:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="text to continue; token ids where the tokenizer is unknown (default: the start of a "
-        "document); several, each with its --prompt, are continued in one batch",
+        help="text to continue, or token ids if the tokenizer is unknown (default: the start of a "
+        "document); repeat --prompt to continue several in one batch",
     )
     for name, (default, metavar, text) in NUMBERS.items():
         text += f" (default: {default})"
@@ -95,7 +91,7 @@ def build_parser() -> cli.Parser:
 def check_flags(args: argparse.Namespace) -> None:
     for option in ("max_new_tokens", "temperature", "top_k", "seed"):
         value = getattr(args, option)
-        if not 0 <= value < 2**32:  # nan is not, either
+        if not 0 <= value < 2**32:  # refuses nan, too
             raise cli.UsageError(f"--{option} {value} must be at least 0 and below {2**32}")
     if not 0 < args.top_p <= 1:
         raise cli.UsageError(f"--top_p {args.top_p} must be above 0 and at most 1")
@@ -114,7 +110,7 @@ def encode_prompt(prompt: str, trained: Trained) -> list[int]:
 
 
 def keep(steps: Iterator[dict[int, int]], kept: list[list[int]]) -> Iterator[int]:
-    """Yield the tokens of the first prompt as they come, and keep those of all."""
+    """Yield the tokens of the first prompt as they come; append those of all to `kept`."""
     for drawn in steps:
         for i, token in drawn.items():
             kept[i].append(token)
@@ -123,7 +119,7 @@ def keep(steps: Iterator[dict[int, int]], kept: list[list[int]]) -> Iterator[int
 
 
 def sample(args: argparse.Namespace, device: torch.device) -> None:
-    """Print each prompt and its continuation, that of the first token by token."""
+    """Print each prompt and its continuation; the first token by token."""
     path = checkpoint.choose_checkpoint(args.run, "sample.py")
     trained = describe(path)
     name = trained.tokenizer
@@ -146,7 +142,7 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
     began = time.perf_counter()
     before = [ids if prompt else [] for prompt, ids in zip(args.prompt, prompts)]
     texts = tokenizer.decode(name, keep(steps, new), before[0])
-    beginning = next(texts, "")  # before the prompt is printed: the model may prove broken
+    beginning = next(texts, "")  # before printing the prompt: the model may prove broken
     print(shown[0] + beginning, end="", flush=True)
     for text in texts:
         print(text, end="", flush=True)
