@@ -32,7 +32,7 @@ from text.sources import Corpus, SourceError, find_files, plural
 
 
 def fill_empty_split(folder: Path, val_fraction: float, itemsize: int) -> None:
-    """Give both splits tokens where a corpus has too few documents, and say so."""
+    """Give both splits tokens if a corpus has too few documents, and print so."""
     train, val = folder / "train.bin", folder / "val.bin"
     if not train.stat().st_size:  # the only documents fell to validation
         os.replace(val, train)
@@ -73,10 +73,10 @@ def check_out(out: Path, sources: list[str]) -> None:
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """Yield a new folder beside `out`, which is removed after an exception.
+    """Yield a new folder beside `out`; remove it after an exception.
 
-    What a killed prepare.py has left there is replaced. Raises UsageError where `out` exists, and
-    while another prepare.py writes it.
+    Replaces what a killed prepare.py left there. Raises UsageError if `out` exists or another
+    prepare.py is writing it.
     """
     folder = out.with_name(f".{out.name}.unfinished")
     lock_file = out.with_name(f".{out.name}.lock")
@@ -115,7 +115,7 @@ def prepare(
 ) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`.
 
-    `name` and `pattern` are those of tokenizer.load_encoding; `field` is that of JSON lines and
+    `name` and `pattern` go to tokenizer.load_encoding; `field` has the text in JSON lines and
     parquet; `train_vocab_size` trains a tokenizer of that size on the sources instead. The folder
     appears complete or, after an error, not at all.
     Raises UsageError, SourceError, TokenizerError and OSError.
@@ -127,7 +127,7 @@ def prepare(
     corpus = find_files(sources, takes_binary, field)
     with unfinished(new_folder) as folder:
         if train_vocab_size:
-            # Another corpus, so that what is skipped does not count twice
+            # A corpus of its own, so that skipped files are not counted twice
             same = find_files(sources, takes_binary, field)
             name = train_tokenizer(same, train_vocab_size, folder)
             encoding = tokenizer.load_encoding(str(folder / name))
@@ -137,18 +137,8 @@ def prepare(
         splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads)
         if not splitter.size:
             raise SourceError(f"the sources hold no text ({corpus.describe_skipped()})")
-        itemsize = encoder.dtype.itemsize
-        fill_empty_split(folder, val_fraction, itemsize)
-        meta = {
-            "tokenizer": name,
-            "dtype": encoder.dtype.name,
-            "vocab_size": encoding.n_vocab,
-            "documents": splitter.documents,
-        }
-        for split in ("train", "val"):
-            meta |= measure(folder / f"{split}.bin", itemsize)
-        if isinstance(encoding, tokenizer.JsonEncoding) and not encoding.keeps_words:
-            meta["val_bytes"] = val_bytes(splitter, meta)
+        fill_empty_split(folder, val_fraction, encoder.dtype.itemsize)
+        meta = describe_tokens(name, encoder, splitter, folder)
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         for path in folder.iterdir():
             with open(path, "rb") as file:
@@ -159,7 +149,7 @@ def prepare(
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, folder: Path) -> str:
-    """Write a tokenizer trained on a corpus into the token folder; return its name there."""
+    """Train a tokenizer on a corpus, into the token folder; return its file name there."""
     print(f"training a vocabulary of {vocab_size:,} on {corpus.size / 1e6:,.1f} MB")
     file = folder / "tokenizer.llama3.tiktoken"
     texts = (chunk.text for chunk in corpus.read())
@@ -170,7 +160,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, folder: Path) -> str:
 def keep_tokenizer(name: str, pattern: str | None, folder: Path) -> str:
     """Copy a tokenizer's file into the token folder; return its name there.
 
-    The name keeps what the file does not say: the pattern, or that it is Llama 3's.
+    The name keeps what the file lacks: the pattern, or that it is Llama 3's.
     """
     suffix = Path(name).suffix
     if suffix not in tokenizer.SELF_CONTAINED:
@@ -180,8 +170,24 @@ def keep_tokenizer(name: str, pattern: str | None, folder: Path) -> str:
     return shutil.copyfile(name, folder / f"tokenizer{suffix}").name
 
 
+def describe_tokens(name: str, encoder: Encoder, splitter: Splitter, folder: Path) -> dict:
+    """Return the contents of meta.json."""
+    encoding = encoder.encoding
+    meta = {
+        "tokenizer": name,
+        "dtype": encoder.dtype.name,
+        "vocab_size": encoding.n_vocab,
+        "documents": splitter.documents,
+    }
+    for split in ("train", "val"):
+        meta |= measure(folder / f"{split}.bin", encoder.dtype.itemsize)
+    if isinstance(encoding, tokenizer.JsonEncoding) and not encoding.keeps_words:
+        meta["val_bytes"] = val_bytes(splitter, meta)
+    return meta
+
+
 def measure(file: Path, itemsize: int) -> dict:
-    """Return the fields of meta.json on a token file."""
+    """Return the number of tokens and the checksum of a token file, for meta.json."""
     with open(file, "rb") as tokens:
         return {
             f"{file.stem}_tokens": os.fstat(tokens.fileno()).st_size // itemsize,
@@ -190,7 +196,7 @@ def measure(file: Path, itemsize: int) -> dict:
 
 
 def val_bytes(splitter: Splitter, meta: dict) -> int:
-    """The bytes of the text of val.bin: by its share of the tokens where it got only a tail."""
+    """Bytes of text in val.bin; estimated by its share of the tokens if it got only a tail."""
     if all(splitter.documents.values()):
         return splitter.val_size
     return splitter.size * meta["val_tokens"] // (meta["train_tokens"] + meta["val_tokens"])
@@ -230,7 +236,7 @@ def say_what_was_written(out: Path, meta: dict, val_fraction: float) -> None:
 
 
 def build_parser() -> cli.Parser:
-    """The flags are the parameters of `prepare`."""
+    """Flags with the names of the parameters of `prepare`."""
     parser = cli.Parser(
         prog="prepare.py",
         description=__doc__,
@@ -242,13 +248,11 @@ def build_parser() -> cli.Parser:
         dest="sources",
         nargs="+",
         metavar="FILE|DIR|GLOB|-",
-        help="text or .jsonl, also in .gz or .zst, .parquet, folders, quoted globs, in sorted "
-        "order, and - for standard input; a document is a JSON line, a row, a text file, or a part "
-        "of one that <|endoftext|> ends (default: the library of the installed Python)",
+        help="text or .jsonl (.gz, .zst), .parquet, folders, quoted globs, or - for standard "
+        "input, read in sorted order; a document is a JSON line, a row, a text file, or a part of "
+        "one that <|endoftext|> ends (default: the library of the installed Python)",
     )
-    field_help = (
-        "field of JSON lines, column of parquet, with the text; a.b if nested (default: text)"
-    )
+    field_help = "JSON field or parquet column with the text; a.b if nested (default: text)"
     add("--field", default="text", metavar="NAME", help=field_help)
     add_tokenizer_flags(parser)
     add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
@@ -264,7 +268,7 @@ def build_parser() -> cli.Parser:
         type=int,
         default=os.cpu_count(),
         metavar="N",
-        help="threads that encode; the tokens do not depend on it (default: all cores)",
+        help="threads that encode; does not change the tokens (default: all cores)",
     )
     return parser
 
@@ -276,8 +280,8 @@ def add_tokenizer_flags(parser: cli.Parser) -> None:
         dest="name",
         default="bytes",
         metavar="NAME",
-        help="bytes, gpt2, PATH.tiktoken, Llama 3's tokenizer.model or a tokenizer.json of "
-        "Hugging Face, which needs the tokenizers package (default: bytes)",
+        help="bytes, gpt2, PATH.tiktoken, Llama 3's tokenizer.model or Hugging Face's "
+        "tokenizer.json, which needs the tokenizers package (default: bytes)",
     )
     tokenizers.add_argument(
         "--train_tokenizer",
