@@ -21,7 +21,7 @@ BATCH = 1 << 18  # characters that a thread encodes at a time
 def choose_split(beginning: bytes, val_fraction: float) -> str:
     """Assign a document to a split by the hash of its beginning.
 
-    The order of the files does not matter, and copies of a document get the same split.
+    File order does not matter, and copies of a document get the same split.
     """
     key = int.from_bytes(hashlib.blake2b(beginning, digest_size=8).digest())
     return "val" if key < val_fraction * 2**64 else "train"
@@ -69,7 +69,7 @@ class Encoder:
         self.encoding = encoding
         self.dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
         self.end = self.to_bytes([encoding.eot_token])
-        encoding.encode_ordinary("")  # raises TokenizerError before there are threads
+        encoding.encode_ordinary("")  # raises TokenizerError before threads start
 
     def to_bytes(self, ids) -> bytes:
         return np.asarray(ids, self.dtype).tobytes()
@@ -77,13 +77,13 @@ class Encoder:
     def ids(self, text: str) -> np.ndarray | list[int]:
         if isinstance(self.encoding, JsonEncoding):
             return self.encoding.encode_ordinary(text)
-        if self.encoding.name == "bytes":  # tiktoken would lose the bytes that are not UTF-8
+        if self.encoding.name == "bytes":  # tiktoken would lose bytes that are not UTF-8
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
-        # encode_ordinary, but without a Python list, during which no other thread could run
+        # encode_ordinary without a Python list, whose creation would block other threads
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def __call__(self, pieces: list[Piece]) -> dict[str, bytes]:
-        """Return what comes next in the token file of each split."""
+        """Return the next bytes of each split's token file."""
         tokens = {"train": bytearray(), "val": bytearray()}
         for piece in pieces:
             tokens[piece.split] += self.to_bytes(self.ids(piece.text))
@@ -107,7 +107,7 @@ def join(pieces: Iterable[Piece], keeps_words: bool) -> Iterator[Piece]:
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces, since handing over each short document by itself would take longer."""
+    """Group pieces, since handing over short documents one by one takes longer."""
     batch = []
     size = 0  # characters
     for piece in pieces:
@@ -123,7 +123,7 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def map_in_order(function: Callable, items: Iterable, num_threads: int) -> Iterator:
     """Call `function` on each item in threads; yield the results in order.
 
-    Few items are taken ahead, so that memory stays flat.
+    Takes few items ahead, so that memory stays flat.
     """
     ahead = deque()
     with ThreadPoolExecutor(num_threads) as pool:

@@ -8,12 +8,12 @@ import tiktoken
 from text import tokenizer
 from text.sources import plural
 
-SHOWN = 100  # tokens of a document that are printed
+SHOWN = 100  # tokens printed of a document
 
 
 def show(path: Path) -> None:
     """Print counts, lengths, and the beginnings of a few documents. Raises DataError."""
-    from data import open_folder  # imports torch, which takes longer than preparing a small corpus
+    from data import open_folder  # here, since importing torch is slow
 
     folder = open_folder(path)
     name = folder.tokenizer_name or "unknown"
@@ -28,7 +28,7 @@ def show(path: Path) -> None:
 
 
 def describe_documents(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> str:
-    """Count what end-of-text ends, block by block; what follows the last one is not counted."""
+    """Count the documents that end-of-text ends, block by block; a rest after it is ignored."""
     if encoding is None:
         return ""
     ends = [[-1]]
@@ -42,7 +42,7 @@ def describe_documents(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> s
 
 
 def document_starts(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> list[int]:
-    """Find the documents that begin next after 0, 1/3 and 2/3 of the tokens."""
+    """Find the first document at or after 0, 1/3 and 2/3 of the tokens."""
     starts = {0}
     for position in (len(ids) // 3, 2 * len(ids) // 3):
         window = ids[position : position + (1 << 20)]
@@ -54,7 +54,7 @@ def document_starts(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> list
 
 
 def printable(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> str:
-    """Decode up to the end of a document, without what would control a terminal."""
+    """Decode up to the end of a document, with control characters escaped."""
     if encoding is None:
         return " ".join(map(str, ids))
     ends = np.flatnonzero(ids == encoding.eot_token)
