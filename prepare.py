@@ -32,7 +32,7 @@ from text.sources import Corpus, SourceError, find_files, plural
 
 
 def fill_empty_split(folder: Path, val_fraction: float, itemsize: int) -> None:
-    """Give both splits tokens if a corpus has too few documents, and print so."""
+    """Give both splits tokens if a corpus has too few documents, and report it."""
     train, val = folder / "train.bin", folder / "val.bin"
     if not train.stat().st_size:  # the only documents fell to validation
         os.replace(val, train)

@@ -1,6 +1,6 @@
 """Sources -> documents: text, JSON lines and parquet, compressed or not, in sorted order.
 
-What is skipped or replaced is counted, and what cannot be read is an error.
+Skipped and replaced text is counted; what cannot be read is an error.
 """
 
 import glob
@@ -27,21 +27,21 @@ SEPARATOR = "<|endoftext|>"
 # chunk has at most twice as many: tiktoken's regular expressions overflow their stack on about a
 # million white-space characters in a row.
 CHUNK = 1 << 18
-# Between a letter or digit and a space or line break every tokenizer's pattern ends a piece, so a
+# Every tokenizer's pattern ends a piece between a letter or digit and a space or line break, so a
 # cut there does not change the tokens.
 LAST_WORD_END = re.compile(r".*[^\W_](?=[ \n])", re.DOTALL)
-# Half of a UTF-16 pair, which is no character. Python reads a byte that is not UTF-8 as one, and
-# JSON can write one, as "\ud83d".
+# Half of a UTF-16 pair, not a character. Python reads a byte that is not UTF-8 as one, and JSON can
+# contain one, like "\ud83d".
 SURROGATE = re.compile("[\ud800-\udfff]")
-# A file with a NUL byte among its first 8 KiB is binary.
+# A file with a NUL byte in its first 8 KiB is binary.
 PROBE = 8192
 BLOCK = 1 << 16  # bytes read at a time
 PARQUET_ROWS = 256  # decoded at a time
-STDIN = Path("/dev/stdin")  # as `-` is called in lists and messages
+STDIN = Path("/dev/stdin")  # `-` in lists and messages
 
 
 class SourceError(ValueError):
-    """A source that cannot be read, or not as what it seems to be."""
+    """A source cannot be read, or is not what it seems to be."""
 
     exit_status = 2
 
@@ -56,7 +56,7 @@ def unreadable(path: str | Path, error: Exception) -> SourceError:
 
 @contextmanager
 def source_errors(path: Path) -> Iterator[None]:
-    """Raise whatever is wrong with a file, damage included, as a SourceError."""
+    """Turn all that can be wrong with a file, damage included, into a SourceError."""
     try:
         yield
     except SourceError:
@@ -65,7 +65,7 @@ def source_errors(path: Path) -> Iterator[None]:
         raise unreadable(path, error) from None
 
 
-# Files that are skipped in a folder, and why one that is named is refused
+# Files that are skipped in a folder, and the reason to refuse one that is named
 REFUSED = {
     "special file": "is neither a file nor a folder; --source - reads a pipe",
     "binary file": f"is binary (a NUL byte in its first {PROBE:,}): leave it out; only --tokenizer "
@@ -85,7 +85,7 @@ def no_field(path: Path, text_field: str, fields: list[str]) -> SourceError:
 
 
 def optional(module: str, path: Path) -> ModuleType:
-    """Import a module of a package that one format needs."""
+    """Import a module that only one format needs. Raises SourceError."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -109,9 +109,9 @@ def builtin_sources() -> list[Path]:
 
 
 def expand(source: str) -> list[Path]:
-    """List the files in a folder, or of all that a glob matches, each once. Raises SourceError."""
+    """List the files in a folder or behind a glob, each once. Raises SourceError."""
 
-    def fail(error: OSError) -> None:  # os.walk passes over unreadable folders otherwise
+    def fail(error: OSError) -> None:  # os.walk would skip unreadable folders
         raise unreadable(error.filename, error)
 
     matches = [source] if os.path.isdir(source) else glob.glob(source, recursive=True)
@@ -130,7 +130,7 @@ def expand(source: str) -> list[Path]:
 
 
 def plural(count: int, noun: str) -> str:
-    """Such as "2 lines (broken)", for the noun "line (broken)"."""
+    """For 2 and "line (broken)", "2 lines (broken)"."""
     word, bracket, note = noun.partition(" (")
     return f"{count:,} {word}{'' if count == 1 else 's'}{bracket}{note}"
 
@@ -140,15 +140,15 @@ class Corpus:
     """The files to read, in order, and what was skipped or replaced."""
 
     text_field: str = "text"  # of JSON lines and parquet rows
-    takes_binary: bool = False  # and keeps bytes that are not UTF-8, as surrogates
+    takes_binary: bool = False  # also keeps bytes that are not UTF-8, as surrogates
     files: list[Path] = field(default_factory=list)
-    size: int = 0  # of `files`, in bytes, without standard input
+    size: int = 0  # bytes of `files` without standard input
     skipped: Counter[str] = field(default_factory=Counter)
     skipped_size: int = 0  # bytes
-    first_broken: str = ""  # line: where it is, and why
+    first_broken: str = ""  # "FILE, line N: REASON"
     replaced: int = 0  # bytes that are not UTF-8
     first_replaced: Path | None = None
-    position: int = 0  # bytes of `files` that have been read
+    position: int = 0  # bytes of `files` read so far
 
     def read(self) -> Iterator["Chunk"]:
         """Yield the documents of all files, in chunks. Raises SourceError."""
@@ -163,7 +163,7 @@ class Corpus:
                 finished += size
 
     def add(self, path: Path, is_named: bool = False) -> None:
-        """Add a file, or count what is not text as skipped. Raises SourceError."""
+        """Add a file, or count it as skipped if it is not text. Raises SourceError."""
         kind = classify(path, self, is_named)
         if is_named and kind in REFUSED:
             raise refused(path, kind)
@@ -180,7 +180,7 @@ class Corpus:
         self.first_broken = self.first_broken or f"{place}: {reason}"
 
     def replace_surrogates(self, text: str, path: Path) -> str:
-        """Write U+FFFD in place of what is no character, and count it."""
+        """Replace surrogates with U+FFFD, and count them."""
         if text.isascii():
             return text
         text, count = SURROGATE.subn("\ufffd", text)
@@ -197,9 +197,9 @@ class Corpus:
 
 
 def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = "text") -> Corpus:
-    """List the files under `sources` (None: the built-in set), sorted: alike on every machine.
+    """List the files under `sources` (None: the built-in set), in the same order on any machine.
 
-    Raises SourceError, also where any of them cannot be read.
+    Raises SourceError, also if one of them cannot be read.
     """
     corpus = Corpus(text_field, takes_binary)
     for path in builtin_sources() if sources is None else ():
@@ -219,10 +219,10 @@ def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = 
 
 
 def classify(path: Path, corpus: Corpus, is_named: bool) -> str:
-    """Return the format of a file that is read, or what else is at `path`.
+    """Return the format of a file, or what else is at `path`.
 
-    A binary file is read as text where it is named, for a corpus that takes it. Raises SourceError,
-    also for a file whose rows lack the field of the text.
+    A binary file counts as text if it is named and the corpus takes binary files. Raises
+    SourceError, also if the rows lack the text field.
     """
     with source_errors(path):
         mode = path.stat().st_mode
@@ -232,7 +232,7 @@ def classify(path: Path, corpus: Corpus, is_named: bool) -> str:
             return "special file"
         with open(path, "rb") as file:
             kind, contents = detect(path, file, is_named and corpus.takes_binary)
-            if kind in ROWS:  # whose first one may lack the field; what is broken counts later
+            if kind in ROWS:  # does the first row have the field? Broken lines count later
                 next(ROWS[kind](Corpus(corpus.text_field), path, contents), None)
             return kind
 
@@ -242,13 +242,13 @@ def classify(path: Path, corpus: Corpus, is_named: bool) -> str:
 
 
 def detect(path: Path, file: BinaryIO, takes_binary: bool) -> tuple[str, BinaryIO]:
-    """Return what a file holds, and its contents, decompressed, as a file.
+    """Return what a file holds, and its decompressed contents as a file.
 
-    That is a key of ROWS, "text", "binary file", unless those are taken as text, or "empty file".
-    What begins like gzip, zstd or parquet is that, whatever its name.
+    That is a key of ROWS, "text", "empty file" or, unless those are taken as text, "binary file".
+    The first bytes tell gzip, zstd and parquet, whatever the name.
     """
     name = path.name.lower()
-    # Of a BufferedReader, unlike a pipe, each read but the last is whole: a peek sees enough.
+    # A BufferedReader, unlike a pipe, fills each read but the last, so a peek sees enough.
     contents = io.BufferedReader(file, BLOCK)
     magic = contents.peek(4)
     if magic.startswith(b"PAR1") or (magic and name.endswith(".parquet")):
@@ -256,7 +256,7 @@ def detect(path: Path, file: BinaryIO, takes_binary: bool) -> tuple[str, BinaryI
     if magic.startswith(b"\x1f\x8b"):
         contents = io.BufferedReader(gzip.GzipFile(fileobj=contents), BLOCK)
     elif magic.startswith(b"\x28\xb5\x2f\xfd"):
-        # The package zstandard would not tell a file that ends too early from a whole one.
+        # The zstandard package would not notice a file that ends too early.
         pyarrow = optional("pyarrow", path)
         contents = io.BufferedReader(pyarrow.input_stream(contents, compression="zstd"), BLOCK)
     beginning = contents.peek(PROBE)[:PROBE]
@@ -296,7 +296,7 @@ def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
 
 
 def cut(file: TextIO, separator: str = "") -> Iterator[Chunk]:
-    """Yield text in chunks. With a separator, it ends documents, else all is one."""
+    """Yield text in chunks. The separator, if any, ends documents."""
     rest = ""
     while text := file.read(CHUNK):
         rest += text
@@ -305,8 +305,8 @@ def cut(file: TextIO, separator: str = "") -> Iterator[Chunk]:
             for document in documents:
                 yield Chunk(document, ends_document=True)
         if len(rest) >= CHUNK:
-            # Cut at the end of a word, else of a line. Without either, keep enough of the end
-            # that a separator is never cut in two.
+            # Cut at the end of a word, else of a line. Without either, hold back enough that a
+            # separator is never cut in two.
             word = LAST_WORD_END.match(rest)
             end = word.end() if word else rest.rfind("\n") + 1
             end = end or max(0, len(rest) - len(SEPARATOR))
@@ -316,7 +316,7 @@ def cut(file: TextIO, separator: str = "") -> Iterator[Chunk]:
 
 
 def cut_rows(corpus: Corpus, path: Path, rows: Iterator[str]) -> Iterator[Chunk]:
-    """Yield each row as a document; those without a text are counted."""
+    """Yield each row as a document; count those without text."""
     for text in rows:
         text = corpus.replace_surrogates(text, path)
         if not text:
@@ -328,8 +328,8 @@ def cut_rows(corpus: Corpus, path: Path, rows: Iterator[str]) -> Iterator[Chunk]
 
 
 def read_json_lines(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
-    """Yield the text of each line, "" for null. Broken lines are counted."""
-    is_first = True  # of the objects
+    """Yield the text of each line, "" for null; count broken lines. Raises SourceError."""
+    is_first = True  # no object was read yet
     for number, line in enumerate(file, start=1):
         if line.isspace():
             continue
@@ -350,7 +350,7 @@ def read_json_lines(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]
             corpus.skip_line(place, f"no text in the field {corpus.text_field}")
 
 
-MISSING = object()  # what a field is that is not there
+MISSING = object()  # the value of a missing field
 
 
 def look_up(row: dict, text_field: str) -> object:
@@ -387,10 +387,10 @@ def read_parquet(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
         kind = str(texts.type)
         if kind not in ("string", "large_string", "binary", "large_binary"):
             raise SourceError(f"--source {path}: the column {column} holds {kind}, not text")
-        # As bytes: a string that is not UTF-8 would be an error.
+        # As bytes: a string that is not UTF-8 would raise.
         for text in texts.cast("large_binary").to_pylist():
             yield (text or b"").decode("utf-8", "surrogateescape")
 
 
-# Formats of one document a row: how to read the text of each
+# Formats with one document per row: how to read their texts
 ROWS = {"JSON lines": read_json_lines, "parquet": read_parquet}

@@ -1,4 +1,4 @@
-"""Text <-> tokens. Every tokenizer is a tiktoken.Encoding, or a JsonEncoding with its names."""
+"""Text <-> tokens. A tokenizer is a tiktoken.Encoding, or a JsonEncoding with the same methods."""
 
 import base64
 import functools
@@ -13,14 +13,14 @@ from types import ModuleType
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
-# A document ends with the first of these that its tokenizer has.
+# The first of these that a tokenizer has ends a document.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
-# Suffixes of files that bring their pattern and their special tokens.
+# Suffixes of files that contain their pattern and special tokens.
 SELF_CONTAINED = (".model", ".json")
 
-# How text is cut into pieces before byte-pair merging, for PATH.tiktoken. llama3 is that of Meta's
-# llama3/tokenizer.py. The others are tiktoken's own, from tiktoken_ext/openai_public.py, copied
-# because two of them are in functions that download their ranks.
+# How text is cut into pieces before byte-pair merging, for PATH.tiktoken. llama3 is from Meta's
+# llama3/tokenizer.py, the others from tiktoken_ext/openai_public.py, copied because two of them are
+# inside functions that download ranks.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,13 +39,13 @@ O200K = (
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 PATTERNS = {"llama3": LLAMA3, "cl100k": CL100K, "o200k": O200K, "gpt2": GPT2}
 BYTES = r"[\s\S]"
-# Of tokenizer.json files: Qwen2's, and that of Mistral NeMo and Nemotron.
+# In tokenizer.json files: of Qwen2; of Mistral NeMo and Nemotron.
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 TEKKEN = O200K.replace(r"\p{N}{1,3}", r"\p{N}").replace(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "")
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be loaded, or text that it cannot encode."""
+    """A tokenizer cannot be loaded, or cannot encode a text."""
 
     exit_status = 2
 
@@ -53,7 +53,7 @@ class TokenizerError(ValueError):
 class Encoding(tiktoken.Encoding):
     @property
     def eot_token(self) -> int:
-        """The token that ends a document. (tiktoken's is <|endoftext|> alone.)"""
+        """The token that ends a document (in tiktoken always <|endoftext|>)."""
         ends = [name for name in ENDS_OF_TEXT if name in self.special_tokens_set]
         return self.encode_single_token(ends[0])
 
@@ -65,10 +65,10 @@ class Encoding(tiktoken.Encoding):
 def load_encoding(name: str, pattern: str | None = None) -> "tiktoken.Encoding | JsonEncoding":
     """Return the encoding `bytes` (256 bytes and end-of-text), `gpt2`, or that of a file.
 
-    PATH.tiktoken has a line for each token: base64 and rank. `pattern`, one of PATTERNS, is for
-    such a file only, and by default the one that the file's name names. PATH.model is the
-    tokenizer.model of Llama 3, and PATH.json a tokenizer.json of Hugging Face.
-    Nothing is executed. Raises TokenizerError.
+    PATH.tiktoken has a line per token: base64 and rank. Only such a file takes a `pattern`, one of
+    PATTERNS, by default the one in its name. PATH.model is Llama 3's tokenizer.model, PATH.json
+    Hugging Face's tokenizer.json.
+    Executes nothing. Raises TokenizerError.
     """
     path = Path(name)
     if pattern and (name in ("bytes", "gpt2") or path.suffix in SELF_CONTAINED):
@@ -99,12 +99,12 @@ def load_encoding(name: str, pattern: str | None = None) -> "tiktoken.Encoding |
 
 
 def find(path: Path, name: str, vocab_size: int) -> str:
-    """The tokenizer `name`, which is built in or a file in the checkpoint `path`.
+    """The tokenizer `name`: built in, or a file in the checkpoint `path`.
 
     Raises TokenizerError.
     """
     if name not in ("bytes", "gpt2"):
-        # Older manifests have the path of where the file was, in a token folder.
+        # Older manifests have the file's path in a token folder.
         file = path / Path(name).name
         if not file.is_file():
             raise TokenizerError(
@@ -120,7 +120,7 @@ def find(path: Path, name: str, vocab_size: int) -> str:
 
 
 def pattern_of(path: str) -> str:
-    """Return the pattern that a file's name contains as a word, as o200k_base.tiktoken; or llama3.
+    """Return the pattern that is a word of a file's name, as in o200k_base.tiktoken, else llama3.
 
     prepare.py writes tokenizer.PATTERN.tiktoken into a token folder.
     """
@@ -144,8 +144,8 @@ def load_gpt2() -> tiktoken.Encoding:
 
 
 RESERVED = [f"<|reserved_special_token_{i}|>" for i in range(251)]
-# The 256 tokens that follow the 128,000 ranks, of Meta's llama3/tokenizer.py. Llama 3.1 renames
-# four of the reserved ones and has the same ids. <|eot_id|> ends a turn in a chat.
+# The 256 tokens after the 128,000 ranks, from Meta's llama3/tokenizer.py. Llama 3.1 renames four of
+# the reserved ones, with the same ids. <|eot_id|> ends a turn in a chat.
 LLAMA3_SPECIAL_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", *RESERVED[:4]]
 LLAMA3_SPECIAL_TOKENS += ["<|start_header_id|>", "<|end_header_id|>", RESERVED[4], "<|eot_id|>"]
 LLAMA3_SPECIAL_TOKENS += RESERVED[5:]
@@ -174,14 +174,14 @@ def load_ranks(path: Path, contents: bytes, pattern: str) -> tiktoken.Encoding:
 def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
     """Return a .tiktoken file of byte-pair merges, trained on `texts` with the pattern llama3.
 
-    It has `vocab_size` tokens with end-of-text, or fewer if there is nothing left to merge. The
-    same texts give the same file. Raises TokenizerError.
+    It has `vocab_size` tokens including end-of-text, or fewer if nothing is left to merge. The same
+    texts give the same file. Raises TokenizerError.
     """
     require_tokenizers("--train_tokenizer")
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # Merges take the square of a piece's length: it is bounded, and shorter ones are as in LLAMA3.
+    # Merging takes the square of a piece's length, so that is bounded; others are as in LLAMA3.
     pattern = LLAMA3.replace("+", "{1,1000}").replace("*", "{0,1000}")
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     model = Tokenizer(models.BPE())
@@ -210,7 +210,7 @@ def read_ranks(contents: bytes) -> dict[bytes, int]:
     if len(ranks) < n or sorted(ranks.values()) != list(range(n)):
         raise ValueError(f"its {n} lines are not {n} tokens with the ranks 0 to {n - 1}")
     for i in range(256):
-        if bytes([i]) not in ranks:  # some text could not be encoded
+        if bytes([i]) not in ranks:  # it could not encode some text
             raise ValueError(f"no token for byte {i}")
     return ranks
 
@@ -220,9 +220,9 @@ def read_ranks(contents: bytes) -> dict[bytes, int]:
 
 
 class JsonEncoding:
-    """A tokenizer.json. What has a name of tiktoken.Encoding does the same.
+    """A tokenizer.json. Members named as in tiktoken.Encoding do the same.
 
-    The package tokenizers encodes and decodes; all else is read from the file, without it.
+    The package tokenizers encodes and decodes; all else comes from the file, without it.
     """
 
     def __init__(self, path: Path, contents: bytes):
@@ -241,19 +241,19 @@ class JsonEncoding:
             raise ValueError(f"none of its special tokens is {', '.join(ENDS_OF_TEXT)}")
         self.eot_token = self.added_tokens[ends[0]]
         self.special_ids = {self.added_tokens[name] for name in self.special_tokens_set}
-        # What the model has no token for: Unigram names it by its id.
+        # The unknown token, which Unigram names by its id.
         self.special_ids -= {vocab.get(spec["model"].get("unk_token")), spec["model"].get("unk_id")}
         self.n_vocab = 1 + max(*vocab.values(), *self.added_tokens.values())
-        # Of byte fallback: which characters they make up is known when the last one has come.
+        # Byte fallback: `decode` waits for the last byte of a character.
         self.byte_tokens = {vocab.get(f"<0x{byte:02X}>") for byte in range(256)}
         self.keeps_words = keeps_words(spec)
-        # If it does: a character stands for a byte. If not, prepare.py counts val_bytes.
+        # If it does, a character stands for a byte; otherwise prepare.py counts val_bytes.
         words = vocab.keys() - self.special_tokens_set
         self.token_bytes = {vocab[word]: len(word) for word in words}
 
     @functools.cached_property
     def package(self):
-        """The file as a tokenizers.Tokenizer, which finds no special tokens in text."""
+        """The file as a tokenizers.Tokenizer that finds no special tokens in text."""
         tokenizers = require_tokenizers(f"--tokenizer {self.path}")
         with package_errors(f"--tokenizer {self.path} cannot be used"):
             package = tokenizers.Tokenizer.from_buffer(self.contents)
@@ -271,12 +271,12 @@ class JsonEncoding:
         package = self.package
         what = f"the {len(text):,} characters that begin with {text[:20]!r}"
         with package_errors(f"--tokenizer {self.path} cannot encode {what}"):
-            # Unlike encode, a batch lets other threads run, and fast leaves out offsets.
+            # Unlike encode, a batch lets other threads run; `fast` computes no offsets.
             (encoded,) = package.encode_batch_fast([text], add_special_tokens=False)
             ids = encoded.ids
             if self.special_ids.isdisjoint(ids):
                 return ids
-            # The model itself has merged </s> from its letters, or has it as a word.
+            # The model merged </s> from its letters, or has it as a word: split it again.
             for i, token in reversed(list(enumerate(ids))):
                 if token in self.special_ids:
                     letters = map(package.model.tokenize, package.id_to_token(token))
@@ -290,7 +290,7 @@ class JsonEncoding:
 
 
 def require_tokenizers(what: str) -> ModuleType:
-    """Raises TokenizerError."""
+    """Import the package tokenizers. Raises TokenizerError."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare.py has its own threads
     try:
         import tokenizers
@@ -303,24 +303,24 @@ def require_tokenizers(what: str) -> ModuleType:
 
 @contextmanager
 def package_errors(what: str) -> Iterator[None]:
-    """Raise TokenizerError for an error of the package tokenizers."""
+    """Turn errors of the package tokenizers into TokenizerError."""
     try:
         yield
     except (TokenizerError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         reason = str(error).partition("\n")[0]
         raise TokenizerError(f"{what}: {reason}") from None
 
 
-# A run reads the file when it starts, and samples when it ends.
+# A run reads the file at its start and samples at its end: load it once.
 load_json = functools.lru_cache(maxsize=1)(JsonEncoding)
 
 
 def keeps_words(spec: dict) -> bool:
-    """Whether tokens are bytes of the text, and end between a word and the space that follows.
+    """Whether tokens are bytes of the text, and end between a word and the next space.
 
-    True of byte-level BPE with a known regular expression: another may look beyond the space.
+    True for byte-level BPE with a known regular expression: others may look past the space.
     """
     model = spec["model"]
     outer = spec.get("pre_tokenizer") or {"type": None}
@@ -330,7 +330,7 @@ def keeps_words(spec: dict) -> bool:
         and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
         and not spec.get("normalizer")
         and all(token["special"] for token in spec["added_tokens"])
-        and ALPHABET.keys() <= model["vocab"].keys()  # or the package leaves out bytes
+        and ALPHABET.keys() <= model["vocab"].keys()  # otherwise the package drops bytes
         and last["type"] == "ByteLevel"
         and not last["add_prefix_space"]
     )
@@ -343,9 +343,9 @@ def keeps_words(spec: dict) -> bool:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte for which each character stands in a byte-level vocabulary, as in GPT-2's.
+    """Map each character of a byte-level vocabulary, as in GPT-2's, to its byte.
 
-    Printable bytes of Latin-1 are their own characters; the others follow from U+0100 on.
+    Printable Latin-1 bytes are their own characters; the others start at U+0100.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -357,10 +357,10 @@ ALPHABET = byte_alphabet()
 
 
 def oniguruma_pattern(pattern: str) -> str:
-    """Return a pattern of tiktoken for Oniguruma, the regular expressions of tokenizers.
+    """Translate a pattern of tiktoken for Oniguruma, the regular expressions of tokenizers.
 
-    Oniguruma reads {1,3}+ as a repetition of {1,3}, not as possessive; it is at the end of an
-    alternative, where {1,3} matches the same.
+    Oniguruma reads {1,3}+ as a repetition of {1,3}, not as possessive. At the end of an
+    alternative, where it stands, {1,3} matches the same.
     """
     return pattern.replace("{1,3}+", "{1,3}")
 
@@ -372,7 +372,7 @@ def oniguruma_pattern(pattern: str) -> str:
 def encode(name: str | None, text: str) -> list[int]:
     """Return the tokens of `text`, or end-of-text if it is empty.
 
-    Without a tokenizer (None) the text is a list of token ids. Raises TokenizerError.
+    With no tokenizer (None), `text` is a list of token ids. Raises TokenizerError.
     """
     if name is None:
         try:
@@ -389,7 +389,7 @@ def encode(name: str | None, text: str) -> list[int]:
 def decode(name: str | None, tokens: Iterable[int], before: Iterable[int] = ()) -> Iterator[str]:
     """Yield the text of tokens as they come; a character of several tokens comes with the last.
 
-    `before` are the tokens that they follow: a tokenizer may drop the first space of a text.
+    `before` are the preceding tokens, since a tokenizer may drop the first space of a text.
     Raises TokenizerError.
     """
     if name is None:
@@ -416,7 +416,7 @@ def decode(name: str | None, tokens: Iterable[int], before: Iterable[int] = ()) 
 
 
 def text_bytes(name: str | None, counts: list[int]) -> int:
-    """The bytes of the text of counts[i] tokens of each id i; special tokens have none.
+    """Bytes of text in counts[i] tokens of each id i; special tokens have none.
 
     Raises TokenizerError.
     """
