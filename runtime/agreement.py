@@ -1,4 +1,4 @@
-"""Agreement of the ranks: on a stop, and at start on flags, code, data, weights and sequences."""
+"""The ranks agree: at start on flags, code, data, weights and sequences, later on a stop."""
 
 import os
 import signal
@@ -20,11 +20,11 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 class StopRequest:
-    """Whether any rank was told to stop by a signal, or is late; all ranks learn it one step later.
+    """Whether any rank got a signal to stop, or is late; all ranks learn it one step later.
 
-    Construction installs the signal handlers, which only set a flag. The all_reduce of a step runs
-    beside the next step, on a gloo group of CPU tensors: the devices take no part, and a host waits
-    only for one that is more than a step behind. So all ranks leave the loop in the same step.
+    Construction installs signal handlers, which only set a flag. The all_reduce of a step runs
+    during the next step, on CPU tensors and a gloo group of its own: devices take no part, and a
+    host waits only for one more than a step behind. So all ranks leave the loop in the same step.
     """
 
     def __init__(self, timeout: timedelta):
@@ -38,12 +38,12 @@ class StopRequest:
 
     def on_signal(self, number: int, frame) -> None:
         self.signalled = True
-        if "RANK" not in os.environ:  # torchrun forwards the Ctrl-C that the terminal also sends
-            # Without torchrun a second Ctrl-C ends the run at once.
+        if "RANK" not in os.environ:  # torchrun forwards the Ctrl-C that the terminal sends as well
+            # Without torchrun, a second Ctrl-C ends the run at once.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __call__(self, is_late: bool) -> bool:
-        """Send whether this rank has to stop; return whether any rank had to a step ago."""
+        """Send whether this rank must stop; return whether any rank had to a step ago."""
         self.wait()
         any_rank = self.flag.numpy()[0] > 0  # not .item(), which --profile counts as a host sync
         self.flag = torch.tensor([float(self.signalled or is_late)])
@@ -57,7 +57,7 @@ class StopRequest:
 
 
 class RankMismatch(ValueError):
-    """Ranks that were not started alike."""
+    """The ranks were not started with the same flags, code and data, or disagree on a shard."""
 
     exit_status = 2
 
@@ -68,12 +68,12 @@ def check_ranks_agree(
     weights: Iterable[Tensor],
     first_indices: Iterable[int],
 ) -> None:
-    """Check, before the first step, that the ranks form one run, with one all_gather.
+    """Check before the first step, with one all_gather, that the ranks form one run.
 
-    All ranks must have equal values in `must_match`. Ranks that hold the same part of `weights`,
-    the parameters, must hold the same bits. The ranks of a tp group must read the same
-    `first_indices`, the sequences of their first step, and no other rank may read one of them.
-    Raises RankMismatch on every rank.
+    All ranks must have equal values in `must_match`. Ranks with the same part of `weights`, the
+    parameters, must have the same bits. The ranks of a tp group must read the same `first_indices`,
+    the sequences of their first step, and no other rank may read any of them. Raises RankMismatch
+    on every rank.
     """
     *dp_coordinates, _ = mesh.get_coordinate()
     tp_group = tuple(dp_coordinates)
@@ -94,7 +94,7 @@ def check_ranks_agree(
 
 
 def raise_mismatch(claims: list[dict], key: tuple, first: int, rank: int) -> NoReturn:
-    """Say what it means that two ranks have different values of a key."""
+    """Explain that two ranks have different values for a key."""
     kind, name = key
     both = format_ranks([first, rank])
     if kind == "weights":
@@ -112,8 +112,8 @@ def raise_mismatch(claims: list[dict], key: tuple, first: int, rank: int) -> NoR
 
 
 def sum_weights(weights: Iterable[Tensor]) -> dict[tuple, int]:
-    """Sum the bits of the local weights as integers: exact, whatever the order of summation."""
-    sums: Counter = Counter()  # one for each way to cut a parameter: dp_shard alone cuts the norms
+    """Sum the bits of the local weights as integers: exact in any order of summation."""
+    sums: Counter = Counter()  # one for each way to cut a parameter: only dp_shard cuts norms
     for weight in weights:
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         bits = local.detach().view(torch.int32)

@@ -1,4 +1,4 @@
-"""A lock on a file that a dead process does not keep, and that works between hosts."""
+"""A file lock that works between hosts and is released when its owner dies."""
 
 import errno
 import fcntl
@@ -9,10 +9,10 @@ from pathlib import Path
 def try_lock(path: Path) -> int | None:
     """Create and lock the file `path`; return its open descriptor, or None if it is locked.
 
-    A POSIX record lock: the kernel drops it when its process ends, even by kill -9. Children that
-    outlive the process, such as a data loader's workers, do not share it, as they would share one
-    of flock. NFS and Lustre carry it between hosts. A process loses it when it closes any
-    descriptor of the file. On a file system without locks there is none, and this says so.
+    A POSIX record lock: the kernel drops it when its process ends, even by kill -9. Unlike flock's
+    it is not shared with children that may outlive the process, such as data loader workers. NFS
+    and Lustre carry it between hosts. A process loses it when it closes any descriptor of the file.
+    On a file system without locks, prints a warning and goes on.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -24,7 +24,7 @@ def try_lock(path: Path) -> int | None:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
         print(f"{path}: this file system has no locks: let nothing else write there")
-    # The last holder may have removed or renamed the file since it was opened here.
+    # The last owner may have removed or renamed the file since it was opened here.
     if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
         return descriptor
     os.close(descriptor)

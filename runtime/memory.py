@@ -10,17 +10,16 @@ import torch
 
 
 def device_memory(device: torch.device, local_size: int) -> int:
-    """Bytes that one of a host's `local_size` ranks may fill: its GPU, or its share of the host."""
+    """Bytes that each of `local_size` ranks may fill: its GPU, or its share of the host."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return available_memory() // local_size
 
 
 def available_memory() -> int:
-    """Bytes that this host can give to its processes, the page cache included.
+    """Bytes that this host can give to its processes, including the page cache.
 
-    Linux's MemAvailable, or less where a cgroup limits the processes; elsewhere, where the system
-    does not say what is available, all physical memory.
+    MemAvailable on Linux, or less if a cgroup limits it; on other systems all physical memory.
     """
     fields = read_fields(Path("/proc/meminfo"))
     if "MemAvailable:" in fields:
@@ -37,10 +36,10 @@ def available_memory() -> int:
 
 
 class HostMemory(NamedTuple):
-    """Bytes; those of this process are 0 where the system does not say."""
+    """Bytes; resident and peak are 0 if the system does not report them."""
 
-    resident: int  # in this process
-    peak: int  # of it, so far
+    resident: int  # of this process
+    peak: int  # of this process so far
     available: int  # on this host
 
 
@@ -51,7 +50,7 @@ def host_memory() -> HostMemory:
 
 
 def read_fields(path: Path) -> dict[str, int]:
-    """The lines "name number ..." of a file of the kernel; none where it does not exist."""
+    """The lines "name number ..." of a kernel file; empty if it does not exist."""
     fields = {}
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
@@ -64,12 +63,11 @@ def read_fields(path: Path) -> dict[str, int]:
 # --------------------------------------------------------------------------------------------------
 # What glibc does with freed memory
 #
-# By default glibc returns large blocks to the kernel at once, which clears every page before
-# handing it out again: a fifth of a step of gpt2-124m. So training takes all blocks from the heap
-# and keeps them for the next step, as torch does on GPUs. But the build and the first step do not:
-# they also create what lives until the end, small objects that would lie between the large blocks
-# and keep their memory from ever being merged and used again. Other C libraries have neither
-# mallopt nor malloc_trim.
+# By default glibc returns large blocks to the kernel, which clears every page before handing it out
+# again: a fifth of a step of gpt2-124m. So training takes all blocks from the heap and keeps them
+# for the next step, as torch does on GPUs. The build and the first step do not: they also create
+# small objects that live until the end and would lie between the large blocks, whose memory could
+# then never be merged and reused. Other C libraries have neither mallopt nor malloc_trim.
 
 # Options of mallopt, from malloc.h
 M_TRIM_THRESHOLD = -1
@@ -84,18 +82,18 @@ def set_malloc_option(option: int, value: int) -> None:
 
 
 def separate_large_blocks() -> None:
-    """Allocate blocks of 1 MiB and more outside the heap, and one heap for all threads.
+    """Allocate blocks of 1 MiB and more outside the heap; use one heap for all threads.
 
-    gloo's threads would otherwise have heaps that cannot hold their buffers.
+    Otherwise gloo's threads get heaps too small for their buffers.
     """
     set_malloc_option(M_MMAP_THRESHOLD, 1 << 20)
     set_malloc_option(M_ARENA_MAX, 1)
 
 
 def keep_freed_memory(limit: int) -> None:
-    """Keep freed memory for the next step, up to `limit` bytes where it ends the heap.
+    """Keep freed memory for the next step, up to `limit` bytes at the end of the heap.
 
-    A small object behind a free block hides it from that limit, so the training loop also calls
+    Free blocks before a small object escape that limit, so the training loop also calls
     `trim_freed_memory` now and then.
     """
     set_malloc_option(M_MMAP_MAX, 0)
@@ -104,6 +102,6 @@ def keep_freed_memory(limit: int) -> None:
 
 
 def trim_freed_memory() -> None:
-    """Return to the kernel what is free now, in the whole heap."""
+    """Return all free memory of the heap to the kernel."""
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(0)

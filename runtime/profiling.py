@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what the host waits for, what is communicated, and a trace."""
+"""Where the time of a step goes: host syncs, communication, and a trace."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-# Private, but the one place that sees every operation, and the collectives of DDP and FSDP too.
+# Private, but nothing else sees every operation, including the collectives of DDP and FSDP.
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,19 +27,19 @@ from torch.utils._pytree import tree_leaves
 # Counters
 
 
-# Of operations whose result, or its shape, depends on values: nonzero and masked_select too
+# Tags of operations whose result or its shape depends on values, like .item() and nonzero
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def asks_for_values(function, args) -> bool:
-    """Whether the host would wait for values on a GPU, to know the result or its shape."""
-    if function is torch.ops.aten.index.Tensor:  # by integers it has a known shape, by a mask not
+    """Whether a GPU's host would wait for values, to know the result or its shape."""
+    if function is torch.ops.aten.index.Tensor:  # a mask hides the shape, integers do not
         return any(index is not None and index.dtype == torch.bool for index in args[1])
     return not WAITS.isdisjoint(function.tags)
 
 
 class HostSyncCounter(TorchDispatchMode):
-    """Counts where the host asks for a tensor's values, on any device: {"train.py:123": times}."""
+    """Counts where the host reads a tensor's values, on any device: {"train.py:123": times}."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class HostSyncCounter(TorchDispatchMode):
 
 
 def caller() -> str:
-    """file:line of the innermost frame that belongs neither to torch nor to this file."""
+    """file:line of the innermost frame outside torch and this file."""
     library = (str(Path(torch.__file__).parent), __file__)
     frame = sys._getframe()
     while frame.f_back and frame.f_code.co_filename.startswith(library):
@@ -63,9 +63,9 @@ def caller() -> str:
 
 
 class CudaSyncCounter(warnings.catch_warnings):
-    """Counts where the host waits for the GPU, to copy too: {"train.py:123": times}.
+    """Counts where the host waits for the GPU, copies included: {"train.py:123": times}.
 
-    `counts` is filled on leaving the context.
+    Leaving the context fills `counts`.
     """
 
     def __init__(self):
@@ -82,7 +82,7 @@ class CudaSyncCounter(warnings.catch_warnings):
         torch.cuda.set_sync_debug_mode("default")
         super().__exit__(*error)
         for warning in self.caught:
-            # Not torch's notice, given once, that the mode does not detect all synchronizations.
+            # Skips torch's notice that this mode does not detect all synchronizations.
             if "called a synchronizing" in str(warning.message):
                 self.counts[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
 
@@ -94,19 +94,19 @@ class Traffic:
 
 
 class CommunicationCounter(TorchDispatchMode):
-    """Counts collectives, those of DDP and FSDP too: {(kind, axis): Traffic}.
+    """Counts collectives, including those of DDP and FSDP: {(kind, axis): Traffic}.
 
     `kind` is all_gather, reduce_scatter, all_reduce, ...; `axis` is the mesh axis whose ranks took
     part, or "world". An axis of one rank sends nothing and does not count. Bytes are those of the
-    full tensor that is gathered, scattered or reduced: a ring sends (n - 1) / n of it from each
-    rank for a gather or a scatter, and twice that for an all_reduce.
+    full tensor that is gathered, scattered or reduced: on a ring each rank sends (n - 1) / n of it
+    for a gather or a scatter, twice that for an all_reduce.
     """
 
     KINDS = {
         "_allgather_base_": "all_gather",
         "_reduce_scatter_base_": "reduce_scatter",
         "allreduce_": "all_reduce",
-        # DTensor's: of tp, and of an optimizer that gathers
+        # DTensor's, from tp and from an optimizer that gathers
         "all_gather_into_tensor": "all_gather",
         "reduce_scatter_tensor": "reduce_scatter",
         "all_reduce": "all_reduce",
@@ -128,7 +128,7 @@ class CommunicationCounter(TorchDispatchMode):
         return result
 
     def count_operation(self, function, args, result) -> None:
-        """Count an operation that has been run, if it is a collective."""
+        """Count an operation, already run, if it is a collective."""
         namespace, _, name = function._schema.name.partition("::")
         if namespace == "c10d":
             kind, group = self.KINDS.get(name, name), group_name(args)
@@ -159,7 +159,7 @@ def group_name(args) -> str | None:
 
 
 def covered_seconds(events: Iterable) -> float:
-    """The length of the union of the time ranges of the profiler's events."""
+    """The length of the union of the events' time ranges."""
     total = 0.0
     reached = -math.inf
     for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
@@ -169,31 +169,30 @@ def covered_seconds(events: Iterable) -> float:
 
 
 def gpu_work(events: Iterable) -> list:
-    """Those of the profiler's events, or of their averages, that are work of the GPU.
+    """The profiler's events, or averages of them, that are GPU work: kernels, copies and fills.
 
-    That is kernels, copies and fills, and not the ranges that the host annotated, such as
-    "FSDP::all_gather" or "nccl:all_reduce", which cover what is idle between their kernels. The
-    time of an operation of the CPU is that of its kernels once more.
+    Not ranges annotated by the host, such as "FSDP::all_gather" or "nccl:all_reduce", which cover
+    idle time between their kernels; nor CPU operations, whose time repeats that of their kernels.
     """
     cuda = torch.autograd.DeviceType.CUDA
     return [event for event in events if event.device_type == cuda and not event.is_user_annotation]
 
 
 def clocks(data_wait: float) -> np.ndarray:
-    """Seconds by now: of the wall clock, of the main thread at work, of it waiting for data."""
+    """Seconds so far: wall clock, main thread running, main thread waiting for data."""
     return np.array([time.perf_counter(), time.thread_time(), data_wait])
 
 
 class Profiler:
     """Traces the steps start + 1 ... stop on each rank, and counts in the step after them.
 
-    Counting slows a step down, so it is kept out of the trace. Each rank writes
-    `folder`/rank_N.trace.json, for chrome://tracing or ui.perfetto.dev, and rank_N.json, the
-    figures; `say` gets them in words. Without a window every step passes untouched, as it does in a
-    run that was resumed inside the window. An exception of the profiler costs the profile only.
+    Counting slows a step down, so it stays out of the trace. Each rank writes
+    `folder`/rank_N.trace.json, for chrome://tracing or ui.perfetto.dev, and the figures to
+    rank_N.json; `say` gets them in words. Does nothing without a window, or if the run resumed
+    inside it. An exception in the profiler costs only the profile.
 
-    torch's profiler corrupts memory where it starts or stops while a collective runs on a thread of
-    gloo. `settle` is called before it does: it returns when this rank has none in flight.
+    torch's profiler corrupts memory if it starts or stops while a collective runs on a gloo thread.
+    `settle`, called before, returns when this rank has none in flight.
     """
 
     def __init__(
@@ -211,11 +210,11 @@ class Profiler:
         self.say = say
         self.settle = settle
         self.trace: profile | None = None  # while it runs
-        self.figures: dict = {}  # of the trace, until the next step has been counted
+        self.figures: dict = {}  # from the trace, until the next step has been counted
 
     @contextmanager
     def step(self, step: int, data_wait: float) -> Iterator[None]:
-        """Around step number `step`; `data_wait` is the seconds waited for data so far."""
+        """Wrap step number `step`; `data_wait` is the seconds waited for data so far."""
         if step == self.start + 1:
             self.attempt(self.begin, data_wait)
         if self.trace and step == self.stop + 1:
@@ -230,7 +229,7 @@ class Profiler:
         self.figures = {}
 
     def attempt(self, part: Callable, *arguments) -> None:
-        """Call a part of the profile; give the profile up, and not the run, where it fails."""
+        """Call a part of the profile; if it fails, give up the profile, not the run."""
         try:
             part(*arguments)
         except Exception as error:
@@ -260,7 +259,7 @@ class Profiler:
         self.trace = None
 
     def summarize(self, wall: float, thread: float, data_wait: float) -> dict:
-        """The figures of the window, from the seconds that `clocks` counted in it."""
+        """The figures of the window, from the seconds that `clocks` measured."""
         steps = self.stop - self.start
         rows = self.trace.key_averages()
         if self.is_cuda:
@@ -271,7 +270,7 @@ class Profiler:
             exposed = busy - covered_seconds(compute)
             rows = gpu_work(rows)
         else:
-            # The thread runs, waits for data or waits for other ranks.
+            # The thread either runs, waits for data or waits for other ranks.
             busy, exposed = thread, max(0.0, wall - thread - data_wait)
         operations = []
         for row in rows:
@@ -289,7 +288,7 @@ class Profiler:
         }
 
     def finish(self, host_syncs: dict[str, int], traffic: dict[tuple[str, str], Traffic]) -> None:
-        """Write the figures, with those of the step that was counted, and say them."""
+        """Write and report the figures, with those of the counted step."""
         communicated = []
         for (kind, axis), total in traffic.items():
             communicated.append({"kind": kind, "axis": axis, **vars(total)})
@@ -307,7 +306,7 @@ class Profiler:
             megabytes = f"{row['bytes'] / 1e6:,.2f} MB a step"
             lines.append(f"{row['calls']:.0f} x {row['kind']} over {row['axis']}: {megabytes}")
         for row in f["operations"]:
-            # The names of some kernels have hundreds of characters.
+            # Some kernel names have hundreds of characters.
             lines.append(f"{row['share']:6.1%}  {row['calls']:6.0f} x {row['name']:.60}")
         for line in [*lines, f"trace: {self.path}.trace.json"]:
             self.say(f"        {line}")

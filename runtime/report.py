@@ -1,4 +1,4 @@
-"""What a run says at its start, with the arithmetic, and of an evaluation by itself."""
+"""The lines that a run prints at its start, with the arithmetic, and that of --eval_only."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def describe_start(
     model: Transformer,
     parts: list[data.TokenDataset],
 ) -> Iterator[str]:
-    """The lines on model, mesh, dtype, batch, data (of `parts`) and memory."""
+    """Yield the lines on model, mesh, dtype, batch, data (`parts`) and memory."""
     m = layout.model_config
     yield (
         f"model   {c.init_from or c.model}: {m.n_layer} layers x {m.d_model} wide, "
@@ -63,7 +63,7 @@ def describe_start(
 
 
 def describe_beginning(c: Config, resume: ResumePoint) -> Iterator[str]:
-    """The lines on where the run begins, and on checkpoints and flags that are not as before."""
+    """Yield the lines on where the run begins, damaged checkpoints and changed flags."""
     for problem in resume.passed_over:
         yield f"        passed over {problem}"
     beginning = ""
@@ -77,7 +77,7 @@ def describe_beginning(c: Config, resume: ResumePoint) -> Iterator[str]:
 
 
 def describe_evaluation(val_loss: float, val_data: data.TokenDataset | data.Mixture, n: int) -> str:
-    """The line on val_loss, in nats per token, over the n sequences of an evaluation."""
+    """Describe val_loss, in nats per token, over the n sequences of an evaluation."""
     folders = [part.folder for part in val_data.parts]
     seq_len = val_data.parts[0].seq_len
     (indices,) = data.val_indices(n, len(val_data), n, dp_rank=0, dp_size=1)
@@ -85,7 +85,7 @@ def describe_evaluation(val_loss: float, val_data: data.TokenDataset | data.Mixt
     for index in indices:
         targets = val_data[[index]][0, 1:]  # (T,)
         counts += targets.bincount(minlength=folders[0].vocab_size)
-    perplexity = math.exp(min(val_loss, 700))  # exp(710) is no float
+    perplexity = math.exp(min(val_loss, 700))  # exp(710) overflows
     return (
         f"val_loss {val_loss:.6f}, perplexity {perplexity:,.4f}, "
         f"{bits_per_byte(val_loss, folders, counts)} "
@@ -94,10 +94,10 @@ def describe_evaluation(val_loss: float, val_data: data.TokenDataset | data.Mixt
 
 
 def bits_per_byte(val_loss: float, folders: list[data.TokenFolder], counts: torch.Tensor) -> str:
-    """val_loss as bits for each byte of the documents, in words.
+    """Describe val_loss as bits per byte of the documents.
 
-    nats per token x tokens / (ln 2 x bytes); counts[i] tokens of id i. An end-of-text token has a
-    loss, but no bytes. Where ids do not tell bytes, tokens have the mean of their folder's val.bin.
+    nats per token x tokens / (ln 2 x bytes), with counts[i] tokens of id i. End-of-text tokens have
+    a loss but no bytes. If ids do not tell bytes, tokens get the mean of their folder's val.bin.
     """
     n_tokens = int(counts.sum())
     n_bytes = 0

@@ -1,13 +1,13 @@
-"""The variables of Slurm's srun, as those of torchrun."""
+"""Slurm's environment variables, translated to torchrun's."""
 
 import os
 import re
 
 
 def read_slurm() -> None:
-    """Translate the variables of srun to those of torchrun, in a task that srun started directly.
+    """Translate srun's variables to torchrun's, in a task that srun started directly.
 
-    The ranks meet on the first host of the job step, at a port derived from the job's number.
+    The ranks meet on the first host of the job step, at a port derived from the job id.
     MASTER_ADDR and MASTER_PORT override both.
     """
     env = os.environ
@@ -31,5 +31,5 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_node(text: str) -> str:
-    """Return the first host of Slurm's "rack[1-2]n[07-09,12]-ib,login", rack1n07-ib."""
+    """Return the first host of a list: rack1n07-ib for "rack[1-2]n[07-09,12]-ib,login"."""
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", text).partition(",")[0]

@@ -1,4 +1,4 @@
-"""Ranks that hang or are lost: a job ends with one line that names them."""
+"""If ranks hang or die, the job ends with one line that names them."""
 
 import atexit
 import contextlib
@@ -21,20 +21,20 @@ import torch.distributed as dist
 from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
-CONFIRM_INTERVALS = 3  # between two looks that show which ranks are silent
-LAST_WORDS_SECONDS = 10  # for a rank that has to end to say why, and to write its dump
+CONFIRM_INTERVALS = 3  # between two reads that show which ranks are silent
+LAST_WORDS_SECONDS = 10  # for a rank that must end: to say why and write its dump
 
 
 class Heartbeat(NamedTuple):
-    """What a rank tells the others, through the store, in every interval."""
+    """What each rank writes to the store in every interval."""
 
     count: int
-    reports: int  # of progress
+    reports: int  # of progress, so far
     place: str  # where the rank was at the last report
 
 
 def out_of_memory_kills() -> int:
-    """Processes that the kernel has killed for memory, on this host or in this cgroup (Linux)."""
+    """How many processes the kernel has killed for memory, on this host or in this cgroup."""
     kills = 0
     for file in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
         with contextlib.suppress(OSError):
@@ -48,7 +48,7 @@ def out_of_memory_kills() -> int:
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        # A killed process stays a zombie until its parent has read its status.
+        # A killed process stays a zombie until its parent reads its status.
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except ProcessLookupError:
         return False
@@ -57,8 +57,8 @@ def is_running(pid: int) -> bool:
 
 
 def end_process_soon() -> None:
-    """Let a thread in C, without Python's lock, end this process if nothing else does."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # not stderr, where the line stands last
+    """Have a C thread, which needs no GIL, end this process if nothing else does."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # keeps the error the last line on stderr
     faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=nowhere)
 
 
@@ -69,14 +69,12 @@ class Watchdog:
     next rank: three small messages, whatever the size of the world. A rank that
 
     - finds the next rank silent for `timeout` seconds,
-    - makes no progress itself for that long, or SLOW_FACTOR times as long where `progress` was told
-      that it is slow,
+    - makes no progress itself for that long, or SLOW_FACTOR times as long in slow places,
     - or leaves the context because a collective failed,
 
     reads the heartbeats of all ranks twice, CONFIRM_INTERVALS apart, and publishes which ranks are
     to blame. Every rank then writes its part of torch's flight recorder to `dump_folder` (the
-    last collectives, which of them were in flight, and where they were called from) and exits
-    with 1.
+    last collectives, their state and call sites) and exits with 1.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float):
@@ -86,21 +84,21 @@ class Watchdog:
         self.timeout = timeout  # seconds
         self.interval = min(1.0, timeout / 20)  # seconds
         self.dump_folder: Path | None = None
-        self.saved_step: int | None = None  # of the checkpoint from which the run can go on
-        self.count = 0  # of heartbeats
-        self.reports = 0  # of progress
+        self.saved_step: int | None = None  # the step that the run can continue from
+        self.count = 0  # heartbeats sent
+        self.reports = 0  # calls of `progress`
         self.place = "before the first step"
         self.slow = True
         self.collective_failed = False
         self.stopped = threading.Event()
-        self.others_are_alive = threading.Event()  # as found after a failed collective
+        self.others_are_alive = threading.Event()  # a failed collective was this rank's own
         self.kills_at_start = out_of_memory_kills()
         store.set(f"process {rank}", f"{os.getpid()} {socket.gethostname()}")
-        self.send_heartbeat()  # so that nobody waits for the first
+        self.send_heartbeat()  # now, so that no reader waits for the first
         store.compare_set("verdict", "", "")
 
     def progress(self, step: int, doing: str, slow: bool = False) -> None:
-        """Report that this rank has done `step` steps and is `doing` something, slow by nature."""
+        """Report that this rank has done `step` steps and is `doing` something, perhaps `slow`."""
         self.reports += 1
         self.place = f"after step {step}, {doing}"
         self.slow = slow
@@ -115,24 +113,24 @@ class Watchdog:
         if self.world_size == 1:
             return
         if error is None:
-            dist.barrier()  # so that no rank takes the end of another for a loss
+            dist.barrier()  # so that no rank mistakes the end of another for a loss
         else:
             # torch's destructors wait for NCCL, whose other ranks may never answer.
             atexit.register(end_process_soon)
             with contextlib.suppress(RuntimeError):  # the store may be gone
-                self.store.set(f"process {self.rank}", "")  # ended by no signal
+                self.store.set(f"process {self.rank}", "")  # not ended by a signal
         if kind is RuntimeError or isinstance(error, dist.DistError):
-            # Perhaps a collective failed because another rank was lost. Then the thread says so and
-            # ends this process.
+            # Perhaps a collective failed because another rank was lost. If so, the thread reports
+            # that and ends this process.
             self.collective_failed = True
             self.others_are_alive.wait(10 * CONFIRM_INTERVALS * self.interval)
         self.stopped.set()
-        self.thread.join(2 * self.interval)  # no longer: it may wait for a store that is gone
+        self.thread.join(2 * self.interval)  # not forever: it may wait for a store that is gone
 
     def run(self) -> None:
-        """The thread. Time is counted in heartbeats: while a job is suspended, none passes."""
+        """Run the thread. Time is counted in heartbeats: none passes while a job is suspended."""
         self.store.set_timeout(timedelta(seconds=self.timeout))
-        # Early enough that the line is out within `timeout`.
+        # Early enough to print the line within `timeout`.
         limit = self.timeout / self.interval - 2 * CONFIRM_INTERVALS
         silent_for = 0  # heartbeats of this rank since the next rank's last one
         stalled_for = 0  # heartbeats since this rank's last report of progress
@@ -162,20 +160,20 @@ class Watchdog:
             self.send_heartbeat()
             heard, verdict = self.store.multi_get([f"heartbeat {next_rank}", "verdict"])
         except RuntimeError:
-            # Without torchrun rank 0 keeps the store, and may have finished a moment before.
+            # Without torchrun, rank 0 keeps the store and may just have finished.
             if self.stopped.wait(2 * CONFIRM_INTERVALS * self.interval):
                 sys.exit()  # this thread
             self.abort("the store in which the ranks meet is gone: rank 0 or its host was lost")
         if verdict:
-            self.abort()  # the rank that found out has printed why
+            self.abort()  # the rank that investigated has printed why
         return heard
 
     def is_elected(self, overdue: float) -> bool:
-        """Whether this rank investigates: the first to ask does, others if it does not conclude."""
+        """Whether this rank investigates: the first to ask, or others if it does not conclude."""
         return self.store.add("looking", 1) == 1 or overdue > 5 * CONFIRM_INTERVALS
 
     def investigate(self) -> None:
-        """Abort with what the heartbeats of all ranks say; if nothing, others look next time."""
+        """Abort with what the heartbeats of all ranks show; if nothing, let others look next."""
         before = self.read_all()
         for _ in range(CONFIRM_INTERVALS):
             if self.stopped.wait(self.interval):
@@ -193,10 +191,9 @@ class Watchdog:
         return [Heartbeat(*json.loads(text)) for text in texts]
 
     def diagnose(self, before: list[Heartbeat], after: list[Heartbeat]) -> str | None:
-        """Say which ranks are to blame, from the heartbeats of all ranks at two times.
+        """Name the ranks to blame, from the heartbeats of all ranks at two times.
 
-        Returns None where a collective failed and every other rank is alive: then the error is one
-        of this rank's own.
+        None if a collective failed and every other rank is alive: then the error is this rank's.
         """
         silent = []
         for rank in range(self.world_size):
@@ -222,8 +219,8 @@ class Watchdog:
     def what_happened(self, silent: list[int]) -> str:
         """Say how silent ranks were lost, as far as this host can tell.
 
-        A rank whose process is gone without having left the context was killed, or crashed in C++.
-        That the kernel killed it for memory, with signal 9, shows in the kernel's counter.
+        A process that is gone without leaving the context was killed or crashed in C++. The
+        kernel's counter tells whether it was killed for memory, with signal 9.
         """
         ranks = format_ranks(silent)
         if not all(self.is_gone(rank) for rank in silent):
@@ -237,31 +234,27 @@ class Watchdog:
         )
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a rank of this host has no process any more, and raised no exception."""
+        """Whether a rank ran on this host and its process ended without an exception."""
         pid, _, host = self.store.get(f"process {rank}").decode().partition(" ")
         return host == socket.gethostname() and not is_running(int(pid))
 
     def abort(self, line: str | None = None) -> None:
-        """End this process with status 1, whatever its main thread hangs in.
-
-        The dump asks CUDA for the state of collectives and may hang in it, with Python's lock held,
-        as the disk may.
-        """
+        """End this process with status 1, whatever its main thread hangs in."""
         try:
-            end_process_soon()
+            end_process_soon()  # the dump may hang in CUDA with the GIL held, or on the disk
             if line:
                 if self.saved_step is not None:
                     line += f"; the same command continues from step {self.saved_step}"
                 say_error(Path(sys.argv[0]).name, line)
             if self.dump_folder:
-                # Private, since the public way, NCCL's own timeout, would come too late and not at
-                # all for gloo. A CUDA build has a recorder for each of the two.
+                # Private: the public way, NCCL's own timeout, comes too late, and never for gloo.
+                # A CUDA build has one recorder for each.
                 is_cuda = torch.cuda.is_initialized()
                 dump = c10d._dump_nccl_trace if is_cuda else c10d._dump_fr_trace
                 self.dump_folder.mkdir(exist_ok=True)
                 (self.dump_folder / f"rank_{self.rank}").write_bytes(dump())
             if self.rank == 0:
-                # It may keep the store, in which the others read the verdict once in an interval.
+                # It may keep the store, where the others read the verdict once per interval.
                 time.sleep(2 * self.interval)
         finally:
             os._exit(1)
@@ -270,8 +263,8 @@ class Watchdog:
 def tell_torchrun(line: str) -> None:
     """Put the reason why this rank ends under "Root Cause" in torchrun's report.
 
-    torchrun reads it from a file, in the format of torch.distributed.elastic's ErrorHandler, which
-    would add a traceback.
+    Writes the file that torchrun reads as torch.distributed.elastic's ErrorHandler does, but
+    without a traceback.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"timestamp": str(int(time.time()))}
@@ -279,17 +272,17 @@ def tell_torchrun(line: str) -> None:
 
 
 def say_error(program: str, message: str, where: str = "") -> None:
-    """Print what is wrong in one line, and tell torchrun."""
+    """Print an error in one line, and pass it to torchrun."""
     line = f"{program}: error{where}: {message}"
     print(line, file=sys.stderr, flush=True)
     tell_torchrun(line)
 
 
 def fail_on_ranks(program: str, message: str, status: int) -> int:
-    """Print what is wrong in one line; return the exit status.
+    """Print an error in one line; return the exit status.
 
-    If all ranks fail alike, only rank 0 prints: the others sleep, and torchrun ends them when rank
-    0 exits. A rank that is still there three seconds later has failed alone, and prints.
+    If all ranks fail, only rank 0 prints: the others sleep, and torchrun ends them when rank 0
+    exits. A rank that is still there after three seconds has failed alone, and prints.
     """
     rank = int(os.environ.get("RANK", 0))
     if rank:
@@ -301,7 +294,7 @@ def fail_on_ranks(program: str, message: str, status: int) -> int:
 def say_after_torchrun(line: str) -> None:
     """Print a line on the terminal after torchrun's report, or after its traceback on Ctrl-C.
 
-    No rank is left by then. A process of its own waits until torchrun, which ends, closes the
+    By then all ranks are gone, so a separate process waits until torchrun ends and closes the
     store.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not sys.stdout.isatty():
