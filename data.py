@@ -78,20 +78,20 @@ def open_folders(data: str) -> list[TokenFolder]:
     if sum(shares) != 1000 or min(shares) < 1:
         raise DataError(
             f"--data {data}: the shares of a mixture must be at least 0.001 and add up to 1, "
-            f"but the least is {min(shares) / 1000:g} and the sum {sum(shares) / 1000:g}"
+            f"but the smallest is {min(shares) / 1000:g} and the sum {sum(shares) / 1000:g}"
         )
     folders = []
     for item, share in zip(items, shares):
         folder = open_folder(Path(item[1]))
         if any(folder.path.samefile(other.path) for other in folders):
             raise DataError(
-                f"--data {data}: {folder.path} is there twice; name it once, with both shares added"
+                f"--data {data}: {folder.path} appears twice; name it once, with both shares added"
             )
         mark = f"{share}/1000 of {folder.fingerprint}"
         folders.append(dataclasses.replace(folder, share=share, fingerprint=mark))
         if folder.vocabulary != folders[0].vocabulary:
             raise DataError(
-                f"--data {data}: {folder.path} has another tokenizer than {folders[0].path}; "
+                f"--data {data}: {folder.path} and {folders[0].path} have different tokenizers; "
                 "prepare all folders of a mixture with one"
             )
     return folders

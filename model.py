@@ -42,7 +42,7 @@ class RopeScaling:
         if not (factors_rise and 0 < self.factor < math.inf):
             raise ValueError(
                 f"RoPE scaling by {self.factor} between {self.low_freq_factor} and "
-                f"{self.high_freq_factor} turns: it takes 0 < factor and 0 < low < high"
+                f"{self.high_freq_factor} turns: it needs 0 < factor and 0 < low < high"
             )
 
 
@@ -130,7 +130,7 @@ class ModelConfig:
             if size % tp:
                 raise ValueError(
                     f"{name} {size} / tp {tp} = {size / tp:.3g}, but each rank of a tp group "
-                    f"takes a whole number: choose a --tp that divides {size}"
+                    f"needs a whole number: choose a --tp that divides {size}"
                 )
 
 

@@ -107,7 +107,7 @@ def raise_mismatch(claims: list[dict], key: tuple, first: int, rank: int) -> NoR
     others = [other for other, claim in enumerate(claims) if claim.get(key) == value]
     raise RankMismatch(
         f"{name} is {claims[first][key]} on rank {first} and {value} on {format_ranks(others)}: "
-        "start all ranks alike"
+        "start all ranks with the same flags, code and data"
     )
 
 

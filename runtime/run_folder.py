@@ -1,4 +1,4 @@
-"""What a run folder holds, who may write it, and which run may continue in it.
+"""The contents of a run folder, who may write it, and which run may continue in it.
 
 OUT/config.json      the flags of the last start
     starts.jsonl     one row per start: when, where, from which step, with which flags
@@ -7,7 +7,7 @@ OUT/config.json      the flags of the last start
     checkpoints/     see checkpoint.py
     profile/         with --profile
     wandb/, tensorboard/  with --tracker
-    flight/          the last collectives, where a rank hung or was lost
+    flight/          the last collectives, after a rank hung or was lost
     lock             while a run writes here
 """
 
@@ -35,10 +35,10 @@ from runtime.lock import try_lock
 
 @contextlib.contextmanager
 def hold_lock(out: Path, patience: float = 0.0) -> Iterator[None]:
-    """Hold OUT/lock, which names the run that writes in OUT. A dead process does not keep it.
+    """Hold OUT/lock, which names the run that writes in OUT; the owner's death releases it.
 
-    The folder is created if needed and, where the run has written nothing to it, removed. Waits up
-    to `patience` seconds for another run to end. Raises UsageError.
+    Creates the folder if needed, and removes it again if the run writes nothing to it. Waits up to
+    `patience` seconds for another run to end. Raises UsageError.
     """
     path = out / "lock"
     deadline = time.monotonic() + patience
@@ -58,7 +58,7 @@ def hold_lock(out: Path, patience: float = 0.0) -> Iterator[None]:
         time.sleep(1)
     started = datetime.now().astimezone().isoformat(" ", "seconds")
     name = f"host {socket.gethostname()}, process {os.getpid()}, since {started}"
-    with contextlib.suppress(OSError):  # a full disk: another run is told no name
+    with contextlib.suppress(OSError):  # disk full: leave the owner's name out
         os.ftruncate(descriptor, 0)
         os.write(descriptor, name.encode())
     try:
@@ -75,9 +75,9 @@ def hold_lock(out: Path, patience: float = 0.0) -> Iterator[None]:
 def locked(out: Path, timeout: float) -> Iterator[None]:
     """Keep other runs out of the run folder. A collective: rank 0 holds the lock.
 
-    A killed process keeps its lock until the last of its threads has ended, so rank 0 waits a
-    moment. When torchrun restarts a job, a lost host may take a while to lose its lock on a shared
-    file system: then rank 0 waits up to `timeout` seconds. Raises UsageError.
+    A killed process keeps its lock until its last thread has ended, so rank 0 waits a moment. After
+    a restart by torchrun it waits up to `timeout` seconds, since a shared file system may release
+    the lock of a lost host late. Raises UsageError.
     """
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     patience = timeout if is_restart else 3.0
@@ -92,17 +92,17 @@ def locked(out: Path, timeout: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A run begins after `step`, with the state of `checkpoint`; a new run at (0, None)."""
+    """A run begins after `step`, with the state of `checkpoint`; a new run with (0, None)."""
 
     step: int
     checkpoint: Path | None
-    init_from: Path | None = None  # a new run takes its weights from there
-    changes: list[str] = field(default_factory=list)  # flags that differ, as "--NAME OLD -> NEW"
-    passed_over: list[str] = field(default_factory=list)  # newer checkpoints, with their problems
+    init_from: Path | None = None  # weights for a new run
+    changes: list[str] = field(default_factory=list)  # changed flags, as "--NAME OLD -> NEW"
+    passed_over: list[str] = field(default_factory=list)  # newer checkpoints and their problems
 
 
 def resume_key(path: Path, manifest: dict) -> dict:
-    """What must not change within a run: model, optimizer, the data and their order."""
+    """What must not change within a run: model, optimizer, the data and its order."""
     try:
         return {
             **dataclasses.asdict(read_model(path, manifest)),
@@ -120,10 +120,10 @@ def resume_key(path: Path, manifest: dict) -> dict:
 def resume_point(
     config: Config, manifest: dict, latest: Path | None, passed_over: list[str]
 ) -> ResumePoint:
-    """Find where the run begins. Raises UsageError where it may not, CheckpointError for damage.
+    """Find where the run begins. Raises UsageError if it may not, CheckpointError for damage.
 
-    `latest`, the latest valid checkpoint of --out, comes before --resume PATH, so that the same
-    command can be given again. `passed_over` tells what is wrong with newer ones.
+    `latest`, the latest valid checkpoint of --out, takes precedence over --resume PATH, so that the
+    same command can be repeated. `passed_over` has the problems of newer ones.
     """
     out = Path(config.out)
     if config.resume == "never" and any(path.name != "lock" for path in out.glob("*")):
@@ -148,7 +148,7 @@ def resume_point(
     saved = checkpoint.read_manifest(resume_from)
     step = saved["step"]
     check_same_run(resume_from, saved, manifest)
-    # In a new folder there must be steps left to train.
+    # A new folder must have steps left to train.
     if step > config.max_steps or (latest is None and step == config.max_steps):
         raise UsageError(
             f"{resume_from} is at step {step}, and --max_steps {config.max_steps} leaves nothing "
@@ -159,10 +159,10 @@ def resume_point(
 
 
 def to_evaluate(config: Config) -> Config:
-    """The flags of --eval_only, with the checkpoint as --init_from, by default on its data.
+    """The flags of --eval_only: the checkpoint as --init_from, by default its data and dtype.
 
-    In its dtype unless --dtype names one. The checkpoint is that of --init_from or --resume, each
-    also as a run folder, or the latest in --out. Raises checkpoint.PathError and CheckpointError.
+    The checkpoint is the one that --init_from, --resume or --out names, or the latest in a run
+    folder. Raises checkpoint.PathError and CheckpointError.
     """
     named = config.init_from
     if config.resume not in ("auto", "never"):
@@ -171,13 +171,13 @@ def to_evaluate(config: Config) -> Config:
     manifest = checkpoint.read_manifest(path)
     folder = config.data or (manifest.get("config") or {}).get("data") or BUILTIN
     dtype = config.dtype
-    if dtype == "auto":  # what --dtype auto was is not in config, but beside it
+    if dtype == "auto":  # the manifest has what it was beside the config
         dtype = manifest.get("dtype", "auto")
     return dataclasses.replace(config, init_from=str(path), data=folder, dtype=dtype)
 
 
 def evaluation_point(config: Config, manifest: dict) -> ResumePoint:
-    """The weights that --eval_only evaluates. Raises UsageError, CheckpointError."""
+    """The weights that --eval_only evaluates. Raises UsageError and CheckpointError."""
     path = Path(config.init_from)
     check_valid("--init_from", path)
     check_init(path, manifest)
@@ -192,19 +192,19 @@ def check_is_new(init_from: Path, out: Path) -> None:
 
 
 def check_nothing_is_lost(out: Path, passed_over: list[str]) -> None:
-    """Refuse to begin at step 1 in a folder whose checkpoints are all damaged, or gone."""
+    """Refuse to begin at step 1 in a folder whose checkpoints are all damaged or gone."""
     for path in sorted(out.glob("checkpoints/step-*")):
         if path.name.removeprefix("step-").isdecimal():
             reason = passed_over[0] if passed_over else f"{path}: manifest.json is missing"
             raise checkpoint.CheckpointError(
-                f"--out {out} has checkpoints, but none is valid ({reason}): restore one, or begin "
-                "again in another --out"
+                f"--out {out} has checkpoints, but none is valid ({reason}): restore one, or start "
+                "over in another --out"
             )
     saved = [row for row in read_rows(out / "metrics.jsonl") if row.get("event") == "checkpoint"]
     if saved:
         raise checkpoint.CheckpointError(
-            f"--out {out} has saved step {saved[-1].get('step')}, by its metrics.jsonl, and has no "
-            "checkpoint now: put its checkpoints/ back, or begin again in another --out"
+            f"--out {out} saved step {saved[-1].get('step')}, according to its metrics.jsonl, but "
+            "has no checkpoint now: restore its checkpoints/, or start over in another --out"
         )
 
 
@@ -255,7 +255,7 @@ def check_same_run(path: Path, saved: dict, manifest: dict) -> None:
 
 
 def check_init(path: Path, manifest: dict) -> None:
-    """Check that the weights of --init_from fit. Raises UsageError, CheckpointError."""
+    """Check that the weights of --init_from fit. Raises UsageError and CheckpointError."""
     saved = dataclasses.asdict(read_model(path, checkpoint.read_manifest(path)))
     for key, value in manifest["model"].items():
         if key != "seq_len" and saved[key] != value:
@@ -268,7 +268,7 @@ def check_init(path: Path, manifest: dict) -> None:
 def steps_without_checkpoint(config: Config, manifest: dict) -> int:
     """Return the steps of a finished run with --checkpoint none in --out; 0 if there is none.
 
-    Raises UsageError if it is not finished, since it cannot be continued.
+    Raises UsageError if the run is not finished: it cannot be continued.
     """
     out = Path(config.out)
     starts = read_starts(out)
@@ -292,15 +292,15 @@ def steps_without_checkpoint(config: Config, manifest: dict) -> int:
 
 
 def resolved(config: Config, dtype: str) -> dict:
-    """All flags, with the values that stand for a default."""
+    """All flags, with computed defaults filled in."""
     flags = dataclasses.asdict(config)
     return flags | {"lr": peak_lr(config), "warmup_steps": warmup_steps(config), "dtype": dtype}
 
 
 def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
-    """Return each flag that differs between two manifests, as text; `step` updates are done.
+    """Return each flag that differs between two manifests, as text, after `step` updates.
 
-    Raises UsageError for one that may change the numbers, unless --allow_changes is given.
+    Raises UsageError for one that may change results, unless --allow_changes is given.
     """
     config = Config(**manifest["config"])
     now = resolved(config, manifest["dtype"])
@@ -311,7 +311,7 @@ def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
         else:
             changes.append(f"--{name} {value} -> unknown to this code")
     refused = list(changes)
-    before_config = Config(**known)  # a flag that did not exist then has its default
+    before_config = Config(**known)  # with defaults for newer flags
     before = resolved(before_config, saved.get("dtype", before_config.dtype))
     for f in dataclasses.fields(Config):
         old, new = before[f.name], now[f.name]
@@ -329,14 +329,14 @@ def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
                 f"({', '.join(refused)}): choose another --out"
             )
         raise UsageError(
-            f"{config.out} would not have the same numbers with {', '.join(refused)}: change that "
-            "back, choose another --out, or give --allow_changes"
+            f"{', '.join(refused)} would change the results of {config.out}: change that back, "
+            "choose another --out, or give --allow_changes"
         )
     return changes
 
 
 def new_schedule(before: Config, now: Config, step: int) -> str:
-    """What another --max_steps does to the learning rate."""
+    """How a changed --max_steps changes the learning rate."""
     old_lr = f"{lr_schedule(before)(step + 1):.2e}"
     new_lr = f"{lr_schedule(now)(step + 1):.2e}"
     ends = f"the {now.schedule} schedule ends at step {now.max_steps}"
@@ -354,7 +354,7 @@ def read_starts(out: Path) -> list[dict]:
 
 
 def create(out: Path, manifest: dict, step: int, world_size: int, started: datetime) -> datetime:
-    """Make `out` this run's folder, and add this start to its list; return when the first was."""
+    """Make `out` this run's folder and add this start; return the time of its first start."""
     start = {
         **manifest,
         "time": started.isoformat(),

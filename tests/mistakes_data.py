@@ -27,17 +27,17 @@ MISTAKES = {
         ),
         Mistake("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
         Mistake(
-            "--data {changed}:0.7,{high}:0.2", "add up to 1, but the least is 0.2 and the sum 0.9"
+            "--data {changed}:0.7,{high}:0.2",
+            "add up to 1, but the smallest is 0.2 and the sum 0.9",
         ),
-        Mistake("--data {changed}:1.5,{high}:-0.5", "to 1, but the least is -0.5 and the sum 1"),
+        Mistake("--data {changed}:1.5,{high}:-0.5", "to 1, but the smallest is -0.5 and the sum 1"),
         Mistake(
             "--data {changed},{high}", "there is no such folder, and a mixture gives each folder a"
         ),
+        Mistake("--data {changed}:0.5,{root}/./changed:0.5", "changed appears twice; name it once"),
         Mistake(
-            "--data {changed}:0.5,{root}/./changed:0.5", "changed is there twice; name it once"
-        ),
-        Mistake(
-            "--data {changed}:0.5,{gpt2}:0.5", "gpt2 has another tokenizer than {changed}; prepare"
+            "--data {changed}:0.5,{gpt2}:0.5",
+            "gpt2 and {changed} have different tokenizers; prepare",
         ),
         Mistake(
             "--data {no_meta}", "meta.json is damaged (it lacks 'vocab_size'): prepare the folder"

@@ -21,7 +21,7 @@ MISTAKES = {
         ),
         Mistake("--grad_sync shard", "--grad_sync shard is for --strategy hsdp, not single"),
         Mistake(
-            "--tp 4", "n_kv_head 2 / tp 4 = 0.5, but each rank of a tp group takes a whole number"
+            "--tp 4", "n_kv_head 2 / tp 4 = 0.5, but each rank of a tp group needs a whole number"
         ),
         Mistake(
             "--tp 2",

@@ -71,7 +71,7 @@ MISTAKES = {
         Mistake("import {hf}/quantized {root}/new", "needs quantization_config {{'quant_method': "),
         Mistake("import {hf}/no_rope_factor {root}/new", "config.json: it lacks 'factor'"),
         Mistake(
-            "import {hf}/rope_factors {root}/new", "turns: it takes 0 < factor and 0 < low < high"
+            "import {hf}/rope_factors {root}/new", "turns: it needs 0 < factor and 0 < low < high"
         ),
         Mistake("import {hf}/text {root}/new", "d_model '32' must be a whole number from 1 to"),
         Mistake("import {hf}/odd {root}/new", "d_model 33 / n_head 4 must be a whole, even number"),

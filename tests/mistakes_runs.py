@@ -32,7 +32,7 @@ MISTAKES = {
         Mistake("--out=", "--out is empty: name a folder"),
         Mistake("--out {foreign}/config.json", "config.json: File exists; choose another --out"),
         Mistake("--out {foreign}/config.json/run", "run: Not a directory; choose another --out"),
-        Mistake("--out {other} --lr 0.5", "would not have the same numbers with --lr 0.003 -> 0.5"),
+        Mistake("--out {other} --lr 0.5", "--lr 0.003 -> 0.5 would change the results of {other}:"),
         Mistake(
             "--out {other} --max_steps 2 --clip none", "is finished, step 2 of 2, with other flags"
         ),
@@ -51,7 +51,7 @@ MISTAKES = {
             "--out {lost}", "lost has checkpoints, but none is valid ({lost}/checkpoints/step-", 1
         ),
         Mistake(
-            "--out {gone}", "gone has saved step 2, by its metrics.jsonl, and has no checkpoint", 1
+            "--out {gone}", "gone saved step 2, according to its metrics.jsonl, but has no check", 1
         ),
         Mistake("--out {newer}", "step-00000002 has format 2, and this code reads 1: use the"),
         Mistake("--out {unsaved}", "holds a run that saved no checkpoints and cannot be continued"),

@@ -51,9 +51,9 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[in
 
 
 LINES = {
-    "flag": "--lr is 0.003 on rank 0 and 1.0 on rank 2: start all ranks alike",
-    "code": "the code is def on rank 0 and abc on rank 2: start all ranks alike",
-    "data": "on rank 2: start all ranks alike",
+    "flag": "--lr is 0.003 on rank 0 and 1.0 on rank 2: start all ranks with the same",
+    "code": "the code is def on rank 0 and abc on rank 2: start all ranks with the same",
+    "data": "on rank 2: start all ranks with the same",
     "weights": "ranks 0 and 2 hold the same part of the model, but with different weights",
     "order": "ranks 0 and 1 both read sequence",
     "group": "ranks 2 and 3 are one tp group, but read different sequences",
@@ -62,7 +62,7 @@ LINES = {
 
 
 @pytest.mark.tries(
-    "start all ranks alike", "hold the same part", "both read sequence", "one tp group"
+    "start all ranks with the same", "hold the same part", "both read sequence", "one tp group"
 )
 @pytest.mark.parametrize("fault", LINES)
 def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path, fault):

@@ -121,7 +121,7 @@ def test_forward_is_the_published_formula(config):
 
 
 def test_rope_scaling_between_equal_factors_is_refused():
-    with pytest.raises(ValueError, match="between 4.0 and 4.0 turns: it takes 0 < factor and"):
+    with pytest.raises(ValueError, match="between 4.0 and 4.0 turns: it needs 0 < factor and"):
         RopeScaling(8.0, 4.0, 4.0, 8192)
 
 

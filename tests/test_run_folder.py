@@ -200,7 +200,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
     log.write_text(json.dumps({"step": 1, "loss": 5.5}) + "\n" + json.dumps(failed) + '\n{"step')
     assert begin() == run_folder.ResumePoint(0, None)  # stopped before its first save
     log.write_text(json.dumps({"step": 250, "event": "checkpoint"}) + "\n")
-    line = "run has saved step 250, by its metrics.jsonl, and has no checkpoint now: put its check"
+    line = "run saved step 250, according to its metrics.jsonl, but has no checkpoint now: restore"
     with pytest.raises(checkpoint.CheckpointError, match=line):
         begin()
 
@@ -211,7 +211,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
 
 def test_a_change_of_the_numbers_is_refused_unless_it_is_allowed(begin, tmp_path):
     path = save(tmp_path / "run", 10, clip="norm", lr=0.5)
-    line = "would not have the same numbers with --lr 0.5 -> 0.1, --clip norm -> none: change"
+    line = "--lr 0.5 -> 0.1, --clip norm -> none would change the results of"
     with pytest.raises(UsageError, match=line):
         begin(path, lr=0.1, clip="none")
     begun = begin(path, lr=0.1, clip="none", allow_changes=True)

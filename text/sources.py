@@ -50,7 +50,7 @@ def unreadable(path: str | Path, error: Exception) -> SourceError:
     link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     return SourceError(
-        f"--source {path}{link} cannot be read ({reason}): correct that, or name sources without it"
+        f"--source {path}{link} cannot be read ({reason}): fix that, or name sources without it"
     )
 
 
