@@ -19,14 +19,14 @@ from runtime import cli
 
 
 def list_checkpoint(path: Path) -> str:
-    """A line on a checkpoint. Raises CheckpointError."""
+    """One line about a checkpoint. Raises CheckpointError."""
     manifest = read_manifest(path)
     progress = f"step {manifest['step']:,}  {manifest.get('tokens', 0):,} tokens"
     return f"{path}  {progress}  {total_bytes(manifest) / 1e6:,.1f} MB"
 
 
 def verify_checkpoint(path: Path) -> str:
-    """A line on a checkpoint that verifies. Raises CheckpointError."""
+    """One line about a checkpoint that verifies. Raises CheckpointError if it does not."""
     manifest = read_manifest(path)
     if problem := checkpoint.verify(path):
         raise CheckpointError(f"{path}: {problem}")
@@ -55,7 +55,7 @@ def report(path: Path, line: Callable[[Path], str]) -> None:
 
 
 def write_one_file(path: Path, out: Path) -> None:
-    """Consolidate a checkpoint as the new one `out`. Raises CheckpointError and PathError."""
+    """Consolidate a checkpoint into the new folder `out`. Raises CheckpointError and PathError."""
     checkpoint.check_new(out)
     latest = checkpoints_at(path)[-1]
     if latest != path:
@@ -78,12 +78,10 @@ def build_parser() -> cli.Parser:
     add = commands.add_parser("list", help="list the checkpoints of a run: step, tokens and size")
     add.add_argument("path", metavar="RUN", type=Path)
     add = commands.add_parser(
-        "verify", help="compare the files of a checkpoint, or of all of a run, with the manifest"
+        "verify", help="compare a checkpoint, or all of a run, with their manifests"
     )
     add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
-    add = commands.add_parser(
-        "consolidate", help="write a sharded checkpoint as one in the full format"
-    )
+    add = commands.add_parser("consolidate", help="convert a sharded checkpoint to the full format")
     add.add_argument("path", metavar="CHECKPOINT", type=Path)
     add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
     return parser

@@ -1,10 +1,10 @@
-"""Models from and for Hugging Face: a checkpoint as a model folder of transformers, and back.
+"""Convert a checkpoint to a model folder for Hugging Face transformers, and back.
 
 python -m tools.hf export runs/tiny OUT
 python -m tools.hf import DIR OUT
 
 The decoder is Hugging Face's Llama: RoPE pairs the same elements, so tensors map one to one. Both
-commands execute nothing they read and do without transformers; import needs safetensors.
+commands execute nothing they read and do not need transformers; import needs safetensors.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from runtime.cli import UsageError
 from sample import describe
 from text import tokenizer
 
-# Modules of the decoder and of Hugging Face's Llama
+# Modules of the decoder -> of Hugging Face's Llama
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 IN_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -41,7 +41,7 @@ IN_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Sizes of ModelConfig and of config.json
+# Sizes of ModelConfig -> of config.json
 INTEGERS = {
     "vocab_size": "vocab_size",
     "n_layer": "num_hidden_layers",
@@ -76,10 +76,9 @@ def float32_bytes(shapes: dict[str, torch.Size]) -> int:
 
 
 def export_model(source: Path, out: Path) -> None:
-    """Write a checkpoint, or the latest of a run, as the new model folder `out`.
+    """Write a checkpoint, or the latest of a run, as the new model folder `out`, in float32.
 
-    Weights are float32. Holds one tensor at a time. Raises UsageError, CheckpointError and
-    TokenizerError.
+    Holds one tensor at a time. Raises UsageError, CheckpointError and TokenizerError.
     """
     checkpoint.check_new(out)
     path = checkpoint.choose_checkpoint(source, "tools.hf")
@@ -90,7 +89,7 @@ def export_model(source: Path, out: Path) -> None:
     config = to_hf(trained.config, encoding)
     with checkpoint.new_folder(out, size) as work:
         write_json(work / "config.json", config)
-        # Ids that only pad the head are never drawn, as in sample.py.
+        # As in sample.py, never draw ids that only pad the head.
         padding = list(range(trained.vocab_size, trained.config.vocab_size))
         generation = special_ids(encoding) | {"suppress_tokens": padding or None}
         write_json(work / "generation_config.json", generation)
@@ -107,7 +106,7 @@ def export_model(source: Path, out: Path) -> None:
         checkpoint.sync(out.parent)
     print(f"{out}: {path} as a LlamaForCausalLM, {size / 1e6:,.1f} MB in float32")
     if encoding is None:
-        print(f"{out} has no tokenizer: that of {path} is unknown")
+        print(f"{out} has no tokenizer: {path} names none")
 
 
 def write_json(file: Path, contents: dict) -> None:
@@ -115,7 +114,7 @@ def write_json(file: Path, contents: dict) -> None:
 
 
 def write_weights(path: Path, shapes: dict[str, torch.Size], file: Path) -> None:
-    """Write a safetensors file, for which the package would need all tensors at once.
+    """Write a safetensors file; the package would need all tensors at once.
 
     8 bytes with the size of the header, the header in JSON, padded to 8 bytes, and the values:
     https://github.com/huggingface/safetensors#format
@@ -137,7 +136,7 @@ def write_weights(path: Path, shapes: dict[str, torch.Size], file: Path) -> None
 
 
 def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
-    """The config.json of a model. transformers 4.43 and later read it. Raises UsageError."""
+    """The config.json of a model, for transformers 4.43 and later. Raises UsageError."""
     rope_scaling = None
     if scaling := config.rope_scaling:
         rope_scaling = {
@@ -162,7 +161,7 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
         "torch_dtype": "float32",
         **special_ids(encoding),
     }
-    # What is not mapped above, such as a field that a fork adds, is read back as its default.
+    # A field that is not mapped above, such as a fork's, reads back as its default.
     read_back = read_config(hf)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -172,7 +171,7 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
 
 
 def special_ids(encoding: tiktoken.Encoding | None) -> dict:
-    """End-of-text ends a document and begins one. Without the null, Llama's default ids apply."""
+    """End-of-text begins and ends a document. null, since without it Llama's default ids apply."""
     end = encoding.eot_token if encoding else None
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
 
@@ -180,8 +179,8 @@ def special_ids(encoding: tiktoken.Encoding | None) -> dict:
 # --------------------------------------------------------------------------------------------------
 # Import
 
-# Where config.json has one of these fields, the values that the decoder computes. No other field
-# changes the logits of these two model types in transformers.
+# Field of config.json -> values that the decoder can compute. No other field changes the logits of
+# these two model types in transformers.
 COMPUTED = {
     "model_type": ("llama", "mistral"),
     "hidden_act": ("silu",),
@@ -197,8 +196,7 @@ COMPUTED = {
 def import_model(source: Path, out: Path) -> None:
     """Write the model folder `source` as the new checkpoint `out`, for --init_from and sample.py.
 
-    In the full format, in float32. Holds one tensor at a time. Raises UsageError and
-    CheckpointError.
+    Full format, float32. Holds one tensor at a time. Raises UsageError and CheckpointError.
     """
     checkpoint.check_new(out)
     config = from_hf(source)
@@ -212,7 +210,7 @@ def import_model(source: Path, out: Path) -> None:
         with open_weights(file) as opened:
             found |= dict.fromkeys(opened.keys(), file)
     if config.tied and has_own_head(found):
-        print(f"{source} has a head of its own: it is not tied to the embedding")
+        print(f"{source} has its own head, which is not tied to the embedding")
         config = dataclasses.replace(config, tied=False)
     shapes = parameter_shapes(config)
     check_weights(source, found, shapes)
@@ -240,7 +238,7 @@ def copy_weights(found: dict[str, Path], shapes: dict[str, torch.Size], full: Pa
     with FakeTensorMode():
         layout = {name: torch.empty(shape) for name, shape in shapes.items()}
 
-    def read(name: str) -> torch.Tensor:  # of the layout, "model.embed.weight"
+    def read(name: str) -> torch.Tensor:  # such as "model.embed.weight"
         return read_tensor(found, hf_name(name.removeprefix("model.")))
 
     for _ in checkpoint.write_full({"model": layout}, full, read):
@@ -261,7 +259,7 @@ def read_json(file: Path) -> dict:
 
 
 def from_hf(folder: Path) -> ModelConfig:
-    """The model that config.json describes. Raises UsageError, also for what the decoder lacks."""
+    """The model that config.json describes. Raises UsageError, also for unknown features."""
     file = folder / "config.json"
     hf = read_json(file)
     try:
@@ -272,7 +270,7 @@ def from_hf(folder: Path) -> ModelConfig:
 
 
 def read_config(hf: dict) -> ModelConfig:
-    """The model of a config.json. Raises ValueError, and for damage also what from_hf catches."""
+    """The model of a config.json. Raises ValueError, and on damage all that from_hf catches."""
     rope = read_rope(hf)
     if feature := missing_feature(hf, rope):
         raise ValueError(f"the model needs {feature}, which this decoder does not have")
@@ -288,7 +286,7 @@ def read_config(hf: dict) -> ModelConfig:
 
 
 def read_rope(hf: dict) -> dict:
-    """The fields of RoPE: transformers 5 has them in rope_parameters, older ones in two places."""
+    """The fields of RoPE: in rope_parameters in transformers 5, before in two places."""
     rope = {"rope_theta": hf.get("rope_theta", 10_000.0)}
     rope |= hf.get("rope_scaling") or {}
     rope |= hf.get("rope_parameters") or {}
@@ -308,10 +306,10 @@ def read_rope_scaling(rope: dict) -> RopeScaling | None:
 
 
 def missing_feature(hf: dict, rope: dict) -> str | None:
-    """What a model needs and the decoder lacks; None if nothing. Raises KeyError and TypeError."""
+    """A feature of the model that the decoder lacks, or None. Raises KeyError and TypeError."""
     fields = hf | rope
     if hf["model_type"] == "llama":
-        fields["sliding_window"] = None  # which Llama ignores
+        fields["sliding_window"] = None  # Llama ignores it
     fields.setdefault("sliding_window", 4096)  # Mistral's default
     for key, values in COMPUTED.items():
         if key in fields and fields[key] not in values:
@@ -326,7 +324,7 @@ def missing_feature(hf: dict, rope: dict) -> str | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, one or several. Raises UsageError."""
+    """The safetensors files of a model folder. Raises UsageError if there are none."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise UsageError(
@@ -337,9 +335,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def open_weights(file: Path) -> Iterator:
-    """Open a safetensors file, which is mapped into memory.
+    """Open a safetensors file, mapped into memory.
 
-    Raises UsageError without the package safetensors, and CheckpointError for damage.
+    Raises UsageError without the package safetensors, CheckpointError for damage.
     """
     try:
         import safetensors
@@ -354,11 +352,11 @@ def open_weights(file: Path) -> Iterator:
 
 def read_tensor(found: dict[str, Path], name: str) -> torch.Tensor:
     with open_weights(found[name]) as opened:
-        return opened.get_tensor(name)  # mapped, not read into memory
+        return opened.get_tensor(name)
 
 
 def has_own_head(found: dict[str, Path]) -> bool:
-    """Whether the head is there and is not the embedding, which transformers does not tie."""
+    """Whether there is a head that differs from the embedding; transformers does not tie it."""
     names = (hf_name("embed"), hf_name("head"))
     if not found.keys() >= set(names):
         return False
@@ -392,8 +390,8 @@ def check_weights(folder: Path, found: dict[str, Path], shapes: dict[str, torch.
 
 
 def tokenizer_json(encoding: tiktoken.Encoding) -> dict:
-    """An encoding as a tokenizer.json of byte-level BPE, which gives the same tokens."""
-    pattern = encoding._pat_str  # there is no public name for it
+    """A tokenizer.json of byte-level BPE that gives the same tokens as an encoding."""
+    pattern = encoding._pat_str  # has no public name
     split = {
         "type": "Split",
         "pattern": {"Regex": tokenizer.oniguruma_pattern(pattern)},
@@ -429,10 +427,10 @@ def special_tokens(encoding: tiktoken.Encoding) -> list[dict]:
 
 
 def byte_level_bpe(encoding: tiktoken.Encoding) -> dict:
-    """The vocabulary, and the pairs that merge, lowest rank first.
+    """The vocabulary, and the pairs to merge, lowest rank first.
 
-    tiktoken merges any two parts whose union has a rank; tokenizers has a list of pairs. When it is
-    a rank's turn, only one pair can be its parts: what lower ranks leave of its token.
+    tiktoken merges any two parts whose union has a rank; tokenizers needs a list of pairs. Each
+    rank has only one possible pair: the parts to which lower ranks merge its token.
     """
     letters = {byte: letter for letter, byte in tokenizer.ALPHABET.items()}
 
@@ -445,18 +443,18 @@ def byte_level_bpe(encoding: tiktoken.Encoding) -> dict:
     for token in sorted(ranks, key=ranks.get):
         vocabulary[written(token)] = ranks[token]
         parts = last_merge(token, ranks)
-        if len(parts) == 2:  # more: no merge leads there, only a piece of text that is the token
+        if len(parts) == 2:  # otherwise only a whole piece of text gives the token, not a merge
             merges.append(f"{written(parts[0])} {written(parts[1])}")
     return {
         "type": "BPE",
-        "ignore_merges": True,  # a piece of text that is a token is not merged, as in tiktoken
+        "ignore_merges": True,  # as in tiktoken, a piece of text that is a token is not merged
         "vocab": vocabulary,
         "merges": merges,
     }
 
 
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """Return the two tokens that tiktoken joins to `token`; more where its merges end before."""
+    """Return the two tokens that tiktoken merges to `token`; more if its merges end earlier."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         best = None
@@ -484,9 +482,9 @@ def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
 
 
 def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Encoding | None:
-    """Copy the tokenizer.json of a model folder to `work`, if tokenizer.py reads it.
+    """Copy the tokenizer.json of a model folder to `work`, if tokenizer.py can read it.
 
-    The built-in `bytes` needs no copy. An encoding's name is the tokenizer's in the manifest.
+    The built-in `bytes` needs no copy. The manifest names the tokenizer as the encoding's name.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -501,7 +499,7 @@ def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Enco
         print(error)
         return None
     if encoding.n_vocab > vocab_size:
-        print(f"{file} has {encoding.n_vocab:,} tokens, the model {vocab_size:,}: it is left out")
+        print(f"{file} has {encoding.n_vocab:,} tokens, the model {vocab_size:,}: left out")
         return None
     shutil.copyfile(file, work / file.name)
     return encoding
