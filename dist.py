@@ -54,7 +54,7 @@ class World:
     local_size: int
     device: torch.device
     timeout: timedelta  # of collectives
-    store: dist.Store  # a second connection to the store in which the ranks met
+    store: dist.Store  # a second connection to the rendezvous store
 
     @property
     def is_rank0(self) -> bool:

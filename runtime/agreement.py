@@ -24,7 +24,7 @@ class StopRequest:
 
     Construction installs signal handlers, which only set a flag. The all_reduce of a step runs
     during the next step, on CPU tensors and a gloo group of its own: devices take no part, and a
-    host waits only for one more than a step behind. So all ranks leave the loop in the same step.
+    host waits only for another more than a step behind. All ranks leave the loop in the same step.
     """
 
     def __init__(self, timeout: timedelta):
@@ -57,7 +57,7 @@ class StopRequest:
 
 
 class RankMismatch(ValueError):
-    """The ranks were not started with the same flags, code and data, or disagree on a shard."""
+    """Ranks differ in flags, code or data, in a shard, or in who reads what."""
 
     exit_status = 2
 
