@@ -391,7 +391,7 @@ def base_model(config: Config) -> ModelConfig:
 
 
 def read_model(path: Path, manifest: dict, size: int | None = None) -> ModelConfig:
-    """The model in the manifest of `path`; checks that it fits into `size` bytes of files.
+    """The model in the manifest of `path`; checks that `size` bytes of files can hold it.
 
     Raises UsageError.
     """

@@ -427,9 +427,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
-        """Fill the whole parameter `name` in place. Depends on seed, name and device type only.
+        """Fill the whole parameter `name` in place, depending only on seed, name and device type.
 
-        Except on GPUs: the number of multiprocessors changes how large matrices are filled.
+        On GPUs large matrices also depend on the number of multiprocessors.
 
         Norms are 1. Matrices are normal with standard deviation 0.02; 0.02 / sqrt(2 * n_layer) in
         the 2 * n_layer layers whose outputs the residual stream sums (GPT-2, Radford et al. 2019).

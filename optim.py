@@ -468,9 +468,10 @@ class Optimizer:
         return grads
 
     def sum_over_ranks(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms (n,) of the whole gradients, and the loss, a mean over ranks for spikes.
+        """Return the squared norms (n,) of the whole gradients, and the mean loss over ranks.
 
-        One collective where weights are sharded or several ranks look for spikes, else none.
+        One collective if weights are sharded or several ranks look for spikes. Otherwise none: then
+        the loss stays this rank's.
         """
         square_sums = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of this rank's parts
         world_size = self.sharding.world_size
@@ -545,7 +546,7 @@ class Optimizer:
         return rows.mT  # (n, 4 * k + 3)
 
     def state(self) -> dict:
-        """The live tensors by their names in a checkpoint, to save, or to load in place."""
+        """The live tensors by their names in a checkpoint, to save or to load in place."""
         return {
             "skipped_steps": self.skipped_steps,
             "norm_average": self.norm_average,
