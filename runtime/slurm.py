@@ -1,4 +1,4 @@
-"""Slurm's environment variables, translated to torchrun's."""
+"""Slurm's variables, translated to torchrun's."""
 
 import os
 import re
