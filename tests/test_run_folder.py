@@ -282,7 +282,7 @@ class ForkedConfig(Config):
 def test_a_flag_that_a_fork_adds_is_refused_without_a_list(change):
     with mock.patch.object(run_folder, "Config", ForkedConfig):
         assert change("label_smoothing", 0.0) == []
-        with pytest.raises(UsageError, match="numbers with --label_smoothing 0.0 -> 0.1: change"):
+        with pytest.raises(UsageError, match="--label_smoothing 0.0 -> 0.1 would change the res"):
             change("label_smoothing", 0.1)
 
 
