@@ -25,7 +25,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -575,26 +575,25 @@ def load_full(path: Path, state: dict) -> None:
 LATE_FILES_SECONDS = 90  # how late another host's files may appear: NFS can cache for a minute
 
 
-def consolidate(path: Path, out: Path) -> Iterator[str]:
+def consolidate(path: Path, out: Path) -> Iterator[float]:
     """Write the sharded checkpoint `path` as the checkpoint `out` in the full format.
 
     Runs in one process and holds one tensor at a time. A new `out` appears complete or not at all.
     If `out` is `path`, adds full.pt, then replaces the manifest and leaves the shards: `path`
-    verifies at any time. Yields after each verified file and each written tensor, for the caller to
-    report progress. Raises CheckpointError.
+    verifies at any time. Yields the share that is done, after each verified file up to a half and
+    after each written tensor up to 1. Raises CheckpointError.
     """
-    for problem in compare(path):
+    manifest = read_manifest(path)
+    for done, problem in enumerate(compare(path), 1):
         if problem:
             raise CheckpointError(f"{path}: {problem}")
-        yield "verified"
-    manifest = read_manifest(path)
+        yield done / len(manifest["files"]) / 2
     reader = Reader(path)
     with reading(path / ".metadata"):
         state = empty_state(reader.metadata)
     # An upper bound: one file has smaller headers than the shards
     with new_folder(out, total_bytes(manifest)) as work:
-        for crc32 in write_full(state, work / "full.pt", reader.read_tensor):
-            yield crc32
+        crc32 = yield from write_full(state, work / "full.pt", reader.read_tensor, done=0.5)
         sync(work / "full.pt")
         kept = {name: file for name, file in manifest["files"].items() if not is_shard(name)}
         full = {"bytes": (work / "full.pt").stat().st_size, "crc32": crc32}
@@ -611,7 +610,7 @@ def consolidate(path: Path, out: Path) -> Iterator[str]:
             complete(work, out, manifest)
 
 
-def replace_shards(path: Path) -> Iterator[str]:
+def replace_shards(path: Path) -> Iterator[float]:
     """Replace the shards of the checkpoint `path` by full.pt; yields like `consolidate`.
 
     Does nothing if `path` is full or does not exist. Call it again to complete what a killed
@@ -637,11 +636,13 @@ def is_shard(name: str) -> bool:
     return name == ".metadata" or name.endswith(".distcp")
 
 
-def write_full(state: dict, file: Path, read: Callable[[str], Tensor]) -> Iterator[str]:
+def write_full(
+    state: dict, file: Path, read: Callable[[str], Tensor], done: float = 0.0
+) -> Generator[float, None, str]:
     """Write nested dicts like torch.save, with one tensor in memory at a time.
 
     `state` holds fake tensors; read("model.norm.weight") returns the values of one. Yields the
-    CRC-32 of the file up to each written tensor, and finally of the whole file.
+    share of the file after each tensor, from `done` up to 1; returns the CRC-32 of the file.
     """
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(state, file)  # with holes in place of the values
@@ -657,9 +658,9 @@ def write_full(state: dict, file: Path, read: Callable[[str], Tensor]) -> Iterat
             opened.write(values)
             crc = zlib.crc32(values, zlib.crc32(header, crc))
             del values  # before reading the next one
-            yield f"{crc:08x}"
+            yield done + (1 - done) * opened.tell() / file.stat().st_size
         crc = zlib.crc32(opened.read(), crc)
-    yield f"{crc:08x}"
+    return f"{crc:08x}"
 
 
 def check_new(out: Path) -> None:

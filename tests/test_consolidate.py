@@ -250,8 +250,14 @@ def test_full_pt_is_written_with_one_tensor_in_memory(tmp_path):
 
     with FakeTensorMode():
         state = {str(number): torch.empty(3, 4) for number in range(20)}
-    *crcs, last = checkpoint.write_full(state, tmp_path / "full.pt", read)
-    assert len(crcs) == 20 and last == checkpoint.checksum(tmp_path / "full.pt")
+    shares = []
+    writing = checkpoint.write_full(state, tmp_path / "full.pt", read, done=0.5)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            shares.append(next(writing))
+    assert end.value.value == checkpoint.checksum(tmp_path / "full.pt")
+    assert len(shares) == 20 and shares == sorted(shares)
+    assert 0.5 < shares[0] < shares[-1] <= 1 and shares[-1] > 0.9
     assert max(at_once) == 1
     loaded = torch.load(tmp_path / "full.pt", weights_only=True)
     assert [loaded[str(number)][2, 3].item() for number in range(20)] == list(range(20))
