@@ -144,6 +144,7 @@ class Config:
     optim_metrics_interval: int = free(
         "cadence", 0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", 0
     )
+    quiet: bool = once("cadence", False, cli.QUIET)
     eval_interval: int = free("basics", 250, "steps between evaluations; 0: only at the end", 0)
     eval_sequences: int = free("cadence", 512, "sequences per evaluation, always the same", 1)
     eval_only: bool = once(

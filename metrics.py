@@ -272,6 +272,7 @@ class Log:
     peak_flops: float | None  # of a device; None: unknown
     max_skipped: int  # updates skipped in a row that end the run; 0: never
     tracker: Tracker | None = None
+    quiet: bool = False  # no lines but warnings
 
     def __post_init__(self):
         self.is_rank0 = dist.get_rank() == 0
@@ -398,7 +399,7 @@ class Log:
         }
         self.record(row)
         is_first = pending.began.step == self.last_step
-        self.say(console_line(row, self.max_steps, is_first), row["step"])
+        self.say_unless_quiet(console_line(row, self.max_steps, is_first), row["step"])
 
     # Other rows
 
@@ -418,7 +419,7 @@ class Log:
     def evaluation(self, step: int, val_loss: float) -> None:
         """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
         self.record({"step": step, "val_loss": val_loss})
-        self.say(f"val_loss {val_loss:.4f}", step)
+        self.say_unless_quiet(f"val_loss {val_loss:.4f}", step)
         if not math.isfinite(val_loss):
             raise Diverged(f"the validation loss of step {step} is {val_loss}. {REMEDY}")
 
@@ -432,7 +433,7 @@ class Log:
         line = f"saved {row['path']}: {row['bytes'] / 1e6:,.1f} MB in {row['seconds']:.2f} s"
         if row["blocking_seconds"] < row["seconds"]:
             line += f", of which training waited {row['blocking_seconds']:.2f} s"
-        self.say(line, row["step"])
+        self.say_unless_quiet(line, row["step"])
 
     # Output
 
@@ -453,6 +454,10 @@ class Log:
         except Exception as error:
             self.tracker = None
             self.say(f"--tracker failed and is off until the next start: {error!r}")
+
+    def say_unless_quiet(self, line: str, step: int) -> None:
+        if not self.quiet:
+            self.say(line, step)
 
     def say(self, line: str, step: int | None = None) -> None:
         if not self.is_rank0:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from runtime import cli
+from runtime import cli, console
 from runtime.cli import UsageError
 from runtime.lock import try_lock
 from text import tokenizer
@@ -153,7 +153,8 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, folder: Path) -> str:
     print(f"training a vocabulary of {vocab_size:,} on {corpus.size / 1e6:,.1f} MB")
     file = folder / "tokenizer.llama3.tiktoken"
     texts = (chunk.text for chunk in corpus.read())
-    file.write_bytes(tokenizer.train_ranks(texts, vocab_size))
+    with console.live(console.Progress("training")):
+        file.write_bytes(tokenizer.train_ranks(texts, vocab_size))
     return file.name
 
 
@@ -238,6 +239,7 @@ def say_what_was_written(out: Path, meta: dict, val_fraction: float) -> None:
 def build_parser() -> cli.Parser:
     """Flags with the names of the parameters of `prepare`."""
     parser = cli.Parser(
+        quiet=True,
         prog="prepare.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

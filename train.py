@@ -39,7 +39,7 @@ import prepare
 from config import BUILTIN, Config, lr_schedule, parse, profile_window
 from layout import Layout, choose_layout, empty_model, lay_out
 from model import NotFinite, Transformer, generate
-from runtime import agreement, cli, memory, profiling, report, run_folder, slurm, watchdog
+from runtime import agreement, cli, console, memory, profiling, report, run_folder, slurm, watchdog
 from text import tokenizer
 
 # --------------------------------------------------------------------------------------------------
@@ -244,6 +244,7 @@ def build_log(run: Run, first_start: datetime) -> metrics.Log:
         peak_flops=metrics.peak_flops(device, layout.dtype, c.peak_tflops),
         max_skipped=c.max_skipped,
         tracker=tracker,
+        quiet=c.quiet,
     )
 
 
@@ -289,7 +290,9 @@ def micro_batches(run: Run, start_step: int, stop_step: int) -> Iterator[Tensor]
         tokens = next(batches, None)
         run.log.data_wait += time.perf_counter() - began
         # The first step allocates its memory and may compile.
-        run.watchdog.progress(run.step, "computing", slow=run.step < start_step)
+        is_first = run.step < start_step
+        doing = "compiling" if is_first and run.config.compile else "computing"
+        run.watchdog.progress(run.step, doing, slow=is_first)
         if tokens is None:
             return
         yield tokens
@@ -394,8 +397,8 @@ def consolidate_last(c: Config, step: int, dog: watchdog.Watchdog) -> None:
     path = checkpoint.step_path(Path(c.out), step)
     pieces = checkpoint.replace_shards(path)
     is_new = False
-    while dist.on_rank0(lambda: next(pieces, None)):
-        dog.progress(step, "consolidating", slow=True)
+    while share := dist.on_rank0(lambda: next(pieces, None)):
+        dog.progress(step, "consolidating", slow=True, share=share)
         is_new = True
     if is_new and torch.distributed.get_rank() == 0:
         seconds = time.perf_counter() - began
@@ -433,10 +436,10 @@ def validation_loss(run: Run) -> float:
     """
     total = torch.zeros((), device=run.world.device)
     run.watchdog.progress(run.step, "evaluating", slow=True)  # the first forward may compile
-    for weight, tokens in run.val_batches:
+    for i, (weight, tokens) in enumerate(run.val_batches, 1):
         tokens = tokens.to(run.world.device)
         total += run.forward(tokens[:, :-1], tokens[:, 1:]) * weight
-        run.watchdog.progress(run.step, "evaluating")
+        run.watchdog.progress(run.step, "evaluating", share=i / len(run.val_batches))
     total = total.double()
     torch.distributed.all_reduce(total)
     return total.item() / run.config.tp / run.n_val  # a tp group's ranks have the same loss
@@ -587,6 +590,7 @@ def run_command(config: Config) -> int:
     """Join the other ranks, then train or evaluate; return the exit status."""
     collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * config.timeout)
     world = dist.start(config.device, collective_timeout)
+    console.is_quiet = config.quiet or not world.is_rank0
     dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
     # loss_parallel is for --tp, where each rank holds part of the logits.
     with dog, loss_parallel(), no_garbage_collection():
@@ -626,8 +630,9 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
         print("\n".join(lines), flush=True)
     if config.dry_run:
         return 0
-    status = train(run)
-    consolidate_last(config, run.step, dog)
+    with console.live(lambda: report.describe_activity(run.step, dog.now, run.log)):
+        status = train(run)
+        consolidate_last(config, run.step, dog)
     if run.step == config.max_steps:
         run.log.say(f"planned and measured: python -m tools.plan --run {config.out}")
     return status

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import NoReturn
 
+from runtime import console
+
 VERSION = "0.1"
 
 
@@ -25,11 +27,23 @@ class RunError(RuntimeError):
     exit_status = 1
 
 
+QUIET = "no live line and no lines of progress; errors, warnings and results are printed"
+
+
+class Quiet(argparse.Action):
+    """--quiet of a command that may take minutes."""
+
+    def __call__(self, *_):
+        console.is_quiet = True
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with --version, and with errors raised as a UsageError of one line."""
 
-    def __init__(self, **options):
+    def __init__(self, quiet: bool = False, **options):
         super().__init__(allow_abbrev=False, **options)
+        if quiet:
+            self.add_argument("--quiet", action=Quiet, nargs=0, dest=argparse.SUPPRESS, help=QUIET)
         self.add_argument(
             "--version",
             action="version",
@@ -64,7 +78,7 @@ class Parser(argparse.ArgumentParser):
 
 def fail(program: str, message: str, status: int) -> int:
     """Print what is wrong in one line; return the exit status."""
-    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+    console.print_error(f"{program}: error: {message}")
     return status
 
 

@@ -1,4 +1,4 @@
-"""The lines that a run prints at its start, with the arithmetic, and that of --eval_only."""
+"""The lines that a run prints: at its start, with the arithmetic; of --eval_only; the live one."""
 
 import math
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ import metrics
 from config import WARMUP_STEPS, Config
 from layout import Layout
 from model import Transformer
+from runtime import console
 from runtime.run_folder import ResumePoint
 from text import tokenizer
 
@@ -74,6 +75,19 @@ def describe_beginning(c: Config, resume: ResumePoint) -> Iterator[str]:
     yield f"out     {c.out}{beginning}"
     for change in resume.changes:
         yield f"        changed: {change}"
+
+
+def describe_activity(step: int, now: console.Progress, log: metrics.Log) -> str:
+    """The live line after `step` steps: their rate, or how long anything else takes."""
+    line = f"step {step:>{len(str(log.max_steps))}}/{log.max_steps}"
+    is_step = now.doing in ("reading data", "computing") and log.step_time
+    if not is_step or now.seconds() > 10 + 2 * log.step_time:  # it hangs, or waits for a rank
+        return f"{line}  {now()}"
+    speed = log.tokens_per_step / log.step_time
+    line += f"  {step / log.max_steps:4.0%}  {log.step_time * 1e3:,.0f} ms  {speed:,.0f} tok/s"
+    if log.mark.step <= log.last_step + 1:  # the first step does not tell the time left
+        return line
+    return f"{line}  {console.clock((log.max_steps - step) * log.step_time)} left"
 
 
 def describe_evaluation(val_loss: float, val_data: data.TokenDataset | data.Mixture, n: int) -> str:

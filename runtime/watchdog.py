@@ -18,6 +18,7 @@ import torch
 import torch._C._distributed_c10d as c10d  # for the flight recorder
 import torch.distributed as dist
 
+from runtime import console
 from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
@@ -89,6 +90,8 @@ class Watchdog:
         self.reports = 0  # calls of `progress`
         self.place = "before the first step"
         self.slow = True
+        self.now = console.Progress("starting")
+        self.took: dict[str, float] = {}  # seconds, the last time
         self.collective_failed = False
         self.stopped = threading.Event()
         self.others_are_alive = threading.Event()  # a failed collective was this rank's own
@@ -97,11 +100,18 @@ class Watchdog:
         self.send_heartbeat()  # now, so that no reader waits for the first
         store.compare_set("verdict", "", "")
 
-    def progress(self, step: int, doing: str, slow: bool = False) -> None:
-        """Report that this rank has done `step` steps and is `doing` something, perhaps `slow`."""
+    def progress(self, step: int, doing: str, slow: bool = False, share: float = 0.0) -> None:
+        """Report that this rank has done `step` steps and is `doing` something, perhaps `slow`.
+
+        `share` of it is done, if known.
+        """
         self.reports += 1
         self.place = f"after step {step}, {doing}"
         self.slow = slow
+        if doing != self.now.doing:
+            self.took[self.now.doing] = self.now.seconds()
+            self.now = console.Progress(doing, self.took.get(doing, 0.0))
+        self.now.share = share
 
     def __enter__(self) -> "Watchdog":
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -242,6 +252,7 @@ class Watchdog:
         """End this process with status 1, whatever its main thread hangs in."""
         try:
             end_process_soon()  # the dump may hang in CUDA with the GIL held, or on the disk
+            console.close()
             if line:
                 if self.saved_step is not None:
                     line += f"; the same command continues from step {self.saved_step}"
@@ -274,7 +285,7 @@ def tell_torchrun(line: str) -> None:
 def say_error(program: str, message: str, where: str = "") -> None:
     """Print an error in one line, and pass it to torchrun."""
     line = f"{program}: error{where}: {message}"
-    print(line, file=sys.stderr, flush=True)
+    console.print_error(line)
     tell_torchrun(line)
 
 

@@ -239,7 +239,7 @@ MAY_CHANGE = """data model n_layer n_head n_kv_head d_model d_ff seq_len strateg
     loss_chunks max_steps max_skipped log_interval tracker optim_metrics_interval eval_interval
     eval_sequences sample_tokens profile save_interval keep_last keep_every checkpoint
     async_save time_limit timeout device compile num_workers peak_tflops"""
-OF_ONE_START = "out resume init_from allow_changes dry_run eval_only"
+OF_ONE_START = "out resume init_from allow_changes dry_run eval_only quiet"
 
 
 @pytest.fixture

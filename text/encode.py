@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import tiktoken
 
+from runtime import console
 from text.sources import STDIN, Corpus
 from text.tokenizer import JsonEncoding
 
@@ -143,18 +144,23 @@ def tokenize(
     num_threads: int,
 ) -> Splitter:
     """Write train.bin and val.bin into `folder`; return the counts."""
-    began = last_said = time.monotonic()
     splitter = Splitter(corpus, val_fraction)
     pieces = splitter.pieces()
     if isinstance(encoder.encoding, JsonEncoding):
         pieces = join(pieces, encoder.encoding.keeps_words)
-    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
+    began = time.monotonic()
+
+    def progress() -> str:
+        return describe_progress(corpus, splitter.size, time.monotonic() - began)
+
+    with (
+        open(folder / "train.bin", "wb") as train,
+        open(folder / "val.bin", "wb") as val,
+        console.live(progress, plain_interval=2),
+    ):
         for tokens in map_in_order(encoder, batches(pieces), num_threads):
             train.write(tokens["train"])
             val.write(tokens["val"])
-            if time.monotonic() - last_said > 2:
-                last_said = time.monotonic()
-                print(describe_progress(corpus, splitter.size, last_said - began))
     return splitter
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import checkpoint
 from checkpoint import CheckpointError, PathError, checkpoints_at, read_manifest, total_bytes
-from runtime import cli
+from runtime import cli, console
 
 
 def list_checkpoint(path: Path) -> str:
@@ -62,8 +62,9 @@ def write_one_file(path: Path, out: Path) -> None:
         raise PathError(f"{path} is a run folder: name one of its checkpoints, such as {latest}")
     if "full.pt" in read_manifest(path)["files"]:
         raise PathError(f"{path} is already in the full format: its tensors are in full.pt")
-    for _ in checkpoint.consolidate(path, out):
-        pass
+    with console.live(console.Progress("consolidating")) as progress:
+        for progress.share in checkpoint.consolidate(path, out):
+            pass
     size = total_bytes(read_manifest(out))
     print(f"{out}: one file, {size / 1e6:,.1f} MB")
 
@@ -81,7 +82,9 @@ def build_parser() -> cli.Parser:
         "verify", help="compare a checkpoint, or all of a run, with their manifests"
     )
     add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
-    add = commands.add_parser("consolidate", help="convert a sharded checkpoint to the full format")
+    add = commands.add_parser(
+        "consolidate", quiet=True, help="convert a sharded checkpoint to the full format"
+    )
     add.add_argument("path", metavar="CHECKPOINT", type=Path)
     add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
     return parser

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # as in checkpoint.py
 
 import checkpoint
 from model import ModelConfig, RopeScaling, Transformer
-from runtime import cli
+from runtime import cli, console
 from runtime.cli import UsageError
 from sample import describe
 from text import tokenizer
@@ -127,12 +127,13 @@ def write_weights(path: Path, shapes: dict[str, torch.Size], file: Path) -> None
         header[hf_name(name)] = place
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(file, "wb") as opened:
+    with open(file, "wb") as opened, console.live(console.Progress("exporting")) as progress:
         opened.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
             weight = torch.empty(shape)
             checkpoint.load_state(path, {"model": {name: weight}})
             opened.write(weight.numpy())
+            progress.share = opened.tell() / (8 + len(text) + end)
 
 
 def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
@@ -241,8 +242,9 @@ def copy_weights(found: dict[str, Path], shapes: dict[str, torch.Size], full: Pa
     def read(name: str) -> torch.Tensor:  # such as "model.embed.weight"
         return read_tensor(found, hf_name(name.removeprefix("model.")))
 
-    for _ in checkpoint.write_full({"model": layout}, full, read):
-        pass
+    with console.live(console.Progress("importing")) as progress:
+        for progress.share in checkpoint.write_full({"model": layout}, full, read):
+            pass
 
 
 def read_json(file: Path) -> dict:
@@ -513,6 +515,7 @@ CONVERT = {"export": export_model, "import": import_model}
 
 def build_parser() -> cli.Parser:
     parser = cli.Parser(
+        quiet=True,
         prog="tools.hf",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,

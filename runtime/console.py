@@ -1,0 +1,144 @@
+"""A live line on a terminal, below all that is printed; in a file or a pipe there is none."""
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+CLEAR = "\r\x1b[J"  # this line, and what a window that became narrower has wrapped of it
+RED, DIM = 31, 2
+INTERVAL = 1.0  # seconds from one live line to the next
+is_quiet = False  # --quiet
+
+# Held while something is printed, and by a process that forks: the child's copy is free.
+lock = threading.RLock()
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+shown: "LiveLine | None" = None
+
+
+def is_terminal(stream) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, color: int, stream) -> str:
+    """In color on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    if not is_terminal(stream) or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{color}m{text}\x1b[0m"
+
+
+def print_error(line: str) -> None:
+    """Print "PROGRAM: error: ..." on stderr."""
+    line = line.replace("error", paint("error", RED, sys.stderr), 1)
+    if os.environ.get("RANK", "0") != "0" and is_terminal(sys.stderr):
+        line = CLEAR + line  # the live line of rank 0
+    print(line, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """What goes on: since when, the share of it that is done, and the seconds it took before."""
+
+    def __init__(self, doing: str, expected: float = 0.0):
+        self.doing = doing
+        self.began = time.monotonic()
+        self.expected = expected  # 0: unknown
+        self.share = 0.0  # 0: unknown
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def __call__(self) -> str:
+        """Such as "saving  0m12s, 0m03s left"."""
+        seconds = self.seconds()
+        left = (seconds / self.share if self.share else self.expected) - seconds
+        return f"{self.doing}  {clock(seconds)}" + (f", {clock(left)} left" if left > 0 else "")
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}m{seconds:02}s"
+
+
+class LiveLine:
+    """The last line of a terminal. What this process prints goes above it."""
+
+    def __init__(self, what: Callable[[], str]):
+        self.what = what
+        self.stdout = sys.stdout
+        self.is_shown = False
+        self.is_in_line = False  # part of a line has been printed
+        self.streams = {s: s.write for s in (sys.stdout, sys.stderr) if is_terminal(s)}
+        for stream, write in self.streams.items():
+            stream.write = functools.partial(self.print_above, write)
+
+    def show(self) -> None:
+        with lock:
+            if not self.is_in_line:
+                width = os.get_terminal_size(self.stdout.fileno()).columns or 80
+                text = paint(self.what()[: width - 1], DIM, self.stdout)
+                # The cursor goes back to the start, where text of other processes then begins.
+                self.streams[self.stdout](f"{CLEAR}{text}\r")
+                self.stdout.flush()
+                self.is_shown = True
+
+    def hide(self) -> None:
+        if self.is_shown:
+            self.is_shown = False
+            with suppress(OSError):  # of a terminal that is gone
+                self.streams[self.stdout](CLEAR)
+                self.stdout.flush()
+
+    def print_above(self, write: Callable[[str], int], text: str) -> int:
+        with lock:
+            self.hide()
+            if text:
+                self.is_in_line = not text.endswith("\n")
+            return write(text)
+
+    def remove(self) -> None:
+        with lock:
+            self.hide()
+        for stream, write in self.streams.items():
+            stream.write = write
+
+
+@contextmanager
+def live(what: Callable[[], str], plain_interval: float | None = None) -> Iterator:
+    """Show what `what` returns, once a second while the block runs; yields `what`.
+
+    Where stdout is no terminal, print it every `plain_interval` seconds instead, or never.
+    """
+    global shown
+    interval = INTERVAL if is_terminal(sys.stdout) else plain_interval
+    if is_quiet or interval is None:
+        yield what
+        return
+    if is_terminal(sys.stdout):
+        shown = LiveLine(what)
+    ended = threading.Event()
+
+    def repeat() -> None:
+        with suppress(OSError):  # of a pipe whose reader has left, or a terminal that is gone
+            while not ended.wait(interval):
+                shown.show() if shown else print(f"{what()}\n", end="", flush=True)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield what
+    finally:
+        ended.set()
+        thread.join()
+        if shown:
+            shown.remove()
+            shown = None
+
+
+def close() -> None:
+    """Remove the live line for good; from now on only this thread prints. For os._exit."""
+    lock.acquire()
+    if shown:
+        shown.hide()

@@ -1,0 +1,257 @@
+"""The live line, on pseudo-terminals, and what stands in its place in a file."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from conftest import ROOT, call_train, flags
+
+from runtime import console, report, watchdog
+
+COLOR = re.compile(r"\x1b\[\d+m")
+
+
+class Terminal:
+    """A pseudo-terminal, and the commands on it."""
+
+    def __init__(self, columns: int = 80):
+        self.near, self.far = pty.openpty()
+        self.resize(columns)
+        self.written = ""
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self.far, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def read(self) -> None:
+        try:
+            while block := os.read(self.near, 1 << 16):
+                self.written += block.decode()
+        except OSError:  # the last far end was closed
+            return
+
+    def start(self, *command, **environment) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            stdin=self.far,
+            stdout=self.far,
+            stderr=self.far,
+            cwd=ROOT,
+            env=os.environ | {"TERM": "xterm"} | environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+        )
+
+    def close(self) -> str:
+        """What is on the screen in the end."""
+        os.close(self.far)
+        self.reader.join(10)
+        lines, column = [""], 0
+        for part in re.split(r"(\r\n|\r|\x1b\[J)", COLOR.sub("", self.written)):
+            if part == "\x1b[J":
+                lines[-1] = lines[-1][:column]
+            elif part == "\r\n":
+                lines.append("")
+            elif part != "\r":
+                end = column + len(part)
+                lines[-1] = lines[-1][:column] + part + lines[-1][end:]
+            column = 0 if part[:1] == "\r" else column + len(part) * (part != "\x1b[J")
+        return "\n".join(lines)
+
+
+def live_lines(written: str) -> list[str]:
+    """The texts of the live line, one after another."""
+    return re.findall(r"\r\x1b\[J([^\r\n]+)\r(?!\n)", COLOR.sub("", written))
+
+
+BEGINNING = """
+import sys, time, warnings
+from runtime import console
+console.INTERVAL = 0.01
+progress = console.Progress("converting")
+"""
+PRINTS = f"""{BEGINNING}
+with console.live(progress):
+    time.sleep(0.05)
+    print("a line")
+    time.sleep(0.05)
+    print("a part", end="", flush=True)
+    time.sleep(0.05)
+    print(" and the rest")
+    print("", end="")
+    time.sleep(0.05)
+    warnings.warn("a warning")
+    time.sleep(0.05)
+    print("an error", file=sys.stderr)
+    time.sleep(0.05)
+console.print_error("prog: error: the last line")
+"""
+
+
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+def test_a_terminal_ends_with_the_very_lines_of_a_pipe(environment):
+    terminal = Terminal()
+    process = terminal.start("-c", PRINTS, **environment)
+    command = [sys.executable, "-uc", PRINTS]
+    piped = subprocess.run(command, cwd=ROOT, stdout=-1, stderr=subprocess.STDOUT, text=True)
+    assert process.wait(30) == piped.returncode == 0
+    assert terminal.close() == piped.stdout
+    assert "converting" not in piped.stdout and "\x1b" not in piped.stdout
+    assert bool(live_lines(terminal.written)) == ("TERM" not in environment)
+    assert bool(COLOR.search(terminal.written)) == (not environment)
+
+
+def test_in_a_pipe_a_command_may_print_lines_instead():
+    code = f"""{BEGINNING}
+for plain_interval in (None, 0.01):
+    with console.live(lambda: f"every {{plain_interval}}", plain_interval):
+        time.sleep(0.3)
+console.is_quiet = True
+with console.live(lambda: "quiet", 0.01):
+    time.sleep(0.1)
+"""
+    piped = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=-1, text=True)
+    lines = piped.stdout.splitlines()
+    assert set(lines) == {"every 0.01"} and 2 <= len(lines) <= 30
+
+
+def test_a_live_line_is_no_wider_than_the_window(tmp_path):
+    code = f"""{BEGINNING}
+progress.doing = "converting" + 100 * "."
+with console.live(progress):
+    input()
+"""
+    terminal = Terminal(columns=30)
+    process = terminal.start("-c", code)
+    wait_until(lambda: live_lines(terminal.written))
+    terminal.resize(12)
+    wait_until(lambda: live_lines(terminal.written)[-1] == "converting.")
+    os.write(terminal.near, b"\n")
+    assert process.wait(30) == 0
+    assert live_lines(terminal.written)[0] == "converting" + 19 * "."
+    terminal.close()
+
+
+def wait_until(condition, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_ctrl_c_leaves_a_clean_line():
+    code = f"""{BEGINNING}
+from runtime import cli
+def command():
+    with console.live(progress):
+        time.sleep(60)
+sys.exit(cli.run("prog", command))
+"""
+    terminal = Terminal()
+    process = terminal.start("-c", code)
+    wait_until(lambda: live_lines(terminal.written))
+    os.write(terminal.near, b"\x03")
+    assert process.wait(30) == 130
+    assert terminal.close() == ""
+
+
+def test_the_time_left_is_known_from_the_share_or_from_the_last_time(monkeypatch):
+    monkeypatch.setattr(console.time, "monotonic", lambda: 100.0)
+    saving, again = console.Progress("saving"), console.Progress("saving", expected=90)
+    monkeypatch.setattr(console.time, "monotonic", lambda: 130.0)
+    assert saving() == "saving  0m30s"
+    saving.share = 0.2
+    assert saving() == "saving  0m30s, 2m00s left"
+    assert again() == "saving  0m30s, 1m00s left"
+    monkeypatch.setattr(console.time, "monotonic", lambda: 195.0)
+    assert again() == "saving  1m35s"  # longer than the last time
+
+
+def test_a_step_shows_its_rate_and_else_what_the_run_waits_for(monkeypatch):
+    monkeypatch.setattr(console.time, "monotonic", lambda: 0.0)
+    computing = console.Progress("computing")
+    log = SimpleNamespace(max_steps=100, last_step=0, tokens_per_step=1000, step_time=0.0)
+    assert report.describe_activity(0, computing, log) == "step   0/100  computing  0m00s"
+    log.step_time = 2.0
+    log.mark = SimpleNamespace(step=1)  # the step that compiles does not tell the time left
+    line = "step   5/100    5%  2,000 ms  500 tok/s"
+    assert report.describe_activity(5, computing, log) == line
+    log.mark.step = 10
+    line = "step  10/100   10%  2,000 ms  500 tok/s  3m00s left"
+    assert report.describe_activity(10, computing, log) == line
+    monkeypatch.setattr(console.time, "monotonic", lambda: 15.0)
+    assert report.describe_activity(10, computing, log) == "step  10/100  computing  0m15s"
+
+
+PREPARE = """
+import sys
+from runtime import console
+console.INTERVAL = 0.01
+import prepare
+sys.exit(prepare.main(sys.argv[1:]))
+"""
+
+
+def test_prepare_shows_its_rate_on_a_terminal(tmp_path):
+    (tmp_path / "a.txt").write_text("words and words\n" * 400_000)
+    terminal = Terminal()
+    process = terminal.start("-c", PREPARE, "--source", tmp_path / "a.txt", "--out", tmp_path / "t")
+    assert process.wait(30) == 0
+    assert any("MB of text" in line and "left" in line for line in live_lines(terminal.written))
+    assert "tokenizing" not in terminal.close()
+
+
+def train_on_terminal(argv: list[str]) -> tuple[str, list[str]]:
+    """train.py with a live line every 5 ms, in a run that stays 30 ms in every place."""
+    terminal = Terminal()
+    report_progress = watchdog.Watchdog.progress
+
+    def progress(*arguments, **more) -> None:
+        report_progress(*arguments, **more)
+        time.sleep(0.03)
+
+    with (
+        open(terminal.far, "w", closefd=False) as stdout,
+        mock.patch.object(sys, "stdout", stdout),
+        mock.patch.object(console, "INTERVAL", 0.005),
+        mock.patch.object(watchdog.Watchdog, "progress", progress),
+        mock.patch.dict(os.environ, {"TERM": "xterm"}),
+    ):
+        assert call_train(argv) == 0
+    return terminal.close(), live_lines(terminal.written)
+
+
+def test_a_run_shows_what_it_does_and_the_time_left(pool, tokens, tmp_path):
+    text = f"--data {tokens} --max_steps 6 --eval_interval 3 --save_interval 3 --checkpoint full"
+    ranks = pool(2, train_on_terminal, flags(f"{text} --out {tmp_path}/run --strategy ddp"))
+    (screen, shown), (nothing, never) = ranks
+    assert (nothing, never) == ("", [])  # rank 1
+    for pattern in (
+        r"step 0/6  (reading data|computing)  \dm\d\ds",
+        r"step 4/6   67%  [\d,]+ ms  [\d,]+ tok/s  \dm\d\ds left",
+        r"step 3/6  evaluating  \dm\d\ds, \dm\d\ds left",
+        r"step 3/6  saving  \dm\d\ds",
+        r"step 6/6  saving  \dm\d\ds, \dm\d\ds left",
+        r"step 6/6  consolidating  \dm\d\ds, \dm\d\ds left",
+    ):
+        assert any(re.fullmatch(pattern, line) for line in shown), pattern
+    assert screen.count("\nstep 6/6  100%  loss ") == 1
+    assert "saving" not in screen and "computing" not in screen
+
+
+def test_quiet_leaves_out_lines_of_progress(pool, tokens, tmp_path):
+    text = f"--data {tokens} --max_steps 2 --out {tmp_path}/run --quiet"
+    ((screen, shown),) = pool(1, train_on_terminal, flags(text))
+    assert shown == []
+    assert "model   tiny" in screen and "goodput" in screen and "step 2/2" not in screen
