@@ -15,6 +15,10 @@ MISTAKES = {
         Mistake("{unlogged}", "unlogged has no training row yet: let it run until its first one"),
         Mistake("{other} --plot {root}/ab.xyz", "ab.xyz must end in .png, .pdf, .svg"),
         Mistake("{other} --plot {root}/ab", "ab must end in .png, .pdf, .svg"),
+        Mistake("{other} --csv {other}/metrics.jsonl", "metrics.jsonl must end in .csv"),
+        Mistake("{other} --sort speed", "--sort speed: the columns are run, final validation "),
+        Mistake("{other} --x lr", "--x lr needs --plot FILE.png"),
+        Mistake("{other} --x rl --plot {root}/ab.png", "--x rl: no run has this flag"),
     ],
     "tools.bench": [
         Mistake("nanogpt --path {root}", "no nanoGPT with data/shakespeare_char/train.bin there"),

@@ -1,5 +1,6 @@
 """tools/compare.py and tools/bench.py, as `python -m tools.compare` and `python -m tools.bench`."""
 
+import csv
 import ctypes
 import itertools
 import json
@@ -88,7 +89,9 @@ def two_runs(pool, tokens, tmp_path_factory) -> list[Path]:
     return [root / "a", root / "b"]
 
 
-def write_run(folder: Path, losses: dict[int, float | None], evaluations=(), statistics=()) -> Path:
+def write_run(
+    folder: Path, losses: dict[int, float | None], evaluations=(), statistics=(), **config
+) -> Path:
     """A run folder as train.py leaves it: step -> loss, (step, validation loss), optim.jsonl."""
     lines = []
     for step, loss in losses.items():
@@ -106,7 +109,7 @@ def write_run(folder: Path, losses: dict[int, float | None], evaluations=(), sta
     for step, val_loss in evaluations:
         lines.append(json.dumps({"step": step, "val_loss": val_loss}) + "\n")
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(lines))
     (folder / "optim.jsonl").write_text("".join(json.dumps(row) + "\n" for row in statistics))
     return folder
@@ -402,14 +405,12 @@ def test_time_to_a_loss_lies_on_the_line_between_two_evaluations():
 
 
 def test_the_best_value_is_bold_unless_all_are_the_same():
-    logs = [compare.Log(str(loss), {"loss": loss}, [], [], {}) for loss in (2.0, 1.0, math.nan)]
+    def lower(*values: float) -> list[str]:
+        return compare.Column("loss", list(values), ".1f", min).cells()
 
-    def lower(logs: list[compare.Log]) -> list[str]:
-        return compare.row_of("loss", logs, lambda log: log.config["loss"], ".1f", best=min)
-
-    assert lower(logs) == ["loss", "2.0", "**1.0**", "nan"]
-    assert lower(logs[:1]) == ["loss", "2.0"]
-    assert lower(logs[2:]) == ["loss", "nan"]
+    assert lower(2.0, 1.0, math.nan) == ["2.0", "**1.0**", "nan"]
+    assert lower(2.0) == ["2.0"]
+    assert lower(math.nan) == ["nan"]
 
 
 def test_compare_plots_training_and_validation_of_every_run(tmp_path, compared):
@@ -433,6 +434,143 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch, c
     answer = capsys.readouterr()
     assert answer.out == ""
     assert "pip install matplotlib" in answer.err and answer.err.count("\n") == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# studies
+
+
+def sweep(root: Path) -> list[Path]:
+    """Seven runs of one step: two settings of three seeds, and a run that diverged."""
+    runs = []
+    final_losses = {0.1: (2.0, 2.1, 1.9), 0.02: (3.0, 3.2, 3.1)}
+    for lr, losses in final_losses.items():
+        for seed, loss in enumerate(losses):
+            flags = {"max_steps": 1, "seed": seed, "lr": lr, "clip": "norm"}
+            folder = root / f"lr-{lr}-seed-{seed}"
+            runs.append(write_run(folder, {1: loss}, [(1, loss)], **flags))
+    flags |= {"lr": 0.9, "seed": 0}
+    return [*runs, write_run(root / "high", {1: None}, [(1, None)], **flags)]
+
+
+def test_more_runs_than_columns_are_rows_in_the_order_of_a_column(tmp_path, capsys):
+    runs = [str(run) for run in sweep(tmp_path)]
+
+    def order(*arguments: str) -> list[str]:
+        assert compare.main([*runs, *arguments]) == 0
+        lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+        return [line.split("|")[1].strip() for line in lines[2:]]
+
+    by_loss = [f"lr-0.1-seed-{seed}" for seed in (2, 0, 1)]
+    by_loss += [f"lr-0.02-seed-{seed}" for seed in (0, 2, 1)]
+    assert order() == [*by_loss, "high"]
+    assert order("--sort", "lr") == [Path(run).name for run in (*runs[3:6], *runs[:3], runs[6])]
+    assert order("--sort", "final") == order()
+    log = json.loads((tmp_path / "high/metrics.jsonl").read_text().splitlines()[0])
+    (tmp_path / "high/metrics.jsonl").write_text(json.dumps(log | {"tokens_per_second": 300.0}))
+    assert order("--sort", "tokens")[0] == "high"  # the most come first
+    assert compare.main([*runs[:2], "--sort", "seed"]) == 0  # a few runs, if asked for
+    assert table_cells(capsys.readouterr().out)["lr-0.1-seed-1"][0] == "2.1000"
+
+
+def test_a_csv_has_every_run_with_all_digits(tmp_path, compared):
+    runs = sweep(tmp_path)
+    third = 1 / 3
+    runs.append(write_run(tmp_path / "third", {1: third}, [(1, third)], max_steps=1, seed=5))
+    compared(*runs, "--csv", tmp_path / "runs.csv")
+    with open(tmp_path / "runs.csv", newline="") as file:
+        found = {row["run"]: row for row in csv.DictReader(file)}
+    assert found.keys() == {run.name for run in runs}
+    assert float(found["third"]["final validation loss"]) == third
+    assert found["lr-0.1-seed-1"]["lr"] == "0.1" and found["lr-0.1-seed-1"]["seed"] == "1"
+    assert found["high"]["final validation loss"] == "nan"
+
+
+def test_a_sweep_is_drawn_against_its_flag(tmp_path, compared):
+    pytest.importorskip("matplotlib")
+    runs = sweep(tmp_path)
+    value = write_run(tmp_path / "value", {1: 2.5}, [(1, 2.5)], max_steps=1, lr=0.1, clip="value")
+    compared(*runs, value, "--x", "lr", "--plot", tmp_path / "lr.svg")
+    drawn = (tmp_path / "lr.svg").read_text()
+    for text in ("lr", "final validation loss, and its mean over seeds", "clip norm"):
+        assert f"<!-- {text} -->" in drawn
+    compared(*runs, value, "--x", "clip", "--plot", tmp_path / "clip.svg")
+    drawn = (tmp_path / "clip.svg").read_text()
+    for text in ("norm", "value", "lr 0.1", "lr 0.02"):
+        assert f"<!-- {text} -->" in drawn
+
+
+def seeds(out: str) -> dict[str, list[str]]:
+    """The table of settings, by the first cell."""
+    return table_cells(out.split("\n\n")[1])
+
+
+def test_seeds_of_a_setting_have_a_mean_a_spread_and_a_word(tmp_path, capsys):
+    *runs, high = sweep(tmp_path)
+    assert compare.main([str(run) for run in runs]) == 0
+    found = seeds(capsys.readouterr().out)
+    assert found["0.1"] == ["3", "2.0000", "0.1000", "-"]
+    # Differences 1.0, 1.1 and 1.2: t = 1.1 / (0.1 / sqrt(3)) = 19.05; df = 2
+    p = 1 - 19.0526 / math.sqrt(2 + 19.0526**2)
+    word = f"+1.1000: larger than the spread of seeds (paired t test, n = 3, p = {p:.2g})"
+    assert found["0.02"] == ["3", "3.1000", "0.1000", word]
+
+    assert compare.main([str(run) for run in (*runs[:2], *runs[4:], high)]) == 0
+    found = seeds(capsys.readouterr().out)
+    assert "Welch's t test, n = 2 and 2, p = 0.0" in found["0.02"][-1]
+    word = "no word: a run has not ended, or not with a finite loss"
+    assert found["0.9"] == ["0 of 1", "none yet", "-", word]
+    assert compare.main([str(run) for run in runs[:4]]) == 0
+    assert seeds(capsys.readouterr().out)["0.02"][-1] == "no word: it takes two seeds of each"
+
+    assert compare.main([str(run) for run in (*runs[::3], high)]) == 0
+    assert "\n\n" not in capsys.readouterr().out  # one seed of each: nothing to say
+
+
+def test_a_run_that_has_not_ended_or_not_well_is_in_no_mean(tmp_path, capsys):
+    runs = sweep(tmp_path)[:6]
+    text = (runs[5] / "metrics.jsonl").read_text()
+    (runs[5] / "metrics.jsonl").write_text(text.replace('"val_loss": 3.1', '"val_loss": null'))
+    assert compare.main([str(run) for run in runs]) == 0
+    word = "no word: a run has not ended, or not with a finite loss"
+    assert seeds(capsys.readouterr().out)["0.02"] == ["2 of 3", "3.1000", "0.1414", word]
+    for run in runs[:3]:
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps(config | {"max_steps": 2}))
+    assert compare.main([str(run) for run in runs[:3]]) == 0
+    assert "0 of 3 | none yet" in capsys.readouterr().out
+
+
+def test_several_settings_share_the_level_of_the_test():
+    first, other = {0: 1.0, 1: 1.0, 2: 1.0}, {0: 2.0, 1: 2.5, 2: 3.0}
+    test = "paired t test, n = 3, p = 0.035"  # t = 1.5 / (0.5 / sqrt(3))
+    spread = f"+1.5000: larger than the spread of seeds ({test})"
+    assert compare.verdict(first, other, comparisons=1) == spread
+    word = f"+1.5000: not distinguishable ({test}, x 2 comparisons)"
+    assert compare.verdict(first, other, comparisons=2) == word
+
+
+SLEEP = [
+    [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0],
+    [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4],
+]
+
+
+@pytest.mark.parametrize(
+    "a, b, is_paired, p",
+    [
+        # Student's sleep data, in R: t.test(extra ~ group, sleep), with and without paired
+        (*SLEEP, True, 0.002833),
+        (*SLEEP, False, 0.07939),
+        ([3.0, 4.0, 1.0, 2.1], [490.2, 340.0, 433.9], False, 0.010751561),
+        ([1.0, 2.0], [1.0, 2.0], True, 1.0),
+    ],
+)
+def test_the_tests_have_the_p_of_published_ones(a, b, is_paired, p):
+    other = dict(enumerate(b, 0 if is_paired else 100))
+    name, found = compare.t_test(dict(enumerate(a)), other)
+    assert name.startswith("paired" if is_paired else "Welch")
+    assert found == pytest.approx(p, rel=1e-3)
 
 
 # --------------------------------------------------------------------------------------------------

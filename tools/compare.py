@@ -1,17 +1,21 @@
-"""Compare runs side by side, from their logs: an A/B test, or the same run on two meshes.
+"""Compare runs, from their logs: an A/B test, seeds, a sweep, or the same run on two meshes.
 
 python -m tools.compare runs/norm runs/adaptive --plot ab.png
+python -m tools.compare runs/* --sort lr --csv runs.csv --x lr --plot lr.png
 python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 """
 
 import argparse
+import csv
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev, variance
+
+import numpy as np
 
 from metrics import read_rows
 from runtime import cli
@@ -26,7 +30,8 @@ ROUNDING = 1e-6
 # step 10, 5e-3 up to 20 and 0.8 up to 40. Once above the default tolerance, they grew at most
 # 12-fold from a row to the next of every step, 41-fold of every tenth (AMD EPYC Zen 4, 2026-11-22).
 GROWTH = 100
-PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+MOST_COLUMNS = 6  # runs side by side: of more, each has a row
+LEVEL = 0.05  # chance that equal settings are told apart, over all comparisons of a table
 
 
 # --------------------------------------------------------------------------------------------------
@@ -99,6 +104,11 @@ class Log:
         last = self.training[-1]
         return last["skipped_steps"] / last["step"]
 
+    def ended_loss(self) -> float | None:
+        """The final validation loss of a run that has ended, and with a finite one."""
+        at_end = [row for row in self.finite_val() if row["step"] == self.config.get("max_steps")]
+        return at_end[-1]["val_loss"] if at_end else None
+
 
 def read(folder: str, name: str) -> Log:
     """Read a run folder. Raises UsageError if it is none."""
@@ -153,23 +163,7 @@ def table(logs: list[Log], loss: float | None, tolerance: float) -> str:
     `loss` is the validation loss to measure the time to, `tolerance` the relative difference of
     training losses to look for. At the end come the flags in which the runs differ.
     """
-    tokens = min(log.training[-1]["tokens"] for log in logs)
-    at_tokens = f"training loss at {tokens:,} tokens"
-    rows = [
-        row_of("final validation loss", logs, Log.final_val_loss, ".4f", best=min),
-        row_of("best validation loss", logs, Log.best_val_loss, ".4f", best=min),
-        row_of(at_tokens, logs, lambda log: log.loss_at(tokens), ".4f", best=min),
-    ]
-    reached = [log.best_val_loss() for log in logs if log.finite_val()]
-    loss = loss or max(reached, default=None)  # the lowest that all of them reached
-    if loss is not None:
-        to_loss = f"seconds to validation loss {loss:.4f}"
-        rows.append(row_of(to_loss, logs, lambda log: log.time_to(loss), ",.1f", best=min))
-    rows += [
-        row_of("tokens per second, median", logs, Log.tokens_per_second, ",.0f", best=max),
-        row_of("steps clipped, of those logged", logs, Log.clipped, ".1%"),
-        row_of("steps skipped", logs, Log.skipped, ".1%"),
-    ]
+    rows = [[column.name, *column.cells()] for column in quantities(logs, loss)]
     if len(logs) > 1:
         rows.append(differences(logs, "loss", ROUNDING, "rounding"))
         rows.append(differences(logs, "loss", tolerance, "--tolerance"))
@@ -178,24 +172,77 @@ def table(logs: list[Log], loss: float | None, tolerance: float) -> str:
     return markdown_table(["", *(log.name for log in logs)], rows + different_flags(logs))
 
 
-def row_of(
-    name: str,
-    logs: list[Log],
-    value_of: Callable[[Log], float | str],
-    spec: str,
-    best: Callable | None = None,
-) -> list[str]:
-    """A quantity of every run, text where a run has no such number.
+@dataclass(frozen=True)
+class Column:
+    """A quantity of every run; the table of a few runs has it in a row."""
 
-    `spec` is the format of a number. The best, min or max, is bold unless all are the same.
-    """
-    values = [value_of(log) for log in logs]
-    cells = [value if isinstance(value, str) else format(value, spec) for value in values]
-    numbers = [value for value in values if not isinstance(value, str) and math.isfinite(value)]
-    if best and numbers and len(set(cells)) > 1:
-        winner = best(numbers)
-        cells = [f"**{cell}**" if value == winner else cell for cell, value in zip(cells, values)]
-    return [name, *cells]
+    name: str
+    values: list  # numbers, or text where a run has none; of a flag, what was given
+    spec: str = ""  # format of a number
+    best: Callable | None = None  # min or max, which is bold unless all are the same
+
+    @property
+    def title(self) -> str:
+        return self.name.strip("`-")
+
+    def cells(self) -> list[str]:
+        texts = [v if isinstance(v, str) else format(v, self.spec) for v in self.values]
+        numbers = [value for value in self.values if is_finite(value)]
+        if self.best and numbers and len(set(texts)) > 1:
+            best = self.best(numbers)
+            texts = [f"**{t}**" if value == best else t for t, value in zip(texts, self.values)]
+        return texts
+
+    def order(self) -> list[int]:
+        """The runs by their values: the best or else the lowest first, text and nan last."""
+        sign = -1 if self.best is max else 1
+        keys = [(0, sign * v) if is_finite(v) else (1, str(v)) for v in self.values]
+        return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def is_finite(value) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def quantities(logs: list[Log], loss: float | None) -> list[Column]:
+    """What each run reached; `loss` as in `table`."""
+    tokens = min(log.training[-1]["tokens"] for log in logs)
+
+    def column(name: str, value_of: Callable[[Log], float | str], *more) -> Column:
+        return Column(name, [value_of(log) for log in logs], *more)
+
+    columns = [
+        column("final validation loss", Log.final_val_loss, ".4f", min),
+        column("best validation loss", Log.best_val_loss, ".4f", min),
+        column(f"training loss at {tokens:,} tokens", lambda log: log.loss_at(tokens), ".4f", min),
+        column("tokens per second, median", Log.tokens_per_second, ",.0f", max),
+        column("steps clipped, of those logged", Log.clipped, ".1%"),
+        column("steps skipped", Log.skipped, ".1%"),
+    ]
+    reached = [log.best_val_loss() for log in logs if log.finite_val()]
+    loss = loss or max(reached, default=None)  # the lowest that all of them reached
+    if loss is not None:
+        name = f"seconds to validation loss {loss:.4f}"
+        columns.insert(3, column(name, lambda log: log.time_to(loss), ",.1f", min))
+    return columns
+
+
+def table_of_many(columns: list[Column], sort: str) -> str:
+    """A Markdown table with a row for each run, in the order of the column that `sort` begins."""
+    titles = {column.title: column for column in columns}
+    found = [title for title in titles if title.startswith(sort)]
+    if not found:
+        raise UsageError(f"--sort {sort}: the columns are {', '.join(titles)}")
+    order = titles[sort if sort in titles else found[0]].order()
+    rows = list(zip(*(column.cells() for column in columns)))
+    return markdown_table([column.name for column in columns], [rows[run] for run in order])
+
+
+def write_csv(columns: list[Column], file: str) -> None:
+    """Write a row for each run, with all digits."""
+    titles = [column.title for column in columns]
+    with open(file, "w", newline="") as opened:
+        csv.writer(opened).writerows([titles, *zip(*(column.values for column in columns))])
 
 
 def differences(logs: list[Log], what: str, limit: float, reason: str) -> list[str]:
@@ -256,13 +303,15 @@ def relative_difference(a: dict, b: dict, column: str) -> float:
 
 def different_flags(logs: list[Log]) -> list[list[str]]:
     """A row for each flag whose value is not the same in all runs; --out is always different."""
-    flags = set().union(*(log.config for log in logs)) - {"out"}
-    rows = []
-    for flag in sorted(flags):
-        values = [str(log.config.get(flag)) for log in logs]
-        if len(set(values)) > 1:
-            rows.append([f"`--{flag}`", *values])
-    return rows
+    return [[column.name, *column.cells()] for column in flag_columns(logs)]
+
+
+def flag_columns(logs: list[Log], *left_out: str) -> list[Column]:
+    """The flags whose value is not the same in all runs."""
+    flags = set().union(*(log.config for log in logs)) - {"out", *left_out}
+    columns = [Column(f"`--{flag}`", [log.config.get(flag) for log in logs]) for flag in flags]
+    different = [column for column in columns if len(set(map(str, column.values))) > 1]
+    return sorted(different, key=lambda column: column.name)
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
@@ -271,7 +320,85 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The plot
+# Seeds
+
+
+def group(logs: list[Log], *flags: str) -> list[list[Log]]:
+    """The runs that differ in these flags and --out alone, in groups, by the order of the first."""
+    groups: dict[str, list[Log]] = {}
+    for log in logs:
+        same = {flag: log.config[flag] for flag in log.config.keys() - {"out", *flags}}
+        groups.setdefault(json.dumps(same, sort_keys=True), []).append(log)
+    return list(groups.values())
+
+
+def seeds_table(logs: list[Log]) -> str:
+    """Mean and spread over seeds of each setting, beside the first; empty where none has two."""
+    settings = group(logs, "seed")
+    losses = [{log.config.get("seed"): log.ended_loss() for log in each} for each in settings]
+    if max(map(len, losses)) < 2:
+        return ""
+    flags = flag_columns([setting[0] for setting in settings], "seed")
+    header = ["seeds", "final validation loss, mean", "standard deviation", "from the first"]
+    comparisons = sum(len(found) > 1 for found in losses[1:])
+    rows = []
+    for i, setting in enumerate(settings):
+        found = [loss for loss in losses[i].values() if loss is not None]
+        count = f"{len(found)}" if len(found) == len(setting) else f"{len(found)} of {len(setting)}"
+        mean = format(fmean(found), ".4f") if found else "none yet"
+        spread = format(stdev(found), ".4f") if len(found) > 1 else "-"
+        word = verdict(losses[0], losses[i], comparisons) if i else "-"
+        rows.append([*(column.cells()[i] for column in flags), count, mean, spread, word])
+    return markdown_table([*(column.name for column in flags), *header], rows)
+
+
+def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) -> str:
+    """Whether two settings differ by more than their seeds do, in words.
+
+    The means of n losses are near normal, so Student's t tells even with three seeds, whose
+    permutations cannot have a p below 0.1. By Bonferroni, `comparisons` share LEVEL.
+    """
+    if None in (*first.values(), *other.values()):
+        return "no word: a run has not ended, or not with a finite loss"
+    if min(len(first), len(other)) < 2:
+        return "no word: it takes two seeds of each"
+    name, p = t_test(first, other)
+    difference = fmean(other.values()) - fmean(first.values())
+    is_large = p * comparisons < LEVEL
+    word = "larger than the spread of seeds" if is_large else "not distinguishable"
+    shared = f", x {comparisons} comparisons" if comparisons > 1 else ""
+    return f"{difference:+.4f}: {word} ({name}, p = {p:.2g}{shared})"
+
+
+def t_test(a: dict[int, float], b: dict[int, float]) -> tuple[str, float]:
+    """The test with its n, and its two-sided p: paired where both have the same seeds."""
+    if a.keys() == b.keys():
+        n = len(a)
+        pairs = [b[seed] - a[seed] for seed in a]
+        return f"paired t test, n = {n}", p_value(fmean(pairs), variance(pairs) / n, n - 1)
+    x, y = a.values(), b.values()
+    u, v = variance(x) / len(x), variance(y) / len(y)  # of the means
+    df = (u + v) ** 2 / (u**2 / (len(x) - 1) + v**2 / (len(y) - 1) or 1)  # Welch 1947
+    name = f"Welch's t test, n = {len(x)} and {len(y)}"
+    return name, p_value(fmean(y) - fmean(x), u + v, df)
+
+
+def p_value(difference: float, squared_error: float, df: float) -> float:
+    """The chance of such a difference or a larger one, either way, if there is none.
+
+    With t = sqrt(df) tan(x), the density of Student's t is cos(x)^(df - 1) over its integral.
+    """
+    if squared_error == 0:
+        return float(difference == 0)
+    start = math.atan(abs(difference) / math.sqrt(squared_error * df))
+    width = math.pi / 2 - start
+    x = start + width * (np.arange(1000) + 0.5) / 1000
+    whole = math.sqrt(math.pi) * math.exp(math.lgamma(df / 2) - math.lgamma((df + 1) / 2))
+    return float(2 * width * np.mean(np.cos(x) ** (df - 1)) / whole)
+
+
+# --------------------------------------------------------------------------------------------------
+# Plots
 
 
 def import_pyplot():
@@ -313,6 +440,39 @@ def draw(axes, rows: list[dict], x: str, y: str, **style) -> None:
     axes.plot([row[x] for row in rows], [row[y] for row in rows], **style)
 
 
+def plot_sweep(logs: list[Log], flag: str, file: str) -> None:
+    """Plot final validation losses against a flag: a point a run, a line through the means.
+
+    Runs that differ in other flags than --seed have lines of their own. Raises UsageError.
+    """
+    if not any(flag in log.config for log in logs):
+        raise UsageError(f"--x {flag}: no run has this flag")
+    values = [log.config.get(flag) for log in logs]
+    is_number = all(is_finite(value) and not isinstance(value, bool) for value in values)
+    pyplot = import_pyplot()
+    figure, axes = pyplot.subplots(layout="constrained")
+    lines = group(logs, "seed", flag)
+    others = flag_columns([line[0] for line in lines], "seed", flag)
+    for i, line in enumerate(lines):
+        points: dict = {}
+        for log in line:
+            if is_finite(loss := log.final_val_loss()):
+                value = log.config.get(flag)
+                points.setdefault(value if is_number else str(value), []).append(loss)
+        x = sorted(points)
+        label = " ".join(f"{column.title} {column.cells()[i]}" for column in others)
+        axes.plot(x, [fmean(points[value]) for value in x], color=f"C{i}", label=label)
+        for value in x:
+            axes.plot([value] * len(points[value]), points[value], "o", color=f"C{i}", alpha=0.5)
+    if is_number and min(values) > 0 and max(values) >= 8 * min(values):
+        axes.set_xscale("log")
+    if others:
+        axes.legend()
+    axes.set_xlabel(flag)
+    axes.set_ylabel("final validation loss, and its mean over seeds")
+    figure.savefig(file, dpi=150)
+
+
 # --------------------------------------------------------------------------------------------------
 # The command line
 
@@ -324,10 +484,18 @@ def positive_number(text: str) -> float:
     return number
 
 
-def plot_file(text: str) -> str:
-    if not text.lower().endswith(PLOT_SUFFIXES):
-        raise argparse.ArgumentTypeError(f"{text} must end in {', '.join(PLOT_SUFFIXES)}")
-    return text
+def file_ending_in(*suffixes: str) -> Callable[[str], str]:
+    """A type for argparse."""
+
+    def check(text: str) -> str:
+        if not text.lower().endswith(suffixes):
+            raise argparse.ArgumentTypeError(f"{text} must end in {', '.join(suffixes)}")
+        return text
+
+    return check
+
+
+plot_file = file_ending_in(".png", ".pdf", ".svg")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -357,15 +525,42 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="FILE.png",
         help="also plot loss and gradient norm (needs matplotlib); .pdf and .svg work too",
     )
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--x", metavar="FLAG", help="instead, --plot the final validation losses against this flag"
+    )
+    parser.add_argument(
+        "--sort",
+        metavar="COLUMN",
+        help="one run a row, in the order of the first column that begins like this, such as lr "
+        f"(default: for more than {MOST_COLUMNS} runs, final validation loss)",
+    )
+    parser.add_argument(
+        "--csv", type=file_ending_in(".csv"), metavar="FILE.csv", help="also write one run a row"
+    )
+    args = parser.parse_args(argv)
+    if args.x and not args.plot:
+        raise UsageError(f"--x {args.x} needs --plot FILE.png")
+    return args
 
 
 def compare(argv: list[str]) -> None:
     args = parse(argv)
     logs = [read(folder, name) for folder, name in zip(args.runs, names(args.runs))]
-    if args.plot:
+    columns = [Column("run", [log.name for log in logs])]
+    columns += quantities(logs, args.loss) + flag_columns(logs)
+    if args.sort or len(logs) > MOST_COLUMNS:
+        text = table_of_many(columns, args.sort or "final validation loss")
+    else:
+        text = table(logs, args.loss, args.tolerance)
+    if args.x:
+        plot_sweep(logs, args.x, args.plot)
+    elif args.plot:
         plot(logs, args.plot)
-    print(table(logs, args.loss, args.tolerance))
+    if args.csv:
+        write_csv(columns, args.csv)
+    print(text)
+    if over_seeds := seeds_table(logs):
+        print(f"\n{over_seeds}")
 
 
 def names(folders: list[str]) -> list[str]:
