@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -571,6 +572,40 @@ def test_the_tests_have_the_p_of_published_ones(a, b, is_paired, p):
     name, found = compare.t_test(dict(enumerate(a)), other)
     assert name.startswith("paired" if is_paired else "Welch")
     assert found == pytest.approx(p, rel=1e-3)
+
+
+SEEDS = ROOT / "docs/runs/seeds"
+
+
+def test_of_ten_seeds_a_real_difference_is_told_and_no_other(capsys):
+    """The logs of docs/benchmarks.md: a learning rate, and a flag that changes only rounding."""
+    names = ("lr-0.008", "lr-0.016", "micro-8")
+    runs = [str(SEEDS / f"{name}-{seed}") for name in names for seed in range(10)]
+    assert compare.main(runs[:20]) == 0
+    real = seeds(capsys.readouterr().out)["0.016"]
+    assert real[0] == "10" and "larger than the spread of seeds (paired t test, n = 10" in real[-1]
+    assert compare.main(runs[:10] + runs[20:]) == 0
+    none = seeds(capsys.readouterr().out)["8"]
+    assert none[0] == "10" and "not distinguishable (paired t test, n = 10" in none[-1]
+
+
+@pytest.mark.parametrize("is_paired", [False, True])
+@pytest.mark.parametrize("n", [3, 5, 10])
+def test_equal_runs_are_told_apart_as_seldom_as_the_level_says(n, is_paired):
+    """Random halves, of n runs each, of twenty runs that differ in the seed alone."""
+    folders = [*SEEDS.glob("lr-0.008-*"), *SEEDS.glob("equal-*")]
+    logs = [compare.read(str(folder), folder.name) for folder in sorted(folders)]
+    losses = [log.final_val_loss() for log in logs]
+    assert len(losses) == 20
+    draws = random.Random(0)
+    alarms = 0
+    for _ in range(1000):
+        drawn = draws.sample(losses, 2 * n)
+        one = dict(enumerate(drawn[:n]))
+        other = dict(enumerate(drawn[n:], 0 if is_paired else n))
+        alarms += "larger" in compare.verdict(one, other, comparisons=1)
+    print(f"n = {n}, paired: {is_paired}: {alarms / 1000:.1%}")
+    assert 0.03 < alarms / 1000 < 0.07
 
 
 # --------------------------------------------------------------------------------------------------
