@@ -91,7 +91,7 @@ with console.live(progress):
     print(" and the rest")
     print("", end="")
     progress.doing = "still converting"
-    time.sleep(0.05)
+    time.sleep(0.3)
     progress.doing = "converting"
     warnings.warn("a warning")
     time.sleep(0.05)
@@ -110,8 +110,8 @@ def test_a_terminal_ends_with_the_very_lines_of_a_pipe(environment):
     assert process.wait(30) == piped.returncode == 0
     assert terminal.close() == piped.stdout
     assert "converting" not in piped.stdout and "\x1b" not in piped.stdout
-    shown = live_lines(terminal.written)
-    assert ("still converting  0m00s" in shown) == ("TERM" not in environment)
+    is_shown = any(line.startswith("still") for line in live_lines(terminal.written))
+    assert is_shown == ("TERM" not in environment)
     assert bool(COLOR.search(terminal.written)) == (not environment)
 
 
