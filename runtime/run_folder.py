@@ -355,9 +355,11 @@ def read_starts(out: Path) -> list[dict]:
 
 def create(out: Path, manifest: dict, step: int, world_size: int, started: datetime) -> datetime:
     """Make `out` this run's folder and add this start; return the time of its first start."""
+    logged = read_rows(out / "metrics.jsonl")  # before the rows of lost steps are dropped
     start = {
         **manifest,
         "time": started.isoformat(),
+        "last_logged": logged[-1]["time"] if logged else None,
         "host": socket.gethostname(),
         "process": os.getpid(),
         "ranks": world_size,

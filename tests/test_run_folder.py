@@ -339,7 +339,9 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
         now = began + timedelta(hours=step)
         first = run_folder.create(tmp_path, manifest(0, lr=lr), step, 2, now)
         assert first == began
+        (tmp_path / "metrics.jsonl").write_text('{"time": "noon"}\n{"time": "later"}\n{"ti')
     starts = run_folder.read_starts(tmp_path)
+    assert [start["last_logged"] for start in starts] == [None, "later"]
     assert [(start["step"], start["config"]["lr"]) for start in starts] == [(0, 0.5), (10, 0.25)]
     assert starts[0]["process"] == os.getpid() and starts[0]["ranks"] == 2
     assert json.loads((tmp_path / "config.json").read_text())["lr"] == 0.25
