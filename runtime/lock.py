@@ -29,3 +29,16 @@ def try_lock(path: Path) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds the lock of `try_lock`.
+
+    It takes a shared lock for an instant, which `run_folder.locked` waits for.
+    """
+    try:
+        with open(path) as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # where a file system has no locks, a run removes the file when it ends
+        return path.exists()
+    return False

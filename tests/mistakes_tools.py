@@ -20,6 +20,13 @@ MISTAKES = {
         Mistake("{other} --x lr", "--x lr needs --plot FILE.png"),
         Mistake("{other} --x rl --plot {root}/ab.png", "--x rl: no run has this flag"),
     ],
+    "tools.report": [
+        Mistake("{other} --out {root}/page.txt", "page.txt must end in .html"),
+        Mistake("{other} --out {root}/nowhere/page.html", "nowhere/page.html'", status=1),
+        Mistake("{other} {root}/nowhere", "nowhere has no config.json: it is not the folder of a"),
+        Mistake("{unlogged} --follow", "unlogged has no training row yet: let it run until its"),
+        Mistake("{other} {listed}", "{listed}: not a log that train.py wrote: "),
+    ],
     "tools.bench": [
         Mistake("nanogpt --path {root}", "no nanoGPT with data/shakespeare_char/train.bin there"),
     ],

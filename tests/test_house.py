@@ -25,7 +25,7 @@ FLOORS = [
     "tools.planning.search",
     "tools.planning.forecast",
     "tools.checkpoint tools.compare tools.hf",
-    "tools.bench",
+    "tools.bench tools.report",
     "tools.check tools.cluster tools.plan",
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}

@@ -26,7 +26,7 @@ from mistakes import Mistake
 
 import prepare
 import sample
-from tools import bench, check, cluster, compare, hf, plan
+from tools import bench, check, cluster, compare, hf, plan, report
 from tools import checkpoint as commands
 
 TABLES = [
@@ -52,6 +52,7 @@ COMMANDS = {
     "tools.check": check.main,
     "tools.hf": hf.main,
     "tools.plan": plan.main,
+    "tools.report": report.main,
 }
 
 

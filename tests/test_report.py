@@ -1,0 +1,494 @@
+"""tools/report.py, as `python -m tools.report`; its page is also looked at in a browser."""
+
+import html
+import json
+import math
+import multiprocessing
+import random
+import re
+import shutil
+import subprocess
+import time
+from datetime import UTC, datetime, timedelta
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+from conftest import rows
+
+from runtime.run_folder import hold_lock
+from tools import report
+
+ROOT = Path(__file__).parent.parent
+BEGAN = datetime(2026, 11, 22, 12, tzinfo=UTC)
+
+
+def at(seconds: float) -> str:
+    """The time so long after the first start, as rows have it."""
+    return (BEGAN + timedelta(seconds=seconds)).isoformat()
+
+
+def training_row(step: int, ended: float, **fields) -> dict:
+    """A row that was written `ended` seconds after the first start."""
+    generator = random.Random(step)
+    row = {
+        "step": step,
+        "tokens": 1000 * step,
+        "loss": 1 + 4 / step + generator.random() / 10,
+        "grad_norm": generator.uniform(0.5, 1.5),
+        "lr": 1e-3,
+        "clipped": 0,
+        "skipped_steps": 0,
+        "step_time": 1.0,
+        "step_time_min": 0.4,
+        "step_time_max": 0.5 + generator.random() / 10,
+        "slowest_rank": 1,
+        "tokens_per_second": 1000.0,
+        "mfu": None,
+        "data_wait": 0.25,
+        "data_wait_min": 0.125,
+        "goodput": 0.9,
+        "peak_device_memory": 0,
+        "peak_host_memory": 10**9,
+        "time": at(ended),
+    }
+    return row | fields
+
+
+def save_row(step: int, ended: float) -> dict:
+    row = {"step": step, "event": "checkpoint", "bytes": 10**7, "path": "runs/a/checkpoints/x"}
+    return row | {"seconds": 1.5, "blocking_seconds": 0.5, "time": at(ended)}
+
+
+def start_row(step: int, began: float, last_logged: float | None = None, **flags) -> dict:
+    logged = None if last_logged is None else at(last_logged)
+    config = {"compile": False, "lr": 1e-3} | flags
+    row = {"time": at(began), "last_logged": logged, "host": "here", "ranks": 2, "step": step}
+    return row | {"config": config, "strategy": "fsdp", "device": "cpu", "dtype": "float32"}
+
+
+def write_run(folder: Path, log: list[dict], starts: list[dict] | None = None) -> Path:
+    starts = starts or [start_row(0, 0)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in (("metrics.jsonl", log), ("starts.jsonl", starts)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.json").write_text(json.dumps(starts[-1]["config"]))
+    return folder
+
+
+def training_rows(n: int) -> list[dict]:
+    return [training_row(step, step) for step in range(1, n + 1)]
+
+
+def page_of(tmp_path: Path, *runs: Path) -> Path:
+    page = tmp_path / "page.html"
+    assert report.main([*map(str, runs), "--out", str(page)]) == 0
+    return page
+
+
+@pytest.fixture
+def drawn(tmp_path):
+    """drawn(RUN, ...): what the page that tools.report writes shows, as it stands in its script."""
+    return lambda *runs: shown(page_of(tmp_path, *runs))
+
+
+def shown(page: Path) -> dict:
+    return json.loads(re.search(r"const report = (.*);</script>", page.read_text())[1])
+
+
+def points(run: dict, name: str) -> list[tuple[int, float | None]]:
+    """The steps and values of a series."""
+    differences, values = run["series"][name]
+    return list(zip(accumulate(differences), values))
+
+
+def of_log(log: list[dict], name: str) -> list[tuple[int, float]]:
+    return [(row["step"], float(f"{row[name]:.5g}")) for row in log]
+
+
+# --------------------------------------------------------------------------------------------------
+# Series
+
+
+@pytest.mark.parametrize("n", [1, 500, 2000])
+def test_up_to_2000_rows_are_all_drawn(drawn, tmp_path, n):
+    log = training_rows(n)
+    (run,) = drawn(write_run(tmp_path / "run", log))["runs"]
+    for name in ("loss", "grad_norm", "tokens_per_second"):
+        assert points(run, name) == of_log(log, name)
+
+
+def test_more_rows_are_thinned_to_what_stands_out(drawn, tmp_path):
+    log = training_rows(5001)
+    log[1234]["loss"] = 77.0
+    log[1235]["loss"] = 0.01
+    log[4321]["grad_norm"] = 55.0
+    log[3000]["loss"] = None
+    page = drawn(write_run(tmp_path / "run", log))
+    (run,) = page["runs"]
+    log[3000]["loss"] = math.inf  # which it also stands for
+    for name in ("loss", "grad_norm", "step_time_max"):
+        kept = points(run, name)
+        assert 1000 < len(kept) <= page["maxPoints"] == 2000
+        assert set(kept) <= set(of_log(log, name))
+        for start in range(0, 5001, 6):  # the least and the greatest of any 6 rows, or near them
+            bucket = [value for _, value in of_log(log[start : start + 6], name)]
+            there = [value for step, value in kept if start - 6 < step <= start + 12]
+            assert min(there) <= min(bucket)
+            assert max(there) >= max(filter(math.isfinite, bucket))
+    assert (1235, 77.0) in points(run, "loss") and (1236, 0.01) in points(run, "loss")
+
+
+def test_smoothed_losses_lie_within_their_neighbours(drawn, tmp_path):
+    log = training_rows(600)
+    log[300]["loss"] = None
+    (run,) = drawn(write_run(tmp_path / "run", log))["runs"]
+    smoothed = dict(points(run, "smoothed"))
+    assert smoothed[1] == pytest.approx(log[0]["loss"], rel=1e-4)
+    near = [row["loss"] for row in log[290:311] if row["loss"]]
+    assert smoothed[301] == pytest.approx(sum(near) / 20, rel=1e-4)
+
+
+def test_clipped_and_skipped_steps_and_evaluations_are_marked(drawn, tmp_path):
+    log = [training_row(10 * k, 10 * k) for k in range(1, 7)]
+    log[2] |= {"clipped": 1, "grad_norm": 3.0}
+    for k, count in ((3, 2), (4, 2), (5, 3)):
+        log[k]["skipped_steps"] = count
+    log.insert(2, {"step": 20, "val_loss": 2.5, "time": at(21)})
+    (run,) = drawn(write_run(tmp_path / "run", log))["runs"]
+    assert points(run, "clipped") == [(30, 3.0)]
+    assert points(run, "skipped") == [(40, 2), (60, 1)]
+    assert points(run, "val_loss") == [(20, 2.5)]
+
+
+def test_waiting_for_data_is_a_share_of_the_time(drawn, tmp_path):
+    log = [training_row(1, 2, step_time=2.0, data_wait=1.0)]
+    log += [training_row(11, 42, step_time=4.0, data_wait=10.0, data_wait_min=2.0)]
+    (run,) = drawn(write_run(tmp_path / "run", log))["runs"]
+    assert points(run, "data_wait") == [(1, 0.5), (11, 0.25)]
+    assert points(run, "data_wait_min")[1] == (11, 0.05)
+
+
+def test_what_is_not_known_is_not_drawn(drawn, tmp_path):
+    unknown = {"step_time_min": None, "step_time_max": None, "slowest_rank": None}
+    (run,) = drawn(write_run(tmp_path / "run", [training_row(1, 1, **unknown)]))["runs"]
+    assert not {"mfu", "peak_device_memory", "val_loss", "clipped", *unknown} & run["series"].keys()
+
+
+# --------------------------------------------------------------------------------------------------
+# The time line
+
+
+def test_the_time_line_says_what_the_time_went_into(drawn, tmp_path):
+    log = [
+        training_row(1, 10, step_time=5.0),  # which compiled, until the last second
+        training_row(11, 20),
+        {"step": 11, "val_loss": 2.5, "time": at(23)},
+        save_row(11, 24),
+        training_row(12, 36),  # after a second start
+        training_row(22, 46),
+        {"step": 22, "val_loss": 2.5, "time": at(47)},
+        training_row(32, 60, step_time=1.0),  # --async_save held it up for 3 s
+        save_row(22, 60),
+    ]
+    starts = [start_row(0, 0, compile=True), start_row(11, 33, last_logged=29, lr=2e-3)]
+    (run,) = drawn(write_run(tmp_path / "run", log, starts))["runs"]
+    assert run["phases"] == [
+        [5, "starting"],
+        [4, "compiling"],
+        [11, "training"],
+        [3, "evaluating"],
+        [1, "saving"],
+        [5, "lost steps"],
+        [4, "waiting"],
+        [2, "starting"],
+        [11, "training"],
+        [1, "evaluating"],
+        [3, "saving"],
+        [10, "training"],
+    ]
+    assert run["lengths"]["training"] == 32 and sum(run["lengths"].values()) == 60
+
+
+def test_the_end_of_old_runs_before_a_restart_is_not_guessed(drawn, tmp_path):
+    log = [training_row(1, 5), training_row(2, 20)]
+    starts = [start_row(0, 0), start_row(1, 15)]
+    del starts[1]["last_logged"]
+    (run,) = drawn(write_run(tmp_path / "run", log, starts))["runs"]
+    assert [10, "lost steps or waiting"] in run["phases"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "adaptive"])
+def test_the_time_line_agrees_with_the_goodput_of_the_log(drawn, name):
+    folder = ROOT / "docs/runs" / name
+    (run,) = drawn(folder)["runs"]
+    last = rows(folder)[-1]
+    age = report.seconds(last["time"]) - report.seconds(run["starts"][0]["time"])
+    assert run["lengths"]["training"] == pytest.approx(last["goodput"] * age, rel=5e-3)
+
+
+# --------------------------------------------------------------------------------------------------
+# The page
+
+
+def test_the_page_loads_nothing_and_no_name_ends_its_script(drawn, tmp_path):
+    name = '</script><img src=x onerror="alert(1)"> & "a"'.replace("/", "")
+    folder = write_run(tmp_path / name, training_rows(3), [start_row(0, 0, data="</script>")])
+    shown_page = drawn(folder)
+    assert shown_page["runs"][0]["name"] == name
+    assert shown_page["runs"][0]["config"]["data"] == "</script>"
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("</script>") == 3 and "<img" not in text
+    assert "default-src 'none'" in text
+
+
+def test_runs_are_shown_with_their_table_and_their_flags(drawn, tmp_path):
+    a = write_run(tmp_path / "a", training_rows(3))
+    b = write_run(tmp_path / "b", training_rows(3), [start_row(0, 0, lr=2e-3)])
+    page = drawn(a, b)
+    assert [run["name"] for run in page["runs"]] == ["a", "b"]
+    assert any(
+        "`--lr`" in line[0] and line[1:] == ["0.001", "0.002 |"] for line in page["compared"]
+    )
+
+
+def test_a_page_that_would_be_too_large_has_fewer_points(drawn, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "MAX_BYTES", 120_000)
+    folders = [write_run(tmp_path / name, training_rows(700)) for name in "ab"]
+    page = drawn(*folders)
+    assert (tmp_path / "page.html").stat().st_size <= 120_000
+    assert page["maxPoints"] < 700
+    assert 100 < len(points(page["runs"][1], "loss")) <= page["maxPoints"]
+
+
+@pytest.mark.tries("bytes: give fewer")
+def test_more_runs_than_fit_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "MAX_BYTES", 50_000)
+    folder = write_run(tmp_path / "run", training_rows(3))
+    assert report.main([str(folder), "--out", str(tmp_path / "page.html")]) == 2
+    assert "1 runs make a page of over 50,000 bytes: give fewer" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# --follow
+
+
+def train_in_front_of(page: Path, folder: Path, problems) -> None:
+    """Be a run that logs a row more once the page has shown those before, and ends."""
+
+    def wait_for_row(n: int) -> None:
+        deadline = time.monotonic() + 20
+        while not page.exists() or shown(page)["runs"][0]["rows"] != n:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert shown(page)["reloadSeconds"] > 0
+
+    try:
+        with hold_lock(folder):
+            problems.put("locked")
+            time.sleep(0.1)  # in which it has no row
+            for n in (1, 2):
+                write_run(folder, training_rows(n))
+                wait_for_row(n)
+            write_run(folder, training_rows(3))
+    except BaseException as error:
+        problems.put(repr(error))
+    problems.put("ended")
+
+
+def test_follow_writes_the_page_anew_until_the_run_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "FOLLOW_SECONDS", 0.05)
+    page, folder = tmp_path / "page.html", tmp_path / "run"
+    fork = multiprocessing.get_context("fork")
+    problems = fork.Queue()
+    process = fork.Process(target=train_in_front_of, args=(page, folder, problems))
+    process.start()
+    assert problems.get(timeout=20) == "locked"
+    assert report.main([str(folder), "--out", str(page), "--follow"]) == 0
+    process.join(20)
+    assert problems.get(timeout=20) == "ended"
+    assert shown(page)["runs"][0]["rows"] == 3 and shown(page)["reloadSeconds"] == 0
+
+
+def test_ctrl_c_ends_follow_with_a_page_that_rests(tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path / "run", training_rows(3))
+    page = tmp_path / "page.html"
+
+    def interrupt(seconds: float) -> None:
+        assert shown(page)["reloadSeconds"] == 5 and seconds >= 5
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "is_locked", lambda path: path == folder / "lock")
+    monkeypatch.setattr(time, "sleep", interrupt)
+    assert report.main([str(folder), "--out", str(page), "--follow"]) == 0
+    assert shown(page)["reloadSeconds"] == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# In a browser
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """browse(page, script, ...): what the script, run in the page once it is drawn, returns.
+
+    It runs without a network, which the page must not need.
+    """
+    if not BROWSER:
+        pytest.skip("no Chromium here")
+
+    def call(page: Path, script: str, *options: str):
+        result = "JSON.stringify(await (async () => {" + script + "})())"
+        probe = (
+            f"<script>onload = async () => {{ document.body.dataset.result = {result}; }}</script>"
+        )
+        probed = tmp_path / "probed.html"
+        probed.write_text(page.read_text().replace("</body>", probe + "</body>"))
+        command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        command += ["--virtual-time-budget=5000", f"--user-data-dir={tmp_path}/profile", *options]
+        command += [f"file://{probed}"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        found = re.search(r'data-result="(.*?)"', shown)
+        assert found, shown[-2000:]
+        return json.loads(html.unescape(found[1]))
+
+    return call
+
+
+# mouse(chart, type, x, target): an event of the mouse above x in a chart
+MOUSE = """
+  const pause = () => new Promise(done => setTimeout(done, 100));
+  const mouse = (chart, type, x, target = chart.over) => {
+    const {left, top} = chart.over.getBoundingClientRect();
+    const place = {clientX: left + chart.valToPos(x, "x"), clientY: top + 9};
+    target.dispatchEvent(new MouseEvent(type, {...place, bubbles: true, movementX: 1}));
+  };
+  const read = (line, part) => line.querySelector(".u-" + part).textContent;
+  const legend = chart => [...chart.root.querySelectorAll(".u-series")].map(
+    line => [read(line, "label"), read(line, "value")]);
+"""
+
+
+@pytest.mark.slow
+def test_the_values_under_the_pointer_are_those_of_the_log(browse, tmp_path):
+    page = page_of(tmp_path, ROOT / "docs/runs/tiny")
+    row = next(row for row in rows(ROOT / "docs/runs/tiny") if row["step"] == 500)
+    (evaluation,) = [r for r in rows(ROOT / "docs/runs/tiny", "val_loss") if r["step"] == 500]
+    script = """mouse(charts[0], "mouseenter", 500.3); mouse(charts[0], "mousemove", 500.3);
+        await pause();
+        return charts.map(legend)"""
+    legends = [dict(legend) for legend in browse(page, MOUSE + script)]
+    expected = {
+        "training": row["loss"],
+        "validation": evaluation["val_loss"],
+        "norm": row["grad_norm"],
+        "learning rate": row["lr"],
+        "tokens/s": row["tokens_per_second"],
+        "slowest rank, without waiting": row["step_time_max"] * 1e3,
+        "slowest is rank": row["slowest_rank"],
+        "host": row["peak_host_memory"] / 1e9,
+    }
+    said = {label: value for legend in legends for label, value in legend.items()}
+    assert said["clipped"] == "–"  # though steps far from here were
+    for label, value in expected.items():
+        assert float(said[label].replace(",", "")) == float(f"{value:.5g}")
+    assert [legend["step"] for legend in legends] == ["500"] * len(legends) and len(legends) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [500, 2000, 5000])
+def test_a_chart_has_as_many_points_as_the_page_says(browse, tmp_path, n):
+    page = page_of(tmp_path, write_run(tmp_path / "run", training_rows(n)))
+    script = """return [charts.map(chart => chart.data[1].filter(y => y != null).length),
+        element("#about").textContent]"""
+    counts, about = browse(page, script)
+    if n <= 2000:
+        assert counts == [n] * len(counts) and "thinned" not in about
+    else:
+        assert 1000 <= counts[0] <= 2000 and "5,000 rows, thinned to the least and the" in about
+
+
+@pytest.mark.slow
+def test_zoom_is_shared_and_survives_a_reload(browse, tmp_path):
+    page = page_of(tmp_path, write_run(tmp_path / "run", training_rows(100)))
+    look = "return charts.map(chart => [chart.scales.x.min, chart.scales.x.max])"
+    scales = browse(page, look)
+    assert scales == [[0, 100]] * 7
+    page.write_text(page.read_text().replace('"reloadSeconds":0', '"reloadSeconds":1'))
+    zoomed = """
+        if (performance.getEntriesByType("navigation")[0].type != "reload") {
+          charts[2].setScale("x", {min: 20, max: 50});
+          await new Promise(() => {});  // the page loads itself again
+        }
+        """
+    assert browse(page, zoomed + look) == [[20, 50]] * 7
+
+
+@pytest.mark.slow
+def test_dragging_zooms_all_charts_and_a_double_click_ends_it(browse, tmp_path):
+    page = page_of(tmp_path, write_run(tmp_path / "run", training_rows(100)))
+    dragged = """
+        mouse(charts[0], "mouseenter", 20);
+        mouse(charts[0], "mousemove", 20);
+        mouse(charts[0], "mousedown", 20);
+        mouse(charts[0], "mousemove", 60);
+        mouse(charts[0], "mouseup", 60, document);
+        await pause();
+        const zoomed = zoom.map(Math.round);
+        mouse(charts[0], "dblclick", 50);
+        await pause();
+        return [zoomed, zoom, charts.map(chart => chart.scales.x.max)]"""
+    zoomed, after, greatest = browse(page, MOUSE + dragged)
+    assert zoomed == [20, 60] and after == [] and set(greatest) == {100}
+
+
+@pytest.mark.slow
+def test_runs_lie_over_one_another_by_steps_tokens_or_time(browse, tmp_path):
+    twice = [training_row(k, 2 * k, tokens=3000 * k, step_time=2.0) for k in range(1, 101)]
+    runs = write_run(tmp_path / "a", training_rows(100)), write_run(tmp_path / "b", twice)
+    greatest = {}
+    for axis in ("step", "tokens", "seconds"):
+        script = f"""[...document.querySelectorAll("button")].find(
+            button => button.textContent == "{axis}").click();
+            const xs = charts[0].data[0];
+            const last = charts[0].data[4].findLastIndex(y => y != null);
+            return [charts[0].series.length, xs[last], charts[0].data[4][last]]"""
+        lines, greatest[axis], loss = browse(page_of(tmp_path, *runs), script)
+        assert lines == 1 + 2 * 2  # training and smoothed
+        assert loss == pytest.approx(twice[-1]["loss"], abs=0.06)
+    assert greatest == {"step": 100, "tokens": 300_000, "seconds": 200}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1300])
+@pytest.mark.parametrize("scheme, is_dark", [(0, True), (1, False)])
+def test_it_fits_phone_and_screen_dark_and_light(browse, tmp_path, width, scheme, is_dark):
+    runs = [ROOT / "docs/runs/norm", ROOT / "docs/runs/adaptive"]
+    script = """return [document.documentElement.scrollWidth, innerWidth,
+        getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number),
+        charts.map(chart => chart.width), performance.getEntriesByType("resource").length]"""
+    options = f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},900"
+    wide, window, background, charts, loaded = browse(page_of(tmp_path, *runs), script, *options)
+    assert wide <= window and max(charts) <= window and min(charts) > 0.3 * window
+    assert (max(background) < 64) == is_dark and (min(background) > 192) != is_dark
+    assert loaded == 0
+
+
+@pytest.mark.slow
+def test_the_time_line_tells_the_phase_under_the_pointer(browse, tmp_path):
+    log = [training_row(1, 10), {"step": 1, "val_loss": 2.5, "time": at(30)}, save_row(1, 40)]
+    page = page_of(tmp_path, write_run(tmp_path / "run", log))
+    told = []
+    for seconds in (5, 20, 35):
+        script = """mouse(timeline, "mouseenter", SECONDS); mouse(timeline, "mousemove", SECONDS);
+            await pause();
+            return legend(timeline).map(([label, value]) => value)"""
+        told.append(browse(page, MOUSE + script.replace("SECONDS", str(seconds))))
+    assert told == [
+        ["0:00:05", "starting, 9 s"],
+        ["0:00:20", "evaluating, 20 s"],
+        ["0:00:35", "saving, 10 s"],
+    ]

@@ -1,0 +1,288 @@
+"""Draw runs as one page of HTML, from their logs: charts, a time line, and what ran where.
+
+python -m tools.report runs/tiny --follow
+python -m tools.report runs/norm runs/adaptive --out ab.html
+
+The page holds all it needs, so that it opens anywhere and loads nothing from a network.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+from datetime import datetime
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import median
+
+from metrics import read_rows, replace_file
+from runtime import cli
+from runtime.cli import UsageError
+from runtime.lock import is_locked
+from runtime.run_folder import read_starts
+from tools import compare
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+# uPlot 1.6.32, as npm has it. It draws on a canvas, which takes thousands of points where SVG has
+# an element for each; zoom and the values under the pointer are its own, in 51 kB.
+UPLOT = Path(__file__).parent / "uplot"
+MAX_POINTS = 2000  # of a series
+MAX_BYTES = 1_000_000  # of the page
+FOLLOW_SECONDS = 5  # between two pages of --follow
+# Fields of training rows that are drawn as they are
+FIELDS = ["loss", "lr", "grad_norm", "step_time", "step_time_min", "step_time_max", "slowest_rank"]
+FIELDS += ["tokens_per_second", "mfu", "peak_device_memory", "peak_host_memory", "time"]
+
+# --------------------------------------------------------------------------------------------------
+# Series
+
+
+def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
+    """By name the steps and values of each series; a value that is not finite is nan."""
+    rows = log.training
+    steps = [row["step"] for row in rows]
+    found = {name: (steps, [row[name] for row in rows]) for name in FIELDS}
+    found["smoothed"] = steps, smooth(found["loss"][1])
+    if not any(found["peak_device_memory"][1]):  # on CPUs
+        del found["peak_device_memory"]
+    intervals = [b - a for a, b in pairwise(steps)]
+    for name in ("data_wait", "data_wait_min"):
+        # In seconds since the row before; the first row of a log is of one step
+        waits = [row[name] / row["step_time"] for row in rows]
+        found[name] = steps, [wait / n for wait, n in zip(waits, [1, *intervals])]
+    clipped = [row for row in rows if row["clipped"]]
+    found["clipped"] = [row["step"] for row in clipped], [row["grad_norm"] for row in clipped]
+    counts = [0, *(row["skipped_steps"] for row in rows)]
+    skipped = [(step, b - a) for step, (a, b) in zip(steps, pairwise(counts)) if b > a]
+    found["skipped"] = [step for step, _ in skipped], [count for _, count in skipped]
+    found["val_loss"] = [row["step"] for row in log.val], [row["val_loss"] for row in log.val]
+    return found
+
+
+def smooth(values: list[float]) -> list[float]:
+    """The mean of about a thirtieth of the values around each, of those that are finite."""
+    finite = [value if math.isfinite(value) else 0.0 for value in values]
+    sums = list(accumulate(finite, initial=0.0))
+    counts = list(accumulate(map(math.isfinite, values), initial=0))
+    smoothed = []
+    for i in range(len(values)):
+        reach = min(max(1, len(values) // 60), i, len(values) - 1 - i)  # as far on both sides
+        low, high = i - reach, i + reach + 1
+        count = counts[high] - counts[low]
+        smoothed.append((sums[high] - sums[low]) / count if count else math.nan)
+    return smoothed
+
+
+def thin(values: list[float], max_points: int) -> list[int]:
+    """The indices of at most max_points values: all, or the least and the greatest of a bucket."""
+    n = len(values)
+    if n <= max_points:
+        return list(range(n))
+    size = math.ceil(n / (max_points // 2))
+    kept = []
+    for start in range(0, n, size):
+        bucket = range(start, min(start + size, n))
+        finite = [i for i in bucket if math.isfinite(values[i])] or bucket[:1]
+        kept += sorted({min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)})
+    return kept
+
+
+def encode(steps: list[int], values: list[float], max_points: int) -> list[list]:
+    """A series as JSON holds it: the differences of its steps, and five digits of its values."""
+    kept = thin(values, max_points)
+    differences = [b - a for a, b in pairwise([0, *(steps[i] for i in kept)])]
+    return [differences, [rounded(values[i]) for i in kept]]
+
+
+def rounded(value: float) -> float | None:
+    if not math.isfinite(value):
+        return None
+    number = float(f"{value:.5g}")
+    return int(number) if number.is_integer() else number
+
+
+# --------------------------------------------------------------------------------------------------
+# The time line
+
+
+def seconds(time: str) -> float:
+    """Seconds since the epoch."""
+    return datetime.fromisoformat(time).timestamp()
+
+
+def phases(rows: list[dict], starts: list[dict]) -> list[tuple[float, str]]:
+    """When each phase of a run ended, and what its time went into; at first (the first start, "").
+
+    `rows` are those of metrics.jsonl: each was written when what it reports had ended.
+    """
+    events = sorted([*rows, *starts], key=lambda event: seconds(event["time"]))
+    saved = {row["step"] for row in rows if "event" in row}
+    typical = median(row["step_time"] for row in rows if "loss" in row)
+    compiles = False
+    previous = None  # training row of this start
+    pause = "starting"  # before the next step; None where it follows the row before at once
+    ends = []
+    for event in events:
+        ended = seconds(event["time"])
+        if "config" in event:  # a start, which drops the rows after its checkpoint
+            if lost_until := event.get("last_logged"):
+                ends.append((seconds(lost_until), "lost steps"))
+            is_known = "last_logged" in event  # since 2026-11-22
+            ends.append((ended, "waiting" if is_known else "lost steps or waiting"))
+            compiles, previous, pause = event["config"]["compile"], None, "starting"
+            continue
+        # What follows a step that is saved; --async_save logs it at a later one
+        following = "saving" if event["step"] in saved else None
+        if "loss" not in event:
+            cause = "evaluating" if "val_loss" in event else "saving"
+            ends.append((ended, cause))
+            pause = following or cause
+            continue
+        if pause:
+            steps = event["step"] - previous["step"] if previous else 1
+            ends.append((ended - steps * event["step_time"], pause))
+        if compiles and not previous:
+            ends.append((ended - typical, "compiling"))
+        ends.append((ended, "training"))
+        previous, pause = event, following
+    return merged(ends)
+
+
+def merged(ends: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Neighbours of one cause as one, without phases that end before the one before them."""
+    found = [(ends[0][0], "")]
+    for end, cause in ends:
+        if end > found[-1][0]:
+            if cause == found[-1][1]:
+                found.pop()
+            found.append((end, cause))
+    return found
+
+
+def lengths(ends: list[tuple[float, str]]) -> dict[str, float]:
+    """Seconds of each cause."""
+    found = {}
+    for (began, _), (ended, cause) in pairwise(ends):
+        found[cause] = found.get(cause, 0.0) + ended - began
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# The page
+
+
+def describe(folder: str, log: compare.Log, max_points: int) -> dict:
+    """All that the page shows of one run."""
+    rows = read_rows(Path(folder) / "metrics.jsonl")
+    starts = read_starts(Path(folder))
+    ends = phases(rows, starts)
+    series = {}
+    for name, (steps, values) in series_of(log).items():
+        if any(map(math.isfinite, values)):
+            series[name] = encode(steps, values, max_points)
+    last = log.training[-1]
+    saves = [row for row in rows if "event" in row]
+    return {
+        "name": log.name,
+        "rows": len(log.training),
+        "tokensPerStep": last["tokens"] / last["step"],
+        "series": series,
+        "saved": [row["step"] for row in saves if row["event"] == "checkpoint"][-max_points:],
+        "phases": [[round(b - a, 2), cause] for (a, _), (b, cause) in pairwise(ends)],
+        "lengths": lengths(ends),
+        "config": log.config,
+        "starts": starts[-50:],
+        "saves": saves[-20:],
+    }
+
+
+def render(folders: list[str], logs: list[compare.Log], max_points: int, follow: bool) -> str:
+    table = compare.table(logs, loss=None, tolerance=1e-2).splitlines()
+    data = {
+        "made": datetime.now().astimezone().isoformat(" ", "seconds"),
+        "reloadSeconds": FOLLOW_SECONDS if follow else 0,
+        "maxPoints": max_points,
+        "runs": [describe(folder, log, max_points) for folder, log in zip(folders, logs)],
+        "compared": [line.split(" | ") for line in table if "| --- |" not in line],
+    }
+    page = TEMPLATE.read_text()
+    page = page.replace("/* uPlot.css */", (UPLOT / "uPlot.min.css").read_text())
+    page = page.replace("/* uPlot.js */", (UPLOT / "uPlot.iife.min.js").read_text())
+    # Without "<", no name or flag can end the script
+    return page.replace(
+        "/* data */", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    )
+
+
+def write(folders: list[str], out: Path, follow: bool) -> None:
+    """Write the page as a whole. Raises UsageError where a run cannot be read."""
+    try:
+        logs = [compare.read(*run) for run in zip(folders, compare.names(folders))]
+        for divisor in (1, 2, 4, 8, 16):
+            page = render(folders, logs, MAX_POINTS // divisor, follow)
+            if len(page) <= MAX_BYTES:
+                replace_file(out, page)
+                return
+    except UsageError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{', '.join(folders)}: not a log that train.py wrote: {error!r}"
+        ) from None
+    raise UsageError(f"{len(folders)} runs make a page of over {MAX_BYTES:,} bytes: give fewer")
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+
+def page_file(text: str) -> Path:
+    if not text.endswith(".html"):
+        raise argparse.ArgumentTypeError(f"{text} must end in .html")
+    return Path(text)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = cli.Parser(
+        prog="tools.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
+    parser.add_argument(
+        "--out",
+        type=page_file,
+        default=Path("report.html"),
+        metavar="FILE.html",
+        help="the page (default: report.html)",
+    )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="write the page anew every few seconds until the runs end, or Ctrl-C; in a browser it "
+        "loads itself again",
+    )
+    return parser.parse_args(argv)
+
+
+def report(argv: list[str]) -> None:
+    args = parse(argv)
+    with contextlib.suppress(KeyboardInterrupt):  # the page it leaves loads itself no more
+        while args.follow and any(is_locked(Path(run) / "lock") for run in args.runs):
+            began = time.monotonic()
+            with contextlib.suppress(UsageError):  # before the first row, or after lost steps
+                write(args.runs, args.out, follow=True)
+            # At most 2% of a core, however long the logs
+            time.sleep(max(FOLLOW_SECONDS, 50 * (time.monotonic() - began)))
+    write(args.runs, args.out, follow=False)
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB")
+
+
+def main(argv: list[str]) -> int:
+    return cli.run("tools.report", lambda: report(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
