@@ -181,33 +181,33 @@ def test_what_is_not_known_is_not_drawn(drawn, tmp_path):
 
 def test_the_time_line_says_what_the_time_went_into(drawn, tmp_path):
     log = [
-        training_row(1, 10, step_time=5.0),  # which compiled, until the last second
+        training_row(1, 10, step_time=5.0),
         training_row(11, 20),
         {"step": 11, "val_loss": 2.5, "time": at(23)},
         save_row(11, 24),
-        training_row(12, 36),  # after a second start
-        training_row(22, 46),
+        training_row(12, 36, step_time=2.0),  # after a second start; a step takes 1 s
+        training_row(22, 46, step_time=0.9),  # written late, as on GPUs
         {"step": 22, "val_loss": 2.5, "time": at(47)},
         training_row(32, 60, step_time=1.0),  # --async_save held it up for 3 s
         save_row(22, 60),
     ]
-    starts = [start_row(0, 0, compile=True), start_row(11, 33, last_logged=29, lr=2e-3)]
+    starts = [start_row(0, 0), start_row(11, 33, last_logged=29, compile=True)]
     (run,) = drawn(write_run(tmp_path / "run", log, starts))["runs"]
     assert run["phases"] == [
         [5, "starting"],
-        [4, "compiling"],
-        [11, "training"],
+        [15, "training"],
         [3, "evaluating"],
         [1, "saving"],
         [5, "lost steps"],
         [4, "waiting"],
-        [2, "starting"],
+        [1, "starting"],
+        [1, "compiling"],
         [11, "training"],
         [1, "evaluating"],
         [3, "saving"],
         [10, "training"],
     ]
-    assert run["lengths"]["training"] == 32 and sum(run["lengths"].values()) == 60
+    assert run["lengths"]["training"] == 36 and sum(run["lengths"].values()) == 60
 
 
 def test_the_end_of_old_runs_before_a_restart_is_not_guessed(drawn, tmp_path):
@@ -438,12 +438,13 @@ def test_dragging_zooms_all_charts_and_a_double_click_ends_it(browse, tmp_path):
         mouse(charts[0], "mousemove", 60);
         mouse(charts[0], "mouseup", 60, document);
         await pause();
-        const zoomed = zoom.map(Math.round);
+        const zoomed = charts.map(chart => [chart.scales.x.min, chart.scales.x.max]);
         mouse(charts[0], "dblclick", 50);
         await pause();
         return [zoomed, zoom, charts.map(chart => chart.scales.x.max)]"""
     zoomed, after, greatest = browse(page, MOUSE + dragged)
-    assert zoomed == [20, 60] and after == [] and set(greatest) == {100}
+    assert zoomed == [[pytest.approx(20, abs=0.5), pytest.approx(60, abs=0.5)]] * 7
+    assert after == [] and greatest == [100] * 7
 
 
 @pytest.mark.slow
@@ -464,18 +465,26 @@ def test_runs_lie_over_one_another_by_steps_tokens_or_time(browse, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 1300])
+@pytest.mark.parametrize("width", [360, 1200])
+def test_it_fits_a_phone_and_a_screen(browse, tmp_path, width):
+    script = f"""document.body.style.width = "{width}px";
+        await pause();
+        return [element("#charts").scrollWidth, charts.map(chart => chart.width)]"""
+    options = f"--window-size={width + 40},900"  # of at least 500 pixels
+    page = page_of(tmp_path, *(ROOT / "docs/runs" / name for name in ("norm", "adaptive")))
+    wide, charts = browse(page, MOUSE + script, options)
+    assert wide == width and max(charts) == width - 22 and min(charts) > 0.4 * width
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme, is_dark", [(0, True), (1, False)])
-def test_it_fits_phone_and_screen_dark_and_light(browse, tmp_path, width, scheme, is_dark):
-    runs = [ROOT / "docs/runs/norm", ROOT / "docs/runs/adaptive"]
-    script = """return [document.documentElement.scrollWidth, innerWidth,
-        getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number),
-        charts.map(chart => chart.width), performance.getEntriesByType("resource").length]"""
-    options = f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},900"
-    wide, window, background, charts, loaded = browse(page_of(tmp_path, *runs), script, *options)
-    assert wide <= window and max(charts) <= window and min(charts) > 0.3 * window
-    assert (max(background) < 64) == is_dark and (min(background) > 192) != is_dark
+def test_it_is_dark_or_light_as_the_system_and_loads_nothing(browse, tmp_path, scheme, is_dark):
+    script = """const color = getComputedStyle(document.body).backgroundColor;
+        return [color.match(/[0-9]+/g).map(Number), performance.getEntriesByType("resource").length]"""
+    page = page_of(tmp_path, ROOT / "docs/runs/tiny")
+    background, loaded = browse(page, script, f"--blink-settings=preferredColorScheme={scheme}")
     assert loaded == 0
+    assert max(background) < 64 if is_dark else min(background) > 192
 
 
 @pytest.mark.slow
