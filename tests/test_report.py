@@ -480,7 +480,8 @@ def test_it_fits_a_phone_and_a_screen(browse, tmp_path, width):
 @pytest.mark.parametrize("scheme, is_dark", [(0, True), (1, False)])
 def test_it_is_dark_or_light_as_the_system_and_loads_nothing(browse, tmp_path, scheme, is_dark):
     script = """const color = getComputedStyle(document.body).backgroundColor;
-        return [color.match(/[0-9]+/g).map(Number), performance.getEntriesByType("resource").length]"""
+        const loaded = performance.getEntriesByType("resource").length;
+        return [color.match(/[0-9]+/g).map(Number), loaded]"""
     page = page_of(tmp_path, ROOT / "docs/runs/tiny")
     background, loaded = browse(page, script, f"--blink-settings=preferredColorScheme={scheme}")
     assert loaded == 0
