@@ -218,6 +218,17 @@ def test_the_end_of_old_runs_before_a_restart_is_not_guessed(drawn, tmp_path):
     assert [10, "lost steps or waiting"] in run["phases"]
 
 
+def test_a_time_line_of_very_many_phases_keeps_the_last_ones(drawn, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "MAX_POINTS", 2)
+    log = [training_row(1, 2)]
+    for step in range(2, 50):
+        log.append({"step": step - 1, "val_loss": 2.5, "time": at(2 * step - 1)})
+        log.append(training_row(step, 2 * step))
+    (run,) = drawn(write_run(tmp_path / "run", log))["runs"]
+    assert len(run["phases"]) == 19 and run["phasesFrom"] + sum(s for s, _ in run["phases"]) == 98
+    assert sum(run["lengths"].values()) == 98
+
+
 @pytest.mark.parametrize("name", ["tiny", "adaptive"])
 def test_the_time_line_agrees_with_the_goodput_of_the_log(drawn, name):
     folder = ROOT / "docs/runs" / name
@@ -237,7 +248,7 @@ def test_the_page_loads_nothing_and_no_name_ends_its_script(drawn, tmp_path):
     shown_page = drawn(folder)
     assert shown_page["runs"][0]["name"] == name
     assert shown_page["runs"][0]["config"]["data"] == "</script>"
-    text = (tmp_path / "page.html").read_text()
+    text = (tmp_path / "page.html").read_text("ascii")
     assert text.count("</script>") == 3 and "<img" not in text
     assert "default-src 'none'" in text
 
@@ -392,7 +403,7 @@ def test_the_values_under_the_pointer_are_those_of_the_log(browse, tmp_path):
         "host": row["peak_host_memory"] / 1e9,
     }
     said = {label: value for legend in legends for label, value in legend.items()}
-    assert said["clipped"] == "–"  # though steps far from here were
+    assert said["clipped"] == "\u2013"  # though steps far from here were
     for label, value in expected.items():
         assert float(said[label].replace(",", "")) == float(f"{value:.5g}")
     assert [legend["step"] for legend in legends] == ["500"] * len(legends) and len(legends) == 7

@@ -183,6 +183,7 @@ def describe(folder: str, log: compare.Log, max_points: int) -> dict:
         if any(map(math.isfinite, values)):
             series[name] = encode(steps, values, max_points)
     last = log.training[-1]
+    kept = ends[-10 * max_points :]
     saves = [row for row in rows if "event" in row]
     return {
         "name": log.name,
@@ -190,7 +191,8 @@ def describe(folder: str, log: compare.Log, max_points: int) -> dict:
         "tokensPerStep": last["tokens"] / last["step"],
         "series": series,
         "saved": [row["step"] for row in saves if row["event"] == "checkpoint"][-max_points:],
-        "phases": [[round(b - a, 2), cause] for (a, _), (b, cause) in pairwise(ends)],
+        "phasesFrom": round(kept[0][0] - ends[0][0], 2),
+        "phases": [[round(b - a, 2), cause] for (a, _), (b, cause) in pairwise(kept)],
         "lengths": lengths(ends),
         "config": log.config,
         "starts": starts[-50:],
@@ -199,6 +201,7 @@ def describe(folder: str, log: compare.Log, max_points: int) -> dict:
 
 
 def render(folders: list[str], logs: list[compare.Log], max_points: int, follow: bool) -> str:
+    """The page, in ASCII."""
     table = compare.table(logs, loss=None, tolerance=1e-2).splitlines()
     data = {
         "made": datetime.now().astimezone().isoformat(" ", "seconds"),
@@ -210,10 +213,8 @@ def render(folders: list[str], logs: list[compare.Log], max_points: int, follow:
     page = TEMPLATE.read_text()
     page = page.replace("/* uPlot.css */", (UPLOT / "uPlot.min.css").read_text())
     page = page.replace("/* uPlot.js */", (UPLOT / "uPlot.iife.min.js").read_text())
-    # Without "<", no name or flag can end the script
-    return page.replace(
-        "/* data */", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    )
+    script = json.dumps(data, separators=(",", ":"))
+    return page.replace("/* data */", script.replace("<", "\\u003c"))  # no name ends the script
 
 
 def write(folders: list[str], out: Path, follow: bool) -> None:
