@@ -229,7 +229,7 @@ def test_a_time_line_of_very_many_phases_keeps_the_last_ones(drawn, tmp_path, mo
     assert sum(run["lengths"].values()) == 98
 
 
-@pytest.mark.parametrize("name", ["tiny", "norm"])
+@pytest.mark.parametrize("name", ["tiny", "norm", "adaptive"])
 def test_the_time_line_agrees_with_the_goodput_of_the_log(drawn, name):
     folder = ROOT / "docs/runs" / name
     (run,) = drawn(folder)["runs"]
@@ -482,7 +482,7 @@ def test_it_fits_a_phone_and_a_screen(browse, tmp_path, width):
         await pause();
         return [element("#charts").scrollWidth, charts.map(chart => chart.width)]"""
     options = f"--window-size={width + 40},900"  # of at least 500 pixels
-    page = page_of(tmp_path, *(ROOT / "docs/runs" / name for name in ("tiny", "norm")))
+    page = page_of(tmp_path, *(ROOT / "docs/runs" / name for name in ("norm", "adaptive")))
     wide, charts = browse(page, MOUSE + script, options)
     assert wide == width and max(charts) == width - 22 and min(charts) > 0.4 * width
 
