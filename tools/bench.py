@@ -139,6 +139,11 @@ def training_rows(out: Path) -> list[dict]:
     return [row for row in metrics.read_rows(out / "metrics.jsonl") if "loss" in row]
 
 
+def counted_rows(out: Path) -> list[dict]:
+    """The log of every step but the first, which sets up buckets and buffers."""
+    return [row for row in training_rows(out) if row["step"] > 1]
+
+
 def output_of(command: list[str], cwd: Path | None = None, **variables: str) -> str:
     """What a command prints. Raises RunFailed."""
     pipe = subprocess.PIPE
@@ -159,16 +164,16 @@ class Job:
     What still runs at the end of the `with` block is killed, but not what torchrun started.
     """
 
-    def __init__(self, commands: list[list[str]], environments: list[dict], out: Path):
+    def __init__(self, commands: list[list[str]], out: Path, **variables: str):
         self.commands = commands
         self.outputs = [out.with_name(f"{out.name}-{i}.txt") for i in range(len(commands))]
         self.processes = []
-        variables = ONE_THREAD | {"PYTHONPATH": str(Path(TRAIN).parent)}  # for -m tools....
-        for command, environment, output in zip(commands, environments, self.outputs):
+        root = {"PYTHONPATH": str(Path(TRAIN).parent)}  # for -m tools....
+        for command, output in zip(commands, self.outputs):
             with open(output, "w") as file:
                 process = subprocess.Popen(
                     command,
-                    env=os.environ | variables | environment,
+                    env=os.environ | ONE_THREAD | root | variables,
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,
@@ -211,12 +216,26 @@ def torchrun(nproc: int, flags: list[str], max_steps: int, out: Path) -> Iterato
     A SIGKILL would leave its ranks behind.
     """
     run = [f"--nproc_per_node={nproc}", TRAIN, *flags, f"--max_steps={max_steps}", f"--out={out}"]
-    with Job([[*TORCHRUN, "--standalone", *run]], [{}], out) as job:
+    with Job([[*TORCHRUN, "--standalone", *run]], out) as job:
         try:
             yield job
         finally:
             job.processes[0].terminate()
             job.processes[0].wait()
+
+
+def run_all(commands: list[list[str]], out: Path, **variables: str) -> None:
+    """Run commands at the same time. Raises RunFailed if one fails."""
+    with Job(commands, out, **variables) as job:
+        job.wait()
+
+
+def mfu_alone(prefixes: list[list[str]], flags: list[str], out: Path) -> float:
+    """The median MFU of ranks that train at once and send nothing, one after each prefix."""
+    outs = [out.with_name(f"{out.name}-rank-{rank}") for rank in range(len(prefixes))]
+    train = [sys.executable, TRAIN, *ONLY_STEPS, *flags]
+    run_all([[*prefix, *train, f"--out={one}"] for prefix, one in zip(prefixes, outs)], out)
+    return statistics.median(row["mfu"] for one in outs for row in counted_rows(one))
 
 
 def device(args: Namespace) -> str:

@@ -7,7 +7,6 @@ The hosts are network namespaces on one virtual switch. Needs Linux, root and ip
 """
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -36,13 +35,14 @@ from tools.bench import (
     TORCHRUN,
     TRAIN,
     CannotMeasure,
-    Job,
     Table,
     add_flags,
     count,
+    counted_rows,
+    mfu_alone,
     report,
+    run_all,
     times,
-    training_rows,
 )
 from tools.planning import predict
 from tools.planning.predict import Cluster, Links, Request
@@ -121,11 +121,6 @@ def train_flags(strategy: str, sync: str, args: Namespace) -> list[str]:
     ]
 
 
-def counted_rows(out: Path) -> list[dict]:
-    """The log of every step but the first, which sets up buckets and buffers."""
-    return [row for row in training_rows(out) if row["step"] > 1]
-
-
 # --------------------------------------------------------------------------------------------------
 # What tools.plan predicts, from links and cores that are measured in the same hosts
 
@@ -145,20 +140,15 @@ def measured_machines(
     links_file = folder / "links.json"
     measure = ["-m", "tools.cluster", "--measure_links", str(links_file)]
     run_on(namespaces, args.nproc, measure, folder / "links")
-    # A measured step has the optimizer in it, and a measured collective its latency.
-    device = dataclasses.replace(predict.DEVICES["cpu"], memory_bandwidth=math.inf)
-    no_latency = dict(intra_latency=0.0, inter_latency=0.0, launch_latency=0.0)
-    links = Links(args.nproc, *json.loads(links_file.read_text()), **no_latency, scatter_passes=2)
-    world_size = args.hosts * args.nproc
+    links = Links(args.nproc, *json.loads(links_file.read_text()), scatter_passes=2)
+    inside = [enter(namespace) for namespace in namespaces * args.nproc]
     machines = {}
     for strategy in ("single", "fsdp"):
         flags = [*train_flags("ddp", "batch", args), data, f"--strategy={strategy}"]
         flags += [f"--global_batch_size={GRAD_ACCUM_STEPS}", f"--max_steps={ALONE_STEPS}"]
-        outs = [folder / f"{strategy}-{rank}" for rank in range(world_size)]
-        commands = [[sys.executable, TRAIN, *flags, f"--out={out}"] for out in outs]
-        run_all(namespaces * args.nproc, commands, folder / strategy)
-        achieved = statistics.median(row["mfu"] for out in outs for row in counted_rows(out))
-        machines[strategy] = Cluster(world_size, "cpu", device, 1 << 60, links, achieved)
+        achieved = mfu_alone(inside, flags, folder / strategy)
+        box = Cluster(len(inside), "cpu", predict.DEVICES["cpu"], 1 << 60, links, achieved)
+        machines[strategy] = predict.as_measured(box)
     return machines
 
 
@@ -298,22 +288,16 @@ def run_on(namespaces: list[str], nproc: int, script: list[str], out: Path) -> N
         f"--master_port={next(PORTS)}",
     ]
     commands = []
-    for number in range(len(namespaces)):
+    for number, namespace in enumerate(namespaces):
         host = [f"--node_rank={number}", f"--local_addr={address(number)}"]
-        commands.append([*torchrun, *host, *script])
-    run_all(namespaces, commands, out)
+        commands.append([*enter(namespace), *torchrun, *host, *script])
+    # torchrun leaves folders in TMPDIR; gloo's default is the address of the host name.
+    run_all(commands, out, TMPDIR=str(out.parent), GLOO_SOCKET_IFNAME="eth0")
 
 
-def run_all(namespaces: list[str], commands: list[list[str]], out: Path) -> None:
-    """Run commands at the same time, number i in namespace i. Raises RunFailed if one fails."""
-    pairs = zip(namespaces, commands, strict=True)
-    inside = [["ip", "netns", "exec", namespace, *command] for namespace, command in pairs]
-    environment = {
-        "TMPDIR": str(out.parent),  # torchrun leaves folders there
-        "GLOO_SOCKET_IFNAME": "eth0",  # gloo's default is the address of the host name
-    }
-    with Job(inside, [environment] * len(inside), out) as job:
-        job.wait()
+def enter(namespace: str) -> list[str]:
+    """The words before a command that runs it in a namespace."""
+    return ["ip", "netns", "exec", namespace]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ import dist
 from metrics import read_rows
 from runtime import cli, memory, run_folder
 from runtime.cli import UsageError
-from tools.bench import ONLY_STEPS, TORCHRUN, TRAIN, Job, add_flags, count, positive, training_rows
+from tools import bench
+from tools.bench import TORCHRUN, add_flags, count, positive
 from tools.compare import import_pyplot, plot_file, positive_number, read
 from tools.planning import predict, search
 from tools.planning.forecast import Plan, make_plan
@@ -253,29 +254,21 @@ def read_past(folder: str, peak_tflops: float | None) -> Past:
 
 
 def request_of(past: Past, own: argparse.Namespace) -> Request:
-    """The run on its cluster; on CPUs with what this machine reaches, unless --achieved is given.
-
-    A step that is measured has the optimizer in it, and a collective its latency.
-    """
+    """The run on its cluster; on CPUs with this machine's rates, unless --achieved is given."""
     own.world_size = past.start["ranks"]
     own.nproc_per_node = past.start.get("ranks_per_host", own.nproc_per_node)
-    names = {device.name: name for name, device in DEVICES.items() if device.name}
-    own.device_type = names.get(past.start.get("device"), own.device_type)
-    vocab_size = past.start["tokens_in_vocabulary"]
-    if past.is_cuda:
-        return Request(past.config, make_cluster(own), vocab_size, own.rank)
-    own.device_type = "cpu"
     c = past.config
-    if own.achieved is None or c.peak_tflops is None:
-        c = dataclasses.replace(c, peak_tflops=1.0)
-        own.achieved, own.intra_host_bandwidth = measure(c, own)
-    cluster = make_cluster(own)
-    no_latency = dict(intra_latency=0.0, inter_latency=0.0, launch_latency=0.0)
-    device = dataclasses.replace(cluster.device, memory_bandwidth=math.inf)
-    links = dataclasses.replace(cluster.links, **no_latency)
-    return Request(
-        c, dataclasses.replace(cluster, device=device, links=links), vocab_size, own.rank
-    )
+    if past.is_cuda:
+        names = {device.name: name for name, device in DEVICES.items() if device.name}
+        own.device_type = names.get(past.start.get("device"), own.device_type)
+        cluster = make_cluster(own)
+    else:
+        own.device_type = "cpu"
+        if own.achieved is None or c.peak_tflops is None:
+            c = dataclasses.replace(c, peak_tflops=1.0)
+            own.achieved, own.intra_host_bandwidth = measure(c, own)
+        cluster = predict.as_measured(make_cluster(own))
+    return Request(c, cluster, past.start["tokens_in_vocabulary"], own.rank)
 
 
 def measure(c: config.Config, own: argparse.Namespace) -> tuple[float, float | None]:
@@ -293,23 +286,14 @@ def measure(c: config.Config, own: argparse.Namespace) -> tuple[float, float | N
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         file, links = Path(folder, "config.json"), Path(folder, "links.json")
         file.write_text(json.dumps(dataclasses.asdict(c) | alone))
-        outs = [Path(folder, str(rank)) for rank in range(ranks)]
-        train = [sys.executable, TRAIN, f"--config={file}", *ONLY_STEPS]
-        run_all([[*train, f"--out={out}"] for out in outs], Path(folder, "alone"))
-        rows = [row for out in outs for row in training_rows(out) if row["step"] > 1]
-        achieved = statistics.median(row["mfu"] for row in rows)  # of 1 TFLOP/s
-        if ranks == 1:
+        threads = 1 if ranks > 1 else torch.get_num_threads()
+        prefixes = [["env", f"OMP_NUM_THREADS={threads}"]] * ranks
+        achieved = bench.mfu_alone(prefixes, [f"--config={file}"], Path(folder, "alone"))
+        if ranks == 1 or own.intra_host_bandwidth:
             return achieved, own.intra_host_bandwidth
         torchrun = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", "-m", "tools.cluster"]
-        run_all([[*torchrun, "--measure_links", str(links)]], Path(folder, "links"))
-        return achieved, own.intra_host_bandwidth or json.loads(links.read_text())[0] / 1e9
-
-
-def run_all(commands: list[list[str]], out: Path) -> None:
-    """Run commands at the same time. Raises RunFailed if one fails."""
-    threads = {"OMP_NUM_THREADS": "1" if len(commands) > 1 else str(torch.get_num_threads())}
-    with Job(commands, [threads] * len(commands), out) as job:
-        job.wait()
+        bench.run_all([[*torchrun, "--measure_links", str(links)]], Path(folder, "links"))
+        return achieved, json.loads(links.read_text())[0] / 1e9
 
 
 def beside(plan: Plan, past: Past) -> list[dict]:

@@ -8,7 +8,7 @@ All constants are in this file, with their sources; two are assumptions, and say
 import functools
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -119,6 +119,13 @@ class Cluster:
     @property
     def hosts(self) -> int:
         return math.ceil(self.world_size / self.links.local_size)
+
+
+def as_measured(cluster: Cluster) -> Cluster:
+    """With rates that were measured: a step has the optimizer in it, a collective its latency."""
+    device = replace(cluster.device, memory_bandwidth=math.inf)
+    links = replace(cluster.links, intra_latency=0.0, inter_latency=0.0, launch_latency=0.0)
+    return replace(cluster, device=device, links=links)
 
 
 @dataclass(frozen=True)
