@@ -380,6 +380,4 @@ def is_last_only(row: Communication, c: Config) -> bool:
     """Whether a collective of the backward pass runs in the last micro-batch alone."""
     if row.collective == "all_gather" or c.grad_sync == "micro_batch":
         return False
-    if row.axis == "tp" and row.collective == "reduce_scatter":  # of activations
-        return False
     return c.grad_sync == "batch" or row.collective == "all_reduce"
