@@ -76,7 +76,6 @@ class Table:
 class Measurement:
     """What one run of train.py printed, and logged in its counted steps."""
 
-    out: Path
     speed: float  # tokens/s/device, median
     mfu: float | None  # median; None: the peak of the device is unknown
     communicated: str  # MB of a rank in one step by axis of the mesh: "dp_shard 4.20, tp 1.05"
@@ -120,7 +119,6 @@ def run(flags: str, nproc: int, out: Path, steps: int) -> Measurement:
     for row in json.loads((out / "profile" / "rank_0.json").read_text())["communicated"]:
         megabytes[row["axis"]] += row["bytes"] / 1e6
     return Measurement(
-        out=out,
         speed=statistics.median(row["tokens_per_second_per_device"] for row in counted),
         mfu=None if None in mfu else statistics.median(mfu),
         communicated=", ".join(f"{axis} {n:,.2f}" for axis, n in megabytes.items()) or "none",
@@ -187,8 +185,9 @@ class Job:
         The others may wait for it forever.
         """
         statuses = [process.poll() for process in self.processes]
-        for command, printed, status in zip(self.commands, self.printed(), statuses):
+        for command, output, status in zip(self.commands, self.outputs, statuses):
             if status:
+                printed = output.read_text(errors="replace")
                 raise RunFailed(f"{' '.join(command)} failed", printed)
         return None in statuses
 
@@ -196,9 +195,6 @@ class Job:
         """Wait for a condition, at most until all have succeeded. Raises RunFailed."""
         while self.is_running() and not until():
             time.sleep(0.01)
-
-    def printed(self) -> list[str]:
-        return [output.read_text(errors="replace") for output in self.outputs]
 
     def __enter__(self) -> "Job":
         return self

@@ -9,6 +9,7 @@ predicts from what happened how long the step takes: planning/rehearse.py and pl
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -57,12 +58,10 @@ def fraction(text: str) -> float:
 def published(file: str) -> list[dict]:
     """Rows of at least name, trainer, flags, tokens_per_second_per_device and fitted."""
     needed = {"name", "trainer", "flags", "tokens_per_second_per_device", "fitted"}
-    try:
+    with contextlib.suppress(OSError, ValueError, TypeError):
         rows = json.loads(Path(file).read_text())
         if all(needed <= {*row} for row in rows):
             return rows
-    except (OSError, ValueError, TypeError):
-        pass
     raise argparse.ArgumentTypeError(
         f"{file} is no list of published runs: see docs/published.json"
     )
@@ -363,6 +362,8 @@ def to_json(plan: Plan) -> dict:
 # --------------------------------------------------------------------------------------------------
 # The report
 
+VERDICT = {True: "fits", False: "DOES NOT FIT"}
+
 
 def report(plan: Plan) -> Iterator[str]:
     """The lines for people: one screen, with the arithmetic."""
@@ -375,13 +376,14 @@ def report(plan: Plan) -> Iterator[str]:
 
 
 def describe_run(plan: Plan) -> Iterator[str]:
+    c = plan.request.config
+    cluster = plan.request.cluster
     rehearsal = plan.rehearsal
     layout = rehearsal.layout
-    cluster = plan.request.cluster
-    model = layout.model_config
+    m = layout.model_config
     yield (
-        f"model       {plan.request.config.model}: {model.n_layer} layers x {model.d_model} wide, "
-        f"vocabulary {model.vocab_size:,}: {rehearsal.parameters:,} parameters, "
+        f"model       {c.model}: {m.n_layer} layers x {m.d_model} wide, vocabulary "
+        f"{m.vocab_size:,}: {rehearsal.parameters:,} parameters, "
         f"{rehearsal.parameters_per_rank:,} a rank"
     )
     axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, layout.mesh_shape))
@@ -392,22 +394,20 @@ def describe_run(plan: Plan) -> Iterator[str]:
     if layout.strategy_reason:
         yield f"            --strategy auto: {layout.strategy_reason}"
     yield (
-        f"batch       {plan.request.config.global_batch_size:,} sequences = micro_batch_size "
-        f"{layout.micro_batch_size} x grad_accum_steps {layout.grad_accum_steps} x "
-        f"dp_size {layout.dp_size}; x {model.seq_len:,} tokens = {layout.tokens_per_step:,} tokens "
-        "a step"
+        f"batch       {c.global_batch_size:,} sequences = micro_batch_size "
+        f"{layout.micro_batch_size} x grad_accum_steps {layout.grad_accum_steps} x dp_size "
+        f"{layout.dp_size}; x {m.seq_len:,} tokens = {layout.tokens_per_step:,} tokens a step"
     )
 
 
 def describe_memory(plan: Plan) -> Iterator[str]:
+    found = plan.rehearsal
     available = plan.request.cluster.device_memory
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
-    state = parts_of(plan.rehearsal.state)
-    yield f"memory      rank {plan.request.rank}, in GB: {state} at the update"
-    yield f"            at its peak: {parts_of(plan.rehearsal.memory)}"
+    yield f"memory      rank {plan.request.rank}, in GB: {parts_of(found.state)} at the update"
+    yield f"            at its peak: {parts_of(found.memory)}"
     yield (
-        f"            = {gigabytes(plan.rehearsal.peak)} GB of {gigabytes(available)} GB, "
-        f"{plan.rehearsal.peak / available:.0%}: {verdict} (limit {predict.USABLE:.0%})"
+        f"            = {gigabytes(found.peak)} GB of {gigabytes(available)} GB, "
+        f"{found.peak / available:.0%}: {VERDICT[plan.fits]} (limit {predict.USABLE:.0%})"
     )
 
 
@@ -439,27 +439,25 @@ def describe_checkpoint(plan: Plan) -> Iterator[str]:
         f"{gigabytes(sharded)} GB; async_save: {gigabytes(in_async)} GB"
     )
     if available := plan.request.cluster.host_memory:
-        verdicts = []
-        for way, size in (("sharded", sharded), ("async_save", in_async)):
-            verdicts.append(f"{way} {'fits' if size <= available else 'DOES NOT FIT'}")
-        yield f"            of {gigabytes(available)} GB a host: {', '.join(verdicts)}"
+        yield (
+            f"            of {gigabytes(available)} GB a host: "
+            f"sharded {VERDICT[sharded <= available]}, async_save {VERDICT[in_async <= available]}"
+        )
 
 
 def describe_step(plan: Plan) -> Iterator[str]:
     speed = plan.speed
-    rehearsal = plan.rehearsal
-    recomputed = ""
-    if rehearsal.recomputed_flops:
-        recomputed = f" + {rehearsal.recomputed_flops / 1e12:,.1f} recomputed"
-    rate = (rehearsal.flops + rehearsal.recomputed_flops) / speed.compute
+    flops, repeated = plan.rehearsal.flops, plan.rehearsal.recomputed_flops
+    recomputed = f" + {repeated / 1e12:,.1f} recomputed" if repeated else ""
     yield (
-        f"compute     {rehearsal.flops / 1e12:,.1f}{recomputed} TFLOP in {speed.compute:.4g} s: "
-        f"{rate / speed.peak:.1%} of {speed.peak / 1e12:,.4g} TFLOP/s"
+        f"compute     {flops / 1e12:,.1f}{recomputed} TFLOP in {speed.compute:.4g} s: "
+        f"{(flops + repeated) / speed.compute / speed.peak:.1%} of {speed.peak / 1e12:,.4g} TFLOP/s"
     )
-    exposed = []
-    for axis, seconds in speed.exposed.items():
-        if seconds >= 1e-4:
-            exposed.append(f"{axis} {seconds:.4f} of {speed.communication[axis]:.4f} s")
+    exposed = [
+        f"{axis} {seconds:.4f} of {speed.communication[axis]:.4f} s"
+        for axis, seconds in speed.exposed.items()
+        if seconds >= 1e-4
+    ]
     yield f"exposed     {', '.join(exposed) or 'nothing'}"
     yield (
         f"step        compute {speed.compute:.4g} + exposed communication "

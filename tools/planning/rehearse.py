@@ -9,6 +9,7 @@ derived from formulas, for one rank of thousands.
 
 import dataclasses
 import difflib
+import itertools
 import warnings
 import weakref
 from collections import Counter
@@ -231,7 +232,6 @@ def run_layers(c: Config, chosen: Layout, world: dist.World, fuses: bool) -> Reh
     Layers between the first and the last do the same, in the same places of the step. What a unit
     more adds to FEW of them is added for all others. Not for DDP, whose buckets end anywhere.
     """
-
     mesh = dist.make_mesh(world, chosen.mesh_shape)  # one: DTensor keeps the groups of the first
 
     def run(n_layer: int) -> Rehearsal:
@@ -293,16 +293,9 @@ def at_peak(changes: list[Change], gradients: int) -> dict[str, int]:
 
     `gradients` is the bytes that the optimizer reads.
     """
-    total = 0
-    peak = 0
-    changes_to_peak = 0
-    for number, (_, _, size) in enumerate(changes, start=1):
-        total += size
-        if total > peak:
-            peak = total
-            changes_to_peak = number
+    totals = list(itertools.accumulate(size for _, _, size in changes))
     sizes = dict.fromkeys(KINDS, 0)
-    for _, kind, size in changes[:changes_to_peak]:
+    for _, kind, size in changes[: totals.index(max(totals)) + 1]:
         sizes[kind] += size
     # Of gradients that accumulate, what FSDP's shards will take counts as gradients.
     missing = min(sizes["unsynchronized"], gradients - sizes["gradients"])

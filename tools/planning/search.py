@@ -160,22 +160,20 @@ def group_candidates(request: Request, free: frozenset[str]) -> tuple[list[Group
     Raises UsageError or MeshError, that of the last one, where all are.
     """
     groups = {}
-    problem = None
-    impossible = 0
+    problems = []
     cluster = request.cluster
     every = candidates(request.config, cluster, free)
     for c in sorted(every, key=lambda c: complexity(c, cluster)):
         try:
             layout = lay_out(c, cluster, request.vocab_size)
         except (UsageError, dist.MeshError) as error:
-            problem = error
-            impossible += 1
+            problems.append(error)
             continue
         key = (c.tp, layout.micro_batch_size, c.activation_checkpointing)
         groups.setdefault(key, Group([])).left.append(layout)
-    if problem and not groups:
-        raise problem
-    return list(groups.values()), impossible
+    if problems and not groups:
+        raise problems[-1]
+    return list(groups.values()), len(problems)
 
 
 def in_order(possible: list[Candidate], cluster: Cluster) -> list[Candidate]:
