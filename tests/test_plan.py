@@ -250,6 +250,10 @@ def test_tensor_parallelism_and_the_norm_are_exposed():
     found = step(rehearsal(rows, flops=3e15, mesh=(1, 2, 4)))
     assert found.exposed == pytest.approx(found.communication)
     assert found.exposed["tp"] == pytest.approx(2 * 3 / 4 * 1e9 / 100e9)
+    # Of groups of three, the second leaves its host of four
+    across = rehearsal(rows[:1], mesh=(1, 2, 3))
+    waits = [predict.speed(across, flags(), CLUSTER, rank).exposed["tp"] for rank in (0, 3)]
+    assert waits == pytest.approx([2 * 2 / 3 * 1e9 / 100e9, 2 * 2 / 3 * 1e9 / (10e9 * 3 / 8)])
 
 
 def test_gradients_reduced_once_overlap_the_last_micro_batch_only():
@@ -589,7 +593,7 @@ def test_auto_and_the_search_agree(text, of, memory, strategy, pool):
 
 def test_what_computes_alike_is_tried_in_turns_then_the_fastest(monkeypatch):
     request, own = plan_of(
-        "--world_size 8 --strategy fsdp --tp 1 --micro_batch_size 1 --global_batch_size 16"
+        "--world_size 8 --strategy fsdp --tp 1 --micro_batch_size 1 --global_batch_size 16 --rank 5"
     )
     tried = []
 
@@ -599,7 +603,8 @@ def test_what_computes_alike_is_tried_in_turns_then_the_fastest(monkeypatch):
         is_large = c.activation_checkpointing == "full" and c.grad_sync == "micro_batch"
         return dataclasses.replace(rehearsal(), memory={"other": is_large * 10**12})
 
-    def speed(found, c, *more):
+    def speed(found, c, cluster, rank):
+        assert rank == 5
         slow = predict.Speed(8.0, 0.0, {}, {}, 1.0, 1e12, 1.0)
         is_fast = c.activation_checkpointing == "selective" and c.reshard_after_forward
         return dataclasses.replace(slow, compute=4.0) if is_fast else slow
