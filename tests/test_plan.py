@@ -50,7 +50,7 @@ def rehearsal(communication=(), flops=0.0, recomputed=0.0, grad_accum_steps=1, m
     layout = search.lay_out(request.config, request.cluster, request.vocab_size)
     layout = dataclasses.replace(layout, grad_accum_steps=grad_accum_steps, mesh_shape=mesh)
     operations = [
-        Operation("forward", "mm", (), flops=flops / 3),
+        Operation("forward", "mm", (), flops=flops / 3, bytes=10**9),
         Operation("backward", "mm", (), flops=flops * 2 / 3 + recomputed),
         Operation("optimizer", "_fused_adamw_", (), bytes=32 * 10**6),
     ]
@@ -279,7 +279,7 @@ def test_each_micro_batch_gathers_beside_its_own_work():
     assert found.exposed == pytest.approx({"dp_shard": 4 * (5 - 1.8) + 4 * (5 - 3.6)})
 
 
-def test_grad_sync_shard_scatters_after_each_micro_batch_and_reduces_once():
+def test_grad_sync_shard_scatters_each_time_and_reduces_once():
     row = Communication("dp_replicate", "all_reduce", "backward", 4, round(2e10))
     found = step(rehearsal([row], flops=12e12, grad_accum_steps=4, mesh=(2, 4, 1)), SHARD)
     # 8 s, 2.5 GB/s for each of four ranks; 4 s of work, of which 3 of 4 units hide
