@@ -278,7 +278,7 @@ def measure(c: config.Config, own: argparse.Namespace) -> tuple[float, float | N
     """
     print("measuring this machine's cores and links ...", file=sys.stderr, flush=True)
     ranks = min(own.nproc_per_node, own.world_size)
-    alone = dict.fromkeys(("dp_replicate", "dp_shard", "profile", "out"))
+    alone = dict.fromkeys(("dp_replicate", "dp_shard", "warmup_steps", "profile", "out"))
     alone |= {"tp": 1, "max_steps": 4, "resume": "never", "tracker": "none", "time_limit": 0.0}
     alone["global_batch_size"] = max(1, c.global_batch_size * c.tp // own.world_size)
     alone["strategy"] = "fsdp" if c.strategy in ("fsdp", "hsdp") else "single"
