@@ -547,7 +547,8 @@ def test_a_run_on_gpus_is_set_beside_its_plan():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, strategy", [(1, "single"), (2, "fsdp")])
 def test_a_run_on_cpus_is_predicted_with_what_they_reach(run, ranks, strategy):
-    out = run(ranks, f"--max_steps 6 --warmup_steps 6 --strategy {strategy} --d_model 128 --seq_len 64")
+    steps = "--max_steps 6 --warmup_steps 6"  # of which the measurement takes fewer
+    out = run(ranks, f"{steps} --strategy {strategy} --d_model 128 --seq_len 64")
     # Not in the pool, whose environment is that of a rank
     command = [sys.executable, "-m", "tools.plan", "--run", out, "--json"]
     found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
