@@ -230,12 +230,13 @@ def measure_3(outputs: list[str]) -> dict:
     work = {"DataParallel.forward": "forward", "evaluate_function": "backward"}
     data = {}
     for label, name in {"once": "ch3-once", "each time": "ch3-each"}.items():
-        lanes = {}
+        lanes, starts = {}, []
         for rank in (0, 1):
-            lanes[f"rank {rank}"] = spans(name, rank, work, gap=5)
+            lanes[f"rank {rank}"] = worked = spans(name, rank, work, gap=5)
             lanes[f"rank {rank}, gloo"] = spans(name, rank, {"gloo:all_reduce": "all_reduce"})
-        forwards = [start for start, _, kind in lanes["rank 0"] if kind == "forward"]
-        data[label] = from_start(lanes, forwards[len(forwards) // 2])
+            forwards = [start for start, _, kind in worked if kind == "forward"]
+            starts.append(forwards[len(forwards) // 2])
+        data[label] = from_start(lanes, min(starts))
     return data
 
 
