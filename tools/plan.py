@@ -315,7 +315,8 @@ def beside(plan: Plan, past: Past) -> list[dict]:
     rows.append(("memory as estimated at the start, bytes", layout.memory.total, used))
     if past.is_cuda:  # on CPUs the process is measured, which has more than tensors
         rows.append(("memory of the tensors as rehearsed, bytes", plan.rehearsal.peak, used))
-    predicted = [speed.step_time, speed.compute + speed.optimizer, sum(speed.exposed.values()), 0.0]
+    exposed = sum(speed.exposed.values(), 0.0)
+    predicted = [speed.step_time, speed.compute + speed.optimizer, exposed, 0.0]
     parts = ("step", "compute and optimizer", "exposed communication", "data wait")
     for part, seconds, measured in zip(parts, predicted, past.seconds()):
         rows.append((f"{part}, seconds", seconds, measured))
