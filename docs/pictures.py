@@ -9,11 +9,16 @@ import json
 import math
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import matplotlib
@@ -332,6 +337,251 @@ CHAPTERS = {
     5: Chapter(measure_5, draw_5, height=2.2),
     6: Chapter(measure_6, draw_6, height=3.2),
     7: Chapter(measure_7, draw_7, height=2.2),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Chapters 8 to 12
+
+
+def measure_queue(outputs: list[str]) -> dict:
+    """A host that queues 12 products, and a thread in the place of the device, in ms."""
+    return {name: queue(asks) for name, asks in (("nobody asks", False), ("asks each time", True))}
+
+
+def queue(asks: bool) -> dict[str, list[list]]:
+    """With `asks`, the host waits for the value of each product, as .item() does."""
+    import torch
+
+    torch.set_num_threads(1)
+    matrix = torch.randn(512, 512)
+    host, device = [], []
+
+    def product() -> None:
+        began = time.perf_counter()
+        matrix @ matrix
+        device.append([began, time.perf_counter(), "computes"])
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(product).result()  # the first one allocates
+        device.clear()
+        for _ in range(12):
+            began = time.perf_counter()
+            time.sleep(1e-3)  # what Python takes to queue an operation
+            result = thread.submit(product)
+            host.append([began, time.perf_counter(), "queues"])
+            if asks:
+                result.result()
+                host.append([host[-1][1], time.perf_counter(), "waits"])
+    began = host[0][0]
+    for span in host + device:
+        span[:2] = [round(1e3 * (seconds - began), 3) for seconds in span[:2]]
+    return {"host": host, "device": device}
+
+
+def draw_queue(data: dict) -> None:
+    both = pyplot.gcf().subplots(2, 1, sharex=True)
+    for axes, (name, found) in zip(both, data.items()):
+        order = {"host": found["host"], "device": found["device"]}
+        kinds = ["queues", "waits", "computes"]
+        for number, spans_of_lane in enumerate(order.values()):
+            for start, end, kind in spans_of_lane:
+                color = COLORS[kinds.index(kind)]
+                axes.barh(number, end - start, left=start, color=color, edgecolor="none")
+        axes.set_yticks(range(2), order)
+        axes.invert_yaxis()
+        axes.set_title(f"{name}: {found['device'][-1][1]:.0f} ms", fontsize=10, loc="right")
+    key(both[0], kinds)
+    both[1].set_xlabel("ms")
+
+
+POLICIES = ("none", "selective", "full")
+
+
+def measure_memory(outputs: list[str]) -> dict:
+    """MB of all tensors over one step of chapter 9's model, for each policy."""
+    return {policy: step_memory(policy) for policy in POLICIES}
+
+
+def step_memory(policy: str) -> list[list[float]]:
+    """[ms, MB] of step 2, by torch's memory profiler, and 12 bytes a parameter from before it."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    import config
+    import dist
+    import train
+    from runtime.watchdog import Watchdog
+
+    flags = f"--config {DOCS}/lecture.json --n_layer 8 --seq_len 256 --global_batch_size 16 "
+    flags += f"--strategy single --dry_run --activation_checkpointing {policy}"
+    c = config.parse(flags.split())
+    world = dist.start(c.device)
+    run = train.build(train.make_plan(c, world), world, Watchdog(world.store, 0, 1, c.timeout))
+    batches = iter(2 * [run.train_data[list(range(16))]])
+    train.train_step(run.forward, run.optimizer, batches, 1)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        train.train_step(run.forward, run.optimizer, batches, 2)
+    dist.stop()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    events = [event for event in events if event["name"] == "[memory]"]
+    began = events[0]["ts"]
+    held = 12 * run.model.parameter_count()
+    series = [
+        [(e["ts"] - began) / 1e3, (held + e["args"]["Total Allocated"]) / 1e6] for e in events
+    ]
+    thinned = [max(part, key=lambda point: point[1]) for part in chunks(series, 300)]
+    return [[round(value, 1) for value in values] for values in zip(*thinned)]
+
+
+def chunks(points: list, count: int) -> Iterator[list]:
+    """At most `count` parts of equal length; the last may be shorter."""
+    size = -(-len(points) // count)
+    for start in range(0, len(points), size):
+        yield points[start : start + size]
+
+
+def draw_memory(data: dict) -> None:
+    lines(pyplot.gca(), data, "ms of one step", "MB of tensors", log=False)
+
+
+BANDWIDTHS = {"200mbit": 200, "1gbit": 1000, "5gbit": 5000}
+
+
+def measure_network(outputs: list[str]) -> dict:
+    """Median tokens/s/device by strategy, at each bandwidth; needs Linux and root."""
+    found = {}
+    command = "python -m tools.cluster --strategies ddp hsdp fsdp --json --bandwidth"
+    for bandwidth, mbit in BANDWIDTHS.items():
+        for row in json.loads(shell(f"{command} {bandwidth}"))["rows"]:
+            xs, ys = found.setdefault(f"{row['strategy']}, {row['grad_sync']}", [[], []])
+            xs.append(mbit)
+            ys.append(round(statistics.median(row["tokens/s/device"]), 1))
+    return found
+
+
+def draw_network(data: dict) -> None:
+    axes = pyplot.gca()
+    for number, (name, (xs, ys)) in enumerate(data.items()):
+        style = "--" if name.endswith("micro_batch") else "-"
+        axes.plot(xs, ys, style, color=COLORS[number // 2], marker="o", markersize=4, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="Mbit/s between hosts", ylabel="tokens/s/device")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def measure_checkpoints(outputs: list[str]) -> dict:
+    """Who wrote what, and the loss by the seconds since the first start, of runs/ch11-killed."""
+    out = ROOT / "runs/ch11-killed"
+    starts = [json.loads(line)["time"] for line in (out / "starts.jsonl").read_text().splitlines()]
+    began = datetime.fromisoformat(starts[0])
+
+    def curve(name: str, first: int) -> list[list[float]]:
+        found = [row for row in rows(name) if row["step"] >= first]
+        return [[seconds(row["time"]) for row in found], [row["loss"] for row in found]]
+
+    def seconds(time: str) -> float:
+        return round((datetime.fromisoformat(time) - began).total_seconds(), 2)
+
+    files = {}
+    for path in sorted(out.glob("checkpoints/step-*")):
+        shards = sorted(path.glob("*.distcp"))
+        sizes = {f"rank {shard.name[2]}": shard.stat().st_size / 1e6 for shard in shards}
+        files[f"step {int(path.name[5:])}"] = {rank: round(size, 2) for rank, size in sizes.items()}
+    resumed = int(re.search(r"continuing from \S*step-(\d+)", "".join(outputs))[1])
+    before, after = curve("ch11-before", 1), curve("ch11-killed", resumed + 1)
+    return {"files": files, "loss": {"2 ranks, fsdp, killed": before, "1 rank, resumed": after}}
+
+
+def draw_checkpoints(data: dict) -> None:
+    left, right = pyplot.gcf().subplots(1, 2)
+    bars(left, data["files"], "MB")
+    lines(right, data["loss"], "seconds since the first start", "loss", log=False)
+
+
+BEATS = """
+import sys, time, torch.distributed as dist
+from runtime.watchdog import Watchdog
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", f"tcp://127.0.0.1:{port + 1}", rank=rank, world_size=2)
+with Watchdog(dist.TCPStore("127.0.0.1", port), rank, 2, timeout=10) as dog:
+    for step in range(1000):
+        dog.progress(step, "computing")
+        time.sleep(0.1)
+"""
+
+
+def measure_heartbeats(outputs: list[str]) -> dict:
+    """Seconds at which two watchdogs sent a heartbeat; after 5 s rank 1 is stopped."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-c", BEATS]
+    ranks = [subprocess.Popen([*command, str(r), str(store.port)], cwd=ROOT) for r in range(2)]
+    store.wait([f"heartbeat {rank}" for rank in range(2)])
+    began = time.perf_counter()
+    beats, counts, stopped = {"rank 0": [], "rank 1": []}, [None, None], None
+    while ranks[0].poll() is None:
+        now = round(time.perf_counter() - began, 2)
+        if stopped is None and now >= 5:
+            ranks[1].send_signal(signal.SIGSTOP)
+            stopped = now
+        for rank in range(2):
+            count = json.loads(store.get(f"heartbeat {rank}"))[0]
+            if count != counts[rank]:
+                beats[f"rank {rank}"].append(now)
+                counts[rank] = count
+        time.sleep(0.02)
+    ranks[1].kill()
+    return {"beats": beats, "stopped": stopped, "ended": now, "goodput": goodput("ch12-stopped")}
+
+
+def goodput(name: str) -> dict[str, list[list]]:
+    """Where the wall clock of a run with two starts went: [start, end, kind] in seconds."""
+    lines_of_starts = (ROOT / "runs" / name / "starts.jsonl").read_text().splitlines()
+    starts = [json.loads(line) for line in lines_of_starts]
+    began = datetime.fromisoformat(starts[0]["time"])
+
+    def seconds(row: dict) -> float:
+        return round((datetime.fromisoformat(row["time"]) - began).total_seconds(), 2)
+
+    found = rows(name)
+    saved = starts[1]["step"]
+    first, kept = found[0], max((r for r in found if r["step"] <= saved), key=lambda r: r["step"])
+    again = min((row for row in found if row["step"] > saved), key=lambda row: row["step"])
+    return {
+        "run": [
+            [0, seconds(first), "starts"],
+            [seconds(first), seconds(kept), "steps that count"],
+            [seconds(kept), seconds(starts[1]), "lost: steps, silence, torchrun"],
+            [seconds(starts[1]), seconds(again), "starts"],
+            [seconds(again), seconds(found[-1]), "steps that count"],
+        ]
+    }
+
+
+def draw_heartbeats(data: dict) -> None:
+    upper, lower = pyplot.gcf().subplots(2, 1, height_ratios=[2, 1])
+    upper.eventplot(list(data["beats"].values()), colors=COLORS[:2], linelengths=0.7, linewidths=2)
+    upper.set_yticks(range(2), data["beats"])
+    upper.invert_yaxis()
+    for name, text, side in (
+        ("stopped", " rank 1 is stopped", "left"),
+        ("ended", "the job ends ", "right"),
+    ):
+        upper.axvline(data[name], color=GREY, linestyle=":")
+        upper.text(data[name], 1.1, text, ha=side)
+    upper.set_xlabel("seconds")
+    lanes(lower, data["goodput"], "seconds since the first start")
+
+
+CHAPTERS |= {
+    8: Chapter(measure_queue, draw_queue),
+    9: Chapter(measure_memory, draw_memory),
+    10: Chapter(measure_network, draw_network, height=3.2),
+    11: Chapter(measure_checkpoints, draw_checkpoints, height=3),
+    12: Chapter(measure_heartbeats, draw_heartbeats, height=3.2),
 }
 
 
