@@ -345,32 +345,26 @@ CHAPTERS = {
 
 
 def measure_queue(outputs: list[str]) -> dict:
-    """A host that queues 12 products, and a thread in the place of the device, in ms."""
+    """A host that queues 12 operations, and a device that is played by a thread, in ms."""
     return {name: queue(asks) for name, asks in (("nobody asks", False), ("asks each time", True))}
 
 
 def queue(asks: bool) -> dict[str, list[list]]:
-    """With `asks`, the host waits for the value of each product, as .item() does."""
-    import torch
-
-    torch.set_num_threads(1)
-    matrix = torch.randn(512, 512)
+    """1 ms to queue an operation, 3 ms to run it. With `asks`, the host waits for each result."""
     host, device = [], []
 
-    def product() -> None:
+    def operation() -> None:
         began = time.perf_counter()
-        matrix @ matrix
+        time.sleep(3e-3)
         device.append([began, time.perf_counter(), "computes"])
 
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(product).result()  # the first one allocates
-        device.clear()
         for _ in range(12):
             began = time.perf_counter()
-            time.sleep(1e-3)  # what Python takes to queue an operation
-            result = thread.submit(product)
+            time.sleep(1e-3)
+            result = thread.submit(operation)
             host.append([began, time.perf_counter(), "queues"])
-            if asks:
+            if asks:  # as .item() does
                 result.result()
                 host.append([host[-1][1], time.perf_counter(), "waits"])
     began = host[0][0]
@@ -447,27 +441,34 @@ def draw_memory(data: dict) -> None:
     lines(pyplot.gca(), data, "ms of one step", "MB of tensors", log=False)
 
 
-BANDWIDTHS = {"200mbit": 200, "1gbit": 1000, "5gbit": 5000}
+BANDWIDTHS = {"200mbit": 200, "1gbit": 1000}
 
 
 def measure_network(outputs: list[str]) -> dict:
-    """Median tokens/s/device by strategy, at each bandwidth; needs Linux and root."""
+    """Tokens/s/device by strategy and Mbit/s, measured and predicted; needs Linux and root."""
     found = {}
-    command = "python -m tools.cluster --strategies ddp hsdp fsdp --json --bandwidth"
     for bandwidth, mbit in BANDWIDTHS.items():
-        for row in json.loads(shell(f"{command} {bandwidth}"))["rows"]:
-            xs, ys = found.setdefault(f"{row['strategy']}, {row['grad_sync']}", [[], []])
-            xs.append(mbit)
-            ys.append(round(statistics.median(row["tokens/s/device"]), 1))
+        table = json.loads(
+            shell(f"python -m tools.cluster --predict --json --bandwidth {bandwidth}")
+        )
+        for row in table["rows"]:
+            if row["grad_sync"] == "batch":
+                speeds = statistics.median(row["tokens/s/device"]), row["predicted"][0]
+                found.setdefault(row["strategy"], []).append([mbit, *map(round, speeds)])
     return found
 
 
 def draw_network(data: dict) -> None:
     axes = pyplot.gca()
-    for number, (name, (xs, ys)) in enumerate(data.items()):
-        style = "--" if name.endswith("micro_batch") else "-"
-        axes.plot(xs, ys, style, color=COLORS[number // 2], marker="o", markersize=4, label=name)
+    for name, points in data.items():
+        mbits, measured, predicted = zip(*points)
+        (line,) = axes.plot(mbits, measured, "o-", label=name)
+        axes.plot(mbits, predicted, "x:", color=line.get_color())
+    axes.plot([], [], "x:", color=GREY, label="predicted")
     axes.set(xscale="log", yscale="log", xlabel="Mbit/s between hosts", ylabel="tokens/s/device")
+    axes.set_xticks(mbits, [f"{mbit:,}" for mbit in mbits])
+    axes.set_yticks(speeds := [200, 500, 1000], [f"{speed:,}" for speed in speeds])
+    axes.minorticks_off()
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
@@ -564,14 +565,11 @@ def goodput(name: str) -> dict[str, list[list]]:
 def draw_heartbeats(data: dict) -> None:
     upper, lower = pyplot.gcf().subplots(2, 1, height_ratios=[2, 1])
     upper.eventplot(list(data["beats"].values()), colors=COLORS[:2], linelengths=0.7, linewidths=2)
-    upper.set_yticks(range(2), data["beats"])
-    upper.invert_yaxis()
-    for name, text, side in (
-        ("stopped", " rank 1 is stopped", "left"),
-        ("ended", "the job ends ", "right"),
-    ):
-        upper.axvline(data[name], color=GREY, linestyle=":")
-        upper.text(data[name], 1.1, text, ha=side)
+    name_rows(upper, data["beats"])
+    for moment, text, side in (("stopped", "rank 1 is stopped", 1), ("ended", "the job ends", -1)):
+        upper.axvline(data[moment], color=GREY, linestyle=":")
+        place = dict(textcoords="offset points", ha="left" if side > 0 else "right")
+        upper.annotate(text, (data[moment], 1.1), (6 * side, 0), **place)
     upper.set_xlabel("seconds")
     lanes(lower, data["goodput"], "seconds since the first start")
 
