@@ -1,0 +1,225 @@
+"""What the documents name exists: files, functions, fields, links, commands, flags, their values.
+
+CHANGELOG.md is left out: it names what is gone.
+"""
+
+import ast
+import contextlib
+import functools
+import importlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_house import MODULES
+from torch.distributed.run import get_args_parser
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS += sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+CODE = [*MODULES.values()]
+COMMANDS = ["train.py", "prepare.py", "sample.py"]
+COMMANDS += [f"tools.{path.stem}" for path in ROOT.glob("tools/[a-z]*.py")]
+# of sbatch and srun, torchfrtrace, and tensorboard
+FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--requeue", "--open-mode", "--gpus-per-task"]
+FLAGS_OF_OTHERS += ["--kill-on-bad-exit", "--prefix", "--logdir"]
+SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
+# of Hugging Face and Slurm
+NAMES_OF_OTHERS = {"AutoTokenizer", "SlurmdTimeout"}
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+
+
+@functools.cache
+def read(path: Path) -> str:
+    """A document without what is not of this project, or not of this commit.
+
+    That is links to other sites, with their texts, and commands that ran "at commit 0123abc".
+    """
+    text = re.sub(r"\[[^\]]*\]\(https?://[^)]*\)|https?://\S+", "", path.read_text())
+    past = r"^ {4}.*# at commit .*\n|`[^`]*`(?=[^`]{,30} commit [0-9a-f]{7})"
+    return re.sub(past, "", text, flags=re.M)
+
+
+@functools.cache
+def inline_code(path: Path) -> list[str]:
+    prose = re.sub(r"^```.*?^```|^ {4}[^\n]*", "", read(path), flags=re.M | re.S)
+    return [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", prose)]
+
+
+@functools.cache
+def own_code(path: Path) -> str:
+    """Python in the document, and what the patches that it names add."""
+    text = path.read_text()
+    lines = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    for name in {path.stem, *re.findall(r"examples/([\w-]+)\.patch", text)}:
+        for patch in ROOT.glob(f"examples/{name}.patch"):
+            lines += re.findall(r"^\+(.*)", patch.read_text(), re.M)
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------
+# Files, functions, fields, links
+
+
+@documents
+def test_the_files_that_a_document_names_exist(path):
+    names = re.findall(r"(?<![\w/.*$-])(?:[\w.-]+/)*[\w-]+\.(?:py|sh|patch|md|svg)\b", read(path))
+    names += re.findall(r"(?<![\w/.])(?:docs|configs|examples|tests|tools)/[\w./-]*\w", read(path))
+    for name in names:
+        assert any((folder / name).exists() for folder in (ROOT, path.parent, ROOT / "tests")), name
+
+
+@functools.cache
+def definitions(file: Path) -> set[str]:
+    """Functions, classes, methods, variables and fields of a file."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return names
+
+
+@documents
+def test_the_functions_that_a_document_names_exist(path):
+    """Written as optim.py:clip_norm, `optim.clip_norm` or `Optimizer.step`."""
+    for file, names in re.findall(r"([\w/]+\.py):(\w+(?:\.\w+)*)", read(path)):
+        assert {*names.split(".")} <= definitions(ROOT / file), f"{file}:{names}"
+    classes = {node for file in CODE for node in definitions(file) if node[0].isupper()}
+    for text in inline_code(path):
+        parts = text.split(".")
+        if not re.fullmatch(r"\w+(\.\w+)+", text) or parts[-1] in SUFFIXES:
+            continue
+        n = max(n for n in range(len(parts)) if n == 0 or ".".join(parts[:n]) in MODULES)
+        if n > 0 or parts[0] in classes:
+            files = [MODULES[".".join(parts[:n])]] if n else CODE
+            found = set().union(*map(definitions, files))
+            assert all(part in found or part in own_code(path) for part in parts[n:]), text
+
+
+@functools.cache
+def words_of_the_code() -> set[str]:
+    return {word for file in CODE for word in re.findall(r"\w+", file.read_text())}
+
+
+@documents
+def test_the_fields_and_names_that_a_document_names_occur_in_the_code(path):
+    """Those that have an underscore or capitals within; norms are named by what they are of."""
+    for text in inline_code(path):
+        if re.fullmatch(r"[A-Za-z]+_\w+|[A-Z]+[a-z]\w*[A-Z]\w*", text):
+            known = {text, text.removesuffix("_norm")} & (words_of_the_code() | NAMES_OF_OTHERS)
+            assert known or re.search(rf"\b{text}\b", own_code(path)), text
+
+
+@documents
+def test_the_links_of_a_document_lead_somewhere(path):
+    for file, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", read(path)):
+        target = path.parent / file if file else path
+        assert target.exists(), file
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", target.read_text(), re.M)
+            slugs = [re.sub(r"[^\w -]", "", heading.lower()) for heading in headings]
+            assert anchor in [slug.replace(" ", "-") for slug in slugs], f"{file}#{anchor}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Commands and flags
+
+
+@functools.cache
+def flags_of(command: str, word: str = "") -> dict[str, list[str]]:
+    """Flag -> its choices, if it has some, as --help of a command and its first word lists them."""
+    out = io.StringIO()
+    if command == "torchrun":
+        out.write(get_args_parser().format_help())
+    else:
+        main = importlib.import_module(command.removesuffix(".py")).main
+        with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
+            main([word, "--help"] if word else ["--help"])
+    rows = re.findall(r"^ +(?:-\w+, )?(--.*)", out.getvalue(), re.M)
+    flags = {}
+    for row in rows:
+        for name in FLAG.findall(row.split("  ")[0]):
+            flags[name] = re.findall(r"[^{},]+", "".join(re.findall(r"\{.*?\}", row)))
+    return flags
+
+
+def check_flags(words: list[str], flags: dict[str, list[str]], path: Path) -> None:
+    """Each flag is one of `flags`, and its value a choice, unless it stands for values."""
+    for word, following in zip(words, [*words[1:], ""]):
+        name, _, value = word.partition("=")
+        if not FLAG.fullmatch(name) or re.search(rf"\b{name[2:]}\b", own_code(path)):
+            continue
+        assert name in flags, f"{name} in: {' '.join(words)}"
+        value = value or following
+        if flags[name] and re.fullmatch(r"[a-z][\w-]*", value):
+            known = value in flags[name] or f'"{value}"' in own_code(path)
+            assert known, f"{name} {value} in: {' '.join(words)}"
+
+
+@functools.cache
+def names_of_tests() -> str:
+    return " ".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
+
+
+def check_command(words: list[str], path: Path) -> None:
+    """Check a command of this project, started by python, by torchrun, or named alone."""
+    if words[:1] == ["pytest"] and "-k" in words:
+        for part in words[words.index("-k") + 1].split(" or "):
+            assert re.search(rf"def test_\w*{part}", names_of_tests()), part
+    launchers = [i for i, word in enumerate(words) if word in ("python", "torchrun")]
+    words = words[launchers[0] :] if launchers else words  # without OMP_NUM_THREADS=1, do, ...
+    start = next((i for i, word in enumerate(words) if re.match(r"tools\.\w|\w+\.py$", word)), None)
+    if start is None or words[0] not in ("python", "torchrun", words[start]):
+        return
+    command, arguments = words[start], words[start + 1 :]
+    if len(words) == 1 and command.endswith(".py"):  # a file
+        return
+    assert command in COMMANDS, command
+    if words[0] == "torchrun":
+        check_flags(words[:start], flags_of("torchrun"), path)
+    is_word = arguments and re.match(r"[a-z]+$", arguments[0])
+    check_flags(arguments, flags_of(command, arguments[0] if is_word else ""), path)
+
+
+def shell_commands(block: str):
+    """The commands of a block, with $variables that it sets, as words."""
+    variables = {}
+    for line in block.replace("\\\n", " ").splitlines():
+        if assignment := re.fullmatch(r' *(\w+)="(.*)"', line):
+            variables[f"${assignment[1]}"] = assignment[2]
+            continue
+        for name, value in variables.items():
+            line = line.replace(name, value)
+        for part in re.split(r"&&|\||;", line):
+            with contextlib.suppress(ValueError):  # an apostrophe in what is not a command
+                yield shlex.split(part, comments=True)
+
+
+@documents
+def test_the_commands_that_a_document_names_have_these_flags(path):
+    prose = re.sub(r"^```.*?^```", "", read(path), flags=re.M | re.S)
+    for block in re.findall(r"(?:^ {4}.*\n)+", prose, re.M):
+        for words in shell_commands(block):
+            check_command(words, path)
+    for text in inline_code(path):
+        for words in shell_commands(text):
+            check_command(words, path)
+
+
+@documents
+def test_the_flags_that_a_document_names_exist(path):
+    flags = dict.fromkeys(FLAGS_OF_OTHERS, [])
+    tables = [("tools.bench", table) for table in ("strategies", "nanogpt")]
+    for command in [("torchrun",), *tables, *((name,) for name in COMMANDS)]:
+        for name, choices in flags_of(*command).items():
+            flags[name] = [*flags.get(name, []), *choices]
+    check_flags(FLAG.findall(read(path)), flags, path)
+    for text in inline_code(path):
+        if text.startswith("--"):
+            check_flags(text.split(), flags, path)
