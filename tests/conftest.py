@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -267,6 +268,18 @@ def rows(run: Path, key: str = "loss") -> list[dict]:
     """The rows of a run's metrics.jsonl that hold `key`, but one that is being written."""
     whole, _, _ = (run / "metrics.jsonl").read_text().rpartition("\n")
     return [row for row in map(json.loads, whole.splitlines()) if key in row]
+
+
+def documented_fields(document: str, table: str, row: str = "") -> set[str]:
+    """The names in the first column of the table with this header, or in the rest of one row."""
+    text = (ROOT / "docs" / document).read_text().partition(f"\n| {table} |")[2]
+    _, _, *lines = text.partition("\n\n")[0].splitlines()
+    cells = [line.split(" | ", 1) for line in lines]
+    if row:
+        (found,) = [rest for first, rest in cells if first == f"| {row}"]
+    else:
+        found = " ".join(first for first, _ in cells)
+    return set(re.findall(r"`(\w+)`", found))
 
 
 def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:

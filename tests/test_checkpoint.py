@@ -12,6 +12,7 @@ from conftest import (
     TEN_STEPS,
     assert_same,
     build_run,
+    documented_fields,
     flags,
     last_checkpoint,
     rows,
@@ -112,6 +113,8 @@ def test_rows_and_manifest_of_a_checkpoint(whole, mesh):
     row, _ = rows(whole[mesh], "event")
     path, _ = checkpoint.list_checkpoints(whole[mesh])
     files = [file for file in path.iterdir() if file.name != "manifest.json"]
+    fields = documented_fields("reference.md", "rows | fields", "checkpoint")
+    assert row.keys() == fields - {"checkpoint", "checkpoint_failed", "error"} | {"time"}
     assert row["event"] == "checkpoint"
     assert row["step"] == 5
     assert row["path"] == str(path)

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, rows
+from conftest import ROOT, TINY, documented_fields, rows
 
 import config
 from model import SIZES
@@ -316,9 +316,10 @@ HSDP = "--world_size 16 --strategy hsdp --micro_batch_size 1 --global_batch_size
 def test_json_has_the_fields_that_are_promised(pool):
     (text,) = pool(1, call, HSDP, "--tokens 1e9 --json")
     found = json.loads(text)
-    assert {"parameters", "parameters_per_rank"} <= found.keys()
-    memory = {"parameters", "gradients", "optimizer", "activations", "peak", "device"}
-    assert all(isinstance(found["memory"][kind], int) for kind in memory)
+    assert found.keys() == documented_fields("plan.md", "field | meaning")
+    kinds = documented_fields("plan.md", "field | meaning", "`memory`")
+    assert {"gradients", "activations", "peak"} <= found["memory"].keys() <= kinds
+    assert all(isinstance(size, int) for size in found["memory"].values())
     assert found["memory"]["optimizer"] >= 8 * found["parameters_per_rank"]
     assert found["fits"] is True
     between = {}

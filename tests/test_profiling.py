@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags, listen
+from conftest import documented_fields, flags, listen
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 import checkpoint
@@ -52,6 +52,8 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
     for rank in range(2):
         figures = json.loads((tmp_path / f"run/profile/rank_{rank}.json").read_text())
         trace = json.loads((tmp_path / f"run/profile/rank_{rank}.trace.json").read_text())
+        fields = documented_fields("reference.md", "field of `rank_N.json` | meaning")
+        assert figures.keys() == fields
         names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
         assert names.count("aten::embedding") == 3  # one forward a step
         sent = {(row["kind"], row["axis"]): row["calls"] for row in figures["communicated"]}
