@@ -37,9 +37,10 @@ documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.nam
 def read(path: Path) -> str:
     """A document without what is not of this project, or not of this commit.
 
-    That is links to other sites, with their texts, and commands that ran "at commit 0123abc".
+    That is links to other sites, with their texts, commands that ran "at commit 0123abc", and bugs.
     """
     text = re.sub(r"\[[^\]]*\]\(https?://[^)]*\)|https?://\S+", "", path.read_text())
+    text = re.sub(r"^```diff\n.*?^```", "", text, flags=re.M | re.S)
     past = r"^ {4}.*# at commit .*\n|`[^`]*`(?=[^`]{,30} commit [0-9a-f]{7})"
     return re.sub(past, "", text, flags=re.M)
 
@@ -88,7 +89,7 @@ def definitions(file: Path) -> set[str]:
 @documents
 def test_the_functions_that_a_document_names_exist(path):
     """Written as optim.py:clip_norm, `optim.clip_norm` or `Optimizer.step`."""
-    for file, names in re.findall(r"([\w/]+\.py):(\w+(?:\.\w+)*)", read(path)):
+    for file, names in re.findall(r"([\w/]+\.py):([A-Za-z_]\w*(?:\.\w+)*)", read(path)):
         assert {*names.split(".")} <= definitions(ROOT / file), f"{file}:{names}"
     classes = {node for file in CODE for node in definitions(file) if node[0].isupper()}
     for text in inline_code(path):
