@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from runtime import console
 
-VERSION = "0.1"
+VERSION = "0.2.0"
 
 
 class UsageError(ValueError):

@@ -20,7 +20,8 @@ shown: "LiveLine | None" = None
 
 
 def is_terminal(stream) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+    # None discards what is printed, as under redirect_stdout(None).
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def paint(text: str, color: int, stream) -> str:

@@ -17,7 +17,8 @@ MISTAKES = {
         Mistake("{other} --plot {root}/ab", "ab must end in .png, .pdf, .svg"),
         Mistake("{other} --csv {other}/metrics.jsonl", "metrics.jsonl must end in .csv"),
         Mistake("{other} --sort speed", "--sort speed: the columns are run, final validation "),
-        Mistake("{other} --x lr", "--x lr needs --plot FILE.png"),
+        Mistake("{other} --x lr", "--x FLAG and --plot FILE.png go together; tools.report draws"),
+        Mistake("{other} --plot {root}/ab.png", "--x FLAG and --plot FILE.png go together"),
         Mistake("{other} --x rl --plot {root}/ab.png", "--x rl: no run has this flag"),
     ],
     "tools.report": [

@@ -1,6 +1,6 @@
 """Compare runs, from their logs: an A/B test, seeds, a sweep, or the same run on two meshes.
 
-python -m tools.compare runs/norm runs/adaptive --plot ab.png
+python -m tools.compare runs/norm runs/adaptive
 python -m tools.compare runs/* --sort lr --csv runs.csv --x lr --plot lr.png
 python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 """
@@ -413,33 +413,6 @@ def import_pyplot():
     return pyplot
 
 
-def plot(logs: list[Log], file: str) -> None:
-    """Plot loss and gradient norm against tokens and against time. Raises UsageError."""
-    pyplot = import_pyplot()
-    shared = dict(sharex="col", sharey="row", layout="constrained")
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), **shared)
-    figure.suptitle("Loss and gradient norm, by tokens and by time")
-    for (losses, norms), x in zip(axes.T, ("tokens", "time")):
-        norms.set_xlabel("tokens" if x == "tokens" else "seconds of training")
-        for number, log in enumerate(logs):
-            thin = dict(color=f"C{number}", alpha=0.5, linewidth=0.8)
-            draw(losses, log.training, x, "loss", label=f"{log.name}, training", **thin)
-            if log.val:
-                label = f"{log.name}, validation"
-                draw(losses, log.val, x, "val_loss", label=label, color=f"C{number}", marker="o")
-            draw(norms, log.training, x, "grad_norm", **thin)
-    axes[0, 0].legend()
-    axes[0, 0].set_ylabel("loss")
-    axes[1, 0].set_ylabel("gradient norm")
-    axes[1, 0].set_yscale("log")  # both columns share it
-    figure.savefig(file, dpi=150)
-
-
-def draw(axes, rows: list[dict], x: str, y: str, **style) -> None:
-    """Draw a field of the log against "tokens" or "time". nan leaves a gap."""
-    axes.plot([row[x] for row in rows], [row[y] for row in rows], **style)
-
-
 def plot_sweep(logs: list[Log], flag: str, file: str) -> None:
     """Plot final validation losses against a flag: a point a run, a line through the means.
 
@@ -523,11 +496,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--plot",
         type=plot_file,
         metavar="FILE.png",
-        help="also plot loss and gradient norm (needs matplotlib); .pdf and .svg work too",
+        help="plot final validation losses against --x (needs matplotlib); .pdf and .svg work too",
     )
-    parser.add_argument(
-        "--x", metavar="FLAG", help="instead, --plot the final validation losses against this flag"
-    )
+    parser.add_argument("--x", metavar="FLAG", help="the flag of --plot, such as lr")
     parser.add_argument(
         "--sort",
         metavar="COLUMN",
@@ -538,8 +509,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--csv", type=file_ending_in(".csv"), metavar="FILE.csv", help="also write one run a row"
     )
     args = parser.parse_args(argv)
-    if args.x and not args.plot:
-        raise UsageError(f"--x {args.x} needs --plot FILE.png")
+    if bool(args.x) != bool(args.plot):
+        raise UsageError("--x FLAG and --plot FILE.png go together; tools.report draws single runs")
     return args
 
 
@@ -554,8 +525,6 @@ def compare(argv: list[str]) -> None:
         text = table(logs, args.loss, args.tolerance)
     if args.x:
         plot_sweep(logs, args.x, args.plot)
-    elif args.plot:
-        plot(logs, args.plot)
     if args.csv:
         write_csv(columns, args.csv)
     print(text)
