@@ -24,7 +24,8 @@ COMMANDS = ["train.py", "prepare.py", "sample.py"]
 COMMANDS += [f"tools.{path.stem}" for path in ROOT.glob("tools/[a-z]*.py")]
 # of sbatch and srun, torchfrtrace, and tensorboard
 FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--requeue", "--open-mode", "--gpus-per-task"]
-FLAGS_OF_OTHERS += ["--kill-on-bad-exit", "--prefix", "--logdir"]
+FLAGS_OF_OTHERS += ["--kill-on-bad-exit", "--prefix", "--logdir", "--headless", "--no-sandbox"]
+FLAGS_OF_OTHERS += ["--hide-scrollbars", "--window-size", "--screenshot", "--blink-settings"]
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
 # of Hugging Face and Slurm
 NAMES_OF_OTHERS = {"AutoTokenizer", "SlurmdTimeout"}

@@ -417,7 +417,7 @@ def test_the_best_value_is_bold_unless_all_are_the_same():
 @pytest.mark.tries("--plot needs matplotlib")
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # an import raises ImportError
-    a = write_run(tmp_path / "a", LOSSES, [(20, 2.0)])
+    a = write_run(tmp_path / "a", LOSSES, [(20, 2.0)], lr=0.1)
     assert compare.main([str(a), "--x", "lr", "--plot", str(tmp_path / "a.png")]) == 2
     answer = capsys.readouterr()
     assert answer.out == ""
