@@ -1,5 +1,6 @@
 """The files of a checkpoint: damaged, half written, hostile; tools.checkpoint list and verify."""
 
+import enum
 import json
 import os
 import pickle
@@ -83,6 +84,9 @@ class Call:
     def __reduce__(self):
         return self.pair
 
+    def __call__(self):
+        """What is called may itself be the result of a call."""
+
 
 def attacks(target: str) -> dict[str, object]:
     """Pickles that create the file `target` when they are loaded carelessly."""
@@ -90,6 +94,7 @@ def attacks(target: str) -> dict[str, object]:
         "os.system": Call(os.system, f"touch {target}"),
         "eval": Call(eval, f"open({target!r}, 'w')"),
         "getattr": Call(getattr, Call(__import__, "os"), "system"),
+        "getattr of an allowed class": Call(Call(getattr, type(Path()), "touch"), Path(target)),
         "in a container": OrderedDict(weights=[Call(exec, f"open({target!r}, 'w')")]),
         "class of torch": Call(torch.hub.load_state_dict_from_url, f"file://{target}"),
         "subprocess": Call(subprocess.Popen, ["touch", target]),
@@ -115,6 +120,24 @@ def test_a_hostile_pickle_runs_nothing(whole, tmp_path, attack, format):
     with pytest.raises(checkpoint.CheckpointError, match="^cannot read [^\n]*$"):
         load_one_tensor(path)
     assert not target.exists()
+
+
+class OldPickler(pickle.Pickler):
+    """Pickles the members of an Enum as Python 3.11.2 does, Debian 12's."""
+
+    def reducer_override(self, value):
+        is_member = isinstance(value, enum.Enum)
+        return (getattr, (type(value), value.name)) if is_member else NotImplemented
+
+
+def test_metadata_that_an_older_python_wrote_is_read(whole, tmp_path):
+    path = tmp_path / "checkpoint"
+    shutil.copytree(last_checkpoint(whole["single"]), path)
+    metadata = checkpoint.Reader(path).metadata
+    with open(path / ".metadata", "wb") as file:
+        OldPickler(file).dump(metadata)
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    load_one_tensor(path)
 
 
 def ask_for_plain_pickle(metadata) -> None:
