@@ -13,7 +13,7 @@ from statistics import median
 import pytest
 import torch
 
-from tools import cluster
+from tools import bench, cluster
 
 ROOT = Path(__file__).parent.parent
 
@@ -105,7 +105,7 @@ def test_the_rate_of_a_link_is_of_more_than_a_burst(monkeypatch):
 
 
 def test_steps_beside_a_rank_that_still_starts_hardly_count(monkeypatch, tmp_path):
-    def log(namespaces, commands, out):
+    def log(commands, out):
         for command in commands:
             flags = dict(word.split("=") for word in command if "=" in word)
             last = int(flags["--max_steps"])
@@ -115,7 +115,7 @@ def test_steps_beside_a_rank_that_still_starts_hardly_count(monkeypatch, tmp_pat
                     mfu = 0.4 if 5 < step < last - 5 else 0.9
                     print(json.dumps({"step": step, "loss": 1.0, "mfu": mfu}), file=file)
 
-    monkeypatch.setattr(cluster, "run_all", log)
+    monkeypatch.setattr(bench, "run_all", log)
     monkeypatch.setattr(cluster, "run_on", lambda names, nproc, script, out: None)
     (tmp_path / "links.json").write_text("[2e8, 2e7]")
     machines = cluster.measured_machines(cluster.parse([]), ["a", "b"], "--data=d", tmp_path)
