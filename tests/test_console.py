@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -19,6 +20,12 @@ from conftest import ROOT, call_train, flags
 from runtime import console, report, watchdog
 
 COLOR = re.compile(r"\x1b\[\d+m")
+
+
+def control_by_terminal() -> None:
+    """In a new process: Ctrl-C is a signal, and it is not ignored, as in a background job."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -50,7 +57,7 @@ class Terminal:
             cwd=ROOT,
             env=os.environ | {"TERM": "xterm"} | environment,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+            preexec_fn=control_by_terminal,
         )
 
     def close(self) -> str:

@@ -243,13 +243,13 @@ def test_full_pt_is_written_with_one_tensor_in_memory(tmp_path):
     alive, at_once = weakref.WeakSet(), []
 
     def read(name: str) -> torch.Tensor:
-        tensor = torch.full((3, 4), float(name))
+        tensor = torch.full((30, 40), float(name))
         alive.add(tensor)
         at_once.append(len(alive))
         return tensor
 
     with FakeTensorMode():
-        state = {str(number): torch.empty(3, 4) for number in range(20)}
+        state = {str(number): torch.empty(30, 40) for number in range(20)}
     shares = []
     writing = checkpoint.write_full(state, tmp_path / "full.pt", read, done=0.5)
     with pytest.raises(StopIteration) as end:
