@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Dense bfloat16 FLOP/s, accumulated in float32, by the name that torch.cuda.get_device_name gives.
-# The comments quote NVIDIA, in TFLOP/s; what it prints "with sparsity" is twice the dense figure.
+# Dense bfloat16 FLOP/s, accumulated in float32, keyed by torch.cuda.get_device_name. Comments quote
+# NVIDIA's figures in TFLOP/s; those "with sparsity" are twice the dense ones.
 PEAK_FLOPS = {
     # A100 data sheet 1758950: 312 dense, PCIe and SXM
     "NVIDIA A100-PCIE-40GB": 312e12,
@@ -53,13 +53,13 @@ REMEDY = "The checkpoints in --out are from before: lower --lr or check the data
 
 
 class Diverged(RuntimeError):
-    """Training that no longer makes progress."""
+    """Training no longer makes progress."""
 
     exit_status = 1
 
 
 # --------------------------------------------------------------------------------------------------
-# What is measured
+# Measurements
 
 
 def device_name(device: torch.device) -> str:
@@ -71,18 +71,18 @@ def device_name(device: torch.device) -> str:
 def peak_flops(
     device: torch.device, dtype: torch.dtype, peak_tflops: float | None = None
 ) -> float | None:
-    """FLOP/s that MFU divides by: `peak_tflops`, else those of PEAK_FLOPS, else None."""
+    """FLOP/s that MFU divides by: `peak_tflops`, else from PEAK_FLOPS, else None."""
     if peak_tflops is not None:
         return peak_tflops * 1e12
     return PEAK_FLOPS.get(device_name(device)) if dtype == torch.bfloat16 else None
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """The most bytes that tensors took on the device so far, and that this process had resident.
+    """Peak bytes so far: of tensors on the device, and of this process's resident memory.
 
-    On a CPU, where host memory is all there is, the first is 0.
+    On a CPU the device figure is 0.
     """
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     is_cuda = device.type == "cuda"
     return {
         "peak_device_memory": torch.cuda.max_memory_allocated(device) if is_cuda else 0,
@@ -91,7 +91,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 class DeviceEvent:
-    """A point in the device's queue of work: here, after all that the host has queued so far."""
+    """A point in the device's queue of work, after everything the host has queued so far."""
 
     def __init__(self, device: torch.device):
         self.host_time = time.perf_counter()
@@ -119,7 +119,7 @@ class DeviceEvent:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file as a whole or, with an OSError that names it, not at all."""
+    """Replace a file atomically. On failure it is unchanged; OSError names it."""
     partial = path.with_name(f".{path.name}.tmp")
     try:
         partial.write_text(text)
@@ -130,9 +130,9 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a file of JSON lines; [] where there is none.
+    """The rows of a file of JSON lines; [] if there is no file.
 
-    Without lines that are no rows, such as the part of one that a kill or a full disk leaves.
+    Skips lines that do not parse, such as one cut short by a kill or a full disk.
     """
     rows = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
@@ -142,7 +142,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def drop_rows_after(path: Path, step: int) -> list[dict]:
-    """Drop the rows after `step`, from which a run continues; return those that are kept."""
+    """Drop the rows after `step`, where a run resumes; return the others."""
     rows = [row for row in read_rows(path) if row["step"] <= step]
     if path.exists():
         replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -150,7 +150,7 @@ def drop_rows_after(path: Path, step: int) -> list[dict]:
 
 
 def json_line(row: dict) -> bytes:
-    """JSON has neither nan nor inf: they become null."""
+    """Writes nan and inf, which JSON lacks, as null."""
     finite = {}
     for key, value in row.items():
         is_finite = not isinstance(value, float) or math.isfinite(value)
@@ -161,7 +161,7 @@ def json_line(row: dict) -> bytes:
 def console_line(row: dict, max_steps: int, is_first: bool) -> str:
     """A training row for people.
 
-    The first step of a process allocates, and may compile: it does not tell the time left.
+    A process's first step allocates and may compile, so it cannot predict the time left.
     """
     minutes, seconds = divmod((max_steps - row["step"]) * row["step_time"], 60)
     left = "" if is_first else f"  {minutes:.0f}m{seconds:02.0f}s left"
@@ -181,13 +181,13 @@ TRACKERS = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
 
 
 class TrackerError(ImportError):
-    """A tracker's package that is not installed, or cannot be imported."""
+    """A tracker's package is not installed or fails to import."""
 
     exit_status = 2
 
 
 def check_tracker(name: str) -> None:
-    """Raises TrackerError where the package of a tracker is missing."""
+    """Raises TrackerError if a tracker's package is missing."""
     try:
         if name != "none":
             importlib.import_module(TRACKERS[name])
@@ -197,12 +197,12 @@ def check_tracker(name: str) -> None:
 
 @dataclass(frozen=True)
 class Tracker:
-    """wandb or TensorBoard, which write to a folder in `out`: opened where `send` is first read."""
+    """wandb or TensorBoard, writing to a folder in `out`; opens on first access to `send`."""
 
     name: str
     out: Path
-    run_id: str  # with which a run that continues goes on in wandb
-    last_step: int  # from which it continues
+    run_id: str  # wandb continues the run with this id
+    last_step: int  # before this start
     config: dict
 
     @functools.cached_property
@@ -235,11 +235,11 @@ class Tracker:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where the interval of a row begins, or ends."""
+    """The start or end of a row's interval."""
 
     step: int
     event: DeviceEvent
-    own_time: float  # seconds in which the thread ran or waited for data, and not for other ranks
+    own_time: float  # seconds this thread ran or waited for data, not for other ranks
     data_wait: float  # seconds, part of own_time
 
 
@@ -264,43 +264,43 @@ class Log:
 
     out: Path
     device: torch.device
-    last_step: int  # from which the run continues
-    started: float  # when the run was first started, in seconds since the epoch
+    last_step: int  # the run resumes after it
+    started: float  # first start of the run, seconds since the epoch
     max_steps: int
     tokens_per_step: int  # of all ranks
     flops_per_token: float
     peak_flops: float | None  # of a device; None: unknown
-    max_skipped: int  # updates skipped in a row that end the run; 0: never
+    max_skipped: int  # consecutive skipped updates that end the run; 0: never
     tracker: Tracker | None = None
-    quiet: bool = False  # no lines but warnings
+    quiet: bool = False  # warnings only
 
     def __post_init__(self):
         self.is_rank0 = dist.get_rank() == 0
         self.skipped_in_a_row = 0
-        self.data_wait = 0.0  # seconds that this rank has waited for data
-        self.loss = math.nan  # of the last row: mean over the global batch
-        self.step_time = 0.0  # seconds, of the last row
+        self.data_wait = 0.0  # seconds this rank has waited for data
+        self.loss = math.nan  # last row: mean over the global batch
+        self.step_time = 0.0  # seconds, last row
         self.longest_pause = 0.0  # seconds
         self.pending: PendingRow | None = None
         self.mark = self.mark_now(self.last_step)
         self.unwritten: dict[str, bytes] = {}
-        self.useful_time = 0.0  # seconds of the steps so far, without those that were lost
+        self.useful_time = 0.0  # seconds in steps so far, lost ones excluded
         if self.is_rank0:
             drop_rows_after(self.out / "optim.jsonl", self.last_step)
             for row in drop_rows_after(self.out / "metrics.jsonl", self.last_step):
-                if "goodput" in row:  # of the age of the run by then
+                if "goodput" in row:  # a share of the run's age then
                     age = datetime.fromisoformat(row["time"]).timestamp() - self.started
                     self.useful_time = row["goodput"] * age
-        self.track({})  # here, not in a step: wandb takes seconds
+        self.track({})  # opens it now: wandb takes seconds
 
     def mark_now(self, step: int) -> Mark:
-        # The time of the thread leaves out waiting for other ranks, and for data, which is added.
+        # Thread time leaves out waiting for other ranks, and for data, which is added back.
         own_time = time.thread_time() + self.data_wait
         return Mark(step, DeviceEvent(self.device), own_time, self.data_wait)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Around what is not part of a step's time; first writes the row that is on its way."""
+        """Excludes its block from the step time; first writes the pending row."""
         self.flush()
         began = time.perf_counter()
         yield
@@ -310,26 +310,26 @@ class Log:
     # Training rows
 
     def step(self, step: int, metrics: dict[str, Tensor], optimizer, is_due: bool) -> None:
-        """After each step: write what has arrived, and send a row on its way if one is due.
+        """Call after each step: writes the row that has arrived, and sends one if it is due.
 
-        `metrics` are what train_step returns, `optimizer` is an optim.Optimizer. Raises Diverged,
-        on all ranks in the same step, where training makes no more progress.
+        `metrics` is what train_step returned, `optimizer` an optim.Optimizer. Raises Diverged on
+        all ranks in the same step if training no longer makes progress.
         """
         if self.pending and self.pending.arrived.has_passed():
             self.write_pending()
         if "parameters" in metrics:
             self.parameters(step, optimizer, metrics.pop("parameters"))
         if is_due:
-            self.flush()  # waits only where the previous row has not arrived yet
+            self.flush()  # waits only if the previous row has not arrived
             self.pending = self.send_row(step, metrics, optimizer.lr)
             self.mark = self.pending.ended
-            if self.device.type == "cpu":  # where it has arrived
+            if self.device.type == "cpu":  # it is already here
                 self.flush()
 
     def send_row(self, step: int, metrics: dict[str, Tensor], lr: float) -> PendingRow:
-        """One small all_gather, and a copy to the host that nothing waits for.
+        """One small all_gather and an asynchronous copy to the host.
 
-        `metrics` are 0-d tensors on the device: the loss, and what optim.Optimizer.step returns.
+        `metrics` are 0-d device tensors: the loss and what optim.Optimizer.step returned.
         """
         now = self.mark_now(step)
         own = {
@@ -349,7 +349,7 @@ class Log:
         return PendingRow(self.mark, now, arrived, lr, [*metrics, *own], in_host_memory)
 
     def flush(self) -> None:
-        """Wait for the row on its way and write it. Raises Diverged as `step` does."""
+        """Wait for the pending row and write it. Raises Diverged as `step` does."""
         if self.pending:
             self.pending.arrived.wait()
             self.write_pending()
@@ -360,14 +360,14 @@ class Log:
             )
 
     def write_pending(self) -> None:
-        """Compute the row from the values of all ranks, write it, and print it for people."""
+        """Compute the row from the values of all ranks, write it and print it."""
         pending = self.pending
         self.pending = None
         ranks = dict(zip(pending.names, pending.values.T.tolist()))  # name -> value of each rank
         steps = pending.ended.step - pending.began.step
         own_times = [seconds / steps for seconds in ranks["own_time"]]
-        # Not known on GPUs: the host only queues work, and in the queue of every device the kernels
-        # of a collective wait for the slowest rank.
+        # Unknown on GPUs: the host only queues work, and on every device the kernels of a
+        # collective wait for the slowest rank.
         is_known = self.device.type == "cpu"
         world_size = len(own_times)
         self.skipped_in_a_row = int(max(ranks["skipped_in_a_row"]))
@@ -404,9 +404,9 @@ class Log:
     # Other rows
 
     def parameters(self, step: int, optimizer, table: Tensor) -> None:
-        """Write a row of optim.jsonl for each parameter; waits for the device, on rank 0.
+        """Write a row of optim.jsonl per parameter; rank 0 waits for the device.
 
-        `table` (parameters, columns) is on the device, as an optim.Optimizer returns it.
+        `table` (parameters, columns) is on the device, as optim.Optimizer returned it.
         """
         if not self.is_rank0:
             return
@@ -424,7 +424,7 @@ class Log:
             raise Diverged(f"the validation loss of step {step} is {val_loss}. {REMEDY}")
 
     def checkpoint(self, row: dict) -> None:
-        """Write the row of a save that has ended, well or not."""
+        """Write the row of a save that succeeded or failed."""
         self.record(row)
         if row["event"] == "checkpoint_failed":
             problem = f"cannot write {row['path']}: {row['error']}"
@@ -438,13 +438,13 @@ class Log:
     # Output
 
     def record(self, row: dict) -> None:
-        """Append a row to metrics.jsonl; send its numbers, but those of a save, to the tracker."""
+        """Append a row to metrics.jsonl; unless it is a save, send it to the tracker."""
         self.append("metrics.jsonl", [{**row, "time": datetime.now().astimezone().isoformat()}])
         if "event" not in row:
             self.track({name: value for name, value in row.items() if value is not None})
 
     def track(self, numbers: dict) -> None:
-        """Send the numbers of a row to the tracker; without any, only open it."""
+        """Send a row's numbers to the tracker; if there are none, just open it."""
         if not (self.tracker and self.is_rank0):
             return
         try:
@@ -467,7 +467,7 @@ class Log:
         print(line, flush=True)
 
     def goodput(self) -> str:
-        """The share of the time since the first start in which the run made progress, in words."""
+        """The share of time since the first start that made progress, in words."""
         age = time.time() - self.started
         return (
             f"goodput {self.useful_time / age:.0%}: {self.useful_time:,.0f} of the {age:,.0f} s "
@@ -475,11 +475,11 @@ class Log:
         )
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Append rows to a file; what a full disk does not take is kept for the next call."""
+        """Append rows to a file; if the disk is full, keep them for the next call."""
         if not self.is_rank0:
             return
         content = self.unwritten.pop(name, b"") + b"".join(map(json_line, rows))
-        # Opened for every write, and unbuffered: what is logged is on its way to the disk.
+        # Open for each write, unbuffered: the kernel has each row at once.
         with open(self.out / name, "ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             try:

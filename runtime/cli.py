@@ -1,4 +1,4 @@
-"""What all commands share: usage errors of one line, exit statuses, --version."""
+"""Shared by all commands: one-line usage errors, exit statuses, --version."""
 
 import argparse
 import difflib
@@ -16,7 +16,7 @@ VERSION = "0.2.0"
 
 
 class UsageError(ValueError):
-    """Flags that do not fit together, or do not fit what is on disk."""
+    """Flags conflict with each other or with what is on disk."""
 
     exit_status = 2
 
@@ -38,7 +38,7 @@ class Quiet(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with --version, and with errors raised as a UsageError of one line."""
+    """argparse with --version, and errors raised as a one-line UsageError."""
 
     def __init__(self, quiet: bool = False, **options):
         super().__init__(allow_abbrev=False, **options)
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def flags(self) -> dict[str, str]:
-        """All flags with their help texts, those of subcommands included."""
+        """All flags and their help texts, including subcommands'."""
         found = {}
         for action in self._actions:
             found |= dict.fromkeys(action.option_strings, action.help or "")
@@ -62,22 +62,22 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """In place of argparse's own, which prints the usage, many lines of it, and exits."""
+        """Raises, where argparse would print many lines of usage and exit."""
         _, is_unknown, rest = message.partition("unrecognized arguments: ")
         if is_unknown:
             name = rest.split()[0].split("=")[0]
             others = self.flags()
-            others.pop(name, None)  # it may be a flag of another subcommand
+            others.pop(name, None)  # may belong to another subcommand
             words = re.sub("[-_]+", " ", name).strip()
             nearest = difflib.get_close_matches(name, others, n=1)
-            if " " in words:  # as in --learning_rate, whose words are in the help text of --lr
+            if " " in words:  # --learning_rate: the help text of --lr has these words
                 nearest += [flag for flag, text in others.items() if words in text]
             message += f"; did you mean {nearest[0]}?" if nearest else ""
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 
 def fail(program: str, message: str, status: int) -> int:
-    """Print what is wrong in one line; return the exit status."""
+    """Print a one-line error; return the exit status."""
     console.print_error(f"{program}: error: {message}")
     return status
 
@@ -87,14 +87,14 @@ def run(
     command: Callable[[], int | None],
     fail: Callable[[str, str, int], int] = fail,
 ) -> int:
-    """Call `command` and return the exit status: its result, or that of an error it raises.
+    """Call `command` and return the exit status: its result, or that of the error it raises.
 
-    An expected error is printed in one line: its class has an `exit_status`, 2 for usage
-    and 1 at run time, or it is an OSError, 1. 130 for Ctrl-C, and where the reader of a pipe has
-    left. Other exceptions are faults of the program and pass.
+    Prints expected errors in one line: those whose class has an `exit_status` (2 for usage, 1 at
+    run time), and OSError (1). Ctrl-C and a closed pipe return 130. Other exceptions are bugs and
+    propagate.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # It prints as \u1234 what its encoding, such as ASCII, lacks.
+        # Print \u1234 for characters that the encoding, such as ASCII, lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return command() or 0

@@ -1,4 +1,4 @@
-"""A live line on a terminal, below all that is printed; in a file or a pipe there is none."""
+"""A live line on a terminal, below all other output; never in a file or a pipe."""
 
 import functools
 import os
@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-CLEAR = "\r\x1b[J"  # this line, and what a window that became narrower has wrapped of it
+CLEAR = "\r\x1b[J"  # this line, and what a narrowed window wrapped of it
 RED, DIM = 31, 2
-INTERVAL = 1.0  # seconds from one live line to the next
+INTERVAL = 1.0  # seconds between live lines
 is_quiet = False  # --quiet
 
-# Held while something is printed, and by a process that forks: the child's copy is free.
+# Held while printing and while forking, so that the child's copy is free.
 lock = threading.RLock()
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 shown: "LiveLine | None" = None
 
 
 def is_terminal(stream) -> bool:
-    # None discards what is printed, as under redirect_stdout(None).
+    # None, as under redirect_stdout(None), discards output.
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -40,7 +40,7 @@ def print_error(line: str) -> None:
 
 
 class Progress:
-    """What goes on: since when, the share of it that is done, and the seconds it took before."""
+    """A task: its start, the share done, and the seconds it took last time."""
 
     def __init__(self, doing: str, expected: float = 0.0):
         self.doing = doing
@@ -70,7 +70,7 @@ class LiveLine:
         self.what = what
         self.stdout = sys.stdout
         self.is_shown = False
-        self.is_in_line = False  # part of a line has been printed
+        self.is_in_line = False  # an unfinished line was printed
         self.streams = {s: s.write for s in (sys.stdout, sys.stderr) if is_terminal(s)}
         for stream, write in self.streams.items():
             stream.write = functools.partial(self.print_above, write)
@@ -80,7 +80,7 @@ class LiveLine:
             if not self.is_in_line:
                 width = os.get_terminal_size(self.stdout.fileno()).columns or 80
                 text = paint(self.what()[: width - 1], DIM, self.stdout)
-                # The cursor goes back to the start, where text of other processes then begins.
+                # Put the cursor at the start, where text of other processes then begins.
                 self.streams[self.stdout](f"{CLEAR}{text}\r")
                 self.stdout.flush()
                 self.is_shown = True
@@ -88,7 +88,7 @@ class LiveLine:
     def hide(self) -> None:
         if self.is_shown:
             self.is_shown = False
-            with suppress(OSError):  # of a terminal that is gone
+            with suppress(OSError):  # the terminal is gone
                 self.streams[self.stdout](CLEAR)
                 self.stdout.flush()
 
@@ -110,7 +110,7 @@ class LiveLine:
 def live(what: Callable[[], str], plain_interval: float | None = None) -> Iterator:
     """Show what `what` returns, once a second while the block runs; yields `what`.
 
-    Where stdout is no terminal, print it every `plain_interval` seconds instead, or never.
+    If stdout is not a terminal, print it every `plain_interval` seconds instead, or never.
     """
     global shown
     interval = INTERVAL if is_terminal(sys.stdout) else plain_interval
@@ -122,7 +122,7 @@ def live(what: Callable[[], str], plain_interval: float | None = None) -> Iterat
     ended = threading.Event()
 
     def repeat() -> None:
-        with suppress(OSError):  # of a pipe whose reader has left, or a terminal that is gone
+        with suppress(OSError):  # the pipe's reader or the terminal is gone
             while not ended.wait(interval):
                 shown.show() if shown else print(f"{what()}\n", end="", flush=True)
 
@@ -139,7 +139,7 @@ def live(what: Callable[[], str], plain_interval: float | None = None) -> Iterat
 
 
 def close() -> None:
-    """Remove the live line for good; from now on only this thread prints. For os._exit."""
+    """Before os._exit: remove the live line, and let only this thread print."""
     lock.acquire()
     if shown:
         shown.hide()

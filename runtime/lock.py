@@ -9,10 +9,10 @@ from pathlib import Path
 def try_lock(path: Path) -> int | None:
     """Create and lock the file `path`; return its open descriptor, or None if it is locked.
 
-    A POSIX record lock: the kernel drops it when its process ends, even by kill -9. Unlike flock's
-    it is not shared with children that may outlive the process, such as data loader workers. NFS
-    and Lustre carry it between hosts. A process loses it when it closes any descriptor of the file.
-    On a file system without locks, prints a warning and goes on.
+    A POSIX record lock: the kernel releases it when its process ends, even by kill -9. Unlike
+    flock's, it is not inherited by children that may outlive the process, such as data loader
+    workers. It works between hosts on NFS and Lustre. Closing any descriptor of the file releases
+    it. If the file system has no locks, warns and continues.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -24,7 +24,7 @@ def try_lock(path: Path) -> int | None:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
         print(f"{path}: this file system has no locks: let nothing else write there")
-    # The last owner may have removed or renamed the file since it was opened here.
+    # The last owner may have removed or renamed the file since this open.
     if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
         return descriptor
     os.close(descriptor)
@@ -34,11 +34,11 @@ def try_lock(path: Path) -> int | None:
 def is_locked(path: Path) -> bool:
     """Whether another process holds the lock of `try_lock`.
 
-    It takes a shared lock for an instant, which `run_folder.locked` waits for.
+    Briefly takes a shared lock, which `run_folder.locked` waits for.
     """
     try:
         with open(path) as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # where a file system has no locks, a run removes the file when it ends
+    except OSError:  # no locks here: a run removes the file when it ends
         return path.exists()
     return False
