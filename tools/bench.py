@@ -45,13 +45,13 @@ WARM_UP = 3  # steps of every run that are not counted
 
 
 class CannotMeasure(RuntimeError):
-    """This machine lacks something that the benchmark needs."""
+    """This machine lacks something the benchmark needs."""
 
     exit_status = 2
 
 
 class RunFailed(RuntimeError):
-    """A measured run exited with an error; `output` is the end of what it printed."""
+    """A measured run failed; `output` is the end of what it printed."""
 
     exit_status = 1
 
@@ -77,19 +77,19 @@ class Measurement:
     """What one run of train.py printed, and logged in its counted steps."""
 
     speed: float  # tokens/s/device, median
-    mfu: float | None  # median; None: the peak of the device is unknown
-    communicated: str  # MB of a rank in one step by axis of the mesh: "dp_shard 4.20, tp 1.05"
-    peak_memory: int  # bytes, of the rank with the most; device memory where there is a GPU
-    said_memory: float  # bytes, of the line "memory" at the start
+    mfu: float | None  # median; None: device peak unknown
+    communicated: str  # MB per rank and step by mesh axis: "dp_shard 4.20, tp 1.05"
+    peak_memory: int  # bytes, largest rank; device memory if there is a GPU
+    said_memory: float  # bytes, from the line "memory" at the start
 
 
 def ratios(values: list[float], baseline: list[float]) -> list[float]:
-    """Each round's value divided by the baseline of the same round."""
+    """Each round's value divided by the same round's baseline."""
     return [value / unit for value, unit in zip(values, baseline)]
 
 
 def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """What to measure next, A B A B, so that a load on the machine slows down all alike."""
+    """What to measure next, A B A B, so that load on the machine slows all equally."""
     for turn in range(rounds):
         for name in names:
             print(f"round {turn + 1} of {rounds}: {name} ...", file=sys.stderr, flush=True)
@@ -97,7 +97,7 @@ def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
 
 
 def run(flags: str, nproc: int, out: Path, steps: int) -> Measurement:
-    """Run train.py once, with `steps` steps that count. Raises RunFailed."""
+    """Run train.py once, with `steps` counted steps. Raises RunFailed."""
     last = WARM_UP + steps
     command = [
         *TORCHRUN,
@@ -105,7 +105,7 @@ def run(flags: str, nproc: int, out: Path, steps: int) -> Measurement:
         f"--nproc_per_node={nproc}",
         TRAIN,
         *ONLY_STEPS,
-        # Two more steps, since both slow a run down: one is traced, the other's bytes are counted
+        # Two extra steps, which profiling slows: one is traced, the other's bytes are counted
         f"--max_steps={last + 2}",
         f"--profile={last}:{last + 1}",
         f"--out={out}",
@@ -146,7 +146,7 @@ def output_of(command: list[str], cwd: Path | None = None, **variables: str) -> 
     """What a command prints. Raises RunFailed."""
     pipe = subprocess.PIPE
     environment = os.environ | variables
-    # Not subprocess.run: after Ctrl-C it kills torchrun, which could not end its ranks any more.
+    # Not subprocess.run: on Ctrl-C it kills torchrun before that can end its ranks.
     with subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True
     ) as process:
@@ -159,7 +159,7 @@ def output_of(command: list[str], cwd: Path | None = None, **variables: str) -> 
 class Job:
     """Commands that run at the same time; number i prints to the file `out`-<i>.txt.
 
-    What still runs at the end of the `with` block is killed, but not what torchrun started.
+    Leaving the `with` block kills those still running, but not what torchrun started.
     """
 
     def __init__(self, commands: list[list[str]], out: Path, **variables: str):
@@ -180,9 +180,9 @@ class Job:
             self.processes.append(process)
 
     def is_running(self) -> bool:
-        """False when all have succeeded. Raises RunFailed as soon as one has failed.
+        """False when all have succeeded. Raises RunFailed as soon as one fails.
 
-        The others may wait for it forever.
+        The others might wait for it forever.
         """
         statuses = [process.poll() for process in self.processes]
         for command, output, status in zip(self.commands, self.outputs, statuses):
@@ -192,7 +192,7 @@ class Job:
         return None in statuses
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait for a condition, at most until all have succeeded. Raises RunFailed."""
+        """Wait until a condition holds or all have succeeded. Raises RunFailed."""
         while self.is_running() and not until():
             time.sleep(0.01)
 
@@ -207,9 +207,9 @@ class Job:
 
 @contextmanager
 def torchrun(nproc: int, flags: list[str], max_steps: int, out: Path) -> Iterator[Job]:
-    """train.py under torchrun, which gets a SIGTERM where the block ends.
+    """train.py under torchrun, ended by SIGTERM after the block.
 
-    A SIGKILL would leave its ranks behind.
+    SIGKILL would leave its ranks behind.
     """
     run = [f"--nproc_per_node={nproc}", TRAIN, *flags, f"--max_steps={max_steps}", f"--out={out}"]
     with Job([[*TORCHRUN, "--standalone", *run]], out) as job:
@@ -227,7 +227,7 @@ def run_all(commands: list[list[str]], out: Path, **variables: str) -> None:
 
 
 def mfu_alone(prefixes: list[list[str]], flags: list[str], out: Path) -> float:
-    """The median MFU of ranks that train at once and send nothing, one after each prefix."""
+    """The median MFU of ranks that train concurrently and send nothing, one per prefix."""
     outs = [out.with_name(f"{out.name}-rank-{rank}") for rank in range(len(prefixes))]
     train = [sys.executable, TRAIN, *ONLY_STEPS, *flags]
     run_all([[*prefix, *train, f"--out={one}"] for prefix, one in zip(prefixes, outs)], out)
@@ -241,8 +241,8 @@ def device(args: Namespace) -> str:
 def strategies(args: Namespace) -> Table:
     """Speed, communication and memory of every strategy on N processes, against one process.
 
-    hsdp has two replicas. MFU is relative to the data sheet's peak for dense bfloat16, which no
-    program reaches; it is empty if the peak of the device is unknown. Memory said is the estimate
+    hsdp has two replicas. MFU is relative to the data sheet's dense bfloat16 peak, which no
+    program reaches; it is empty if the device's peak is unknown. "Memory said" is the estimate
     at the start of the run.
     """
     size = args.micro_batch_size
@@ -288,12 +288,12 @@ def steps_and_rounds(args: Namespace) -> str:
 # --------------------------------------------------------------------------------------------------
 # The ranks of a process group, and the links between them
 
-# Slow is what takes more than 1 + SPREADS x the spread of repeated measurements times as long as
-# the faster ones, in each of ATTEMPTS measurements.
+# Slow means more than 1 + SPREADS x the spread of repeated measurements times as long as the faster
+# ones, in each of ATTEMPTS measurements.
 SPREADS = 4
 LEAST_SPREAD = 0.05
 ATTEMPTS = 3
-REPEATS = 10  # at most, and fewer where they take more than two seconds
+REPEATS = 10  # at most; fewer if they take more than two seconds
 
 
 def exchange(value) -> list:
@@ -304,7 +304,7 @@ def exchange(value) -> list:
 
 
 def times(function: Callable[[], object]) -> list[float]:
-    """Seconds of repeated calls, as many on all ranks, which begin each of them together."""
+    """Seconds of repeated calls; all ranks make equally many and start each together."""
 
     def measure() -> float:
         dist.barrier()
@@ -320,12 +320,12 @@ def times(function: Callable[[], object]) -> list[float]:
 
 
 def slow_ones(measure: Callable[[], dict[Hashable, list[float]]]) -> dict[Hashable, float]:
-    """Those that are slow in every attempt, with the ratio of their time to the faster ones'."""
+    """Those slow in every attempt, with the ratio of their time to the faster ones'."""
     found = None
     for _ in range(ATTEMPTS):
         seconds = measure()
         best = {name: min(values) for name, values in seconds.items()}
-        reference = sorted(best.values())[len(best) // 4]  # since one slow host slows many links
+        reference = sorted(best.values())[len(best) // 4]  # one slow host slows many links
         spreads = [statistics.median(values) / min(values) - 1 for values in seconds.values()]
         limit = 1 + SPREADS * max(LEAST_SPREAD, statistics.median(spreads))
         ratios = {name: value / reference for name, value in best.items()}
@@ -336,9 +336,9 @@ def slow_ones(measure: Callable[[], dict[Hashable, list[float]]]) -> dict[Hashab
 
 
 def neighbours(hosts: int, local_size: int, between: bool) -> list[list[tuple[int, int]]]:
-    """Pairs of ranks, in rounds in which each rank is in one pair at most.
+    """Pairs of ranks, in rounds that use each rank at most once.
 
-    Neighbours on a host, or ranks with the same place on hosts that are neighbours on a ring.
+    Neighbours on a host, or ranks in the same place on hosts that are neighbours on a ring.
     """
     size = hosts * local_size
     rounds: list[list] = [[], [], []]
@@ -356,7 +356,7 @@ def neighbours(hosts: int, local_size: int, between: bool) -> list[list[tuple[in
 def transfers(
     rounds: list[list[tuple[int, int]]], size: int, device: torch.device
 ) -> dict[tuple[int, int], list[float]]:
-    """Seconds in which `size` bytes go from one rank of a pair to the other and are answered."""
+    """Seconds for `size` bytes to reach the other rank of a pair and be answered."""
     payload = torch.zeros(size // 4, device=device)
     answer = torch.zeros(1, device=device)
     own = {}
@@ -379,9 +379,9 @@ def transfers(
 
 
 def slow_links(names: list[str], local_size: int, size: int, device: torch.device) -> list[str]:
-    """Lines that name what is slow by sending `size` bytes: links or, where all meet there, an end.
+    """Send `size` bytes; return lines that name slow links, or the end that they all share.
 
-    Those within hosts are compared with each other, and those between hosts.
+    Links within hosts and links between hosts are judged separately.
     """
     lines = []
     for between, unit in ((False, 1), (True, local_size)):
@@ -400,7 +400,7 @@ def slow_links(names: list[str], local_size: int, size: int, device: torch.devic
 
 
 def collectives(size: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-    """Bus bandwidth of `size` bytes, as nccl-tests defines it; of four bytes the latency."""
+    """Bus bandwidth of `size` bytes, as nccl-tests defines it, and latency of four bytes."""
     n = dist.get_world_size(group)
     part = torch.zeros(max(1, size // 4 // n), device=device)
     whole = part.repeat(n)
@@ -428,9 +428,9 @@ def collectives(size: int, group: dist.ProcessGroup, device: torch.device) -> di
 def nanogpt(args: Namespace) -> Table:
     """nanoGPT's trainer and this one in turn, each also compiled, with models of the same size.
 
-    They read the same data. The models have the same layers, width, heads and tokens a step, and as
-    many parameters in their blocks: SwiGLU's d_ff is 8/3 of the width, a multiple of 8. Ratios are
-    to the faster of nanoGPT's two modes. Needs a checkout of github.com/karpathy/nanoGPT with a
+    Both read the same data, with the same layers, width, heads and tokens per step, and as many
+    parameters in their blocks: SwiGLU's d_ff is 8/3 of the width, a multiple of 8. Ratios are to
+    the faster of nanoGPT's two modes. Needs a checkout of github.com/karpathy/nanoGPT with a
     prepared data set.
     """
     dataset = args.path / "data" / args.dataset
@@ -460,9 +460,9 @@ def nanogpt(args: Namespace) -> Table:
 
 
 def run_nanogpt(args: Namespace, dataset: Path, out: Path, compile: bool) -> list[float]:
-    """Tokens/s of each step, from lines such as "iter 7: loss 4.2000, time 250.00ms"."""
+    """Tokens/s of each step, from lines like "iter 7: loss 4.2000, time 250.00ms"."""
     sizes = ("n_layer", "n_head", "n_embd", "block_size", "batch_size")
-    # Evaluates never. The schedule divides by lr_decay_iters - warmup_iters, which are 100.
+    # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters, here 100.
     flags = (
         f"--max_iters={args.steps} --lr_decay_iters={args.steps + 1} --dropout=0.0 "
         f"--eval_interval={10**9} --eval_iters=1 --log_interval=1 --device={device(args)} "
@@ -502,7 +502,7 @@ def positive(text: str) -> int:
 
 
 def count(default: int, what: str) -> dict:
-    """The options of a flag that takes a positive integer."""
+    """Options of a flag that takes a positive integer."""
     return dict(type=positive, default=default, metavar="N", help=f"{what} (default: {default})")
 
 
@@ -514,7 +514,7 @@ COMMON = {
     "json": JSON,
 }
 TABLES = {"strategies": strategies, "nanogpt": nanogpt}
-# Of each table: flag -> options of argparse
+# table -> {flag: argparse options}
 FLAGS = {
     "strategies": {
         "model": dict(default="tiny", choices=SIZES, help="(default: tiny)"),
@@ -523,7 +523,7 @@ FLAGS = {
         "steps": count(10, "counted steps of each run"),
         **COMMON,
     },
-    # The defaults are nanoGPT's command for a CPU, from its README, with fewer steps.
+    # Defaults: the CPU command in nanoGPT's README, with fewer steps
     "nanogpt": {
         "path": dict(type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"),
         "dataset": dict(
@@ -550,7 +550,7 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def add_flags(parser: ArgumentParser, flags: dict[str, dict]) -> None:
-    """Add flags, of which `flags` has the options of argparse."""
+    """Add `flags`, a dict from flag to argparse options."""
     for name, options in flags.items():
         parser.add_argument(f"--{name}", **options)
 
@@ -573,7 +573,7 @@ def report(benchmark: Callable[[Namespace], Table], args: Namespace) -> None:
 
 
 def cell(value) -> str:
-    """Measurements as "median (smallest ... largest)"; everything else as text."""
+    """Measurements as "median (smallest ... largest)", the rest as text."""
     if not isinstance(value, list):
         return str(value)
     median = three_digits(statistics.median(value))
@@ -583,7 +583,7 @@ def cell(value) -> str:
 
 
 def three_digits(number: float) -> str:
-    """Three significant digits; 100 and more as whole numbers."""
+    """Three significant digits, or a whole number from 100 on."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 

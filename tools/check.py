@@ -3,7 +3,7 @@
 python -m tools.check --model gpt2-124m --strategy fsdp --json check.json
 torchrun --nnodes 4 --nproc_per_node 8 ... -m tools.check --model llama3-8b --strategy hsdp
 
-The flags are train.py's, of the run that is planned. Alone it starts torchrun on this host.
+Takes train.py's flags, those of the planned run. On its own it starts torchrun on this host.
 """
 
 import argparse
@@ -56,10 +56,10 @@ from tools.planning import rehearse
 
 STEPS = 20
 LONG = 5_000  # steps of a job that is ended long before
-SECONDS = 60  # for those steps on one rank, which computes the micro-batches of all ranks
-# Relative differences between a mesh and one rank: of the loss, and of the gradient norm
+SECONDS = 60  # for one rank, which computes the micro-batches of all ranks
+# Relative differences between a mesh and one rank: loss, gradient norm
 TOLERANCE = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2)}
-# Flags of every run, which override those of the planned one
+# Flags of every run; they override the planned run's
 SHORT = (
     f"--max_steps {STEPS} --warmup_steps 10 --schedule constant --log_interval 1 --save_interval 0 "
     "--keep_last 1 --eval_interval 0 --eval_sequences 1 --sample_tokens 0 --profile 0:1 "
@@ -78,7 +78,7 @@ STRATEGIES = {
     "tp": "--strategy fsdp --tp 2",
     "hsdp-tp": "--strategy hsdp --dp_replicate 2 --tp 2",
 }
-FOLDER = "NANOSHARD_CHECK_FOLDER"  # the variable by which `check_host` tells the ranks theirs
+FOLDER = "NANOSHARD_CHECK_FOLDER"  # variable by which `check_host` tells the ranks
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Check:
             self.problems.append(f"{figure} {value:.3g} is not between {least:g} and {most:g}")
 
     def run(self, function: Callable, lab: "Lab") -> float:
-        """What a check raises is its failure: the others go on. Returns when it raised, or inf."""
+        """Run a check; an exception only fails it. Returns the time it raised, or inf."""
         began = time.perf_counter()
         raised_at = math.inf
         try:
@@ -133,7 +133,7 @@ class Check:
 
 
 class Lab:
-    """What the checks on the ranks share: the planned run, its folder, and where the ranks meet."""
+    """Shared by the checks on ranks: the planned run, its folder, and where ranks meet."""
 
     def __init__(self, own: argparse.Namespace, c: Config, world: dist.World, dog):
         self.planned, self.world, self.watchdog = c, world, dog
@@ -151,14 +151,14 @@ class Lab:
         self.device_memory = dist.on_rank0(lambda: memory.device_memory(self.device, local_size))
 
     def meet(self, place: str) -> None:
-        """Form a new group of all ranks, under a prefix of its own of torchrun's store."""
-        gc.collect()  # a group that something still refers to keeps its connections
+        """Form a new group of all ranks, under its own prefix of torchrun's store."""
+        gc.collect()  # a group still referenced keeps its connections
         rehearse.leave_group()
         dist.join_group(self.world, torch.distributed.PrefixStore(place, self.store))
 
     @contextlib.contextmanager
     def apart(self, check: Check) -> Iterator[dist.World]:
-        """Until all ranks meet again, each is a world of its own."""
+        """Each rank is its own world until all meet again."""
         rehearse.leave_group()
         one = dict(rank=0, size=1, local_rank=0, local_size=1, store=torch.distributed.HashStore())
         alone = dataclasses.replace(self.world, **one)
@@ -167,7 +167,7 @@ class Lab:
         self.meet(f"in {check.name}")
 
     def run_of(self, name: str) -> tuple[Config, layout.Layout]:
-        """A run that is `planned`, or of a strategy and dtype. Raises MeshError, UsageError."""
+        """The run "planned", or "STRATEGY DTYPE". Raises MeshError, UsageError."""
         if name == "planned":
             return short_run(self.planned, self.world, self.vocab_size, self.device_memory)
         strategy, dtype = name.split()
@@ -176,16 +176,16 @@ class Lab:
         return short_run(c, self.world, self.vocab_size, self.device_memory, accumulate=2)
 
     def rehearse(self, c: Config) -> list[rehearse.Communication]:
-        """What this rank sends in a step, without doing it."""
+        """What this rank would send in a step."""
         rehearse.leave_group()
         world = self.world
         place = (world.rank, world.size, world.local_size, self.vocab_size, world.device.type)
         return rehearse.rehearse(c, *place, self.device_memory).communication
 
     def train(self, c: Config, world: dist.World, name: str) -> list[dict]:
-        """Train as train.py does; return the rows of the log, on rank 0 of `world`."""
+        """Train as train.py does; return the log's rows on rank 0 of `world`."""
         out = self.folder / name
-        # Without handlers: a signal ends this process, and not only the run.
+        # No handlers: a signal ends this process, not only the run.
         with loss_parallel(), mock.patch("signal.signal"):
             train.run_training(dataclasses.replace(c, out=str(out)), world, self.watchdog)
         return bench.training_rows(out) if world.rank == 0 else []
@@ -203,13 +203,13 @@ class Lab:
         return rows, f"one rank does not train two steps in {SECONDS} s"
 
     def settle(self, check: Check, raised_at: float) -> None:
-        """Let rank 0 learn what all ranks found, through the store, and form a new group."""
+        """Collect on rank 0, through the store, what all ranks found; form a new group."""
         problems = [f"{self.names[self.world.rank]}: {line}" for line in check.problems]
         self.store.set(f"{check.name} {self.world.rank}", json.dumps([raised_at, problems]))
         self.meet(f"after {check.name}")
         ranks = range(self.world.size if self.world.rank == 0 else 0)
         found = [json.loads(self.store.get(f"{check.name} {rank}")) for rank in ranks]
-        # The first exception may be the cause of the others.
+        # The first exception may have caused the others.
         failed = sorted(one for one in found if one[1])
         if failed and failed[0] is not found[0]:
             check.status, check.problems = "FAIL", failed[0][1]
@@ -218,7 +218,7 @@ class Lab:
 def short_run(
     c: Config, world: dist.World, vocab_size: int, device_memory: int, accumulate: int = 1
 ) -> tuple[Config, layout.Layout]:
-    """The run with two blocks and few micro-batches a rank, on the mesh of the whole one."""
+    """The run cut to two blocks and few micro-batches per rank, on the whole run's mesh."""
     dp_size = max(1, world.size // c.tp)
     size = layout.micro_batch_size(c, dp_size)
     batch = {"micro_batch_size": size, "global_batch_size": accumulate * size * dp_size}
@@ -306,7 +306,7 @@ def links(lab: Lab, check: Check) -> None:
     with lab.apart(check):
         sent = lab.rehearse(c)
     mesh = dist.make_mesh(lab.world, chosen.mesh_shape)
-    largest = 1 << 20  # more than what a switch may let pass at once
+    largest = 1 << 20  # more than a switch may pass at once
     for axis in dist.AXES:
         sizes = {row.bytes // row.count for row in sent if row.axis == axis}
         for size in sorted(sizes | {4}) if mesh[axis].size() > 1 else []:
@@ -340,8 +340,8 @@ def parity(lab: Lab, check: Check) -> None:
     for last in (steps // 2, steps):
         part = dataclasses.replace(c, max_steps=last, checkpoint="sharded")
         resumed = bench.exchange(lab.train(part, lab.world, f"{name} resumed"))[0]
-    # On CPUs to the last bit. On GPUs the backward pass of attention is not deterministic, and the
-    # step that the profile counts is not compiled.
+    # Bit for bit on CPUs. On GPUs attention's backward is not deterministic, and the step that the
+    # profile counts is not compiled.
     limits = TOLERANCE[c.dtype] if lab.is_cuda or c.compile else (0.0, 0.0)
     compare(check, "resumed", rows, resumed, limits)
 
@@ -351,7 +351,7 @@ def record_speed(check: Check, rows: list[dict], chosen: layout.Layout) -> None:
     check.figures["tokens/s/device"] = statistics.median(speeds)
     if rows[-1]["mfu"] is not None:
         check.hold("MFU", statistics.median(row["mfu"] for row in rows), 1)
-    if (used := rows[-1]["peak_device_memory"]) > 1e9:  # much more than cuBLAS takes for itself
+    if (used := rows[-1]["peak_device_memory"]) > 1e9:  # far more than cuBLAS takes itself
         check.hold("memory used / said", used / chosen.memory.total, most=1.25, least=0.5)
 
 
@@ -389,7 +389,7 @@ def cpu(lab: Lab, check: Check) -> None:
     if not lab.is_cuda:
         raise bench.CannotMeasure("it takes a GPU")
     c = dataclasses.replace(lab.run_of("fsdp float32")[0], strategy="single")
-    # Initial weights depend on the kind of device: both begin with those of one step on the CPU.
+    # Initial weights depend on the device type: both start from one step on the CPU.
     with lab.apart(check) as world:
         on_cpu = dataclasses.replace(world, device=torch.device("cpu"))
         start = f"start {lab.world.rank}"
@@ -400,7 +400,7 @@ def cpu(lab: Lab, check: Check) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What takes a launcher, on this host
+# Checks that need a launcher, on this host
 
 
 def stop(lab: Lab, check: Check) -> None:
@@ -412,10 +412,10 @@ def stop(lab: Lab, check: Check) -> None:
     flags = f"{SMALL} --strategy fsdp --dtype float32 --num_workers 2 --device {lab.device.type}"
     flags = [*flags.split(), "--save_interval=5", f"--data={lab.planned.data}"]
     train_until = functools.partial(bench.torchrun, lab.world.size, flags)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # ends the job, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # ends the job too
     out = lab.folder / "stopped"
 
-    def last_step() -> int:  # that is saved
+    def last_step() -> int:  # saved
         return checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
 
     with train_until(LONG, out) as running:
@@ -453,7 +453,7 @@ CHECKS = {
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """This command's own flags, and the run that is planned. Raises UsageError."""
+    """This command's own flags, and the planned run. Raises UsageError."""
     parser = config.build_parser()
     parser.prog = "tools.check"
     parser.usage = "[torchrun ... -m | python -m] tools.check [CHECK ...] [--FLAG VALUE ...]"
@@ -477,13 +477,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def check_ranks(argv: list[str]) -> int:
-    """On every rank. Rank 0 prints and writes what was found, and returns 1 if a check failed."""
+    """On every rank. Rank 0 prints and writes the results, and returns 1 if a check failed."""
     own, c = parse(argv)
     world = dist.start(c.device, timedelta(seconds=watchdog.SLOW_FACTOR * c.timeout))
     dog = watchdog.Watchdog(world.store, world.rank, world.size, c.timeout)
     with dog:
         lab = Lab(own, c, world, dog)
-        lab.run_of("planned")  # raises where flags and ranks do not fit together
+        lab.run_of("planned")  # raises if flags and ranks do not match
         checks = run_checks(lab, own)
         failed = [check.name for check in checks if check.status == "FAIL"]
         if world.rank == 0:
@@ -491,11 +491,11 @@ def check_ranks(argv: list[str]) -> int:
         if not any(bench.exchange(failed)) and world.local_rank == 0:
             shutil.rmtree(lab.folder, ignore_errors=True)
     dist.stop()
-    return int(bool(failed) and FOLDER not in os.environ)  # else torchrun would report it at length
+    return int(bool(failed) and FOLDER not in os.environ)  # else torchrun prints a long report
 
 
 def run_checks(lab: Lab, own: argparse.Namespace) -> list[Check]:
-    """What was found: all of it on rank 0. While a check runs, the file says that ranks ended."""
+    """The results, all on rank 0. While a check runs, the file says a rank ended in it."""
     names = [*list(CHECKS)[:-1], "parity planned"]
     names += [f"parity {strategy} {dtype}" for strategy in STRATEGIES for dtype in TOLERANCE]
     checks = []
@@ -516,7 +516,7 @@ def run_checks(lab: Lab, own: argparse.Namespace) -> list[Check]:
 
 
 def write_json(lab: Lab, own: argparse.Namespace, checks: list[Check]) -> None:
-    """Write what was found, on which machines and with which code."""
+    """Write the results, and the machines and code they came from."""
     if lab.world.rank > 0 or not own.json:
         return
     git = f"git -C {Path(bench.TRAIN).parent} describe --always --dirty --abbrev=40 --exclude=*"
@@ -533,11 +533,11 @@ def write_json(lab: Lab, own: argparse.Namespace, checks: list[Check]) -> None:
 
 
 def check_host(argv: list[str]) -> int:
-    """Start torchrun on this host, which starts this command on the ranks."""
+    """Start torchrun on this host, which runs this command on the ranks."""
     own, c = parse(argv)
     if own.json and not own.json.absolute().parent.is_dir():
         raise cli.UsageError(f"--json {own.json}: there is no folder {own.json.parent}")
-    # Raises MeshError where there is no such device, or where it has too few GPUs.
+    # Raises MeshError if there is no such device, or too few GPUs.
     device = dist.set_device(c.device, 0, own.ranks or 1).type
     size = own.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
     world = rehearse.make_world(0, size, size, device)
@@ -545,9 +545,9 @@ def check_host(argv: list[str]) -> int:
     folder = Path(own.new_folder())
     launcher = [*bench.TORCHRUN, "--standalone", f"--nproc_per_node={size}", "-m", "tools.check"]
     variables = {FOLDER: str(folder), "KINETO_LOG_LEVEL": "6"}  # the profiler's own log
-    # Not subprocess.run: after Ctrl-C it kills torchrun, which could not end its ranks any more.
+    # Not subprocess.run: on Ctrl-C it kills torchrun before that can end its ranks.
     with subprocess.Popen([*launcher, *argv], env=os.environ | variables) as process:
-        # The ranks remove the folder where all checks pass.
+        # The ranks remove the folder if all checks pass.
         return int(process.wait() != 0 or folder.exists())
 
 

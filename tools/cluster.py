@@ -1,4 +1,4 @@
-"""A cluster in a box: trains across hosts that a slow network joins, all on this machine.
+"""A cluster in a box: trains across hosts on a slow network, all on this machine.
 
 python -m tools.cluster --hosts 2 --nproc 2 --bandwidth 200mbit
 python -m tools.cluster --bandwidth 1gbit --predict
@@ -48,17 +48,17 @@ from tools.planning import predict
 from tools.planning.predict import Cluster, Links, Request
 
 GRAD_ACCUM_STEPS = 8
-# 2.4 million parameters: enough for the network to matter, and a run takes only seconds
+# 2.4 million parameters: the network matters, yet a run takes only seconds
 MODEL = ["--model=tiny", "--d_model=192", "--d_ff=768", "--seq_len=64", "--micro_batch_size=1"]
-SUBNET = "10.0.0"  # host 0 is 10.0.0.1; no other network sees these addresses
-PORTS = itertools.count(29500)  # of the rendezvous; each run takes the next one
+SUBNET = "10.0.0"  # host 0 is 10.0.0.1; invisible to other networks
+PORTS = itertools.count(29500)  # for the rendezvous, one per run
 
 
 def cluster(args: Namespace) -> Table:
-    """Each strategy, with its gradients averaged once a step or after every micro-batch.
+    """Each strategy, with gradients averaged once per step or after every micro-batch.
 
-    gloo's reduce-scatter sends as much as an all-reduce, twice what nccl's sends: that is why
-    micro_batch is so much slower under fsdp. With --predict also what tools.plan predicts.
+    gloo's reduce-scatter sends as much as an all-reduce, twice what nccl's sends, which makes
+    micro_batch so much slower under fsdp. --predict adds what tools.plan predicts.
     """
     rows = []
     with (
@@ -66,7 +66,7 @@ def cluster(args: Namespace) -> Table:
         hosts(args.hosts, args.bandwidth) as namespaces,
     ):
         sources = sorted(str(path) for path in Path(TRAIN).parent.glob("*.py"))
-        with contextlib.redirect_stdout(None):  # quiet
+        with contextlib.redirect_stdout(None):
             prepare.prepare(sources, Path(folder, "tokens"))
         data = f"--data={folder}/tokens"
         if args.predict:
@@ -102,7 +102,7 @@ def cluster(args: Namespace) -> Table:
 
 
 def add_ratios(rows: list[dict], column: str, name: str) -> None:
-    """Add a column: the values of another one divided by the median of the first row's."""
+    """Add a column: another's values divided by the median of the first row's."""
     baseline = statistics.median(rows[0][column])
     for row in rows:
         row[name] = [value / baseline for value in row[column]]
@@ -115,27 +115,27 @@ def train_flags(strategy: str, sync: str, args: Namespace) -> list[str]:
         *STRATEGIES[strategy].split(),
         f"--grad_sync={sync}",
         f"--global_batch_size={GRAD_ACCUM_STEPS * args.hosts * args.nproc}",
-        f"--max_steps={args.steps + 1}",  # the first one is not counted
+        f"--max_steps={args.steps + 1}",  # the first is not counted
         "--device=cpu",
         "--peak_tflops=1",  # the log's mfu is TFLOP/s
     ]
 
 
 # --------------------------------------------------------------------------------------------------
-# What tools.plan predicts, from links and cores that are measured in the same hosts
+# What tools.plan predicts, from links and cores measured in the same hosts
 
 ELEMENTS = 1 << 19  # 2 MB: the unit that fsdp gathers is 1 MB
-IN_A_ROW = 4  # all_reduces: a link that has rested lets a burst of 256 kB pass at once
-ALONE_STEPS = 24  # take 5 to 15 s, and processes start within 2 s of each other
+IN_A_ROW = 4  # all_reduces: an idle link lets a burst of 256 kB through at once
+ALONE_STEPS = 24  # 5 to 15 s, while processes start within 2 s of each other
 
 
 def measured_machines(
     args: Namespace, namespaces: list[str], data: str, folder: Path
 ) -> dict[str, Cluster]:
-    """The box as ranks without a mesh find it ("single"), and as those under FSDP ("fsdp").
+    """The box as ranks see it without a mesh ("single"), and under FSDP ("fsdp").
 
-    These compute more slowly: FSDP's copies and its Python take the same cores. All ranks compute
-    at once, and send nothing. Steps beside another rank that still starts, or has ended, are few.
+    FSDP is slower: its copies and its Python take the same cores. All ranks compute at once and
+    send nothing. Few steps run while another rank is still starting or has ended.
     """
     links_file = folder / "links.json"
     measure = ["-m", "tools.cluster", "--measure_links", str(links_file)]
@@ -153,7 +153,7 @@ def measured_machines(
 
 
 def measure_links(out: str) -> None:
-    """Write what gloo's all_reduce reaches within a host, and between hosts, as JSON.
+    """Write what gloo's all_reduce reaches within and between hosts, as JSON.
 
     Runs on all ranks, under torchrun.
     """
@@ -166,9 +166,9 @@ def measure_links(out: str) -> None:
 
 
 def bandwidth(group=None) -> float:
-    """Bytes per second that a rank sends in all_reduces one after the other, the median of several.
+    """Bytes per second that a rank sends in consecutive all_reduces, the median of several.
 
-    In one it sends 2 (n - 1) / n of the tensor.
+    In each it sends 2 (n - 1) / n of the tensor.
     """
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:
@@ -191,8 +191,8 @@ def bandwidth(group=None) -> float:
 def hosts(count: int, bandwidth: str) -> Iterator[list[str]]:
     """Network namespaces that play hosts on one switch; yields their names.
 
-    They are deleted when the block ends, and all processes in them are killed. Raises CannotMeasure
-    where namespaces cannot be created.
+    The end of the block kills their processes and deletes them. Raises CannotMeasure if
+    namespaces cannot be created.
     """
     check_requirements()
     prefix = f"cluster-{os.getpid()}"
@@ -208,7 +208,7 @@ def hosts(count: int, bandwidth: str) -> Iterator[list[str]]:
             add_host(name, number, switch, bandwidth)
         yield names
     finally:
-        # A second, impatient Ctrl-C must not interrupt the removal
+        # A second Ctrl-C must not interrupt the removal
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         existing = {line.split()[0] for line in ip("netns list").splitlines()}
@@ -240,8 +240,8 @@ def add_host(name: str, number: int, switch: str, bandwidth: str) -> None:
     ip(f"-n {name} link set lo up")
     ip(f"-n {name} link set eth0 up")
     ip(f"-n {switch} link set {port} up")
-    # A limit on what each end sends: one for each direction, as a cable has. The burst is four of
-    # the largest packets: 10 ms of 200mbit.
+    # Limit what each end sends: one limit per direction, like a cable. The burst is four of the
+    # largest packets: 10 ms of 200mbit.
     bucket = f"root tbf rate {bandwidth} burst 256kb latency 50ms"
     ip(f"-n {name} qdisc add dev eth0 {bucket}", tool="tc")
     ip(f"-n {switch} qdisc add dev {port} {bucket}", tool="tc")
@@ -291,12 +291,12 @@ def run_on(namespaces: list[str], nproc: int, script: list[str], out: Path) -> N
     for number, namespace in enumerate(namespaces):
         host = [f"--node_rank={number}", f"--local_addr={address(number)}"]
         commands.append([*enter(namespace), *torchrun, *host, *script])
-    # torchrun leaves folders in TMPDIR; gloo's default is the address of the host name.
+    # torchrun leaves folders in TMPDIR; gloo defaults to the host name's address.
     run_all(commands, out, TMPDIR=str(out.parent), GLOO_SOCKET_IFNAME="eth0")
 
 
 def enter(namespace: str) -> list[str]:
-    """The words before a command that runs it in a namespace."""
+    """The command prefix that runs a command in a namespace."""
     return ["ip", "netns", "exec", namespace]
 
 
@@ -340,7 +340,7 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["--measure_links"]:  # a rank that `measured_machines` has started
+    if argv[:1] == ["--measure_links"]:  # a rank started by `measured_machines`
         measure_links(argv[1])
         return 0
     return cli.run("tools.cluster", lambda: report(cluster, parse(argv)))

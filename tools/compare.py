@@ -1,4 +1,4 @@
-"""Compare runs, from their logs: an A/B test, seeds, a sweep, or the same run on two meshes.
+"""Compare runs by their logs: an A/B test, seeds, a sweep, or the same run on two meshes.
 
 python -m tools.compare runs/norm runs/adaptive
 python -m tools.compare runs/* --sort lr --csv runs.csv --x lr --plot lr.png
@@ -21,17 +21,17 @@ from metrics import read_rows
 from runtime import cli
 from runtime.cli import UsageError
 
-# Relative difference that counts as rounding: 8 steps of float32, whose resolution is 1.2e-7. The
-# losses of single, ddp, fsdp and tp in float32 stay within 2e-7 while their weights agree. They
-# leave 1e-6 when the weights have drifted apart, after some dozens of steps.
+# Relative difference that counts as rounding: 8 float32 steps of 1.2e-7. In float32 the losses of
+# single, ddp, fsdp and tp stay within 2e-7 while their weights agree, and exceed 1e-6 once the
+# weights have drifted apart, after a few dozen steps.
 ROUNDING = 1e-6
-# Rounding differences of parameters grow, until they are as large as the values. In --model tiny
+# Rounding differences of parameters grow until they are as large as the values. With --model tiny
 # in float32, single, fsdp, hsdp and tp differ in some column by at most 3e-6 in step 1, 5e-5 up to
-# step 10, 5e-3 up to 20 and 0.8 up to 40. Once above the default tolerance, they grew at most
-# 12-fold from a row to the next of every step, 41-fold of every tenth (AMD EPYC Zen 4, 2026-11-22).
+# step 10, 5e-3 up to 20 and 0.8 up to 40. Above the default tolerance, they grew at most 12-fold
+# between rows one step apart, 41-fold between rows ten apart (AMD EPYC Zen 4, 2026-11-22).
 GROWTH = 100
-MOST_COLUMNS = 6  # runs side by side: of more, each has a row
-LEVEL = 0.05  # chance that equal settings are told apart, over all comparisons of a table
+MOST_COLUMNS = 6  # with more runs, each is a row
+LEVEL = 0.05  # chance of telling equal settings apart, over all comparisons of a table
 
 
 # --------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ LEVEL = 0.05  # chance that equal settings are told apart, over all comparisons 
 class Log:
     """What one run logged. Times are seconds of training, without evaluations and checkpoints.
 
-    A loss or norm that was not finite is nan.
+    Non-finite losses and norms are nan.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Log:
     def time_to(self, loss: float) -> float | str:
         """When the validation loss first reached `loss`.
 
-        Interpolates linearly between the two evaluations around it.
+        Interpolated linearly between the two evaluations around it.
         """
         if not self.val:
             return "none yet"
@@ -105,13 +105,13 @@ class Log:
         return last["skipped_steps"] / last["step"]
 
     def ended_loss(self) -> float | None:
-        """The final validation loss of a run that has ended, and with a finite one."""
+        """The final validation loss if the run has ended and the loss is finite."""
         at_end = [row for row in self.finite_val() if row["step"] == self.config.get("max_steps")]
         return at_end[-1]["val_loss"] if at_end else None
 
 
 def read(folder: str, name: str) -> Log:
-    """Read a run folder. Raises UsageError if it is none."""
+    """Read a run folder. Raises UsageError if it is not one."""
     run = Path(folder)
     for file in ("config.json", "metrics.jsonl"):
         if not (run / file).is_file():
@@ -128,12 +128,12 @@ def read(folder: str, name: str) -> Log:
 
 
 def with_nan(row: dict) -> dict:
-    """JSON has no nan: the log has null for a value that is not finite."""
+    """Reads null, the log's form of a non-finite value, as nan."""
     return {name: math.nan if value is None else value for name, value in row.items()}
 
 
 def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:
-    """The rows of training and of evaluations, each with the "time" at which its step ended."""
+    """The training and evaluation rows, each with the "time" at which its step ended."""
     training: dict[int, dict] = {}  # by step
     val = []
     time = 0.0
@@ -141,8 +141,8 @@ def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:
     for row in map(with_nan, rows):
         step = row["step"]
         if "loss" in row:
-            # step_time is the mean over the steps since the previous row. The first row has one
-            # step, which is not step 1 where the run began with a checkpoint of another.
+            # step_time is the mean since the previous row. The first row has one step, which is
+            # not step 1 if the run started from another run's checkpoint.
             steps = 1 if previous_step is None else step - previous_step
             time += steps * row["step_time"]
             previous_step = step
@@ -160,8 +160,8 @@ def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:
 def table(logs: list[Log], loss: float | None, tolerance: float) -> str:
     """A Markdown table with a row for each quantity and a column for each run.
 
-    `loss` is the validation loss to measure the time to, `tolerance` the relative difference of
-    training losses to look for. At the end come the flags in which the runs differ.
+    Reports the time to validation loss `loss`, and the first training losses that differ by more
+    than `tolerance`, relatively. The flags that differ between runs come last.
     """
     rows = [[column.name, *column.cells()] for column in quantities(logs, loss)]
     if len(logs) > 1:
@@ -174,12 +174,12 @@ def table(logs: list[Log], loss: float | None, tolerance: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A quantity of every run; the table of a few runs has it in a row."""
+    """A quantity of every run; a row in the table of a few runs."""
 
     name: str
-    values: list  # numbers, or text where a run has none; of a flag, what was given
+    values: list  # numbers, or text if a run has none; for a flag, as given
     spec: str = ""  # format of a number
-    best: Callable | None = None  # min or max, which is bold unless all are the same
+    best: Callable | None = None  # min or max, in bold unless all are equal
 
     @property
     def title(self) -> str:
@@ -194,7 +194,7 @@ class Column:
         return texts
 
     def order(self) -> list[int]:
-        """The runs by their values: the best or else the lowest first, text and nan last."""
+        """The runs by value: the best (else the lowest) first, text and nan last."""
         sign = -1 if self.best is max else 1
         keys = [(0, sign * v) if is_finite(v) else (1, str(v)) for v in self.values]
         return sorted(range(len(keys)), key=keys.__getitem__)
@@ -220,7 +220,7 @@ def quantities(logs: list[Log], loss: float | None) -> list[Column]:
         column("steps skipped", Log.skipped, ".1%"),
     ]
     reached = [log.best_val_loss() for log in logs if log.finite_val()]
-    loss = loss or max(reached, default=None)  # the lowest that all of them reached
+    loss = loss or max(reached, default=None)  # the lowest that all runs reached
     if loss is not None:
         name = f"seconds to validation loss {loss:.4f}"
         columns.insert(3, column(name, lambda log: log.time_to(loss), ",.1f", min))
@@ -228,7 +228,7 @@ def quantities(logs: list[Log], loss: float | None) -> list[Column]:
 
 
 def table_of_many(columns: list[Column], sort: str) -> str:
-    """A Markdown table with a row for each run, in the order of the column that `sort` begins."""
+    """A Markdown table, a row per run, sorted by the column whose title starts with `sort`."""
     titles = {column.title: column for column in columns}
     found = [title for title in titles if title.startswith(sort)]
     if not found:
@@ -239,14 +239,14 @@ def table_of_many(columns: list[Column], sort: str) -> str:
 
 
 def write_csv(columns: list[Column], file: str) -> None:
-    """Write a row for each run, with all digits."""
+    """Write a row per run, with all digits."""
     titles = [column.title for column in columns]
     with open(file, "w", newline="") as opened:
         csv.writer(opened).writerows([titles, *zip(*(column.values for column in columns))])
 
 
 def differences(logs: list[Log], what: str, limit: float, reason: str) -> list[str]:
-    """A row that says where the values of each run first differ from the first run's."""
+    """A row: where the values of each run first differ from the first run's."""
     reference, *others = (log.values[what] for log in logs)
     growth = GROWTH if what == "parameter" else 0
     name = f"first {what} difference from {logs[0].name} over {limit:g} ({reason})"
@@ -254,10 +254,10 @@ def differences(logs: list[Log], what: str, limit: float, reason: str) -> list[s
 
 
 def first_difference(reference: dict, other: dict, limit: float, growth: float) -> str:
-    """The first step logged by both, and the value that differs there by more than `limit`.
+    """The first step logged by both in which a value differs by more than `limit`, and the value.
 
-    It also differs by more than `growth` times what any did in the rows before. Of several, it is
-    the one that differs most of those that come first in a step.
+    It must also exceed `growth` times the largest difference so far. If several do, names the one
+    that differs most among those computed first in a step.
     """
     largest = 0.0  # difference so far
     common = [step for step in other if step in reference]
@@ -277,21 +277,21 @@ def first_difference(reference: dict, other: dict, limit: float, growth: float) 
 
 
 def differences_of_step(a_rows: dict, b_rows: dict) -> Iterator[tuple[int, float, str, str]]:
-    """(place in the step, relative difference, name, column) of all values that both runs have."""
+    """(place in the step, relative difference, name, column) of each value in both runs."""
     for name in a_rows.keys() & b_rows.keys():
         a, b = a_rows[name], b_rows[name]
-        for column in a.keys() & b.keys() - {"clipped"}:  # at the limit, rounding decides that
+        for column in a.keys() & b.keys() - {"clipped"}:  # near the limit, rounding decides it
             difference = relative_difference(a, b, column)
-            # First come weights that differ by more than their updates, then gradients.
+            # Weights that differ by more than their updates come first, then gradients.
             updates = sum(row.get("update_ratio", math.inf) for row in (a, b))
             is_old = column == "weight_norm" and difference > updates
             yield 2 * is_old + column.startswith("grad"), difference, name, column
 
 
 def relative_difference(a: dict, b: dict, column: str) -> float:
-    """That of an element, or of a mean, which may be near 0, is relative to the largest element."""
+    """A mean or an extreme, which may be near 0, is compared to the largest element."""
     x, y = a[column], b[column]
-    if math.isnan(x) or math.isnan(y):  # in other columns, a slot that the optimizer lacks
+    if math.isnan(x) or math.isnan(y):  # elsewhere nan is a slot the optimizer lacks
         is_one = math.isnan(x) != math.isnan(y) and column in ("loss", "grad_norm")
         return math.inf if is_one else 0.0
     kind, _, statistic = column.rpartition("_")
@@ -302,12 +302,12 @@ def relative_difference(a: dict, b: dict, column: str) -> float:
 
 
 def different_flags(logs: list[Log]) -> list[list[str]]:
-    """A row for each flag whose value is not the same in all runs; --out is always different."""
+    """A row for each flag that differs between runs, except --out, which always does."""
     return [[column.name, *column.cells()] for column in flag_columns(logs)]
 
 
 def flag_columns(logs: list[Log], *left_out: str) -> list[Column]:
-    """The flags whose value is not the same in all runs."""
+    """The flags that differ between runs."""
     flags = set().union(*(log.config for log in logs)) - {"out", *left_out}
     columns = [Column(f"`--{flag}`", [log.config.get(flag) for log in logs]) for flag in flags]
     different = [column for column in columns if len(set(map(str, column.values))) > 1]
@@ -324,7 +324,7 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def group(logs: list[Log], *flags: str) -> list[list[Log]]:
-    """The runs that differ in these flags and --out alone, in groups, by the order of the first."""
+    """Groups of runs that differ only in these flags and --out, in order of first appearance."""
     groups: dict[str, list[Log]] = {}
     for log in logs:
         same = {flag: log.config[flag] for flag in log.config.keys() - {"out", *flags}}
@@ -333,7 +333,7 @@ def group(logs: list[Log], *flags: str) -> list[list[Log]]:
 
 
 def seeds_table(logs: list[Log]) -> str:
-    """Mean and spread over seeds of each setting, beside the first; empty where none has two."""
+    """Each setting's mean and spread over seeds, against the first; empty if none has two."""
     settings = group(logs, "seed")
     losses = [{log.config.get("seed"): log.ended_loss() for log in each} for each in settings]
     if max(map(len, losses)) < 2:
@@ -355,8 +355,8 @@ def seeds_table(logs: list[Log]) -> str:
 def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) -> str:
     """Whether two settings differ by more than their seeds do, in words.
 
-    The means of n losses are near normal, so Student's t tells even with three seeds, whose
-    permutations cannot have a p below 0.1. By Bonferroni, `comparisons` share LEVEL.
+    Means of n losses are nearly normal, so Student's t works even with three seeds, where a
+    permutation test cannot reach p < 0.1. `comparisons` share LEVEL (Bonferroni).
     """
     if None in (*first.values(), *other.values()):
         return "no word: a run has not ended, or not with a finite loss"
@@ -371,7 +371,7 @@ def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) 
 
 
 def t_test(a: dict[int, float], b: dict[int, float]) -> tuple[str, float]:
-    """The test with its n, and its two-sided p: paired where both have the same seeds."""
+    """The test with its n, and its two-sided p; paired if both have the same seeds."""
     if a.keys() == b.keys():
         n = len(a)
         pairs = [b[seed] - a[seed] for seed in a]
@@ -384,7 +384,7 @@ def t_test(a: dict[int, float], b: dict[int, float]) -> tuple[str, float]:
 
 
 def p_value(difference: float, squared_error: float, df: float) -> float:
-    """The chance of such a difference or a larger one, either way, if there is none.
+    """The chance of a difference at least this large, either way, if there is none.
 
     With t = sqrt(df) tan(x), the density of Student's t is cos(x)^(df - 1) over its integral.
     """
@@ -402,7 +402,7 @@ def p_value(difference: float, squared_error: float, df: float) -> float:
 
 
 def import_pyplot():
-    """matplotlib's pyplot, which draws without a display. Raises UsageError."""
+    """matplotlib's pyplot, without a display. Raises UsageError."""
     try:
         import matplotlib
     except ImportError:
@@ -414,9 +414,9 @@ def import_pyplot():
 
 
 def plot_sweep(logs: list[Log], flag: str, file: str) -> None:
-    """Plot final validation losses against a flag: a point a run, a line through the means.
+    """Plot final validation losses against a flag: a point per run, a line through means.
 
-    Runs that differ in other flags than --seed have lines of their own. Raises UsageError.
+    Runs that differ in flags other than --seed get separate lines. Raises UsageError.
     """
     if not any(flag in log.config for log in logs):
         raise UsageError(f"--x {flag}: no run has this flag")
@@ -533,7 +533,7 @@ def compare(argv: list[str]) -> None:
 
 
 def names(folders: list[str]) -> list[str]:
-    """The names of the folders; their paths where two have the same name."""
+    """The folders' names, or their paths if two share a name."""
     short = [Path(folder).resolve().name for folder in folders]
     return short if len(set(short)) == len(short) else folders
 

@@ -1,11 +1,11 @@
-"""Plan a run on any cluster, from this machine: memory, communication, checkpoints and time.
+"""Plan a run on any cluster, from this machine: memory, communication, checkpoints, time.
 
 python -m tools.plan --model llama3-70b --world_size 512 --strategy hsdp --dp_shard 64 --tp 8 \
     --micro_batch_size 1 --global_batch_size 1024 --device_type h200
 python -m tools.plan --run runs/tiny
 
-It takes train.py's flags, rehearses one optimizer step of one rank with train.py's code, and
-predicts from what happened how long the step takes: planning/rehearse.py and planning/predict.py.
+Takes train.py's flags, rehearses one optimizer step of one rank with train.py's code, and predicts
+the step time from what that did: see planning/rehearse.py and planning/predict.py.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tools.planning.predict import DEVICES, Cluster, Links, Request
 
 
 def fraction(text: str) -> float:
-    """A number, or the folder of a run on one device, whose median MFU it is."""
+    """A number, or the median MFU of a one-device run, given its folder."""
     if Path(text).is_dir():
         rows = read_rows(Path(text, "metrics.jsonl"))
         values = [row["mfu"] for row in rows if row.get("mfu")]
@@ -71,7 +71,7 @@ def number(metavar: str, help: str, kind=positive_number, default: float | None 
     return dict(metavar=metavar, help=help, type=kind, default=default)
 
 
-# The flags of this command beside train.py's: name -> options of argparse
+# This command's flags beyond train.py's: name -> argparse options
 FLAGS = {
     "world_size": number("N", "devices in all; required", positive),
     "nproc_per_node": count(8, "devices of a host"),
@@ -128,7 +128,7 @@ def build_parser() -> cli.Parser:
 
 
 def parse(argv: list[str]) -> tuple[Request | None, argparse.Namespace]:
-    """The run, and this command's own flags, with `free`: train.py's flags that were not given.
+    """The run, and this command's own flags; `free` holds train.py's flags that were not given.
 
     The run is None with --scoreboard, which has many. Raises UsageError, MeshError and DataError.
     """
@@ -146,19 +146,19 @@ def parse(argv: list[str]) -> tuple[Request | None, argparse.Namespace]:
     folders = flags["data"]
     c = config.to_config(flags)
     cluster = make_cluster(own)
-    if c.dtype == "auto":  # of the planned device, not of this machine
+    if c.dtype == "auto":  # for the planned device, not this machine
         is_cuda = cluster.device.kind == "cuda"
         dtype = torch.bfloat16 if is_cuda else dist.fast_dtype(torch.device("cpu"))
         c = dataclasses.replace(c, dtype=str(dtype).removeprefix("torch."))
-    predict.peak_flops(cluster, c)  # raises early where it is not known
+    predict.peak_flops(cluster, c)  # raises early if unknown
     vocab_size = config.base_model(c).vocab_size
-    if folders and ("data" in given or Path(folders).exists()):  # that of a --config may be away
+    if folders and ("data" in given or Path(folders).exists()):  # a --config's may be missing
         vocab_size = data.open_folders(folders)[0].vocab_size
     return Request(c, cluster, vocab_size, own.rank), own
 
 
 def make_cluster(own: argparse.Namespace) -> Cluster:
-    """Raises UsageError where ranks and hosts do not fit together."""
+    """Raises UsageError if ranks and hosts do not match."""
     world_size = own.world_size
     if world_size is None:
         raise UsageError("--world_size is missing: give the number of devices in all")
@@ -182,7 +182,7 @@ def make_cluster(own: argparse.Namespace) -> Cluster:
 
 
 def make_links(own: argparse.Namespace, links: Links) -> Links:
-    """The links of the table, with those that flags give."""
+    """The table's links, overridden by flags."""
     given = {
         "intra_bandwidth": (own.intra_host_bandwidth, 1e9),
         "host_bandwidth": (own.inter_host_bandwidth, 1e9),
@@ -194,12 +194,12 @@ def make_links(own: argparse.Namespace, links: Links) -> Links:
 
 
 # --------------------------------------------------------------------------------------------------
-# A run, and the machine that it ran on
+# A run, and the machine it ran on
 
 
 @dataclass(frozen=True)
 class Past:
-    """The last start of a run, as its folder tells it."""
+    """The last start of a run, read from its folder."""
 
     config: config.Config  # with the strategy and the dtype that auto chose
     start: dict  # its row of starts.jsonl
@@ -211,9 +211,9 @@ class Past:
         return self.rows[-1]["peak_device_memory"] > 0
 
     def seconds(self) -> list[float | None]:
-        """Of a step, its compute, exposed communication and wait for data; None: not known.
+        """The step, its compute, exposed communication and wait for data; None: unknown.
 
-        On CPUs the log tells: the others wait for the slowest rank. On GPUs the profile does.
+        From the log on CPUs, where ranks wait for the slowest; from the profile on GPUs.
         """
         step = statistics.median(row["step_time"] for row in self.rows[1:] or self.rows)
         if self.is_cuda:
@@ -231,7 +231,7 @@ class Past:
 
 
 def read_past(folder: str, peak_tflops: float | None) -> Past:
-    """Raises UsageError where there is no run of this code that has logged a step."""
+    """Raises UsageError if this code has logged no step there."""
     rows = read(folder, folder).training
     starts = run_folder.read_starts(Path(folder))
     rows = [row for row in rows if starts and row["step"] > starts[-1]["step"]]
@@ -253,7 +253,7 @@ def read_past(folder: str, peak_tflops: float | None) -> Past:
 
 
 def request_of(past: Past, own: argparse.Namespace) -> Request:
-    """The run on its cluster; on CPUs with this machine's rates, unless --achieved is given."""
+    """The run on its cluster; on CPUs at this machine's rates, unless --achieved is given."""
     own.world_size = past.start["ranks"]
     own.nproc_per_node = past.start.get("ranks_per_host", own.nproc_per_node)
     c = past.config
@@ -271,9 +271,9 @@ def request_of(past: Past, own: argparse.Namespace) -> Request:
 
 
 def measure(c: config.Config, own: argparse.Namespace) -> tuple[float, float | None]:
-    """What the ranks of a host reach here: TFLOP/s of each, and GB/s of an all_reduce.
+    """What the ranks of a host reach here: TFLOP/s each, and GB/s of an all_reduce.
 
-    They compute at the same time and send nothing, under FSDP where the run was, since its copies
+    They compute concurrently and send nothing. If the run used FSDP so do they, since its copies
     take the same cores.
     """
     print("measuring this machine's cores and links ...", file=sys.stderr, flush=True)
@@ -296,7 +296,7 @@ def measure(c: config.Config, own: argparse.Namespace) -> tuple[float, float | N
 
 
 def beside(plan: Plan, past: Past) -> list[dict]:
-    """Rows of `what`, `planned` and `measured`, which is None where it is not known."""
+    """Rows of `what`, `planned` and `measured` (None: unknown)."""
     speed = plan.speed
     layout = plan.rehearsal.layout
     counted = {}  # in the step that rank 0 counted
@@ -313,7 +313,7 @@ def beside(plan: Plan, past: Past) -> list[dict]:
     used = "peak_device_memory" if past.is_cuda else "peak_host_memory"
     used = max(row[used] for row in past.rows)
     rows.append(("memory as estimated at the start, bytes", layout.memory.total, used))
-    if past.is_cuda:  # on CPUs the process is measured, which has more than tensors
+    if past.is_cuda:  # on CPUs the whole process is measured, not only tensors
         rows.append(("memory of the tensors as rehearsed, bytes", plan.rehearsal.peak, used))
     exposed = sum(speed.exposed.values(), 0.0)
     predicted = [speed.step_time, speed.compute + speed.optimizer, exposed, 0.0]
@@ -334,7 +334,7 @@ def to_json(plan: Plan) -> dict:
     found = {
         "parameters": rehearsal.parameters,
         "parameters_per_rank": rehearsal.parameters_per_rank,
-        # The first three as they are at the update, the other kinds at the peak of the step
+        # The first three at the update, the others at the peak of the step
         "memory": {
             **rehearsal.memory,
             **rehearsal.state,
@@ -413,7 +413,7 @@ def describe_memory(plan: Plan) -> Iterator[str]:
 
 
 def parts_of(sizes: dict[str, int]) -> str:
-    """As a sum, without the parts that are nothing beside the others."""
+    """As a sum, without negligible parts."""
     visible = {kind: size for kind, size in sizes.items() if size > 1e-4 * sum(sizes.values())}
     return " + ".join(f"{kind} {gigabytes(size)}" for kind, size in visible.items())
 
@@ -495,7 +495,7 @@ def describe_scaling(plan: Plan) -> Iterator[str]:
 
 
 def report_beside(plan: Plan, past: Past, rows: list[dict]) -> Iterator[str]:
-    """The lines for people, of what `beside` returns."""
+    """The lines for people, from rows of `beside`."""
     _, mesh, *_ = describe_run(plan)
     yield mesh
     if not past.profiles:
@@ -515,7 +515,7 @@ def report_beside(plan: Plan, past: Past, rows: list[dict]) -> Iterator[str]:
 
 
 def gigabytes(size: int) -> str:
-    """In GB, with three significant digits below 100."""
+    """In GB, to three significant digits below 100."""
     number = size / 1e9
     digits = max(0, 2 - math.floor(math.log10(number))) if number > 0 else 0
     return f"{number:,.{min(digits, 4)}f}"
@@ -528,7 +528,7 @@ SEEN = {True: "fitted on", False: "not seen"}
 
 
 def score(row: dict) -> dict:
-    """A published run, with what is predicted, its error, and how it is grouped."""
+    """A published run with its prediction, error and groups."""
     request, _ = parse(row["flags"].split())
     cluster = request.cluster
     predicted = make_plan(request).speed.tokens_per_second_per_device
@@ -541,7 +541,7 @@ def score(row: dict) -> dict:
 
 
 def scoreboard(rows: list[dict]) -> Iterator[str]:
-    """Two tables as Markdown: the runs, and the errors of groups of them."""
+    """Two Markdown tables: the runs, and the errors by group."""
     yield "| run | published, tokens/s/device | predicted | error |"
     yield "|---|---|---|---|"
     for row in rows:
@@ -570,7 +570,7 @@ def scoreboard(rows: list[dict]) -> Iterator[str]:
 
 
 def plot_scoreboard(rows: list[dict], file: str) -> None:
-    """Plot what is predicted against what is published, on log axes. Raises UsageError."""
+    """Plot predicted against published speeds, on log axes. Raises UsageError."""
     figure, axes = import_pyplot().subplots(figsize=(7, 7), layout="constrained")
     axes.set(xscale="log", yscale="log", xlabel="published tokens/s/device", ylabel="predicted")
     for is_fitted, label in SEEN.items():

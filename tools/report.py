@@ -1,9 +1,9 @@
-"""Draw runs as one page of HTML, from their logs: charts, a time line, and what ran where.
+"""Draw runs as one HTML page, from their logs: charts, a time line, and what ran where.
 
 python -m tools.report runs/tiny --follow
 python -m tools.report runs/norm runs/adaptive --out ab.html
 
-The page holds all it needs, so that it opens anywhere and loads nothing from a network.
+The page is self-contained: it opens anywhere and loads nothing from a network.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from runtime.run_folder import read_starts
 from tools import compare
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-# uPlot 1.6.32, as npm has it. It draws on a canvas, which takes thousands of points where SVG has
-# an element for each; zoom and the values under the pointer are its own, in 51 kB.
+# uPlot 1.6.32 from npm. It draws thousands of points on a canvas, where SVG needs an element for
+# each, and brings zoom and the values under the pointer, in 51 kB.
 UPLOT = Path(__file__).parent / "uplot"
 MAX_POINTS = 2000  # of a series
 MAX_BYTES = 1_000_000  # of the page
-FOLLOW_SECONDS = 5  # between two pages of --follow
-# Fields of training rows that are drawn as they are
+FOLLOW_SECONDS = 5  # between updates of --follow
+# Fields of training rows drawn unchanged
 FIELDS = ["loss", "lr", "grad_norm", "step_time", "step_time_min", "step_time_max", "slowest_rank"]
 FIELDS += ["tokens_per_second", "mfu", "peak_device_memory", "peak_host_memory", "time"]
 
@@ -40,7 +40,7 @@ FIELDS += ["tokens_per_second", "mfu", "peak_device_memory", "peak_host_memory",
 
 
 def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
-    """By name the steps and values of each series; a value that is not finite is nan."""
+    """The steps and values of each series, by name; non-finite values are nan."""
     rows = log.training
     steps = [row["step"] for row in rows]
     found = {name: (steps, [row[name] for row in rows]) for name in FIELDS}
@@ -49,7 +49,7 @@ def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
         del found["peak_device_memory"]
     intervals = [b - a for a, b in pairwise(steps)]
     for name in ("data_wait", "data_wait_min"):
-        # In seconds since the row before; the first row of a log is of one step
+        # data_wait counts from the previous row; a log's first row has one step
         waits = [row[name] / row["step_time"] for row in rows]
         found[name] = steps, [wait / n for wait, n in zip(waits, [1, *intervals])]
     clipped = [row for row in rows if row["clipped"]]
@@ -62,13 +62,13 @@ def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """The mean of about a thirtieth of the values around each, of those that are finite."""
+    """A moving mean of the finite values, over about a thirtieth of the series."""
     finite = [value if math.isfinite(value) else 0.0 for value in values]
     sums = list(accumulate(finite, initial=0.0))
     counts = list(accumulate(map(math.isfinite, values), initial=0))
     smoothed = []
     for i in range(len(values)):
-        reach = min(max(1, len(values) // 60), i, len(values) - 1 - i)  # as far on both sides
+        reach = min(max(1, len(values) // 60), i, len(values) - 1 - i)  # symmetric
         low, high = i - reach, i + reach + 1
         count = counts[high] - counts[low]
         smoothed.append((sums[high] - sums[low]) / count if count else math.nan)
@@ -76,7 +76,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def thin(values: list[float], max_points: int) -> list[int]:
-    """The indices of at most max_points values: all, or the least and the greatest of a bucket."""
+    """The indices of at most max_points values: all, or the extremes of each bucket."""
     n = len(values)
     if n <= max_points:
         return list(range(n))
@@ -90,7 +90,7 @@ def thin(values: list[float], max_points: int) -> list[int]:
 
 
 def encode(steps: list[int], values: list[float], max_points: int) -> list[list]:
-    """A series as JSON holds it: the differences of its steps, and five digits of its values."""
+    """A series for JSON: differences of its steps, and its values to five digits."""
     kept = thin(values, max_points)
     differences = [b - a for a, b in pairwise([0, *(steps[i] for i in kept)])]
     return [differences, [rounded(values[i]) for i in kept]]
@@ -113,27 +113,27 @@ def seconds(time: str) -> float:
 
 
 def phases(rows: list[dict], starts: list[dict]) -> list[tuple[float, str]]:
-    """When each phase of a run ended, and what its time went into; at first (the first start, "").
+    """When each phase of a run ended, and what it was; begins with (the first start, "").
 
-    `rows` are those of metrics.jsonl: each was written when what it reports had ended.
+    `rows` are those of metrics.jsonl: each was written when what it reports ended.
     """
     events = sorted([*rows, *starts], key=lambda event: seconds(event["time"]))
     saved = {row["step"] for row in rows if "event" in row}
     typical = median(row["step_time"] for row in rows if "loss" in row)
     compiles = False
     previous = None  # training row of this start
-    pause = "starting"  # before the next step; None where it follows the row before at once
+    pause = "starting"  # before the next step; None: it follows at once
     ends = []
     for event in events:
         ended = seconds(event["time"])
-        if "config" in event:  # a start, which drops the rows after its checkpoint
+        if "config" in event:  # a start: drops the rows after its checkpoint
             if lost_until := event.get("last_logged"):
                 ends.append((seconds(lost_until), "lost steps"))
             is_known = "last_logged" in event  # since 2026-11-22
             ends.append((ended, "waiting" if is_known else "lost steps or waiting"))
             compiles, previous, pause = event["config"]["compile"], None, "starting"
             continue
-        # What follows a step that is saved; --async_save logs it at a later one
+        # What follows a saved step; --async_save logs the save at a later one
         following = "saving" if event["step"] in saved else None
         if "loss" not in event:
             cause = "evaluating" if "val_loss" in event else "saving"
@@ -151,7 +151,7 @@ def phases(rows: list[dict], starts: list[dict]) -> list[tuple[float, str]]:
 
 
 def merged(ends: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Neighbours of one cause as one, without phases that end before the one before them."""
+    """Joins neighbours of one cause; drops phases that end before their predecessor."""
     found = [(ends[0][0], "")]
     for end, cause in ends:
         if end > found[-1][0]:
@@ -174,7 +174,7 @@ def lengths(ends: list[tuple[float, str]]) -> dict[str, float]:
 
 
 def describe(folder: str, log: compare.Log, max_points: int) -> dict:
-    """All that the page shows of one run."""
+    """All that the page shows for one run."""
     rows = read_rows(Path(folder) / "metrics.jsonl")
     starts = read_starts(Path(folder))
     ends = phases(rows, starts)
@@ -214,11 +214,11 @@ def render(folders: list[str], logs: list[compare.Log], max_points: int, follow:
     page = page.replace("/* uPlot.css */", (UPLOT / "uPlot.min.css").read_text())
     page = page.replace("/* uPlot.js */", (UPLOT / "uPlot.iife.min.js").read_text())
     script = json.dumps(data, separators=(",", ":"))
-    return page.replace("/* data */", script.replace("<", "\\u003c"))  # no name ends the script
+    return page.replace("/* data */", script.replace("<", "\\u003c"))  # no name can end it
 
 
 def write(folders: list[str], out: Path, follow: bool) -> None:
-    """Write the page as a whole. Raises UsageError where a run cannot be read."""
+    """Write the page atomically. Raises UsageError if a run cannot be read."""
     try:
         logs = [compare.read(*run) for run in zip(folders, compare.names(folders))]
         for divisor in (1, 2, 4, 8, 16):
@@ -270,7 +270,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def report(argv: list[str]) -> None:
     args = parse(argv)
-    with contextlib.suppress(KeyboardInterrupt):  # the page it leaves loads itself no more
+    with contextlib.suppress(KeyboardInterrupt):  # leaves a page that no longer reloads
         while args.follow and any(is_locked(Path(run) / "lock") for run in args.runs):
             began = time.monotonic()
             with contextlib.suppress(UsageError):  # before the first row, or after lost steps

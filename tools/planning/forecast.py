@@ -1,4 +1,4 @@
-"""What a run takes on a cluster: the rehearsed rank, its step, its checkpoints, fewer hosts."""
+"""A run on a cluster: the rehearsed rank, its step, its checkpoints, and fewer hosts."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tools.planning.rehearse import Rehearsal
 
 @dataclass(frozen=True)
 class Plan:
-    """What was rehearsed, and what is predicted from it. Dictionaries are those of --json."""
+    """A rehearsal and the predictions from it. Dictionaries are as in --json."""
 
     request: Request
     rehearsal: Rehearsal
@@ -30,11 +30,11 @@ class Plan:
         return self.tokens / (self.speed.tokens_per_second_per_device * devices) / 3600
 
     def checkpoint(self) -> dict[str, int]:
-        """Bytes that a rank writes, and of a host's memory in both ways to save.
+        """Bytes that a rank writes, and that both ways to save take on a host.
 
-        Of weights and optimizer state each replica writes a share. sharded: tensors are copied to
-        the host one by one; what a rank writes is the most that it may take. async: every rank
-        copies all it holds.
+        Each replica writes a share of the weights and the optimizer state. A sharded save copies
+        tensors to the host one by one, at most what the rank writes. An async save copies all
+        that every rank holds.
         """
         local_size = self.request.cluster.links.local_size
         held = self.rehearsal.state["parameters"] + self.rehearsal.state["optimizer"]
@@ -46,7 +46,7 @@ class Plan:
         }
 
     def communication(self) -> list[dict]:
-        """One row for each axis and collective of a step."""
+        """One row per axis and collective of a step."""
         links = self.request.cluster.links
         shape = self.rehearsal.layout.mesh_shape
         rows = {}
@@ -62,9 +62,9 @@ class Plan:
         return list(rows.values())
 
     def scaling(self) -> Iterator[dict]:
-        """From one host on, twice as many each time, with the same global batch and micro-batch.
+        """The run on 1, 2, 4, ... hosts, with the same global batch and micro-batch.
 
-        dp_shard becomes smaller where there are fewer ranks, dp_replicate follows.
+        With fewer ranks dp_shard shrinks, and dp_replicate follows.
         """
         cluster = self.request.cluster
         hosts = 1

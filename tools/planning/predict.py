@@ -2,7 +2,7 @@
 
     step = compute + exposed communication + optimizer
 
-All constants are in this file, with their sources; two are assumptions, and say so.
+All constants are here, with their sources; two are assumptions, marked as such.
 """
 
 import functools
@@ -19,28 +19,28 @@ from model import ModelConfig, Transformer
 from runtime.cli import UsageError
 from tools.planning.rehearse import Communication, Operation, Rehearsal, rehearse
 
-# What attention reaches of large matrix products. FlashAttention-2 forward: 178 to 187 of 271
-# TFLOP/s on an A100 (github.com/liangan1/GPU_travel, performance/flash-attn); its backward less.
+# Speed of attention relative to large matrix products. FlashAttention-2 forward: 178 to 187 of 271
+# TFLOP/s on an A100 (github.com/liangan1/GPU_travel, performance/flash-attn); backward: less.
 ATTENTION = 0.6
 
-# What kernels that only move data reach of the data sheet's bandwidth: assumed, not measured
+# Share of the data sheet's bandwidth that data-moving kernels reach: assumed, not measured
 STREAM = 0.85
 
-# How much longer compute takes for each second in which NCCL carries data beside it at the speed of
-# the links within a host: its kernels take multiprocessors and the memory's bandwidth. The one
-# constant that is fitted, on the 12 rows of docs/published.json that are marked so: 0.2 to 0.5 are
-# as near. Slower links carry less in a second, and slow compute less.
+# Seconds added to compute by each second of NCCL traffic beside it at the speed of the links within
+# a host: NCCL's kernels take multiprocessors and memory bandwidth. The only fitted constant, on the
+# 12 rows of docs/published.json marked `fitted`; 0.2 to 0.5 fit as well. Slower links carry less
+# per second, and slow compute less.
 SLOWED = 0.4
 
-# Seconds in which a host launches one operation: assumed, at the low end of what eager mode takes
+# Seconds for a host to launch one operation: assumed, at the low end for eager mode
 LAUNCH = 5e-6
 
-# NVLink carries 450 GB/s each way on an H100, and NCCL reaches 360 to 370 of them in gathers and
-# rings: a fifth is protocol (github.com/NVIDIA/nccl-tests, issues 212 and 326).
+# NVLink carries 450 GB/s each way on an H100; NCCL's gathers and rings reach 360 to 370: a fifth is
+# protocol (github.com/NVIDIA/nccl-tests, issues 212 and 326).
 LINK_EFFICIENCY = 0.8
 
-# The share of a device's memory that tensors may fill. The rest is for the CUDA context, NCCL's
-# buffers and the gaps of torch's caching allocator. --strategy auto fills 80%, of an estimate.
+# Share of a device's memory that tensors may fill. The rest is for the CUDA context, NCCL's buffers
+# and gaps in torch's caching allocator. --strategy auto fills 80%, by an estimate.
 USABLE = 0.9
 
 
@@ -48,10 +48,10 @@ USABLE = 0.9
 class Device:
     """A row of the table. Bytes, and bytes per second in one direction, from data sheets."""
 
-    kind: str  # of torch: cuda or cpu
+    kind: str  # as in torch: cuda or cpu
     name: str | None  # in metrics.PEAK_FLOPS
-    products: float  # share of that peak which the fastest matrix products reach
-    memory: int | None  # as torch reports it, total_memory; None: this machine's
+    products: float  # share of that peak reached by the fastest matrix products
+    memory: int | None  # torch's total_memory; None: this machine's
     memory_bandwidth: float
     intra_bandwidth: float  # of a device to the others of its host
     nic_bandwidth: float  # of a device's share of its host's network cards
@@ -69,7 +69,7 @@ DEVICES = {
     "h200": Device("cuda", "NVIDIA H200", 0.803, int(139.7 * GIB), 4.8e12, 450e9, 50e9),
     # DGX B200 data sheet: 8 TB/s, 1.8 TB/s both ways, 8 x 400 Gb/s
     "b200": Device("cuda", "NVIDIA B200", 0.776, int(178.3 * GIB), 8e12, 900e9, 50e9),
-    # A core of a server and 10 Gb/s Ethernet for 8 of them: set what yours reach
+    # A server core, and 10 Gb/s Ethernet for 8 of them: set what yours reach
     "cpu": Device("cpu", None, 1.0, None, 10e9, 2e9, 0.16e9),
 }
 
@@ -78,18 +78,18 @@ DEVICES = {
 class Links:
     """What collectives reach: bytes per second in one direction, and seconds.
 
-    The latencies are of one hop of a ring, and of a collective that begins; by default those of
-    NCCL's own tuning model for rings with its Simple protocol (src/graph/tuning.cc: hwLat of NVLink
-    and network, baseLat).
+    The latencies are of one ring hop and of starting a collective. They default to NCCL's tuning
+    model for rings with the Simple protocol (src/graph/tuning.cc: hwLat of NVLink and network,
+    baseLat).
     """
 
     local_size: int  # devices of a host
     intra_bandwidth: float  # of a device to the others of its host
-    host_bandwidth: float  # of a host to others, all its cards together
+    host_bandwidth: float  # of a host to others, over all its cards
     intra_latency: float = 3.4e-6
     inter_latency: float = 14.0e-6
     launch_latency: float = 8.4e-6
-    # What each rank sends in a reduce_scatter, in parts of (n - 1) / n of the tensor. gloo sends as
+    # What a rank sends in a reduce_scatter, in units of (n - 1) / n of the tensor. gloo sends as
     # much as in an all_reduce.
     scatter_passes: int = 1
 
@@ -105,14 +105,14 @@ def default_links(device: Device, local_size: int) -> Links:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machine that a run is planned for."""
+    """The machine a run is planned for."""
 
     world_size: int
     device_type: str  # in DEVICES
     device: Device
     device_memory: int
     links: Links
-    # Share of its peak that a device reaches while it computes, measured; None: by operation
+    # Measured share of its peak that a device reaches while computing; None: by operation
     achieved: float | None = None
     host_memory: int | None = None  # None: unknown
 
@@ -122,7 +122,7 @@ class Cluster:
 
 
 def as_measured(cluster: Cluster) -> Cluster:
-    """With rates that were measured: a step has the optimizer in it, a collective its latency."""
+    """With measured rates, which include the optimizer and the latency of collectives."""
     device = replace(cluster.device, memory_bandwidth=math.inf)
     links = replace(cluster.links, intra_latency=0.0, inter_latency=0.0, launch_latency=0.0)
     return replace(cluster, device=device, links=links)
@@ -130,9 +130,9 @@ def as_measured(cluster: Cluster) -> Cluster:
 
 @dataclass(frozen=True)
 class Request:
-    """A run of train.py that is planned for a cluster."""
+    """A run of train.py planned for a cluster."""
 
-    config: Config  # dtype is chosen
+    config: Config  # its dtype is not auto
     cluster: Cluster
     vocab_size: int
     rank: int  # to rehearse
@@ -152,12 +152,12 @@ class Request:
 
 
 def fits(peak: int, cluster: Cluster) -> bool:
-    """Whether a rank whose tensors take `peak` bytes fits on a device."""
+    """Whether a rank with `peak` bytes of tensors fits on a device."""
     return peak <= USABLE * cluster.device_memory
 
 
 def peak_flops(cluster: Cluster, c: Config) -> float:
-    """FLOP/s of a device in the compute dtype. Raises UsageError where they are not known."""
+    """FLOP/s of a device in the compute dtype. Raises UsageError if unknown."""
     if c.peak_tflops is not None:
         return c.peak_tflops * 1e12
     if cluster.device.name is None or c.dtype != "bfloat16":
@@ -171,9 +171,9 @@ def peak_flops(cluster: Cluster, c: Config) -> float:
 def operation_seconds(row: Operation, peak: float, cluster: Cluster) -> float:
     """Seconds of a row's operations.
 
-    A matrix product (m, k) x (k, n) reads its first operands before it computes, and writes its
-    last results after it: what it moves is not beside its arithmetic, and
-    e(m, n, k) = 1 / (1 + ridge x (1 / m + 1 / n + 1 / k)) of the fastest products, with
+    A matrix product (m, k) x (k, n) reads its first operands before it computes and writes its
+    last results afterwards, so its traffic does not overlap its arithmetic. Its speed is
+    e(m, n, k) = 1 / (1 + ridge x (1 / m + 1 / n + 1 / k)) of the fastest products', with
     ridge = FLOP/s / (bytes/s).
     """
     moved = row.bytes / (STREAM * cluster.device.memory_bandwidth)
@@ -210,11 +210,11 @@ def group_of(axis: str, rank: int, mesh_shape: tuple[int, int, int], local_size:
 
 
 def collective_seconds(row: Communication, group: Group, links: Links) -> float:
-    """Seconds of a row's collectives, one after the other.
+    """Seconds of a row's collectives, run one after the other.
 
-    Each rank of a ring sends (n - 1) / n of the tensor in each pass, at the speed of the slowest
-    link. A pass takes n - 1 hops, of which hosts - 1 leave a host. An all_reduce has two passes,
-    and may take a tree instead, with the logarithm of the hosts.
+    In each pass a rank of a ring sends (n - 1) / n of the tensor at the speed of the slowest link.
+    A pass takes n - 1 hops; hosts - 1 of them leave a host. An all_reduce has two passes, or uses
+    a tree, whose depth is the logarithm of the hosts.
     """
     if group.size == 1:
         return 0.0
@@ -243,15 +243,15 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """A predicted step, and what follows from it. Times in seconds."""
+    """A predicted step and its consequences. Times in seconds."""
 
     compute: float
     optimizer: float
-    exposed: dict[str, float]  # axis -> communication that waits
-    communication: dict[str, float]  # axis -> all of it
-    tokens: float  # of a step, for each device
+    exposed: dict[str, float]  # axis -> communication not hidden
+    communication: dict[str, float]  # axis -> total
+    tokens: float  # per step and device
     peak: float  # FLOP/s of a device
-    flops_per_token: float  # of the model, without recomputation, as in train.py's MFU
+    flops_per_token: float  # without recomputation, as in train.py's MFU
 
     @property
     def step_time(self) -> float:
@@ -276,11 +276,11 @@ class Queue:
 
     seconds: Counter = field(default_factory=Counter)  # axis -> seconds
     longest: float = 0.0  # of a single collective
-    slowed: float = 0.0  # seconds that compute takes longer beside it
-    count: float = 0.0  # of the kind of which there are most
+    slowed: float = 0.0  # seconds it adds to compute
+    count: float = 0.0  # of the most frequent kind
 
     def add(self, row: Communication, seconds: float, slowed: float, micro_batches: int) -> None:
-        """Add what `micro_batches` share equally, and takes `seconds` in all of them."""
+        """Add a row that takes `seconds` in all, shared equally by `micro_batches`."""
         self.seconds[row.axis] += seconds / micro_batches
         self.slowed += slowed / micro_batches
         self.count = max(self.count, row.count / micro_batches)
@@ -289,10 +289,10 @@ class Queue:
     def exposed(self, compute: float) -> Counter:
         """Seconds by axis that `compute` seconds do not hide.
 
-        The work is cut into as many parts as there are collectives, and each part overlaps the
-        collective of its neighbour: one collective is always exposed, the first gather or the last
-        reduction, and the others where they take longer than all parts but one. What is hidden
-        slows the compute beside it.
+        The work has as many parts as there are collectives, and each part overlaps its neighbour's
+        collective. One collective is always exposed, the first gather or the last reduction; so are
+        the others if they take longer than all parts but one. Hidden communication slows the
+        compute beside it.
         """
         total = sum(self.seconds.values())
         if not total:
@@ -303,15 +303,15 @@ class Queue:
 
 
 def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> Speed:
-    """Predict a step of `rank`. Raises UsageError where the device's speed is not known.
+    """Predict a step of `rank`. Raises UsageError if the device's speed is unknown.
 
-    docs/plan.md says what overlaps, and what is left out.
+    docs/plan.md lists what overlaps and what is left out.
     """
     layout = rehearsal.layout
     n = layout.grad_accum_steps
     peak = peak_flops(cluster, c)
     phases = Counter()  # phase -> seconds
-    update = 0.0  # of the optimizer's matrix products
+    update = 0.0  # the optimizer's matrix products
     for row in rehearsal.operations:
         seconds = operation_seconds(row, peak, cluster)
         phases[row.phase] += seconds
@@ -341,20 +341,20 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
 def overlap(
     rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int
 ) -> tuple[dict[str, Queue], Counter, Counter]:
-    """What communicates beside which work; seconds by axis beside no work, and in all."""
+    """Communication by the work it overlaps; seconds by axis that overlap none, and in total."""
     layout = rehearsal.layout
     links = cluster.links
     n = layout.grad_accum_steps
     beside = {work: Queue() for work in ("forward", "backward", "last backward", "update")}
-    alone, total = Counter(), Counter()  # axis -> seconds of the whole step
+    alone, total = Counter(), Counter()  # axis -> seconds per step
     for row in rehearsal.communication:
         group = group_of(row.axis, rank, layout.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds
-        on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # which would compute
-        # After a sum over tp the next layer needs it, and after the norm the update. On GPUs Muon
-        # gathers the next matrix while it multiplies one.
+        on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # busy with it
+        # The next layer needs a sum over tp, and the update needs the norm, at once. On GPUs Muon
+        # gathers the next matrix while multiplying one.
         is_muons = row.phase == "optimizer" and row.collective == "all_gather"
         if is_muons and cluster.device.kind == "cuda":
             beside["update"].add(row, seconds, slowed, 1)
@@ -377,7 +377,7 @@ def flops_per_token(config: ModelConfig) -> float:
 
 
 def is_last_only(row: Communication, c: Config) -> bool:
-    """Whether a collective of the backward pass runs in the last micro-batch alone."""
+    """Whether a collective of the backward pass runs only in the last micro-batch."""
     if row.collective == "all_gather" or c.grad_sync == "micro_batch":
         return False
     return c.grad_sync == "batch" or row.collective == "all_reduce"

@@ -1,10 +1,10 @@
-"""One optimizer step of one rank of any cluster, on this machine, without doing its arithmetic.
+"""One optimizer step of one rank of any cluster, on this machine, without its arithmetic.
 
-The model is laid out and the step is run by the code that trains: layout.py, dist.py, optim.py and
-train.train_step. Only two things are not real. The process group is torch's `fake` one, whose
-collectives return at once and send nothing. The tensors are torch's fake ones, which have shapes,
-dtypes and storages but no values. So what is communicated, allocated and computed is counted, not
-derived from formulas, for one rank of thousands.
+The training code lays out the model and runs the step: layout.py, dist.py, optim.py and
+train.train_step. Only two things are fake, both from torch: the process group, whose collectives
+return at once and send nothing, and the tensors, which have shapes, dtypes and storages but no
+values. So communication, allocations and arithmetic are counted, not derived from formulas, for
+one rank of thousands.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Modules that begin with an underscore are private. There are no public fake tensors, no public
-# process group that sends nothing, and no public way to see every operation.
+# Modules with an underscore are private. torch has no public fake tensors or fake process group,
+# and no public way to see every operation.
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -47,7 +47,7 @@ from layout import Layout, choose_layout
 from runtime.profiling import CommunicationCounter, Traffic
 
 # --------------------------------------------------------------------------------------------------
-# What comes out
+# Results
 
 
 @dataclass(frozen=True)
@@ -63,27 +63,27 @@ class Communication:
 
 @dataclass
 class Operation:
-    """Equal operations that one rank computes in one optimizer step."""
+    """Identical operations of one rank in one optimizer step."""
 
     phase: str  # forward, backward, optimizer
-    name: str  # of torch's operator; "fused": a chain that --compile makes one kernel of
-    shape: tuple[int, ...]  # of the result; of a matrix product (..., m, n, k); of lists ()
+    name: str  # torch's operator; "fused": a chain that --compile fuses
+    shape: tuple[int, ...]  # of the result; matrix products: (..., m, n, k); lists: ()
     count: int = 0
     flops: float = 0.0  # of all, in matrix products
-    bytes: int = 0  # that all of them read and write
+    bytes: int = 0  # read and written by all of them
 
 
-# A block that was allocated, resized or freed: the number of the phase as text, kind, bytes
+# A block was allocated, resized or freed: number of the phase as text, kind, bytes
 Change = tuple[str, str, int]
 
-# The kinds of memory. Where several apply to a storage in its life, the first one counts.
+# Kinds of memory. If several apply to a storage in its life, the first counts.
 KINDS = (
     "parameters",
     "optimizer",
     "gradients",  # that the optimizer reads
-    "unsynchronized",  # gradients that wait for a later micro-batch, beyond the bytes of those
+    "unsynchronized",  # gradients kept for a later micro-batch, beyond the above
     "logits",
-    "gathered",  # buffers of FSDP's collectives, and weights in the compute dtype
+    "gathered",  # FSDP's collective buffers, and weights in the compute dtype
     "activations",
     "other",
 )
@@ -97,16 +97,16 @@ class Rehearsal:
     parameters: int  # of the whole model
     parameters_per_rank: int
     memory: dict[str, int]  # bytes of tensors by KINDS, at the peak
-    state: dict[str, int]  # bytes of parameters, gradients and optimizer when the update begins
+    state: dict[str, int]  # bytes of parameters, gradients, optimizer at the update
     communication: list[Communication]
     operations: list[Operation]
-    flops: float  # in one step, without those of recomputation and of the update
+    flops: float  # per step, without recomputation and the update
     recomputed_flops: float
-    changes: list[Change] = field(default_factory=list, repr=False)  # until they are summed up
+    changes: list[Change] = field(default_factory=list, repr=False)  # until summed up
 
     @property
     def peak(self) -> int:
-        """Bytes of tensors, from the build of the model on."""
+        """Peak bytes of tensors since the model's build."""
         return sum(self.memory.values())
 
 
@@ -123,13 +123,12 @@ def rehearse(
     device_type: str,
     device_memory: int,
 ) -> Rehearsal:
-    """Run one optimizer step of rank `rank` of `world_size`, of which a host has `local_size`.
+    """Run one optimizer step of rank `rank` of `world_size`, with `local_size` ranks per host.
 
-    `vocab_size` is that of the tokenizer, `device_memory` the bytes that one rank may fill, for
-    --strategy auto. With `device_type` "cuda" the step allocates what it would on a GPU, and
-    `config` names the dtype, since auto would ask this machine's. With --compile, memory is that of
-    the step without it. Raises UsageError and MeshError where flags and ranks do not fit together,
-    as train.py does.
+    `vocab_size` is the tokenizer's, `device_memory` the bytes one rank may fill, for --strategy
+    auto. With `device_type` "cuda" the step allocates as on a GPU, and `config` must name the
+    dtype, since auto would ask this machine. Memory ignores --compile. Raises UsageError and
+    MeshError if flags and ranks do not fit together, as train.py does.
     """
     c = dataclasses.replace(config, compile=False)
     with fake_group(rank, world_size) as store:
@@ -138,7 +137,7 @@ def rehearse(
         # On "cuda" FSDP would need a GPU's streams.
         world = dataclasses.replace(world, device=torch.device("cpu"))
         with as_on(device_type), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a run will show them
+            warnings.simplefilter("ignore")  # the run shows them
             return run_layers(c, chosen, world, config.compile)
 
 
@@ -158,7 +157,7 @@ def make_world(
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
-    """A process group of `world_size` ranks, of which only this one exists."""
+    """A process group of `world_size` ranks; only this one exists."""
     store = FakeStore()
     torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:
@@ -168,10 +167,10 @@ def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
 
 
 def leave_group() -> None:
-    """Leave the process group, if there is one, so that this process can join another."""
+    """Leave the process group, if any, so that this process can join another."""
     if torch.distributed.is_initialized():
         dist.stop()
-    # DTensor keeps meshes of equal shape, with the names of groups that are gone.
+    # DTensor caches meshes by shape, with the names of groups that are gone.
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
 
@@ -188,7 +187,7 @@ def run_step(c: Config, chosen: Layout, mesh: dist.DeviceMesh, fuses: bool) -> R
         recorder.follow(mesh, chosen, net, forward, optimizer)
         all_times = [times_of_micro_batches(chosen.grad_accum_steps)]
         if isinstance(forward, DistributedDataParallel):
-            all_times.insert(0, [1])  # the first step, in which DDP replaces its buckets
+            all_times.insert(0, [1])  # the first step, where DDP rebuilds its buckets
         shape = (chosen.micro_batch_size, chosen.model_config.seq_len + 1)
         for times in all_times:
             recorder.forget_counts()
@@ -210,7 +209,7 @@ def run_step(c: Config, chosen: Layout, mesh: dist.DeviceMesh, fuses: bool) -> R
 
 
 def times_of_micro_batches(grad_accum_steps: int) -> list[int]:
-    """How many micro-batches each that is run stands for: the first, one between and the last."""
+    """How many micro-batches each rehearsed one stands for: the first, a middle one, the last."""
     if grad_accum_steps <= 3:
         return [1] * grad_accum_steps
     return [1, grad_accum_steps - 2, 1]
@@ -219,20 +218,20 @@ def times_of_micro_batches(grad_accum_steps: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------
 # A step of many layers, from steps of few
 
-FEW = 3  # units: the first and the last are not as those between them
+FEW = 3  # units: the first, the last, and one between
 
 
 class Unlike(ValueError):
-    """Two steps that differ by more than layers that all do the same."""
+    """Two steps differ by more than repeated layers."""
 
 
 def run_layers(c: Config, chosen: Layout, world: dist.World, fuses: bool) -> Rehearsal:
-    """The step of `chosen`, extended from few layers where that is exact.
+    """The step of `chosen`, extended from a few layers if that is exact.
 
-    Layers between the first and the last do the same, in the same places of the step. What a unit
-    more adds to FEW of them is added for all others. Not for DDP, whose buckets end anywhere.
+    Layers between the first and the last do the same, in the same places of the step. What one unit
+    adds to FEW, all others add too. Not for DDP, whose buckets end anywhere.
     """
-    mesh = dist.make_mesh(world, chosen.mesh_shape)  # one: DTensor keeps the groups of the first
+    mesh = dist.make_mesh(world, chosen.mesh_shape)  # once: DTensor keeps the groups of the first
 
     def run(n_layer: int) -> Rehearsal:
         model_config = dataclasses.replace(chosen.model_config, n_layer=n_layer)
@@ -252,9 +251,9 @@ def run_layers(c: Config, chosen: Layout, world: dist.World, fuses: bool) -> Reh
 
 
 def extend(few, more, times: int):
-    """`few` with what `more` has beyond it, `times` times: of all numbers and lists in it.
+    """`few` plus `times` times what `more` has beyond it, in all its numbers and lists.
 
-    Raises Unlike where the two hold other things.
+    Raises Unlike if the two differ otherwise.
     """
     if few == more:
         return few
@@ -276,7 +275,7 @@ def extend(few, more, times: int):
 
 
 def extend_list(few: list, more: list, times: int) -> list:
-    """What `more` inserts is there `times` times; the rest is extended pair by pair."""
+    """Repeats what `more` inserts `times` times; extends the rest pair by pair."""
     found = []
     matcher = difflib.SequenceMatcher(None, few, more, autojunk=False)
     for _, i, i_end, j, j_end in matcher.get_opcodes():
@@ -289,7 +288,7 @@ def extend_list(few: list, more: list, times: int) -> list:
 
 
 def at_peak(changes: list[Change], gradients: int) -> dict[str, int]:
-    """Bytes by kind at the first moment at which their sum is largest.
+    """Bytes by kind when their sum first reaches its maximum.
 
     `gradients` is the bytes that the optimizer reads.
     """
@@ -297,7 +296,7 @@ def at_peak(changes: list[Change], gradients: int) -> dict[str, int]:
     sizes = dict.fromkeys(KINDS, 0)
     for _, kind, size in changes[: totals.index(max(totals)) + 1]:
         sizes[kind] += size
-    # Of gradients that accumulate, what FSDP's shards will take counts as gradients.
+    # Accumulating gradients count as gradients up to the bytes of FSDP's shards.
     missing = min(sizes["unsynchronized"], gradients - sizes["gradients"])
     sizes["unsynchronized"] -= missing
     sizes["gradients"] += missing
@@ -310,7 +309,7 @@ def at_peak(changes: list[Change], gradients: int) -> dict[str, int]:
 
 @dataclass(eq=False)
 class Block:
-    """The storage that some tensors share."""
+    """A storage that tensors share."""
 
     size: int
     phase: str  # in which it was allocated
@@ -319,7 +318,7 @@ class Block:
 
 
 class Collectives(CommunicationCounter):
-    """Counts by axis, kind and phase, and a collective once for each micro-batch it stands for."""
+    """Counts by axis, kind and phase, once per micro-batch that a collective stands for."""
 
     def __init__(self, mesh: dist.DeviceMesh, recorder: "Recorder"):
         super().__init__(mesh)
@@ -331,13 +330,13 @@ class Collectives(CommunicationCounter):
         traffic.bytes += self.recorder.times * size
 
 
-# The operators of attention on a CPU, which torch's flop_counter does not count
+# CPU attention operators, which torch's flop_counter does not count
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attention_product(q: Tensor, k: Tensor) -> int:
-    """FLOPs of one product with the scores (B, H, T, T), of which a causal kernel computes half."""
+    """FLOPs of one product with the scores (B, H, T, T); a causal kernel computes half."""
     B, H, T, d_head = q.shape
     return 2 * B * H * T * k.size(2) * d_head // 2
 
@@ -355,12 +354,12 @@ def tensors_in(tree) -> list[Tensor]:
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes, of an expanded tensor those of its storage."""
+    """Bytes; for an expanded tensor, of its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def moved_by(function, operands: list[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """The tensors that a kernel reads or writes; those that it changes in place are there twice."""
+    """The tensors that a kernel reads or writes; twice if it changes them in place."""
     if function.overloadpacket in SELECTING:
         return results
     if any(word in function._schema.name for word in ("copy", "cat", "zero", "fill")):
@@ -369,10 +368,10 @@ def moved_by(function, operands: list[Tensor], results: list[Tensor]) -> list[Te
 
 
 class Recorder(TorchDispatchMode):
-    """Records when the storage of each tensor comes and goes, collectives, and operations.
+    """Records operations, collectives, and when each tensor's storage is allocated and freed.
 
     A storage's kind may be known late, a gradient's when the optimizer reads it, so the peak is
-    searched at the end. What a kernel allocates and frees within one operation is not seen.
+    found at the end. Memory that one operation both allocates and frees is not seen.
     """
 
     def __init__(self, fakes: FakeTensorMode, fuses: bool = False):
@@ -380,15 +379,15 @@ class Recorder(TorchDispatchMode):
         self.fakes = fakes
         self.fuses = fuses  # --compile
         self.phase = "build"
-        self.times = 1  # micro-batches that the one being run stands for
-        self.live: dict[int, Block] = {}  # by the id of a storage
-        self.phases = 0  # that have begun
-        self.events: list[tuple[int, Block, int]] = []  # as Change, before kinds are known
+        self.times = 1  # micro-batches that the current one stands for
+        self.live: dict[int, Block] = {}  # by storage id
+        self.phases = 0  # begun so far
+        self.events: list[tuple[int, Block, int]] = []  # Changes, before kinds are known
         self.collectives: Collectives | None = None
         self.flops: Counter[str] = Counter()
         self.operations: dict[tuple, Operation] = {}
-        self.chain: Operation | None = None  # that --compile makes one kernel of
-        self.touched: dict[Block, bool] = {}  # by the chain: whether it made them
+        self.chain: Operation | None = None  # fused by --compile
+        self.touched: dict[Block, bool] = {}  # by the chain: did it make them
         self.state: dict[str, int] = {}
 
     def __enter__(self):
@@ -398,7 +397,7 @@ class Recorder(TorchDispatchMode):
             resize(storage, size)
             self.resized(storage)
 
-        # FSDP frees gathered weights so. It is no operation that a mode could see.
+        # FSDP frees gathered weights this way, which is not an operation that a mode sees.
         self.patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_and_record)
         self.patch.start()
         return super().__enter__()
@@ -411,12 +410,12 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types or AsyncCollectiveTensor in types:
-            return NotImplemented  # it decomposes into operations on its local tensors
+            return NotImplemented  # decomposes into operations on local tensors
         kwargs = kwargs or {}
         result = self.run(function, types, args, kwargs)
         if self.is_about_shapes(types):
             return result
-        if not function.is_view:  # else nothing is new but gloo's buffers, which it splits later
+        if not function.is_view:  # a view adds only gloo's buffers, split later
             for tensor in tensors_in(result):
                 self.see(tensor)
         self.classify(function, args, kwargs, result)
@@ -427,7 +426,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def run(self, function, types, args, kwargs):
-        """Run an operation, and do what the fake process group leaves out."""
+        """Run an operation, and do what the fake process group omits."""
         if FakeTensor not in types and is_real(args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
@@ -443,10 +442,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def is_about_shapes(self, types) -> bool:
-        """Whether DTensor asks for the shape of a result.
+        """Whether DTensor is only computing a result's shape.
 
-        It enters the mode once more for that, and runs the operation on whole tensors, which no
-        rank ever has.
+        It then enters the mode once more and runs the operation on whole tensors, which no rank
+        ever holds.
         """
         return len(self.fakes.enter_stack) > 1
 
@@ -486,14 +485,14 @@ class Recorder(TorchDispatchMode):
         return self.live.get(id(tensor.untyped_storage()))
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say of what kind some tensors are."""
+        """Set the kind of some tensors."""
         for tensor in tensors:
             block = self.block_of(optim.local(tensor))
             if block and KINDS.index(kind) < KINDS.index(block.kind):
                 block.kind = kind
 
     def classify(self, function, args, kwargs, result) -> None:
-        """Recognize FSDP's buffers, and weights that are cast."""
+        """Recognize FSDP's buffers and cast weights."""
         if function.namespace == "fsdp":
             self.mark(tensors_in((args, kwargs)), "gathered")
         elif function is torch.ops.aten._to_copy.default:
@@ -508,20 +507,20 @@ class Recorder(TorchDispatchMode):
     # FLOPs, kernels and collectives
 
     def count_flops(self, function, args, kwargs, result) -> float:
-        """FLOPs of a matrix product, which are added to those of the step."""
+        """FLOPs of a matrix product; adds them to the step's."""
         packet = function.overloadpacket
         repeated = 0.0
         if packet is ATTENTION:
             flops = 2 * attention_product(*args[:2])
         elif packet is ATTENTION_BACKWARD:
-            # Gradients of q, k, v and the scores, and the scores once more, which were not kept
+            # Gradients of q, k, v and the scores, and the scores again, which were not kept
             repeated = attention_product(*args[1:3])
             flops = 5 * repeated
         elif formula := flop_registry.get(packet):
             flops = formula(*args, **kwargs, out_val=result)
         else:
             return 0.0
-        # Gradients are recorded in backward only while a forward pass is repeated there.
+        # In backward, autograd records only while a forward pass is recomputed.
         if self.phase == "backward" and torch.is_grad_enabled():
             repeated = flops
         if self.phase != "optimizer":
@@ -530,10 +529,10 @@ class Recorder(TorchDispatchMode):
         return flops
 
     def count_operation(self, function, args, kwargs, result, flops: float) -> None:
-        """Count a kernel: its FLOPs, and the bytes that it reads and writes."""
+        """Count a kernel: its FLOPs, and the bytes it reads and writes."""
         name = function._schema.name
         if function.is_view or any(word in name for word in ("prim", "empty", "view", "copy_in")):
-            return  # FSDP's copy_in, of its own shard, is beside the rest
+            return  # FSDP's copy_in of its own shard overlaps the rest
         operands, results = tensors_in((args, kwargs)), tensors_in(result)
         shape = tuple(results[0].shape) if results else ()
         is_compiled = self.fuses and self.phase != "optimizer" and function.namespace == "aten"
@@ -545,20 +544,20 @@ class Recorder(TorchDispatchMode):
         if function.namespace in ("c10d", "_c10d_functional"):
             return
         if flops:
-            shape += (round(flops / 2 / results[0].numel()),)  # of a matrix product k
+            shape += (round(flops / 2 / results[0].numel()),)  # k of a matrix product
         operation = self.operation(name.partition("::")[2], shape)
         operation.flops += self.times * flops
         operation.bytes += self.times * sum(map(size_of, moved_by(function, operands, results)))
 
     def operation(self, name: str, shape: tuple[int, ...]) -> Operation:
-        """The row of an operation, with one more of it."""
+        """The row of an operation, counted once more."""
         new = Operation(self.phase, name, shape)
         operation = self.operations.setdefault((self.phase, name, shape), new)
         operation.count += self.times
         return operation
 
     def fuse(self, operands: list[Tensor], results: list[Tensor], shape: tuple[int, ...]) -> None:
-        """Count what a chain of operations reads first; the rest stays in registers."""
+        """Count the chain's inputs; the rest stays in registers."""
         self.chain = self.chain or self.operation("fused", shape)
         for tensor in operands:
             block = self.block_of(tensor)
@@ -570,10 +569,10 @@ class Recorder(TorchDispatchMode):
                 self.touched.setdefault(block, True)
 
     def end_chain(self) -> None:
-        """Count what a chain writes: what it made and something still needs."""
+        """Count the chain's outputs: what it made and something still needs."""
         if self.chain:
             made = [block.size for block, is_made in self.touched.items() if is_made]
-            self.chain.bytes += self.times * sum(made)  # of a freed one the size is 0
+            self.chain.bytes += self.times * sum(made)  # freed ones have size 0
         self.chain = None
         self.touched = {}
 
@@ -596,7 +595,7 @@ class Recorder(TorchDispatchMode):
         forward: nn.Module,
         optimizer: optim.Optimizer,
     ) -> None:
-        """Recognize the tensors of a run that has been built, and the phases of its steps."""
+        """Recognize the tensors of a built run, and the phases of its steps."""
         self.collectives = Collectives(mesh, self)
         tp = chosen.mesh_shape[2]
         self.vocab_size = chosen.model_config.vocab_size // tp  # of this rank
@@ -626,7 +625,7 @@ class Recorder(TorchDispatchMode):
         for number, stands_for in enumerate(times):
             if number > 0:
                 self.mark_unsynchronized()
-            self.begin("build")  # of the micro-batch, which does not count
+            self.begin("build")  # the micro-batch, not counted
             tokens = next(batches)
             self.begin("forward")
             self.times = stands_for
@@ -636,7 +635,7 @@ class Recorder(TorchDispatchMode):
         self.mark([p.grad for p in net.parameters() if p.grad is not None], "gradients")
 
     def mark_unsynchronized(self) -> None:
-        """What a backward pass leaves for the next micro-batch, but for scalars, is gradients."""
+        """What backward leaves for the next micro-batch is gradients, except scalars."""
         for block in self.live.values():
             is_new = KINDS.index(block.kind) > KINDS.index("unsynchronized")
             if block.phase == "backward" and block.size > 8 and is_new:
@@ -651,15 +650,15 @@ class Recorder(TorchDispatchMode):
 
 
 # --------------------------------------------------------------------------------------------------
-# Fake tensors in the place of real ones
+# Fake tensors in place of real ones
 
 
 def is_real(args, kwargs) -> bool:
     """Whether an operation without fake operands stays real.
 
-    torch reads the ranks of a mesh and the order of DDP's buckets, small tensors of 32-bit integers
-    on the CPU. Nothing in the model is of that dtype. On the meta device, where the model is before
-    it gets memory, fake tensors would only be slower.
+    torch reads the ranks of a mesh and the order of DDP's buckets: small int32 tensors on the CPU,
+    a dtype that the model does not use. On the meta device, where the model is before it gets
+    memory, fake tensors would only be slower.
     """
     tensors = tensors_in((args, kwargs))
     if not tensors:
@@ -669,13 +668,13 @@ def is_real(args, kwargs) -> bool:
 
 @contextmanager
 def quick_build() -> Iterator[None]:
-    """Leave out of the build what would take long and changes nothing that is recorded."""
+    """Skip slow parts of the build that change nothing recorded."""
     new_empty = Tensor.new_empty
     empty = torch.empty(0, device="meta")
 
     def shared_empty(tensor: Tensor, size, **options) -> Tensor:
-        # FSDP creates one for each rank that gets no row of a weight, twelve million of them for
-        # llama3-70b on 16,384 ranks, and looks at that of its own rank.
+        # FSDP creates one per rank that gets no row of a weight, twelve million for llama3-70b on
+        # 16,384 ranks, and uses its own rank's.
         return empty if size == 0 and tensor.is_meta else new_empty(tensor, size, **options)
 
     def materialize(net: nn.Module, device: torch.device, init: Callable) -> None:
@@ -692,15 +691,15 @@ def quick_build() -> Iterator[None]:
 
 @contextmanager
 def as_on(device_type: str) -> Iterator[None]:
-    """Let the model allocate on the CPU what it would on a device of this type."""
+    """Make the model allocate on the CPU as on a device of this type."""
     if device_type == "cpu":
         yield
         return
     with (
-        # Attention is one kernel for any length there. The CPU's keeps as much, q, k, v, the result
-        # and a number per token and head, and returns the result in the layout of q, as cuDNN does.
+        # There attention is one kernel for any length. The CPU's keeps as much (q, k, v, result, a
+        # number per token and head) and returns the result in q's layout, like cuDNN.
         mock.patch.object(model, "is_gpu", lambda device: True),
-        # A norm is one kernel, too.
+        # A norm is one kernel too.
         mock.patch.object(F, "rms_norm", fused_rms_norm),
     ):
         yield
@@ -711,7 +710,7 @@ def fused_rms_norm(x: Tensor, shape: torch.Size, weight: Tensor, eps: float) -> 
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """What a GPU's kernel allocates. Its operator has no implementation for the CPU."""
+    """Allocates as the GPU's kernel, whose operator has no CPU implementation."""
 
     @staticmethod
     def forward(context, x: Tensor, weight: Tensor) -> Tensor:

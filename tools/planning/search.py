@@ -1,8 +1,8 @@
 """All meshes and policies that fit, ranked by predicted speed: tools.plan --search.
 
-A candidate is a set of flags. Those that compute the same way are a group, the simplest first. The
-first that fits of each group is rehearsed, as --strategy auto would choose it, then the next one of
-the group that was fastest, until the time is up. Both pass over what does not fit by one estimate.
+A candidate is a set of flags. Candidates that compute the same way form a group, simplest first.
+The search rehearses the first of each group that fits, as --strategy auto would choose it, then the
+next of the fastest group, until time is up. One estimate decides what fits, here and in auto.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from tools.planning import predict
 from tools.planning.predict import Cluster, Request, Speed
 from tools.planning.rehearse import Rehearsal, make_world
 
-# Predictions that differ by less say nothing: of these the simplest candidate is the best.
+# Predictions closer than this are a tie: the simplest candidate wins.
 TIE = 0.03
 SHOWN = 10  # rows of the table
 # Flags of a candidate
@@ -30,7 +30,7 @@ SEARCHED = (
     *("strategy", "dp_shard", "tp", "micro_batch_size"),
     *("activation_checkpointing", "reshard_after_forward", "grad_sync"),
 )
-# Policies, the simplest first
+# Policies, simplest first
 STRATEGIES = ("single", "ddp", "fsdp", "hsdp")
 CHECKPOINTING = ("none", "selective", "full")
 SYNCS = ("batch", "shard", "micro_batch")
@@ -52,7 +52,7 @@ def divisors(number: int) -> list[int]:
 
 
 def candidates(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Config]:
-    """Every combination of the flags in `free` that can differ; others keep their value.
+    """Every combination of the flags in `free`; the others keep their value.
 
     Some do not fit the model, the batch or the number of ranks.
     """
@@ -61,7 +61,7 @@ def candidates(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Co
         return values if can_differ and name in free else [getattr(c, name)]
 
     strategies = STRATEGIES if c.strategy == "auto" else choices("strategy", STRATEGIES)
-    tps = choices("tp", divisors(cluster.links.local_size))  # beyond a host its links are too slow
+    tps = choices("tp", divisors(cluster.links.local_size))  # across hosts it is too slow
     for tp, strategy in itertools.product(tps, strategies):
         dp_size = cluster.world_size // tp
         if (strategy == "single") != (dp_size == 1):
@@ -82,7 +82,7 @@ def candidates(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Co
             one = dict(zip(flags, values))
             is_whole = [one["micro_batch_size"]] == sizes[-1:]
             if is_whole and one["grad_sync"] != "batch" and "grad_sync" in free:
-                continue  # with one micro-batch it changes nothing
+                continue  # no effect with one micro-batch
             yield dataclasses.replace(c, tp=tp, strategy=strategy, **one)
 
 
@@ -102,22 +102,22 @@ class Candidate:
 
 @dataclass
 class Group:
-    """Candidates that compute the same way and communicate differently, the simplest first."""
+    """Candidates that differ only in their communication, simplest first."""
 
     left: list[Layout]
-    speed: float = math.inf  # of the last one rehearsed, in tokens per second and device
+    speed: float = math.inf  # of the last one rehearsed, tokens/s/device
 
 
 @dataclass
 class Result:
-    ranked: list[Candidate]  # rehearsed and fitting, best first
+    ranked: list[Candidate]  # rehearsed, fitting, best first
     passed_over: Counter  # why -> candidates
 
 
 def search(request: Request, free: frozenset[str], seconds: float) -> Result:
-    """Rank what the flags in `free` can be, until the time is up. Raises UsageError if none fits.
+    """Rank the candidates over `free` until time is up. Raises UsageError if none fits.
 
-    At least one that fits is found, however long it takes.
+    Finds at least one that fits, however long that takes.
     """
     began = time.monotonic()
     cluster = request.cluster
@@ -133,7 +133,7 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
         group = max(groups, key=lambda group: group.speed)
         layout = group.left.pop(0)
         c = layout.config
-        if sys.stderr.isatty():  # progress, for whoever watches: not into a file
+        if sys.stderr.isatty():  # progress, but not into a file
             progress = f"{waiting} candidates, {max(0, left):.0f} s left: {flags_of(c)}"
             print(progress, file=sys.stderr, flush=True)
         if not layout.fits(cluster.device_memory):
@@ -157,7 +157,7 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
 def group_candidates(request: Request, free: frozenset[str]) -> tuple[list[Group], int]:
     """The candidates in the order to try them, and how many are impossible.
 
-    Raises UsageError or MeshError, that of the last one, where all are.
+    If all are, raises the UsageError or MeshError of the last.
     """
     groups = {}
     problems = []
@@ -177,7 +177,7 @@ def group_candidates(request: Request, free: frozenset[str]) -> tuple[list[Group
 
 
 def in_order(possible: list[Candidate], cluster: Cluster) -> list[Candidate]:
-    """Fastest first, and the simplest first of those within TIE of each other."""
+    """Fastest first; among candidates within TIE of each other, simplest first."""
     left = sorted(possible, key=Candidate.tokens_per_second, reverse=True)
     ordered = []
     while left:
@@ -191,8 +191,8 @@ def in_order(possible: list[Candidate], cluster: Cluster) -> list[Candidate]:
 def complexity(c: Config, cluster: Cluster) -> tuple:
     """Smaller is simpler: fewer axes, less recomputation, fewer flags that differ from default.
 
-    Strategies are in the order in which --strategy auto takes them: ddp, fsdp, and across hosts
-    hsdp before fsdp, if it shards within a host, as it does where --dp_shard leaves it open.
+    Strategies are in --strategy auto's order: ddp, fsdp, and across hosts hsdp before fsdp if it
+    shards within a host, as it does unless --dp_shard says otherwise.
     """
     strategy = STRATEGIES.index(c.strategy)
     in_host = c.dp_shard in (None, cluster.links.local_size // c.tp)
@@ -209,7 +209,7 @@ def complexity(c: Config, cluster: Cluster) -> tuple:
 
 
 # --------------------------------------------------------------------------------------------------
-# What it prints
+# Output
 
 
 def flags_of(c: Config) -> str:
@@ -220,7 +220,7 @@ def flags_of(c: Config) -> str:
 
 
 def reason(result: Result) -> str:
-    """Why the first one is the best."""
+    """Why the first is the best."""
     best, *others = result.ranked
     compute = best.speed.compute / best.speed.step_time
     waits = sum(best.speed.exposed.values()) / best.speed.step_time
@@ -236,7 +236,7 @@ def reason(result: Result) -> str:
 
 
 def table(found: dict, cluster: Cluster) -> Iterator[str]:
-    """The lines for people, of what `to_json` returns."""
+    """The lines for people, from a `to_json` result."""
     yield "tokens/s/device     MFU  step, s  memory  flags"
     for row in found["ranked"][:SHOWN]:
         yield (
