@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/lecture.md from docs/pictures.json, or measure their data anew.
+"""Draw the pictures of docs/lecture.md from docs/pictures.json, or remeasure their data.
 
 python docs/pictures.py                  # draw all into docs/pictures/
 python docs/pictures.py --measure 3 4    # first run the commands of chapters 3 and 4 (none: all)
@@ -32,7 +32,7 @@ ROOT = DOCS.parent
 DATA = DOCS / "pictures.json"  # {"chapter": what its `measure` returned}
 PLAN = "--config docs/lecture.json --device_type cpu --peak_tflops 0.1"
 
-# Mid-tones, which can be read on white and on black
+# Mid-tones, readable on white and on black
 GREY = "#858c94"
 COLORS = ["#4c8dd6", "#e0863a", "#4fa66b", "#cf5f66", "#8f7fd1", "#b0983a", "#45a3a8", "#b46ba5"]
 COLORS += [GREY]
@@ -67,7 +67,7 @@ def commands(chapter: int) -> Iterator[str]:
 
 
 def run(chapter: int) -> list[str]:
-    """Run the commands of a chapter anew; return what each printed."""
+    """Rerun the commands of a chapter; return what each printed."""
     for folder in ROOT.glob(f"runs/ch{chapter}-*"):
         shutil.rmtree(folder)
     outputs = []
@@ -78,7 +78,7 @@ def run(chapter: int) -> list[str]:
 
 
 def shell(command: str) -> str:
-    """What a command prints, in the project's folder; its errors pass."""
+    """Run a command in the project's folder; return its stdout."""
     done = subprocess.run(command, shell=True, cwd=ROOT, text=True, stdout=subprocess.PIPE)
     return done.stdout
 
@@ -95,15 +95,15 @@ def profile(name: str, rank: int = 0) -> dict:
 
 
 def peak_memory(name: str) -> float:
-    """The most that a rank of runs/NAME had resident, in MB."""
+    """Peak resident memory of a rank of runs/NAME, in MB."""
     return max(row["peak_host_memory"] for row in rows(name)) / 1e6
 
 
 def spans(name: str, rank: int, kinds: dict[str, str], gap: float = 0.0) -> list[list]:
-    """[start, end, kind] in ms of a rank's trace, of events whose names match a pattern of `kinds`.
+    """[start, end, kind], in ms, of events in a rank's trace whose names match `kinds`.
 
-    kinds: pattern -> kind. Spans of a kind that are less than `gap` ms apart become one. Times are
-    of the host's clock, the same on all ranks of a host.
+    kinds: pattern -> kind. Spans of a kind less than `gap` ms apart are merged. Times are of the
+    host's clock, the same on all ranks of a host.
     """
     trace = json.loads((ROOT / f"runs/{name}/profile/rank_{rank}.trace.json").read_text())
     base = trace.get("baseTimeNanoseconds", 0) / 1e6
@@ -140,7 +140,7 @@ def from_start(lanes: dict[str, list[list]], start: float) -> dict[str, list[lis
 
 
 def bars(axes: Axes, stacks: dict[str, dict[str, float]], unit: str) -> None:
-    """A horizontal bar for each stack, part by part: {bar: {part: value}}."""
+    """A horizontal bar per stack, part by part: {bar: {part: value}}."""
     parts = list(dict.fromkeys(part for stack in stacks.values() for part in stack))
     for number, stack in enumerate(stacks.values()):
         left = 0.0
@@ -156,7 +156,7 @@ def bars(axes: Axes, stacks: dict[str, dict[str, float]], unit: str) -> None:
 
 
 def lanes(axes: Axes, lanes: dict[str, list[list]], unit: str, legend: bool = True) -> None:
-    """A lane for each name with its spans: {lane: [[start, end, kind], ...]}."""
+    """A lane of spans per name: {lane: [[start, end, kind], ...]}."""
     kinds = list(dict.fromkeys(kind for spans in lanes.values() for _, _, kind in spans))
     for number, spans in enumerate(lanes.values()):
         for start, end, kind in spans:
@@ -169,14 +169,14 @@ def lanes(axes: Axes, lanes: dict[str, list[list]], unit: str, legend: bool = Tr
 
 
 def name_rows(axes: Axes, names: Iterable[str]) -> None:
-    """The names of bars or lanes, from top to bottom."""
+    """Name bars or lanes, from top to bottom."""
     names = list(names)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def lines(axes: Axes, series: dict[str, list[list[float]]], x: str, y: str, log: bool) -> None:
-    """A line for each name: {name: [xs, ys]}."""
+    """A line per name: {name: [xs, ys]}."""
     for name, (xs, ys) in series.items():
         axes.plot(xs, ys, label=name, linewidth=1.6)
     axes.set_yscale("log" if log else "linear")
@@ -186,7 +186,7 @@ def lines(axes: Axes, series: dict[str, list[list[float]]], x: str, y: str, log:
 
 
 def key(axes: Axes, names: list[str]) -> None:
-    """The colors of bars or lanes, in a row above them."""
+    """A legend of bars or lanes, in a row above them."""
     if len(names) < 2:
         return
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in COLORS[: len(names)]]
@@ -200,9 +200,9 @@ def key(axes: Axes, names: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Chapter:
-    measure: Callable[[list[str]], dict]  # outputs of its commands -> what DATA keeps
+    measure: Callable[[list[str]], dict]  # outputs of its commands -> its entry in DATA
     draw: Callable[[dict], None]  # on the current figure
-    height: float = 2.6  # inches, of a width of 8
+    height: float = 2.6  # inches; the width is 8
 
 
 def measure_1(outputs: list[str]) -> dict:
@@ -231,7 +231,7 @@ def draw_2(data: dict) -> None:
 
 
 def measure_3(outputs: list[str]) -> dict:
-    """The second of the two steps that were traced, on both ranks."""
+    """The second of two traced steps, on both ranks."""
     work = {"DataParallel.forward": "forward", "evaluate_function": "backward"}
     data = {}
     for label, name in {"once": "ch3-once", "each time": "ch3-each"}.items():
@@ -253,7 +253,7 @@ def draw_3(data: dict) -> None:
 
 
 def measure_4(outputs: list[str]) -> dict:
-    """When each unit was gathered, in the second of the two steps that were traced."""
+    """When each unit was gathered, in the second of two traced steps."""
     lanes = {}
     for unit in ("", *(f" \\(blocks.{i}\\)" for i in range(4))):
         ends = {"post_forward": "forward", "post_backward_reshard": "backward"}
@@ -299,7 +299,7 @@ def measure_6(outputs: list[str]) -> dict:
 
 
 def draw_6(data: dict) -> None:
-    # A loss that is equal to the last bit has no place on a log axis: a gap.
+    # A log axis has no place for 0, a bitwise equal loss: leave a gap.
     series = {n: [range(1, 1 + len(ys)), [y or math.nan for y in ys]] for n, ys in data.items()}
     lines(pyplot.gca(), series, "step", "difference to single, relative", log=True)
     pyplot.axhline(1e-5, color=GREY, linestyle=":")
@@ -345,7 +345,7 @@ CHAPTERS = {
 
 
 def measure_queue(outputs: list[str]) -> dict:
-    """A host that queues 12 operations, and a device that is played by a thread, in ms."""
+    """A host that queues 12 operations, and a thread that plays the device, in ms."""
     return {name: queue(asks) for name, asks in (("nobody asks", False), ("asks each time", True))}
 
 
@@ -398,7 +398,7 @@ def measure_memory(outputs: list[str]) -> dict:
 
 
 def step_memory(policy: str) -> list[list[float]]:
-    """[ms, MB] of step 2, by torch's memory profiler, and 12 bytes a parameter from before it."""
+    """[ms, MB] of step 2 by torch's memory profiler, plus 12 bytes per parameter held before."""
     sys.path.insert(0, str(ROOT))
     import torch
 
@@ -473,7 +473,7 @@ def draw_network(data: dict) -> None:
 
 
 def measure_checkpoints(outputs: list[str]) -> dict:
-    """Who wrote what, and the loss by the seconds since the first start, of runs/ch11-killed."""
+    """Who wrote what in runs/ch11-killed, and its loss over seconds since the first start."""
     out = ROOT / "runs/ch11-killed"
     starts = [json.loads(line)["time"] for line in (out / "starts.jsonl").read_text().splitlines()]
     began = datetime.fromisoformat(starts[0])
@@ -514,7 +514,7 @@ with Watchdog(dist.TCPStore("127.0.0.1", port), rank, 2, timeout=10) as dog:
 
 
 def measure_heartbeats(outputs: list[str]) -> dict:
-    """Seconds at which two watchdogs sent a heartbeat; after 5 s rank 1 is stopped."""
+    """Seconds at which two watchdogs sent a heartbeat; rank 1 stops after 5 s."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -584,7 +584,7 @@ CHAPTERS |= {
 
 
 def draw(number: int, data: dict) -> None:
-    """Write docs/pictures/NUMBER.svg, the same bytes whenever the data is the same."""
+    """Write docs/pictures/NUMBER.svg; equal data gives equal bytes."""
     chapter = CHAPTERS[number]
     figure = pyplot.figure(figsize=(8, chapter.height), layout="constrained")
     chapter.draw(data)
