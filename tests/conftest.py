@@ -1,7 +1,7 @@
-"""What the tests share: a small corpus, processes that play the ranks, and real jobs.
+"""Shared by the tests: a small corpus, processes that play the ranks, and real jobs.
 
-Starting torch takes seconds, so four workers are started once and form a new gloo group for every
-case. What needs torchrun, signals or kills starts a job.
+Starting torch takes seconds, so four workers start once and form a new gloo group for every case.
+Tests that need torchrun, signals or kills start a job.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ QUIET = (
     "--lr 3e-3 --warmup_steps 1"
 )
 
-# torch's store looks up the name of every peer. Where no name server answers, wait one second and
+# torch's store looks up the name of every peer. If no name server answers, wait one second,
 # not five.
 os.environ["RES_OPTIONS"] = "timeout:1"
 
@@ -70,7 +70,7 @@ def work(pipe) -> None:
 
 
 class Pool:
-    """pool(n, function, *arguments): what n ranks returned, which called `function` together."""
+    """pool(n, function, *arguments): what n ranks return from calling `function` together."""
 
     def __init__(self):
         self.workers = []
@@ -108,7 +108,7 @@ class Pool:
             if pipe.poll(5 if errors else timeout):
                 try:
                     result, error = pipe.recv()
-                except EOFError:  # the watchdog, for instance, ends a process from within
+                except EOFError:  # the watchdog, for one, ends its own process
                     error = "the process has ended"
             results.append(result)
             if error:
@@ -134,7 +134,7 @@ def call_train(argv: list[str]) -> int:
 def listen(argv: list[str]) -> tuple[int, str, str]:
     """Return (status, standard output, standard error) of train.py."""
     out, err = io.StringIO(), io.StringIO()
-    # With a pause, ranks let rank 0 speak first before torchrun ends them. Here nothing ends them.
+    # Ranks pause so that rank 0 prints first, before torchrun ends them; here nothing does.
     no_pause = mock.patch("time.sleep")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), no_pause:
         status = call_train(argv)
@@ -150,7 +150,7 @@ def build_run(argv: list[str]) -> train.Run:
 
 
 def train_step(run: train.Run, batches, step: int) -> dict:
-    """A step of train.py, as the flags of the run say."""
+    """A step of train.py with the run's flags."""
     n = run.layout.grad_accum_steps
     measure = train.is_due(step, run.config.optim_metrics_interval)
     return train.train_step(
@@ -163,12 +163,12 @@ def train_step(run: train.Run, batches, step: int) -> dict:
 
 
 def children(pid: int) -> list[int]:
-    """The process ids of the children of a process."""
+    """The process ids of a process's children."""
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 class Job:
-    """A command in a session of its own, with its output in files, as from a terminal."""
+    """A command in its own session, as from a terminal, with its output in files."""
 
     def __init__(self, command: list, folder: Path, **options):
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -198,7 +198,7 @@ class Job:
         return self.err_file.read_text()
 
     def ranks(self) -> list[int]:
-        """The process ids of the ranks that torchrun has started."""
+        """The process ids of the ranks that torchrun started."""
         return children(self.pid)
 
     def wait_until(self, condition, seconds: float) -> None:
@@ -237,7 +237,7 @@ def tokens(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 1 MB, which has room for two or three checkpoints but not for eight."""
+    """A 1 MB file system, with room for two or three checkpoints but not eight."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
@@ -265,13 +265,13 @@ def run(pool, tokens, tmp_path):
 
 
 def rows(run: Path, key: str = "loss") -> list[dict]:
-    """The rows of a run's metrics.jsonl that hold `key`, but one that is being written."""
+    """The complete rows of a run's metrics.jsonl that hold `key`."""
     whole, _, _ = (run / "metrics.jsonl").read_text().rpartition("\n")
     return [row for row in map(json.loads, whole.splitlines()) if key in row]
 
 
 def documented_fields(document: str, table: str, row: str = "") -> set[str]:
-    """The names in the first column of the table with this header, or in the rest of one row."""
+    """The names in the first column of the table with this header, or in the rest of `row`."""
     text = (ROOT / "docs" / document).read_text().partition(f"\n| {table} |")[2]
     _, _, *lines = text.partition("\n\n")[0].splitlines()
     cells = [line.split(" | ", 1) for line in lines]
@@ -327,7 +327,7 @@ def file_names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def whole(pool, tokens, tmp_path_factory) -> dict[str, Path]:
-    """On every mesh a run of 10 steps without a stop, with a checkpoint at step 5."""
+    """An unbroken run of 10 steps on every mesh, with a checkpoint at step 5."""
     root = tmp_path_factory.mktemp("whole")
     runs = {}
     for mesh, ranks in RANKS_OF_MESH.items():

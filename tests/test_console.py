@@ -1,4 +1,4 @@
-"""The live line, on pseudo-terminals, and what stands in its place in a file."""
+"""The live line on pseudo-terminals, and what replaces it in a file."""
 
 import fcntl
 import os
@@ -23,13 +23,13 @@ COLOR = re.compile(r"\x1b\[\d+m")
 
 
 def control_by_terminal() -> None:
-    """In a new process: Ctrl-C is a signal, and it is not ignored, as in a background job."""
+    """In a new process: Ctrl-C sends a signal, not ignored as in a background job."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
-    """A pseudo-terminal, and the commands on it."""
+    """A pseudo-terminal and its commands."""
 
     def __init__(self, columns: int = 80):
         self.near, self.far = pty.openpty()
@@ -45,7 +45,7 @@ class Terminal:
         try:
             while block := os.read(self.near, 1 << 16):
                 self.written += block.decode()
-        except OSError:  # the last far end was closed
+        except OSError:  # the far end is closed
             return
 
     def start(self, *command, **environment) -> subprocess.Popen:
@@ -61,7 +61,7 @@ class Terminal:
         )
 
     def close(self) -> str:
-        """What is on the screen in the end."""
+        """Return the final screen."""
         os.close(self.far)
         self.reader.join(10)
         lines, column = [""], 0
@@ -78,7 +78,7 @@ class Terminal:
 
 
 def live_lines(written: str) -> list[str]:
-    """The texts of the live line, one after another."""
+    """The successive texts of the live line."""
     return re.findall(r"\r\x1b\[J([^\r\n]+)\r(?!\n)", COLOR.sub("", written))
 
 
@@ -185,7 +185,7 @@ def test_the_time_left_is_known_from_the_share_or_from_the_last_time(monkeypatch
     assert saving() == "saving  0m30s, 2m00s left"
     assert again() == "saving  0m30s, 1m00s left"
     monkeypatch.setattr(console.time, "monotonic", lambda: 195.0)
-    assert again() == "saving  1m35s"  # longer than the last time
+    assert again() == "saving  1m35s"  # longer than last time
 
 
 def test_a_step_shows_its_rate_and_else_what_the_run_waits_for(monkeypatch):
@@ -194,7 +194,7 @@ def test_a_step_shows_its_rate_and_else_what_the_run_waits_for(monkeypatch):
     log = SimpleNamespace(max_steps=100, last_step=0, tokens_per_step=1000, step_time=0.0)
     assert report.describe_activity(0, computing, log) == "step   0/100  computing  0m00s"
     log.step_time = 2.0
-    log.mark = SimpleNamespace(step=1)  # the step that compiles does not tell the time left
+    log.mark = SimpleNamespace(step=1)  # a compiling step does not predict the time left
     line = "step   5/100    5%  2,000 ms  500 tok/s"
     assert report.describe_activity(5, computing, log) == line
     log.mark.step = 10
@@ -223,7 +223,7 @@ def test_prepare_shows_its_rate_on_a_terminal(tmp_path):
 
 
 def train_on_terminal(argv: list[str]) -> tuple[str, list[str]]:
-    """train.py with a live line every 5 ms, in a run that stays 30 ms in every place."""
+    """train.py with a live line every 5 ms, in a run that spends 30 ms in every place."""
     terminal = Terminal()
     report_progress = watchdog.Watchdog.progress
 

@@ -1,6 +1,6 @@
-"""What the documents name exists: files, functions, fields, links, commands, flags, their values.
+"""Files, functions, fields, links, commands, flags and values that documents name exist.
 
-CHANGELOG.md is left out: it names what is gone.
+CHANGELOG.md is exempt: it names what is gone.
 """
 
 import ast
@@ -22,12 +22,12 @@ DOCUMENTS += sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 CODE = [*MODULES.values()]
 COMMANDS = ["train.py", "prepare.py", "sample.py"]
 COMMANDS += [f"tools.{path.stem}" for path in ROOT.glob("tools/[a-z]*.py")]
-# of sbatch and srun, torchfrtrace, and tensorboard
+# Of sbatch and srun, torchfrtrace, tensorboard
 FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--requeue", "--open-mode", "--gpus-per-task"]
 FLAGS_OF_OTHERS += ["--kill-on-bad-exit", "--prefix", "--logdir", "--headless", "--no-sandbox"]
 FLAGS_OF_OTHERS += ["--hide-scrollbars", "--window-size", "--screenshot", "--blink-settings"]
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
-# of Hugging Face and Slurm
+# Of Hugging Face and Slurm
 NAMES_OF_OTHERS = {"AutoTokenizer", "SlurmdTimeout"}
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
@@ -36,9 +36,9 @@ documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.nam
 
 @functools.cache
 def read(path: Path) -> str:
-    """A document without what is not of this project, or not of this commit.
+    """A document's text about this project, at this commit.
 
-    That is links to other sites, with their texts, commands that ran "at commit 0123abc", and bugs.
+    Leaves out links to other sites, commands that ran "at commit 0123abc", and planted bugs.
     """
     text = re.sub(r"\[[^\]]*\]\(https?://[^)]*\)|https?://\S+", "", path.read_text())
     text = re.sub(r"^```diff\n.*?^```", "", text, flags=re.M | re.S)
@@ -54,7 +54,7 @@ def inline_code(path: Path) -> list[str]:
 
 @functools.cache
 def own_code(path: Path) -> str:
-    """Python in the document, and what the patches that it names add."""
+    """Python in the document, and lines that its patches add."""
     text = path.read_text()
     lines = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     for name in {path.stem, *re.findall(r"examples/([\w-]+)\.patch", text)}:
@@ -111,7 +111,7 @@ def words_of_the_code() -> set[str]:
 
 @documents
 def test_the_fields_and_names_that_a_document_names_occur_in_the_code(path):
-    """Those that have an underscore or capitals within; norms are named by what they are of."""
+    """Names with an underscore or inner capitals; a norm may be named by its subject."""
     for text in inline_code(path):
         if re.fullmatch(r"[A-Za-z]+_\w+|[A-Z]+[a-z]\w*[A-Z]\w*", text):
             known = {text, text.removesuffix("_norm")} & (words_of_the_code() | NAMES_OF_OTHERS)
@@ -135,7 +135,7 @@ def test_the_links_of_a_document_lead_somewhere(path):
 
 @functools.cache
 def flags_of(command: str, word: str = "") -> dict[str, list[str]]:
-    """Flag -> its choices, if it has some, as --help of a command and its first word lists them."""
+    """Flag -> its choices, if any, from the --help of a command and its first word."""
     out = io.StringIO()
     if command == "torchrun":
         out.write(get_args_parser().format_help())
@@ -152,7 +152,7 @@ def flags_of(command: str, word: str = "") -> dict[str, list[str]]:
 
 
 def check_flags(words: list[str], flags: dict[str, list[str]], path: Path) -> None:
-    """Each flag is one of `flags`, and its value a choice, unless it stands for values."""
+    """Each flag is in `flags`, and its value is a choice or a placeholder."""
     for word, following in zip(words, [*words[1:], ""]):
         name, _, value = word.partition("=")
         if not FLAG.fullmatch(name) or re.search(rf"\b{name[2:]}\b", own_code(path)):
@@ -170,7 +170,7 @@ def names_of_tests() -> str:
 
 
 def check_command(words: list[str], path: Path) -> None:
-    """Check a command of this project, started by python, by torchrun, or named alone."""
+    """Check a command of this project: under python, under torchrun, or bare."""
     if words[:1] == ["pytest"] and "-k" in words:
         for part in words[words.index("-k") + 1].split(" or "):
             assert re.search(rf"def test_\w*{part}", names_of_tests()), part
@@ -190,7 +190,7 @@ def check_command(words: list[str], path: Path) -> None:
 
 
 def shell_commands(block: str):
-    """The commands of a block, with $variables that it sets, as words."""
+    """The commands of a block as words, with the $variables it sets."""
     variables = {}
     for line in block.replace("\\\n", " ").splitlines():
         if assignment := re.fullmatch(r' *(\w+)="(.*)"', line):
@@ -199,7 +199,7 @@ def shell_commands(block: str):
         for name, value in variables.items():
             line = line.replace(name, value)
         for part in re.split(r"&&|\||;", line):
-            with contextlib.suppress(ValueError):  # an apostrophe in what is not a command
+            with contextlib.suppress(ValueError):  # an apostrophe: not a command
                 yield shlex.split(part, comments=True)
 
 

@@ -1,14 +1,14 @@
-"""The commands of the documents print what stands there, and planted bugs show.
+"""The documents' commands print the output shown, and planted bugs show.
 
-In a document, of which each chapter (## heading) has a copy of the project to itself:
+Each chapter (## heading) of a document runs in its own copy of the project. Marks:
 
     <!-- run -->            before an indented block: commands; the next ``` block is their output
     <!-- bug N -->          before a ```diff block: a bug to plant with git apply
     <!-- shows bug N -->    before an indented block: commands; the next ``` block has lines that
-                            they print with bug N, and do not print without it
+                            they print with bug N, and not without it
 
-A line ... stands for any lines. Numbers may differ, but for the bytes that a step sends, and words
-may not. Lines that are there without the bug too, but for their numbers, have to show it by these.
+A line ... stands for any lines. Words must match; numbers may differ, except the bytes that a step
+sends. If a bug changes only the numbers of the lines shown, those must match too.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ MARK = re.compile(r"^<!-- (run|bug|shows bug)(?: (\w+))? -->\n", re.M)
 COMMAND = re.compile(r"(?: {4}.*\n|\n(?= {4}))+")
 DIFF = re.compile(r"```diff\n(.*?)^```", re.M | re.S)
 OUTPUT = re.compile(r"^```\n(.*?)^```", re.M | re.S)
-# as 1m20s, 1,234.5, 1e-5 and 12%
+# Such as 1m20s, 1,234.5, 1e-5, 12%
 NUMBER = re.compile(r"(?<![A-Za-z_\d])(?:\d+[hm]\d+[ms]|[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?%?)")
 UNIT = re.compile(r"# ?(?:[kMGT]?B|us|ms|s|min|m|h)(?![A-Za-z])")
 # "5 x reduce_scatter over dp_shard: 3.38 MB a step": the same on every machine
 TRAFFIC = re.compile(r"\d+ x \w+ over \w+: [\d.]+ MB a step")
-# what torchrun and torch's C++ log
+# Logged by torchrun or torch's C++
 LOG = re.compile(r"\[?[WIE]\d{3,4}[ :]|\*+$")
 
 
@@ -49,7 +49,7 @@ class Block:
 
 
 def chapters(text: str) -> dict[str, list[Block]]:
-    """Heading -> its marked blocks. Raises ValueError where a mark stands before nothing."""
+    """Heading -> its marked blocks. Raises ValueError if a mark has no block."""
     found = {}
     for chapter in re.split(r"^## ", text, flags=re.M):
         marks = list(MARK.finditer(chapter))
@@ -80,7 +80,7 @@ def exact(line: str) -> str:
 
 
 def shape(line: str) -> str:
-    """A line with # for numbers and their units, however many spaces, without Markdown's bold."""
+    """A line with # for numbers and units, single spaces, and no Markdown bold."""
     if TRAFFIC.search(line):
         return exact(line)
     line = UNIT.sub("#", NUMBER.sub("#", line.replace("**", "")))
@@ -92,12 +92,12 @@ def lines(text: str, form=shape) -> list[str]:
 
 
 def find(shown: list[str], printed: list[str], anywhere: bool = False) -> str | None:
-    """The first line shown that is not where it should be, or None.
+    """The first line shown that was not printed in its place, or None.
 
-    Between two lines shown stands nothing else, unless a line ... is between them; the same goes
-    for the beginning and the end, but where `anywhere` is set.
+    Only a line ... allows other lines between two lines shown or, unless `anywhere` is set, before
+    the first and after the last.
     """
-    begins = {*range(len(printed) + 1)} if anywhere else {0}  # where the next line may be
+    begins = {*range(len(printed) + 1)} if anywhere else {0}  # possible places of the next line
     for line in shown:
         if line == "...":
             begins = {*range(min(begins), len(printed) + 1)}
@@ -109,7 +109,7 @@ def find(shown: list[str], printed: list[str], anywhere: bool = False) -> str | 
 
 
 def shows_bug(shown: str, with_bug: str, without: str) -> str | None:
-    """What is wrong with what a document says of a bug, or None."""
+    """What is wrong with the output shown for a bug, or None."""
     for form in (shape, exact):
         missing = find(lines(shown, form), lines(with_bug, form), anywhere=True)
         if missing is not None:
@@ -129,7 +129,7 @@ def copy(project: Path, folder: Path) -> Path:
 
 
 def run(command: str, folder: Path) -> tuple[int, str, float]:
-    """Return (exit status, all that is printed, seconds)."""
+    """Return (exit status, output, seconds)."""
     start = time.monotonic()
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -152,13 +152,13 @@ def run(command: str, folder: Path) -> tuple[int, str, float]:
     try:
         out, _ = process.communicate(timeout=600)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # ranks that it has left
+        with contextlib.suppress(ProcessLookupError):  # ranks left behind
             os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, out, time.monotonic() - start
 
 
 def run_chapter(blocks: list[Block], project: Path, tmp: Path) -> tuple[list[str], list[float]]:
-    """Run the blocks in order, in a copy of the project. Return what is wrong, and the seconds."""
+    """Run the blocks in order, in a copy of the project. Return problems and seconds."""
     here = copy(project, tmp / "chapter")
     bugs = {block.bug: block.text for block in blocks if block.kind == "bug"}
     wrong, seconds = [], []
@@ -166,7 +166,7 @@ def run_chapter(blocks: list[Block], project: Path, tmp: Path) -> tuple[list[str
         if block.kind == "run":
             status, out, took = run(block.text, here)
             problem = block.output and find(lines(block.output), lines(out))
-            # A run that ends with an error says so in the document.
+            # A document may show a run that fails.
             if status and not re.search("error|stopped", block.output or "", re.I):
                 problem = f"exit status {status}"
         elif block.kind == "shows bug":
@@ -213,7 +213,7 @@ def test_each_bug_can_be_planted_and_is_shown():
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """The project with the built-in data, and without runs."""
+    """The project with the built-in data and without runs."""
     folder = tmp_path_factory.mktemp("project") / "code"
     unwanted = shutil.ignore_patterns(".git", "runs", "tokens", "__pycache__")
     shutil.copytree(ROOT, folder, ignore=unwanted)
@@ -244,7 +244,7 @@ def test_the_commands_of_the_lecture_take_less_than_25_minutes(total, capsys):
 
 
 # --------------------------------------------------------------------------------------------------
-# What this file would find
+# What this file finds
 
 DOCUMENT = """# A program
 ## One

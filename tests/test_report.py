@@ -1,4 +1,4 @@
-"""tools/report.py, as `python -m tools.report`; its page is also looked at in a browser."""
+"""tools/report.py as `python -m tools.report`, and its page in a browser."""
 
 import html
 import json
@@ -24,12 +24,12 @@ BEGAN = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
 def at(seconds: float) -> str:
-    """The time so long after the first start, as rows have it."""
+    """The time `seconds` after the first start, as in rows."""
     return (BEGAN + timedelta(seconds=seconds)).isoformat()
 
 
 def training_row(step: int, ended: float, **fields) -> dict:
-    """A row that was written `ended` seconds after the first start."""
+    """A row written `ended` seconds after the first start."""
     generator = random.Random(step)
     row = {
         "step": step,
@@ -88,7 +88,7 @@ def page_of(tmp_path: Path, *runs: Path) -> Path:
 
 @pytest.fixture
 def drawn(tmp_path):
-    """drawn(RUN, ...): what the page that tools.report writes shows, as it stands in its script."""
+    """drawn(RUN, ...): the data in the script of the page that tools.report writes."""
     return lambda *runs: shown(page_of(tmp_path, *runs))
 
 
@@ -131,7 +131,7 @@ def test_more_rows_are_thinned_to_what_stands_out(drawn, tmp_path):
         kept = points(run, name)
         assert 1000 < len(kept) <= page["maxPoints"] == 2000
         assert set(kept) <= set(of_log(log, name))
-        for start in range(0, 5001, 6):  # the least and the greatest of any 6 rows, or near them
+        for start in range(0, 5001, 6):  # the extremes of any 6 rows, or near them
             bucket = [value for _, value in of_log(log[start : start + 6], name)]
             there = [value for step, value in kept if start - 6 < step <= start + 12]
             assert min(there) <= min(bucket)
@@ -286,7 +286,7 @@ def test_more_runs_than_fit_are_refused(tmp_path, monkeypatch, capsys):
 
 
 def train_in_front_of(page: Path, folder: Path, problems) -> None:
-    """Be a run that logs a row more once the page has shown those before, and ends."""
+    """Play a run that logs each row once the page shows those before, then ends."""
 
     def wait_for_row(n: int) -> None:
         deadline = time.monotonic() + 20
@@ -298,7 +298,7 @@ def train_in_front_of(page: Path, folder: Path, problems) -> None:
     try:
         with hold_lock(folder):
             problems.put("locked")
-            time.sleep(0.1)  # in which it has no row
+            time.sleep(0.1)  # without a row
             for n in (1, 2):
                 write_run(folder, training_rows(n))
                 wait_for_row(n)
@@ -344,9 +344,9 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 @pytest.fixture
 def browse(tmp_path):
-    """browse(page, script, ...): what the script, run in the page once it is drawn, returns.
+    """browse(page, script, ...): what the script returns, run in the page once it is drawn.
 
-    It runs without a network, which the page must not need.
+    Runs without a network, which the page must not need.
     """
     if not BROWSER:
         pytest.skip("no Chromium here")
@@ -369,7 +369,7 @@ def browse(tmp_path):
     return call
 
 
-# mouse(chart, type, x, target): an event of the mouse above x in a chart
+# mouse(chart, type, x, target): a mouse event above x in a chart
 MOUSE = """
   const pause = () => new Promise(done => setTimeout(done, 100));
   const mouse = (chart, type, x, target = chart.over) => {
@@ -403,7 +403,7 @@ def test_the_values_under_the_pointer_are_those_of_the_log(browse, tmp_path):
         "host": row["peak_host_memory"] / 1e9,
     }
     said = {label: value for legend in legends for label, value in legend.items()}
-    assert said["clipped"] == "\u2013"  # though steps far from here were
+    assert said["clipped"] == "\u2013"  # only distant steps were
     for label, value in expected.items():
         assert float(said[label].replace(",", "")) == float(f"{value:.5g}")
     assert [legend["step"] for legend in legends] == ["500"] * len(legends) and len(legends) == 7
@@ -481,7 +481,7 @@ def test_it_fits_a_phone_and_a_screen(browse, tmp_path, width):
     script = f"""document.body.style.width = "{width}px";
         await pause();
         return [element("#charts").scrollWidth, charts.map(chart => chart.width)]"""
-    options = f"--window-size={width + 40},900"  # of at least 500 pixels
+    options = f"--window-size={width + 40},900"  # at least 500 pixels
     page = page_of(tmp_path, *(ROOT / "docs/runs" / name for name in ("norm", "adaptive")))
     wide, charts = browse(page, MOUSE + script, options)
     assert wide == width and max(charts) == width - 22 and min(charts) > 0.4 * width
