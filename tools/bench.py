@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -227,11 +228,22 @@ def run_all(commands: list[list[str]], out: Path, **variables: str) -> None:
 
 
 def mfu_alone(prefixes: list[list[str]], flags: list[str], out: Path) -> float:
-    """The median MFU of ranks that train concurrently and send nothing, one per prefix."""
+    """The mean MFU of ranks that train concurrently and send nothing, one per prefix.
+
+    Where ranks share cores, one may take twice the time of another, and each is faster while others
+    start or have ended. So it is the work that all have done while all trained, over that time.
+    """
     outs = [out.with_name(f"{out.name}-rank-{rank}") for rank in range(len(prefixes))]
     train = [sys.executable, TRAIN, *ONLY_STEPS, *flags]
     run_all([[*prefix, *train, f"--out={one}"] for prefix, one in zip(prefixes, outs)], out)
-    return statistics.median(row["mfu"] for one in outs for row in counted_rows(one))
+    runs = [counted_rows(one) for one in outs]
+    began = max(rows[0]["time"] for rows in runs)
+    ended = min(rows[-1]["time"] for rows in runs)
+    counted = [row for rows in runs for row in rows if began < row["time"] <= ended]
+    if not counted:  # they did not overlap
+        return statistics.median(row["mfu"] for rows in runs for row in rows)
+    seconds = (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()
+    return sum(row["mfu"] * row["step_time"] for row in counted) / len(runs) / seconds
 
 
 def device(args: Namespace) -> str:
