@@ -484,7 +484,7 @@ def test_it_fits_a_phone_and_a_screen(browse, tmp_path, width):
     options = f"--window-size={width + 40},900"  # at least 500 pixels
     page = page_of(tmp_path, *(ROOT / "docs/runs" / name for name in ("norm", "adaptive")))
     wide, charts = browse(page, MOUSE + script, options)
-    assert wide == width and max(charts) == width - 22 and min(charts) > 0.4 * width
+    assert wide == width and abs(max(charts) - (width - 22)) <= 1 and min(charts) > 0.4 * width
 
 
 @pytest.mark.slow
