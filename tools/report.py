@@ -173,26 +173,21 @@ def lengths(ends: list[tuple[float, str]]) -> dict[str, float]:
 # The page
 
 
-def describe(folder: str, log: compare.Log, max_points: int) -> dict:
-    """All that the page shows for one run."""
+def describe(folder: str, log: compare.Log) -> dict:
+    """All that the page shows for one run, before it is thinned."""
     rows = read_rows(Path(folder) / "metrics.jsonl")
     starts = read_starts(Path(folder))
     ends = phases(rows, starts)
-    series = {}
-    for name, (steps, values) in series_of(log).items():
-        if any(map(math.isfinite, values)):
-            series[name] = encode(steps, values, max_points)
+    series = series_of(log)
     last = log.training[-1]
-    kept = ends[-10 * max_points :]
     saves = [row for row in rows if "event" in row]
     return {
         "name": log.name,
         "rows": len(log.training),
         "tokensPerStep": last["tokens"] / last["step"],
-        "series": series,
-        "saved": [row["step"] for row in saves if row["event"] == "checkpoint"][-max_points:],
-        "phasesFrom": round(kept[0][0] - ends[0][0], 2),
-        "phases": [[round(b - a, 2), cause] for (a, _), (b, cause) in pairwise(kept)],
+        "series": {name: s for name, s in series.items() if any(map(math.isfinite, s[1]))},
+        "saved": [row["step"] for row in saves if row["event"] == "checkpoint"],
+        "phases": ends,
         "lengths": lengths(ends),
         "config": log.config,
         "starts": starts[-50:],
@@ -200,15 +195,26 @@ def describe(folder: str, log: compare.Log, max_points: int) -> dict:
     }
 
 
-def render(folders: list[str], logs: list[compare.Log], max_points: int, follow: bool) -> str:
+def thinned(run: dict, max_points: int) -> dict:
+    """A run of `describe` as the page holds it, with at most max_points of each series."""
+    ends = run["phases"]
+    kept = ends[-10 * max_points :]
+    return run | {
+        "series": {name: encode(*series, max_points) for name, series in run["series"].items()},
+        "saved": run["saved"][-max_points:],
+        "phasesFrom": round(kept[0][0] - ends[0][0], 2),
+        "phases": [[round(b - a, 2), cause] for (a, _), (b, cause) in pairwise(kept)],
+    }
+
+
+def render(runs: list[dict], compared: list[list[str]], max_points: int, follow: bool) -> str:
     """The page, in ASCII."""
-    table = compare.table(logs, loss=None, tolerance=1e-2).splitlines()
     data = {
         "made": datetime.now().astimezone().isoformat(" ", "seconds"),
         "reloadSeconds": FOLLOW_SECONDS if follow else 0,
         "maxPoints": max_points,
-        "runs": [describe(folder, log, max_points) for folder, log in zip(folders, logs)],
-        "compared": [line.split(" | ") for line in table if "| --- |" not in line],
+        "runs": [thinned(run, max_points) for run in runs],
+        "compared": compared,
     }
     page = TEMPLATE.read_text()
     page = page.replace("/* uPlot.css */", (UPLOT / "uPlot.min.css").read_text())
@@ -221,8 +227,11 @@ def write(folders: list[str], out: Path, follow: bool) -> None:
     """Write the page atomically. Raises UsageError if a run cannot be read."""
     try:
         logs = [compare.read(*run) for run in zip(folders, compare.names(folders))]
+        runs = list(map(describe, folders, logs))
+        table = compare.table(logs, loss=None, tolerance=1e-2).splitlines()
+        compared = [line.split(" | ") for line in table if "| --- |" not in line]
         for divisor in (1, 2, 4, 8, 16):
-            page = render(folders, logs, MAX_POINTS // divisor, follow)
+            page = render(runs, compared, MAX_POINTS // divisor, follow)
             if len(page) <= MAX_BYTES:
                 replace_file(out, page)
                 return
