@@ -15,15 +15,18 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from runtime import cli, console
 from runtime.cli import UsageError
 from runtime.lock import try_lock
 from text import tokenizer
-from text.encode import Encoder, Splitter, tokenize
+from text.encode import Encoder, Splitter, map_in_order, tokenize
 from text.show import show
 from text.sources import Corpus, SourceError, find_files, plural
 
@@ -51,7 +54,9 @@ def fill_empty_split(folder: Path, val_fraction: float, itemsize: int) -> None:
 
 
 def percent(fraction: float) -> str:
-    return f"{100 * fraction:.3g}%"
+    """Three digits, without an exponent."""
+    digits = np.format_float_positional(100 * fraction, 3, unique=False, fractional=False, trim="-")
+    return f"{digits}%"
 
 
 def check_out(out: Path, sources: list[str]) -> None:
@@ -115,7 +120,7 @@ def prepare(
 ) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`.
 
-    `name` and `pattern` go to tokenizer.load_encoding; `field` has the text in JSON lines and
+    `name` and `pattern` go to tokenizer.load_encoding; `field` has the text in JSON, CSV and
     parquet; `train_vocab_size` trains a tokenizer of that size on the sources instead. The folder
     appears complete or, after an error, not at all.
     Raises UsageError, SourceError, TokenizerError and OSError.
@@ -154,7 +159,9 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, folder: Path) -> str:
     file = folder / "tokenizer.llama3.tiktoken"
     texts = (chunk.text for chunk in corpus.read())
     with console.live(console.Progress("training")):
-        file.write_bytes(tokenizer.train_ranks(texts, vocab_size))
+        # In a thread, so that a signal ends it
+        train = partial(tokenizer.train_ranks, texts)
+        file.write_bytes(*map_in_order(train, [vocab_size], num_threads=1))
     return file.name
 
 
@@ -209,6 +216,10 @@ def say_what_was_read(corpus: Corpus, splitter: Splitter) -> None:
     print(f"read {files}: {documents}, {plural(splitter.size, 'byte')} of text")
     if corpus.skipped:
         print(f"skipped {corpus.describe_skipped()}")
+    if corpus.repeated:
+        print(f"{plural(len(corpus.repeated), 'file')} read twice or more: {corpus.repeated[0]}")
+    if corpus.binary:
+        print(f"{plural(corpus.binary, 'binary file')} read as bytes")
     if corpus.first_broken:
         print(f"the first broken line is {corpus.first_broken}")
     if corpus.replaced:
@@ -250,11 +261,12 @@ def build_parser() -> cli.Parser:
         dest="sources",
         nargs="+",
         metavar="FILE|DIR|GLOB|-",
-        help="text or .jsonl (.gz, .zst), .parquet, folders, quoted globs, or - for standard "
-        "input, read in sorted order; a document is a JSON line, a row, a text file, or a part of "
-        "one that <|endoftext|> ends (default: the library of the installed Python)",
+        help="text, .jsonl, .ndjson, .json or .csv (also .gz, .bz2, .xz, .zst), .parquet, folders, "
+        "quoted globs, or - for standard input, read in sorted order; a document is a JSON object, "
+        "a row, a text file, or a part of one that <|endoftext|> ends (default: the library of the "
+        "installed Python)",
     )
-    field_help = "JSON field or parquet column with the text; a.b if nested (default: text)"
+    field_help = "JSON field or column with the text; a.b if nested (default: text)"
     add("--field", default="text", metavar="NAME", help=field_help)
     add_tokenizer_flags(parser)
     add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
@@ -341,4 +353,10 @@ def exit_on_signal(number: int, frame) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, exit_on_signal)
-    sys.exit(main(sys.argv[1:]))
+    try:
+        status = main(sys.argv[1:])
+    except SystemExit as ended:
+        status = ended.code or 0
+    with suppress(OSError):  # the reader of a pipe is gone
+        sys.stdout.flush()
+    os._exit(status)  # at once: sys.exit would wait for threads that still encode

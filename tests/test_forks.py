@@ -22,6 +22,15 @@ def test_each_fork_applies_and_has_a_page():
         assert f"git apply examples/{patch.name}" in page
 
 
+def test_two_forks_of_the_model_apply_together(tmp_path):
+    for name in ("config.py", "model.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    patches = [ROOT / "examples" / f"{name}.patch" for name in ("z-loss", "sliding-window")]
+    subprocess.run(["git", "apply", *patches], cwd=tmp_path, check=True)
+    code = (tmp_path / "model.py").read_text()
+    assert "z_loss: float" in code and "window: int" in code
+
+
 # ---- each fork on two ranks, in a copy of the repository
 
 

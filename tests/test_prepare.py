@@ -1,6 +1,7 @@
 """Text -> token folders: nothing lost, nothing overwritten, the same split on every machine."""
 
 import base64
+import contextlib
 import gzip
 import importlib.util
 import io
@@ -107,11 +108,32 @@ def test_what_was_read_and_skipped_is_said(tmp_path, capsys):
     os.mkfifo(text / "pipe")
     prepare.prepare([str(text)], tmp_path / "tokens", val_fraction=0.5)
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "read 3 files: 4 documents, 14 bytes of text"
+    assert said[0] == "read 4 files: 5 documents, 18 bytes of text"
     assert said[1] == (
-        "skipped 2 binary files, 1 blank document, 1 empty file, 1 linked folder, 1 special file "
-        "(110 bytes)"
+        "skipped 1 binary file, 1 blank document, 1 empty file, 1 linked folder, 1 special file "
+        "(100 bytes)"
     )
+    assert said[2] == f"1 file read twice or more: {text}/a"  # by its link
+
+
+def test_what_is_read_twice_and_binary_files_as_bytes_are_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text").mkdir()
+    Path("text/a").write_text("one")
+    Path("text/b").write_text("two")
+    Path("image").write_bytes(b"\x89PNG\0")
+    prepare.prepare(["text/a", "text", "./text/a", "image"], tmp_path / "tokens", val_fraction=0.5)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "read 5 files: 5 documents, 17 bytes of text"
+    assert said[1:3] == [
+        f"1 file read twice or more: {tmp_path}/text/a",
+        "1 binary file read as bytes",
+    ]
+
+
+def test_shares_have_one_form(tmp_path):
+    shares = {1e-9: "0.0000001%", 9.99e-6: "0.000999%", 0.05: "5%", 1: "100%", 0.12345: "12.3%"}
+    assert {share: prepare.percent(share) for share in shares} == shares
 
 
 def test_another_share_of_validation_than_asked_for_is_said(tmp_path, capsys):
@@ -161,7 +183,7 @@ def write_ugly_corpus(folder: Path) -> list[str]:
         "1 empty": b"",
         "1 nothing.gz": gzip.compress(b""),
         "2 latin-1": "the né à".encode("latin-1"),
-        "3 utf-16": "the é".encode("utf-16"),
+        "3 utf-16": "\0the é".encode("utf-16"),
         "4 two<|endoftext|>": b"one 12<|endoftext|>\r\n  two\n\n",
         "5 lines.jsonl": lines.encode(),
         "6 packed.jsonl.gz": gzip.compress(b'{"text": "packed the"}\n{"text": "cut'),
@@ -222,12 +244,39 @@ def test_tokens_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch, na
 
 
 def test_progress_has_a_rate_and_the_time_left_of_a_known_size():
-    corpus = Corpus(files=[Path("a")], size=400_000_000, position=100_000_000)
-    line = encode.describe_progress(corpus, size=300_000_000, seconds=30)
+    corpus = Corpus(files=[Path("a")], size=400_000_000, position=390_000_000)
+    done = encode.Piece("train", "", True, size=300_000_000, position=100_000_000)
+    line = encode.describe_progress(corpus, done, seconds=30)
     assert line == "tokenizing: 300.0 MB of text, 10.0 MB/s, 25%, 0:01:30 left"
     corpus.files.append(STDIN)
-    line = encode.describe_progress(corpus, size=300_000_000, seconds=30)
+    line = encode.describe_progress(corpus, done, seconds=30)
     assert line == "tokenizing: 300.0 MB of text, 10.0 MB/s"
+
+
+def test_progress_is_of_what_was_encoded_not_of_what_was_read(tmp_path, monkeypatch):
+    lines = []
+
+    @contextlib.contextmanager
+    def live(progress, plain_interval):
+        monkeypatch.setattr(
+            encode.Encoder, "__call__", lambda *_: lines.append(progress()) or EMPTY
+        )
+        yield
+        lines.append(progress())
+
+    monkeypatch.setattr(encode.console, "live", live)
+    monkeypatch.setattr(sources, "CHUNK", 10_000)
+    monkeypatch.setattr(encode, "BATCH", 10_000)
+    (tmp_path / "text").write_text("a word " * 100_000)
+    corpus = sources.find_files([str(tmp_path / "text")], takes_binary=False)
+    encoder = encode.Encoder(tokenizer.load_encoding("bytes"))
+    encode.tokenize(corpus, encoder, tmp_path, 0.1, num_threads=1)
+    assert "%" not in lines[0] and "100%" in lines[-1]
+    share = int(re.search(r"(\d+)%", lines[len(lines) // 2])[1])
+    assert 40 <= share <= 65
+
+
+EMPTY = {"train": b"", "val": b""}
 
 
 def test_show_prints_counts_lengths_and_documents(tmp_path, capsys):
@@ -247,6 +296,25 @@ def test_show_prints_counts_lengths_and_documents(tmp_path, capsys):
     assert len(shown) == 3
     for text in shown:
         assert re.fullmatch(r"\d+\ndocument\t\d+\\x1b!*\n", text)
+
+
+def test_show_needs_no_merges_to_count_documents_longer_than_a_block(tmp_path, monkeypatch, capsys):
+    """2^20 tokens."""
+
+    def offline() -> None:
+        raise tokenizer.TokenizerError("no network")
+
+    monkeypatch.setattr(tokenizer, "load_gpt2", offline)
+    n = (1 << 20) + 1000
+    ids = np.full(n, 7, "<u2")
+    ids[[99, (1 << 20) - 1, (1 << 20) + 500]] = 50256
+    for split in ("train", "val"):
+        ids.tofile(tmp_path / f"{split}.bin")
+    assert prepare.main(["show", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    said = "3 documents of 99 to 1,048,475 tokens each, 349,691.3 on average"
+    assert f"no network; here are ids\ntrain: {n:,} tokens, {said}\nval: {n:,} " in out
+    assert "--- train, from token 1,048,576\n7 7 7" in out
 
 
 def test_show_prints_ids_where_the_tokenizer_is_unknown(tmp_path, capsys):
@@ -328,6 +396,32 @@ def test_a_signal_ends_it_with_one_line_and_leaves_nothing(tmp_path, endless, nu
     assert endless.wait(10) == status
     assert endless.err == f"prepare.py: stopped; {tmp_path}/tokens was not created\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "source"]
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_encoding_of_a_document_that_cannot_be_cut(tmp_path, number, status):
+    """In the package tokenizers, which takes a minute for this one."""
+    pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
+    spec = {
+        "added_tokens": [
+            {"id": 0, "content": "</s>", "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        ]
+    }
+    vocab = {token: i for i, token in enumerate(["</s>", "a", "b", "ab", "abab"])}
+    spec["model"] = {"type": "BPE", "vocab": vocab, "merges": ["a b", "ab ab"], "unk_token": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "text").write_text("ab" * 20_000_000)
+    command = [ROOT / "prepare.py", "--source", tmp_path / "text", "--out", tmp_path / "tokens"]
+    command += ["--tokenizer", tmp_path / "tokenizer.json"]
+    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    job = Job(command, tmp_path / "job", **default)
+    job.wait_until(lambda: "no known place to cut text" in job.out, 60)
+    time.sleep(0.5)
+    os.kill(job.pid, number)
+    assert job.wait(2) == status
+    assert job.err == f"prepare.py: stopped; {tmp_path}/tokens was not created\n"
+    assert not (tmp_path / "tokens").exists() and not (tmp_path / ".tokens.unfinished").exists()
 
 
 @pytest.mark.tries("another process is writing")

@@ -1,9 +1,13 @@
 """Sources -> documents: every format gives the same ones, and nothing is lost without a word."""
 
+import bz2
 import contextlib
+import csv
 import gzip
+import io
 import itertools
 import json
+import lzma
 import os
 import random
 import sys
@@ -86,18 +90,46 @@ def standard_input(contents: bytes):
 # ---- formats
 
 
-@pytest.mark.parametrize("name, pack", [("a", bytes), ("a.GZ", gzip.compress), ("a.zst", zstd)])
-def test_a_text_file_is_a_document_compressed_or_not(tmp_path, name, pack):
-    (tmp_path / name).write_bytes(pack(DOCUMENTS[0].encode()))
+PACKED = {"": bytes, ".GZ": gzip.compress, ".zst": zstd, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("suffix", PACKED)
+def test_a_text_file_is_a_document_compressed_or_not(tmp_path, suffix, encoding):
+    (tmp_path / f"a{suffix}").write_bytes(PACKED[suffix](DOCUMENTS[0].encode(encoding)))
     assert documents(tmp_path) == [DOCUMENTS[0]]
 
 
-@pytest.mark.parametrize(
-    "name, pack", [("a.jsonl", bytes), ("a.JSONL.gz", gzip.compress), ("a.jsonl.zst", zstd)]
-)
-def test_a_json_line_is_a_document(tmp_path, name, pack):
-    (tmp_path / name).write_bytes(pack(b"\xef\xbb\xbf" + json_lines(DOCUMENTS, "body")))
-    assert documents(tmp_path, text_field="body") == DOCUMENTS
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.json", "array.json", "a.csv"])
+@pytest.mark.parametrize("suffix", PACKED)
+def test_a_json_object_or_csv_row_is_a_document(tmp_path, name, suffix, encoding):
+    text = json_lines(DOCUMENTS, "body").decode()
+    if name == "array.json":
+        text = f" [{','.join(text.splitlines())}]"
+    if name == "a.csv":
+        table = io.StringIO()
+        csv.writer(table).writerows([["id", "body"], *enumerate(DOCUMENTS)])
+        text = table.getvalue().replace("\0", "")  # would make a binary file
+    (tmp_path / f"{name}{suffix}").write_bytes(PACKED[suffix](text.encode(encoding)))
+    expected = [text.replace("\0", "") if name == "a.csv" else text for text in DOCUMENTS]
+    assert documents(tmp_path, text_field="body") == expected
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "array.json.xz"])
+def test_json_and_csv_without_the_field_are_refused_if_named_else_counted(tmp_path, name):
+    text = "body,b\nx,y\n" if name == "a.csv" else '{"body": "x"}'
+    text = f"[{text}]" if name.startswith("array") else text
+    pack = lzma.compress if name.endswith(".xz") else bytes
+    (tmp_path / name).write_bytes(pack(text.encode()))
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(
+        SourceError, match=f"{name} has no field text: give --field one of its own "
+    ):
+        documents(tmp_path / name)
+    corpus = find_files([str(tmp_path)], takes_binary=False)
+    assert join(corpus.read()) == ["text"]
+    assert corpus.describe_skipped() == "1 file (no field text)"
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "binary", "dictionary"])
@@ -135,18 +167,24 @@ def test_a_field_may_be_in_a_struct_of_a_parquet_row(tmp_path):
     corpus = find_files([str(tmp_path)], takes_binary=False, text_field="meta.text")
     assert join(corpus.read()) == ["one", "2"]
     assert corpus.describe_skipped() == "2 blank documents"
-    with pytest.raises(SourceError, match=r"has no field meta: .* its own \(meta.text\)"):
-        find_files([str(tmp_path)], takes_binary=False, text_field="meta")
+    rows = [{**row, "list": ["x"]} for row in NESTED]  # whose texts would not be of one row
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for field in ("meta", "list", "list.list.element"):
+        with pytest.raises(SourceError, match=rf"has no field {field}: .* its own \(meta.text\)"):
+            find_files([str(tmp_path)], takes_binary=False, text_field=field)
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+@pytest.mark.parametrize("pack", [gzip.compress, zstd, bz2.compress, lzma.compress])
 def test_compressed_streams_in_a_file_are_read_one_after_another(tmp_path, pack):
     (tmp_path / "a").write_bytes(pack(b"one ") + pack(b"") + pack(b"two"))
     assert documents(tmp_path) == ["one two"]
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd, lzma.compress])
 def test_standard_input_is_text_or_json_lines_by_its_beginning(pack):
+    corpus = find_files(["-"], takes_binary=False)
+    with standard_input(pack(b"")):
+        assert not list(corpus.read()) and corpus.describe_skipped() == "1 empty file"
     with standard_input(pack(b"one<|endoftext|>{two}")):
         assert documents("-") == ["one", "{two}"]
     with standard_input(pack(json_lines(DOCUMENTS))):
@@ -259,7 +297,7 @@ def test_what_is_in_compressed_files_counts(tmp_path):
     assert dict(corpus.skipped) == {"binary file": 1, "empty file": 1}
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+@pytest.mark.parametrize("pack", [gzip.compress, zstd, bz2.compress, lzma.compress])
 def test_a_damaged_compressed_file_is_an_error_and_not_a_short_one(tmp_path, pack):
     text = random.Random(0).randbytes(300_000).hex().encode()
     whole = pack(text)

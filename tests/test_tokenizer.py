@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import os
 import random
 import sys
 from pathlib import Path
@@ -115,6 +116,10 @@ def test_without_a_tokenizer_text_is_token_ids():
     assert "".join(tokenizer.decode(None, tokenizer.encode(None, "3 4"))) == "3 4 "
     with pytest.raises(tokenizer.TokenizerError, match="write the prompt as token ids"):
         tokenizer.encode(None, "three")
+
+
+def test_a_prompt_keeps_bytes_that_are_not_utf_8():
+    assert tokenizer.encode("bytes", os.fsdecode(b"n\xe9 \xc3\xa9")) == [*b"n\xe9 \xc3\xa9"]
 
 
 def test_a_character_of_several_tokens_comes_with_its_last():
@@ -275,6 +280,9 @@ PREPEND = [
 ]
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
 NFKC = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]}
+BY_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
+BY_SPACES |= {"invert": False}
+BERT = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": True, "lowercase": True}
 # Normalizer and pre-tokenizer
 KINDS = {
     "gpt2": (None, BYTE_LEVEL),
@@ -286,7 +294,13 @@ KINDS = {
     "look behind": (None, split_by(r"(?<=[a-z ] ) +|\s+$|\S+ ?")),
     "llama 2": ({"type": "Sequence", "normalizers": PREPEND}, None),
     "mistral": (None, METASPACE),
+    "gemma": (PREPEND[1], BY_SPACES),
+    "t5": (NFKC, sequence({"type": "WhitespaceSplit"}, METASPACE | {"split": True})),
+    "unigram": (None, METASPACE | {"prepend_scheme": "always"}),
+    "bert": ({"type": "BertNormalizer", **BERT}, {"type": "BertPreTokenizer"}),
 }
+MODELS = {kind: ("Unigram", "UnigramTrainer") for kind in ("t5", "unigram")}
+MODELS["bert"] = ("WordPiece", "WordPieceTrainer")
 SPACES = [
     {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
     {"type": "ByteFallback"},
@@ -298,27 +312,38 @@ SPACES = [
 def make_json(tokenizers, kind: str, path: Path, more: str = "") -> str:
     """A tokenizer.json of a kind, which the package trains on data.py and `more`."""
     normalizer, pre_tokenizer = KINDS[kind]
-    has_bytes = kind in ("llama 2", "mistral")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    has_bytes = kind in ("llama 2", "mistral", "gemma")
+    models, trainers = tokenizers.models, tokenizers.trainers
+    model, trainer = MODELS.get(kind, ("BPE", "BpeTrainer"))
+    made = tokenizers.Tokenizer(getattr(models, model)())
     special, alphabet = ["</s>", "<s>"], tokenizers.pre_tokenizers.ByteLevel.alphabet()
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
-    if has_bytes:
+    options = {"vocab_size": 900, "show_progress": False}
+    if has_bytes or model != "BPE":
         special += ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
         alphabet = []
         made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=900, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    if model == "WordPiece":
+        made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    if model == "Unigram":
+        options["unk_token"] = "<unk>"
+    trainer = getattr(trainers, trainer)(
+        special_tokens=special, initial_alphabet=alphabet, **options
     )
     made.train_from_iterator([Path(data.__file__).read_text(), more], trainer)
     if kind == "olmo 1":
         made.add_tokens(["  ", "    "])
     spec = json.loads(made.to_str())
-    if has_bytes:
-        spec["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
-        spec["added_tokens"] = spec["added_tokens"][:3]
     spec |= {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": BYTE_LEVEL}
     if has_bytes:
+        spec["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
         spec["decoder"] = {"type": "Sequence", "decoders": SPACES}
+    if "<unk>" in special:
+        spec["added_tokens"] = spec["added_tokens"][:3]
+    if model != "BPE":
+        spec["decoder"] = {"type": "Fuse"}
+    if model == "WordPiece":
+        spec["model"]["unk_token"] = "<unk>"
     made = tokenizers.Tokenizer.from_str(json.dumps(spec))
     made.enable_truncation(5)  # as files of embedding models have it
     made.enable_padding(length=5)
@@ -347,6 +372,8 @@ def mixed_text(rng: random.Random, size: int) -> str:
 def check_package(tokenizers, kind: str, folder: Path, documents: list[str]) -> None:
     """Prepare documents; the ids and their text are those of the package for whole documents."""
     name = make_json(tokenizers, kind, folder / "a.json")
+    if kind in MODELS:  # which have names of special tokens as words
+        documents = [text.replace("</s>", "").replace("<unk>", "") for text in documents]
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     prepare.prepare([str(source)], folder / "tokens", name, 0.3)
@@ -405,17 +432,26 @@ def test_names_of_special_tokens_that_the_model_merges_are_text(tokenizers, tmp_
     assert "".join(tokenizer.decode(name, ids[n:], ids[:n])) == text[1:]  # with its first space
 
 
-def test_documents_of_known_tokenizers_are_encoded_in_chunks(tokenizers, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_are_encoded_in_chunks_where_no_token_changes(
+    tokenizers, tmp_path, monkeypatch, capsys, kind
+):
     monkeypatch.setattr(sources, "CHUNK", 300)
-    (tmp_path / "text").write_text("a word " * 1000)
-    lengths = {}
-    for kind in ("gpt2", "llama 2"):
-        encoding = tokenizer.load_encoding(make_json(tokenizers, kind, tmp_path / "a.json"))
-        corpus = sources.find_files([str(tmp_path / "text")], takes_binary=False)
-        pieces = encode.Splitter(corpus, 0.5).pieces()
-        lengths[kind] = [len(piece.text) for piece in encode.join(pieces, encoding.keeps_words)]
-    assert lengths["llama 2"] == [7000]
-    assert sum(lengths["gpt2"]) == 7000 and max(lengths["gpt2"]) < 600
+    (tmp_path / "text").write_text("a word\na " * 1000)
+    encoding = tokenizer.load_encoding(make_json(tokenizers, kind, tmp_path / "a.json"))
+    corpus = sources.find_files([str(tmp_path / "text")], takes_binary=False)
+    pieces = list(encode.join(encode.Splitter(corpus, 0.5).pieces(), encoding))
+    lengths = [len(piece.text) for piece in pieces]
+    said = capsys.readouterr().out
+    if kind in ("look behind", "unigram"):
+        assert lengths == [9000]
+        assert said.startswith(f"{tmp_path}/a.json has no known place to cut text: long documents")
+        assert said.count("\n") == 1
+    else:
+        assert max(lengths) < 600 and said == ""
+        left_out = len(pieces) - 1 if kind == "llama 2" else 0
+        assert sum(lengths) == 9000 - left_out
+    assert [piece.size for piece in pieces][-1] == pieces[-1].position == 9000
 
 
 def test_bits_per_byte_are_those_of_the_original_text(tokenizers, tmp_path):

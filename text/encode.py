@@ -13,10 +13,12 @@ import numpy as np
 import tiktoken
 
 from runtime import console
+from text import tokenizer
 from text.sources import STDIN, Corpus
 from text.tokenizer import JsonEncoding
 
 BATCH = 1 << 18  # characters that a thread encodes at a time
+LONG = 16  # chunks of a document that cannot be cut, after which this is said
 
 
 def choose_split(beginning: bytes, val_fraction: float) -> str:
@@ -32,6 +34,8 @@ class Piece(NamedTuple):
     split: str
     text: str
     ends_document: bool
+    size: int  # bytes of text up to its end, of all documents
+    position: int  # bytes of the files up to there
 
 
 class Splitter:
@@ -58,7 +62,7 @@ class Splitter:
                 self.documents[split] += 1
             self.size += len(raw)
             self.val_size += len(raw) if split == "val" else 0
-            yield Piece(split, *chunk)
+            yield Piece(split, *chunk, self.size, self.corpus.position)
             if chunk.ends_document:
                 split = None
 
@@ -75,36 +79,36 @@ class Encoder:
     def to_bytes(self, ids) -> bytes:
         return np.asarray(ids, self.dtype).tobytes()
 
-    def ids(self, text: str) -> np.ndarray | list[int]:
-        if isinstance(self.encoding, JsonEncoding):
-            return self.encoding.encode_ordinary(text)
-        if self.encoding.name == "bytes":  # tiktoken would lose bytes that are not UTF-8
-            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
-        # encode_ordinary without a Python list, whose creation would block other threads
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
-
     def __call__(self, pieces: list[Piece]) -> dict[str, bytes]:
         """Return the next bytes of each split's token file."""
         tokens = {"train": bytearray(), "val": bytearray()}
         for piece in pieces:
-            tokens[piece.split] += self.to_bytes(self.ids(piece.text))
+            tokens[piece.split] += self.to_bytes(tokenizer.token_ids(self.encoding, piece.text))
             if piece.ends_document:
                 tokens[piece.split] += self.end
         return tokens
 
 
-def join(pieces: Iterable[Piece], keeps_words: bool) -> Iterator[Piece]:
-    """Join the pieces of each document that cannot be encoded one by one."""
+def join(pieces: Iterable[Piece], encoding: JsonEncoding) -> Iterator[Piece]:
+    """Cut documents only where their tokens stay those of the whole document."""
     texts: list[str] = []
+    is_told = False
     for piece in pieces:
-        after_word = texts and texts[-1][-1:].isalnum() and piece.text[:1] in (" ", "\n")
-        if keeps_words and after_word:
-            yield Piece(piece.split, "".join(texts), ends_document=False)
-            texts = []
-        texts.append(piece.text)
         if piece.ends_document:
-            yield Piece(piece.split, "".join(texts), ends_document=True)
+            yield piece._replace(text="".join([*texts, piece.text]))
             texts = []
+            continue
+        beginning, rest = encoding.cut(piece.text)
+        if beginning:
+            yield piece._replace(text="".join([*texts, beginning]))
+            texts = []
+        texts.append(rest)
+        if len(texts) > LONG and not is_told:
+            is_told = True
+            print(
+                f"{encoding.path} has no known place to cut text: long documents are encoded "
+                "whole, with 90 to 150 bytes of memory per character and no progress meanwhile"
+            )
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -118,22 +122,27 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             yield batch
             batch = []
             size = 0
-    yield batch
+    if batch:
+        yield batch
 
 
 def map_in_order(function: Callable, items: Iterable, num_threads: int) -> Iterator:
     """Call `function` on each item in threads; yield the results in order.
 
-    Takes few items ahead, so that memory stays flat.
+    Takes few items ahead, so that memory stays flat. After an exception, such as a signal's, does
+    not wait for calls that have begun.
     """
     ahead = deque()
-    with ThreadPoolExecutor(num_threads) as pool:
+    pool = ThreadPoolExecutor(num_threads)
+    try:
         for item in items:
             ahead.append(pool.submit(function, item))
             if len(ahead) > 2 * num_threads:
                 yield ahead.popleft().result()
         for future in ahead:
             yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def tokenize(
@@ -147,28 +156,34 @@ def tokenize(
     splitter = Splitter(corpus, val_fraction)
     pieces = splitter.pieces()
     if isinstance(encoder.encoding, JsonEncoding):
-        pieces = join(pieces, encoder.encoding.keeps_words)
+        pieces = join(pieces, encoder.encoding)
     began = time.monotonic()
+    last = None  # piece that was encoded
 
     def progress() -> str:
-        return describe_progress(corpus, splitter.size, time.monotonic() - began)
+        return describe_progress(corpus, last, time.monotonic() - began)
+
+    def encode(batch: list[Piece]) -> tuple[dict[str, bytes], Piece]:
+        return encoder(batch), batch[-1]
 
     with (
         open(folder / "train.bin", "wb") as train,
         open(folder / "val.bin", "wb") as val,
         console.live(progress, plain_interval=2),
     ):
-        for tokens in map_in_order(encoder, batches(pieces), num_threads):
+        for tokens, piece in map_in_order(encode, batches(pieces), num_threads):
             train.write(tokens["train"])
             val.write(tokens["val"])
+            last = piece
     return splitter
 
 
-def describe_progress(corpus: Corpus, size: int, seconds: float) -> str:
-    """Such as "tokenizing: 52.4 MB of text, 13.1 MB/s, 25%, 0:00:12 left"."""
-    line = f"tokenizing: {size / 1e6:,.1f} MB of text, {size / 1e6 / seconds:,.1f} MB/s"
-    if STDIN in corpus.files or not corpus.position:
+def describe_progress(corpus: Corpus, last: Piece | None, seconds: float) -> str:
+    """Such as "tokenizing: 52.4 MB of text, 13.1 MB/s, 25%, 0:00:12 left"; `last` is done."""
+    size = last.size / 1e6 if last else 0
+    line = f"tokenizing: {size:,.1f} MB of text, {size / seconds:,.1f} MB/s"
+    if STDIN in corpus.files or not last or not last.position:
         return line
-    share = min(1, corpus.position / corpus.size)
+    share = min(1, last.position / corpus.size)
     left = timedelta(seconds=round(seconds / share - seconds))
     return f"{line}, {share:.0%}, {left} left"

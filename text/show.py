@@ -18,22 +18,31 @@ def show(path: Path) -> None:
     folder = open_folder(path)
     name = folder.tokenizer_name or "unknown"
     print(f"{path}: tokenizer {name}, vocabulary {folder.vocab_size:,}, {folder.dtype.name}")
-    encoding = tokenizer.load_encoding(folder.tokenizer) if folder.tokenizer else None
+    encoding = end = None
+    try:
+        if folder.tokenizer:
+            encoding = tokenizer.load_encoding(folder.tokenizer)
+            end = encoding.eot_token
+    except tokenizer.TokenizerError as error:
+        if folder.tokenizer != "gpt2":
+            raise
+        print(f"{error}; here are ids")
+        end = tokenizer.GPT2_END
     for split in ("train", "val"):
         ids = folder.tokens(split)
-        print(f"{split}: {plural(len(ids), 'token')}{describe_documents(ids, encoding)}")
-    for start in document_starts(folder.tokens("train"), encoding):
+        print(f"{split}: {plural(len(ids), 'token')}{describe_documents(ids, end)}")
+    for start in document_starts(folder.tokens("train"), end):
         ids = folder.tokens("train")[start : start + SHOWN]
         print(f"\n--- train, from token {start:,}\n{printable(ids, encoding)}")
 
 
-def describe_documents(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> str:
-    """Count the documents that end-of-text ends, block by block; a rest after it is ignored."""
-    if encoding is None:
+def describe_documents(ids: np.ndarray, end: int | None) -> str:
+    """Count the documents that the token `end` ends, block by block; a rest after it is ignored."""
+    if end is None:
         return ""
     ends = [[-1]]
     for start in range(0, len(ids), 1 << 20):
-        ends.append(start + np.flatnonzero(ids[start : start + (1 << 20)] == encoding.eot_token))
+        ends.append(start + np.flatnonzero(ids[start : start + (1 << 20)] == end))
     lengths = np.diff(np.concatenate(ends)) - 1
     if not len(lengths):
         return " of one document"
@@ -41,12 +50,12 @@ def describe_documents(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> s
     return f", {plural(len(lengths), 'document')} of {spread}"
 
 
-def document_starts(ids: np.ndarray, encoding: tiktoken.Encoding | None) -> list[int]:
+def document_starts(ids: np.ndarray, end: int | None) -> list[int]:
     """Find the first document at or after 0, 1/3 and 2/3 of the tokens."""
     starts = {0}
     for position in (len(ids) // 3, 2 * len(ids) // 3):
         window = ids[position : position + (1 << 20)]
-        ends = np.flatnonzero(window == encoding.eot_token) if encoding else []
+        ends = [] if end is None else np.flatnonzero(window == end)
         start = position + int(ends[0]) + 1 if len(ends) else position
         if start < len(ids):
             starts.add(start)

@@ -1,20 +1,25 @@
-"""Sources -> documents: text, JSON lines and parquet, compressed or not, in sorted order.
+"""Sources -> documents: text, JSON, CSV and parquet, compressed or not, in sorted order.
 
 Skipped and replaced text is counted; what cannot be read is an error.
 """
 
+import bz2
+import codecs
+import csv
 import glob
 import gzip
 import importlib
 import io
 import json
+import lzma
 import os
 import re
 import stat
+import sys
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +59,9 @@ def unreadable(path: str | Path, error: Exception) -> SourceError:
     )
 
 
+DAMAGE = (zlib.error, lzma.LZMAError, csv.Error)  # pyarrow's errors are ValueErrors
+
+
 @contextmanager
 def source_errors(path: Path) -> Iterator[None]:
     """Turn all that can be wrong with a file, damage included, into a SourceError."""
@@ -61,7 +69,7 @@ def source_errors(path: Path) -> Iterator[None]:
         yield
     except SourceError:
         raise
-    except (EOFError, OSError, ValueError, zlib.error) as error:  # ArrowInvalid is a ValueError
+    except (EOFError, OSError, ValueError, RecursionError, *DAMAGE) as error:
         raise unreadable(path, error) from None
 
 
@@ -77,14 +85,15 @@ def refused(path: Path, kind: str) -> SourceError:
     return SourceError(f"--source {path} {REFUSED[kind]}")
 
 
-def no_field(path: Path, text_field: str, fields: list[str]) -> SourceError:
-    return SourceError(
-        f"--source {path} has no field {text_field}: give --field one of its own "
-        f"({', '.join(fields)}), or a.b for the b in an object a"
-    )
+class NoField(SourceError):
+    def __init__(self, path: Path, text_field: str, fields: Iterable[str]):
+        super().__init__(
+            f"--source {path} has no field {text_field}: give --field one of its own "
+            f"({', '.join(map(str, fields))}), or a.b for the b in an object a"
+        )
 
 
-def optional(module: str, path: Path) -> ModuleType:
+def optional(module: str, path: str | Path) -> ModuleType:
     """Import a module that only one format needs. Raises SourceError."""
     try:
         return importlib.import_module(module)
@@ -145,6 +154,8 @@ class Corpus:
     size: int = 0  # bytes of `files` without standard input
     skipped: Counter[str] = field(default_factory=Counter)
     skipped_size: int = 0  # bytes
+    repeated: list[str] = field(default_factory=list)  # files that are read more than once
+    binary: int = 0  # files read as bytes
     first_broken: str = ""  # "FILE, line N: REASON"
     replaced: int = 0  # bytes that are not UTF-8
     first_replaced: Path | None = None
@@ -164,11 +175,17 @@ class Corpus:
 
     def add(self, path: Path, is_named: bool = False) -> None:
         """Add a file, or count it as skipped if it is not text. Raises SourceError."""
-        kind = classify(path, self, is_named)
-        if is_named and kind in REFUSED:
+        try:
+            kind = classify(path, self.text_field)
+        except NoField:
+            if is_named or not re.search(r"\.(json|csv)(\.\w+)?$", path.name, re.I):
+                raise
+            kind = f"file (no field {self.text_field})"
+        takes = kind == "binary file" and is_named and self.takes_binary
+        if is_named and kind in REFUSED and not takes:
             raise refused(path, kind)
         size = path.stat().st_size
-        if kind in ("text", *ROWS):
+        if takes or kind in ("text", *ROWS):
             self.files.append(path)
             self.size += size
         else:
@@ -212,17 +229,18 @@ def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = 
                 corpus.add(path)
         else:
             corpus.add(Path(source), is_named=True)
+    times = Counter(map(os.path.realpath, corpus.files))
+    corpus.repeated = [path for path, count in times.items() if count > 1]
     if not corpus.files:
         found = corpus.describe_skipped() or "no files"
         raise SourceError(f"--source {' '.join(sources or ())} holds no text ({found})")
     return corpus
 
 
-def classify(path: Path, corpus: Corpus, is_named: bool) -> str:
+def classify(path: Path, text_field: str) -> str:
     """Return the format of a file, or what else is at `path`.
 
-    A binary file counts as text if it is named and the corpus takes binary files. Raises
-    SourceError, also if the rows lack the text field.
+    Raises SourceError, also if the rows lack the text field.
     """
     with source_errors(path):
         mode = path.stat().st_mode
@@ -231,9 +249,9 @@ def classify(path: Path, corpus: Corpus, is_named: bool) -> str:
         if not stat.S_ISREG(mode):  # a pipe, a socket or a device
             return "special file"
         with open(path, "rb") as file:
-            kind, contents = detect(path, file, is_named and corpus.takes_binary)
+            kind, contents = detect(path, file)
             if kind in ROWS:  # does the first row have the field? Broken lines count later
-                next(ROWS[kind](Corpus(corpus.text_field), path, contents), None)
+                next(ROWS[kind](Corpus(text_field), path, contents), None)
             return kind
 
 
@@ -241,33 +259,55 @@ def classify(path: Path, corpus: Corpus, is_named: bool) -> str:
 # Bytes of a file, decompressed
 
 
-def detect(path: Path, file: BinaryIO, takes_binary: bool) -> tuple[str, BinaryIO]:
-    """Return what a file holds, and its decompressed contents as a file.
+def open_zstd(file: BinaryIO) -> BinaryIO:
+    # The zstandard package would not notice a file that ends too early.
+    return optional("pyarrow", file.name or STDIN).input_stream(file, compression="zstd")
 
-    That is a key of ROWS, "text", "empty file" or, unless those are taken as text, "binary file".
-    The first bytes tell gzip, zstd and parquet, whatever the name.
+
+# How compressed files begin, and what decompresses them
+COMPRESSED = {
+    rb"\x1f\x8b": gzip.open,
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,
+    rb"\xfd7zXZ\0": lzma.open,
+    rb"\x28\xb5\x2f\xfd": open_zstd,
+}
+# Suffix of a name, before that of a compressed file -> how its rows are read
+SUFFIXES = {".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON lines", ".csv": "CSV"}
+
+
+def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
+    """Return what a file holds, and its contents: decompressed and, except for parquet, as text.
+
+    That is a key of ROWS, "text", "empty file" or "binary file". The first bytes tell compressed
+    files, parquet and UTF-16, whatever the name.
     """
-    name = path.name.lower()
     # A BufferedReader, unlike a pipe, fills each read but the last, so a peek sees enough.
     contents = io.BufferedReader(file, BLOCK)
-    magic = contents.peek(4)
-    if magic.startswith(b"PAR1") or (magic and name.endswith(".parquet")):
+    magic = contents.peek(16)
+    if magic.startswith(b"PAR1") or (magic and path.name.lower().endswith(".parquet")):
         return "parquet", contents
-    if magic.startswith(b"\x1f\x8b"):
-        contents = io.BufferedReader(gzip.GzipFile(fileobj=contents), BLOCK)
-    elif magic.startswith(b"\x28\xb5\x2f\xfd"):
-        # The zstandard package would not notice a file that ends too early.
-        pyarrow = optional("pyarrow", path)
-        contents = io.BufferedReader(pyarrow.input_stream(contents, compression="zstd"), BLOCK)
+    for beginning, decompress in COMPRESSED.items():
+        if re.match(beginning, magic):
+            contents = io.BufferedReader(decompress(contents), BLOCK)
     beginning = contents.peek(PROBE)[:PROBE]
+    encoding = "utf-8-sig"  # drops a byte order mark
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "utf-16"
+    start = beginning.decode(encoding, "replace")
+    kind = "text"
     if not beginning:
-        return "empty file", contents
-    if b"\0" in beginning and not takes_binary:
-        return "binary file", contents
-    is_json_lines = name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))
-    if path == STDIN:
-        is_json_lines = re.match(rb'\s*\{\s*"', beginning)
-    return "JSON lines" if is_json_lines else "text", contents
+        kind = "empty file"
+    elif "\0" in start:
+        kind, encoding = "binary file", "utf-8-sig"
+    elif path == STDIN:
+        kind = "JSON lines" if re.match(r'\s*\{\s*"', start) else "text"
+    else:
+        name = re.sub(r"\.(gz|bz2|xz|zst)$", "", path.name.lower())
+        kind = SUFFIXES.get(Path(name).suffix, "text")
+        if name.endswith(".json") and start.lstrip().startswith("["):
+            kind = "JSON array"
+    # Bytes that are not UTF-8 are read as surrogates.
+    return kind, io.TextIOWrapper(contents, encoding, errors="surrogateescape", newline="")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -281,15 +321,18 @@ class Chunk(NamedTuple):
 
 def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
     """Yield the documents of a file, in chunks. Raises SourceError."""
-    kind, contents = detect(path, file, corpus.takes_binary)
-    if kind in REFUSED:  # standard input, or a file that has changed
-        raise refused(path, kind)
+    kind, contents = detect(path, file)
     if kind in ROWS:
         yield from cut_rows(corpus, path, ROWS[kind](corpus, path, contents))
         return
-    # Bytes that are not UTF-8 are read as surrogates.
-    file = io.TextIOWrapper(contents, encoding="utf-8", errors="surrogateescape", newline="")
-    for text, ends_document in cut(file, SEPARATOR):
+    if kind == "binary file":  # standard input, a file that has changed, or taken
+        if not corpus.takes_binary:
+            raise refused(path, kind)
+        corpus.binary += 1
+    if kind == "empty file":
+        corpus.skipped[kind] += 1
+        return
+    for text, ends_document in cut(contents, SEPARATOR):
         if not corpus.takes_binary:
             text = corpus.replace_surrogates(text, path)
         yield Chunk(text, ends_document)
@@ -327,22 +370,38 @@ def cut_rows(corpus: Corpus, path: Path, rows: Iterator[str]) -> Iterator[Chunk]
             yield from cut(io.StringIO(text, newline=""))
 
 
-def read_json_lines(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
-    """Yield the text of each line, "" for null; count broken lines. Raises SourceError."""
+def read_json_lines(corpus: Corpus, path: Path, file: TextIO) -> Iterator[str]:
+    return read_objects(corpus, path, map(parse_line, file))
+
+
+def parse_line(line: str) -> object:
+    """The value of a line, EMPTY for a blank one, None for a broken one."""
+    with suppress(ValueError, RecursionError):
+        return EMPTY if line.isspace() else json.loads(line)
+
+
+def read_json_array(corpus: Corpus, path: Path, file: TextIO) -> Iterator[str]:
+    return read_objects(corpus, path, json.load(file), "item")
+
+
+def read_csv(corpus: Corpus, path: Path, file: TextIO) -> Iterator[str]:
+    csv.field_size_limit(sys.maxsize)
+    return read_objects(corpus, path, csv.DictReader(file), "row")
+
+
+def read_objects(corpus: Corpus, path: Path, rows: Iterable, what: str = "line") -> Iterator[str]:
+    """Yield the text of each row, "" for null; count broken ones. Raises SourceError."""
     is_first = True  # no object was read yet
-    for number, line in enumerate(file, start=1):
-        if line.isspace():
+    for number, row in enumerate(rows, start=1):
+        if row is EMPTY:
             continue
-        place = f"{path}, line {number}"
-        row = None
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line.decode("utf-8", "surrogateescape").removeprefix("\ufeff"))
+        place = f"{path}, {what} {number}"
         if not isinstance(row, dict):
             corpus.skip_line(place, "not a JSON object")
             continue
         text = look_up(row, corpus.text_field)
         if text is MISSING and is_first:
-            raise no_field(path, corpus.text_field, list(row))
+            raise NoField(path, corpus.text_field, row)
         is_first = False
         if text is None or isinstance(text, str):
             yield text or ""
@@ -350,6 +409,7 @@ def read_json_lines(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]
             corpus.skip_line(place, f"no text in the field {corpus.text_field}")
 
 
+EMPTY = object()
 MISSING = object()  # the value of a missing field
 
 
@@ -372,12 +432,13 @@ def read_parquet(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
     if not file.seekable():
         raise SourceError("--source -: parquet cannot be read from a pipe: name a file")
     parquet = optional("pyarrow.parquet", path)
-    column = corpus.text_field
+    name = corpus.text_field
     table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BLOCK)
-    columns = [table.schema.column(i).path for i in range(len(table.schema))]
-    if column not in columns:
-        raise no_field(path, column, columns)
-    batches = table.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False)
+    columns = [table.schema.column(i) for i in range(len(table.schema))]
+    columns = [column.path for column in columns if not column.max_repetition_level]  # no lists
+    if name not in columns:
+        raise NoField(path, name, columns)
+    batches = table.iter_batches(PARQUET_ROWS, columns=[name], use_threads=False)
     for batch in batches:
         texts = batch.column(0)
         while hasattr(texts, "field"):  # a struct, read with this one field
@@ -386,11 +447,16 @@ def read_parquet(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
             texts = texts.dictionary_decode()
         kind = str(texts.type)
         if kind not in ("string", "large_string", "binary", "large_binary"):
-            raise SourceError(f"--source {path}: the column {column} holds {kind}, not text")
+            raise SourceError(f"--source {path}: the column {name} holds {kind}, not text")
         # As bytes: a string that is not UTF-8 would raise.
         for text in texts.cast("large_binary").to_pylist():
             yield (text or b"").decode("utf-8", "surrogateescape")
 
 
 # Formats with one document per row: how to read their texts
-ROWS = {"JSON lines": read_json_lines, "parquet": read_parquet}
+ROWS = {
+    "JSON lines": read_json_lines,
+    "JSON array": read_json_array,
+    "CSV": read_csv,
+    "parquet": read_parquet,
+}
