@@ -18,6 +18,7 @@ import prepare
 import sample
 from model import ModelConfig
 from text import tokenizer
+from runtime.cli import UsageError
 from tools import hf
 
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -392,6 +393,19 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_left_out(safetensors, tr
 
 
 @pytest.mark.tries("needs safetensors")
+def test_what_a_config_json_leaves_out_is_as_in_transformers(tmp_path):
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 8}
+    sizes |= {"intermediate_size": 8, "max_position_embeddings": 16, "num_key_value_heads": None}
+    hf.write_json(tmp_path / "config.json", {"model_type": "llama"} | sizes)
+    config = hf.from_hf(tmp_path)
+    assert (config.norm_eps, config.rope_theta, config.n_kv_head) == (1e-6, 10_000, 4)
+    assert not config.tied and config.rope_scaling is None
+    old = {"rope_scaling": {"type": "linear", "factor": 2.0}}  # until 2024
+    hf.write_json(tmp_path / "config.json", {"model_type": "llama"} | sizes | old)
+    with pytest.raises(UsageError, match="the model needs rope_type 'linear'"):
+        hf.from_hf(tmp_path)
+
+
 def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "safetensors", None)  # an import raises ImportError
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
