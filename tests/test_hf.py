@@ -17,8 +17,8 @@ import checkpoint
 import prepare
 import sample
 from model import ModelConfig
-from text import tokenizer
 from runtime.cli import UsageError
+from text import tokenizer
 from tools import hf
 
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -291,10 +291,11 @@ def test_a_tokenizer_gives_the_same_tokens_as_tokenizer_json(name, tmp_path):
 
 def test_merges_are_what_lower_ranks_leave_of_a_token(tmp_path):
     words = [bytes([i]) for i in range(256)] + [b"he", b"th", b"the", b"abc"]
+    words += [b"aa", b"aaa"]
     encoding = tokenizer.load_encoding(write_ranks(tmp_path / "gpt2.tiktoken", words))
     model = hf.tokenizer_json(encoding)["model"]
-    # "he" comes before "th", so "the" is t + he; nothing merges into "abc"
-    assert model["merges"] == ["h e", "t h", "t he"]
+    # "he" comes before "th", so "the" is t + he; nothing merges into "abc"; of equals the first
+    assert model["merges"] == ["h e", "t h", "t he", "a a", "aa a"]
     assert model["vocab"]["abc"] == 259 and model["vocab"]["Ġ"] == ord(" ")
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiktoken
@@ -116,6 +117,12 @@ def test_without_a_tokenizer_text_is_token_ids():
     assert "".join(tokenizer.decode(None, tokenizer.encode(None, "3 4"))) == "3 4 "
     with pytest.raises(tokenizer.TokenizerError, match="write the prompt as token ids"):
         tokenizer.encode(None, "three")
+
+
+def test_65_536_ids_fit_into_two_bytes_and_one_more_does_not():
+    for n, dtype in ((65_536, "<u2"), (65_537, "<u4")):
+        encoding = SimpleNamespace(n_vocab=n, eot_token=n - 1, encode_ordinary=list)
+        assert encode.Encoder(encoding).dtype == dtype
 
 
 def test_a_prompt_keeps_bytes_that_are_not_utf_8():
@@ -458,7 +465,7 @@ def test_bits_per_byte_are_those_of_the_original_text(tokenizers, tmp_path):
     """NFKC makes one byte of the three of a wide letter."""
     (tmp_path / "text").write_text("<|endoftext|>".join(c * 100 for c in "ＡＢＣＤＥＦ"))
     for kind in ("lower case", "llama 2", "gpt2"):
-        name = make_json(tokenizers, kind, tmp_path / "a.json")
+        name = make_json(tokenizers, kind, tmp_path / f"{kind}.json")
         out = tmp_path / kind
         prepare.prepare([str(tmp_path / "text")], out, name, 0.5)
         folder = data.open_folder(out)
@@ -467,6 +474,12 @@ def test_bits_per_byte_are_those_of_the_original_text(tokenizers, tmp_path):
         assert len(folder.tokens("train"))
         n_bytes = 300 * ids.tolist().count(tokenizer.load_encoding(name).eot_token)
         assert float(line.split()[0]) == pytest.approx(len(ids) / n_bytes, abs=1e-6)
+    (tmp_path / "text").write_text("Ａ" * 100)  # of which validation gets the tail
+    prepare.prepare(
+        [str(tmp_path / "text")], tmp_path / "one", str(tmp_path / "lower case.json"), 0.5
+    )
+    meta = json.loads((tmp_path / "one" / "meta.json").read_text())
+    assert meta["val_bytes"] == 300 * meta["val_tokens"] // 101
 
 
 def test_a_document_ends_with_the_first_end_of_text_of_its_tokenizer(tmp_path):
