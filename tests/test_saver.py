@@ -105,8 +105,8 @@ class Unpicklable(Exception):
         raise TypeError("cannot be pickled")
 
 
-# What fails on rank 1: the writing of its shards by DCP, and what follows it
-PLACES = [(torch.distributed.checkpoint.FileSystemWriter, "write_data"), (checkpoint, "checksum")]
+# What fails on rank 1: the first thing that it does, and the writing of its file
+PLACES = [(checkpoint.zlib, "crc32"), (checkpoint, "write_safetensors")]
 
 
 def save_with_errors(run: Path, async_save: bool) -> list[str | None]:
@@ -150,11 +150,11 @@ def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async
     answers = pool(2, save_with_errors, run, async_save)
     for before, in_the_way, *lost, succeeded in answers:
         assert before is None
-        assert in_the_way.startswith(f"cannot write {run}/checkpoints/step-00000001: [Errn")
+        assert in_the_way.startswith(f"cannot write {run}/checkpoints/step-00000001: rank 0: [Errn")
         assert len(lost) == 6 + 2 * async_save
         for failure in lost:
             assert failure.startswith(f"cannot write {run}/checkpoints/step-00000002: ")
-            assert "lost" in failure and ("rank 1: " in failure or "SystemExit" in failure)
+            assert "rank 1: lost" in failure
         assert succeeded is None
 
 
@@ -203,7 +203,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     assert "NOT SAVED: cannot write" in said
     assert "step 5/5" in said
     assert error.count("\n") == 1
-    assert f"the disk is full, or its quota: 0.0 MB free at {out}" in error
+    assert f"No space left on device (0.0 MB are free at {out})" in error
     saved = checkpoint.list_checkpoints(out)
     assert saved
     assert all(checkpoint.verify(path) is None for path in saved)
@@ -213,17 +213,3 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     assert f"continuing from {saved[-1]}" in said
     assert len(checkpoint.list_checkpoints(out)) == 5
     assert not list((out / "checkpoints").glob(".*"))
-
-
-def save_too_much(folder: Path) -> str | None:
-    torch.distributed.init_process_group("gloo")
-    saver = checkpoint.Saver(folder, False, 0, 0, timedelta(seconds=20))
-    saver.save({"weight": torch.ones(1_000_000)}, {"step": 1})
-    return saver.failure
-
-
-def test_an_unclear_error_of_torch_is_said_to_be_a_full_disk(pool, small_disk):
-    (failure,) = pool(1, save_too_much, small_disk)
-    assert failure.startswith(f"cannot write {small_disk}/checkpoints/step-00000001: the disk is")
-    assert "unexpected pos" in failure  # of torch.save, which is all that it says
-    assert "\n" not in failure
