@@ -33,10 +33,10 @@ import weakref
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -100,11 +100,9 @@ def checkpoints_at(path: Path) -> list[Path]:
 
     Raises PathError if there are none.
     """
-    if (path / "manifest.json").is_file():
-        return [path]
     found = list_checkpoints(path)
-    if path.is_dir() and step_of(path) is not None and not found:
-        return [path]  # a checkpoint without its manifest
+    if (path / "manifest.json").is_file() or (path.is_dir() and step_of(path) and not found):
+        return [path]  # even if its manifest is missing
     if not found:
         problem = f"{path} holds no checkpoint" if path.is_dir() else f"there is no folder {path}"
         raise PathError(f"{problem}: name a run folder such as runs/tiny, or a checkpoint in one")
@@ -118,29 +116,22 @@ def read_manifest(path: Path) -> dict:
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        saved_format = manifest.get("format", 1)
-        numbers = [manifest["step"], manifest.get("tokens", 0)]
-        for name, file in manifest["files"].items():
-            if Path(name).name != name:
-                raise ValueError(f"it names the file {name}, outside the checkpoint")
-            numbers.append(file["bytes"])
-        if len(numbers) == 2:
-            raise ValueError("it names no file")
-        for number in numbers:
+        files = manifest["files"]
+        sizes = [file["bytes"] for file in files.values()]
+        for number in (manifest["step"], manifest.get("tokens", 0), *sizes):
             if not isinstance(number, int) or number < 0:
                 raise ValueError(f"{number!r} must be an integer of at least 0")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not complete: its manifest.json is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if not files or any(Path(name).name != name for name in files):
+            raise ValueError("it names no file, or a file outside the checkpoint")
+        version = manifest.get("format", 1)
+    except Exception as error:
+        problem = "missing" if isinstance(error, FileNotFoundError) else f"damaged: {error!r}"
         raise CheckpointError(
-            f"{path} is not a complete checkpoint: its manifest.json is damaged: {error!r}"
+            f"{path} is not a complete checkpoint: its manifest.json is {problem}"
         ) from None
-    if saved_format != FORMAT:
-        version = "version 0.2.0" if saved_format == 1 else "the version that wrote it"
-        raise PathError(
-            f"{path} has format {saved_format}, and this code reads {FORMAT}: use {version} of "
-            "nanoshard"
-        )
+    if version != FORMAT:
+        wrote = "version 0.2.0 of nanoshard" if version == 1 else "the version that wrote it"
+        raise PathError(f"{path} has format {version}, and this code reads {FORMAT}: use {wrote}")
     if step_of(path) not in (None, manifest["step"]):
         raise CheckpointError(
             f"{path} holds step {manifest['step']}, says its manifest.json: rename the folder back"
@@ -243,8 +234,7 @@ def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}{key}", value
 
 
-@dataclass(frozen=True)
-class Chunk:
+class LocalPart(NamedTuple):
     """This rank's part of a tensor: `local` begins at the indices `start` of the whole."""
 
     local: Tensor
@@ -252,13 +242,13 @@ class Chunk:
     full_shape: tuple[int, ...]
 
 
-def local_chunk(tensor: Tensor) -> Chunk:
+def local_part(tensor: Tensor) -> LocalPart:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return Chunk(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+        return LocalPart(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
     # Not public. It also knows rows that are split twice, over tp and then over dp_shard.
     (chunk,) = tensor.__create_chunk_list__()
-    return Chunk(tensor.to_local(), tuple(chunk.offsets), tuple(tensor.shape))
+    return LocalPart(tensor.to_local(), tuple(chunk.offsets), tuple(tensor.shape))
 
 
 def load_state(path: Path, state: dict) -> None:
@@ -280,13 +270,13 @@ def load_state(path: Path, state: dict) -> None:
     reader = Reader(path)
     copies = []
     for name, tensor in flatten(state):
-        chunk = local_chunk(tensor)
-        if name not in reader.tensors or reader.empty(name).shape != chunk.full_shape:
+        part = local_part(tensor)
+        if name not in reader.tensors or reader.empty(name).shape != part.full_shape:
             raise CheckpointError(
-                f"cannot read {path}: it has no tensor {name} of shape {chunk.full_shape}"
+                f"cannot read {path}: it has no tensor {name} of shape {part.full_shape}"
             )
-        for place, saved in reader.overlaps(name, chunk.start, chunk.local.shape):
-            copies.append((chunk.local[place], saved))
+        for place, saved in reader.overlaps(name, part.start, part.local.shape):
+            copies.append((part.local[place], saved))
     for target, saved in copies:
         target.copy_(saved)
 
@@ -311,35 +301,16 @@ class Reader:
         with reading(path / "index.json"), open_regular(path / "index.json") as file:
             index = json.load(file)
             self.files: list[str] = index["files"]
-            self.tensors: dict[str, dict] = index["tensors"]
+            self.tensors: dict[str, dict] = dict(index["tensors"].items())
             for name in self.files:
                 if Path(name).name != name or not name.endswith(".safetensors"):
                     raise ValueError(f"it points to {name}")
-            if not isinstance(self.tensors, dict):
-                raise ValueError("its tensors have no names")
 
     def empty(self, name: str) -> Tensor:
         """A saved tensor's shape and dtype, as a meta tensor."""
         with reading(self.path / "index.json"):
             entry = self.tensors[name]
             return torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
-
-    def grid(self, name: str) -> tuple[list[list[int]], np.ndarray]:
-        """The edges of a tensor's chunks in each dimension, and the file of each chunk."""
-        entry = self.tensors[name]
-        dims = zip(entry["cuts"], entry["shape"], strict=True)
-        edges = [np.array([*cut, size]) for cut, size in dims]
-        files = np.array(entry["grid"]).reshape([len(edge) - 1 for edge in edges])
-        if any(array.dtype.kind != "i" for array in (*edges, files)):
-            raise ValueError(f"the chunks of {name} are not given as numbers")
-        for edge in edges:
-            if edge[0] != 0 or (np.diff(edge) < min(edge[-1], 1)).any():
-                raise ValueError(f"the chunks of {name} do not cover it")
-        if not 0 <= files.min() <= files.max() < len(self.files):
-            raise ValueError(f"the chunks of {name} are in unknown files")
-        if len(np.unique(files)) != files.size:  # so no tensor is larger than all files
-            raise ValueError(f"two chunks of {name} are in the same file")
-        return [edge.tolist() for edge in edges], files
 
     def overlaps(
         self, name: str, start: Iterable[int], shape: Iterable[int]
@@ -348,8 +319,7 @@ class Reader:
 
         The part begins at the indices `start` of the whole tensor.
         """
-        with reading(self.path / "index.json"):
-            edges, files = self.grid(name)
+        edges, grid = self.grid(name)
         dims = []  # for each dimension, the chunks that overlap the part
         for edge, begin, size in zip(edges, start, shape):
             found = []
@@ -360,8 +330,24 @@ class Reader:
             dims.append(found)
         for position in itertools.product(*dims):
             indices, sizes, in_part, in_chunk = zip(*position) if position else [()] * 4
-            chunk = self.chunk(name, self.files[files[indices]], sizes)
-            yield in_part, chunk[in_chunk]
+            yield in_part, self.chunk(name, self.files[grid[indices]], sizes)[in_chunk]
+
+    def grid(self, name: str) -> tuple[list[list[int]], np.ndarray]:
+        """The edges of a tensor's chunks in each dimension, and the number of each chunk's file."""
+        shape = self.empty(name).shape
+        with reading(self.path / "index.json"):
+            cuts = zip(self.tensors[name]["cuts"], shape, strict=True)
+            edges = [np.array([*cut, size]) for cut, size in cuts]
+            grid = np.array(self.tensors[name]["grid"]).reshape([len(edge) - 1 for edge in edges])
+            is_cover = all(array.dtype.kind == "i" for array in (*edges, grid))
+            for edge in edges:  # ascending from 0 to the size
+                is_cover = is_cover and edge[0] == 0 and (np.diff(edge) >= min(edge[-1], 1)).all()
+            # Each file has one chunk at most, so that no tensor is larger than all files.
+            if not is_cover or len(np.unique(grid)) < grid.size or grid.min() < 0:
+                raise ValueError(f"the chunks of {name} do not make up the whole")
+            if grid.max() >= len(self.files):
+                raise ValueError(f"it has no file {grid.max()}")
+        return [edge.tolist() for edge in edges], grid
 
     def chunk(self, name: str, file: str, shape: tuple[int, ...]) -> Tensor:
         """The chunk of a tensor in one file, mapped into memory."""
@@ -369,10 +355,9 @@ class Reader:
             self.mapped[file] = map_safetensors(self.path / file)
         chunk = self.mapped[file].get(name)
         dtype = self.empty(name).dtype
-        if chunk is None or chunk.shape != shape or chunk.dtype != dtype:
-            raise CheckpointError(
-                f"cannot read {self.path / file}: it has no {name} of shape {shape}, {dtype}"
-            )
+        if chunk is None or (chunk.shape, chunk.dtype) != (shape, dtype):
+            where = f"cannot read {self.path / file}"
+            raise CheckpointError(f"{where}: it has no {name} of shape {shape}, {dtype}")
         return chunk
 
     def read(self, name: str) -> Tensor:
@@ -454,10 +439,6 @@ def write_index(folder: Path, files: list[str], tensors: dict[str, dict]) -> dic
     return write_file(folder / "index.json", [text.encode()])
 
 
-def index_entry(dtype: torch.dtype, shape: Iterable[int], cuts: list, grid: list[int]) -> dict:
-    return {"dtype": DTYPE_NAMES[dtype], "shape": [*shape], "cuts": cuts, "grid": grid}
-
-
 def write_safetensors(
     path: Path,
     layout: dict[str, Tensor],
@@ -520,37 +501,48 @@ def why_not_written(error: BaseException, folder: Path) -> str:
 # Saving
 
 
-def local_chunks(state: dict) -> dict[str, Chunk]:
-    """This rank's chunks of the tensors in nested dicts. Raises CheckpointError."""
-    chunks = {}
+def local_parts(state: dict) -> dict[str, LocalPart]:
+    """This rank's parts of the tensors in nested dicts. Raises CheckpointError."""
+    parts = {}
     for name, value in flatten(state):
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{name} is of {type(value)}: only tensors can be saved")
         if value.dtype not in DTYPE_NAMES or value.layout != torch.strided:
             kind = f"{value.dtype}, {value.layout}"
             raise CheckpointError(f"{name} is a tensor of {kind}, which safetensors cannot hold")
-        chunks[name] = local_chunk(value)
-    return chunks
+        parts[name] = local_part(value)
+    return parts
 
 
-def choose_writers(chunks: dict[str, Chunk], bounds: np.ndarray) -> tuple[dict, np.ndarray]:
+def bounds_of(parts: dict[str, LocalPart]) -> Tensor:
+    """Where parts begin and end in the whole tensors: (tensors, 2, dims)."""
+    dims = max(len(part.start) for part in parts.values())
+    rows = []
+    for part in parts.values():
+        end = [begin + size for begin, size in zip(part.start, part.local.shape)]
+        missing = dims - len(end)  # a missing dimension reaches from 0 to 1
+        rows.append([[*part.start, *[0] * missing], [*end, *[1] * missing]])
+    return torch.tensor(rows, dtype=torch.int64).view(len(rows), 2, dims)
+
+
+def choose_writers(parts: dict[str, LocalPart], bounds: np.ndarray) -> tuple[dict, np.ndarray]:
     """Choose who writes each chunk: of the ranks that hold it, the one with the least to write.
 
-    `bounds` (ranks, tensors, 2, dims) has where the chunks of all ranks begin and end. Returns the
+    `bounds` (ranks, tensors, 2, dims) has where the parts of all ranks begin and end. Returns the
     tensors of index.json, and which tensors' chunks each rank writes (ranks, tensors). All ranks
     come to the same result. The loop is over tensors only: Llama-3 70B has 1.1 million chunks on
     512 ranks.
     """
-    tensors = dict.fromkeys(chunks)
+    tensors = dict.fromkeys(parts)
     writes = np.zeros(bounds.shape[:2], dtype=bool)
     load = np.zeros(len(bounds))  # bytes to write, of each rank
-    numbered = sorted(enumerate(chunks.items()), key=lambda item: -math.prod(item[1][1].full_shape))
-    for number, (name, chunk) in numbered:  # the largest first
-        shape = chunk.full_shape
+    numbered = sorted(enumerate(parts.items()), key=lambda item: -math.prod(item[1][1].full_shape))
+    for number, (name, part) in numbered:  # the largest first
+        shape = part.full_shape
         begin, end = bounds[:, number, 0], bounds[:, number, 1]  # (ranks, dims)
         holders = np.flatnonzero((begin < end).all(1) | (0 in shape))
         cuts = []
-        position = np.zeros(len(holders), dtype=int)  # of each holder's chunk in the grid
+        position = np.zeros(len(holders), dtype=int)  # of each holder's part in the grid
         is_cover = True
         for dim, size in enumerate(shape):
             cut, i = np.unique(begin[holders, dim], return_inverse=True)
@@ -562,9 +554,10 @@ def choose_writers(chunks: dict[str, Chunk], bounds: np.ndarray) -> tuple[dict, 
         writers = holders[order[first]]
         if not is_cover or len(writers) != math.prod(map(len, cuts)):
             raise CheckpointError(f"the ranks' parts do not make up the whole of {name}")
-        load[writers] += chunk.local.itemsize * math.prod(shape) / len(writers)
+        load[writers] += part.local.itemsize * math.prod(shape) / len(writers)
         writes[writers, number] = True
-        tensors[name] = index_entry(chunk.local.dtype, shape, cuts, writers.tolist())
+        dtype, grid = DTYPE_NAMES[part.local.dtype], writers.tolist()
+        tensors[name] = {"dtype": dtype, "shape": [*shape], "cuts": cuts, "grid": grid}
     return tensors, writes
 
 
@@ -631,18 +624,18 @@ class Saver:
         }
         self.wait()  # before the copy, which replaces that of the previous save
         try:
-            chunks = local_chunks(state)
+            parts = local_parts(state)
             if self.async_save:
-                chunks = self.copy_to_host(chunks)
+                parts = self.copy_to_host(parts)
         except Exception as error:
-            chunks = error  # `finish` tells all ranks
+            parts = error  # `finish` tells all ranks
         if self.async_save:
             row["blocking_seconds"] = time.perf_counter() - began
-            arguments = (chunks, manifest, row, began)
+            arguments = (parts, manifest, row, began)
             self.thread = threading.Thread(target=self.finish, args=arguments, daemon=True)
             self.thread.start()
         else:
-            self.finish(chunks, manifest, row, began)
+            self.finish(parts, manifest, row, began)
 
     def refuse(self, step: int, reason: str) -> None:
         """Report the save of `step` as failed without trying: earlier checkpoints are better."""
@@ -667,28 +660,28 @@ class Saver:
         del self.rows[: len(rows)]  # not all: the saving thread may have appended meanwhile
         return rows
 
-    def copy_to_host(self, chunks: dict[str, Chunk]) -> dict[str, Chunk]:
+    def copy_to_host(self, parts: dict[str, LocalPart]) -> dict[str, LocalPart]:
         """Copy to one block of host memory; allocating it, the slowest part, is done only once."""
-        size = sum(chunk.local.nbytes for chunk in chunks.values())
+        size = sum(part.local.nbytes for part in parts.values())
         if size != self.host_copy.nbytes:
-            self.host_copy = None  # free it first
-            is_cuda = any(chunk.local.is_cuda for chunk in chunks.values())
+            self.host_copy = torch.empty(0)  # frees the old one first
+            is_cuda = any(part.local.is_cuda for part in parts.values())
             self.host_copy = pinned(size) if is_cuda else torch.empty(size, dtype=torch.uint8)
         copies = {}
         end = 0
         # By falling element size, each copy is aligned.
-        for name, chunk in sorted(chunks.items(), key=lambda item: -item[1].local.itemsize):
-            begin, end = end, end + chunk.local.nbytes
-            copy = self.host_copy[begin:end].view(chunk.local.dtype).view(chunk.local.shape)
-            copies[name] = replace(chunk, local=copy.copy_(chunk.local))
+        for name, part in sorted(parts.items(), key=lambda item: -item[1].local.itemsize):
+            begin, end = end, end + part.local.nbytes
+            copy = self.host_copy[begin:end].view(part.local.dtype).view(part.local.shape)
+            copies[name] = part._replace(local=copy.copy_(part.local))
         return copies
 
     def finish(
-        self, chunks: dict[str, Chunk] | Exception, manifest: dict, row: dict, began: float
+        self, parts: dict[str, LocalPart] | Exception, manifest: dict, row: dict, began: float
     ) -> None:
         """Write the checkpoint and append its log row. Runs in the saving thread if async_save."""
         try:
-            row |= self.write(chunks, manifest, Path(row["path"]))
+            row |= self.write(parts, manifest, Path(row["path"]))
             self.failure = None
         except BaseException as error:  # of any kind: a lost save must not pass as success
             if not (self.async_save or isinstance(error, Exception)):
@@ -704,26 +697,24 @@ class Saver:
         if not self.failure:
             self.replace_seconds = min(self.size * row["seconds"], row["bytes"] / 100e6)
 
-    def write(self, chunks: dict[str, Chunk] | Exception, manifest: dict, final: Path) -> dict:
+    def write(self, parts: dict[str, LocalPart] | Exception, manifest: dict, final: Path) -> dict:
         """Write the checkpoint `final`; return what its log row says of it."""
         work = final.with_name(f".{final.name}.tmp")
         files = {}
 
         def begin() -> str:
-            if isinstance(chunks, Exception):
-                raise chunks
+            if isinstance(parts, Exception):
+                raise parts
             if self.rank == 0:
                 self.remove_leftovers()
                 work.mkdir(parents=True)
                 for name, contents in self.extra_files.items():
                     files[name] = write_file(work / name, [contents])
-            tensors = [
-                (name, chunk.full_shape, chunk.local.dtype) for name, chunk in chunks.items()
-            ]
+            tensors = [(name, part.full_shape, part.local.dtype) for name, part in parts.items()]
             return f"{zlib.crc32(repr(tensors).encode()):08x}"
 
-        def write_chunks() -> tuple[dict, tuple[int, int, int]]:
-            layout = {name: chunks[name].local for name in mine}
+        def write_parts() -> tuple[dict, tuple[int, int, int]]:
+            layout = {name: parts[name].local for name in mine}
             return write_safetensors(work / names[self.rank], layout), self.host_memory()
 
         def end() -> int:
@@ -738,9 +729,9 @@ class Saver:
 
         if len({*self.on_all_ranks(begin)}) > 1:
             raise CheckpointError("ranks differ in the names, shapes or dtypes of tensors")
-        tensors, mine = self.share_out(chunks)
+        tensors, mine = self.share_out(parts)
         names = [f"rank-{rank:05d}.safetensors" for rank in range(self.size)]
-        written, memory = zip(*self.on_all_ranks(write_chunks))
+        written, memory = zip(*self.on_all_ranks(write_parts))
         files |= dict(zip(names, written))
         return {
             "bytes": self.on_all_ranks(end)[0],
@@ -764,20 +755,14 @@ class Saver:
                 raise CheckpointError(problem)
         return [result for result, _ in answers]
 
-    def share_out(self, chunks: dict[str, Chunk]) -> tuple[dict, list[str]]:
+    def share_out(self, parts: dict[str, LocalPart]) -> tuple[dict, list[str]]:
         """Return the tensors of index.json, and the names of those that this rank writes."""
-        dims = max(len(chunk.start) for chunk in chunks.values())
-        bounds = torch.ones(len(chunks), 2, dims, dtype=torch.int64)
-        bounds[:, 0] = 0  # a missing dimension reaches from 0 to 1
-        for row, chunk in zip(bounds, chunks.values()):
-            begin = torch.tensor(chunk.start, dtype=torch.int64)
-            row[0, : len(begin)] = begin
-            row[1, : len(begin)] = begin + torch.tensor(chunk.local.shape, dtype=torch.int64)
+        bounds = bounds_of(parts)
         gathered = bounds[None].repeat(self.size, 1, 1, 1)
         if self.group:
             dist.all_gather(list(gathered), bounds, group=self.group)
-        tensors, writes = choose_writers(chunks, gathered.numpy())
-        return tensors, [name for name, is_mine in zip(chunks, writes[self.rank]) if is_mine]
+        tensors, writes = choose_writers(parts, gathered.numpy())
+        return tensors, [name for name, is_mine in zip(parts, writes[self.rank]) if is_mine]
 
     def remove_leftovers(self) -> None:
         """Remove what killed or failed saves of this run have left."""

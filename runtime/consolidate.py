@@ -58,10 +58,9 @@ def write_full(
 
     `layout` has meta tensors, and read(name) returns the values of one.
     """
-    tensors = {}
-    for name, tensor in layout.items():
-        cuts = [[0]] * tensor.dim()
-        tensors[name] = checkpoint.index_entry(tensor.dtype, tensor.shape, cuts, [0])
+    parts = checkpoint.local_parts(layout)
+    one_rank = checkpoint.bounds_of(parts)[None].numpy()
+    tensors, _ = checkpoint.choose_writers(parts, one_rank)
     full = checkpoint.write_safetensors(folder / FULL, layout, read, report)
     return {FULL: full, "index.json": checkpoint.write_index(folder, [FULL], tensors)}
 
@@ -99,6 +98,7 @@ def replace_shards(path: Path, report: Callable[[float], None]) -> bool:
                     break
                 time.sleep(1)
             consolidate(path, path, report)
+        shutil.rmtree(path.with_name(f".{path.name}.tmp"), ignore_errors=True)
         for file in path.iterdir():
             if is_shard(file.name):
                 file.unlink()

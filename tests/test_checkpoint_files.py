@@ -90,8 +90,8 @@ def write_two_files(path: Path) -> None:
     path.mkdir()
     first = {"a": WHOLE[:4], "b": torch.arange(3)}
     files = [f"rank-0000{rank}.safetensors" for rank in range(2)]
-    a = checkpoint.index_entry(torch.float32, (6, 4), [[0, 4], [0]], [0, 1])
-    b = checkpoint.index_entry(torch.int64, (3,), [[0]], [0])
+    a = {"dtype": "F32", "shape": [6, 4], "cuts": [[0, 4], [0]], "grid": [0, 1]}
+    b = {"dtype": "I64", "shape": [3], "cuts": [[0]], "grid": [0]}
     entries = {
         files[0]: checkpoint.write_safetensors(path / files[0], first),
         files[1]: checkpoint.write_safetensors(path / files[1], {"a": WHOLE[4:]}),

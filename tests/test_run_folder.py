@@ -149,7 +149,7 @@ def test_an_evaluation_computes_in_the_dtype_of_its_checkpoint(tmp_path):
     assert run_folder.to_evaluate(Config(out=str(tmp_path))).dtype == "bfloat16"
     assert run_folder.to_evaluate(Config(out=str(tmp_path), dtype="float32")).dtype == "float32"
     saved = json.loads((path / "manifest.json").read_text())
-    imported = {name: saved[name] for name in ("step", "files", "model")}  # by tools.hf
+    imported = {name: saved[name] for name in ("format", "step", "files", "model")}
     (path / "manifest.json").write_text(json.dumps(imported))
     assert run_folder.to_evaluate(Config(out=str(tmp_path))).dtype == "auto"
 
