@@ -775,8 +775,12 @@ class Saver:
             return
         # Listed from disk, not from memory, so that a continued run counts its predecessor's.
         # Checkpoints later than `latest` did not verify and do not count.
-        found = [path for path in list_checkpoints(self.run) if step_of(path) <= step_of(latest)]
-        saved = [path for path in found if path not in self.protected]
+        saved = []
+        for path in list_checkpoints(self.run):
+            if step_of(path) <= step_of(latest) and path not in self.protected:
+                with contextlib.suppress(CheckpointError, PathError):  # damaged: kept, not counted
+                    read_manifest(path)
+                    saved.append(path)
         for path in saved[: -self.keep_last]:
             if self.keep_every and step_of(path) % self.keep_every == 0:
                 continue
