@@ -279,6 +279,7 @@ def load_state(path: Path, state: dict) -> None:
             copies.append((part.local[place], saved))
     for target, saved in copies:
         target.copy_(saved)
+        reader.release(saved.nbytes)
 
 
 @contextlib.contextmanager
@@ -297,7 +298,8 @@ class Reader:
 
     def __init__(self, path: Path):
         self.path = path
-        self.mapped: dict[str, dict[str, Tensor]] = {}  # file -> its chunks
+        self.mapped: dict[str, tuple[dict[str, Tensor], mmap.mmap]] = {}  # file -> its chunks
+        self.used = 0  # bytes read since the last release
         with reading(path / "index.json"), open_regular(path / "index.json") as file:
             index = json.load(file)
             self.files: list[str] = index["files"]
@@ -353,16 +355,25 @@ class Reader:
         """The chunk of a tensor in one file, mapped into memory."""
         if file not in self.mapped:
             self.mapped[file] = map_safetensors(self.path / file)
-        chunk = self.mapped[file].get(name)
+        chunk = self.mapped[file][0].get(name)
         dtype = self.empty(name).dtype
         if chunk is None or (chunk.shape, chunk.dtype) != (shape, dtype):
             where = f"cannot read {self.path / file}"
             raise CheckpointError(f"{where}: it has no {name} of shape {shape}, {dtype}")
         return chunk
 
+    def release(self, used: int) -> None:
+        """Count `used` bytes as copied; now and then, take mapped pages out of this process."""
+        self.used += used
+        if self.used > 64e6:
+            self.used = 0
+            for _, buffer in self.mapped.values():
+                buffer.madvise(mmap.MADV_DONTNEED)
+
     def read(self, name: str) -> Tensor:
         """A whole tensor; mapped, if it is one chunk."""
         whole = self.empty(name)
+        self.release(whole.nbytes)
         pieces = list(self.overlaps(name, (0,) * whole.dim(), whole.shape))
         if len(pieces) == 1:
             return pieces[0][1]
@@ -372,8 +383,8 @@ class Reader:
         return whole
 
 
-def map_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, mapped into memory. Raises CheckpointError for damage.
+def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
+    """The tensors of a safetensors file, and its mapping. Raises CheckpointError for damage.
 
     Their bytes must follow one another without a gap, as the format demands. So none lies outside
     the file, and all have as many bytes as the file.
@@ -403,7 +414,7 @@ def map_safetensors(path: Path) -> dict[str, Tensor]:
                 tensors[name] = torch.frombuffer(buffer, dtype=dtype, **place).view(shape)
         if start + data_end != size:
             raise ValueError(f"its tensors end at byte {start + data_end:,} of {size:,}")
-    return tensors
+    return tensors, buffer
 
 
 # --------------------------------------------------------------------------------------------------

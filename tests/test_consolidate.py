@@ -25,6 +25,7 @@ import checkpoint
 import train
 from model import ModelConfig, build_model
 from runtime import consolidate
+from runtime.memory import host_memory
 from tools import checkpoint as commands
 
 FULL_FILES = ["full.safetensors", "index.json", "manifest.json"]
@@ -269,6 +270,23 @@ def test_one_file_is_written_with_one_tensor_in_memory(tmp_path):
     assert max(at_once) == 1
     loaded = tensors(tmp_path)
     assert [loaded[str(number)][2, 3].item() for number in range(20)] == list(range(20))
+
+
+def test_loading_and_converting_take_little_memory(tmp_path):
+    """Pages of mapped files are let go after 64 MB; a tensor has 8 MB."""
+    state = {str(number): torch.ones(1024, 2048) for number in range(24)}
+    saver = checkpoint.Saver(tmp_path, False, 0, 0, timedelta(seconds=20))
+    saver.save(state, {"step": 1})
+    path = last_checkpoint(tmp_path)
+    tasks = [
+        lambda: checkpoint.load_state(path, state),
+        lambda: consolidate.consolidate(path, tmp_path / "one", lambda share: None),
+    ]
+    for task in tasks:
+        Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak
+        before = host_memory().resident
+        task()
+        assert host_memory().peak - before < 90e6
 
 
 def save_once(folder: Path) -> float:

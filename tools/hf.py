@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import mmap
 import os
 import shutil
 import sys
@@ -200,8 +201,11 @@ def import_model(source: Path, out: Path) -> None:
     except ValueError as error:
         raise UsageError(f"{source}: {error}") from None
     found = {}  # mapped into memory
+    buffers = []
     for file in files:
-        found |= checkpoint.map_safetensors(file)
+        tensors, buffer = checkpoint.map_safetensors(file)
+        found |= tensors
+        buffers.append(buffer)
     if config.tied and has_own_head(found):
         print(f"{source} has its own head, which is not tied to the embedding")
         config = dataclasses.replace(config, tied=False)
@@ -209,7 +213,7 @@ def import_model(source: Path, out: Path) -> None:
     check_weights(source, found, shapes)
     size = float32_bytes(shapes)
     with consolidate.new_folder(out, size) as work:
-        entries = copy_weights(found, shapes, work)
+        entries = copy_weights(found, buffers, shapes, work)
         encoding = import_tokenizer(source, work, config.vocab_size)
         for copied in work.glob("tokenizer.json"):
             entries[copied.name] = checkpoint.write_file(copied, [copied.read_bytes()])  # and sync
@@ -227,11 +231,18 @@ def import_model(source: Path, out: Path) -> None:
         print(f"{out} has no tokenizer: sample.py takes and prints token ids")
 
 
-def copy_weights(found: dict[str, torch.Tensor], shapes: dict[str, torch.Size], work: Path) -> dict:
+def copy_weights(
+    found: dict[str, torch.Tensor],
+    buffers: list[mmap.mmap],
+    shapes: dict[str, torch.Size],
+    work: Path,
+) -> dict:
     """Write the files of a full checkpoint, one tensor at a time; return their entries."""
     layout = {f"model.{name}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
     def read(name: str) -> torch.Tensor:
+        for buffer in buffers:  # the pages of the tensor before
+            buffer.madvise(mmap.MADV_DONTNEED)
         return found[hf_name(name.removeprefix("model."))].float()
 
     with console.live(console.Progress("importing")) as progress:
