@@ -184,9 +184,10 @@ def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
 #                   mesh; its .grad, distributed like it; and optimizer.slots[slot][name]
 #
 # A slot with the shape of its parameter is distributed like it; any other is whole on every rank.
-# Slots begin as zeros. Checkpoints, statistics and the memory estimate know them only through
-# slots(). A skipped update must leave weights and slots unchanged, as `optimizer.write` does, and
-# the host must not read `skip`.
+# Slots begin as zeros; those of shape () are views of one tensor, as which a checkpoint holds them.
+# Checkpoints, statistics and the memory estimate know slots only through slots(). A skipped update
+# must leave weights and slots unchanged, as `optimizer.write` does, and the host must not read
+# `skip`.
 
 
 class AdamW:
@@ -414,6 +415,12 @@ class Optimizer:
                     self.measured[slot] = slots
                 else:
                     slots[name] = torch.zeros(shape, device=device)
+        self.numbers: dict[str, Tensor] = {}  # slot -> (parameters that have it,)
+        for slot, slots in self.slots.items():
+            if slot not in self.measured and not any(t.dim() for t in slots.values()):
+                # A checkpoint holds them as one tensor, not as thousands of single numbers.
+                self.numbers[slot] = torch.stack(list(slots.values()))
+                slots.update(zip(slots, self.numbers[slot]))  # views
 
     @torch.no_grad()
     def step(self, step: int, loss: Tensor, measure: bool = False) -> dict[str, Tensor]:
@@ -552,4 +559,5 @@ class Optimizer:
             "norm_average": self.norm_average,
             "window": self.spike_history,
             **self.slots,
+            **self.numbers,  # in place of their views
         }

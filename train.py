@@ -7,6 +7,7 @@ torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import itertools
@@ -40,6 +41,7 @@ from config import BUILTIN, Config, lr_schedule, parse, profile_window
 from layout import Layout, choose_layout, empty_model, lay_out
 from model import NotFinite, Transformer, generate
 from runtime import agreement, cli, console, memory, profiling, report, run_folder, slurm, watchdog
+from runtime.consolidate import FULL, replace_shards
 from text import tokenizer
 
 # --------------------------------------------------------------------------------------------------
@@ -196,7 +198,14 @@ def open_run_folder(run: Run) -> None:
     run.should_stop = agreement.StopRequest(world.timeout)  # handles signals from here on
     extra_files = plan.token_folder.tokenizer_file
     run.saver = checkpoint.Saver(
-        out, c.async_save, c.keep_last, c.keep_every, world.timeout, extra_files, memory.host_memory
+        out,
+        c.async_save,
+        c.keep_last,
+        c.keep_every,
+        world.timeout,
+        extra_files,
+        memory.host_memory,
+        start_step=run.step,
     )
     run.log = build_log(run, first_start)
 
@@ -385,24 +394,21 @@ def log_saves(run: Run) -> None:
             run.watchdog.saved_step = row["step"]
 
 
-def consolidate_last(c: Config, step: int, dog: watchdog.Watchdog) -> None:
-    """With --checkpoint full, turn the last step's checkpoint into one file, on rank 0.
+def consolidate_last(c: Config, step: int | None) -> None:
+    """With --checkpoint full, turn the checkpoint of `step` into one file.
 
-    All ranks report progress with each tensor, so that no timeout ends a long conversion. Raises
-    CheckpointError and leaves the sharded checkpoint.
+    On rank 0, after the process group has ended: no other rank waits, and no timeout applies.
+    Raises CheckpointError and leaves the sharded checkpoint.
     """
-    if c.checkpoint != "full" or c.dry_run:
+    if c.checkpoint != "full" or c.dry_run or c.eval_only:
         return
     began = time.perf_counter()
     path = checkpoint.step_path(Path(c.out), step)
-    pieces = checkpoint.replace_shards(path)
-    is_new = False
-    while share := dist.on_rank0(lambda: next(pieces, None)):
-        dog.progress(step, "consolidating", slow=True, share=share)
-        is_new = True
-    if is_new and torch.distributed.get_rank() == 0:
+    with console.live(console.Progress("consolidating")) as progress:
+        is_new = replace_shards(path, functools.partial(setattr, progress, "share"))
+    if is_new:
         seconds = time.perf_counter() - began
-        print(f"consolidated {path} in full.pt in {seconds:.2f} s", flush=True)
+        print(f"consolidated {path} in {FULL} in {seconds:.2f} s", flush=True)
 
 
 def evaluate_and_save(run: Run, step: int, due: Due, stop: bool) -> None:
@@ -592,16 +598,19 @@ def run_command(config: Config) -> int:
     world = dist.start(config.device, collective_timeout)
     console.is_quiet = config.quiet or not world.is_rank0
     dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
-    # loss_parallel is for --tp, where each rank holds part of the logits.
-    with dog, loss_parallel(), no_garbage_collection():
-        if config.eval_only:  # only reads, so needs no lock
-            plan = make_plan(dist.on_rank0(lambda: run_folder.to_evaluate(config)), world)
-            print_evaluation(build(plan, world, dog))
-            status = 0
-        else:
-            with run_folder.locked(Path(config.out), config.timeout):
+    with contextlib.ExitStack() as lock:  # rank 0 keeps it until the checkpoint is one file
+        # loss_parallel is for --tp, where each rank holds part of the logits.
+        with dog, loss_parallel(), no_garbage_collection():
+            if config.eval_only:  # only reads, so needs no lock
+                plan = make_plan(dist.on_rank0(lambda: run_folder.to_evaluate(config)), world)
+                print_evaluation(build(plan, world, dog))
+                status = 0
+            else:
+                lock.enter_context(run_folder.locked(Path(config.out), config.timeout))
                 status = run_training(config, world, dog)
-    dist.stop()
+        dist.stop()
+        if world.is_rank0:
+            consolidate_last(config, dog.saved_step)
     return status
 
 
@@ -609,16 +618,15 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
     """Plan, build and train, unless the run is finished; return the exit status."""
     dist.on_rank0(lambda: metrics.check_tracker(config.tracker))
     plan = make_plan(config, world)
+    dog.saved_step = plan.resume.step or None
     if plan.resume.step >= config.max_steps:
         if world.is_rank0:
             print(
                 f"{config.out} is finished, step {plan.resume.step} of {config.max_steps}: "
                 "raise --max_steps, or choose another --out"
             )
-        consolidate_last(config, plan.resume.step, dog)
         return 0
     prepare_memory(plan, world)
-    dog.saved_step = plan.resume.step or None
     run = build(plan, world, dog)
     lines = [
         *report.describe_start(config, run.layout, world, run.model, run.train_data.parts),
@@ -632,7 +640,6 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
         return 0
     with console.live(lambda: report.describe_activity(run.step, dog.now, run.log)):
         status = train(run)
-        consolidate_last(config, run.step, dog)
     if run.step == config.max_steps:
         run.log.say(f"planned and measured: python -m tools.plan --run {config.out}")
     return status

@@ -487,8 +487,8 @@ def measure_checkpoints(outputs: list[str]) -> dict:
 
     files = {}
     for path in sorted(out.glob("checkpoints/step-*")):
-        shards = sorted(path.glob("*.distcp"))
-        sizes = {f"rank {shard.name[2]}": shard.stat().st_size / 1e6 for shard in shards}
+        shards = sorted(path.glob("rank-*.safetensors"))
+        sizes = {f"rank {int(shard.stem[5:])}": shard.stat().st_size / 1e6 for shard in shards}
         files[f"step {int(path.name[5:])}"] = {rank: round(size, 2) for rank, size in sizes.items()}
     resumed = int(re.search(r"continuing from \S*step-(\d+)", "".join(outputs))[1])
     before, after = curve("ch11-before", 1), curve("ch11-killed", resumed + 1)

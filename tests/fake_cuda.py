@@ -59,6 +59,22 @@ class Properties:
     total_memory = 80 << 30
 
 
+class Cudart:
+    """Of CUDA's runtime, what pins memory."""
+
+    registered: dict[int, int] = {}  # address -> bytes
+
+    @classmethod
+    def cudaHostRegister(cls, address: int, size: int, flags: int) -> int:
+        cls.registered[address] = size
+        return 0
+
+    @classmethod
+    def cudaHostUnregister(cls, address: int) -> int:
+        del cls.registered[address]
+        return 0
+
+
 class Generator(torch.Generator):
     def __new__(cls, device="cpu"):
         return super().__new__(cls, "cpu")  # on a GPU nothing is drawn
@@ -95,6 +111,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa
 def install() -> None:
     stand_ins = {
         "_lazy_init": lambda: None,
+        "cudart": lambda: Cudart,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: GPUS,
@@ -114,7 +131,6 @@ def install() -> None:
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
     torch.Generator = Generator
-    torch.load = without_fakes(torch.load)
     torch.nn.functional.scaled_dot_product_attention = flash_attention
     # DDP's timer for GPUs is code of a CUDA build.
     torch.distributed.Logger.set_runtime_stats_and_log = lambda logger: None
@@ -246,4 +262,6 @@ class Gpu(Recorder):
 
 def is_pinned(tensor: Tensor) -> bool:
     with unset_fake_temporarily():
-        return tensor.is_pinned()
+        blocks = Cudart.registered.items()
+        is_registered = any(0 <= tensor.data_ptr() - begin < size for begin, size in blocks)
+        return tensor.is_pinned() or is_registered

@@ -1,10 +1,7 @@
 """Run folders and checkpoints that cannot be continued, sampled, read or written."""
 
-import contextlib
-import io
 import json
 import os
-import pickle
 import shutil
 import zlib
 from pathlib import Path
@@ -14,6 +11,7 @@ from mistakes import Mistake
 from mistakes_data import RANKS
 
 import checkpoint
+from runtime import consolidate
 
 MISTAKES = {
     "train.py": [
@@ -53,7 +51,7 @@ MISTAKES = {
         Mistake(
             "--out {gone}", "gone saved step 2, according to its metrics.jsonl, but has no check", 1
         ),
-        Mistake("--out {newer}", "step-00000002 has format 2, and this code reads 1: use the"),
+        Mistake("--out {older}", "has format 1, and this code reads 2: use version 0.2.0 of nano"),
         Mistake("--out {unsaved}", "holds a run that saved no checkpoints and cannot be continued"),
         Mistake(
             "--init_from {root}", "--init_from on this host: {root} holds no checkpoint: name a"
@@ -69,7 +67,9 @@ MISTAKES = {
             "--eval_only --init_from {foreign}", "foreign holds no checkpoint: name a run folder"
         ),
         Mistake("--eval_only --resume {other} --d_ff 80", "has d_ff 64, and this run has 80: its"),
-        Mistake("--eval_only --init_from {damaged}", "{damaged}: __0_0.distcp is missing", 1),
+        Mistake(
+            "--eval_only --init_from {damaged}", "{damaged}: rank-00000.safetensors is missing", 1
+        ),
         Mistake(
             "--init_from {other}/checkpoints/step-00000002 --d_ff 80", "has d_ff 64, and this run"
         ),
@@ -126,7 +126,11 @@ MISTAKES = {
         Mistake(
             "--run {other_tokenizer}", "is another tokenizer: it has 258 tokens, the model's 257"
         ),
-        Mistake("--run {damaged}", "no checkpoint to use: {damaged}: __0_0.distcp is missing", 1),
+        Mistake(
+            "--run {damaged}",
+            "no checkpoint to use: {damaged}: rank-00000.safetensors is missing",
+            1,
+        ),
         Mistake(
             "--run {no_model}", "missing 7 required positional arguments: 'vocab_size', 'n_lay", 1
         ),
@@ -145,11 +149,25 @@ MISTAKES = {
         Mistake("list {root}/nowhere", "there is no folder"),
         Mistake("list {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
         Mistake("verify {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
-        Mistake("verify {damaged}", "{damaged}: __0_0.distcp is missing", 1),
-        Mistake("verify {truncated}", "__0_0.distcp has 1,000 bytes, not", 1),
-        Mistake("verify {newer}/checkpoints/step-00000002", "has format 2, and this code reads 1"),
+        Mistake("verify {damaged}", "{damaged}: rank-00000.safetensors is missing", 1),
+        Mistake("verify {truncated}", "rank-00000.safetensors has 1,000 bytes, not", 1),
         Mistake(
-            "verify {flipped}", "__0_0.distcp has changed since it was written: its checksum", 1
+            "verify {newer}", "has format 3, and this code reads 2: use the version that wrote"
+        ),
+        Mistake(
+            "verify {no_manifest}/step-00000001",
+            "1 is not complete: its manifest.json is missing",
+            1,
+        ),
+        Mistake(
+            "verify {renamed}/step-00000045",
+            "renamed/step-00000045 holds step 2, says its manifest.json",
+            1,
+        ),
+        Mistake(
+            "verify {flipped}",
+            "rank-00000.safetensors has changed since it was written: its checksum",
+            1,
         ),
         Mistake(
             "verify {torn_manifest}",
@@ -172,11 +190,13 @@ MISTAKES = {
             "consolidate {other}/checkpoints/step-00000002 {foreign}/config.json/new",
             "new cannot be created: ",
         ),
-        Mistake("consolidate {flipped} {root}/new", "{flipped}: __0_0.distcp has changed since", 1),
         Mistake(
-            "consolidate {hostile} {root}/new", "{hostile}/.metadata: builtins.print is not", 1
+            "consolidate {flipped} {root}/new",
+            "{flipped}: rank-00000.safetensors has changed since",
+            1,
         ),
-        Mistake("consolidate {no_names} {root}/new", "{no_names}/.metadata: AttributeError(", 1),
+        Mistake("consolidate {hostile} {root}/new", "{hostile}/index.json: it points to ../x", 1),
+        Mistake("consolidate {no_names} {root}/new", "{no_names}/index.json: its tensors have", 1),
     ],
 }
 
@@ -184,12 +204,12 @@ MISTAKES = {
 def write_folders(root: Path) -> None:
     write_checkpoints(root, root / "other/checkpoints/step-00000002")
     shutil.copytree(root / "other", root / "lost")
-    for file in root.glob("lost/checkpoints/*/__0_0.distcp"):
+    for file in root.glob("lost/checkpoints/*/rank-00000.safetensors"):
         file.unlink()
     shutil.copytree(root / "other", root / "gone", ignore=shutil.ignore_patterns("checkpoints"))
-    shutil.copytree(root / "other", root / "newer")
-    manifest = root / "newer/checkpoints/step-00000002/manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
+    shutil.copytree(root / "other", root / "older")
+    manifest = root / "older/checkpoints/step-00000002/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 1}))
     (root / "foreign").mkdir()
     (root / "foreign/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
 
@@ -212,13 +232,13 @@ def rewritten(folder: Path, source: Path, name: str, contents: bytes) -> None:
 
 def diverged(folder: Path, source: Path) -> None:
     """A copy of a checkpoint in the full format, with weights that are not finite."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        list(checkpoint.consolidate(source, folder))
-    state = torch.load(folder / "full.pt", weights_only=True)
-    state["model"]["norm.weight"].fill_(torch.nan)
-    torch.save(state, folder / "full.pt")
+    consolidate.consolidate(source, folder, lambda share: None)
+    mapped, _ = checkpoint.map_safetensors(folder / consolidate.FULL)
+    layout = {name: tensor.clone() for name, tensor in mapped.items()}
+    layout["model.norm.weight"].fill_(torch.nan)
+    entry = checkpoint.write_safetensors(folder / consolidate.FULL, layout)
     manifest = checkpoint.read_manifest(folder)
-    manifest["files"]["full.pt"] = checkpoint.sync_and_checksum(folder / "full.pt")
+    manifest["files"][consolidate.FULL] = entry
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -233,6 +253,7 @@ def write_checkpoints(root: Path, newest: Path) -> None:
         "deep": {"model": model | {"n_layer": 10**6}},
         "no_model": {"model": {}},
         "no_seed": {"config": {"global_batch_size": 8}},
+        "newer": {"format": 3},
         "forked": {"model": model | {"window": 4}},
         "listed_model": {"model": []},
         "no_data": {"tokens_in_vocabulary": ...},
@@ -245,13 +266,16 @@ def write_checkpoints(root: Path, newest: Path) -> None:
     for name, fields in changes.items():
         variant(root / name, newest, **fields)
     (root / "other_tokenizer/my.tiktoken").write_text(RANKS + "dGg= 256\n")
-    (root / "damaged/__0_0.distcp").unlink()
-    os.truncate(root / "truncated/__0_0.distcp", 1000)
-    with open(root / "flipped/__0_0.distcp", "r+b") as file:
+    (root / "damaged/rank-00000.safetensors").unlink()
+    os.truncate(root / "truncated/rank-00000.safetensors", 1000)
+    with open(root / "flipped/rank-00000.safetensors", "r+b") as file:
         file.write(b"x")
     os.truncate(root / "torn_manifest/manifest.json", 100)
     diverged(root / "nan", newest)
-    rewritten(root / "hostile", newest, ".metadata", pickle.dumps(print))
-    metadata = checkpoint.Reader(newest).metadata
-    metadata.planner_data = None
-    rewritten(root / "no_names", newest, ".metadata", pickle.dumps(metadata))
+    hostile = {"files": ["../x"], "tensors": {}}
+    rewritten(root / "hostile", newest, "index.json", json.dumps(hostile).encode())
+    no_names = {"files": [], "tensors": []}
+    rewritten(root / "no_names", newest, "index.json", json.dumps(no_names).encode())
+    shutil.copytree(newest, root / "renamed/step-00000045")
+    shutil.copytree(newest, root / "no_manifest/step-00000001")
+    (root / "no_manifest/step-00000001/manifest.json").unlink()

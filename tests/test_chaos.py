@@ -112,7 +112,7 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, pool, whole,
     for number, victim in ((signal.SIGINT, 1), (signal.SIGUSR1, 0)):
         full = [*unsaved, "--checkpoint", "full"]
         assert pool(2, train_until_signalled, out, full, number, victim) == [75, 75]
-        assert (checkpoint.list_checkpoints(out)[-1] / "full.pt").exists()
+        assert (checkpoint.list_checkpoints(out)[-1] / "full.safetensors").exists()
         steps.append(newest_step(out))
     assert steps == sorted(set(steps)) and steps[-1] < STEPS
     with drawn_with(random.randrange(1000)) as rng:
@@ -160,11 +160,15 @@ def test_killed_twenty_times_while_it_consolidates(pool, tokens, tmp_path):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             job.wait(60)
-            unfinished += len(list(path.iterdir())) > 2
+            unfinished += len(list(path.iterdir())) > 3
             assert checkpoint.verify(path) is None
             torch.testing.assert_close(tensors(path), expected, rtol=0, atol=0, equal_nan=True)
             assert pool(2, call_train, argv) == [0, 0]
-            assert sorted(file.name for file in path.iterdir()) == ["full.pt", "manifest.json"]
+            assert sorted(file.name for file in path.iterdir()) == [
+                "full.safetensors",
+                "index.json",
+                "manifest.json",
+            ]
             torch.testing.assert_close(tensors(path), expected, rtol=0, atol=0, equal_nan=True)
     assert unfinished >= 5
 

@@ -1,7 +1,12 @@
 """Checkpoints: saved on any mesh, in any format, loaded on any other."""
 
+import itertools
+import json
 import math
 import shutil
+import zlib
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,9 +23,12 @@ from conftest import (
     rows,
     tensors,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import checkpoint
+import dist
+import train
+from runtime import consolidate, watchdog
 
 
 @pytest.mark.parametrize("mesh", RANKS_OF_MESH)
@@ -74,10 +82,105 @@ def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("mesh", ["hsdp --dp_shard 2", "fsdp --tp 2"])
 def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(pool, tokens, whole, tmp_path, mesh):
     path = last_checkpoint(whole["fsdp"])
-    assert (path / "full.pt").exists()
+    assert (path / "full.safetensors").exists()
     argv = flags(f"--data {tokens} --out {tmp_path}/run --dtype float32 --strategy {mesh}")
     for copied, held in pool(4, load_and_count, argv, path):
         assert copied == held
+
+
+# --------------------------------------------------------------------------------------------------
+# From any mesh to any other
+
+MESHES = {
+    1: ["single"],
+    2: ["ddp", "fsdp", "single --tp 2"],
+    4: ["fsdp", "hsdp --dp_shard 2", "fsdp --tp 2", "ddp --tp 2"],
+}
+# Rows that 4 ranks do not divide, and with tp 2 neither do 2
+UNEVEN = "--n_layer 1 --n_head 2 --n_kv_head 2 --d_model 20 --d_ff 22 --clip adaptive"
+MODELS = [UNEVEN, f"{UNEVEN} --model tinyllama-1.1b --optimizer muon"]  # tied; with its own head
+
+
+def expected_values(name: str, shape: torch.Size) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def expected_part(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, as torch cuts the whole."""
+    whole = expected_values(name, tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return whole
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+
+
+def states_of_meshes(argv: list[str]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Build the run on each mesh of this many ranks."""
+    world = dist.start("cpu")
+    for mesh in MESHES[world.size]:
+        config = train.parse([*argv, "--strategy", *mesh.split()])
+        dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
+        run = train.build(train.make_plan(config, world), world, dog)
+        yield f"{world.size}_{mesh.replace(' ', '')}", dict(checkpoint.flatten(run.state))
+
+
+def save_on_each_mesh(argv: list[str], folder: Path) -> None:
+    for number, (name, state) in enumerate(states_of_meshes(argv)):
+        for key, tensor in state.items():
+            local(tensor).copy_(expected_part(key, tensor))
+        saver = checkpoint.Saver(folder / name, number % 2 == 1, 0, 0, timedelta(seconds=20))
+        saver.save(state, {"step": 1})
+        saver.wait()
+        assert saver.failure is None
+
+
+def load_on_each_mesh(argv: list[str], paths: list[Path]) -> int:
+    """Return how many pairs of meshes were equal."""
+    pairs = 0
+    for _, state in states_of_meshes(argv):
+        for path in paths:
+            for tensor in state.values():
+                local(tensor).fill_(torch.nan)
+            checkpoint.load_state(path, state)
+            for key, tensor in state.items():
+                assert torch.equal(local(tensor), expected_part(key, tensor)), (path, key)
+            pairs += 1
+    return pairs
+
+
+@pytest.mark.parametrize("model", MODELS, ids=["adamw, tied", "muon, untied"])
+def test_any_mesh_loads_what_any_other_has_saved(pool, tokens, tmp_path, model):
+    argv = f"{flags_of_model(model)} --data {tokens} --out {tmp_path}/run".split()
+    for ranks in MESHES:
+        pool(ranks, save_on_each_mesh, argv, tmp_path / "saved")
+    paths = sorted((tmp_path / "saved").glob("*/checkpoints/step-00000001"))
+    consolidate.consolidate(paths[-1], tmp_path / "saved/full", lambda share: None)
+    paths.append(tmp_path / "saved/full")
+    assert len(paths) == 9
+    for ranks, meshes in MESHES.items():
+        for pairs in pool(ranks, load_on_each_mesh, argv, paths):
+            assert pairs == 9 * len(meshes)
+    for path in paths:
+        assert_anyone_can_read(path)
+
+
+def flags_of_model(model: str) -> str:
+    return f"{model} --seq_len 16 --global_batch_size 8 --max_steps 1 --device cpu --dtype float32"
+
+
+def assert_anyone_can_read(path: Path) -> None:
+    """Put each tensor together with the package safetensors alone, as docs/reference.md shows."""
+    safe_open = pytest.importorskip("safetensors").safe_open
+    index = json.loads((path / "index.json").read_text())
+    for name, tensor in index["tensors"].items():
+        whole = torch.full(tensor["shape"], torch.nan)
+        for start, file in zip(itertools.product(*tensor["cuts"]), tensor["grid"], strict=True):
+            with safe_open(path / index["files"][file], framework="pt") as opened:
+                chunk = opened.get_tensor(name)
+            place = [slice(begin, begin + n) for begin, n in zip(start, chunk.shape)]
+            whole[tuple(place)] = chunk
+        assert torch.equal(whole, expected_values(name, whole.shape))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -91,9 +194,9 @@ def test_every_value_is_written_once(whole, mesh):
     values = sum(tensor.nbytes for tensor in state.values())
     on_disk = 0
     for file in path.iterdir():
-        if file.suffix in (".distcp", ".pt"):
+        if file.suffix == ".safetensors":
             on_disk += file.stat().st_size
-    headers = 2000 * len(state) * RANKS_OF_MESH[mesh]  # each shard of a tensor has one
+    headers = 150 * len(state) * RANKS_OF_MESH[mesh]  # each chunk of a tensor has an entry
     assert values < on_disk < values + headers
 
 
@@ -103,8 +206,9 @@ def test_names_are_those_of_the_bare_model(whole, mesh):
     names = {name.removeprefix("model.") for name in state if name.startswith("model.")}
     assert "blocks.1.attention.q.weight" in names
     assert len(names) == 20
-    for slot in ("exp_avg", "exp_avg_sq", "step"):
+    for slot in ("exp_avg", "exp_avg_sq"):
         assert {f"optimizer.{slot}.{name}" for name in names} < state.keys()
+    assert state["optimizer.step"].tolist() == [10.0] * 20
     assert not [name for name in state if "_orig_mod" in name or "module." in name]
 
 

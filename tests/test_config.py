@@ -33,8 +33,8 @@ def test_a_run_from_imported_weights_has_their_name(tmp_path):
     folder = tmp_path / "smollm2"
     folder.mkdir()
     model = dataclasses.asdict(SIZES["tiny"])
-    files = {"full.pt": {"bytes": 3_347_456, "crc32": "0"}}
-    manifest = {"step": 0, "model": model, "files": files}
+    files = {"full.safetensors": {"bytes": 3_347_456, "crc32": "0"}}
+    manifest = {"format": 2, "step": 0, "model": model, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert parse(["--init_from", str(folder)]).out == "runs/smollm2"
     assert parse(["--init_from", str(folder), "--out", "mine"]).out == "mine"

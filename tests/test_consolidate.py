@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import warnings
 import weakref
+import zlib
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +18,21 @@ import pytest
 import torch
 from conftest import TEN_STEPS, file_names, flags, last_checkpoint, listen, rows, tensors
 from test_saver import RANKS_FILE, save_with_extra_files
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
 import train
 from model import ModelConfig, build_model
+from runtime import consolidate
+from runtime.memory import host_memory
 from tools import checkpoint as commands
+
+FULL_FILES = ["full.safetensors", "index.json", "manifest.json"]
+
+
+def replace_shards(path: Path) -> bool:
+    return consolidate.replace_shards(path, lambda share: None)
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +56,17 @@ def consolidated(whole, tmp_path_factory) -> Path:
 
 def test_consolidate_writes_a_complete_checkpoint_of_the_full_format(whole, consolidated, command):
     path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000005"
-    assert file_names(consolidated) == ["full.pt", "manifest.json"]
+    assert file_names(consolidated) == FULL_FILES
     torch.testing.assert_close(tensors(consolidated), tensors(path), rtol=0, atol=0, equal_nan=True)
     source = checkpoint.read_manifest(path)
     manifest = checkpoint.read_manifest(consolidated)
     assert manifest.keys() == source.keys()
-    assert manifest.pop("files").keys() == {"full.pt"}
-    assert source.pop("files").keys() == {f"__{rank}_0.distcp" for rank in range(4)} | {".metadata"}
+    assert manifest.pop("files").keys() == {"full.safetensors", "index.json"}
+    shards = {f"rank-{rank:05d}.safetensors" for rank in range(4)}
+    assert source.pop("files").keys() == shards | {"index.json"}
     assert manifest == source
     status, out, _ = command("verify", consolidated)
-    assert (status, "complete and unchanged: 1 files" in out) == (0, True)
+    assert (status, "complete and unchanged: 2 files" in out) == (0, True)
 
 
 def test_a_run_continues_from_a_consolidated_checkpoint(run, whole, consolidated):
@@ -66,10 +75,11 @@ def test_a_run_continues_from_a_consolidated_checkpoint(run, whole, consolidated
     assert [row["loss"] for row in resumed] == pytest.approx(losses, rel=1e-5)
 
 
-def test_plain_torch_reads_full_pt(consolidated):
+def test_the_package_safetensors_reads_the_weights(consolidated):
     """As docs/reference.md shows."""
-    state = torch.load(consolidated / "full.pt", mmap=True, weights_only=True)
-    weights = state["model"]
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    state = load_file(consolidated / "full.safetensors")
+    weights = {name[6:]: tensor for name, tensor in state.items() if name.startswith("model.")}
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     assert shapes["blocks.0.attention.q.weight"] == (32, 32)
     layer = torch.nn.Linear(32, 64, bias=False)
@@ -101,19 +111,18 @@ def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(whole, small_disk, c
     path = last_checkpoint(whole["hsdp --dp_shard 2"])
     (small_disk / "other").write_bytes(bytes(900_000))
     before = shutil.disk_usage("/")
-    with mock.patch.object(checkpoint.shutil, "disk_usage", return_value=before):
+    with mock.patch.object(shutil, "disk_usage", return_value=before):
         status, _, error = command("consolidate", path, small_disk / "one")
     assert status == 1
-    assert error.startswith(
-        f"tools.checkpoint: error: cannot write {small_disk}/one: the disk is full"
-    )
+    line = f"tools.checkpoint: error: cannot write {small_disk}/one: [Errno 28] No space left on"
+    assert error.startswith(line)
     assert error.count("\n") == 1
     assert file_names(small_disk) == ["other"]
 
 
 def test_ctrl_c_leaves_nothing_of_consolidate(whole, tmp_path, command):
     path = last_checkpoint(whole["hsdp --dp_shard 2"])
-    interrupted = mock.patch.object(checkpoint.Reader, "read_data", side_effect=KeyboardInterrupt)
+    interrupted = mock.patch.object(checkpoint.Reader, "read", side_effect=KeyboardInterrupt)
     with interrupted:
         assert command("consolidate", path, tmp_path / "one") == (130, "", "")
     assert not file_names(tmp_path)
@@ -125,7 +134,7 @@ def test_ctrl_c_leaves_nothing_of_consolidate(whole, tmp_path, command):
 
 def one_file(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint that verifies and is one file, with a manifest."""
-    assert file_names(path) == ["full.pt", "manifest.json"]
+    assert file_names(path) == FULL_FILES
     assert checkpoint.verify(path) is None
     return tensors(path)
 
@@ -134,27 +143,31 @@ def test_checkpoint_full_leaves_one_file_where_the_run_ends(whole):
     """Bit for bit what a sharded one holds: test_five_steps_and_five_more_are_ten."""
     middle, last = checkpoint.list_checkpoints(whole["fsdp"])
     assert checkpoint.read_manifest(last)["step"] == 10
-    assert len(one_file(last)) == 83
-    assert ".metadata" in file_names(middle)
+    assert len(one_file(last)) == 64
+    assert "rank-00003.safetensors" in file_names(middle)
     assert file_names(whole["fsdp"] / "checkpoints") == [middle.name, last.name]
 
 
 @pytest.mark.tries("stays in the sharded")
-def test_a_disk_without_room_for_full_pt_leaves_the_shards(pool, tokens, small_disk):
+def test_a_disk_without_room_for_one_file_leaves_the_shards(pool, tokens, small_disk):
     out = small_disk / "run"
+    (small_disk / "other").write_bytes(bytes(300_000))
     argv = flags(f"--data {tokens} --out {out} --max_steps 1 --strategy fsdp --checkpoint full")
     answers = pool(2, listen, argv)
     path = last_checkpoint(out)
     expected = tensors(path)
-    for status, _, error in answers:
-        assert status == 1
-        assert "needs 0." in error and "MB, and its disk has 0." in error
-        assert error.endswith(f"{path} stays in the sharded format\n") and error.count("\n") == 1
+    (status, _, error), other = answers
+    assert status == 1
+    assert "needs 0." in error and "MB, and its disk has 0." in error
+    assert error.endswith(f"{path} stays in the sharded format\n") and error.count("\n") == 1
+    assert other == (0, "", "")  # the other rank has ended: it trained to the end
     assert "saved" in answers[0][1] and "goodput" in answers[0][1]  # the training succeeded
     assert file_names(out / "checkpoints") == [path.name]
     subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
     ((status, said, _), _) = pool(2, listen, argv)
-    assert status == 0 and "is finished" in said and f"consolidated {path} in full.pt" in said
+    assert (
+        status == 0 and "is finished" in said and f"consolidated {path} in full.safetensors" in said
+    )
     torch.testing.assert_close(one_file(path), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -194,13 +207,13 @@ def replace_until_killed(path: Path, operation: float) -> int:
     names = ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync")
     functions = {name: watched(getattr(os, name)) for name in names}
     with mock.patch.multiple(os, **functions), contextlib.suppress(Killed):
-        list(checkpoint.replace_shards(path))
+        replace_shards(path)
     return begun
 
 
 def test_a_consolidation_killed_at_any_moment_loses_nothing(shards):
     expected = tensors(shards)
-    kept = shutil.copytree(shards, shards.with_name("step-00000006"))
+    kept = shutil.copytree(shards, shards.with_name("kept"))
     operations = replace_until_killed(kept, math.inf)
     assert operations > 10
     for operation in range(1, operations + 1):
@@ -209,9 +222,9 @@ def test_a_consolidation_killed_at_any_moment_loses_nothing(shards):
         replace_until_killed(kept, operation)
         assert checkpoint.verify(kept) is None
         torch.testing.assert_close(tensors(kept), expected, rtol=0, atol=0, equal_nan=True)
-        list(checkpoint.replace_shards(kept))
+        replace_shards(kept)
         torch.testing.assert_close(one_file(kept), expected, rtol=0, atol=0, equal_nan=True)
-        assert file_names(kept.parent) == [shards.name, kept.name]
+        assert file_names(kept.parent) == [kept.name, shards.name]
 
 
 def test_an_io_error_leaves_the_shards(shards):
@@ -219,26 +232,26 @@ def test_an_io_error_leaves_the_shards(shards):
     failing = mock.patch.object(os, "fsync", side_effect=OSError(5, "Input/output error"))
     line = "Input/output error.* stays in the sharded format"
     with failing, pytest.raises(checkpoint.CheckpointError, match=line):
-        list(checkpoint.replace_shards(shards))
+        replace_shards(shards)
     assert file_names(shards) == before and file_names(shards.parent) == [shards.name]
     assert checkpoint.verify(shards) is None
 
 
 def test_files_that_a_host_sees_late_are_waited_for_but_not_forever(shards, tmp_path):
-    late = next(shards.glob("__1_*"))
+    late = shards / "rank-00001.safetensors"
     os.rename(late, tmp_path / "late")
-    no_patience = mock.patch.object(checkpoint, "LATE_FILES_SECONDS", 0)
+    no_patience = mock.patch.object(consolidate, "LATE_FILES_SECONDS", 0)
     line = f"{late.name} is missing; .* stays in the sharded format"
     with no_patience, pytest.raises(checkpoint.CheckpointError, match=line):
-        list(checkpoint.replace_shards(shards))
+        replace_shards(shards)
     arrives = mock.Mock(side_effect=lambda seconds: os.rename(tmp_path / "late", late))
     with mock.patch("time.sleep", arrives):
-        list(checkpoint.replace_shards(shards))
+        replace_shards(shards)
     arrives.assert_called_once()
     one_file(shards)
 
 
-def test_full_pt_is_written_with_one_tensor_in_memory(tmp_path):
+def test_one_file_is_written_with_one_tensor_in_memory(tmp_path):
     """And reported tensor by tensor."""
     alive, at_once = weakref.WeakSet(), []
 
@@ -248,19 +261,32 @@ def test_full_pt_is_written_with_one_tensor_in_memory(tmp_path):
         at_once.append(len(alive))
         return tensor
 
-    with FakeTensorMode():
-        state = {str(number): torch.empty(30, 40) for number in range(20)}
+    layout = {str(number): torch.empty(30, 40, device="meta") for number in range(20)}
     shares = []
-    writing = checkpoint.write_full(state, tmp_path / "full.pt", read, done=0.5)
-    with pytest.raises(StopIteration) as end:
-        while True:
-            shares.append(next(writing))
-    assert end.value.value == checkpoint.checksum(tmp_path / "full.pt")
-    assert len(shares) == 20 and shares == sorted(shares)
-    assert 0.5 < shares[0] < shares[-1] <= 1 and shares[-1] > 0.9
+    entries = consolidate.write_full(tmp_path, layout, read, shares.append)
+    crc = zlib.crc32((tmp_path / "full.safetensors").read_bytes())
+    assert entries["full.safetensors"]["crc32"] == f"{crc:08x}"
+    assert len(shares) == 20 and shares == sorted(shares) and shares[-1] == 1
     assert max(at_once) == 1
-    loaded = torch.load(tmp_path / "full.pt", weights_only=True)
+    loaded = tensors(tmp_path)
     assert [loaded[str(number)][2, 3].item() for number in range(20)] == list(range(20))
+
+
+def test_loading_and_converting_take_little_memory(tmp_path):
+    """Pages of mapped files are let go after 64 MB; a tensor has 8 MB."""
+    state = {str(number): torch.ones(1024, 2048) for number in range(24)}
+    saver = checkpoint.Saver(tmp_path, False, 0, 0, timedelta(seconds=20))
+    saver.save(state, {"step": 1})
+    path = last_checkpoint(tmp_path)
+    tasks = [
+        lambda: checkpoint.load_state(path, state),
+        lambda: consolidate.consolidate(path, tmp_path / "one", lambda share: None),
+    ]
+    for task in tasks:
+        Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak
+        before = host_memory().resident
+        task()
+        assert host_memory().peak - before < 90e6
 
 
 def save_once(folder: Path) -> float:

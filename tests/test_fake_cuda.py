@@ -65,12 +65,12 @@ SAMPLING = {
     ("model.py next_logits", BLOCKS),
     ("model.py generate", "to cpu, pageable, blocking"),
 }
-SAVING = {("train.py is_finite", ASKS), ("checkpoint.py write_data", "to cpu, pageable, blocking")}
+SAVING = {("train.py is_finite", ASKS), ("checkpoint.py blocks", "to cpu, pageable, blocking")}
 ASYNC_SAVING = {
     ("train.py is_finite", ASKS),
     ("checkpoint.py copy_to_host", "to cpu, pinned, blocking"),
 }
-LOADING = {("checkpoint.py load_shards", BLOCKS), ("checkpoint.py load_full", BLOCKS)}
+LOADING = {("checkpoint.py load_state", BLOCKS)}
 
 
 @dataclass

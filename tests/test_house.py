@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 # Each file may import only files of the floors above its own in this list.
 FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
-    "runtime.console",
+    "runtime.console runtime.consolidate",
     "runtime.agreement runtime.cli runtime.lock runtime.memory runtime.profiling runtime.slurm "
     "text.sources text.tokenizer",
     "runtime.watchdog text.encode text.show",

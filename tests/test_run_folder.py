@@ -34,8 +34,8 @@ MODEL = {
 def manifest(step: int, dtype: str = "float32", data: str = "abc", model=MODEL, **flags) -> dict:
     """What a checkpoint of step `step` says, after a start with `flags`."""
     config = {"global_batch_size": 8, "d_model": 32, "data": "tokens/a", **flags}
-    files = {"full.pt": {"bytes": 0, "crc32": "00000000"}}
-    base = {"step": step, "files": files, "model": model, "data": data, "dtype": dtype}
+    files = {"full.safetensors": {"bytes": 0, "crc32": "00000000"}}
+    base = {"format": 2, "step": step, "files": files, "model": model, "data": data, "dtype": dtype}
     return base | {"config": {"seed": 0} | config}
 
 
@@ -43,7 +43,7 @@ def save(out, step: int, **changes):
     """A checkpoint without tensors, which is complete and verifies."""
     path = out / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
-    (path / "full.pt").touch()
+    (path / "full.safetensors").touch()
     (path / "manifest.json").write_text(json.dumps(manifest(step, **changes)))
     return path
 
@@ -85,9 +85,9 @@ def test_a_named_checkpoint_begins_a_run_and_then_its_own_come_first(begin, tmp_
 def test_a_named_checkpoint_that_is_damaged_is_an_error(begin, tmp_path):
     named = save(tmp_path / "other", 10)
     (named / "manifest.json").write_text(
-        json.dumps(manifest(10) | {"files": {"lost.pt": {"bytes": 3, "crc32": "0"}}})
+        json.dumps(manifest(10) | {"files": {"lost.safetensors": {"bytes": 3, "crc32": "0"}}})
     )
-    with pytest.raises(checkpoint.CheckpointError, match="lost.pt is missing"):
+    with pytest.raises(checkpoint.CheckpointError, match="lost.safetensors is missing"):
         begin(resume=str(named))
 
 
@@ -130,10 +130,10 @@ def test_weights_of_a_run_are_those_of_its_newest_valid_checkpoint(begin, tmp_pa
     good = save(tmp_path / "other", 10)
     newest = save(tmp_path / "other", 20)
     assert begin(init_from=str(tmp_path / "other")).init_from == newest
-    damaged = manifest(20) | {"files": {"full.pt": {"bytes": 3, "crc32": "0"}}}
+    damaged = manifest(20) | {"files": {"full.safetensors": {"bytes": 3, "crc32": "0"}}}
     (newest / "manifest.json").write_text(json.dumps(damaged))
     assert begin(init_from=str(tmp_path / "other")).init_from == good
-    assert f"train.py: passed over {newest}: full.pt has 0 bytes, not 3; using {good}" in (
+    assert f"train.py: passed over {newest}: full.safetensors has 0 bytes, not 3; using {good}" in (
         capsys.readouterr().err
     )
 
@@ -149,7 +149,7 @@ def test_an_evaluation_computes_in_the_dtype_of_its_checkpoint(tmp_path):
     assert run_folder.to_evaluate(Config(out=str(tmp_path))).dtype == "bfloat16"
     assert run_folder.to_evaluate(Config(out=str(tmp_path), dtype="float32")).dtype == "float32"
     saved = json.loads((path / "manifest.json").read_text())
-    imported = {name: saved[name] for name in ("step", "files", "model")}  # by tools.hf
+    imported = {name: saved[name] for name in ("format", "step", "files", "model")}
     (path / "manifest.json").write_text(json.dumps(imported))
     assert run_folder.to_evaluate(Config(out=str(tmp_path))).dtype == "auto"
 
@@ -186,8 +186,10 @@ def test_a_checkpoint_that_has_passed_max_steps_is_refused(begin, tmp_path, max_
 
 def test_damage_is_never_a_fresh_start(begin, tmp_path):
     path = save(tmp_path / "run", 10)
-    with pytest.raises(checkpoint.CheckpointError, match=f"none is valid \\({path}: __0_0.distcp"):
-        begin(None, passed_over=[f"{path}: __0_0.distcp is missing"])
+    with pytest.raises(
+        checkpoint.CheckpointError, match=f"none is valid \\({path}: rank-00000.safetensors"
+    ):
+        begin(None, passed_over=[f"{path}: rank-00000.safetensors is missing"])
     (path / "manifest.json").unlink()
     with pytest.raises(checkpoint.CheckpointError, match="manifest.json is missing"):
         begin(None)

@@ -80,10 +80,10 @@ def test_a_consolidated_checkpoint_continues_with_the_same_text(trained, tmp_pat
 
 def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(run, text):
     damaged = newest(run)
-    (damaged / ".metadata").unlink()
+    (damaged / "index.json").unlink()
     out, err = text(run)
     older = damaged.with_name("step-00000001")
-    assert err == f"sample.py: passed over {damaged}: .metadata is missing; using {older}\n"
+    assert err == f"sample.py: passed over {damaged}: index.json is missing; using {older}\n"
     assert out == text(older)[0]
 
 

@@ -9,13 +9,14 @@ runs/tiny/checkpoints/step-00000600.
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import checkpoint
 from checkpoint import CheckpointError, PathError, checkpoints_at, read_manifest, total_bytes
-from runtime import cli, console
+from runtime import cli, console, consolidate
 
 
 def list_checkpoint(path: Path) -> str:
@@ -56,15 +57,14 @@ def report(path: Path, line: Callable[[Path], str]) -> None:
 
 def write_one_file(path: Path, out: Path) -> None:
     """Consolidate a checkpoint into the new folder `out`. Raises CheckpointError and PathError."""
-    checkpoint.check_new(out)
+    consolidate.check_new(out)
     latest = checkpoints_at(path)[-1]
     if latest != path:
         raise PathError(f"{path} is a run folder: name one of its checkpoints, such as {latest}")
-    if "full.pt" in read_manifest(path)["files"]:
-        raise PathError(f"{path} is already in the full format: its tensors are in full.pt")
+    if consolidate.FULL in read_manifest(path)["files"]:
+        raise PathError(f"{path} is already in the full format: see {path / consolidate.FULL}")
     with console.live(console.Progress("consolidating")) as progress:
-        for progress.share in checkpoint.consolidate(path, out):
-            pass
+        consolidate.consolidate(path, out, functools.partial(setattr, progress, "share"))
     size = total_bytes(read_manifest(out))
     print(f"{out}: one file, {size / 1e6:,.1f} MB")
 

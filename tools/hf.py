@@ -4,26 +4,25 @@ python -m tools.hf export runs/tiny OUT
 python -m tools.hf import DIR OUT
 
 The decoder is Hugging Face's Llama: RoPE pairs the same elements, so tensors map one to one. Both
-commands execute nothing they read and do not need transformers; import needs safetensors.
+commands execute nothing they read and need no other package.
 """
 
 import argparse
-import contextlib
 import dataclasses
+import functools
 import json
+import mmap
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import tiktoken
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # as in checkpoint.py
 
 import checkpoint
 from model import ModelConfig, RopeScaling, Transformer
-from runtime import cli, console
+from runtime import cli, console, consolidate
 from runtime.cli import UsageError
 from sample import describe
 from text import tokenizer
@@ -80,14 +79,14 @@ def export_model(source: Path, out: Path) -> None:
 
     Holds one tensor at a time. Raises UsageError, CheckpointError and TokenizerError.
     """
-    checkpoint.check_new(out)
+    consolidate.check_new(out)
     path = checkpoint.choose_checkpoint(source, "tools.hf")
     trained = describe(path)
     shapes = parameter_shapes(trained.config)
     size = float32_bytes(shapes)
     encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
     config = to_hf(trained.config, encoding)
-    with checkpoint.new_folder(out, size) as work:
+    with consolidate.new_folder(out, size) as work:
         write_json(work / "config.json", config)
         # As in sample.py, never draw ids that only pad the head.
         padding = list(range(trained.vocab_size, trained.config.vocab_size))
@@ -114,26 +113,21 @@ def write_json(file: Path, contents: dict) -> None:
 
 
 def write_weights(path: Path, shapes: dict[str, torch.Size], file: Path) -> None:
-    """Write a safetensors file; the package would need all tensors at once.
-
-    8 bytes with the size of the header, the header in JSON, padded to 8 bytes, and the values:
-    https://github.com/huggingface/safetensors#format
-    """
-    header: dict = {"__metadata__": {"format": "pt"}}
-    end = 0
+    """Write the weights of a checkpoint as one safetensors file, one tensor at a time."""
+    reader = checkpoint.Reader(path)
+    layout = {}
     for name, shape in shapes.items():
-        start, end = end, end + 4 * shape.numel()
-        place = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-        header[hf_name(name)] = place
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(file, "wb") as opened, console.live(console.Progress("exporting")) as progress:
-        opened.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
-            weight = torch.empty(shape)
-            checkpoint.load_state(path, {"model": {name: weight}})
-            opened.write(weight.numpy())
-            progress.share = opened.tell() / (8 + len(text) + end)
+        layout[hf_name(name)] = torch.empty(shape, device="meta")
+        if f"model.{name}" not in reader.tensors or reader.empty(f"model.{name}").shape != shape:
+            raise checkpoint.CheckpointError(f"cannot read {path}: no model.{name} of {shape}")
+    ours = {hf_name(name): f"model.{name}" for name in shapes}
+
+    def read(name: str) -> torch.Tensor:
+        return reader.read(ours[name]).float()
+
+    with console.live(console.Progress("exporting")) as progress:
+        report = functools.partial(setattr, progress, "share")
+        checkpoint.write_safetensors(file, layout, read, report)
 
 
 def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
@@ -199,34 +193,37 @@ def import_model(source: Path, out: Path) -> None:
 
     Full format, float32. Holds one tensor at a time. Raises UsageError and CheckpointError.
     """
-    checkpoint.check_new(out)
+    consolidate.check_new(out)
     config = from_hf(source)
     files = weight_files(source)
     try:
         config.check_room(sum(file.stat().st_size for file in files))
     except ValueError as error:
         raise UsageError(f"{source}: {error}") from None
-    found = {}  # the file of each tensor
+    found = {}  # mapped into memory
+    buffers = []
     for file in files:
-        with open_weights(file) as opened:
-            found |= dict.fromkeys(opened.keys(), file)
+        tensors, buffer = checkpoint.map_safetensors(file)
+        found |= tensors
+        buffers.append(buffer)
     if config.tied and has_own_head(found):
         print(f"{source} has its own head, which is not tied to the embedding")
         config = dataclasses.replace(config, tied=False)
     shapes = parameter_shapes(config)
     check_weights(source, found, shapes)
     size = float32_bytes(shapes)
-    with checkpoint.new_folder(out, size) as work:
-        copy_weights(found, shapes, work / "full.pt")
+    with consolidate.new_folder(out, size) as work:
+        entries = copy_weights(found, buffers, shapes, work)
         encoding = import_tokenizer(source, work, config.vocab_size)
+        for copied in work.glob("tokenizer.json"):
+            entries[copied.name] = checkpoint.write_file(copied, [copied.read_bytes()])  # and sync
         manifest = {
             "step": 0,
             "tokens": 0,
             "model": dataclasses.asdict(config),
             "tokenizer": encoding.name if encoding else None,
             "tokens_in_vocabulary": encoding.n_vocab if encoding else config.vocab_size,
-            "files": {file.name: checkpoint.sync_and_checksum(file) for file in work.iterdir()},
-            "torch": torch.__version__,
+            "files": entries,
         }
         checkpoint.complete(work, out, manifest)
     print(f"{out}: {source}, {len(shapes)} tensors, {size / 1e6:,.1f} MB in float32")
@@ -234,17 +231,23 @@ def import_model(source: Path, out: Path) -> None:
         print(f"{out} has no tokenizer: sample.py takes and prints token ids")
 
 
-def copy_weights(found: dict[str, Path], shapes: dict[str, torch.Size], full: Path) -> None:
-    """Write full.pt, one tensor at a time."""
-    with FakeTensorMode():
-        layout = {name: torch.empty(shape) for name, shape in shapes.items()}
+def copy_weights(
+    found: dict[str, torch.Tensor],
+    buffers: list[mmap.mmap],
+    shapes: dict[str, torch.Size],
+    work: Path,
+) -> dict:
+    """Write the files of a full checkpoint, one tensor at a time; return their entries."""
+    layout = {f"model.{name}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
-    def read(name: str) -> torch.Tensor:  # such as "model.embed.weight"
-        return read_tensor(found, hf_name(name.removeprefix("model.")))
+    def read(name: str) -> torch.Tensor:
+        for buffer in buffers:  # the pages of the tensor before
+            buffer.madvise(mmap.MADV_DONTNEED)
+        return found[hf_name(name.removeprefix("model."))].float()
 
     with console.live(console.Progress("importing")) as progress:
-        for progress.share in checkpoint.write_full({"model": layout}, full, read):
-            pass
+        report = functools.partial(setattr, progress, "share")
+        return consolidate.write_full(work, layout, read, report)
 
 
 def read_json(file: Path) -> dict:
@@ -335,34 +338,11 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-@contextlib.contextmanager
-def open_weights(file: Path) -> Iterator:
-    """Open a safetensors file, mapped into memory.
-
-    Raises UsageError without the package safetensors, CheckpointError for damage.
-    """
-    try:
-        import safetensors
-    except ImportError:
-        raise UsageError("tools.hf import needs safetensors: pip install safetensors") from None
-    try:
-        with safetensors.safe_open(file, framework="pt") as opened:
-            yield opened
-    except safetensors.SafetensorError as error:
-        raise checkpoint.CheckpointError(f"cannot read {file}: {error}") from None
-
-
-def read_tensor(found: dict[str, Path], name: str) -> torch.Tensor:
-    with open_weights(found[name]) as opened:
-        return opened.get_tensor(name)
-
-
-def has_own_head(found: dict[str, Path]) -> bool:
+def has_own_head(found: dict[str, torch.Tensor]) -> bool:
     """Whether there is a head that differs from the embedding; transformers does not tie it."""
-    names = (hf_name("embed"), hf_name("head"))
-    if not found.keys() >= set(names):
+    embedding, head = (found.get(hf_name(name)) for name in ("embed", "head"))
+    if embedding is None or head is None:
         return False
-    embedding, head = (read_tensor(found, name) for name in names)
     return embedding.dtype != head.dtype or not torch.equal(embedding, head)
 
 
@@ -370,21 +350,22 @@ def has_own_head(found: dict[str, Path]) -> bool:
 REDUNDANT = ("lm_head.weight", "rotary_emb.inv_freq")
 
 
-def check_weights(folder: Path, found: dict[str, Path], shapes: dict[str, torch.Size]) -> None:
+def check_weights(
+    folder: Path, found: dict[str, torch.Tensor], shapes: dict[str, torch.Size]
+) -> None:
     """Raise UsageError unless `found` has exactly the tensors of the model."""
     expected = {hf_name(name): list(shape) for name, shape in shapes.items()}
     for name, shape in expected.items():
         if name not in found:
             raise UsageError(f"{folder} lacks the tensor {name}")
-        with open_weights(found[name]) as opened:
-            its_shape = opened.get_slice(name).get_shape()
+        its_shape = list(found[name].shape)
         if its_shape != shape:
             raise UsageError(
-                f"{found[name]}: {name} has the shape {its_shape}, config.json gives {shape}"
+                f"{folder}: {name} has the shape {its_shape}, config.json gives {shape}"
             )
     for name in found:
         if name not in expected and not name.endswith(REDUNDANT):
-            raise UsageError(f"{found[name]} holds {name}, which this decoder does not have")
+            raise UsageError(f"{folder} holds {name}, which this decoder does not have")
 
 
 # --------------------------------------------------------------------------------------------------
