@@ -490,6 +490,10 @@ class Transformer(nn.Module):
         """Whether weight decay applies: to matrices, but not to norms and the embedding."""
         return name != "embed.weight" and not name.endswith("norm.weight")
 
+    def is_hidden(self, name: str) -> bool:
+        """Whether a parameter is of a block, not the embedding, the head or the last norm."""
+        return name.startswith("blocks.")
+
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 

@@ -216,6 +216,7 @@ def build_optimizer(model: Transformer, c: Config) -> optim.Optimizer:
         model.decays,
         lr_schedule(c),
         optimizer=c.optimizer,
+        is_hidden=model.is_hidden,
         weight_decay=c.weight_decay,
         betas=(c.beta1, c.beta2),
         eps=c.eps,
