@@ -24,6 +24,9 @@ if __name__ == "__main__":
     # collectives, which tell less than the watchdog's line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    # FSDP allocates on four streams, each with blocks of its own: segments that grow leave no gaps.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +154,7 @@ def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
         optimizer = build_optimizer(model, c)
         state["optimizer"] = optimizer.state()
     memory.trim_freed_memory()  # whole tensors, now that each rank has its shards
+    torch.cuda.empty_cache()  # the same on a GPU; does nothing without one
     if resume.checkpoint:
         checkpoint.load_state(resume.checkpoint, state)
     elif resume.init_from:

@@ -79,6 +79,7 @@ def log_of_a_rank(out) -> float:
     """A row in which everything of rank 1 is larger but its data_wait and device memory."""
     rank = dist.start("cpu").rank
     memory = {"peak_device_memory": 500 - rank, "peak_host_memory": 700 + rank}
+    memory |= {"peak_reserved_memory": 600 - rank, "allocation_retries": 2 + rank}
     the_log = make_log(out)
     with the_log.pause():
         pass
@@ -97,6 +98,7 @@ def test_a_row_is_of_all_ranks(pool, tmp_path):
     assert (row["data_wait"], row["data_wait_min"]) == (30.0, 10.0)
     assert row["step_time_max"] > 30 > row["step_time_min"] > 10
     assert (row["peak_device_memory"], row["peak_host_memory"]) == (500, 701)
+    assert (row["peak_reserved_memory"], row["allocation_retries"]) == (600, 3)
     # Times are those of the row's own interval.
     assert (next_row["data_wait"], next_row["data_wait_min"]) == (1.0, 1.0)
     assert 10 > next_row["step_time_max"] > 1

@@ -33,6 +33,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from unittest import mock
 
+if __name__ == "__main__":
+    # As train.py allocates
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 import torch
 import torch.distributed
 import torch.nn.functional as F
