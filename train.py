@@ -666,8 +666,9 @@ def explain(error: RuntimeError) -> str | None:
             need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
             return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
     if inner:
-        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # set by torch.compile
-        return f"--compile: {first_line}; if its cache is damaged, remove {cache}"
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # set by Inductor, if it got so far
+        remedy = f"; if its cache is damaged, remove {cache}" if cache else ""
+        return f"--compile: {first_line}{remedy}"
     return None
 
 
