@@ -11,6 +11,7 @@ from torch.profiler import profile
 import checkpoint
 import dist
 import model
+import optim
 import train
 from runtime.profiling import CommunicationCounter, Traffic
 
