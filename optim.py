@@ -147,7 +147,10 @@ class Sharding:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Gather a whole tensor on all ranks. A GPU waits for it at its first use, a CPU here."""
+    """Gather a whole tensor on all ranks. A GPU waits for it at its first use, a CPU here.
+
+    So does a GPU where tp splits the same dimension as FSDP, or columns: torch reorders the parts.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     # Two gathers in flight under gloo corrupt the heap (torch 2.13: malloc() aborts the rank after
