@@ -306,7 +306,7 @@ def slot_bytes(model: Transformer, optimizer: str, tp: int, dp_shard: int) -> in
     """Bytes of the optimizer's state on one rank."""
     total = 0
     for name, parameter in model.named_parameters():
-        updater = optim.updater(optimizer, name, parameter.shape)
+        updater = optim.updater(optimizer, name, parameter.shape, model.is_hidden(name))
         for shape in updater.slots(parameter.shape).values():
             is_sharded = shape == parameter.shape
             total += 4 * (numel_on_rank(parameter, tp, dp_shard) if is_sharded else shape.numel())

@@ -80,12 +80,15 @@ def peak_flops(
 def peak_memory(device: torch.device) -> dict[str, int]:
     """Peak bytes so far: of tensors on the device, and of this process's resident memory.
 
-    On a CPU the device figure is 0.
+    Of the device also what torch's allocator has reserved, and how often it had to free its cache
+    and try again, which waits for the device. On a CPU the device's figures are 0.
     """
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
-    is_cuda = device.type == "cuda"
+    stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
     return {
-        "peak_device_memory": torch.cuda.max_memory_allocated(device) if is_cuda else 0,
+        "peak_device_memory": stats.get("allocated_bytes.all.peak", 0),
+        "peak_reserved_memory": stats.get("reserved_bytes.all.peak", 0),
+        "allocation_retries": stats.get("num_alloc_retries", 0),
         "peak_host_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
     }
 
@@ -395,6 +398,8 @@ class Log:
             "data_wait_min": min(ranks["data_wait"]),
             "goodput": self.useful_time / (time.time() - self.started),
             "peak_device_memory": int(max(ranks["peak_device_memory"])),
+            "peak_reserved_memory": int(max(ranks["peak_reserved_memory"])),
+            "allocation_retries": int(max(ranks["allocation_retries"])),
             "peak_host_memory": int(max(ranks["peak_host_memory"])),
         }
         self.record(row)

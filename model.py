@@ -192,9 +192,32 @@ def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
     CPUs sum in the dtype of the weight, and so does CUDA for up to 3,072 tokens. In bfloat16, which
     FSDP gathers, a sum stops growing at 256 times its addend.
     """
-    if is_gpu(weight.device) and tokens.numel() > 3072:
+    if weight.dtype == torch.float32 or (is_gpu(weight.device) and tokens.numel() > 3072):
         return F.embedding(tokens, weight)
-    return F.embedding(tokens, weight.float()).to(weight.dtype)
+    return SelectRows.apply(tokens, weight)
+
+
+class SelectRows(torch.autograd.Function):
+    """F.embedding, with sums of a row per token, not of a row per word of the vocabulary."""
+
+    @staticmethod
+    def forward(context, tokens: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(tokens)
+        context.vocab_size = len(weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(context, grad: Tensor) -> tuple[None, Tensor]:
+        tokens = context.saved_tensors[0].flatten()  # (n,)
+        grad = grad.flatten(0, -2)  # (n, d_model)
+        n = len(tokens)
+        # Equal tokens are summed at one of their places, whichever scatter_ writes last.
+        place_of = tokens.new_empty(context.vocab_size)
+        places = place_of.scatter_(0, tokens, torch.arange(n, device=tokens.device))[tokens]
+        sums = torch.ops.aten.embedding_dense_backward(grad.float(), places, n, -1, False)
+        # At their other places the sums are 0.
+        grad_of_weight = grad.new_zeros(context.vocab_size, grad.size(1))
+        return None, grad_of_weight.index_add_(0, tokens, sums.to(grad.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -489,6 +512,10 @@ class Transformer(nn.Module):
     def decays(self, name: str) -> bool:
         """Whether weight decay applies: to matrices, but not to norms and the embedding."""
         return name != "embed.weight" and not name.endswith("norm.weight")
+
+    def is_hidden(self, name: str) -> bool:
+        """Whether a parameter is of a block, not the embedding, the head or the last norm."""
+        return name.startswith("blocks.")
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())

@@ -147,7 +147,10 @@ class Sharding:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Gather a whole tensor on all ranks. A GPU waits for it at its first use, a CPU here."""
+    """Gather a whole tensor on all ranks. A GPU waits for it at its first use, a CPU here.
+
+    So does a GPU where tp splits the same dimension as FSDP, or columns: torch reorders the parts.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     # Two gathers in flight under gloo corrupt the heap (torch 2.13: malloc() aborts the rank after
@@ -174,10 +177,11 @@ def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
 #
 # Each is a class of three functions:
 #
-#     takes(name, shape) -> bool       whether it updates a parameter; AdamW updates the others
-#     slots(shape) -> {slot: shape}    its state for a parameter of this shape, in float32
+#     takes(name, shape, hidden) -> bool    whether it updates a parameter; AdamW updates the others
+#     slots(shape) -> {slot: shape}         its state for a parameter of this shape, in float32
 #     update(optimizer, names, weight_decay)
 #
+#     hidden        is_hidden(name), by the Optimizer's argument: names differ from model to model
 #     optimizer     the Optimizer: its settings; lr, a float; and for this update, on the device,
 #                   skip, 0-d bool, and grad_scale, 0-d, by which to divide the gradients
 #     names         parameters that have a gradient: optimizer.parameters[name], a DTensor on a
@@ -198,7 +202,7 @@ class AdamW:
     """
 
     @staticmethod
-    def takes(name: str, shape: torch.Size) -> bool:
+    def takes(name: str, shape: torch.Size, hidden: bool) -> bool:
         return True
 
     @staticmethod
@@ -233,7 +237,7 @@ class AdamW:
 
 
 class Muon:
-    """Orthogonalized momentum (Jordan et al. 2024), for the matrices of the blocks.
+    """Orthogonalized momentum (Jordan et al. 2024), for the matrices of hidden layers.
 
     Updates have the size of AdamW's (Liu et al. 2025), so that one learning rate and one weight
     decay serve both. Every rank gathers each whole matrix in bfloat16 and orthogonalizes it.
@@ -243,8 +247,8 @@ class Muon:
     MOMENTUM = 0.95  # as in both papers; --beta1 applies to AdamW's parameters
 
     @staticmethod
-    def takes(name: str, shape: torch.Size) -> bool:
-        return name.startswith("blocks.") and len(shape) == 2
+    def takes(name: str, shape: torch.Size, hidden: bool) -> bool:
+        return hidden and len(shape) == 2
 
     @staticmethod
     def slots(shape: torch.Size) -> dict[str, torch.Size]:
@@ -296,10 +300,10 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 OPTIMIZERS = {"adamw": AdamW, "muon": Muon}
 
 
-def updater(optimizer: str, name: str, shape: torch.Size) -> type:
+def updater(optimizer: str, name: str, shape: torch.Size, hidden: bool) -> type:
     """The class that updates a parameter when this key of OPTIMIZERS is chosen."""
     chosen = OPTIMIZERS[optimizer]
-    return chosen if chosen.takes(name, shape) else AdamW
+    return chosen if chosen.takes(name, shape, hidden) else AdamW
 
 
 # --------------------------------------------------------------------------------------------------
@@ -343,12 +347,15 @@ class Optimizer:
     decays        decays(name): whether the parameter gets weight decay
     lr_at         lr_at(step): the learning rate of update `step`, counted from 1
     optimizer     a key of OPTIMIZERS
+    is_hidden     is_hidden(name): whether the parameter is of a hidden layer, not the embedding,
+                  the head or the last norm; Muon takes the matrices among them
     clip          a key of CLIPS
     skip_spikes   also skip updates whose loss or gradient norm is more than this many standard
                   deviations above the mean of the last SPIKE_HISTORY (after OLMo-core's
                   SkipStepOptimizer); None: skip only those whose gradient is not finite
 
-    All ranks skip an update together. It then changes neither weights nor slots.
+    All ranks skip an update together. It then changes neither weights nor slots. Raises ValueError
+    if the chosen optimizer takes no parameter.
     """
 
     def __init__(
@@ -358,6 +365,7 @@ class Optimizer:
         lr_at: Callable[[int], float],
         *,
         optimizer: str = "adamw",
+        is_hidden: Callable[[str], bool] = lambda name: False,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -375,7 +383,14 @@ class Optimizer:
         self.max_grad_norm_ratio = max_grad_norm_ratio
         self.skip_spikes = skip_spikes
 
-        updaters = {name: updater(optimizer, name, p.shape) for name, p in self.parameters.items()}
+        updaters = {}
+        for name, parameter in self.parameters.items():
+            updaters[name] = updater(optimizer, name, parameter.shape, is_hidden(name))
+        if OPTIMIZERS[optimizer] not in updaters.values():
+            raise ValueError(
+                f"optimizer {optimizer} takes none of the {len(updaters)} parameters: AdamW would "
+                "update them all; is_hidden(name) says which are of hidden layers"
+            )
         self.groups: dict[tuple[type, float], list[str]] = {}  # (updater, weight decay) -> names
         for name, chosen in updaters.items():
             group = (chosen, weight_decay if decays(name) else 0.0)

@@ -25,6 +25,9 @@ if __name__ == "__main__":
     # collectives, which tell less than the watchdog's line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    # FSDP allocates on four streams, each with blocks of its own: segments that grow leave no gaps.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +156,7 @@ def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
         optimizer = build_optimizer(model, c)
         state["optimizer"] = optimizer.state()
     memory.trim_freed_memory()  # whole tensors, now that each rank has its shards
+    torch.cuda.empty_cache()  # the same on a GPU; does nothing without one
     if resume.checkpoint:
         checkpoint.load_state(resume.checkpoint, state)
     elif resume.init_from:
@@ -225,6 +229,7 @@ def build_optimizer(model: Transformer, c: Config) -> optim.Optimizer:
         model.decays,
         lr_schedule(c),
         optimizer=c.optimizer,
+        is_hidden=model.is_hidden,
         weight_decay=c.weight_decay,
         betas=(c.beta1, c.beta2),
         eps=c.eps,
@@ -668,8 +673,9 @@ def explain(error: RuntimeError) -> str | None:
             need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
             return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
     if inner:
-        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # set by torch.compile
-        return f"--compile: {first_line}; if its cache is damaged, remove {cache}"
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # set by Inductor, if it got so far
+        remedy = f"; if its cache is damaged, remove {cache}" if cache else ""
+        return f"--compile: {first_line}{remedy}"
     return None
 
 

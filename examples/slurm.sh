@@ -4,11 +4,16 @@
 #
 #     sbatch examples/slurm.sh --strategy hsdp --data tokens/web ...
 #
-#SBATCH --nodes=4 --ntasks-per-node=8 --gpus-per-node=8
+# By default a task gets one core, for the threads of the run, its loader workers, NCCL and a save.
+# Give each a task's share of the node's cores.
+#SBATCH --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
+
+# Since Slurm 22.05 srun does not take over sbatch's --cpus-per-task.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 # Where a cluster's default is 1, the first rank that leaves would have the others terminated, and
 # srun would end with 143.

@@ -1,6 +1,7 @@
 """The lines that a run prints: at its start, with the arithmetic; of --eval_only; the live one."""
 
 import math
+import os
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,8 @@ from model import Transformer
 from runtime import console
 from runtime.run_folder import ResumePoint
 from text import tokenizer
+
+ENOUGH_CORES = 4  # for the thread of a GPU rank, its loader workers, NCCL and a save
 
 
 def describe_start(
@@ -34,6 +37,12 @@ def describe_start(
         f"mesh    {layout.strategy}: {axes} = {world.size} x {world.device.type} "
         f"({metrics.device_name(world.device)})"
     )
+    cores = len(os.sched_getaffinity(0)) if world.device.type == "cuda" else ENOUGH_CORES
+    if cores < ENOUGH_CORES:
+        yield (
+            f"        warning: this rank may use {cores} of the host's cores, and a GPU needs "
+            f"{ENOUGH_CORES} or more: under Slurm, give --cpus-per-task to srun"
+        )
     if c.strategy == "auto":
         yield f"        --strategy auto: {layout.strategy_reason}"
     dtype = str(layout.dtype).removeprefix("torch.")

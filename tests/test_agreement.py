@@ -76,6 +76,20 @@ def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
+def read(indices_of_ranks: list[list[int]]) -> str:
+    """What is wrong with ranks that read these sequences."""
+    world = dist.start("cpu")
+    mesh = dist.make_mesh(world, (1, 2, 1))
+    with pytest.raises(agreement.RankMismatch) as error:
+        agreement.check_ranks_agree(mesh, {}, [], indices_of_ranks[world.rank])
+    return str(error.value)
+
+
+def test_one_shared_sequence_of_many_is_found(pool):
+    for line in pool(2, read, [[0, 4, 1], [2, 3, 4]]):
+        assert line == "ranks 0 and 1 both read sequence 4: each would train on it"
+
+
 def raise_flags(rank_of_step: dict[int, int], steps: int) -> list[bool]:
     """What this rank was told in each step, where a rank raises its flag in some."""
     world = dist.start("cpu")

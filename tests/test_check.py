@@ -93,8 +93,6 @@ def on_rank(argv: list[str], faults: list[str]) -> tuple[int, str]:
 def checked(pool, tokens, tmp_path):
     """checked(2, "devices ...", "fault", ...): status, lines, and the checks by name."""
 
-    (tmp_path / "work").mkdir()
-
     def call(ranks: int, text: str, *faults: str) -> tuple[int, str, dict]:
         file = tmp_path / "check.json"
         text = f"{text} --json {file} --data {tokens} --out {tmp_path}/work"
@@ -299,7 +297,6 @@ def run_alone(arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_checks_on_cpus(tokens, tmp_path, ranks):
     file = tmp_path / "check.json"
-    (tmp_path / "work").mkdir()
     paths = f"--data {tokens} --out {tmp_path}/work --json {file}"
     answer = run_alone(f"--ranks {ranks} {paths} --max_steps 100 --n_layer 3 --seq_len 64")
     found = {result["name"]: result for result in json.loads(file.read_text())["checks"]}

@@ -112,33 +112,46 @@ def test_validation_set_is_the_same_on_any_mesh():
         assert sorted(n for part in lists for batch in part for n in batch) == spread[count]
 
 
+def write_large(folder, tokens: np.ndarray) -> None:
+    tokens.tofile(folder / "train.bin")
+    tokens[:100].tofile(folder / "val.bin")
+    meta = {"dtype": "uint16", "vocab_size": 257, "tokenizer": "bytes"}
+    meta |= {"train_tokens": len(tokens), "val_tokens": 100}
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+SURVEY = 65536 // 2  # tokens in a block of the start-up survey
+
+
+def test_of_a_large_file_the_start_reads_blocks_up_to_its_end(tmp_path):
+    """Of 512 blocks, 32 MiB, every second one."""
+    tokens = np.zeros(512 * SURVEY, np.uint16)
+    fingerprints = []
+    for block in (511, 510):
+        write_large(tmp_path, tokens)
+        fingerprints.append(data.open_folder(tmp_path).fingerprint)
+        tokens[block * SURVEY + 5] = 1
+    write_large(tmp_path, tokens)
+    fingerprints.append(data.open_folder(tmp_path).fingerprint)
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    tokens[511 * SURVEY - 1] = 257
+    write_large(tmp_path, tokens)
+    with pytest.raises(data.DataError, match="train.bin holds token 257, above its vocabulary"):
+        data.open_folder(tmp_path)
+
+
 def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
     """In a corpus too large to be read whole at the start."""
     tokens = np.zeros(40 << 20, np.uint16)
-    survey = (
-        65536 // 2
-    )  # tokens in a block of the start-up survey; the second of a run of blocks is not read
-    tokens[survey + 5] = 257
-    tokens.tofile(tmp_path / "train.bin")
-    tokens[:100].tofile(tmp_path / "val.bin")
-    (tmp_path / "meta.json").write_text(
-        json.dumps(
-            {
-                "dtype": "uint16",
-                "vocab_size": 257,
-                "tokenizer": "bytes",
-                "train_tokens": len(tokens),
-                "val_tokens": 100,
-            }
-        )
-    )
+    tokens[SURVEY + 5] = 257  # the second of a run of blocks is not read
+    write_large(tmp_path, tokens)
     dataset = data.TokenDataset(data.open_folder(tmp_path), "train", 8, None)
     for workers in (0, 1):
         with pytest.raises(
             data.DataError,
             match=r"^\S+train.bin holds token 257, above its vocabulary of 257[^\n]*$",
         ):
-            list(data.loader(dataset, [[0], [survey // 8]], workers))
+            list(data.loader(dataset, [[0], [SURVEY // 8]], workers))
 
 
 # --------------------------------------------------------------------------------------------------

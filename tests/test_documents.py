@@ -24,11 +24,12 @@ COMMANDS = ["train.py", "prepare.py", "sample.py"]
 COMMANDS += [f"tools.{path.stem}" for path in ROOT.glob("tools/[a-z]*.py")]
 # Of sbatch and srun, torchfrtrace, tensorboard
 FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--requeue", "--open-mode", "--gpus-per-task"]
+FLAGS_OF_OTHERS += ["--cpus-per-task", "--mem", "--gpus-per-node"]
 FLAGS_OF_OTHERS += ["--kill-on-bad-exit", "--prefix", "--logdir", "--headless", "--no-sandbox"]
 FLAGS_OF_OTHERS += ["--hide-scrollbars", "--window-size", "--screenshot", "--blink-settings"]
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
 # Of Hugging Face and Slurm
-NAMES_OF_OTHERS = {"AutoTokenizer", "SlurmdTimeout"}
+NAMES_OF_OTHERS = {"AutoTokenizer", "SlurmdTimeout", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -160,10 +160,12 @@ WHOLE = 2 * BLOCK + REST
             0,
         ),
         ("--wrap none", "fsdp", 1, (2 + 4) * WHOLE, 0),
+        # Of four shards a rank keeps one
+        ("", "hsdp", 8, 2 * 2 * REST + (2 * 2 + 2 + 4) * BLOCK, 3 * WHOLE),
     ],
 )
 def test_what_a_policy_holds_besides(text, strategy, accum, gathered, accumulated):
-    shape = (2, 1, 1) if strategy == "ddp" else (1, 2, 1)
+    shape = {"ddp": (2, 1, 1), "fsdp": (1, 2, 1), "hsdp": (2, 4, 1)}[strategy]
     estimate = parts(text, strategy, shape, accum)
     assert (estimate.gathered, estimate.accumulated) == (gathered, accumulated)
     assert estimate.process == estimate.kept == 0  # on GPUs

@@ -79,6 +79,7 @@ def log_of_a_rank(out) -> float:
     """A row in which everything of rank 1 is larger but its data_wait and device memory."""
     rank = dist.start("cpu").rank
     memory = {"peak_device_memory": 500 - rank, "peak_host_memory": 700 + rank}
+    memory |= {"peak_reserved_memory": 600 - rank, "allocation_retries": 2 + rank}
     the_log = make_log(out)
     with the_log.pause():
         pass
@@ -97,6 +98,7 @@ def test_a_row_is_of_all_ranks(pool, tmp_path):
     assert (row["data_wait"], row["data_wait_min"]) == (30.0, 10.0)
     assert row["step_time_max"] > 30 > row["step_time_min"] > 10
     assert (row["peak_device_memory"], row["peak_host_memory"]) == (500, 701)
+    assert (row["peak_reserved_memory"], row["allocation_retries"]) == (600, 3)
     # Times are those of the row's own interval.
     assert (next_row["data_wait"], next_row["data_wait_min"]) == (1.0, 1.0)
     assert 10 > next_row["step_time_max"] > 1
@@ -241,7 +243,7 @@ def test_mfu_is_known_for_bfloat16_on_a_listed_device_only(monkeypatch):
     assert metrics.peak_flops(torch.device("cpu"), torch.bfloat16) is None
 
 
-def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
+def as_on_an_h200(argv: list[str], cores: int = 4) -> tuple[int, str, str]:
     """train.py, on a CPU that has the name of a GPU, and at its start the type of one."""
     start = report.describe_start
 
@@ -252,6 +254,7 @@ def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
     with (
         mock.patch.object(metrics, "device_name", lambda device: "NVIDIA H200"),
         mock.patch.object(report, "describe_start", on_cuda),
+        mock.patch.object(os, "sched_getaffinity", lambda process: range(cores)),
     ):
         return listen(argv)
 
@@ -259,12 +262,13 @@ def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
 def test_without_mfu_a_start_says_so_and_peak_tflops_gives_it(pool, tokens, tmp_path):
     line = "no MFU: the peak of this GPU in float32 is not known; give --peak_tflops\n"
     text = f"--data {tokens} --out {tmp_path}/run --max_steps 1"
-    ((status, out, _),) = pool(1, as_on_an_h200, flags(f"{text} --dtype float32"))
+    ((status, out, _),) = pool(1, as_on_an_h200, flags(f"{text} --dtype float32"), 3)
     assert (status, line in out, rows(tmp_path / "run")[0]["mfu"]) == (0, True, None)
+    assert "warning: this rank may use 3 of the host's cores, and a GPU needs 4 or more" in out
 
     text = f"--data {tokens} --out {tmp_path}/other --max_steps 1 --peak_tflops 0.5"
     (status, out, _), _ = pool(2, as_on_an_h200, flags(f"{text} --dtype bfloat16 --strategy ddp"))
-    assert (status, "no MFU" in out) == (0, False)
+    assert (status, "no MFU" in out, "cores" in out) == (0, False, False)
     start = json.loads((tmp_path / "other/starts.jsonl").read_text())
     config = ModelConfig(**start["model"])
     flops_per_token = build_model(config).flops_per_token(config.seq_len)

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +22,7 @@ from model import (
     causal_mask,
     draw,
     generate,
+    select_rows,
 )
 
 SMALL = ModelConfig(
@@ -282,6 +284,24 @@ def test_the_gradient_of_equal_tokens_is_summed_in_float32(tied, count, on_gpu, 
     assert (rounded - expected).norm() < 0.005 * expected.norm()
 
 
+def test_few_tokens_copy_no_large_embedding():
+    """In bfloat16: the rows, then float32 sums of 18 tokens; only the gradient is as large.
+
+    A table of 8 bytes a token of the vocabulary says where each is summed.
+    """
+    weight = torch.randn(50_000, 64, dtype=torch.bfloat16).requires_grad_()
+    tokens = torch.randint(50_000, (2, 9))
+    tokens[:, ::2] = 7
+    with profile(profile_memory=True) as profiler:
+        select_rows(tokens, weight).float().square().sum().backward()
+    sizes = sorted(event.self_cpu_memory_usage for event in profiler.events())
+    assert sizes[-1] == weight.nbytes and sizes[-2] <= 8 * 50_000
+    # The same bits as from a copy
+    copy = weight.detach().float().requires_grad_()
+    torch.nn.functional.embedding(tokens, copy).square().sum().backward()
+    assert torch.equal(weight.grad, copy.grad.bfloat16())
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_weight_decay_is_of_matrices_not_of_norms_and_embedding(tied):
     config = ModelConfig(
@@ -409,6 +429,17 @@ def test_generate_is_greedy_at_temperature_0_and_repeats_by_seed():
     assert draw(top_k=1, seed=5) == draw(top_p=1e-9, seed=5) == greedy
     assert draw(temperature=5e-324) == greedy
     assert max(draw(temperature=5.0)) < 60
+
+
+def test_generate_gives_the_model_the_last_seq_len_tokens():
+    given = []
+
+    def model(tokens: torch.Tensor) -> torch.Tensor:
+        given.append(tokens[0].tolist())
+        return F.one_hot((tokens + 1) % 60, 64).float()
+
+    assert generated(model, [[5, 6]], 30, temperature=0) == [[*range(7, 37)]]
+    assert given == [[*range(5, 7 + n)][-16:] for n in range(30)]
 
 
 def test_prompts_of_different_lengths_continue_as_each_does_alone():

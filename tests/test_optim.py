@@ -65,6 +65,7 @@ def build(strategy: str, **options) -> Setup:
     forward = dist.parallelize(
         net, mesh, strategy, init=init, fsdp_units=units, keep_gradients=True
     )
+    options |= {"is_hidden": net.is_hidden}
     optimizer = optim.Optimizer(net.named_parameters(), net.decays, lr_at, **options)
     share = 8 // world.size
     start = dist.dp_rank(mesh) * share
@@ -243,6 +244,21 @@ def test_muon_is_torchs_on_every_mesh(pool):
         assert torch.equal(mesh_weights[FROZEN], weights[FROZEN])
 
 
+def test_an_optimizer_that_takes_no_parameter_is_an_error():
+    """As Muon in another project, where parameters have other names, or with vectors only."""
+    matrix = torch.nn.Parameter(torch.ones(2, 2))
+    vector = torch.nn.Parameter(torch.ones(2))
+    for parameter, hidden in ((matrix, {}), (vector, {"is_hidden": lambda name: True})):
+        with pytest.raises(ValueError, match="optimizer muon takes none of the 1 parameters"):
+            parameters = [("blocks.weight", parameter)]
+            optim.Optimizer(parameters, lambda name: True, lr_at, optimizer="muon", **hidden)
+    hidden = {"is_hidden": lambda name: name == "layers.weight"}
+    parameters = [("layers.weight", matrix), ("last.weight", torch.nn.Parameter(torch.ones(2, 2)))]
+    optimizer = optim.Optimizer(parameters, lambda name: True, lr_at, optimizer="muon", **hidden)
+    assert optimizer.slots["momentum_buffer"].keys() == {"layers.weight"}
+    assert optimizer.slots["exp_avg"].keys() == {"last.weight"}
+
+
 def gather_one() -> str:
     """The type of a matrix that is gathered as Muon does."""
     mesh = dist.make_mesh(dist.start("cpu"), (1, 2, 1))["dp_shard"]
@@ -292,7 +308,7 @@ class Sgd:
     """What a fork might add, for the embedding: AdamW has the rest."""
 
     @staticmethod
-    def takes(name, shape):
+    def takes(name, shape, hidden):
         return name == "embed.weight"
 
     @staticmethod

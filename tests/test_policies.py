@@ -11,6 +11,7 @@ from torch.profiler import profile
 import checkpoint
 import dist
 import model
+import optim
 import train
 from runtime.profiling import CommunicationCounter, Traffic
 
@@ -325,6 +326,48 @@ def test_compiled_blocks_of_a_tp_group_change_no_number(pool, tokens, tmp_path):
     for expected, row in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
         for key in ("loss", "grad_norm"):
             assert row[key] == pytest.approx(expected[key], rel=1e-5)
+
+
+def saved_products(argv: list[str]) -> int:
+    """How many tensors of B * T * d_model elements a forward pass leaves for backward."""
+    torch._dynamo.reset()
+    run = build_run(argv)
+    batches = train.micro_batches(run, 1, 2)
+    sizes = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(optim.local(tensor).numel())
+        return tensor
+
+    with loss_parallel():
+        train_step(run, batches, 1)  # compiles
+        tokens = next(batches)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = run.forward(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+    return sizes.count(8 * 16 * 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, of_a_block", [("selective", 0), ("none", 2)])
+def test_compiled_selective_checkpointing_keeps_no_whole_tensor_of_a_tp_group(
+    pool, tokens, tmp_path, mode, of_a_block
+):
+    """Neither what attention and MLP gather nor their products, parts of a sum. The head's stays.
+
+    Without checkpointing a block keeps the two that it gathers.
+    """
+    text = f"--data {tokens} --out {tmp_path}/run --dtype float32 --strategy single --tp 2"
+    text += " --compile --d_model 128 --d_ff 384 --micro_batch_size 8"
+    argv = flags(f"{text} --activation_checkpointing {mode}")
+    assert pool(2, saved_products, argv, timeout=200) == [1 + 2 * of_a_block] * 2
+
+
+def test_an_error_before_the_compiler_has_a_cache_is_one_line(monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    error = RuntimeError("backend='inductor' raised:")
+    error.inner_exception = ValueError("no such backend\nand more")
+    assert train.explain(error) == "--compile: no such backend"
 
 
 @pytest.mark.slow

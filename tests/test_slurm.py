@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -107,6 +108,18 @@ PartitionName=all Nodes=ALL Default=YES
 """
 
 
+def test_the_script_gives_each_task_its_cores_and_all_memory(tmp_path):
+    """srun of Slurm 22.05 and later does not read sbatch's --cpus-per-task."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/bash\necho "$SRUN_CPUS_PER_TASK $@"\n')
+    srun.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "6"}
+    said = subprocess.run(["bash", SCRIPT, "--tp=2"], env=environment, stdout=subprocess.PIPE)
+    assert said.stdout.decode() == "6 --kill-on-bad-exit=0 python train.py --tp=2\n"
+    options = re.findall(r"^#SBATCH (.*)", SCRIPT.read_text(), re.MULTILINE)
+    assert {"--cpus-per-task=8", "--mem=0", "--gpus-per-node=8"} < {*" ".join(options).split()}
+
+
 class Slurm:
     """A Slurm of its own, with its state in `folder`."""
 
@@ -171,6 +184,7 @@ class Slurm:
         """Submit the script as a user does who has two nodes without GPUs."""
         printed = out.with_name(f"{out.name}.txt")
         on_cpus = ["--nodes=2", "--gpus-per-node=0", f"--output={printed}", f"--chdir={ROOT}"]
+        on_cpus += ["--cpus-per-task=2"]
         answer = self.run("sbatch", "--parsable", *on_cpus, *options, str(SCRIPT), *argv)
         return SlurmJob(self, answer.strip(), out, printed)
 

@@ -90,8 +90,12 @@ def test_statistics_are_of_raw_gradients_and_updated_weights():
 
 def test_a_slot_that_a_parameter_lacks_has_no_statistics():
     net = torch.nn.Linear(3, 2)
-    parameters = [(f"blocks.{name}", parameter) for name, parameter in net.named_parameters()]
-    optimizer = optim.Optimizer(parameters, lambda name: True, lr_at, optimizer="muon")
+
+    def always(name: str) -> bool:
+        return True
+
+    options = {"optimizer": "muon", "is_hidden": always}
+    optimizer = optim.Optimizer(net.named_parameters(), always, lr_at, **options)
     net(torch.ones(1, 3)).sum().backward()
     table = optimizer.step(1, torch.tensor(1.0), measure=True)["parameters"].tolist()
     of_weight, of_bias = (dict(zip(optimizer.columns, row, strict=True)) for row in table)
@@ -102,7 +106,7 @@ def test_a_slot_that_a_parameter_lacks_has_no_statistics():
         assert row[f"{slot}_norm"] > 0 and row["update_norm"] > 0
         statistics = [row[f"{other}_{statistic}"] for statistic in ("norm", "mean", "max", "min")]
         assert all(map(math.isnan, statistics))
-    momentum = optimizer.slots["momentum_buffer"]["blocks.weight"]
+    momentum = optimizer.slots["momentum_buffer"]["weight"]
     assert of_weight["momentum_buffer_norm"] == pytest.approx(momentum.norm().item())
 
 

@@ -33,6 +33,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from unittest import mock
 
+if __name__ == "__main__":
+    # As train.py allocates
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 import torch
 import torch.distributed
 import torch.nn.functional as F
@@ -469,7 +474,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     flags = config.parse_flags(parser, [*argv, *SHORT.split()])
     own = {name: flags.pop(name) for name in ("checks", "ranks", "json")}
     parent = flags["out"] and Path(flags["out"]).absolute()
-    new_folder = functools.partial(tempfile.mkdtemp, prefix="check-", dir=parent)
+
+    def new_folder() -> str:
+        if parent:  # of a planned run, so it may not exist yet
+            parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix="check-", dir=parent)
+
     own = argparse.Namespace(**own, argv=argv, new_folder=new_folder)
     if unknown := [name for name in own.checks if name not in CHECKS]:
         raise cli.UsageError(f"no check is named {unknown[0]}: choose from {', '.join(CHECKS)}")
