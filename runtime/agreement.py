@@ -32,9 +32,11 @@ class StopRequest:
         self.flag = torch.zeros(1)
         self.in_flight: dist.Work | None = None
         self.signalled = False
-        # Ctrl-C; torchrun and schedulers; Slurm, ahead of its limit
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self.on_signal)
+        # Ctrl-C; torchrun and schedulers; Slurm, ahead of its limit; a terminal that closes
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            # nohup has SIGHUP ignored: then the run outlives its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, frame) -> None:
         self.signalled = True

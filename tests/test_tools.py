@@ -101,14 +101,17 @@ def write_run(
             "tokens": 100 * step,
             "loss": loss,
             "grad_norm": 1.0,
+            "lr": 1e-3,
             "clipped": 0,
             "skipped_steps": 0,
             "step_time": 0.5,
             "tokens_per_second": 200.0,
+            "time": "2026-11-22T12:00:00+00:00",
         }
         lines.append(json.dumps(training) + "\n")
     for step, val_loss in evaluations:
-        lines.append(json.dumps({"step": step, "val_loss": val_loss}) + "\n")
+        row = {"step": step, "val_loss": val_loss, "time": "2026-11-22T12:00:01+00:00"}
+        lines.append(json.dumps(row) + "\n")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(lines))
