@@ -656,6 +656,10 @@ def main(argv: list[str]) -> int:
     def command() -> int:
         try:
             return run_command(parse(argv))
+        except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") == "0":
+                print("train.py: stopped at once by Ctrl-C, without a save", file=sys.stderr)
+            raise
         except RuntimeError as error:
             message = None if hasattr(error, "exit_status") else explain(error)
             if message is None:
@@ -683,5 +687,6 @@ def explain(error: RuntimeError) -> str | None:
 
 
 if __name__ == "__main__":
+    agreement.end_on_early_signals("train.py")
     # `record` puts the traceback of an unexpected error into torchrun's report.
     sys.exit(record(main)(sys.argv[1:]))

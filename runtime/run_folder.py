@@ -355,7 +355,8 @@ def new_schedule(before: Config, now: Config, step: int) -> str:
 
 def read_starts(out: Path) -> list[dict]:
     rows = [row for _, row in read_lines(out / "starts.jsonl") if isinstance(row, dict)]
-    return [row for row in rows if row.keys() >= {"time", "step", "config"}]
+    rows = [row for row in rows if row.keys() >= {"time", "step", "config"}]
+    return [row for row in rows if isinstance(row["config"], dict)]
 
 
 def create(out: Path, manifest: dict, step: int, world_size: int, started: datetime) -> datetime:

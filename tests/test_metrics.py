@@ -15,7 +15,7 @@ from conftest import flags, listen, rows
 import dist
 import metrics
 from model import ModelConfig, build_model
-from runtime import report
+from runtime import console, report
 
 
 def make_log(out, **changes) -> metrics.Log:
@@ -122,6 +122,14 @@ def test_the_console_line(log, capsys, monkeypatch):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 103.0)
     log_step(the_log, 6, device_metrics(2.5))
     assert capsys.readouterr().out.endswith("  0m47s left\n")
+
+
+@pytest.mark.parametrize("seconds, clock", [(59.7, "1m00s"), (3599.8, "60m00s"), (59.2, "0m59s")])
+def test_all_clocks_round_to_the_same_second(seconds, clock):
+    row = {"step": 1, "step_time": seconds, "mfu": None, "tokens_per_second": 1.0}
+    row |= {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0}
+    assert metrics.console_line(row, max_steps=2, is_first=False).endswith(f"  {clock} left")
+    assert console.clock(seconds) == clock
 
 
 def test_the_console_says_for_how_long_training_waited_for_a_save(log, capsys):

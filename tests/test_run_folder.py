@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 import checkpoint
+import metrics
 from config import Config, flag
 from runtime import run_folder
 from runtime.cli import UsageError
@@ -355,6 +356,15 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
         file.write('12\n{"note": 1}\n{"config": {"lr": 0.5}')  # torn, by a kill or a full disk
     assert run_folder.create(tmp_path, manifest(0, lr=0.1), 20, 2, now) == began
     assert [start["config"]["lr"] for start in run_folder.read_starts(tmp_path)] == [0.5, 0.25, 0.1]
+
+
+def test_without_starts_the_first_step_was_the_first_start(tmp_path):
+    now = datetime(2026, 11, 21, tzinfo=UTC)
+    row = dict.fromkeys(metrics.KINDS[0].split(), 5) | {"time": now.isoformat()}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    later = now + timedelta(hours=1)
+    assert run_folder.create(tmp_path, manifest(0), 5, 2, later) == now - timedelta(seconds=5)
+    assert metrics.seconds_in_steps([row, row | {"step": 9}]) == 5 + 4 * 5
 
 
 # --------------------------------------------------------------------------------------------------
