@@ -63,12 +63,14 @@ class Output:
             lines, newline, self.unfinished = (self.unfinished + text).rpartition("\n")
             self.transcript.append(lines + newline)
             with suppress(OSError, ValueError):
-                self.stream and self.stream.write(text)
+                if self.stream:
+                    self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         with suppress(OSError, ValueError):
-            self.stream and self.stream.flush()
+            if self.stream:
+                self.stream.flush()
 
     def isatty(self) -> bool:
         return is_terminal(self.stream)
@@ -86,11 +88,13 @@ class Transcript:
 
     def append(self, lines: str) -> None:
         plain = re.sub(r"\r|\x1b\[[\d;]*[A-Za-z]", "", lines)
-        with suppress(OSError):  # the disk is full
+        with suppress(OSError, ValueError):  # the disk is full, or the context was left
             self.file.write(plain.encode(errors="backslashreplace"))
 
     def keep(self, path: Path) -> None:
         """Append everything to a file, to which other ranks may append as well."""
+        if not isinstance(self.file, io.BytesIO):
+            return  # to a file already
         with lock, suppress(OSError):
             # Unbuffered: the kernel has each line at once.
             file = open(path, "ab", buffering=0)  # noqa: SIM115

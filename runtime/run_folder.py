@@ -27,6 +27,7 @@ import checkpoint
 import dist
 from config import BUILTIN, Config, lr_schedule, peak_lr, read_model, warmup_steps
 from metrics import read_lines, read_log, replace_file
+from runtime import console
 from runtime.cli import UsageError
 from runtime.lock import is_at, try_lock
 
@@ -87,6 +88,8 @@ def locked(out: Path, timeout: float) -> Iterator[None]:
     patience = timeout if is_restart else 3.0
     with contextlib.ExitStack() as stack:
         dist.on_rank0(lambda: stack.enter_context(hold_lock(out, patience)))
+        if is_restart and (out / "console.log").exists():  # errors before step 1 go there, too
+            console.keep_transcript(out / "console.log")
         yield
 
 
