@@ -273,18 +273,20 @@ def test_quiet_leaves_out_lines_of_progress(pool, tokens, tmp_path):
 # A console that is gone, and its copy
 
 
-def train_into(kind: str, argv: list[str]) -> int:
-    """train.py, whose output nothing takes."""
+def train_into(kind: str, argv: list[str]) -> tuple[int, bool]:
+    """train.py, whose output nothing takes; and whether it still ignores SIGHUP, as under nohup."""
     stream = open("/dev/full", "w") if kind == "a full disk" else closed_pipe()  # noqa: SIM115
     with (
         mock.patch.object(sys, "stdout", stream),
         mock.patch.object(sys, "stderr", stream),
         mock.patch("time.sleep"),  # before a rank fails alone
     ):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         status = call_train(argv)
+        is_ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL) == signal.SIG_IGN
     with contextlib.suppress(OSError):
         stream.close()
-    return status
+    return status, is_ignored
 
 
 def closed_pipe():
@@ -300,7 +302,7 @@ def test_a_run_goes_on_when_nobody_takes_what_it_prints(pool, tokens, tmp_path, 
     blocked.parent.mkdir()
     blocked.write_text("in the way")
     argv = flags(text)
-    assert pool(2, train_into, kind, argv) == [1, 1]
+    assert pool(2, train_into, kind, argv) == [(1, True)] * 2
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     said = (tmp_path / "run/console.log").read_text()
     heading = said.partition("\n")[0]
@@ -311,7 +313,7 @@ def test_a_run_goes_on_when_nobody_takes_what_it_prints(pool, tokens, tmp_path, 
         assert f"\ntrain.py: error{rank}: cannot write {blocked}/step-00000006: " in said
 
     blocked.unlink()
-    assert pool(2, train_into, kind, argv) == [0, 0]
+    assert pool(2, train_into, kind, argv) == [(0, True)] * 2
     again = (tmp_path / "run/console.log").read_text()
     assert again.startswith(said) and again.count("\nmodel   tiny") == 2
 
