@@ -76,6 +76,7 @@ def write_folders(root: Path) -> None:
     training = [line for line in lines if '"loss"' in line]
     spoilt = {
         "unlogged": ([], config, 0),
+        "listed": (lines, "[]", 0),
         "untimed": (lines, config, 0),
         "unsaved": (training, '{"checkpoint": "none"}', 0),
         "winged": (training, '{"wings": 2}', 0),

@@ -275,7 +275,8 @@ def test_quiet_leaves_out_lines_of_progress(pool, tokens, tmp_path):
 
 def train_into(kind: str, argv: list[str]) -> tuple[int, bool]:
     """train.py, whose output nothing takes; and whether it still ignores SIGHUP, as under nohup."""
-    stream = open("/dev/full", "w") if kind == "a full disk" else closed_pipe()  # noqa: SIM115
+    # Written line by line, as on a terminal: write fails, not only flush
+    stream = open("/dev/full", "w", 1) if kind == "a full disk" else closed_pipe()  # noqa: SIM115
     with (
         mock.patch.object(sys, "stdout", stream),
         mock.patch.object(sys, "stderr", stream),
