@@ -514,7 +514,7 @@ def finish(run: Run, stopped: bool) -> int:
     log_saves(run)
     if run.saver.failure:
         raise checkpoint.CheckpointError(run.saver.failure)
-    dist.on_rank0(lambda: check_is_there(run))
+    dist.raise_on_all_ranks(lambda: check_is_there(run))
     run.log.say(run.log.goodput())
     if stopped:
         continues = "" if c.checkpoint == "none" else "; the same command continues"
