@@ -49,6 +49,9 @@ PEAK_FLOPS = {
 }
 
 
+# The name since torch 2.13, which warns of the older one
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 REMEDY = "The checkpoints in --out are from before: lower --lr or check the data"
 
 
@@ -121,35 +124,83 @@ class DeviceEvent:
 # Files
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str | bytes) -> None:
     """Replace a file atomically. On failure it is unchanged; OSError names it."""
     partial = path.with_name(f".{path.name}.tmp")
     try:
-        partial.write_text(text)
+        partial.write_bytes(text.encode() if isinstance(text, str) else text)
         os.replace(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a file of JSON lines; [] if there is no file.
-
-    Skips lines that do not parse, such as one cut short by a kill or a full disk.
-    """
-    rows = []
+def read_lines(path: Path) -> Iterator[tuple[bytes, object]]:
+    """The lines of a file of JSON lines, each with its value: None if it does not parse."""
     for line in path.read_bytes().splitlines() if path.exists() else []:
+        value = None
         with suppress(ValueError):
-            rows.append(json.loads(line))
+            value = json.loads(line)
+        yield line, value
+
+
+# What each kind of row has; any may have more
+KINDS = [
+    "step time tokens loss grad_norm lr clipped skipped_steps step_time tokens_per_second",
+    "step time val_loss",
+    "step time event path",
+    "step parameter",
+]
+
+
+def is_of_log(row) -> bool:
+    """Whether a Log wrote it: it is no note of yours, and no event of other code."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return False
+    is_timed = isinstance(row.get("time", ""), str)
+    return is_timed and any(row.keys() >= {*kind.split()} for kind in KINDS)
+
+
+def read_log(path: Path, warn: Callable[[str], None] = lambda line: None) -> list[dict]:
+    """The rows of metrics.jsonl or optim.jsonl; `warn` gets a line that counts all others.
+
+    Such as a row that a kill or a full disk cut short.
+    """
+    values = [value for _, value in read_lines(path)]
+    rows = [value for value in values if is_of_log(value)]
+    if skipped := len(values) - len(rows):
+        warn(f"{path}: skipped {skipped} line{'s' * (skipped > 1)} not written by the log")
     return rows
 
 
-def drop_rows_after(path: Path, step: int) -> list[dict]:
-    """Drop the rows after `step`, where a run resumes; return the others."""
-    rows = [row for row in read_rows(path) if row["step"] <= step]
+def drop_rows_after(path: Path, step: int, warn: Callable[[str], None]) -> list[dict]:
+    """Drop the rows after `step`, where a run resumes; return the others of the log.
+
+    Rows that were cut short go as well. What else is there stays as it is.
+    """
+    kept = []
+    for line, row in read_lines(path):
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            is_kept = row["step"] <= step
+        else:
+            is_kept = not line.startswith(b'{"step"')
+        kept += [line + b"\n"] * is_kept
     if path.exists():
-        replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return rows
+        replace_file(path, b"".join(kept))
+    return read_log(path, warn)
+
+
+def seconds_in_steps(rows: list[dict]) -> float:
+    """The time that the steps of a log's training rows took."""
+    total = 0.0
+    previous_step = None
+    for row in rows:
+        if "loss" in row:
+            # step_time is the mean since the previous row. The first row of a run has one step.
+            steps = 1 if previous_step is None else row["step"] - previous_step
+            total += steps * row["step_time"]
+            previous_step = row["step"]
+    return total
 
 
 def json_line(row: dict) -> bytes:
@@ -166,8 +217,9 @@ def console_line(row: dict, max_steps: int, is_first: bool) -> str:
 
     A process's first step allocates and may compile, so it cannot predict the time left.
     """
-    minutes, seconds = divmod((max_steps - row["step"]) * row["step_time"], 60)
-    left = "" if is_first else f"  {minutes:.0f}m{seconds:02.0f}s left"
+    # Rounded first: 59.7 seconds are 1m00s
+    minutes, seconds = divmod(round((max_steps - row["step"]) * row["step_time"]), 60)
+    left = "" if is_first else f"  {minutes}m{seconds:02}s left"
     mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
     return (
         f"{row['step'] / max_steps:4.0%}  loss {row['loss']:.4f}  "
@@ -242,8 +294,7 @@ class Mark:
 
     step: int
     event: DeviceEvent
-    own_time: float  # seconds this thread ran or waited for data, not for other ranks
-    data_wait: float  # seconds, part of own_time
+    data_wait: float  # seconds
 
 
 @dataclass(frozen=True)
@@ -287,19 +338,16 @@ class Log:
         self.pending: PendingRow | None = None
         self.mark = self.mark_now(self.last_step)
         self.unwritten: dict[str, bytes] = {}
+        self.is_gone = False  # the folder: renamed or removed
         self.useful_time = 0.0  # seconds in steps so far, lost ones excluded
         if self.is_rank0:
-            drop_rows_after(self.out / "optim.jsonl", self.last_step)
-            for row in drop_rows_after(self.out / "metrics.jsonl", self.last_step):
-                if "goodput" in row:  # a share of the run's age then
-                    age = datetime.fromisoformat(row["time"]).timestamp() - self.started
-                    self.useful_time = row["goodput"] * age
+            drop_rows_after(self.out / "optim.jsonl", self.last_step, self.say)
+            rows = drop_rows_after(self.out / "metrics.jsonl", self.last_step, self.say)
+            self.useful_time = seconds_in_steps(rows)
         self.track({})  # opens it now: wandb takes seconds
 
     def mark_now(self, step: int) -> Mark:
-        # Thread time leaves out waiting for other ranks, and for data, which is added back.
-        own_time = time.thread_time() + self.data_wait
-        return Mark(step, DeviceEvent(self.device), own_time, self.data_wait)
+        return Mark(step, DeviceEvent(self.device), self.data_wait)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -336,7 +384,6 @@ class Log:
         """
         now = self.mark_now(step)
         own = {
-            "own_time": now.own_time - self.mark.own_time,
             "data_wait": now.data_wait - self.mark.data_wait,
             **peak_memory(self.device),
         }
@@ -345,9 +392,9 @@ class Log:
             own_values = own_values.pin_memory().to(self.device, non_blocking=True)
         metric_values = torch.stack([value.double() for value in metrics.values()])
         values = torch.cat((metric_values, own_values))
-        ranks = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-        dist.all_gather(ranks, values)
-        in_host_memory = torch.stack(ranks).to("cpu", non_blocking=True)
+        ranks = values.new_empty(dist.get_world_size() * len(values))
+        all_gather_single(ranks, values)
+        in_host_memory = ranks.view(-1, len(values)).to("cpu", non_blocking=True)
         arrived = DeviceEvent(self.device)
         return PendingRow(self.mark, now, arrived, lr, [*metrics, *own], in_host_memory)
 
@@ -368,11 +415,7 @@ class Log:
         self.pending = None
         ranks = dict(zip(pending.names, pending.values.T.tolist()))  # name -> value of each rank
         steps = pending.ended.step - pending.began.step
-        own_times = [seconds / steps for seconds in ranks["own_time"]]
-        # Unknown on GPUs: the host only queues work, and on every device the kernels of a
-        # collective wait for the slowest rank.
-        is_known = self.device.type == "cpu"
-        world_size = len(own_times)
+        world_size = len(pending.values)
         self.skipped_in_a_row = int(max(ranks["skipped_in_a_row"]))
         self.loss = sum(ranks["loss"]) / world_size
         self.step_time = pending.ended.event.since(pending.began.event) / steps
@@ -388,9 +431,6 @@ class Log:
             "clipped": int(max(ranks["clipped"])),
             "skipped_steps": int(max(ranks["skipped_steps"])),
             "step_time": self.step_time,
-            "step_time_min": min(own_times) if is_known else None,
-            "step_time_max": max(own_times) if is_known else None,
-            "slowest_rank": own_times.index(max(own_times)) if is_known else None,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / world_size,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
@@ -480,17 +520,22 @@ class Log:
         )
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Append rows to a file; if the disk is full, keep them for the next call."""
-        if not self.is_rank0:
+        """Append rows to a file; if the disk is full, keep them for the next call.
+
+        If the folder is gone, only says so, in `is_gone`: the run must end.
+        """
+        if not self.is_rank0 or self.is_gone:
             return
         content = self.unwritten.pop(name, b"") + b"".join(map(json_line, rows))
-        # Open for each write, unbuffered: the kernel has each row at once.
-        with open(self.out / name, "ab", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            try:
+        try:
+            # Open for each write, unbuffered: the kernel has each row at once.
+            with open(self.out / name, "ab", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END)
                 if file.write(content) < len(content):
+                    file.truncate(size)
                     raise OSError("no room for a whole row")
-            except OSError as error:
-                file.truncate(size)
-                self.unwritten[name] = content
-                self.say(f"cannot write {self.out / name} now: {error}")
+        except FileNotFoundError:
+            self.is_gone = True
+        except OSError as error:
+            self.unwritten[name] = content
+            self.say(f"cannot write {self.out / name} now: {error}")

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -198,6 +199,7 @@ def open_run_folder(run: Run) -> None:
     first_start = dist.on_rank0(
         lambda: run_folder.create(out, start, run.step, world.size, plan.started)
     )
+    console.keep_transcript(out / "console.log")
     run.watchdog.dump_folder = out / "flight"
     run.should_stop = agreement.StopRequest(world.timeout)  # handles signals from here on
     extra_files = plan.token_folder.tokenizer_file
@@ -480,7 +482,7 @@ def train(run: Run) -> int:
         with run.profiler.step(step, log.data_wait):  # does nothing without --profile
             values = train_step(forward, optimizer, batches, step, n, c.grad_sync, due.measure)
         run.step = step
-        is_late = time.monotonic() > deadline - seconds_to_stop(run)
+        is_late = log.is_gone or time.monotonic() > deadline - seconds_to_stop(run)
         stop = run.should_stop(is_late) and step < c.max_steps
         log.step(step, values, optimizer, is_due=due.log or stop)
         if c.async_save and due.log:
@@ -517,13 +519,14 @@ def finish(run: Run, stopped: bool) -> int:
 
     Raises CheckpointError if that save failed.
     """
+    c = run.config
     run.watchdog.progress(run.step, "saving", slow=True)
     run.saver.wait()
     log_saves(run)
     if run.saver.failure:
         raise checkpoint.CheckpointError(run.saver.failure)
+    dist.raise_on_all_ranks(lambda: check_is_there(run))
     run.log.say(run.log.goodput())
-    c = run.config
     if stopped:
         continues = "" if c.checkpoint == "none" else "; the same command continues"
         line = f"stopped after step {run.step}{continues}"
@@ -538,6 +541,17 @@ def finish(run: Run, stopped: bool) -> int:
     if c.sample_tokens:
         run.log.say(f"{' sample ':-^80}\n{closing_sample(run)}\n{'-' * 80}")
     return 0
+
+
+def check_is_there(run: Run) -> None:
+    """Raises RunError if the log found no run folder: it was renamed or removed."""
+    if run.log.is_gone:
+        out = run.log.out
+        saved = ""
+        if run.config.checkpoint != "none":
+            path = checkpoint.step_path(out, run.step)
+            saved = f"; {path} is new: move it into the run's checkpoints/, and continue there"
+        raise cli.RunError(f"{out} was renamed or removed while the run wrote there{saved}")
 
 
 def closing_sample(run: Run) -> str:
@@ -654,6 +668,10 @@ def main(argv: list[str]) -> int:
     def command() -> int:
         try:
             return run_command(parse(argv))
+        except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") == "0":
+                print("train.py: stopped at once by Ctrl-C, without a save", file=sys.stderr)
+            raise
         except RuntimeError as error:
             message = None if hasattr(error, "exit_status") else explain(error)
             if message is None:
@@ -661,7 +679,9 @@ def main(argv: list[str]) -> int:
             raise cli.RunError(message) from None
 
     slurm.read_slurm()
-    return cli.run("train.py", command, watchdog.fail_on_ranks)
+    heading = f"--- {datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z} train.py {shlex.join(argv)}\n"
+    with console.Transcript(heading if os.environ.get("RANK", "0") == "0" else ""):
+        return cli.run("train.py", command, watchdog.fail_on_ranks)
 
 
 def explain(error: RuntimeError) -> str | None:
@@ -680,5 +700,6 @@ def explain(error: RuntimeError) -> str | None:
 
 
 if __name__ == "__main__":
+    agreement.end_on_early_signals("train.py")
     # `record` puts the traceback of an unexpected error into torchrun's report.
     sys.exit(record(main)(sys.argv[1:]))

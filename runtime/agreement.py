@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
@@ -19,6 +21,29 @@ def format_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
 
 
+def end_on_early_signals(program: str) -> None:
+    """Until there is a StopRequest, end this process on a signal, with a line on rank 0.
+
+    A thread does: handlers run in the main thread, which a rendezvous may block for minutes.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writer)
+
+    def wait() -> None:
+        while (number := os.read(reader, 1)[0]) == signal.SIGINT:
+            pass  # KeyboardInterrupt removes what is unfinished
+        if os.environ.get("RANK", "0") == "0":
+            name = signal.Signals(number).name
+            print(f"{program}: stopped by {name} before its first step", file=sys.stderr)
+        os._exit(128 + number)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 class StopRequest:
     """Whether any rank got a signal to stop, or is late; all ranks learn it one step later.
 
@@ -32,9 +57,12 @@ class StopRequest:
         self.flag = torch.zeros(1)
         self.in_flight: dist.Work | None = None
         self.signalled = False
-        # Ctrl-C; torchrun and schedulers; Slurm, ahead of its limit
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self.on_signal)
+        signal.set_wakeup_fd(-1)  # of end_on_early_signals
+        # Ctrl-C; torchrun and schedulers; Slurm, ahead of its limit; a terminal that closes
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            # nohup has SIGHUP ignored: then the run outlives its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, frame) -> None:
         self.signalled = True

@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import io
 import platform
 import re
 import sys
@@ -93,7 +92,7 @@ def run(
     run time), and OSError (1). Ctrl-C and a closed pipe return 130. Other exceptions are bugs and
     propagate.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if hasattr(sys.stdout, "reconfigure"):
         # Print \u1234 for characters that the encoding, such as ASCII, lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

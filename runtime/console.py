@@ -1,12 +1,16 @@
-"""A live line on a terminal, below all other output; never in a file or a pipe."""
+"""A live line on a terminal, below all other output; and a copy of what a run prints."""
 
 import functools
+import io
 import os
+import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 CLEAR = "\r\x1b[J"  # this line, and what a narrowed window wrapped of it
 RED, DIM = 31, 2
@@ -17,6 +21,7 @@ is_quiet = False  # --quiet
 lock = threading.RLock()
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 shown: "LiveLine | None" = None
+transcript: "Transcript | None" = None
 
 
 def is_terminal(stream) -> bool:
@@ -37,6 +42,95 @@ def print_error(line: str) -> None:
     if os.environ.get("RANK", "0") != "0" and is_terminal(sys.stderr):
         line = CLEAR + line  # the live line of rank 0
     print(line, file=sys.stderr, flush=True)
+
+
+class Output:
+    """In place of sys.stdout or sys.stderr, in a Transcript: nothing that it cannot print matters.
+
+    Its reader, its terminal or the room on its disk may be gone.
+    """
+
+    def __init__(self, stream, transcript: "Transcript"):
+        self.stream = stream  # None discards output
+        self.transcript = transcript
+        self.unfinished = ""  # a line
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with lock:
+            lines, newline, self.unfinished = (self.unfinished + text).rpartition("\n")
+            self.transcript.append(lines + newline)
+            with suppress(OSError, ValueError):
+                if self.stream:
+                    self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            if self.stream:
+                self.stream.flush()
+
+    def isatty(self) -> bool:
+        return is_terminal(self.stream)
+
+
+class Transcript:
+    """A context that keeps what is printed in it: all lines go through `append`.
+
+    Holds them in memory until `keep` names a file. The streams cannot raise meanwhile.
+    """
+
+    def __init__(self, heading: str = ""):
+        self.file = io.BytesIO()
+        self.append(heading)
+
+    def append(self, lines: str) -> None:
+        plain = re.sub(r"\r|\x1b\[[\d;]*[A-Za-z]", "", lines)
+        with suppress(OSError, ValueError):  # the disk is full, or the context was left
+            self.file.write(plain.encode(errors="backslashreplace"))
+
+    def keep(self, path: Path) -> None:
+        """Append everything to a file, to which other ranks may append as well."""
+        if not isinstance(self.file, io.BytesIO):
+            return  # to a file already
+        with lock, suppress(OSError):
+            # Unbuffered: the kernel has each line at once.
+            file = open(path, "ab", buffering=0)  # noqa: SIM115
+            file.write(self.file.getvalue())
+            self.file = file
+
+    def __enter__(self) -> "Transcript":
+        global transcript
+        transcript = self
+        self.streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (Output(stream, self) for stream in self.streams)
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        global transcript
+        if isinstance(error, Exception):  # a bug: Python will print it
+            self.append("".join(traceback.format_exception(error)))
+        sys.stdout, sys.stderr = map(unless_broken, self.streams)
+        transcript = None
+        self.file.close()
+
+
+def unless_broken(stream):
+    """The stream, or None: Python would try to flush it at its exit, and end with status 120."""
+    try:
+        if stream:
+            stream.flush()
+        return stream
+    except (OSError, ValueError):
+        return None
+
+
+def keep_transcript(path: Path) -> None:
+    """From now on keep what this process prints, and has printed, at the end of a file."""
+    if transcript:
+        transcript.keep(path)
 
 
 class Progress:
@@ -68,10 +162,12 @@ class LiveLine:
 
     def __init__(self, what: Callable[[], str]):
         self.what = what
-        self.stdout = sys.stdout
+        # Below a Transcript, which has no live lines
+        stdout, stderr = (getattr(s, "stream", s) for s in (sys.stdout, sys.stderr))
+        self.stdout = stdout
         self.is_shown = False
         self.is_in_line = False  # an unfinished line was printed
-        self.streams = {s: s.write for s in (sys.stdout, sys.stderr) if is_terminal(s)}
+        self.streams = {s: s.write for s in (stdout, stderr) if is_terminal(s)}
         for stream, write in self.streams.items():
             stream.write = functools.partial(self.print_above, write)
 

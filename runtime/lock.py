@@ -25,10 +25,15 @@ def try_lock(path: Path) -> int | None:
             raise
         print(f"{path}: this file system has no locks: let nothing else write there")
     # The last owner may have removed or renamed the file since this open.
-    if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+    if is_at(path, descriptor):
         return descriptor
     os.close(descriptor)
     return None
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether `path` names the open file."""
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 def is_locked(path: Path) -> bool:

@@ -209,6 +209,7 @@ class Profiler:
         self.is_cuda = mesh.device_type == "cuda"
         self.say = say
         self.settle = settle
+        self.has_begun = False  # on all ranks, whether or not the profiler works on this one
         self.trace: profile | None = None  # while it runs
         self.figures: dict = {}  # from the trace, until the next step has been counted
 
@@ -216,17 +217,25 @@ class Profiler:
     def step(self, step: int, data_wait: float) -> Iterator[None]:
         """Wrap step number `step`; `data_wait` is the seconds waited for data so far."""
         if step == self.start + 1:
+            self.has_begun = True
             self.attempt(self.begin, data_wait)
-        if self.trace and step == self.stop + 1:
-            self.attempt(self.end, data_wait)
-        if not self.figures:
+        if not self.has_begun or step != self.stop + 1:
             yield
             return
+        if self.trace:
+            self.attempt(self.end, data_wait)
         syncs = CudaSyncCounter() if self.is_cuda else HostSyncCounter()
         with CommunicationCounter(self.mesh) as traffic, syncs:
             yield
-        self.attempt(self.finish, syncs.counts, traffic.counts)
-        self.figures = {}
+        waited = self.exchange(self.figures.get("waited", math.nan))
+        if self.figures:
+            self.attempt(self.finish, syncs.counts, traffic.counts, waited)
+
+    def exchange(self, seconds: float) -> list[float]:
+        """The value of each rank."""
+        of_ranks = [math.nan] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, seconds)
+        return of_ranks
 
     def attempt(self, part: Callable, *arguments) -> None:
         """Call a part of the profile; if it fails, give up the profile, not the run."""
@@ -261,17 +270,20 @@ class Profiler:
     def summarize(self, wall: float, thread: float, data_wait: float) -> dict:
         """The figures of the window, from the seconds that `clocks` measured."""
         steps = self.stop - self.start
+        events = self.trace.events()
         rows = self.trace.key_averages()
         if self.is_cuda:
-            work = gpu_work(self.trace.events())
+            work = gpu_work(events)
             # Communication is named like ncclDevKernel_AllGather_RING_LL(...).
             compute = [event for event in work if not event.name.startswith("nccl")]
             busy = covered_seconds(work)
             exposed = busy - covered_seconds(compute)
             rows = gpu_work(rows)
         else:
-            # The thread either runs, waits for data or waits for other ranks.
-            busy, exposed = thread, max(0.0, wall - thread - data_wait)
+            # While the thread does not run it waits for data, or for a collective, or it sleeps.
+            sent = covered_seconds(event for event in events if event.name.startswith("gloo:"))
+            idle = max(0.0, wall - thread - data_wait)
+            busy, exposed = thread, min(sent, idle) if dist.get_world_size() > 1 else 0.0
         operations = []
         for row in rows:
             microseconds = row.self_device_time_total if self.is_cuda else row.self_cpu_time_total
@@ -284,15 +296,22 @@ class Profiler:
             "busy": busy / wall,
             "exposed_communication": exposed / wall,
             "data_wait": data_wait / wall,
+            "waited": exposed / steps,
             "operations": operations[:10],
         }
 
-    def finish(self, host_syncs: dict[str, int], traffic: dict[tuple[str, str], Traffic]) -> None:
-        """Write and report the figures, with those of the counted step."""
+    def finish(
+        self,
+        host_syncs: dict[str, int],
+        traffic: dict[tuple[str, str], Traffic],
+        waited: list[float],
+    ) -> None:
+        """Write and report the figures, with those of the counted step and of all ranks."""
         communicated = []
         for (kind, axis), total in traffic.items():
             communicated.append({"kind": kind, "axis": axis, **vars(total)})
         self.figures |= {"host_syncs": dict(host_syncs), "communicated": communicated}
+        self.figures["waited"] = [seconds if seconds >= 0 else None for seconds in waited]
         self.path.with_suffix(".json").write_text(json.dumps(self.figures, indent=2) + "\n")
         f = self.figures
         self.say(
@@ -302,6 +321,14 @@ class Profiler:
         )
         syncs = [f"{times} x {place}" for place, times in host_syncs.items()]
         lines = [f"host syncs: {', '.join(syncs) or 'none'}"]
+        ranks = [rank for rank, seconds in enumerate(waited) if seconds >= 0]
+        if len(ranks) > 1:
+            slow = min(ranks, key=waited.__getitem__)
+            most = max(map(waited.__getitem__, ranks))
+            lines.append(
+                f"slowest is rank {slow}: it waited {waited[slow] * 1e3:,.1f} ms a step for the "
+                f"others, who waited up to {most * 1e3:,.1f} ms"
+            )
         for row in communicated:
             megabytes = f"{row['bytes'] / 1e6:,.2f} MB a step"
             lines.append(f"{row['calls']:.0f} x {row['kind']} over {row['axis']}: {megabytes}")

@@ -2,6 +2,7 @@
 
 OUT/config.json      the flags of the last start
     starts.jsonl     one row per start: when, where, from which step, with which flags
+    console.log      what all ranks of all starts printed
     metrics.jsonl    one row per log_interval, evaluation and checkpoint
     optim.jsonl      one row per parameter, with --optim_metrics_interval
     checkpoints/     see checkpoint.py
@@ -19,15 +20,16 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import checkpoint
 import dist
 from config import BUILTIN, Config, lr_schedule, peak_lr, read_model, warmup_steps
-from metrics import read_rows, replace_file
+from metrics import read_lines, read_log, replace_file
+from runtime import console
 from runtime.cli import UsageError
-from runtime.lock import try_lock
+from runtime.lock import is_at, try_lock
 
 # --------------------------------------------------------------------------------------------------
 # One run at a time
@@ -64,7 +66,10 @@ def hold_lock(out: Path, patience: float = 0.0) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        # Removed before it is released: then it is not yet another run's. If this folder was
+        # renamed meanwhile, the lock there may be another's.
+        if is_at(path, descriptor):
+            path.unlink()
         os.close(descriptor)
         with contextlib.suppress(OSError):  # not empty
             for folder in new_folders:  # innermost first
@@ -83,6 +88,8 @@ def locked(out: Path, timeout: float) -> Iterator[None]:
     patience = timeout if is_restart else 3.0
     with contextlib.ExitStack() as stack:
         dist.on_rank0(lambda: stack.enter_context(hold_lock(out, patience)))
+        if is_restart and (out / "console.log").exists():  # errors before step 1 go there, too
+            console.keep_transcript(out / "console.log")
         yield
 
 
@@ -200,7 +207,7 @@ def check_nothing_is_lost(out: Path, passed_over: list[str]) -> None:
                 f"--out {out} has checkpoints, but none is valid ({reason}): restore one, or start "
                 "over in another --out"
             )
-    saved = [row for row in read_rows(out / "metrics.jsonl") if row.get("event") == "checkpoint"]
+    saved = [row for row in read_log(out / "metrics.jsonl") if row.get("event") == "checkpoint"]
     if saved:
         raise checkpoint.CheckpointError(
             f"--out {out} saved step {saved[-1].get('step')}, according to its metrics.jsonl, but "
@@ -274,7 +281,7 @@ def steps_without_checkpoint(config: Config, manifest: dict) -> int:
     starts = read_starts(out)
     if not starts and (out / "config.json").exists():
         raise UsageError(f"--out {out} holds files that are not train.py's: choose another --out")
-    steps = [row["step"] for row in read_rows(out / "metrics.jsonl")] if starts else []
+    steps = [row["step"] for row in read_log(out / "metrics.jsonl")] if starts else []
     if not steps or starts[-1]["config"]["checkpoint"] != "none":
         return 0
     if steps[-1] != config.max_steps:
@@ -350,12 +357,17 @@ def new_schedule(before: Config, now: Config, step: int) -> str:
 
 
 def read_starts(out: Path) -> list[dict]:
-    return [row for row in read_rows(out / "starts.jsonl") if "time" in row]
+    rows = [row for _, row in read_lines(out / "starts.jsonl") if isinstance(row, dict)]
+    rows = [row for row in rows if row.keys() >= {"time", "step", "config"}]
+    return [row for row in rows if isinstance(row["config"], dict)]
 
 
 def create(out: Path, manifest: dict, step: int, world_size: int, started: datetime) -> datetime:
-    """Make `out` this run's folder and add this start; return the time of its first start."""
-    logged = read_rows(out / "metrics.jsonl")  # before the rows of lost steps are dropped
+    """Make `out` this run's folder and add this start; return the time of its first start.
+
+    If starts.jsonl has been deleted, that is when the first row's step began.
+    """
+    logged = read_log(out / "metrics.jsonl")  # before the rows of lost steps are dropped
     start = {
         **manifest,
         "time": started.isoformat(),
@@ -369,4 +381,8 @@ def create(out: Path, manifest: dict, step: int, world_size: int, started: datet
     starts = [*read_starts(out), start]
     replace_file(out / "starts.jsonl", "".join(json.dumps(start) + "\n" for start in starts))
     replace_file(out / "config.json", json.dumps(manifest["config"], indent=2) + "\n")
-    return datetime.fromisoformat(starts[0]["time"])
+    first = datetime.fromisoformat(starts[0]["time"])
+    for row in logged[:1]:
+        step_time = timedelta(seconds=row.get("step_time", 0))
+        first = min(first, datetime.fromisoformat(row["time"]) - step_time)
+    return first

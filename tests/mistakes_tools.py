@@ -26,7 +26,7 @@ MISTAKES = {
         Mistake("{other} --out {root}/nowhere/page.html", "nowhere/page.html'", status=1),
         Mistake("{other} {root}/nowhere", "nowhere has no config.json: it is not the folder of a"),
         Mistake("{unlogged} --follow", "unlogged has no training row yet: let it run until its"),
-        Mistake("{other} {listed}", "{listed}: not a log that train.py wrote: "),
+        Mistake("{other} {untimed}", "{untimed}: not a log that train.py wrote: "),
     ],
     "tools.bench": [
         Mistake("nanogpt --path {root}", "no nanoGPT with data/shakespeare_char/train.bin there"),
@@ -77,6 +77,7 @@ def write_folders(root: Path) -> None:
     spoilt = {
         "unlogged": ([], config, 0),
         "listed": (lines, "[]", 0),
+        "untimed": (lines, config, 0),
         "unsaved": (training, '{"checkpoint": "none"}', 0),
         "winged": (training, '{"wings": 2}', 0),
         "restarted": (training, config, 2),

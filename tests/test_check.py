@@ -172,6 +172,18 @@ def test_a_rank_that_cannot_hold_the_run_says_so(checked):
     assert found["parity planned"]["figures"].keys() >= {"resumed loss", "host syncs"}
 
 
+@pytest.mark.parametrize("losses, largest", [([2, 2], 1.0), ([2, 0.5], 0.5), ([1, 1], 0.5)])
+def test_a_difference_of_either_sign_in_any_row_fails(losses, largest):
+    """Of a run whose losses should be 2 and 1."""
+    result = check.Check("parity")
+    expected, found = (
+        [{"loss": loss, "grad_norm": 1.0} for loss in each] for each in ([2, 1], losses)
+    )
+    check.compare(result, "one rank's", expected, found, (1e-5, 1e-5))
+    assert result.figures == {"one rank's loss": largest, "one rank's grad_norm": 0.0}
+    assert len(result.problems) == 1
+
+
 # --------------------------------------------------------------------------------------------------
 # What is slow
 

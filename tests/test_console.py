@@ -1,5 +1,6 @@
 """The live line on pseudo-terminals, and what replaces it in a file."""
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -15,8 +16,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import ROOT, call_train, flags
+from conftest import ROOT, TRAIN, call_train, flags, rows
 
+import checkpoint
 import train
 from runtime import console, report, watchdog
 from runtime.consolidate import replace_shards
@@ -271,3 +273,75 @@ def test_quiet_leaves_out_lines_of_progress(pool, tokens, tmp_path):
     ((screen, shown),) = pool(1, train_on_terminal, flags(text))
     assert shown == []
     assert "model   tiny" in screen and "goodput" in screen and "step 2/2" not in screen
+
+
+# --------------------------------------------------------------------------------------------------
+# A console that is gone, and its copy
+
+
+def train_into(kind: str, argv: list[str]) -> tuple[int, bool]:
+    """train.py, whose output nothing takes; and whether it still ignores SIGHUP, as under nohup."""
+    # Written line by line, as on a terminal: write fails, not only flush
+    stream = open("/dev/full", "w", 1) if kind == "a full disk" else closed_pipe()  # noqa: SIM115
+    with (
+        mock.patch.object(sys, "stdout", stream),
+        mock.patch.object(sys, "stderr", stream),
+        mock.patch("time.sleep"),  # before a rank fails alone
+    ):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        status = call_train(argv)
+        is_ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL) == signal.SIG_IGN
+    with contextlib.suppress(OSError):
+        stream.close()
+    return status, is_ignored
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w")  # noqa: SIM115
+
+
+@pytest.mark.parametrize("kind", ["a full disk", "a closed pipe"])
+def test_a_run_goes_on_when_nobody_takes_what_it_prints(pool, tokens, tmp_path, kind):
+    text = f"--data {tokens} --max_steps 6 --out {tmp_path}/run --strategy ddp --save_interval 3"
+    blocked = tmp_path / "run/checkpoints"
+    blocked.parent.mkdir()
+    blocked.write_text("in the way")
+    argv = flags(text)
+    assert pool(2, train_into, kind, argv) == [(1, True)] * 2
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    said = (tmp_path / "run/console.log").read_text()
+    heading = said.partition("\n")[0]
+    assert heading.startswith("--- 20") and heading.endswith(f" train.py {' '.join(argv)}")
+    assert said.count("\nmodel   tiny") == 1 and said.count("NOT SAVED: cannot write ") == 2
+    assert re.findall(r"step (\d)/6 .* loss", said) == [*"123456"]
+    for rank in ("", " on rank 1"):
+        assert f"\ntrain.py: error{rank}: cannot write {blocked}/step-00000006: " in said
+
+    blocked.unlink()
+    assert pool(2, train_into, kind, argv) == [(0, True)] * 2
+    again = (tmp_path / "run/console.log").read_text()
+    assert again.startswith(said) and again.count("\nmodel   tiny") == 2
+
+
+def test_a_closed_terminal_stops_the_run_which_saves(tokens, tmp_path):
+    terminal = Terminal()
+    text = f"--data {tokens} --max_steps 100000 --out {tmp_path}/run --strategy ddp"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    process = terminal.start(*launcher, TRAIN, *flags(text), OMP_NUM_THREADS="1")
+    wait_until(lambda: "step      5/100000" in terminal.written)
+    os.close(terminal.far)
+    os.close(terminal.near)
+    assert process.wait(60) == 1  # torchrun's own
+    (path,) = checkpoint.list_checkpoints(tmp_path / "run")
+    assert rows(tmp_path / "run")[-1]["step"] == int(path.name.removeprefix("step-"))
+    said = (tmp_path / "run/console.log").read_text()
+    assert re.search(r"\nstopped after step \d+; the same command continues\n", said)
+    assert "\x1b" not in said and "\r" not in said
+
+
+def test_what_was_not_printed_changes_no_exit_status():
+    code = "from runtime.console import Transcript\nwith Transcript():\n    print('a', flush=True)"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full).returncode == 0

@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT, TINY, documented_fields, rows
 
 import config
+import metrics
 from model import SIZES
 from tools import plan
 from tools.planning import forecast, predict, search
@@ -434,10 +435,27 @@ def test_a_configuration_is_planned_where_its_data_is_not(name):
 
 
 def test_the_achieved_fraction_can_be_read_from_a_run(tmp_path):
-    lines = [json.dumps({"step": 1, "mfu": mfu}) + "\n" for mfu in (0.1, 0.3, 0.9)]
+    row = dict.fromkeys(metrics.KINDS[0].split(), 1) | {"time": ""}
+    lines = [json.dumps(row | {"mfu": mfu}) + "\n" for mfu in (0.1, 0.3, 0.9)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     request, _ = plan_of(f"--world_size 8 --achieved {tmp_path}")
     assert request.cluster.achieved == 0.3
+
+
+def test_a_row_of_two_phases_is_their_sum():
+    parts = [gathers(1.0, count=10), gathers(0.25, count=4, phase="backward")]
+    request, _ = plan_of("--world_size 8")
+
+    def rows_of(*communication) -> list[dict]:
+        found = rehearsal(communication)
+        return forecast.Plan(request, found, predict.speed(found, flags(), CLUSTER)).communication()
+
+    (row,) = rows_of(*parts)
+    first, second = (rows_of(part)[0] for part in parts)
+    for figure in ("count", "bytes", "seconds", "phases"):
+        assert row[figure] == first[figure] + second[figure]
+    assert first["seconds"] > second["seconds"] > 0
+    assert len(rows_of(*parts, dataclasses.replace(parts[0], axis="tp"))) == 2
 
 
 def scale() -> tuple[list[dict], dict]:
@@ -478,12 +496,16 @@ def test_a_profiled_run_sends_what_was_rehearsed(run, pool):
     assert all(planned == counted > 0 for planned, counted in sent.values())
     log = rows(out)
     step_time = statistics.median(row["step_time"] for row in log[1:])
-    own = statistics.median(row["step_time_max"] for row in log[1:])
-    waits = sum(row["data_wait"] for row in log) / 8
     assert found["step, seconds"][1] == pytest.approx(step_time)
-    assert found["compute and optimizer, seconds"][1] == pytest.approx(own - waits)
-    assert found["exposed communication, seconds"][1] == pytest.approx(step_time - own)
-    assert found["data wait, seconds"] == (0.0, pytest.approx(waits))
+    files = [out / f"profile/rank_{rank}.json" for rank in range(4)]
+    profiles = [json.loads(file.read_text()) for file in files]
+    for part, share in (
+        ("compute and optimizer", "busy"),
+        ("exposed communication", "exposed_communication"),
+        ("data wait", "data_wait"),
+    ):
+        seconds = statistics.fmean(one[share] * one["step_time"] for one in profiles)
+        assert found[f"{part}, seconds"][1] == pytest.approx(seconds)
     said, used = found["memory as estimated at the start, bytes"]
     assert used == max(row["peak_host_memory"] for row in log) and said > 350e6
     assert len(plan.read_past(str(out), None).profiles) == 4
@@ -501,7 +523,11 @@ def test_a_profiled_run_sends_what_was_rehearsed(run, pool):
 
 def test_of_a_run_on_two_meshes_the_last_is_planned(run, pool):
     out = run(1, "--max_steps 5 --save_interval 5 --profile 1:2 --peak_tflops 1")
-    chosen = plan.read_past(str(out), None).config
+    past = plan.read_past(str(out), None)
+    chosen = past.config
+    assert past.seconds()[2] == 0.0  # one process exposes no communication
+    alone = dataclasses.replace(past, profiles=[]).seconds()
+    assert alone[0] == alone[1] + alone[3] and alone[2] == 0.0
     assert chosen.strategy == "single" and chosen.dtype in ("bfloat16", "float32")
     out = run(2, "--max_steps 8 --strategy ddp --profile 1:2 --peak_tflops 1")
     (text,) = pool(1, ask, "--run", out, "--achieved", "0.01")
@@ -509,23 +535,22 @@ def test_of_a_run_on_two_meshes_the_last_is_planned(run, pool):
     assert "not profiled since its last start" in text
     lines = [line for line in text.splitlines() if line.startswith("dp_replicate all_reduce")]
     assert len(lines) == 2 and all(line.endswith("not known") for line in lines)
-    steps = [row for row in rows(out) if row["step"] > 5]
-    own = statistics.median(row["step_time_max"] for row in steps[1:])
-    compute = own - sum(row["data_wait"] for row in steps) / 3
-    (line,) = [line for line in text.splitlines() if line.startswith("compute")]
-    assert line.split()[-2] == f"{compute:.4g}"
+    wait = sum(row["data_wait"] for row in rows(out) if row["step"] > 5) / 3
+    last = {line.partition(",")[0]: line.split()[-2:] for line in text.splitlines()[-4:]}
+    assert last["compute and optimizer"] == last["exposed communication"] == ["not", "known"]
+    assert f"{wait:.4g}" in last["data wait"]
 
 
 def test_a_run_on_gpus_is_set_beside_its_plan():
     """Its parts are those of the profile. A tp group of the run was not rehearsed."""
-    row = {"step": 9, "step_time": 2.0, "peak_device_memory": 7 * 10**6}
+    row = {"step": 9, "step_time": 2.0, "peak_device_memory": 7 * 10**6, "data_wait": 0.5}
     last = row | {"step": 10, "peak_device_memory": 6 * 10**6}
     sent = [{"axis": "dp_shard", "kind": "all_gather", "calls": 10, "bytes": 8}]
     sent.append({"axis": "tp", "kind": "all_reduce", "calls": 3, "bytes": 4})
     one = {"step_time": 2.0, "busy": 0.9, "exposed_communication": 0.2, "data_wait": 0.1}
     one["communicated"] = sent
     other = one | {"busy": 0.7, "exposed_communication": 0.0}
-    past = plan.Past(flags(), {"step": 0}, [row, last], [one, other])
+    past = plan.Past(flags(), {"step": 0, "ranks": 8}, [row, last], [one, other])
     request, _ = plan_of("--world_size 8")
     found = rehearsal([gathers(1.0)], flops=3e12)
     planned = forecast.Plan(request, found, predict.speed(found, flags(), CLUSTER))
@@ -542,7 +567,7 @@ def test_a_run_on_gpus_is_set_beside_its_plan():
         ("data wait, seconds", 0.0, pytest.approx(0.2)),
     ]
     assert [tuple(row.values()) for row in plan.beside(planned, past)] == rows
-    assert dataclasses.replace(past, profiles=[]).seconds() == [2.0, None, None, None]
+    assert dataclasses.replace(past, profiles=[]).seconds() == [2.0, None, None, 0.1]
 
 
 @pytest.mark.slow

@@ -40,9 +40,6 @@ def training_row(step: int, ended: float, **fields) -> dict:
         "clipped": 0,
         "skipped_steps": 0,
         "step_time": 1.0,
-        "step_time_min": 0.4,
-        "step_time_max": 0.5 + generator.random() / 10,
-        "slowest_rank": 1,
         "tokens_per_second": 1000.0,
         "mfu": None,
         "data_wait": 0.25,
@@ -127,7 +124,7 @@ def test_more_rows_are_thinned_to_what_stands_out(drawn, tmp_path):
     page = drawn(write_run(tmp_path / "run", log))
     (run,) = page["runs"]
     log[3000]["loss"] = math.inf  # which it also stands for
-    for name in ("loss", "grad_norm", "step_time_max"):
+    for name in ("loss", "grad_norm"):
         kept = points(run, name)
         assert 1000 < len(kept) <= page["maxPoints"] == 2000
         assert set(kept) <= set(of_log(log, name))
@@ -170,9 +167,8 @@ def test_waiting_for_data_is_a_share_of_the_time(drawn, tmp_path):
 
 
 def test_what_is_not_known_is_not_drawn(drawn, tmp_path):
-    unknown = {"step_time_min": None, "step_time_max": None, "slowest_rank": None}
-    (run,) = drawn(write_run(tmp_path / "run", [training_row(1, 1, **unknown)]))["runs"]
-    assert not {"mfu", "peak_device_memory", "val_loss", "clipped", *unknown} & run["series"].keys()
+    (run,) = drawn(write_run(tmp_path / "run", [training_row(1, 1)]))["runs"]
+    assert not {"mfu", "peak_device_memory", "val_loss", "clipped"} & run["series"].keys()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -398,8 +394,6 @@ def test_the_values_under_the_pointer_are_those_of_the_log(browse, tmp_path):
         "norm": row["grad_norm"],
         "learning rate": row["lr"],
         "tokens/s": row["tokens_per_second"],
-        "slowest rank, without waiting": row["step_time_max"] * 1e3,
-        "slowest is rank": row["slowest_rank"],
         "host": row["peak_host_memory"] / 1e9,
     }
     said = {label: value for legend in legends for label, value in legend.items()}

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 import checkpoint
+import metrics
 from config import Config, flag
 from runtime import run_folder
 from runtime.cli import UsageError
@@ -198,10 +199,12 @@ def test_damage_is_never_a_fresh_start(begin, tmp_path):
 def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
     log = tmp_path / "run/metrics.jsonl"
     log.parent.mkdir()
-    failed = {"step": 2, "event": "checkpoint_failed"}
-    log.write_text(json.dumps({"step": 1, "loss": 5.5}) + "\n" + json.dumps(failed) + '\n{"step')
+    failed = {"step": 2, "event": "checkpoint_failed", "time": "noon", "path": "there"}
+    log.write_text(
+        json.dumps({"step": 1, "loss": 5.5}) + "\n" + json.dumps(failed) + '\n12\n{"step'
+    )
     assert begin() == run_folder.ResumePoint(0, None)  # stopped before its first save
-    log.write_text(json.dumps({"step": 250, "event": "checkpoint"}) + "\n")
+    log.write_text(json.dumps(failed | {"step": 250, "event": "checkpoint"}) + "\n")
     line = "run saved step 250, according to its metrics.jsonl, but has no checkpoint now: restore"
     with pytest.raises(checkpoint.CheckpointError, match=line):
         begin()
@@ -341,21 +344,56 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
         now = began + timedelta(hours=step)
         first = run_folder.create(tmp_path, manifest(0, lr=lr), step, 2, now)
         assert first == began
-        (tmp_path / "metrics.jsonl").write_text('{"time": "noon"}\n{"time": "later"}\n{"ti')
+        times = [began + timedelta(hours=hours) for hours in (1, 2)]
+        log = [{"step": 1, "val_loss": 5.5, "time": time.isoformat()} for time in times]
+        lines = "".join(json.dumps(row) + "\n" for row in log)
+        (tmp_path / "metrics.jsonl").write_text(f'{lines}{{"note": 1}}\n12\n{{"ti')
     starts = run_folder.read_starts(tmp_path)
-    assert [start["last_logged"] for start in starts] == [None, "later"]
+    assert [start["last_logged"] for start in starts] == [None, times[1].isoformat()]
     assert [(start["step"], start["config"]["lr"]) for start in starts] == [(0, 0.5), (10, 0.25)]
     assert starts[0]["process"] == os.getpid() and starts[0]["ranks"] == 2
     assert json.loads((tmp_path / "config.json").read_text())["lr"] == 0.25
 
     with open(tmp_path / "starts.jsonl", "a") as file:
-        file.write('{"config": {"lr": 0.5}')  # torn, by a kill or a full disk
+        file.write('12\n{"note": 1}\n{"config": {"lr": 0.5}')  # torn, by a kill or a full disk
     assert run_folder.create(tmp_path, manifest(0, lr=0.1), 20, 2, now) == began
     assert [start["config"]["lr"] for start in run_folder.read_starts(tmp_path)] == [0.5, 0.25, 0.1]
 
 
+def test_without_starts_the_first_step_was_the_first_start(tmp_path):
+    now = datetime(2026, 11, 21, tzinfo=UTC)
+    row = dict.fromkeys(metrics.KINDS[0].split(), 5) | {"time": now.isoformat()}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    later = now + timedelta(hours=1)
+    assert run_folder.create(tmp_path, manifest(0), 5, 2, later) == now - timedelta(seconds=5)
+    assert metrics.seconds_in_steps([row, row | {"step": 9}]) == 5 + 4 * 5
+
+
 # --------------------------------------------------------------------------------------------------
 # One run at a time
+
+
+def test_when_the_lock_is_released_its_file_is_gone(tmp_path, monkeypatch):
+    """Else the next owner's could be deleted, which a third would not see."""
+    out = tmp_path / "run"
+    real_close, at_release = os.close, []
+
+    def close(descriptor):
+        at_release.append((out / "lock").exists())
+        real_close(descriptor)
+
+    with run_folder.hold_lock(out):
+        (out / "metrics.jsonl").touch()
+        monkeypatch.setattr(os, "close", close)
+    assert at_release == [False]
+
+
+def test_the_lock_of_another_run_is_not_deleted(tmp_path):
+    with run_folder.hold_lock(tmp_path / "run"):
+        (tmp_path / "run").rename(tmp_path / "renamed")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/lock").write_text("another's")
+    assert (tmp_path / "run/lock").read_text() == "another's"
 
 
 def hold(out, is_held) -> None:

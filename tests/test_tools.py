@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import checkpoint
+import config
 import optim
 from model import SIZES, build_model
 from runtime.memory import host_memory
-from tools import bench, compare
+from tools import bench, compare, report
 
 ROOT = Path(__file__).parent.parent
 
@@ -101,14 +102,17 @@ def write_run(
             "tokens": 100 * step,
             "loss": loss,
             "grad_norm": 1.0,
+            "lr": 1e-3,
             "clipped": 0,
             "skipped_steps": 0,
             "step_time": 0.5,
             "tokens_per_second": 200.0,
+            "time": "2026-11-22T12:00:00+00:00",
         }
         lines.append(json.dumps(training) + "\n")
     for step, val_loss in evaluations:
-        lines.append(json.dumps({"step": step, "val_loss": val_loss}) + "\n")
+        row = {"step": step, "val_loss": val_loss, "time": "2026-11-22T12:00:01+00:00"}
+        lines.append(json.dumps(row) + "\n")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(lines))
@@ -165,6 +169,34 @@ def test_compare_reads_a_log_whose_last_row_a_kill_has_torn(tmp_path, two_runs, 
     with open(torn / "metrics.jsonl", "a") as log:
         log.write('{"step": 17, "tokens": 21')
     assert compared(a, torn) == compared(a, b)
+
+
+def test_compare_and_report_skip_and_name_what_the_log_did_not_write(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, {1: 3.0, 2: 2.0}, [(2, 2.5)], lr=None) for name in "ab"]
+    with open(runs[1] / "metrics.jsonl", "a") as log:
+        log.write('{"note": "lr looks high"}\n{"step": 2, "note": 1}\n12')
+    (runs[1] / "config.json").write_text("{")
+    (runs[1] / "starts.jsonl").write_text("12\n")
+    (runs[0] / "starts.jsonl").write_text("")
+    said = [f"{runs[1]}/metrics.jsonl: skipped 3 lines not written by the log"]
+    said.append(f"{runs[1]}/config.json is damaged, so that its flags are not known: ")
+    for main, more in ((compare.main, []), (report.main, ["--out", f"{tmp_path}/page.html"])):
+        assert main([*map(str, runs), *more]) == 0
+        out, err = capsys.readouterr()
+        lines = err.splitlines()
+        assert len(lines) == 2, err
+        assert all(line.startswith(f"warning: {part}") for line, part in zip(lines, said))
+        if main is compare.main:
+            assert "| final validation loss | 2.5000 | 2.5000 |" in out
+
+
+def test_compare_shows_the_learning_rate_in_use(tmp_path, compared):
+    flags = [{"lr": None, "warmup_steps": 5}, {"lr": 0.5, "warmup_steps": None, "d_model": 64}]
+    runs = [write_run(tmp_path / f"{i}", {1: 3.0}, **given) for i, given in enumerate(flags)]
+    found = compared(*runs)
+    in_use = [config.peak_lr(config.Config(**flags[0])), 0.5]
+    assert found["`--lr`"] == [str(lr) for lr in in_use] and None not in in_use
+    assert found["`--warmup_steps`"] == ["5", str(config.WARMUP_STEPS)]
 
 
 def test_training_losses_are_means_over_the_same_tokens(tmp_path, compared):

@@ -135,7 +135,7 @@ def said_memory(output: str) -> float:
 
 
 def training_rows(out: Path) -> list[dict]:
-    return [row for row in metrics.read_rows(out / "metrics.jsonl") if "loss" in row]
+    return [row for row in metrics.read_log(out / "metrics.jsonl") if "loss" in row]
 
 
 def counted_rows(out: Path) -> list[dict]:

@@ -7,17 +7,19 @@ python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 
 import argparse
 import csv
+import dataclasses
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev, variance
 
 import numpy as np
 
-from metrics import read_rows
+import config as train_config
+from metrics import read_log
 from runtime import cli
 from runtime.cli import UsageError
 
@@ -46,10 +48,11 @@ class Log:
     """
 
     name: str
-    config: dict
+    config: dict  # the flags; {} if config.json is damaged
     training: list[dict]  # training rows, each with its "time" since the start of the run
     val: list[dict]  # evaluations, each with the "tokens" and the "time" of its step
     values: dict[str, dict]  # {"loss" or "parameter": {step: {name: {column: value}}}}
+    rows: list[dict] = field(default_factory=list)  # all of metrics.jsonl
 
     def final_val_loss(self) -> float | str:
         return self.val[-1]["val_loss"] if self.val else "none yet"
@@ -110,21 +113,39 @@ class Log:
         return at_end[-1]["val_loss"] if at_end else None
 
 
-def read(folder: str, name: str) -> Log:
-    """Read a run folder. Raises UsageError if it is not one."""
+def warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def read(folder: str, name: str, warn: Callable[[str], None] = warn) -> Log:
+    """Read a run folder; `warn` of what is not the log's. Raises UsageError if it is none."""
     run = Path(folder)
     for file in ("config.json", "metrics.jsonl"):
         if not (run / file).is_file():
             raise UsageError(f"{folder} has no {file}: it is not the folder of a started run")
-    training, val = with_times(read_rows(run / "metrics.jsonl"))
+    rows = read_log(run / "metrics.jsonl", warn)
+    training, val = with_times(rows)
     if not training:
         raise UsageError(f"{folder} has no training row yet: let it run until its first one")
     losses = {row["step"]: {"training": {"loss": row["loss"]}} for row in training}
     parameters = {}
-    for row in map(with_nan, read_rows(run / "optim.jsonl")):
+    for row in map(with_nan, read_log(run / "optim.jsonl", warn)):
         parameters.setdefault(row.pop("step"), {})[row.pop("parameter")] = row
-    config = json.loads((run / "config.json").read_text())
-    return Log(name, config, training, val, {"loss": losses, "parameter": parameters})
+    config = read_flags(run / "config.json", warn)
+    return Log(name, config, training, val, {"loss": losses, "parameter": parameters}, rows)
+
+
+def read_flags(file: Path, warn: Callable[[str], None]) -> dict:
+    """The flags of a run, with the learning rate and warm-up in use where they were not given."""
+    try:
+        given = json.loads(file.read_bytes())
+        known = {f.name for f in dataclasses.fields(train_config.Config)}
+        c = train_config.Config(**{name: given[name] for name in known & given.keys()})
+        in_use = {"lr": train_config.peak_lr(c), "warmup_steps": train_config.warmup_steps(c)}
+        return given | {name: in_use[name] for name in in_use.keys() & given.keys()}
+    except (AttributeError, TypeError, ValueError) as error:
+        warn(f"{file} is damaged, so that its flags are not known: {error}")
+        return {}
 
 
 def with_nan(row: dict) -> dict:

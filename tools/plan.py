@@ -25,7 +25,7 @@ import torch
 import config
 import data
 import dist
-from metrics import read_rows
+from metrics import read_log
 from runtime import cli, memory, run_folder
 from runtime.cli import UsageError
 from tools import bench
@@ -42,7 +42,7 @@ from tools.planning.predict import DEVICES, Cluster, Links, Request
 def fraction(text: str) -> float:
     """A number, or the median MFU of a one-device run, given its folder."""
     if Path(text).is_dir():
-        rows = read_rows(Path(text, "metrics.jsonl"))
+        rows = read_log(Path(text, "metrics.jsonl"))
         values = [row["mfu"] for row in rows if row.get("mfu")]
         if not values:
             raise argparse.ArgumentTypeError(
@@ -110,7 +110,7 @@ FLAGS = {
         metavar="FILE.png", type=plot_file, help="also plot --scoreboard (needs matplotlib)"
     ),
     "run": dict(metavar="DIR", help="a run: what was rehearsed and predicted beside what it took"),
-    "json": dict(action="store_true", help="print one JSON object"),
+    "json": dict(action="store_true", help="print one JSON object; takes no file, as others do"),
 }
 
 
@@ -213,21 +213,22 @@ class Past:
     def seconds(self) -> list[float | None]:
         """The step, its compute, exposed communication and wait for data; None: unknown.
 
-        From the log on CPUs, where ranks wait for the slowest; from the profile on GPUs.
+        The parts are those of the profile, the mean over the ranks. Without one only the log is
+        known, where what ranks wait for one another is part of the step.
         """
         step = statistics.median(row["step_time"] for row in self.rows[1:] or self.rows)
-        if self.is_cuda:
-            if not self.profiles:
-                return [step, None, None, None]
-            busy, exposed, waits = (
-                statistics.fmean(one[share] * one["step_time"] for one in self.profiles)
-                for share in ("busy", "exposed_communication", "data_wait")
-            )
-            return [step, busy - exposed, exposed, waits]
-        own = statistics.median(row["step_time_max"] for row in self.rows[1:] or self.rows)
-        waits = sum(row["data_wait"] for row in self.rows)
-        waits /= self.rows[-1]["step"] - self.start["step"]
-        return [step, own - waits, step - own, waits]
+        if not self.profiles:
+            waits = sum(row["data_wait"] for row in self.rows)
+            waits /= self.rows[-1]["step"] - self.start["step"]
+            if self.start["ranks"] == 1:
+                return [step, step - waits, 0.0, waits]
+            return [step, None, None, waits]
+        busy, exposed, waits = (
+            statistics.fmean(one[share] * one["step_time"] for one in self.profiles)
+            for share in ("busy", "exposed_communication", "data_wait")
+        )
+        # On a GPU `busy` has communication, on a CPU it is the thread's time.
+        return [step, busy - exposed if self.is_cuda else busy, exposed, waits]
 
 
 def read_past(folder: str, peak_tflops: float | None) -> Past:
@@ -455,9 +456,9 @@ def describe_step(plan: Plan) -> Iterator[str]:
         f"{(flops + repeated) / speed.compute / speed.peak:.1%} of {speed.peak / 1e12:,.4g} TFLOP/s"
     )
     exposed = [
-        f"{axis} {seconds:.4f} of {speed.communication[axis]:.4f} s"
+        f"{axis} {seconds:.4g} of {speed.communication[axis]:.4g} s"
         for axis, seconds in speed.exposed.items()
-        if seconds >= 1e-4
+        if seconds > 0
     ]
     yield f"exposed     {', '.join(exposed) or 'nothing'}"
     yield (

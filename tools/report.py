@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 
-from metrics import read_rows, replace_file
+from metrics import replace_file
 from runtime import cli
 from runtime.cli import UsageError
 from runtime.lock import is_locked
@@ -32,8 +32,8 @@ MAX_POINTS = 2000  # of a series
 MAX_BYTES = 1_000_000  # of the page
 FOLLOW_SECONDS = 5  # between updates of --follow
 # Fields of training rows drawn unchanged
-FIELDS = ["loss", "lr", "grad_norm", "step_time", "step_time_min", "step_time_max", "slowest_rank"]
-FIELDS += ["tokens_per_second", "mfu", "peak_device_memory", "peak_host_memory", "time"]
+FIELDS = ["loss", "lr", "grad_norm", "step_time", "tokens_per_second", "mfu"]
+FIELDS += ["peak_device_memory", "peak_host_memory", "time"]
 
 # --------------------------------------------------------------------------------------------------
 # Series
@@ -43,14 +43,14 @@ def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
     """The steps and values of each series, by name; non-finite values are nan."""
     rows = log.training
     steps = [row["step"] for row in rows]
-    found = {name: (steps, [row[name] for row in rows]) for name in FIELDS}
+    found = {name: (steps, [row.get(name, math.nan) for row in rows]) for name in FIELDS}
     found["smoothed"] = steps, smooth(found["loss"][1])
     if not any(found["peak_device_memory"][1]):  # on CPUs
         del found["peak_device_memory"]
     intervals = [b - a for a, b in pairwise(steps)]
     for name in ("data_wait", "data_wait_min"):
         # data_wait counts from the previous row; a log's first row has one step
-        waits = [row[name] / row["step_time"] for row in rows]
+        waits = [row.get(name, math.nan) / row["step_time"] for row in rows]
         found[name] = steps, [wait / n for wait, n in zip(waits, [1, *intervals])]
     clipped = [row for row in rows if row["clipped"]]
     found["clipped"] = [row["step"] for row in clipped], [row["grad_norm"] for row in clipped]
@@ -175,7 +175,7 @@ def lengths(ends: list[tuple[float, str]]) -> dict[str, float]:
 
 def describe(folder: str, log: compare.Log) -> dict:
     """All that the page shows for one run, before it is thinned."""
-    rows = read_rows(Path(folder) / "metrics.jsonl")
+    rows = log.rows
     starts = read_starts(Path(folder))
     ends = phases(rows, starts)
     series = series_of(log)
@@ -223,10 +223,10 @@ def render(runs: list[dict], compared: list[list[str]], max_points: int, follow:
     return page.replace("/* data */", script.replace("<", "\\u003c"))  # no name can end it
 
 
-def write(folders: list[str], out: Path, follow: bool) -> None:
+def write(folders: list[str], out: Path, follow: bool, warn=compare.warn) -> None:
     """Write the page atomically. Raises UsageError if a run cannot be read."""
     try:
-        logs = [compare.read(*run) for run in zip(folders, compare.names(folders))]
+        logs = [compare.read(*run, warn) for run in zip(folders, compare.names(folders))]
         runs = list(map(describe, folders, logs))
         table = compare.table(logs, loss=None, tolerance=1e-2).splitlines()
         compared = [line.split(" | ") for line in table if "| --- |" not in line]
@@ -283,7 +283,7 @@ def report(argv: list[str]) -> None:
         while args.follow and any(is_locked(Path(run) / "lock") for run in args.runs):
             began = time.monotonic()
             with contextlib.suppress(UsageError):  # before the first row, or after lost steps
-                write(args.runs, args.out, follow=True)
+                write(args.runs, args.out, follow=True, warn=lambda line: None)
             # At most 2% of a core, however long the logs
             time.sleep(max(FOLLOW_SECONDS, 50 * (time.monotonic() - began)))
     write(args.runs, args.out, follow=False)
