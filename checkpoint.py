@@ -719,3 +719,13 @@ def empty_state(metadata: dcp.Metadata) -> dict:
             tensor = metadata.state_dict_metadata[name]
             inner[keys[-1]] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
     return state
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The full shape of each saved tensor, such as "model.norm.weight". Raises CheckpointError."""
+    if (path / "full.pt").exists():
+        with reading(path / "full.pt"):
+            state = torch.load(path / "full.pt", map_location="cpu", mmap=True, weights_only=True)
+            return {name: tuple(tensor.shape) for name, tensor in flatten(state)}
+    saved = Reader(path).metadata.state_dict_metadata
+    return {name: tuple(entry.size) for name, entry in saved.items()}
