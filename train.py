@@ -67,18 +67,22 @@ def make_plan(c: Config, world: dist.World) -> Plan:
     """Check that flags, ranks, data and run folder fit together; write only the built-in data."""
     started = datetime.now().astimezone()
     deadline = time.monotonic() + (c.time_limit or math.inf)
+    origin = dist.on_rank0(lambda: run_folder.find_origin(c))
+    c = run_folder.settle(c, origin)
     if c.data == BUILTIN:
         dist.on_rank0(prepare_builtin)
     token_folders = data.open_folders(c.data)
     dist.on_rank0(lambda: check_tokenizer(token_folders[0]))
     device_memory = dist.on_rank0(lambda: memory.device_memory(world.device, world.local_size))
-    layout = choose_layout(c, world, token_folders[0].vocab_size, device_memory)
+    layout = choose_layout(c, world, token_folders[0].vocab_size, device_memory, origin.model)
     manifest = make_manifest(c, layout, token_folders)
     if c.eval_only:
-        resume = dist.on_rank0(lambda: run_folder.evaluation_point(c, manifest))
+        resume = dist.on_rank0(lambda: run_folder.evaluation_point(manifest, origin))
     else:
         latest, passed_over = checkpoint.latest_valid(Path(c.out))
-        resume = dist.on_rank0(lambda: run_folder.resume_point(c, manifest, latest, passed_over))
+        resume = dist.on_rank0(
+            lambda: run_folder.resume_point(c, manifest, origin, latest, passed_over)
+        )
     return Plan(layout, token_folders, manifest, resume, started, deadline)
 
 
@@ -93,6 +97,7 @@ def make_manifest(c: Config, layout: Layout, token_folders: list[data.TokenFolde
         "config": dataclasses.asdict(c),
         "model": dataclasses.asdict(layout.model_config),
         "dtype": str(layout.dtype).removeprefix("torch."),
+        "micro_batch_size": layout.micro_batch_size,
         "data": ", ".join(folder.fingerprint for folder in token_folders),
         "tokenizer": token_folders[0].tokenizer_name,
         "tokens_in_vocabulary": token_folders[0].vocab_size,
@@ -152,9 +157,11 @@ def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
         state["optimizer"] = optimizer.state()
     memory.trim_freed_memory()  # whole tensors, now that each rank has its shards
     if resume.checkpoint:
+        dist.on_rank0(lambda: run_folder.check_complete(resume.checkpoint, state))
         checkpoint.load_state(resume.checkpoint, state)
     elif resume.init_from:
-        checkpoint.load_state(resume.init_from, {"model": state["model"]})
+        saved = {name: w for name, w in state["model"].items() if name not in resume.new_parameters}
+        checkpoint.load_state(resume.init_from, {"model": saved})
     run = Run(plan, world, dog, train_data, val_data, mesh, model, forward, optimizer, state)
     check_agreement(run)
     # Read once, here, so that a damaged file ends the run before its first step
@@ -562,6 +569,8 @@ def print_evaluation(run: Run) -> None:
     """Evaluate, and print the line of --eval_only."""
     val_loss = validation_loss(run)
     if run.world.is_rank0:
+        for warning in run.plan.resume.warnings:
+            print(f"train.py: warning: {warning}", file=sys.stderr, flush=True)
         line = report.describe_evaluation(val_loss, run.val_data, run.n_val)
         print(f"{run.plan.resume.init_from} on {run.config.data}: {line}", flush=True)
 
@@ -595,8 +604,7 @@ def run_command(config: Config) -> int:
     # loss_parallel is for --tp, where each rank holds part of the logits.
     with dog, loss_parallel(), no_garbage_collection():
         if config.eval_only:  # only reads, so needs no lock
-            plan = make_plan(dist.on_rank0(lambda: run_folder.to_evaluate(config)), world)
-            print_evaluation(build(plan, world, dog))
+            print_evaluation(build(make_plan(config, world), world, dog))
             status = 0
         else:
             with run_folder.locked(Path(config.out), config.timeout):
@@ -621,8 +629,8 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
     dog.saved_step = plan.resume.step or None
     run = build(plan, world, dog)
     lines = [
-        *report.describe_start(config, run.layout, world, run.model, run.train_data.parts),
-        *report.describe_beginning(config, plan.resume),
+        *report.describe_start(run.config, run.layout, world, run.model, run.train_data.parts),
+        *report.describe_beginning(run.config, plan.resume),
     ]
     if config.dry_run:
         lines.append("--dry_run: all is ready for the first step; nothing was written")

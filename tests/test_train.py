@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    QUIET,
     ROOT,
     TINY,
     TRAIN,
@@ -26,8 +27,10 @@ from conftest import (
     call_train,
     documented_fields,
     flags,
+    last_checkpoint,
     listen,
     rows,
+    tensors,
     torchrun,
     train_step,
 )
@@ -160,6 +163,51 @@ def test_a_new_run_begins_with_the_weights_of_another(run, pool, tokens, tmp_pat
     assert rows(out)[0]["loss"] == pytest.approx(rows(again)[0]["loss"], rel=1e-6)
     assert rows(out)[0]["loss"] < rows(first)[0]["loss"] - 1e-3
     assert [row["step"] for row in rows(out)] == [1, 2]
+
+
+def test_a_model_that_no_flags_describe_goes_on_in_a_new_folder(run, pool, tokens, tmp_path):
+    """Named by its run, it needs no flags of its size; its config.json begins a new run."""
+    first = run(1, "--max_steps 2 --dtype float32 --keep_last 0 --save_interval 1", "first")
+    for path in checkpoint.list_checkpoints(first):
+        manifest = checkpoint.read_manifest(path)
+        manifest["model"] |= {"rope_theta": 5e5, "norm_eps": 1e-6}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    few = f"{QUIET} --data {tokens} --dtype float32 --global_batch_size 8 --sample_tokens 0"
+    argv = f"{few} --resume {first} --out {tmp_path}/second --save_interval 1 --max_steps"
+    ((status, said, err),) = pool(1, listen, f"{argv} 4".split())
+    assert (status, err) == (0, ""), err
+    assert f"model   {first}: 2 layers x 32 wide" in said
+    assert f"continuing from {first}/checkpoints/step-00000002" in said
+    assert said.count("changed:") == 1  # of --max_steps
+    ((status, said, _),) = pool(1, listen, f"{argv} 5".split())
+    assert status == 0 and "continuing from" in said
+    assert len(checkpoint.list_checkpoints(tmp_path / "second")) == 3  # by the first's --keep_last
+    file = tmp_path / "second/config.json"
+    ((status, said, err),) = pool(
+        1, listen, f"--config {file} --out {tmp_path}/third --max_steps 1".split()
+    )
+    assert status == 0 and "2 layers x 32 wide" in said, err
+    assert f"out     {tmp_path}/third\n" in said and "step 1/1" in said
+
+
+def test_a_vocabulary_with_room_stays_and_new_parameters_are_named(run, pool, tokens, tmp_path):
+    larger = tmp_path / "larger"
+    larger.mkdir()
+    for split in ("train", "val"):
+        np.tile(np.arange(400, dtype="<u2"), 20).tofile(larger / f"{split}.bin")
+    (larger / "meta.pkl").write_bytes(b"never read")
+    first = run(1, f"--max_steps 1 --dtype float32 --data {larger}", "first")
+    text = f"{TINY} {QUIET} --data {tokens} --dtype float32 --out {tmp_path}/second --max_steps 1"
+    ((status, said, err),) = pool(1, listen, f"{text} --init_from {first} --n_layer 3".split())
+    assert (status, err) == (0, "")
+    assert "3 layers x 32 wide, vocabulary 448: " in said
+    assert "with new ones, which it lacks: blocks.*.attention_norm.weight (1), " in said
+    assert "warning: the tokenizer of " in said and ", bytes with 257 tokens, is not the" in said
+    before, after = (tensors(last_checkpoint(path)) for path in (first, tmp_path / "second"))
+    assert len(after) > len(before)
+    # lr is 3e-3: trained on from there
+    name = "model.blocks.1.mlp.up.weight"
+    assert (after[name] - before[name]).abs().max() < 0.01 < before[name].abs().max()
 
 
 def test_a_finished_run_says_so(run, tokens, pool):
@@ -350,8 +398,10 @@ def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens
     (row,) = rows(out, "val_loss")
     before = files(tmp_path)
     (out / "lock").touch()  # a run that took it would remove it
-    text = f"--out {out} --eval_only --eval_sequences 10 --device cpu --strategy"
-    argv = text.split()  # the model, its dtype and the data are those of the checkpoint
+    # The model, its dtype, the data and how much of it is read are those of the run
+    argv = f"--out {out} --eval_only --device cpu --strategy".split()
+    ((_, alike, _),) = pool(1, listen, [*argv, "single"])
+    assert f"val_loss {row['val_loss']:.6f}," in alike
     said = [
         pool(2, listen, [*argv, "fsdp"])[0],
         pool(2, listen, [*argv, "ddp", "--tp", "2"])[0],
