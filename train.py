@@ -19,7 +19,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from runtime import launcher
+
 if __name__ == "__main__":
+    launcher.end_quietly()
     # torch reads these on import. They silence the profiler's log, and C++ warnings about failed
     # collectives, which tell less than the watchdog's line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -598,7 +601,8 @@ def prepare_memory(plan: Plan, world: dist.World) -> None:
 def run_command(config: Config) -> int:
     """Join the other ranks, then train or evaluate; return the exit status."""
     collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * config.timeout)
-    world = dist.start(config.device, collective_timeout)
+    join_timeout = timedelta(seconds=config.timeout)
+    world = dist.start(config.device, collective_timeout, join_timeout)
     console.is_quiet = config.quiet or not world.is_rank0
     dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
     # loss_parallel is for --tp, where each rank holds part of the logits.
@@ -657,6 +661,7 @@ def main(argv: list[str]) -> int:
             raise cli.RunError(message) from None
 
     slurm.read_slurm()
+    launcher.watch()
     return cli.run("train.py", command, watchdog.fail_on_ranks)
 
 

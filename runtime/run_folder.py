@@ -175,7 +175,7 @@ def settle(config: Config, origin: Origin) -> Config:
     if origin.model:
         config = fill_sizes(config, origin.model)
         # The rest of the model is the named size's, if any: --config RUN/config.json needs both.
-        values["model"] = origin.manifest.get("config", {}).get("model", config.model)
+        values["model"] = (origin.manifest.get("config") or {}).get("model", config.model)
     config = dataclasses.replace(config, **values)
     if not config.eval_only:
         check_min_lr(config)
