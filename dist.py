@@ -99,9 +99,14 @@ def start(
     # Cloned now: later, rank 0 and its store might be gone.
     second_connection = store.clone() if size > 1 else store
     world = World(rank, size, local_rank, local_size, own_device, timeout, second_connection)
-    if size > 1:
-        meet(world, store, join_timeout or timeout)
-    join_group(world, store)
+    try:
+        if size > 1:
+            meet(world, store, join_timeout or timeout)
+        join_group(world, store)
+    except dist.DistNetworkError:
+        raise JoinError(
+            "the store in which the ranks meet has gone: rank 0 or its torchrun was lost"
+        ) from None
     return world
 
 

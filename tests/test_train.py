@@ -1,6 +1,8 @@
 """The command: what it prints, logs, refuses and survives."""
 
 import contextlib
+import dataclasses
+import inspect
 import json
 import math
 import os
@@ -38,6 +40,7 @@ from conftest import (
 import checkpoint
 import data
 import metrics
+import optim
 import train
 from text import tokenizer
 
@@ -210,6 +213,28 @@ def test_a_vocabulary_with_room_stays_and_new_parameters_are_named(run, pool, to
     assert (after[name] - before[name]).abs().max() < 0.01 < before[name].abs().max()
 
 
+def test_every_flag_that_the_optimizer_takes_reaches_it():
+    names = set(inspect.signature(optim.Optimizer.__init__).parameters)
+    names &= {f.name for f in dataclasses.fields(train.Config)}
+    assert {"eps", "weight_decay", "skip_spikes", "clip"} <= names
+    flags = {name: object() for name in names}  # nothing is built, so that any value will do
+    config = train.Config(beta1=0.1, beta2=0.2, lr=0.5, warmup_steps=0, max_steps=9, **flags)
+    with mock.patch.object(optim, "Optimizer") as built:
+        train.build_optimizer(mock.Mock(), config)
+    (_, _, rate), taken = built.call_args
+    assert taken == flags | {"betas": (0.1, 0.2)}
+    assert rate(1) == 0.5 > rate(2) > rate(9) > 0
+
+
+def test_ctrl_c_while_torch_is_imported_says_nothing(tmp_path):
+    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    job = Job([TRAIN], tmp_path, **default)
+    maps = Path(f"/proc/{job.pid}/maps")
+    job.wait_until(lambda: "/torch/lib/" in maps.read_text(), 30)
+    os.kill(job.pid, signal.SIGINT)
+    assert (job.wait(30), job.out, job.err) == (130, "", "")
+
+
 def test_a_finished_run_says_so(run, tokens, pool):
     out = run(1, "--max_steps 3")
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
@@ -218,9 +243,11 @@ def test_a_finished_run_says_so(run, tokens, pool):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
-def test_a_run_without_checkpoints_ends_but_cannot_be_continued(run, tokens, pool):
-    out = run(1, "--max_steps 3 --checkpoint none")
+def test_a_run_without_checkpoints_ends_but_cannot_be_continued(tokens, pool, tmp_path):
+    out = tmp_path / "run"
     argv = flags(f"--data {tokens} --out {out}")
+    ((status, said, _),) = pool(1, listen, [*argv, "--max_steps", "3", "--checkpoint", "none"])
+    assert status == 0 and "none: this run saves nothing and cannot be continued" in said
     ((status, said, _),) = pool(1, listen, [*argv, "--max_steps", "3", "--checkpoint", "none"])
     assert status == 0 and "is finished, step 3 of 3" in said
     ((status, _, err),) = pool(1, listen, [*argv, "--max_steps", "5"])

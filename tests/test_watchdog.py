@@ -185,7 +185,9 @@ def test_ranks_whose_torchrun_is_killed_end_in_every_phase(tokens, tmp_path):
         time.sleep(0.05)
     for job in (meeting, training):
         line = f"the launcher of the ranks on this host, process {job.pid}, has gone: they end, too"
-        assert last_line(job) == line
+        # Or the rank itself was faster to notice that the store has gone
+        assert line == last_line(job) or "the store in which the ranks meet" in last_line(job)
+        assert len(said_by_ranks(job)) == 1
 
 
 def test_a_process_that_a_shell_started_may_outlive_it(monkeypatch):
