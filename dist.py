@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -167,15 +167,20 @@ def await_listener(timeout: timedelta) -> None:
 
 
 def meet(world: World, store: dist.Store, timeout: timedelta) -> None:
-    """Wait for all ranks, each with three messages. Raises JoinError, which names those missing."""
+    """Wait for all ranks, each with a few messages. Raises JoinError, which names a missing one."""
     store.set(f"joined {world.rank}", "")
     if store.add("joined", 1) == world.size:
         store.set("all joined", "")
     deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        with suppress(dist.DistStoreError):  # not yet; short waits, for Ctrl-C
-            store.wait(["all joined"], timedelta(seconds=1))
-            return
+    pause = 0.01
+    while not store.check(["all joined"]):  # not wait, which holds Ctrl-C back and logs
+        if time.monotonic() > deadline:
+            raise_missing(world, store, timeout)
+        time.sleep(pause)
+        pause = min(1.0, 1.5 * pause)
+
+
+def raise_missing(world: World, store: dist.Store, timeout: timedelta) -> NoReturn:
     missing = [rank for rank in range(world.size) if not store.check([f"joined {rank}"])]
     raise JoinError(
         f"{len(missing)} of {world.size} ranks did not join within {timeout.total_seconds():g} s, "

@@ -185,9 +185,10 @@ def test_ranks_whose_torchrun_is_killed_end_in_every_phase(tokens, tmp_path):
         time.sleep(0.05)
     for job in (meeting, training):
         line = f"the launcher of the ranks on this host, process {job.pid}, has gone: they end, too"
-        # Or the rank itself was faster to notice that the store has gone
-        assert line == last_line(job) or "the store in which the ranks meet" in last_line(job)
-        assert len(said_by_ranks(job)) == 1
+        # Or the rank itself was faster to notice
+        store = "the store in which the ranks meet has gone: rank 0 or its torchrun was lost"
+        assert last_line(job) in (line, store)
+        assert "most recent call last" not in job.err
 
 
 def test_a_process_that_a_shell_started_may_outlive_it(monkeypatch):
