@@ -282,6 +282,12 @@ def load_state(path: Path, state: dict) -> None:
         reader.release(saved.nbytes)
 
 
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The full shape of each saved tensor, such as "model.norm.weight". Raises CheckpointError."""
+    reader = Reader(path)
+    return {name: tuple(reader.empty(name).shape) for name in reader.tensors}
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn any exception into a CheckpointError: damaged JSON can raise most of them."""

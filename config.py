@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-import checkpoint
 import metrics
 import optim
 from model import SIZES, ModelConfig
@@ -33,14 +32,18 @@ def flag(
     below: float = math.inf,
     metavar: str | None = None,
     resume: Literal["refused", "allowed", "not compared"] = "refused",
+    new_run=None,
 ):
     """A field of Config: its group in --help, default, help text and, for numbers, limits.
 
     Numbers must be in least <= value < below. `resume` is what happens if the value changes when a
     run continues: by default it is refused without --allow_changes, since results may change.
+    A flag with `new_run`, its value in a new run, holds in the run until it is given again; its
+    default is None (see run_folder.settle).
     """
     metadata = {"group": group, "help": help, "least": least, "below": below}
-    return field(default=default, metadata=metadata | {"metavar": metavar, "resume": resume})
+    metadata |= {"metavar": metavar, "resume": resume, "new_run": new_run}
+    return field(default=default, metadata=metadata)
 
 
 # May change: results stay the same, or run_folder.resume_key compares what the flag stands for
@@ -146,7 +149,13 @@ class Config:
     )
     quiet: bool = once("cadence", False, cli.QUIET)
     eval_interval: int = free("basics", 250, "steps between evaluations; 0: only at the end", 0)
-    eval_sequences: int = free("cadence", 512, "sequences per evaluation, always the same", 1)
+    eval_sequences: int | None = free(
+        "cadence",
+        None,
+        "sequences per evaluation, always the same (default: the run's, 512 in a new one)",
+        1,
+        new_run=512,
+    )
     eval_only: bool = once(
         "cadence", False, "print the validation loss of --out's latest checkpoint; write nothing"
     )
@@ -156,8 +165,20 @@ class Config:
     )
 
     save_interval: int = free("basics", 250, "steps between checkpoints; 0: only at the end", 0)
-    keep_last: int = free("checkpoints", 2, "latest checkpoints to keep; 0: all", 0)
-    keep_every: int = free("checkpoints", 0, "also keep those of every N-th step; 0: none", 0)
+    keep_last: int | None = free(
+        "checkpoints",
+        None,
+        "latest checkpoints to keep; 0: all (default: the run's, 2 in a new one)",
+        0,
+        new_run=2,
+    )
+    keep_every: int | None = free(
+        "checkpoints",
+        None,
+        "also keep those of every N-th step; 0: none (default: the run's, 0 in a new one)",
+        0,
+        new_run=0,
+    )
     checkpoint: Literal["sharded", "full", "none"] = free(
         "checkpoints", "sharded", "sharded: files per rank; full: one file when the run ends"
     )
@@ -167,8 +188,8 @@ class Config:
     resume: str = once(
         "checkpoints",
         "auto",
-        "auto: continue the run in --out; never: require an empty --out; PATH of a checkpoint: "
-        "continue from there in a new --out",
+        "auto: continue the run in --out; never: require an empty --out; PATH of a checkpoint or "
+        "run: continue from there in a new --out",
         metavar="auto|never|PATH",
     )
     init_from: str | None = once(
@@ -191,6 +212,16 @@ class Config:
         "hardware", None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0
     )
     peak_tflops: float | None = free("hardware", None, "dense TFLOP/s of a device, for MFU", 1e-9)
+
+    @property
+    def continues(self) -> str | None:
+        """The checkpoint or run that --resume names."""
+        return None if self.resume in ("auto", "never") else self.resume
+
+    @property
+    def source(self) -> str | None:
+        """The checkpoint or run that --init_from or --resume names: it has the model."""
+        return self.init_from or self.continues
 
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -221,9 +252,9 @@ def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
 
     `parser` has at least the flags of `build_parser`.
     """
-    file = parser.parse_known_args(argv)[0].config
-    if file:
-        argv = config_flags(parser, file) + argv
+    given = parser.parse_known_args(argv)[0]
+    if given.config:
+        argv = config_flags(parser, given.config, given.out) + argv
     flags = vars(parser.parse_args(argv))
     del flags["config"]
     return flags
@@ -232,18 +263,27 @@ def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
 def to_config(flags: dict) -> Config:
     """Fill in defaults that depend on other flags, then check all. Raises UsageError."""
     if flags["out"] is None:
-        flags["out"] = f"runs/{Path(flags['init_from'] or flags['model']).name}"
+        flags["out"] = f"runs/{name_of(flags['init_from'] or flags['model'])}"
     if flags["data"] is None and not flags["eval_only"]:  # the checkpoint has the default
         flags["data"] = BUILTIN
     config = Config(**flags)
     check_ranges(config)
     check_pairs(config)
     # Fail early on flags that cannot fit together, whatever the data and the number of processes.
-    if not config.eval_only:  # the checkpoint has the model
+    if not (config.source or config.eval_only):  # the checkpoint has the model
         model_config(config, vocab_size=64 * config.tp)
+        check_min_lr(config)
     blocks_per_unit(config)
     profile_window(config)
     return config
+
+
+def name_of(source: str) -> str:
+    """The name of a model, a run or an imported checkpoint; RUN-step-N for one of a run."""
+    path = Path(source)
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}-{path.name}"
+    return path.name
 
 
 def build_parser() -> cli.Parser:
@@ -291,8 +331,11 @@ def boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-def config_flags(parser: cli.Parser, file: str) -> list[str]:
-    """Turn a saved config.json into flags, so that one parser checks both. Raises UsageError."""
+def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
+    """Turn a saved config.json into flags, so that one parser checks both. Raises UsageError.
+
+    Where another run began does not go into a new one in `out`.
+    """
     try:
         values = json.loads(Path(file).read_text())
     except OSError as error:
@@ -304,9 +347,13 @@ def config_flags(parser: cli.Parser, file: str) -> list[str]:
             f"--config {file} is not a JSON object of flags other than --config: "
             "give the config.json of a run"
         )
+    left_out = {"allow_changes"}  # it applied to one start
+    run = Path(file).resolve().parent
+    if out and (run / "starts.jsonl").exists() and Path(out).resolve() != run:
+        left_out |= {"resume", "init_from"}
     flags = []
     for name, value in values.items():
-        if value is not None and name != "allow_changes":  # it applied to one start
+        if value is not None and name not in left_out:
             flags.append(f"--{name}={value}")
     try:
         parser.parse_args(flags)
@@ -334,13 +381,11 @@ def check_pairs(c: Config) -> None:
             f"--warmup_steps {c.warmup_steps} is more than --max_steps {c.max_steps}: the learning "
             "rate would never reach --lr"
         )
-    if not c.eval_only and c.min_lr > peak_lr(c):
-        raise UsageError(f"--min_lr {c.min_lr} is above the peak learning rate {peak_lr(c)}")
     if c.async_save and c.checkpoint == "none":
         raise UsageError("--async_save with --checkpoint none has nothing to save: drop one")
     if c.dry_run and c.eval_only:
         raise UsageError("--dry_run ends before training and --eval_only trains nothing: drop one")
-    if c.init_from and c.resume not in ("auto", "never"):
+    if c.init_from and c.continues:
         raise UsageError(
             "--init_from begins a new run and --resume PATH continues one: give only one of them"
         )
@@ -353,7 +398,15 @@ def check_pairs(c: Config) -> None:
 def peak_lr(config: Config) -> float:
     if config.lr is not None:
         return config.lr
-    return 0.5 / (config.d_model or base_model(config).d_model)
+    return 0.5 / (config.d_model or SIZES[config.model].d_model)
+
+
+def check_min_lr(config: Config) -> None:
+    """Raises UsageError. Of a checkpoint's model, call it with the sizes filled in."""
+    if config.min_lr > peak_lr(config):
+        raise UsageError(
+            f"--min_lr {config.min_lr} is above the peak learning rate {peak_lr(config)}"
+        )
 
 
 def warmup_steps(config: Config) -> int:
@@ -372,25 +425,6 @@ def lr_schedule(config: Config) -> Callable[[int], float]:
     )
 
 
-def base_model(config: Config) -> ModelConfig:
-    """The model whose parts flags override: that of --init_from, or the named size.
-
-    If the checkpoint of --init_from is gone, a run that continues finds the model in its own.
-    Raises UsageError and CheckpointError.
-    """
-    if config.init_from is None:
-        return SIZES[config.model]
-    own = checkpoint.list_checkpoints(Path(config.out))
-    try:
-        path = checkpoint.checkpoints_at(Path(config.init_from))[-1]
-    except checkpoint.PathError as error:
-        if not own:
-            raise UsageError(f"--init_from on this host: {error}") from None
-        path = own[-1]
-    manifest = checkpoint.read_manifest(path)
-    return read_model(path, manifest, checkpoint.total_bytes(manifest))
-
-
 def read_model(path: Path, manifest: dict, size: int | None = None) -> ModelConfig:
     """The model in the manifest of `path`; checks that `size` bytes of files can hold it.
 
@@ -405,22 +439,32 @@ def read_model(path: Path, manifest: dict, size: int | None = None) -> ModelConf
         raise UsageError(f"{path} cannot be used: {error}") from None
 
 
-def model_config(config: Config, vocab_size: int) -> ModelConfig:
-    """The base model with a vocabulary padded to a multiple of 64, where matrix kernels are fast.
-
-    Flags named like its fields override them. The vocabulary of --init_from stays if it is large
-    enough with less padding. Raises UsageError.
-    """
-    size = base_model(config)
-    padded = math.ceil(vocab_size / 64) * 64
-    keeps_vocabulary = config.init_from and vocab_size <= size.vocab_size <= padded
-    overrides = {"vocab_size": size.vocab_size if keeps_vocabulary else padded}
-    for f in dataclasses.fields(ModelConfig):
-        if (value := getattr(config, f.name, None)) is not None:
-            overrides[f.name] = value
-    if size.n_kv_head == size.n_head and config.n_head:
+def fill_sizes(config: Config, base: ModelConfig) -> Config:
+    """The flags, with those that override parts of `base` filled in from it."""
+    sizes = {}
+    for f in dataclasses.fields(base):
+        if getattr(config, f.name, 0) is None:
+            sizes[f.name] = getattr(base, f.name)
+    if base.n_kv_head == base.n_head and config.n_kv_head is None:
         # A size without grouped queries gets them only from --n_kv_head.
-        overrides.setdefault("n_kv_head", config.n_head)
+        sizes["n_kv_head"] = config.n_head or base.n_head
+    return dataclasses.replace(config, **sizes)
+
+
+def model_config(config: Config, vocab_size: int, base: ModelConfig | None = None) -> ModelConfig:
+    """The named size, or `base`, the model of a checkpoint; flags named like its fields override.
+
+    The vocabulary of a checkpoint stays if it has room for `vocab_size`; else it is padded to a
+    multiple of 64, where matrix kernels are fast. Raises UsageError.
+    """
+    size = base or SIZES[config.model]
+    keeps_vocabulary = base and vocab_size <= base.vocab_size
+    padded = math.ceil(vocab_size / 64) * 64
+    overrides = {"vocab_size": base.vocab_size if keeps_vocabulary else padded}
+    filled = fill_sizes(config, size)
+    for f in dataclasses.fields(ModelConfig):
+        if (value := getattr(filled, f.name, None)) is not None:
+            overrides[f.name] = value
     try:
         model = dataclasses.replace(size, **overrides)
         model.check_tensor_parallel(config.tp)

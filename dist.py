@@ -15,11 +15,12 @@ import itertools
 import os
 import resource
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,13 +62,24 @@ class World:
         return self.rank == 0
 
 
-def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) -> World:
+class JoinError(ConnectionError):
+    """The ranks do not find one another. The message is one line."""
+
+
+def start(
+    device: str = "auto",
+    timeout: timedelta = dist.default_pg_timeout,
+    join_timeout: timedelta | None = None,
+) -> World:
     """Join the process group that torchrun's variables describe, or form one of a single process.
 
     There is always a group, so that no code needs a second case for one process. gloo carries CPU
-    tensors and objects, nccl carries CUDA tensors. `timeout` applies to collectives. Raises
-    MeshError if the device does not exist or is shared with another process.
+    tensors and objects, nccl carries CUDA tensors. `timeout` applies to collectives, `join_timeout`
+    (default: the same) to the meeting of the ranks. Raises MeshError if the variables are
+    incomplete or the device does not exist or is shared with another process, JoinError if ranks
+    are missing.
     """
+    check_variables()
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -75,7 +87,7 @@ def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) ->
     own_device = set_device(device, local_rank, local_size)
     raise_open_file_limit()
     if "RANK" in os.environ:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store = find_store(join_timeout or timeout)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun --max-restarts keeps its store, with the addresses of ranks that died, so
             # each attempt uses its own prefix. Agents that joined later count fewer attempts:
@@ -87,8 +99,93 @@ def start(device: str = "auto", timeout: timedelta = dist.default_pg_timeout) ->
     # Cloned now: later, rank 0 and its store might be gone.
     second_connection = store.clone() if size > 1 else store
     world = World(rank, size, local_rank, local_size, own_device, timeout, second_connection)
-    join_group(world, store)
+    try:
+        if size > 1:
+            meet(world, store, join_timeout or timeout)
+        join_group(world, store)
+    except dist.DistNetworkError:
+        raise JoinError(
+            "the store in which the ranks meet has gone: rank 0 or its torchrun was lost"
+        ) from None
     return world
+
+
+def check_variables() -> None:
+    """Check torchrun's variables, before this process waits for ranks that do not exist."""
+    env = os.environ
+    start_them = "start the ranks with torchrun --nproc_per_node N, which sets all"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if name in env and not env[name].isdecimal():
+            raise MeshError(f"{name} is {env[name]!r} in the environment, not a number: unset it")
+    if "RANK" not in env:
+        if env.get("WORLD_SIZE", "1") != "1":
+            raise MeshError(
+                f"WORLD_SIZE is {env['WORLD_SIZE']} in the environment, without RANK: unset it for "
+                f"one process, or {start_them}"
+            )
+        return
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not env.get(name):
+            raise MeshError(
+                f"RANK is {env['RANK']} in the environment, without {name}: unset RANK for one "
+                f"process, or {start_them}"
+            )
+    if int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+        raise MeshError(
+            f"RANK is {env['RANK']} in the environment, and WORLD_SIZE {env['WORLD_SIZE']}: ranks "
+            f"are 0 to WORLD_SIZE - 1; {start_them}"
+        )
+
+
+def find_store(timeout: timedelta) -> dist.Store:
+    """Connect to the store at MASTER_ADDR:MASTER_PORT; without torchrun, rank 0 keeps it."""
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_agents or os.environ["RANK"] != "0":
+        await_listener(timeout)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        return store
+    except dist.DistError as error:
+        raise JoinError(f"the ranks do not meet: {str(error).splitlines()[0]}") from None
+
+
+def await_listener(timeout: timedelta) -> None:
+    """Wait until the store listens. TCPStore would wait as well, for longer, and log much."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection(place, timeout=timeout.total_seconds()).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise JoinError(
+                    f"nobody listens at MASTER_ADDR:MASTER_PORT, {place[0]}:{place[1]}, after "
+                    f"{timeout.total_seconds():g} s: rank 0 or its torchrun is missing ({error})"
+                ) from None
+        time.sleep(0.2)
+
+
+def meet(world: World, store: dist.Store, timeout: timedelta) -> None:
+    """Wait for all ranks, each with a few messages. Raises JoinError, which names a missing one."""
+    store.set(f"joined {world.rank}", "")
+    if store.add("joined", 1) == world.size:
+        store.set("all joined", "")
+    deadline = time.monotonic() + timeout.total_seconds()
+    pause = 0.01
+    while not store.check(["all joined"]):  # not wait, which holds Ctrl-C back and logs
+        if time.monotonic() > deadline:
+            raise_missing(world, store, timeout)
+        time.sleep(pause)
+        pause = min(1.0, 1.5 * pause)
+
+
+def raise_missing(world: World, store: dist.Store, timeout: timedelta) -> NoReturn:
+    missing = [rank for rank in range(world.size) if not store.check([f"joined {rank}"])]
+    raise JoinError(
+        f"{len(missing)} of {world.size} ranks did not join within {timeout.total_seconds():g} s, "
+        f"first rank {missing[0]}"
+    )
 
 
 def set_device(name: str, local_rank: int, local_size: int) -> torch.device:

@@ -55,12 +55,19 @@ class Layout:
         return self.memory.total <= 0.8 * device_memory
 
 
-def choose_layout(c: Config, world: dist.World, vocab_size: int, device_memory: int) -> Layout:
+def choose_layout(
+    c: Config,
+    world: dist.World,
+    vocab_size: int,
+    device_memory: int,
+    base: ModelConfig | None = None,
+) -> Layout:
     """Check that flags, ranks and vocabulary fit together. Raises UsageError and MeshError.
 
-    `device_memory` is the bytes that one rank may fill, for --strategy auto.
+    `device_memory` is the bytes that one rank may fill, for --strategy auto; `base` the model whose
+    parts flags override, of a checkpoint (default: the named size).
     """
-    model = model_config(c, vocab_size)
+    model = model_config(c, vocab_size, base)
     strategy, reason = c.strategy, ""
     if strategy == "auto":
         strategy, reason = choose_strategy(c, world, model, device_memory)
@@ -135,7 +142,8 @@ def split_batch(config: Config, dp_size: int) -> tuple[int, int]:
     for count in range(1, 2 * dp_size + 1):
         if global_batch_size % (micro_batch_size(config, count) * count) == 0:
             fitting.append(str(count))
-    other_ranks = f", or run on {', '.join(fitting)} data-parallel ranks" if fitting else ""
+    plural = "" if fitting == ["1"] else "s"
+    other_ranks = f", or run on {', '.join(fitting)} data-parallel rank{plural}" if fitting else ""
     raise UsageError(
         f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
         f"{size} x {dp_size} data-parallel ranks = {per_forward}: "

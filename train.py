@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from runtime import launcher
+
 if __name__ == "__main__":
+    launcher.end_quietly()
     # torch reads these on import. They silence the profiler's log, and C++ warnings about failed
     # collectives, which tell less than the watchdog's line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -73,18 +76,22 @@ def make_plan(c: Config, world: dist.World) -> Plan:
     """Check that flags, ranks, data and run folder fit together; write only the built-in data."""
     started = datetime.now().astimezone()
     deadline = time.monotonic() + (c.time_limit or math.inf)
+    origin = dist.on_rank0(lambda: run_folder.find_origin(c))
+    c = run_folder.settle(c, origin)
     if c.data == BUILTIN:
         dist.on_rank0(prepare_builtin)
     token_folders = data.open_folders(c.data)
     dist.on_rank0(lambda: check_tokenizer(token_folders[0]))
     device_memory = dist.on_rank0(lambda: memory.device_memory(world.device, world.local_size))
-    layout = choose_layout(c, world, token_folders[0].vocab_size, device_memory)
+    layout = choose_layout(c, world, token_folders[0].vocab_size, device_memory, origin.model)
     manifest = make_manifest(c, layout, token_folders)
     if c.eval_only:
-        resume = dist.on_rank0(lambda: run_folder.evaluation_point(c, manifest))
+        resume = dist.on_rank0(lambda: run_folder.evaluation_point(manifest, origin))
     else:
         latest, passed_over = checkpoint.latest_valid(Path(c.out))
-        resume = dist.on_rank0(lambda: run_folder.resume_point(c, manifest, latest, passed_over))
+        resume = dist.on_rank0(
+            lambda: run_folder.resume_point(c, manifest, origin, latest, passed_over)
+        )
     return Plan(layout, token_folders, manifest, resume, started, deadline)
 
 
@@ -99,6 +106,7 @@ def make_manifest(c: Config, layout: Layout, token_folders: list[data.TokenFolde
         "config": dataclasses.asdict(c),
         "model": dataclasses.asdict(layout.model_config),
         "dtype": str(layout.dtype).removeprefix("torch."),
+        "micro_batch_size": layout.micro_batch_size,
         "data": ", ".join(folder.fingerprint for folder in token_folders),
         "tokenizer": token_folders[0].tokenizer_name,
         "tokens_in_vocabulary": token_folders[0].vocab_size,
@@ -159,9 +167,11 @@ def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
     memory.trim_freed_memory()  # whole tensors, now that each rank has its shards
     torch.cuda.empty_cache()  # the same on a GPU; does nothing without one
     if resume.checkpoint:
+        dist.on_rank0(lambda: run_folder.check_complete(resume.checkpoint, state))
         checkpoint.load_state(resume.checkpoint, state)
     elif resume.init_from:
-        checkpoint.load_state(resume.init_from, {"model": state["model"]})
+        saved = {name: w for name, w in state["model"].items() if name not in resume.new_parameters}
+        checkpoint.load_state(resume.init_from, {"model": saved})
     run = Run(plan, world, dog, train_data, val_data, mesh, model, forward, optimizer, state)
     check_agreement(run)
     # Read once, here, so that a damaged file ends the run before its first step
@@ -587,6 +597,8 @@ def print_evaluation(run: Run) -> None:
     """Evaluate, and print the line of --eval_only."""
     val_loss = validation_loss(run)
     if run.world.is_rank0:
+        for warning in run.plan.resume.warnings:
+            print(f"train.py: warning: {warning}", file=sys.stderr, flush=True)
         line = report.describe_evaluation(val_loss, run.val_data, run.n_val)
         print(f"{run.plan.resume.init_from} on {run.config.data}: {line}", flush=True)
 
@@ -614,15 +626,15 @@ def prepare_memory(plan: Plan, world: dist.World) -> None:
 def run_command(config: Config) -> int:
     """Join the other ranks, then train or evaluate; return the exit status."""
     collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * config.timeout)
-    world = dist.start(config.device, collective_timeout)
+    join_timeout = timedelta(seconds=config.timeout)
+    world = dist.start(config.device, collective_timeout, join_timeout)
     console.is_quiet = config.quiet or not world.is_rank0
     dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
     with contextlib.ExitStack() as lock:  # rank 0 keeps it until the checkpoint is one file
         # loss_parallel is for --tp, where each rank holds part of the logits.
         with dog, loss_parallel(), no_garbage_collection():
             if config.eval_only:  # only reads, so needs no lock
-                plan = make_plan(dist.on_rank0(lambda: run_folder.to_evaluate(config)), world)
-                print_evaluation(build(plan, world, dog))
+                print_evaluation(build(make_plan(config, world), world, dog))
                 status = 0
             else:
                 lock.enter_context(run_folder.locked(Path(config.out), config.timeout))
@@ -648,8 +660,8 @@ def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> i
     prepare_memory(plan, world)
     run = build(plan, world, dog)
     lines = [
-        *report.describe_start(config, run.layout, world, run.model, run.train_data.parts),
-        *report.describe_beginning(config, plan.resume),
+        *report.describe_start(run.config, run.layout, world, run.model, run.train_data.parts),
+        *report.describe_beginning(run.config, plan.resume),
     ]
     if config.dry_run:
         lines.append("--dry_run: all is ready for the first step; nothing was written")
@@ -679,6 +691,7 @@ def main(argv: list[str]) -> int:
             raise cli.RunError(message) from None
 
     slurm.read_slurm()
+    launcher.watch()
     heading = f"--- {datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z} train.py {shlex.join(argv)}\n"
     with console.Transcript(heading if os.environ.get("RANK", "0") == "0" else ""):
         return cli.run("train.py", command, watchdog.fail_on_ranks)

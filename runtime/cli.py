@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import NoReturn
 
-from runtime import console
+from runtime import console, launcher
 
 VERSION = "0.2.0"
 
@@ -96,6 +96,7 @@ def run(
         # Print \u1234 for characters that the encoding, such as ASCII, lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        launcher.take_ctrl_c()
         return command() or 0
     except (KeyboardInterrupt, BrokenPipeError):
         return 130

@@ -13,7 +13,7 @@ from config import WARMUP_STEPS, Config
 from layout import Layout
 from model import Transformer
 from runtime import console
-from runtime.run_folder import ResumePoint
+from runtime.run_folder import ResumePoint, in_short
 from text import tokenizer
 
 ENOUGH_CORES = 4  # for the thread of a GPU rank, its loader workers, NCCL and a save
@@ -29,7 +29,7 @@ def describe_start(
     """Yield the lines on model, mesh, dtype, batch, data (`parts`) and memory."""
     m = layout.model_config
     yield (
-        f"model   {c.init_from or c.model}: {m.n_layer} layers x {m.d_model} wide, "
+        f"model   {c.source or c.model}: {m.n_layer} layers x {m.d_model} wide, "
         f"vocabulary {m.vocab_size:,}: {model.parameter_count():,} parameters"
     )
     axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, layout.mesh_shape))
@@ -82,6 +82,12 @@ def describe_beginning(c: Config, resume: ResumePoint) -> Iterator[str]:
     if resume.init_from:
         beginning = f", a new run with the weights of {resume.init_from}"
     yield f"out     {c.out}{beginning}"
+    if resume.new_parameters:
+        yield f"        with new ones, which it lacks: {in_short(resume.new_parameters)}"
+    for warning in resume.warnings:
+        yield f"        warning: {warning}"
+    if c.checkpoint == "none":
+        yield "        --checkpoint none: this run saves nothing and cannot be continued"
     for change in resume.changes:
         yield f"        changed: {change}"
 

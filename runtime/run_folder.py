@@ -16,17 +16,31 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import torch
+
 import checkpoint
 import dist
-from config import BUILTIN, Config, lr_schedule, peak_lr, read_model, warmup_steps
+from config import (
+    BUILTIN,
+    Config,
+    check_min_lr,
+    fill_sizes,
+    lr_schedule,
+    peak_lr,
+    read_model,
+    warmup_steps,
+)
 from metrics import read_lines, read_log, replace_file
+from model import ModelConfig, Transformer
 from runtime import console
 from runtime.cli import UsageError
 from runtime.lock import is_at, try_lock
@@ -98,14 +112,105 @@ def locked(out: Path, timeout: float) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What a start takes over from a checkpoint or from the starts before it in its run folder."""
+
+    path: Path | None = None  # the checkpoint that --init_from or --resume stands for, if needed
+    manifest: dict = field(default_factory=dict)  # of that, or of the latest in --out
+    model: ModelConfig | None = None  # of --init_from or --resume; flags override its parts
+    flags: dict = field(default_factory=dict)  # of the run so far: those that hold until given
+
+
+def find_origin(config: Config) -> Origin:
+    """Read what `settle` and `resume_point` need. Raises UsageError and CheckpointError.
+
+    Once --out has a checkpoint, the model is that one's, and what --init_from or --resume named may
+    be gone.
+    """
+    out = Path(config.out)
+    starts = read_starts(out)
+    manifest = None if config.eval_only else latest_manifest(out)
+    path = None
+    if manifest is None and (config.source or config.eval_only):
+        path = find_source(config)
+        manifest = checkpoint.read_manifest(path)
+    if manifest is None:
+        return Origin(flags=starts[-1]["config"] if starts else {})
+    model = None
+    if config.source or config.eval_only:
+        size = checkpoint.total_bytes(manifest)
+        model = read_model(path or checkpoint.list_checkpoints(out)[-1], manifest, size)
+    flags = manifest.get("config") or {}
+    if path is None and starts:
+        flags = starts[-1]["config"]
+    elif config.init_from and not config.eval_only:
+        flags = {}  # a new run
+    return Origin(path, manifest, model, flags)
+
+
+def latest_manifest(out: Path) -> dict | None:
+    """The newest manifest of a run that can be read: of its model any tells as much."""
+    for path in reversed(checkpoint.list_checkpoints(out)):
+        with contextlib.suppress(checkpoint.CheckpointError):
+            return checkpoint.read_manifest(path)
+    return None
+
+
+def find_source(config: Config) -> Path:
+    """The checkpoint that --init_from or --resume stands for, of a run its latest that verifies.
+
+    With --eval_only its latest, by default of --out. Raises UsageError and CheckpointError.
+    """
+    if config.eval_only:
+        return checkpoint.checkpoints_at(Path(config.source or config.out))[-1]
+    try:
+        return checkpoint.choose_checkpoint(Path(config.source), "train.py")
+    except checkpoint.PathError as error:
+        flag = "--init_from" if config.init_from else "--resume"
+        raise UsageError(f"{flag}: {error}") from None
+
+
+def settle(config: Config, origin: Origin) -> Config:
+    """Fill in the flags whose values are the run's or its model's. Raises UsageError."""
+    values = {}
+    for f in dataclasses.fields(Config):
+        if f.metadata["new_run"] is not None and getattr(config, f.name) is None:
+            so_far = origin.flags.get(f.name)
+            values[f.name] = f.metadata["new_run"] if so_far is None else so_far
+    if config.eval_only:
+        values |= to_evaluate(config, origin)
+    if origin.model:
+        config = fill_sizes(config, origin.model)
+        # The rest of the model is the named size's, if any: --config RUN/config.json needs both.
+        values["model"] = (origin.manifest.get("config") or {}).get("model", config.model)
+    config = dataclasses.replace(config, **values)
+    if not config.eval_only:
+        check_min_lr(config)
+    return config
+
+
+def to_evaluate(config: Config, origin: Origin) -> dict:
+    """Flags of --eval_only: the checkpoint, and by default its data, its dtype and batches."""
+    saved = origin.manifest
+    values = {"init_from": str(origin.path), "resume": "auto"}
+    values["data"] = config.data or (saved.get("config") or {}).get("data") or BUILTIN
+    if config.dtype == "auto":  # the manifest has what it was beside the config
+        values["dtype"] = saved.get("dtype", "auto")
+    values["micro_batch_size"] = config.micro_batch_size or saved.get("micro_batch_size")
+    return values
+
+
+@dataclass(frozen=True)
 class ResumePoint:
     """A run begins after `step`, with the state of `checkpoint`; a new run with (0, None)."""
 
     step: int
     checkpoint: Path | None
     init_from: Path | None = None  # weights for a new run
+    new_parameters: list[str] = field(default_factory=list)  # which init_from lacks
     changes: list[str] = field(default_factory=list)  # changed flags, as "--NAME OLD -> NEW"
     passed_over: list[str] = field(default_factory=list)  # newer checkpoints and their problems
+    warnings: list[str] = field(default_factory=list)
 
 
 def resume_key(path: Path, manifest: dict) -> dict:
@@ -125,7 +230,7 @@ def resume_key(path: Path, manifest: dict) -> dict:
 
 
 def resume_point(
-    config: Config, manifest: dict, latest: Path | None, passed_over: list[str]
+    config: Config, manifest: dict, origin: Origin, latest: Path | None, passed_over: list[str]
 ) -> ResumePoint:
     """Find where the run begins. Raises UsageError if it may not, CheckpointError for damage.
 
@@ -141,17 +246,14 @@ def resume_point(
         check_is_new(Path(config.init_from), out)
     if latest is None:
         check_nothing_is_lost(out, passed_over)
-    resume_from = latest
-    if config.resume not in ("auto", "never"):
-        check_named(Path(config.resume), latest, out)
-        resume_from = latest or Path(config.resume)
+    elif config.continues:
+        check_named(Path(config.continues), latest, out)
+    resume_from = latest or (origin.path if config.continues else None)
     if resume_from is None:
         step = steps_without_checkpoint(config, manifest)
-        init_from = None
-        if config.init_from and step == 0:
-            init_from = checkpoint.choose_checkpoint(Path(config.init_from), "train.py")
-            check_init(init_from, manifest)
-        return ResumePoint(step, None, init_from)
+        if origin.path and step == 0:
+            return begin_with_weights(origin, manifest)
+        return ResumePoint(step, None)
     saved = checkpoint.read_manifest(resume_from)
     step = saved["step"]
     check_same_run(resume_from, saved, manifest)
@@ -165,30 +267,24 @@ def resume_point(
     return ResumePoint(step, resume_from, changes=changes, passed_over=passed_over)
 
 
-def to_evaluate(config: Config) -> Config:
-    """The flags of --eval_only: the checkpoint as --init_from, by default its data and dtype.
-
-    The checkpoint is the one that --init_from, --resume or --out names, or the latest in a run
-    folder. Raises checkpoint.PathError and CheckpointError.
-    """
-    named = config.init_from
-    if config.resume not in ("auto", "never"):
-        named = config.resume
-    path = checkpoint.checkpoints_at(Path(named or config.out))[-1]
-    manifest = checkpoint.read_manifest(path)
-    folder = config.data or (manifest.get("config") or {}).get("data") or BUILTIN
-    dtype = config.dtype
-    if dtype == "auto":  # the manifest has what it was beside the config
-        dtype = manifest.get("dtype", "auto")
-    return dataclasses.replace(config, init_from=str(path), data=folder, dtype=dtype)
+def begin_with_weights(origin: Origin, manifest: dict) -> ResumePoint:
+    """Begin a new run with the weights of a checkpoint. Raises UsageError and CheckpointError."""
+    new = check_init(origin, manifest)
+    warnings = [warning] if (warning := other_tokenizer(origin, manifest)) else []
+    return ResumePoint(0, None, origin.path, new, warnings=warnings)
 
 
-def evaluation_point(config: Config, manifest: dict) -> ResumePoint:
+def evaluation_point(manifest: dict, origin: Origin) -> ResumePoint:
     """The weights that --eval_only evaluates. Raises UsageError and CheckpointError."""
-    path = Path(config.init_from)
-    check_valid("--init_from", path)
-    check_init(path, manifest)
-    return ResumePoint(step=0, checkpoint=None, init_from=path)
+    if problem := checkpoint.verify(origin.path):
+        raise checkpoint.CheckpointError(f"{origin.path}: {problem}")
+    point = begin_with_weights(origin, manifest)
+    if point.new_parameters:
+        raise UsageError(
+            f"{origin.path} lacks {in_short(point.new_parameters)}: evaluate it with the code and "
+            "flags that trained it"
+        )
+    return point
 
 
 def check_is_new(init_from: Path, out: Path) -> None:
@@ -215,26 +311,14 @@ def check_nothing_is_lost(out: Path, passed_over: list[str]) -> None:
         )
 
 
-def check_named(named: Path, latest: Path | None, out: Path) -> None:
-    """Check the checkpoint of --resume PATH against the latest one of --out."""
-    if latest is None:
-        check_valid("--resume", named)
-        return
+def check_named(named: Path, latest: Path, out: Path) -> None:
+    """Check the checkpoint of --resume PATH against the latest one of --out. Raises UsageError."""
     is_of_this_run = named.resolve().parent == latest.resolve().parent
     if is_of_this_run and named.resolve() != latest.resolve():
         raise UsageError(
             f"--resume {named} is not the latest checkpoint of --out {out}: "
             "choose another --out to branch off"
         )
-
-
-def check_valid(flag: str, path: Path) -> None:
-    if not (path / "manifest.json").is_file():
-        raise UsageError(
-            f"{flag} {path}: no checkpoint there; name one like runs/tiny/checkpoints/step-00000250"
-        )
-    if problem := checkpoint.verify(path):
-        raise checkpoint.CheckpointError(f"{flag} {path}: {problem}")
 
 
 def check_same_run(path: Path, saved: dict, manifest: dict) -> None:
@@ -261,15 +345,87 @@ def check_same_run(path: Path, saved: dict, manifest: dict) -> None:
         )
 
 
-def check_init(path: Path, manifest: dict) -> None:
-    """Check that the weights of --init_from fit. Raises UsageError and CheckpointError."""
-    saved = dataclasses.asdict(read_model(path, checkpoint.read_manifest(path)))
-    for key, value in manifest["model"].items():
-        if key != "seq_len" and saved[key] != value:
+def check_init(origin: Origin, manifest: dict) -> list[str]:
+    """Check that saved weights fit the model; return the parameters that the checkpoint lacks.
+
+    Raises UsageError and CheckpointError.
+    """
+    path = origin.path
+    now = ModelConfig.from_dict(manifest["model"])
+    parameters = parameter_shapes(now)
+    for key, before in dataclasses.asdict(read_model(path, origin.manifest)).items():
+        value = manifest["model"].get(key, before)
+        if key == "seq_len" or value == before:
+            continue
+        if key == "vocab_size":
+            folder, tokens = manifest["config"]["data"], manifest.get("tokens_in_vocabulary", value)
             raise UsageError(
-                f"--init_from {path} has {key} {saved[key]}, and this run has {value}: "
+                f"{path} has vocab_size {before}, and the tokenizer of {folder} has {tokens} "
+                "tokens: its weights do not fit"
+            )
+        if not adds_parameters(now, key, before):
+            raise UsageError(
+                f"{path} has {key} {before}, and this run has {value}: its weights do not fit"
+            )
+    saved = checkpoint.tensor_shapes(path)
+    new = []
+    for name, shape in parameters.items():
+        saved_shape = saved.get(f"model.{name}")
+        if saved_shape is None:
+            new.append(name)
+        elif saved_shape != shape:
+            raise UsageError(
+                f"{path} has {name} of shape {saved_shape}, and this run of {shape}: "
                 "its weights do not fit"
             )
+    return new
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        parameters = Transformer(model).named_parameters()
+    return {name: tuple(parameter.shape) for name, parameter in parameters}
+
+
+def adds_parameters(model: ModelConfig, key: str, before) -> bool:
+    """Whether a changed field of the model adds parameters to those it had with `before`."""
+    try:
+        less = parameter_shapes(dataclasses.replace(model, **{key: before}))
+    except ValueError:  # its numbers do not fit together
+        return False
+    return parameter_shapes(model).keys() > less.keys()
+
+
+def in_short(parameters: list[str]) -> str:
+    """Such as "blocks.*.attention.q_norm.weight (4)"."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in parameters)
+    return ", ".join(f"{name} ({n})" if "*" in name else name for name, n in counts.items())
+
+
+def other_tokenizer(origin: Origin, manifest: dict) -> str | None:
+    """What to say if the data has another tokenizer than the checkpoint, as far as is known."""
+    known = []
+    for one in (origin.manifest, manifest):
+        known.append((one.get("tokenizer"), one.get("tokens_in_vocabulary")))
+    (name, tokens), (new_name, new_tokens) = known
+    if tokens in (None, new_tokens) and (name == new_name or None in (name, new_name)):
+        return None
+    return (
+        f"the tokenizer of {manifest['config']['data']}, {new_name} with {new_tokens} tokens, is "
+        f"not the checkpoint's, {name} with {tokens}"
+    )
+
+
+def check_complete(path: Path, state: dict) -> None:
+    """Check that a checkpoint to continue from has all of `state`. Raises UsageError."""
+    saved = checkpoint.tensor_shapes(path)
+    missing = [name for name, _ in checkpoint.flatten(state) if name not in saved]
+    if missing:
+        raise UsageError(
+            f"{path} cannot be continued by this code, which keeps more in a checkpoint: "
+            f"{in_short(missing)}; use the code that wrote it, or begin a new run with its "
+            f"weights: --init_from {path} and another --out"
+        )
 
 
 def steps_without_checkpoint(config: Config, manifest: dict) -> int:
@@ -299,7 +455,7 @@ def steps_without_checkpoint(config: Config, manifest: dict) -> int:
 
 
 def resolved(config: Config, dtype: str) -> dict:
-    """All flags, with computed defaults filled in."""
+    """All flags, with computed defaults filled in; `config` has the model's sizes."""
     flags = dataclasses.asdict(config)
     return flags | {"lr": peak_lr(config), "warmup_steps": warmup_steps(config), "dtype": dtype}
 
@@ -309,7 +465,7 @@ def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
 
     Raises UsageError for one that may change results, unless --allow_changes is given.
     """
-    config = Config(**manifest["config"])
+    config = with_sizes(manifest["config"], manifest)
     now = resolved(config, manifest["dtype"])
     known, changes = {}, []
     for name, value in saved["config"].items():
@@ -318,7 +474,7 @@ def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
         else:
             changes.append(f"--{name} {value} -> unknown to this code")
     refused = list(changes)
-    before_config = Config(**known)  # with defaults for newer flags
+    before_config = with_sizes(known, saved)  # with defaults for newer flags
     before = resolved(before_config, saved.get("dtype", before_config.dtype))
     for f in dataclasses.fields(Config):
         old, new = before[f.name], now[f.name]
@@ -340,6 +496,12 @@ def check_changes(saved: dict, manifest: dict, step: int) -> list[str]:
             "choose another --out, or give --allow_changes"
         )
     return changes
+
+
+def with_sizes(flags: dict, manifest: dict) -> Config:
+    """The flags of a manifest, with the sizes of its model, whether given or not."""
+    sizes = {f.name: manifest["model"].get(f.name) for f in dataclasses.fields(Config)}
+    return Config(**flags | {name: size for name, size in sizes.items() if size is not None})
 
 
 def new_schedule(before: Config, now: Config, step: int) -> str:

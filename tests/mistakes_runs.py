@@ -21,7 +21,9 @@ MISTAKES = {
         Mistake("--out {other} --seed 7", "seed was 0 and is now 7"),
         Mistake("--out {other} --data {changed}", "data was"),
         Mistake("--out {other} --d_ff 80", "d_ff was 64 and is now 80"),
-        Mistake("--resume {root}", "no checkpoint there"),
+        Mistake(
+            "--resume {root}", "--resume: {root} holds no checkpoint: name a run folder such as"
+        ),
         Mistake(
             "--out {other} --resume {other}/checkpoints/step-00000001",
             "is not the latest checkpoint of",
@@ -53,9 +55,7 @@ MISTAKES = {
         ),
         Mistake("--out {older}", "has format 1, and this code reads 2: use version 0.2.0 of nano"),
         Mistake("--out {unsaved}", "holds a run that saved no checkpoints and cannot be continued"),
-        Mistake(
-            "--init_from {root}", "--init_from on this host: {root} holds no checkpoint: name a"
-        ),
+        Mistake("--init_from {root}", "--init_from: {root} holds no checkpoint: name a"),
         Mistake(
             "--init_from {other} --out {other}", "{other} is the run in --out {other}: choose an"
         ),

@@ -1,6 +1,7 @@
 """Ranks that were not started alike are refused; a flag of one rank reaches all."""
 
 import os
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -95,6 +96,24 @@ def raise_flags(rank_of_step: dict[int, int], steps: int) -> list[bool]:
     world = dist.start("cpu")
     should_stop = agreement.StopRequest(world.timeout)
     return [bool(should_stop(rank_of_step.get(step) == world.rank)) for step in range(steps)]
+
+
+def signal_one_rank(number: int, steps: int) -> list[bool]:
+    """What this rank was told in each step, where rank 1 gets a signal before step 2."""
+    world = dist.start("cpu")
+    should_stop = agreement.StopRequest(world.timeout)
+    told = []
+    for step in range(steps):
+        if step == 2 and world.rank == 1:
+            os.kill(os.getpid(), number)
+        told.append(bool(should_stop(False)))
+    return told
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_stops_all_in_the_same_step(pool, number):
+    """Also the rank that got it goes on for the step that the others have begun."""
+    assert pool(3, signal_one_rank, number, 5) == [[False, False, False, True, True]] * 3
 
 
 def test_a_flag_of_any_rank_reaches_all_in_the_next_step(pool):

@@ -10,7 +10,6 @@ from conftest import ROOT
 import config
 from config import Config, blocks_per_unit, model_config, parse, profile_window
 from layout import split_batch
-from model import SIZES
 from runtime.cli import UsageError
 
 
@@ -29,15 +28,33 @@ def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):
     assert config.out == "runs/gpt2-124m"
 
 
-def test_a_run_from_imported_weights_has_their_name(tmp_path):
-    folder = tmp_path / "smollm2"
-    folder.mkdir()
-    model = dataclasses.asdict(SIZES["tiny"])
-    files = {"full.safetensors": {"bytes": 3_347_456, "crc32": "0"}}
-    manifest = {"format": 2, "step": 0, "model": model, "files": files}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert parse(["--init_from", str(folder)]).out == "runs/smollm2"
-    assert parse(["--init_from", str(folder), "--out", "mine"]).out == "mine"
+@pytest.mark.parametrize(
+    "source, out",
+    [
+        ("imported/smollm2", "runs/smollm2"),
+        ("runs/a", "runs/a"),
+        ("runs/a/checkpoints/step-00000600", "runs/a-step-00000600"),
+    ],
+)
+def test_a_run_from_other_weights_has_their_name(source, out):
+    """Nothing is read: the path may be another host's."""
+    assert parse(["--init_from", source]).out == out
+    assert parse(["--init_from", source, "--out", "mine"]).out == "mine"
+
+
+def test_where_a_run_began_does_not_go_into_another(tmp_path):
+    for name, path in {"resume": "runs/a/checkpoints/step-00000001", "init_from": "b"}.items():
+        run = tmp_path / name
+        run.mkdir()
+        file = run / "config.json"
+        file.write_text(json.dumps({name: path, "lr": 0.5, "out": str(run)}))
+        written_by_hand = parse(["--config", str(file), "--out", "new"])
+        assert getattr(written_by_hand, name) == path
+        (run / "starts.jsonl").touch()
+        other = parse(["--config", str(file), "--out", "new"])
+        assert (other.lr, other.resume, other.init_from) == (0.5, "auto", None)
+        for same in ([], ["--out", str(run)]):
+            assert getattr(parse(["--config", str(file), *same]), name) == path
 
 
 @pytest.mark.parametrize(
@@ -108,6 +125,7 @@ def test_a_batch_is_split_into_micro_batches():
     [
         (None, 3, ", or run on 1, 2, 4 data-parallel ranks"),
         (2, 6, ", or run on 1, 2, 4, 8 data-parallel ranks"),
+        (16, 2, ", or run on 1 data-parallel rank"),
         (3, 4, ""),  # no number of ranks would do
     ],
 )

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags, listen
+from conftest import flags, free_port, listen
 
 import dist
 
@@ -64,6 +64,55 @@ def test_a_mesh_that_does_not_fit_the_world_is_refused_on_every_rank(pool, token
     line = "dp_replicate 1 x dp_shard 2 = 2, but 3 processes were started: choose"
     assert answers[0][2].startswith(f"train.py: error: {line}") and answers[0][2].count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "variables, line",
+    [
+        ("WORLD_SIZE=2", "WORLD_SIZE is 2 in the environment, without RANK: unset it for one proc"),
+        ("RANK=0", "RANK is 0 in the environment, without WORLD_SIZE: unset RANK for one process"),
+        ("RANK=0 WORLD_SIZE=1", "RANK is 0 in the environment, without MASTER_ADDR: unset RANK"),
+        ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", "RANK is 0 in the environment, without MASTER_PORT"),
+        (
+            "RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1",
+            "RANK is 2 in the environment, and WORLD_SIZE 2: ranks are 0 to WORLD_SIZE - 1",
+        ),
+        ("LOCAL_RANK=x", "LOCAL_RANK is 'x' in the environment, not a number: unset it"),
+    ],
+)
+def test_variables_that_are_incomplete_are_refused_at_once(monkeypatch, tokens, variables, line):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # of a rank other than 0
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    status, out, err = listen(flags(f"--data {tokens} --max_steps 1"))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f": {line}" in err
+
+
+def test_one_process_may_have_the_variables_of_one(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as some schedulers leave it
+    monkeypatch.setenv("MASTER_ADDR", "somewhere")
+    dist.check_variables()
+
+
+def test_ranks_that_do_not_join_are_named(monkeypatch):
+    store, timeout = torch.distributed.HashStore(), timedelta(minutes=20)
+    world = dist.World(1, 4, 1, 4, torch.device("cpu"), timeout, store)
+    store.set("joined 0", "")
+    store.add("joined", 1)
+    line = "^2 of 4 ranks did not join within 0.5 s, first rank 2$"
+    with pytest.raises(dist.JoinError, match=line):
+        dist.meet(world, store, timedelta(seconds=0.5))
+    port = free_port()
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    line = f"nobody listens at MASTER_ADDR:MASTER_PORT, 127.0.0.1:{port}, after 0.5 s: rank 0 or"
+    with pytest.raises(dist.JoinError, match=line):
+        dist.start("cpu", timeout, join_timeout=timedelta(seconds=0.5))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(dist.JoinError, match="the ranks do not meet: Timed out .* 1/2 clients"):
+        dist.start("cpu", timeout, join_timeout=timedelta(seconds=1))
 
 
 def own_dp_rank(shape: tuple[int, int, int]) -> int:

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
     "runtime.console runtime.consolidate",
+    "runtime.launcher",
     "runtime.agreement runtime.cli runtime.lock runtime.memory runtime.profiling runtime.slurm "
     "text.sources text.tokenizer",
     "runtime.watchdog text.encode text.show",

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import zlib
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 
 import checkpoint
 import metrics
-from config import Config, flag
+from config import Config, flag, model_config
+from model import ModelConfig
 from runtime import run_folder
 from runtime.cli import UsageError
 from runtime.lock import try_lock
@@ -32,10 +34,14 @@ MODEL = {
 }
 
 
+SIZE = 60_000  # bytes of a checkpoint's file: room for the model
+CRC32 = f"{zlib.crc32(bytes(SIZE)):08x}"
+
+
 def manifest(step: int, dtype: str = "float32", data: str = "abc", model=MODEL, **flags) -> dict:
     """What a checkpoint of step `step` says, after a start with `flags`."""
     config = {"global_batch_size": 8, "d_model": 32, "data": "tokens/a", **flags}
-    files = {"full.safetensors": {"bytes": 0, "crc32": "00000000"}}
+    files = {"full.safetensors": {"bytes": SIZE, "crc32": CRC32}}
     base = {"format": 2, "step": step, "files": files, "model": model, "data": data, "dtype": dtype}
     return base | {"config": {"seed": 0} | config}
 
@@ -44,21 +50,30 @@ def save(out, step: int, **changes):
     """A checkpoint without tensors, which is complete and verifies."""
     path = out / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
-    (path / "full.safetensors").touch()
+    (path / "full.safetensors").write_bytes(bytes(SIZE))
     (path / "manifest.json").write_text(json.dumps(manifest(step, **changes)))
     return path
 
 
 @pytest.fixture
-def begin(tmp_path):
+def shapes(monkeypatch) -> dict:
+    """The tensors of every checkpoint: the parameters of MODEL."""
+    parameters = run_folder.parameter_shapes(ModelConfig(**MODEL))
+    saved = {f"model.{name}": shape for name, shape in parameters.items()}
+    monkeypatch.setattr(checkpoint, "tensor_shapes", lambda path: saved)
+    return saved
+
+
+@pytest.fixture
+def begin(tmp_path, shapes):
     """begin(latest, **flags): where a run in tmp_path / "run" with these flags begins."""
 
     def call(latest=None, now=None, passed_over=(), **flags):
         flags = {"out": str(tmp_path / "run"), **flags}
         now = now or manifest(0, **flags)
-        return run_folder.resume_point(
-            run_folder.Config(**now["config"]), now, latest, list(passed_over)
-        )
+        config = run_folder.Config(**now["config"])
+        origin = run_folder.find_origin(config)
+        return run_folder.resume_point(config, now, origin, latest, list(passed_over))
 
     return call
 
@@ -95,9 +110,10 @@ def test_a_named_checkpoint_that_is_damaged_is_an_error(begin, tmp_path):
 def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path):
     named = save(tmp_path / "other", 10, data="other", schedule="linear")
     assert begin(init_from=str(named)) == run_folder.ResumePoint(0, None, named)
-    larger = save(tmp_path / "larger", 10, model=MODEL | {"vocab_size": 512})
-    with pytest.raises(UsageError, match="has vocab_size 512, and this run has 320"):
-        begin(init_from=str(larger))
+    smaller = save(tmp_path / "smaller", 10, model=MODEL | {"vocab_size": 256})
+    line = "has vocab_size 256, and the tokenizer of tokens/a has 320 tokens: its weights do not"
+    with pytest.raises(UsageError, match=line):
+        begin(init_from=str(smaller))
 
 
 def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
@@ -134,8 +150,9 @@ def test_weights_of_a_run_are_those_of_its_newest_valid_checkpoint(begin, tmp_pa
     damaged = manifest(20) | {"files": {"full.safetensors": {"bytes": 3, "crc32": "0"}}}
     (newest / "manifest.json").write_text(json.dumps(damaged))
     assert begin(init_from=str(tmp_path / "other")).init_from == good
-    assert f"train.py: passed over {newest}: full.safetensors has 0 bytes, not 3; using {good}" in (
-        capsys.readouterr().err
+    assert (
+        f"train.py: passed over {newest}: full.safetensors has 60,000 bytes, not 3; using {good}"
+        in (capsys.readouterr().err)
     )
 
 
@@ -145,14 +162,116 @@ def test_the_weights_of_a_run_do_not_begin_another_in_its_folder(begin, tmp_path
         begin(path, init_from=str(tmp_path / "run"))
 
 
-def test_an_evaluation_computes_in_the_dtype_of_its_checkpoint(tmp_path):
-    path = save(tmp_path, 10, dtype="bfloat16")
-    assert run_folder.to_evaluate(Config(out=str(tmp_path))).dtype == "bfloat16"
-    assert run_folder.to_evaluate(Config(out=str(tmp_path), dtype="float32")).dtype == "float32"
+def settled(**flags) -> Config:
+    """What a start's flags become, where they are the run's or its model's."""
+    config = Config(**flags)
+    return run_folder.settle(config, run_folder.find_origin(config))
+
+
+def test_an_evaluation_is_as_in_the_run(tmp_path):
+    path = save(tmp_path, 10, dtype="bfloat16", eval_sequences=7)
     saved = json.loads((path / "manifest.json").read_text())
-    imported = {name: saved[name] for name in ("format", "step", "files", "model")}
+    (path / "manifest.json").write_text(json.dumps(saved | {"micro_batch_size": 3}))
+    run = {"eval_only": True, "out": str(tmp_path)}
+
+    def evaluated(**flags) -> tuple:
+        c = settled(**run, **flags)
+        return c.dtype, c.data, c.eval_sequences, c.micro_batch_size
+
+    assert evaluated() == ("bfloat16", "tokens/a", 7, 3)
+    given = {"dtype": "float32", "data": "tokens/b", "eval_sequences": 5, "micro_batch_size": 1}
+    assert evaluated(**given) == ("float32", "tokens/b", 5, 1)
+    imported = {name: saved[name] for name in ("format", "step", "files", "model")}  # by tools.hf
     (path / "manifest.json").write_text(json.dumps(imported))
-    assert run_folder.to_evaluate(Config(out=str(tmp_path))).dtype == "auto"
+    assert evaluated() == ("auto", "tokens/python", 512, None)
+
+
+def test_what_keeps_checkpoints_holds_until_it_is_given_again(tmp_path):
+    out = tmp_path / "run"
+
+    def kept(**flags) -> tuple:
+        c = settled(**{"out": str(out)} | flags)
+        return c.keep_last, c.keep_every, c.eval_sequences
+
+    assert kept() == (2, 0, 512)  # a new run
+    path = save(out, 10, keep_last=0, keep_every=3, eval_sequences=7)
+    assert kept() == (0, 3, 7)
+    assert kept(keep_last=5) == (5, 3, 7)
+    (out / "starts.jsonl").write_text(
+        json.dumps({"time": "", "config": {"keep_last": 5, "keep_every": 3}}) + "\n"
+    )
+    assert kept() == (5, 3, 512)  # as at the last start, though it has not saved
+    assert kept(resume=str(path), out=str(tmp_path / "new")) == (0, 3, 7)
+    assert kept(init_from=str(path), out=str(tmp_path / "new")) == (2, 0, 512)
+
+
+@pytest.mark.parametrize("flag", ["resume", "init_from"])
+def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(tmp_path, flag):
+    """Also where no flag could describe it, and where the run has its own checkpoint by now."""
+    model = MODEL | {"vocab_size": 500, "rope_theta": 5e5, "tied": False, "norm_eps": 1e-6}
+    save(tmp_path / "other", 10, model=model)
+    config = Config(out=str(tmp_path / "run"), seq_len=8, **{flag: str(tmp_path / "other")})
+    for own in (False, True):
+        if own:
+            save(tmp_path / "run", 20, model=model)
+            (tmp_path / "other").rename(tmp_path / "gone")
+        origin = run_folder.find_origin(config)
+        c = run_folder.settle(config, origin)
+        now = model_config(c, 257, origin.model)
+        assert now == ModelConfig(**model | {"seq_len": 8})
+        assert (c.n_layer, c.d_model, c.seq_len) == (2, 32, 8)  # in config.json, for a new run
+    assert model_config(c, 501, origin.model).vocab_size == 512  # which its weights do not fit
+
+
+def test_a_run_folder_is_continued_from_its_latest_valid_checkpoint(begin, tmp_path):
+    good = save(tmp_path / "other", 10)
+    newest = save(tmp_path / "other", 20)
+    assert begin(resume=str(tmp_path / "other")) == run_folder.ResumePoint(20, newest)
+    os.truncate(newest / "full.safetensors", 3)
+    assert begin(resume=str(tmp_path / "other")) == run_folder.ResumePoint(10, good)
+
+
+def test_parameters_that_a_checkpoint_lacks_begin_as_new_ones(begin, tmp_path, shapes):
+    """A fork's norms, or more blocks; a field that adds none must be as it was."""
+    named = str(save(tmp_path / "other", 10))
+    out = str(tmp_path / "run")
+    del shapes["model.norm.weight"]
+    assert begin(init_from=named).new_parameters == ["norm.weight"]
+    deeper = manifest(0, model=MODEL | {"n_layer": 3}, out=out, init_from=named)
+    new = begin(None, deeper).new_parameters
+    assert len(new) == 10 and new[0] == "blocks.2.attention_norm.weight"
+    assert run_folder.in_short(new).startswith("blocks.*.attention_norm.weight (1), ")
+    for field, value in {"n_layer": 1, "n_head": 4, "rope_theta": 5.0}.items():
+        now = manifest(0, model=MODEL | {field: value}, out=out, init_from=named)
+        with pytest.raises(UsageError, match=f"has {field} .*, and this run has {value}: its wei"):
+            begin(None, now)
+    shapes["model.embed.weight"] = (320, 33)
+    with pytest.raises(UsageError, match=r"embed.weight of shape \(320, 33\), and this run of "):
+        begin(init_from=named)
+
+
+def test_another_tokenizer_is_a_warning(begin, tmp_path):
+    path = save(tmp_path / "other", 10)
+    saved = json.loads((path / "manifest.json").read_text())
+    of = {"tokenizer": "gpt2", "tokens_in_vocabulary": 300}
+    now = manifest(0, out=str(tmp_path / "run"), init_from=str(path)) | of
+    assert begin(None, now).warnings == []  # of the saved one nothing is known
+    (path / "manifest.json").write_text(json.dumps(saved | of))
+    assert begin(None, now).warnings == []
+    (warning,) = begin(None, now | {"tokens_in_vocabulary": 257, "tokenizer": "bytes"}).warnings
+    assert warning == (
+        "the tokenizer of tokens/a, bytes with 257 tokens, is not the checkpoint's, gpt2 with 300"
+    )
+
+
+def test_a_checkpoint_without_what_the_code_keeps_is_not_continued(tmp_path, shapes):
+    """Such as the averages of a fork."""
+    path = save(tmp_path / "run", 10)
+    weights = {"norm.weight": None}
+    run_folder.check_complete(path, {"model": weights})
+    line = r"cannot be continued by this code, .*: optimizer.average.norm.weight; use the code"
+    with pytest.raises(UsageError, match=line):
+        run_folder.check_complete(path, {"model": weights, "optimizer": {"average": weights}})
 
 
 @pytest.mark.parametrize(
@@ -239,11 +358,12 @@ CHANGED = {
     "skip_spikes": 5.0,
 }
 # Flags that do not, or that are compared by what they stand for
-MAY_CHANGE = """data model n_layer n_head n_kv_head d_model d_ff seq_len strategy dp_replicate
-    dp_shard tp wrap reshard_after_forward grad_sync micro_batch_size activation_checkpointing
-    loss_chunks max_steps max_skipped log_interval tracker optim_metrics_interval eval_interval
-    eval_sequences sample_tokens profile save_interval keep_last keep_every checkpoint
-    async_save time_limit timeout device compile num_workers peak_tflops"""
+MAY_CHANGE = """data model strategy dp_replicate dp_shard tp wrap reshard_after_forward
+    grad_sync micro_batch_size activation_checkpointing loss_chunks max_steps
+    max_skipped log_interval tracker optim_metrics_interval eval_interval
+    eval_sequences sample_tokens profile save_interval keep_last keep_every
+    checkpoint async_save time_limit timeout device compile num_workers
+    peak_tflops"""
 OF_ONE_START = "out resume init_from allow_changes dry_run eval_only quiet"
 
 

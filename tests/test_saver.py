@@ -284,18 +284,24 @@ def test_ctrl_c_in_a_save_that_training_waits_for_is_no_failed_save(pool, tmp_pa
     assert not checkpoint.list_checkpoints(tmp_path)
 
 
-def save_with_a_nan_on_rank_1(argv: list[str]) -> str | None:
+def save_with_a_nan_on_rank_1(argv: list[str]) -> tuple[bool, bool, str | None]:
+    """Whether all is finite before and after, and why the save was refused, if the ranks agree."""
     run = build_run(argv)
     run.log.loss = 1.0
+    before = train.is_finite(run)
     if torch.distributed.get_rank() == 1:
         run.state["model"]["norm.weight"].to_local()[0] = torch.nan
-    train.save(run, 1)
-    return run.saver.failure
+    after = train.is_finite(run)
+    if not after:  # a rank that saved would wait for the others
+        train.save(run, 1)
+    return before, after, run.saver.failure
 
 
 def test_one_weight_of_one_rank_that_is_not_finite_refuses_the_save(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp")
-    for failure in pool(2, save_with_a_nan_on_rank_1, argv):
+    answers = pool(2, save_with_a_nan_on_rank_1, argv)
+    assert [(before, after) for before, after, _ in answers] == [(True, False)] * 2
+    for _, _, failure in answers:
         assert failure.endswith("step-00000001: the loss or a weight is not finite")
     assert not checkpoint.list_checkpoints(tmp_path / "run")
 
@@ -325,3 +331,16 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     assert f"continuing from {saved[-1]}" in said
     assert len(checkpoint.list_checkpoints(out)) == 5
     assert not list((out / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("format", ["sharded", "sharded --async_save"])
+def test_a_run_whose_last_save_failed_ends_with_status_1(pool, tokens, tmp_path, format):
+    """Where the folder for checkpoints is a file."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "checkpoints").touch()
+    argv = flags(f"--data {tokens} --out {out} --max_steps 2 --checkpoint {format}")
+    ((status, said, err),) = pool(1, listen, argv)
+    assert status == 1 and "NOT SAVED: cannot write" in said and "step 2/2" in said
+    line = f"train.py: error: cannot write {out}/checkpoints/step-00000002: "
+    assert err.startswith(line) and err.count("\n") == 1

@@ -1,6 +1,8 @@
 """The command: what it prints, logs, refuses and survives."""
 
 import contextlib
+import dataclasses
+import inspect
 import json
 import math
 import os
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    QUIET,
     ROOT,
     TINY,
     TRAIN,
@@ -27,8 +30,10 @@ from conftest import (
     documented_fields,
     flags,
     free_port,
+    last_checkpoint,
     listen,
     rows,
+    tensors,
     torchrun,
     train_step,
 )
@@ -36,6 +41,7 @@ from conftest import (
 import checkpoint
 import data
 import metrics
+import optim
 import train
 from text import tokenizer
 
@@ -163,6 +169,73 @@ def test_a_new_run_begins_with_the_weights_of_another(run, pool, tokens, tmp_pat
     assert [row["step"] for row in rows(out)] == [1, 2]
 
 
+def test_a_model_that_no_flags_describe_goes_on_in_a_new_folder(run, pool, tokens, tmp_path):
+    """Named by its run, it needs no flags of its size; its config.json begins a new run."""
+    first = run(1, "--max_steps 2 --dtype float32 --keep_last 0 --save_interval 1", "first")
+    for path in checkpoint.list_checkpoints(first):
+        manifest = checkpoint.read_manifest(path)
+        manifest["model"] |= {"rope_theta": 5e5, "norm_eps": 1e-6}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    few = f"{QUIET} --data {tokens} --dtype float32 --global_batch_size 8 --sample_tokens 0"
+    argv = f"{few} --resume {first} --out {tmp_path}/second --save_interval 1 --max_steps"
+    ((status, said, err),) = pool(1, listen, f"{argv} 4".split())
+    assert (status, err) == (0, ""), err
+    assert f"model   {first}: 2 layers x 32 wide" in said
+    assert f"continuing from {first}/checkpoints/step-00000002" in said
+    assert said.count("changed:") == 1  # of --max_steps
+    ((status, said, _),) = pool(1, listen, f"{argv} 5".split())
+    assert status == 0 and "continuing from" in said
+    assert len(checkpoint.list_checkpoints(tmp_path / "second")) == 3  # by the first's --keep_last
+    file = tmp_path / "second/config.json"
+    ((status, said, err),) = pool(
+        1, listen, f"--config {file} --out {tmp_path}/third --max_steps 1".split()
+    )
+    assert status == 0 and "2 layers x 32 wide" in said, err
+    assert f"out     {tmp_path}/third\n" in said and "step 1/1" in said
+
+
+def test_a_vocabulary_with_room_stays_and_new_parameters_are_named(run, pool, tokens, tmp_path):
+    larger = tmp_path / "larger"
+    larger.mkdir()
+    for split in ("train", "val"):
+        np.tile(np.arange(400, dtype="<u2"), 20).tofile(larger / f"{split}.bin")
+    (larger / "meta.pkl").write_bytes(b"never read")
+    first = run(1, f"--max_steps 1 --dtype float32 --data {larger}", "first")
+    text = f"{TINY} {QUIET} --data {tokens} --dtype float32 --out {tmp_path}/second --max_steps 1"
+    ((status, said, err),) = pool(1, listen, f"{text} --init_from {first} --n_layer 3".split())
+    assert (status, err) == (0, "")
+    assert "3 layers x 32 wide, vocabulary 448: " in said
+    assert "with new ones, which it lacks: blocks.*.attention_norm.weight (1), " in said
+    assert "warning: the tokenizer of " in said and ", bytes with 257 tokens, is not the" in said
+    before, after = (tensors(last_checkpoint(path)) for path in (first, tmp_path / "second"))
+    assert len(after) > len(before)
+    # lr is 3e-3: trained on from there
+    name = "model.blocks.1.mlp.up.weight"
+    assert (after[name] - before[name]).abs().max() < 0.01 < before[name].abs().max()
+
+
+def test_every_flag_that_the_optimizer_takes_reaches_it():
+    names = set(inspect.signature(optim.Optimizer.__init__).parameters)
+    names &= {f.name for f in dataclasses.fields(train.Config)}
+    assert {"eps", "weight_decay", "skip_spikes", "clip"} <= names
+    flags = {name: object() for name in names}  # nothing is built, so that any value will do
+    config = train.Config(beta1=0.1, beta2=0.2, lr=0.5, warmup_steps=0, max_steps=9, **flags)
+    with mock.patch.object(optim, "Optimizer") as built:
+        train.build_optimizer(mock.Mock(), config)
+    (_, _, rate), taken = built.call_args
+    assert taken == flags | {"betas": (0.1, 0.2)}
+    assert rate(1) == 0.5 > rate(2) > rate(9) > 0
+
+
+def test_ctrl_c_while_torch_is_imported_says_nothing(tmp_path):
+    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    job = Job([TRAIN], tmp_path, **default)
+    maps = Path(f"/proc/{job.pid}/maps")
+    job.wait_until(lambda: "/torch/lib/" in maps.read_text(), 30)
+    os.kill(job.pid, signal.SIGINT)
+    assert (job.wait(30), job.out, job.err) == (130, "", "")
+
+
 def test_a_finished_run_says_so(run, tokens, pool):
     out = run(1, "--max_steps 3")
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
@@ -171,9 +244,11 @@ def test_a_finished_run_says_so(run, tokens, pool):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
-def test_a_run_without_checkpoints_ends_but_cannot_be_continued(run, tokens, pool):
-    out = run(1, "--max_steps 3 --checkpoint none")
+def test_a_run_without_checkpoints_ends_but_cannot_be_continued(tokens, pool, tmp_path):
+    out = tmp_path / "run"
     argv = flags(f"--data {tokens} --out {out}")
+    ((status, said, _),) = pool(1, listen, [*argv, "--max_steps", "3", "--checkpoint", "none"])
+    assert status == 0 and "none: this run saves nothing and cannot be continued" in said
     ((status, said, _),) = pool(1, listen, [*argv, "--max_steps", "3", "--checkpoint", "none"])
     assert status == 0 and "is finished, step 3 of 3" in said
     ((status, _, err),) = pool(1, listen, [*argv, "--max_steps", "5"])
@@ -409,8 +484,10 @@ def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens
     (row,) = rows(out, "val_loss")
     before = files(tmp_path)
     (out / "lock").touch()  # a run that took it would remove it
-    text = f"--out {out} --eval_only --eval_sequences 10 --device cpu --strategy"
-    argv = text.split()  # the model, its dtype and the data are those of the checkpoint
+    # The model, its dtype, the data and how much of it is read are those of the run
+    argv = f"--out {out} --eval_only --device cpu --strategy".split()
+    ((_, alike, _),) = pool(1, listen, [*argv, "single"])
+    assert f"val_loss {row['val_loss']:.6f}," in alike
     said = [
         pool(2, listen, [*argv, "fsdp"])[0],
         pool(2, listen, [*argv, "ddp", "--tp", "2"])[0],

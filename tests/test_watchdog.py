@@ -9,6 +9,7 @@ import pickle
 import re
 import signal
 import subprocess
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +22,7 @@ from conftest import ROOT, Job, build_run, call_train, children, flags, rows, to
 import data
 import dist
 import train
-from runtime import watchdog
+from runtime import launcher, watchdog
 
 # train.py, whose rank 1 never gets its 40th micro-batch
 HANGS = """
@@ -62,6 +63,18 @@ sys.path.insert(0, {root!r})
 import train
 from runtime import watchdog
 watchdog.out_of_memory_kills = itertools.count().__next__
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+# train.py, whose rank 1 never meets the others
+NEVER_JOINS = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from runtime import launcher
+import dist, train
+if os.environ["RANK"] == "1":
+    dist.start = lambda *arguments: time.sleep(1000)
 sys.exit(train.main(sys.argv[1:]))
 """
 
@@ -153,6 +166,37 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path):
     while watchdog.is_running(workers[0]):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_ranks_whose_torchrun_is_killed_end_in_every_phase(tokens, tmp_path):
+    argv = flags(f"--data {tokens} --strategy ddp --max_steps 1000000")
+    path = script(tmp_path, "never_joins", NEVER_JOINS)
+    meeting = torchrun(2, [*argv, "--out", tmp_path / "x"], tmp_path / "meeting", script=path)
+    training = torchrun(2, [*argv, "--out", tmp_path / "run"], tmp_path / "training")
+    training.wait_until(lambda: trains(tmp_path / "run"), 60)
+    ranks = [*meeting.ranks(), *training.ranks()]
+    assert len(ranks) == 4
+    for job in (meeting, training):
+        os.kill(job.pid, signal.SIGKILL)
+        job.wait(5)
+    deadline = time.monotonic() + 5  # of 20 minutes
+    while any(map(watchdog.is_running, ranks)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for job in (meeting, training):
+        line = f"the launcher of the ranks on this host, process {job.pid}, has gone: they end, too"
+        # Or the rank itself was faster to notice
+        store = "the store in which the ranks meet has gone: rank 0 or its torchrun was lost"
+        assert last_line(job) in (line, store)
+        assert "most recent call last" not in job.err
+
+
+def test_a_process_that_a_shell_started_may_outlive_it(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    before = threading.active_count()
+    launcher.watch()
+    assert threading.active_count() == before
 
 
 def dump_that_hangs() -> bytes:

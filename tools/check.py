@@ -55,7 +55,7 @@ import metrics
 import model
 import train
 from config import Config
-from runtime import cli, memory, slurm, watchdog
+from runtime import cli, memory, run_folder, slurm, watchdog
 from tools import bench
 from tools.planning import rehearse
 
@@ -153,6 +153,7 @@ class Lab:
         if c.data == config.BUILTIN:
             dist.on_rank0(train.prepare_builtin)
         self.vocab_size = data.open_folders(c.data)[0].vocab_size
+        self.base = dist.on_rank0(lambda: run_folder.find_origin(c)).model  # of the planned run
         self.device_memory = dist.on_rank0(lambda: memory.device_memory(self.device, local_size))
 
     def meet(self, place: str) -> None:
@@ -174,7 +175,8 @@ class Lab:
     def run_of(self, name: str) -> tuple[Config, layout.Layout]:
         """The run "planned", or "STRATEGY DTYPE". Raises MeshError, UsageError."""
         if name == "planned":
-            return short_run(self.planned, self.world, self.vocab_size, self.device_memory)
+            place = (self.world, self.vocab_size, self.device_memory)
+            return short_run(self.planned, *place, base=self.base)
         strategy, dtype = name.split()
         flags = f"{SMALL} {STRATEGIES[strategy]} --dtype {dtype} --data {self.planned.data}"
         c = config.parse(flags.split())
@@ -185,7 +187,8 @@ class Lab:
         rehearse.leave_group()
         world = self.world
         place = (world.rank, world.size, world.local_size, self.vocab_size, world.device.type)
-        return rehearse.rehearse(c, *place, self.device_memory).communication
+        base = self.base if c.source else None
+        return rehearse.rehearse(c, *place, self.device_memory, base).communication
 
     def train(self, c: Config, world: dist.World, name: str) -> list[dict]:
         """Train as train.py does; return the log's rows on rank 0 of `world`."""
@@ -200,7 +203,8 @@ class Lab:
         one = dict(strategy="single", tp=1, dp_replicate=None, dp_shard=None, grad_sync="batch")
         one |= dict(compile=False, checkpoint="none", async_save=False, time_limit=SECONDS)
         c = dataclasses.replace(c, **one)
-        chosen = layout.choose_layout(c, world, self.vocab_size, self.device_memory)
+        base = self.base if c.source else None
+        chosen = layout.choose_layout(c, world, self.vocab_size, self.device_memory, base)
         if not chosen.fits(self.device_memory):
             room = f"more than 80% of {self.device_memory / 1e9:,.1f} GB"
             return [], f"one rank cannot hold the run: {chosen.memory}, {room}"
@@ -221,18 +225,23 @@ class Lab:
 
 
 def short_run(
-    c: Config, world: dist.World, vocab_size: int, device_memory: int, accumulate: int = 1
+    c: Config,
+    world: dist.World,
+    vocab_size: int,
+    device_memory: int,
+    accumulate: int = 1,
+    base=None,
 ) -> tuple[Config, layout.Layout]:
     """The run cut to two blocks and few micro-batches per rank, on the whole run's mesh."""
     dp_size = max(1, world.size // c.tp)
     size = layout.micro_batch_size(c, dp_size)
     batch = {"micro_batch_size": size, "global_batch_size": accumulate * size * dp_size}
     c = dataclasses.replace(c, **batch, profile=None)
-    chosen = layout.choose_layout(c, world, vocab_size, device_memory)
+    chosen = layout.choose_layout(c, world, vocab_size, device_memory, base)
     dtype = str(chosen.dtype).removeprefix("torch.")
     n_layer = min(2, chosen.model_config.n_layer)
     c = dataclasses.replace(c, strategy=chosen.strategy, dtype=dtype, n_layer=n_layer)
-    return c, layout.choose_layout(c, world, vocab_size, device_memory)
+    return c, layout.choose_layout(c, world, vocab_size, device_memory, base)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import config
 import data
 import dist
 from metrics import read_log
+from model import SIZES, ModelConfig
 from runtime import cli, memory, run_folder
 from runtime.cli import UsageError
 from tools import bench
@@ -151,10 +152,11 @@ def parse(argv: list[str]) -> tuple[Request | None, argparse.Namespace]:
         dtype = torch.bfloat16 if is_cuda else dist.fast_dtype(torch.device("cpu"))
         c = dataclasses.replace(c, dtype=str(dtype).removeprefix("torch."))
     predict.peak_flops(cluster, c)  # raises early if unknown
-    vocab_size = config.base_model(c).vocab_size
+    base = run_folder.find_origin(c).model
+    vocab_size = (base or SIZES[c.model]).vocab_size
     if folders and ("data" in given or Path(folders).exists()):  # a --config's may be missing
         vocab_size = data.open_folders(folders)[0].vocab_size
-    return Request(c, cluster, vocab_size, own.rank), own
+    return Request(c, cluster, vocab_size, own.rank, base), own
 
 
 def make_cluster(own: argparse.Namespace) -> Cluster:
@@ -268,7 +270,8 @@ def request_of(past: Past, own: argparse.Namespace) -> Request:
             c = dataclasses.replace(c, peak_tflops=1.0)
             own.achieved, own.intra_host_bandwidth = measure(c, own)
         cluster = predict.as_measured(make_cluster(own))
-    return Request(c, cluster, past.start["tokens_in_vocabulary"], own.rank)
+    model = ModelConfig.from_dict(past.start["model"])
+    return Request(c, cluster, past.start["tokens_in_vocabulary"], own.rank, model)
 
 
 def measure(c: config.Config, own: argparse.Namespace) -> tuple[float, float | None]:

@@ -136,6 +136,7 @@ class Request:
     cluster: Cluster
     vocab_size: int
     rank: int  # to rehearse
+    base: ModelConfig | None = None  # the model of --init_from or --resume
 
     def rehearse(self) -> Rehearsal:
         """Raises UsageError and MeshError."""
@@ -148,6 +149,7 @@ class Request:
             self.vocab_size,
             cluster.device.kind,
             cluster.device_memory,
+            self.base,
         )
 
 

@@ -122,18 +122,20 @@ def rehearse(
     vocab_size: int,
     device_type: str,
     device_memory: int,
+    base: model.ModelConfig | None = None,
 ) -> Rehearsal:
     """Run one optimizer step of rank `rank` of `world_size`, with `local_size` ranks per host.
 
     `vocab_size` is the tokenizer's, `device_memory` the bytes one rank may fill, for --strategy
-    auto. With `device_type` "cuda" the step allocates as on a GPU, and `config` must name the
-    dtype, since auto would ask this machine. Memory ignores --compile. Raises UsageError and
-    MeshError if flags and ranks do not fit together, as train.py does.
+    auto, `base` the model of a checkpoint. With `device_type` "cuda" the step allocates as on a
+    GPU, and `config` must name the dtype, since auto would ask this machine. Memory ignores
+    --compile. Raises UsageError and MeshError if flags and ranks do not fit together, as train.py
+    does.
     """
     c = dataclasses.replace(config, compile=False)
     with fake_group(rank, world_size) as store:
         world = make_world(rank, world_size, local_size, device_type, store)
-        chosen = choose_layout(c, world, vocab_size, device_memory)
+        chosen = choose_layout(c, world, vocab_size, device_memory, base)
         # On "cuda" FSDP would need a GPU's streams.
         world = dataclasses.replace(world, device=torch.device("cpu"))
         with as_on(device_type), warnings.catch_warnings():

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import dist
 from config import Config
 from layout import Layout, choose_layout
+from model import ModelConfig
 from runtime.cli import UsageError
 from tools.planning import predict
 from tools.planning.predict import Cluster, Request, Speed
@@ -36,11 +37,13 @@ CHECKPOINTING = ("none", "selective", "full")
 SYNCS = ("batch", "shard", "micro_batch")
 
 
-def lay_out(c: Config, cluster: Cluster, vocab_size: int) -> Layout:
+def lay_out(
+    c: Config, cluster: Cluster, vocab_size: int, base: ModelConfig | None = None
+) -> Layout:
     """The layout on a cluster, with its memory estimate. Raises UsageError and MeshError."""
     local_size = cluster.links.local_size
     world = make_world(0, cluster.world_size, local_size, cluster.device.kind)
-    return choose_layout(c, world, vocab_size, cluster.device_memory)
+    return choose_layout(c, world, vocab_size, cluster.device_memory, base)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,7 +168,7 @@ def group_candidates(request: Request, free: frozenset[str]) -> tuple[list[Group
     every = candidates(request.config, cluster, free)
     for c in sorted(every, key=lambda c: complexity(c, cluster)):
         try:
-            layout = lay_out(c, cluster, request.vocab_size)
+            layout = lay_out(c, cluster, request.vocab_size, request.base)
         except (UsageError, dist.MeshError) as error:
             problems.append(error)
             continue
