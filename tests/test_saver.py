@@ -1,6 +1,7 @@
 """Saving: what is kept, and saves that fail: on a rank, or a full disk."""
 
 import contextlib
+import json
 import os
 import subprocess
 import threading
@@ -8,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import build_run, file_names, flags, last_checkpoint, listen, rows, tensors
@@ -67,6 +69,13 @@ def test_every_dtype_that_safetensors_names_comes_back_bit_for_bit(tmp_path, asy
     saver.wait()
     assert saver.failure is None
     path, passed_over = checkpoint.latest_valid(tmp_path)
+    contents = (path / "rank-00000.safetensors").read_bytes()
+    data = 8 + int.from_bytes(contents[:8], "little")
+    header = json.loads(contents[8:data])
+    for name, entry in header.items():  # aligned, where the file is mapped
+        size = torch.empty(0, dtype=checkpoint.DTYPES[entry.get("dtype", "U8")]).itemsize
+        assert name == "__metadata__" or (data + entry["data_offsets"][0]) % size == 0, name
+    assert data % 8 == 0
     assert (path.name, passed_over) == ("step-00000001", [])
     saved = dict(checkpoint.flatten(state))
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
@@ -155,6 +164,24 @@ def test_a_save_is_on_disk_before_it_has_its_name_and_the_name_after(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # Several
+
+
+@pytest.mark.parametrize("copies, shards", [(8, 1), (4, 2), (1, 8)])
+def test_all_ranks_write_and_none_much_more_than_another(copies, shards):
+    """Ranks of ddp, hsdp and fsdp, with one large tensor and many small ones."""
+    parts, bounds = {}, []
+    for number, length in enumerate([80] + 40 * [8]):
+        size = length // shards
+        parts[str(number)] = checkpoint.LocalPart(torch.empty(size, 4), (0, 0), (length, 4))
+        begin = [rank % shards * size for rank in range(8)]
+        bounds.append([[[at, 0], [at + size, 4]] for at in begin])
+    tensors, writes = checkpoint.choose_writers(parts, np.array(bounds).swapaxes(0, 1))
+    load = [sum(len(parts[str(i)].local) for i in np.flatnonzero(row)) for row in writes]
+    assert sum(load) == 400 and min(load) > 0
+    assert max(load) <= max(80 // shards, 50 + 8 // shards)
+    for entry in tensors.values():
+        assert entry["cuts"] == [[i * entry["shape"][0] // shards for i in range(shards)], [0]]
+        assert [writer % shards for writer in entry["grid"]] == list(range(shards))
 
 
 CUDA_CALLS = ["current_device", "current_stream", "init", "set_device", "stream", "synchronize"]
