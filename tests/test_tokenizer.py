@@ -461,6 +461,43 @@ def test_documents_are_encoded_in_chunks_where_no_token_changes(
     assert [piece.size for piece in pieces][-1] == pieces[-1].position == 9000
 
 
+LLAMA_2 = {
+    "added_tokens": [],
+    "normalizer": {"type": "Sequence", "normalizers": PREPEND},
+    "model": {"type": "BPE", "vocab": {"▁": 0, "a": 1, "▁a": 2, "▁▁": 3}, "merges": ["▁ a", "▁ ▁"]},
+}
+WORD = {"content": "a", "special": False}
+SPLIT_LLAMA_3 = split_by(LLAMA3)["pretokenizers"][0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": LLAMA_2["model"] | {"merges": [["▁", "a"], ["▁a", "▁"]]}},
+        {"model": LLAMA_2["model"] | {"merges": ["▁ a", "a ▁a"]}},
+        {"model": LLAMA_2["model"] | {"ignore_merges": True}},
+        {"model": LLAMA_2["model"] | {"end_of_word_suffix": "</w>"}},
+        {"model": LLAMA_2["model"] | {"vocab": {"a": 1}}},
+        {"model": {"type": "Unigram", "vocab": []}},
+        {"normalizer": PREPEND[0]},
+        {"normalizer": {"type": "Sequence", "normalizers": [*PREPEND, {"type": "Strip"}]}},
+        {"normalizer": None},
+        {"normalizer": None, "pre_tokenizer": SPLIT_LLAMA_3 | {"behavior": "Removed"}},
+        {"normalizer": None, "pre_tokenizer": {"type": "UnicodeScripts"}},
+        {"normalizer": None, "pre_tokenizer": BY_SPACES},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "a +"}, "content": "b"}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},  # after spaces became ▁
+        {"added_tokens": [WORD]},  # Llama 2 puts a ▁ after each
+        {"normalizer": PREPEND[1], "added_tokens": [WORD | {"lstrip": True}]},
+        {"normalizer": PREPEND[1], "added_tokens": [WORD | {"content": "a b"}]},
+    ],
+)
+def test_a_document_is_not_cut_where_a_token_may_reach_over_the_cut(change):
+    assert tokenizer.ends_words(LLAMA_2)
+    assert tokenizer.ends_words(LLAMA_2 | {"normalizer": PREPEND[1], "added_tokens": [WORD]})
+    assert not tokenizer.ends_words(LLAMA_2 | change)
+
+
 def test_bits_per_byte_are_those_of_the_original_text(tokenizers, tmp_path):
     """NFKC makes one byte of the three of a wide letter."""
     (tmp_path / "text").write_text("<|endoftext|>".join(c * 100 for c in "ＡＢＣＤＥＦ"))
