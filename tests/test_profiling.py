@@ -69,6 +69,9 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
         operations = [row["name"] for row in figures["operations"]]
         assert len(operations) == 10
         assert {*operations} <= {event["name"] for event in trace["traceEvents"]}
+        calls = {row["name"]: row["calls"] for row in figures["operations"]}
+        # A step multiplies 15 matrices, the head's included, in forward, and twice that in backward
+        assert calls.get("aten::mm", 45) == 45
         shares = [row["share"] for row in figures["operations"]]
         assert shares == sorted(shares, reverse=True)
         if fault == "sync":
