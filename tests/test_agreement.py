@@ -62,9 +62,6 @@ LINES = {
 }
 
 
-@pytest.mark.tries(
-    "start all ranks with the same", "hold the same part", "both read sequence", "one tp group"
-)
 @pytest.mark.parametrize("fault", LINES)
 def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path, fault):
     (tmp_path / "text").write_text("another text " * 400)

@@ -105,7 +105,6 @@ def checked(pool, tokens, tmp_path):
     return call
 
 
-@pytest.mark.tries("it takes a GPU", "it takes the launcher")
 def test_clean_ranks_pass_and_the_file_says_what_was_not_checked(checked, tmp_path):
     status, printed, found = checked(2, f"devices attention parity cpu stop {SMALL}")
     assert status == 0 and printed.endswith("pass\n"), printed
@@ -161,7 +160,6 @@ def test_what_fails_on_one_rank_names_it_and_the_other_checks_go_on(checked):
     assert found["links"]["figures"]["dp_replicate all_reduce us"] > 0
 
 
-@pytest.mark.tries("it takes two ranks")
 def test_a_rank_that_cannot_hold_the_run_says_so(checked):
     status, _, found = checked(1, f"links parity {SMALL}".replace("ddp", "single"), "memory")
     assert status == 0

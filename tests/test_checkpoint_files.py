@@ -411,12 +411,6 @@ def test_verify_of_a_run_verifies_each_of_its_checkpoints(whole, tmp_path, comma
     assert command("verify", run) == (0, f"{second}\n", "")
 
 
-@pytest.mark.tries(
-    "must be an integer of at least 0",
-    "it names the file",
-    "it names no file",
-    "checkpoints damaged",
-)
 @pytest.mark.parametrize("text", HOSTILE_MANIFESTS, ids=lambda text: text[:40])
 def test_list_says_which_manifest_is_damaged(whole, tmp_path, command, text):
     run = tmp_path / "run"

@@ -155,7 +155,6 @@ def test_a_signal_leaves_nothing_behind(box, number, status):
     assert "Traceback" not in process.stderr.read()
 
 
-@pytest.mark.tries("install iproute2")
 def test_without_iproute2_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(shutil, "which", lambda tool: None)
     assert cluster.main([]) == 2
@@ -164,7 +163,6 @@ def test_without_iproute2_it_says_what_to_install(monkeypatch, capsys):
     assert (out, errors.count("\n")) == ("", 1)
 
 
-@pytest.mark.tries("network namespaces need root")
 def test_without_root_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

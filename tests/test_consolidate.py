@@ -95,7 +95,6 @@ def test_consolidate_copies_the_extra_files(pool, tmp_path, command):
     assert (out / "my.tiktoken").read_bytes() == RANKS_FILE
 
 
-@pytest.mark.tries("and its disk has")
 def test_consolidate_refuses_a_disk_without_the_room(whole, small_disk, command):
     path = last_checkpoint(whole["hsdp --dp_shard 2"])
     (small_disk / "other").write_bytes(bytes(900_000))
@@ -106,7 +105,6 @@ def test_consolidate_refuses_a_disk_without_the_room(whole, small_disk, command)
     assert file_names(small_disk) == ["other"]
 
 
-@pytest.mark.tries("cannot write")
 def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(whole, small_disk, command):
     path = last_checkpoint(whole["hsdp --dp_shard 2"])
     (small_disk / "other").write_bytes(bytes(900_000))
@@ -148,7 +146,6 @@ def test_checkpoint_full_leaves_one_file_where_the_run_ends(whole):
     assert file_names(whole["fsdp"] / "checkpoints") == [middle.name, last.name]
 
 
-@pytest.mark.tries("stays in the sharded")
 def test_a_disk_without_room_for_one_file_leaves_the_shards(pool, tokens, small_disk):
     out = small_disk / "run"
     (small_disk / "other").write_bytes(bytes(300_000))

@@ -206,7 +206,6 @@ def see_gpus(monkeypatch):
     return see
 
 
-@pytest.mark.tries("which has  ...  GPUs")
 def test_more_processes_than_gpus_are_refused(see_gpus, monkeypatch):
     see_gpus(4)
     with pytest.raises(dist.MeshError, match="8 processes .* 4 GPUs: use --nproc_per_node 4"):
@@ -224,7 +223,6 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(see_gpus):
     assert dist.set_device("auto", local_rank=3, local_size=8) == torch.device("cuda", 0)
 
 
-@pytest.mark.tries("some share a GPU")
 def test_processes_that_share_a_gpu_are_refused():
     """As NCCL finds when it connects them."""
     store, timeout = torch.distributed.HashStore(), torch.distributed.default_pg_timeout

@@ -126,7 +126,6 @@ class Fork(ModelConfig):
     window: int = 0
 
 
-@pytest.mark.tries("cannot have the model's")
 @pytest.mark.hf
 def test_a_field_of_a_fork_is_exported_at_its_default_only(
     safetensors, trained, monkeypatch, tmp_path, capsys
@@ -425,7 +424,6 @@ DAMAGE = {
 }
 
 
-@pytest.mark.tries("lacks the tensor", "holds  ... , which this decoder", "has the shape")
 @pytest.mark.hf
 def test_weights_that_are_not_those_of_config_json_are_refused(
     safetensors, trained, tmp_path, capsys

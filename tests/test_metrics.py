@@ -143,7 +143,6 @@ def test_the_console_says_for_how_long_training_waited_for_a_save(log, capsys):
     assert capsys.readouterr().out == f"{line}\n{line}, of which training waited 0.25 s\n"
 
 
-@pytest.mark.tries("updates in a row were skipped")
 def test_too_many_skips_in_a_row_end_the_run_after_their_row(log, tmp_path, monkeypatch):
     the_log = log()
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 101.0)
@@ -220,7 +219,6 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
     assert capsys.readouterr().out == line
 
 
-@pytest.mark.tries("no room for a whole row")
 def test_rows_that_a_full_disk_does_not_take_come_with_the_next(log, tmp_path, monkeypatch, capsys):
     the_log = log()
     real_open = open

@@ -1,14 +1,10 @@
 """Mistakes: each command answers with one clear line and the right status, and writes nothing.
 
-The tables are in the files mistakes_*.py. Every error text that the code raises for a user is in a
-line that a row of them prints, or in a test that says so: @pytest.mark.tries(part of the text).
+The tables are in the files mistakes_*.py: a row for each family of errors.
 """
 
-import ast
 import contextlib
-import importlib
 import io
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +17,7 @@ import mistakes_runs
 import mistakes_tools
 import pytest
 import torch
-from conftest import ROOT, call_train, flags, listen
+from conftest import call_train, flags, listen
 from mistakes import Mistake
 
 import prepare
@@ -122,73 +118,3 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(name, mistake, folders, 
     assert said.err.startswith(f"{name}: error: ")
     assert mistake.line.format(**folders) in said.err
     assert said.wrote_nothing
-
-
-# --------------------------------------------------------------------------------------------------
-# Every text is tried
-
-SOURCES = [
-    *ROOT.glob("*.py"),
-    *ROOT.glob("runtime/*.py"),
-    *ROOT.glob("text/*.py"),
-    *ROOT.glob("tools/**/*.py"),
-]
-
-
-def error_classes() -> set[str]:
-    """The exceptions that this project defines, and those of Python that it raises for users."""
-    names = {"ValueError", "OSError", "NotFinite"}
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
-                if any(base.endswith("Error") for base in bases):
-                    names.add(node.name)
-    return names
-
-
-def raised_texts() -> dict[str, re.Pattern]:
-    """A pattern for each text that is raised somewhere, by the place where it is."""
-    names = error_classes()
-    texts = {}
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)):
-                continue
-            name = ast.unparse(node.exc.func).split(".")[-1]
-            pieces = constant_pieces(node.exc.args[0]) if node.exc.args else []
-            if name in names and any(len(piece) > 4 for piece in pieces):
-                pattern = ".*".join(re.escape(piece) for piece in pieces)
-                texts[f"{path.name}:{node.lineno} {' ... '.join(pieces)}"] = re.compile(pattern)
-    return texts
-
-
-def constant_pieces(text: ast.expr) -> list[str]:
-    """The constant parts of a string or an f-string."""
-    values = text.values if isinstance(text, ast.JoinedStr) else [text]
-    constants = [value.value for value in values if isinstance(value, ast.Constant)]
-    return [constant for constant in constants if isinstance(constant, str)]
-
-
-def tried_elsewhere() -> set[str]:
-    """The parts of texts that tests with the mark `tries` name: they take more than a row."""
-    found = set()
-    for path in Path(__file__).parent.glob("test_*.py"):
-        for item in vars(importlib.import_module(path.stem)).values():
-            marks = item.pytestmark if callable(item) and hasattr(item, "pytestmark") else []
-            for mark in marks:
-                found.update(mark.args if mark.name == "tries" else ())
-    return found
-
-
-def test_every_text_that_the_code_raises_for_a_user_is_tried(answer):
-    errors = [answer(*case).err for case in CASES]
-    marked = tried_elsewhere()
-    untried = {}
-    for place, pattern in raised_texts().items():
-        if not any(pattern.search(error) for error in errors):
-            untried[place] = [part for part in marked if part in place]
-    missing = [place for place, elsewhere in untried.items() if not elsewhere]
-    assert not missing, "\n".join(missing)
-    used = {part for parts in untried.values() for part in parts}
-    assert used == marked  # none that a row tries, or that is gone

@@ -343,7 +343,6 @@ def test_a_mounted_disk_itself_is_refused(small_disk):
         prepare.prepare(None, small_disk)
 
 
-@pytest.mark.tries("is in use: name a new folder")
 def test_the_working_directory_itself_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"{tmp_path} is in use: name a new folder in it"):
@@ -362,7 +361,6 @@ def test_an_error_while_preparing_leaves_nothing(tmp_path, monkeypatch, error):
     assert not list((tmp_path / "a").iterdir())
 
 
-@pytest.mark.tries("no space left on the disk")
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capsys, small_disk):
     (tmp_path / "text").write_bytes(b"0123456789abcde\n" * 50_000)  # 1.6 MB of tokens
     argv = ["--source", str(tmp_path / "text"), "--out", str(small_disk / "tokens")]
@@ -424,7 +422,6 @@ def test_a_signal_ends_the_encoding_of_a_document_that_cannot_be_cut(tmp_path, n
     assert not (tmp_path / "tokens").exists() and not (tmp_path / ".tokens.unfinished").exists()
 
 
-@pytest.mark.tries("another process is writing")
 def test_only_what_a_killed_process_left_is_replaced(tmp_path, endless):
     (tmp_path / "text").write_text("one document")
     work = tmp_path / ".tokens.unfinished"

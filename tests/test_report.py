@@ -268,7 +268,6 @@ def test_a_page_that_would_be_too_large_has_fewer_points(drawn, tmp_path, monkey
     assert 100 < len(points(page["runs"][1], "loss")) <= page["maxPoints"]
 
 
-@pytest.mark.tries("bytes: give fewer")
 def test_more_runs_than_fit_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "MAX_BYTES", 50_000)
     folder = write_run(tmp_path / "run", training_rows(3))

@@ -310,7 +310,6 @@ def test_a_damaged_compressed_file_is_an_error_and_not_a_short_one(tmp_path, pac
             documents(tmp_path / name)
 
 
-@pytest.mark.tries("not text", "cannot be read from a pipe")
 def test_parquet_that_holds_no_text_is_refused(tmp_path):
     write_parquet(tmp_path / "a.parquet", DOCUMENTS)
     with pytest.raises(SourceError, match=r"has no field body: .* its own \(id, text\)"):
@@ -325,7 +324,6 @@ def test_parquet_that_holds_no_text_is_refused(tmp_path):
         documents("-")
 
 
-@pytest.mark.tries(": pip install")
 @pytest.mark.parametrize("contents", [b"PAR1", b"\x28\xb5\x2f\xfd"], ids=["parquet", "zstd"])
 def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, contents):
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -133,7 +133,6 @@ def test_a_character_of_several_tokens_comes_with_its_last():
     assert list(tokenizer.decode("bytes", [0xC3, 0xA9, 0x61])) == ["", "é", "a", ""]
 
 
-@pytest.mark.tries("not in tiktoken's cache")
 def test_gpt2_without_network_says_what_to_do(tmp_path, monkeypatch):
     import requests
     import tiktoken.registry
@@ -544,7 +543,6 @@ CHANGES_THAT_THE_PACKAGE_REFUSES = {
 }
 
 
-@pytest.mark.tries("none of its special tokens is", "gets the id")
 @pytest.mark.parametrize("line", [*CHANGES, *CHANGES_THAT_THE_PACKAGE_REFUSES])
 def test_a_tokenizer_json_that_does_not_work_is_refused_in_one_line(tmp_path, capsys, line):
     spec = describe(some_ranks()) | CHANGES.get(line, {})
@@ -610,7 +608,6 @@ def test_no_word_is_so_long_that_training_does_not_end(tokenizers):
     assert max(map(len, ranks)) == 1000
 
 
-@pytest.mark.tries("needs the tokenizers package")
 def test_a_vocabulary_without_the_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(tokenizer.TokenizerError, match="pip install tokenizers"):

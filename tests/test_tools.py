@@ -446,7 +446,6 @@ def test_the_best_value_is_bold_unless_all_are_the_same():
     assert lower(math.nan) == ["nan"]
 
 
-@pytest.mark.tries("--plot needs matplotlib")
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # an import raises ImportError
     a = write_run(tmp_path / "a", LOSSES, [(20, 2.0)], lr=0.1)
@@ -797,7 +796,6 @@ def test_bench_nanogpt_has_the_speed_of_either_trainer(nanogpt):
     assert [row["trainer"] for row in found] == names
 
 
-@pytest.mark.tries("bench.py")
 def test_bench_shows_the_error_of_a_trainer_that_failed(nanogpt, capsys):
     (nanogpt / "train.py").write_text("raise SystemExit('no such data')")
     assert bench.main(["nanogpt", "--path", str(nanogpt)]) == 1

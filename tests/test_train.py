@@ -105,7 +105,6 @@ def test_after_ctrl_c_the_last_line_on_a_terminal_says_what_to_do(tokens, tmp_pa
     )
 
 
-@pytest.mark.tries("is in use by")
 def test_a_folder_in_use_is_refused_until_its_run_is_dead(pool, tokens, tmp_path):
     out = tmp_path / "run"
     argv = flags(f"--data {tokens} --out {out} --save_interval 1")
@@ -135,7 +134,6 @@ def test_a_full_disk_at_start_is_one_line_and_leaves_nothing(pool, tokens, small
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
 
-@pytest.mark.tries("the validation loss of step")
 def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, tokens, pool):
     out = run(2, "--max_steps 3 --strategy fsdp")
     good = checkpoint.list_checkpoints(out)
@@ -405,7 +403,6 @@ def train_and_rename(argv: list[str], out: Path, renamed: Path) -> tuple[int, st
         return listen(argv)
 
 
-@pytest.mark.tries("was renamed or removed while the run wrote there")
 def test_a_run_whose_folder_is_renamed_saves_and_says_so(pool, tokens, tmp_path):
     out, renamed = tmp_path / "run", tmp_path / "renamed"
     text = f"--data {tokens} --strategy ddp --save_interval 3"
@@ -521,7 +518,6 @@ def bits_of(loss: float, tokens: Path) -> float:
     return loss * 160 / math.log(2) / n_bytes
 
 
-@pytest.mark.tries("and ids have no text")
 def test_eval_only_takes_another_checkpoint_and_other_data(run, pool, tokens, tmp_path):
     out = run(1, "--max_steps 2 --save_interval 1 --dtype float32 --eval_interval 1")
     other = tmp_path / "other"
@@ -675,7 +671,6 @@ def test_a_tracker_that_fails_ends_nothing_and_says_so_once(pool, tokens, tmp_pa
     assert len(rows(tmp_path / "run")) == 4
 
 
-@pytest.mark.tries("--tracker ")
 def test_a_tracker_that_is_not_installed_is_named_at_once(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run --tracker tensorboard")
     (((status, said, err), _),) = pool(1, train_with, None, argv)
