@@ -428,14 +428,17 @@ class Optimizer:
                 if shape == parameter.shape:
                     slots[name] = torch.zeros_like(parameter)
                     self.measured[slot] = slots
-                else:
+                elif shape:
                     slots[name] = torch.zeros(shape, device=device)
+                else:
+                    slots[name] = None  # a number, see below
+        # A checkpoint holds numbers as one tensor for each slot, not as thousands of single ones.
         self.numbers: dict[str, Tensor] = {}  # slot -> (parameters that have it,)
         for slot, slots in self.slots.items():
-            if slot not in self.measured and not any(t.dim() for t in slots.values()):
-                # A checkpoint holds them as one tensor, not as thousands of single numbers.
-                self.numbers[slot] = torch.stack(list(slots.values()))
-                slots.update(zip(slots, self.numbers[slot]))  # views
+            names = [name for name, tensor in slots.items() if tensor is None]
+            if names:
+                self.numbers[slot] = torch.zeros(len(names), device=device)
+                slots.update(zip(names, self.numbers[slot]))  # views
 
     @torch.no_grad()
     def step(self, step: int, loss: Tensor, measure: bool = False) -> dict[str, Tensor]:
