@@ -156,7 +156,7 @@ MISTAKES = {
         ),
         Mistake(
             "verify {no_manifest}/step-00000001",
-            "1 is not complete: its manifest.json is missing",
+            "1 is not a complete checkpoint: its manifest.json is missing",
             1,
         ),
         Mistake(
@@ -196,7 +196,7 @@ MISTAKES = {
             1,
         ),
         Mistake("consolidate {hostile} {root}/new", "{hostile}/index.json: it points to ../x", 1),
-        Mistake("consolidate {no_names} {root}/new", "{no_names}/index.json: its tensors have", 1),
+        Mistake("consolidate {no_names} {root}/new", "cannot read {no_names}/index.json: ", 1),
     ],
 }
 

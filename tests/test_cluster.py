@@ -14,6 +14,7 @@ from statistics import median
 import pytest
 import torch
 
+import metrics
 from tools import bench, cluster
 
 ROOT = Path(__file__).parent.parent
@@ -117,7 +118,8 @@ def test_ranks_that_share_cores_count_while_all_of_them_train(monkeypatch, tmp_p
                     seconds = 0.1 if rank == 0 else 0.4 if now < 2.4 else 0.2
                     now += seconds
                     at = datetime.fromtimestamp(now).isoformat()
-                    row = {"step": step, "loss": 1.0, "step_time": seconds, "time": at}
+                    row = dict.fromkeys(metrics.KINDS[0].split(), 1.0)
+                    row |= {"step": step, "step_time": seconds, "time": at}
                     print(json.dumps(row | {"mfu": 0.08 / seconds}), file=file)
 
     monkeypatch.setattr(bench, "run_all", log)

@@ -79,7 +79,7 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
             (line,) = [i for i, text in enumerate(source, 1) if text.endswith("# here")]
             assert figures["host_syncs"] == {f"test_profiling.py:{line}": 1}
         else:
-            assert figures["host_syncs"] == {} and figures["data_wait"] > 0.5
+            assert figures["host_syncs"] == {} and figures["data_wait"] > 0.1
     assert "profile steps 4 to 6, " in out and "4 x all_gather over dp_shard" in out
     assert "host syncs: " + ("1 x test_profiling.py:" if fault == "sync" else "none") in out
 
@@ -105,7 +105,7 @@ def test_a_rank_that_sleeps_is_named(pool, tokens, tmp_path, strategy):
     assert status == 0 and "slowest is rank 1: it waited " in out, out
     figures = [json.loads((tmp_path / f"run/profile/rank_{n}.json").read_text()) for n in range(3)]
     first, sleeper, last = figures[0]["waited"]
-    assert first > 0.15 < last and sleeper < 0.1
+    assert first > 0.15 < last and sleeper < min(first, last)
     assert all(one["waited"] == figures[0]["waited"] for one in figures)
     for one, seconds in zip(figures, figures[0]["waited"]):
         assert one["exposed_communication"] * one["step_time"] == pytest.approx(seconds)

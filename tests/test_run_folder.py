@@ -198,7 +198,7 @@ def test_what_keeps_checkpoints_holds_until_it_is_given_again(tmp_path):
     assert kept() == (0, 3, 7)
     assert kept(keep_last=5) == (5, 3, 7)
     (out / "starts.jsonl").write_text(
-        json.dumps({"time": "", "config": {"keep_last": 5, "keep_every": 3}}) + "\n"
+        json.dumps({"time": "", "step": 0, "config": {"keep_last": 5, "keep_every": 3}}) + "\n"
     )
     assert kept() == (5, 3, 512)  # as at the last start, though it has not saved
     assert kept(resume=str(path), out=str(tmp_path / "new")) == (0, 3, 7)

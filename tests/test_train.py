@@ -221,6 +221,7 @@ def test_every_flag_that_the_optimizer_takes_reaches_it():
     with mock.patch.object(optim, "Optimizer") as built:
         train.build_optimizer(mock.Mock(), config)
     (_, _, rate), taken = built.call_args
+    assert taken.pop("is_hidden")
     assert taken == flags | {"betas": (0.1, 0.2)}
     assert rate(1) == 0.5 > rate(2) > rate(9) > 0
 
