@@ -621,8 +621,9 @@ class Saver:
         self.rows: list[dict] = []
         # "cannot write PATH: REASON" if the last finished save failed
         self.failure: str | None = None
-        # Estimate for replace_shards after the last save: one process does the work of all ranks,
-        # at 100 MB/s or more.
+        self.seconds = 0.0  # of the last save that succeeded
+        # Estimate for replace_shards after it: one process does the work of all ranks, at 100 MB/s
+        # or more.
         self.replace_seconds = 0.0
         found = list_checkpoints(self.run) if self.start_step is not None else []
         self.protected = {path for path in found if step_of(path) > self.start_step}
@@ -712,6 +713,7 @@ class Saver:
         row.setdefault("blocking_seconds", row["seconds"])
         self.rows.append(row)
         if not self.failure:
+            self.seconds = row["seconds"]
             self.replace_seconds = min(self.size * row["seconds"], row["bytes"] / 100e6)
 
     def write(self, parts: dict[str, LocalPart] | Exception, manifest: dict, final: Path) -> dict:

@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -39,14 +38,14 @@ def flag(
     Numbers must be in least <= value < below. `resume` is what happens if the value changes when a
     run continues: by default it is refused without --allow_changes, since results may change.
     A flag with `new_run`, its value in a new run, holds in the run until it is given again; its
-    default is None (see run_folder.settle).
+    default is None (see preflight.settle).
     """
     metadata = {"group": group, "help": help, "least": least, "below": below}
     metadata |= {"metavar": metavar, "resume": resume, "new_run": new_run}
     return field(default=default, metadata=metadata)
 
 
-# May change: results stay the same, or run_folder.resume_key compares what the flag stands for
+# May change: results stay the same, or preflight.resume_key compares what the flag stands for
 # (model, data), or the run reports the change at start (max_steps).
 free = functools.partial(flag, resume="allowed")
 # Applies to one start and is not compared with earlier ones.
@@ -413,16 +412,9 @@ def warmup_steps(config: Config) -> int:
     return WARMUP_STEPS if config.warmup_steps is None else config.warmup_steps
 
 
-def lr_schedule(config: Config) -> Callable[[int], float]:
-    """The learning rate of an update by its step, counted from 1."""
-    return functools.partial(
-        optim.learning_rate,
-        schedule=config.schedule,
-        lr=peak_lr(config),
-        min_lr=config.min_lr,
-        warmup_steps=warmup_steps(config),
-        max_steps=config.max_steps,
-    )
+def resolve(config: Config) -> Config:
+    """The flags with computed defaults filled in: also an optim.Settings."""
+    return dataclasses.replace(config, lr=peak_lr(config), warmup_steps=warmup_steps(config))
 
 
 def read_model(path: Path, manifest: dict, size: int | None = None) -> ModelConfig:

@@ -10,27 +10,25 @@ forward pass together. All others read different data: dp_rank = replicate_rank 
 unique and covers 0 ... R * S - 1.
 """
 
-import functools
 import itertools
 import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 Result = TypeVar("Result")
 
@@ -55,7 +53,7 @@ class World:
     local_size: int
     device: torch.device
     timeout: timedelta  # of collectives
-    store: dist.Store  # a second connection to the rendezvous store
+    store: torch.distributed.Store  # a second connection to the rendezvous store
 
     @property
     def is_rank0(self) -> bool:
@@ -68,7 +66,7 @@ class JoinError(ConnectionError):
 
 def start(
     device: str = "auto",
-    timeout: timedelta = dist.default_pg_timeout,
+    timeout: timedelta = torch.distributed.default_pg_timeout,
     join_timeout: timedelta | None = None,
 ) -> World:
     """Join the process group that torchrun's variables describe, or form one of a single process.
@@ -93,9 +91,9 @@ def start(
             # each attempt uses its own prefix. Agents that joined later count fewer attempts:
             # where hosts come and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each.
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-            store = dist.PrefixStore(f"attempt {attempt}", store)
+            store = torch.distributed.PrefixStore(f"attempt {attempt}", store)
     else:
-        store = dist.HashStore()
+        store = torch.distributed.HashStore()
     # Cloned now: later, rank 0 and its store might be gone.
     second_connection = store.clone() if size > 1 else store
     world = World(rank, size, local_rank, local_size, own_device, timeout, second_connection)
@@ -103,7 +101,7 @@ def start(
         if size > 1:
             meet(world, store, join_timeout or timeout)
         join_group(world, store)
-    except dist.DistNetworkError:
+    except torch.distributed.DistNetworkError:
         raise JoinError(
             "the store in which the ranks meet has gone: rank 0 or its torchrun was lost"
         ) from None
@@ -137,15 +135,15 @@ def check_variables() -> None:
         )
 
 
-def find_store(timeout: timedelta) -> dist.Store:
+def find_store(timeout: timedelta) -> torch.distributed.Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT; without torchrun, rank 0 keeps it."""
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_agents or os.environ["RANK"] != "0":
         await_listener(timeout)
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
         return store
-    except dist.DistError as error:
+    except torch.distributed.DistError as error:
         raise JoinError(f"the ranks do not meet: {str(error).splitlines()[0]}") from None
 
 
@@ -166,7 +164,7 @@ def await_listener(timeout: timedelta) -> None:
         time.sleep(0.2)
 
 
-def meet(world: World, store: dist.Store, timeout: timedelta) -> None:
+def meet(world: World, store: torch.distributed.Store, timeout: timedelta) -> None:
     """Wait for all ranks, each with a few messages. Raises JoinError, which names a missing one."""
     store.set(f"joined {world.rank}", "")
     if store.add("joined", 1) == world.size:
@@ -180,7 +178,7 @@ def meet(world: World, store: dist.Store, timeout: timedelta) -> None:
         pause = min(1.0, 1.5 * pause)
 
 
-def raise_missing(world: World, store: dist.Store, timeout: timedelta) -> NoReturn:
+def raise_missing(world: World, store: torch.distributed.Store, timeout: timedelta) -> NoReturn:
     missing = [rank for rank in range(world.size) if not store.check([f"joined {rank}"])]
     raise JoinError(
         f"{len(missing)} of {world.size} ranks did not join within {timeout.total_seconds():g} s, "
@@ -223,24 +221,11 @@ def raise_open_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def join_group(world: World, store: dist.Store) -> None:
+def join_group(world: World, store: torch.distributed.Store) -> None:
     """Form torch's default group of all ranks, which meet in `store`."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
-    # NCCL's own watchdog ends a rank when a collective fails (torchrun sets 1, torch's default is
-    # 3), before ours has found out which rank is to blame. With 0 it only logs the error.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    # Its monitor would still end all ranks, through a key that an error leaves in torchrun's store,
-    # outside our prefix, where the next attempt finds it.
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
-    # A CUDA error would call std::terminate on NCCL's thread before the main thread raises it.
-    os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
-    # The monitor is left one task, which needs no GIL: ending a process that hangs in CUDA. It
-    # waits as long as collectives do.
-    patience = str(int(world.timeout.total_seconds()))
-    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patience)
     is_cuda = world.device.type == "cuda"
     try:
-        dist.init_process_group(
+        torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
             store=store,
             rank=world.rank,
@@ -265,41 +250,33 @@ def join_group(world: World, store: dist.Store) -> None:
         ) from None
 
 
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 if the hardware multiplies in it, else float32."""
-    if device.type == "cuda":
-        supported = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        capabilities = torch.cpu.get_capabilities()
-        supported = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return torch.bfloat16 if supported else torch.float32
-
-
 def stop() -> None:
-    dist.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
-def on_rank0(function: Callable[[], Result]) -> Result:
-    """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
-    result = [raise_on_all_ranks(function if dist.get_rank() == 0 else lambda: None)]
-    dist.broadcast_object_list(result, src=0)
-    return result[0]
+def on_all_ranks(function: Callable[[], Result]) -> list[Result]:
+    """Call `function` on each rank; return the results of all, by rank.
 
-
-def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
-    """Call `function` on each rank; if one raises, raise its exception on all, so none waits."""
+    If one raises, raises its exception on all, so that none waits.
+    """
     result = error = None
     try:
         result = function()
     except Exception as exception:
         error = exception
-    errors: list = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    errors[dist.get_rank()] = error  # this rank's own, with its traceback
-    for error in errors:
+    outcomes: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(outcomes, (result, error))
+    outcomes[torch.distributed.get_rank()] = (result, error)  # this rank's, with its traceback
+    for _, error in outcomes:
         if error is not None:
             raise error
-    return result
+    return [result for result, _ in outcomes]
+
+
+def on_rank0(function: Callable[[], Result]) -> Result:
+    """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
+    is_rank0 = torch.distributed.get_rank() == 0
+    return on_all_ranks(function if is_rank0 else lambda: None)[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -379,16 +356,18 @@ def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
     is_cuda = world.device.type == "cuda"
     # For NCCL, one group that is split once per axis. init_device_mesh would split the default
     # group, and so connect gloo too on each axis, with a timeout of 30 minutes.
-    nccl_group = dist.new_group(backend="nccl", timeout=world.timeout) if is_cuda else None
     groups = []
+    nccl_group = None
+    if is_cuda:
+        nccl_group = torch.distributed.new_group(backend="nccl", timeout=world.timeout)
     for axis, name in enumerate(AXES):
         # One group for each line of ranks along the axis; each rank keeps its own.
         lines = ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
         options = {"timeout": world.timeout, "group_desc": name}
         if is_cuda:
-            own_group = dist.split_group(nccl_group, lines, **options)
+            own_group = torch.distributed.split_group(nccl_group, lines, **options)
         else:
-            own_group, _ = dist.new_subgroups_by_enumeration(lines, **options)
+            own_group, _ = torch.distributed.new_subgroups_by_enumeration(lines, **options)
         groups.append(own_group)
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=AXES)
 
@@ -553,68 +532,3 @@ def materialize(
             tensor.copy_(
                 distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
             )
-
-
-# What selective activation checkpointing keeps: what costs most to compute.
-SAVED_OPERATIONS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,  # written-out attention
-    torch.ops.aten.baddbmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # tp's, so that it is not sent twice
-]
-
-
-def is_saved(context, operator, *args, **kwargs) -> bool:
-    """Whether selective checkpointing keeps the result of an operator.
-
-    Not a row-wise layer's product under tp, (B * T, d_model) on every rank: its scattered sum.
-    """
-    if operator not in SAVED_OPERATIONS:
-        return False
-    return not (isinstance(args[0], DTensor) and args[0].placements == (Shard(1),))
-
-
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Keep fewer activations of each block and recompute the others in backward (Chen et al. 2016).
-
-    full keeps only the input of a block, for a third more compute. selective keeps the results of
-    matrix products and attention and recomputes the rest (Korthikanti et al. 2022).
-    """
-    if mode == "none":
-        return
-    options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
-    if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, is_saved)
-    for block in blocks:  # replaces forward only, so that parameters keep their names
-        block.forward = functools.partial(checkpoint, block.forward, **options)
-
-
-def compile_modules(modules: Iterable[nn.Module]) -> None:
-    """Compile the forward and backward of each module, in place, for the shapes of its first call.
-
-    Other shapes (samples, the odd batch of an evaluation) run uncompiled. Equal modules share one
-    compilation. Call it before FSDP wraps them, so that gathering weights stays outside the
-    compiled region. Parameters keep their names.
-    """
-    # By default Dynamo splits graphs at DDP's bucket boundaries, to send buckets during backward.
-    # Compiling layer by layer overlaps as well, and faster. No public name: torch's notes on DDP.
-    torch._dynamo.config.optimize_ddp = False
-    for module in modules:
-        module.forward = compiled_for_one_shape(module.forward)
-
-
-def compiled_for_one_shape(forward: Callable) -> Callable:
-    compiled = torch.compile(forward, dynamic=False)
-    first_shapes = None
-
-    def call(*args, **kwargs) -> Tensor:
-        nonlocal first_shapes
-        shapes = [getattr(arg, "shape", None) for arg in (*args, *kwargs.values())]
-        first_shapes = first_shapes or shapes
-        return (compiled if shapes == first_shapes else forward)(*args, **kwargs)
-
-    return call

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 # Dense bfloat16 FLOP/s, accumulated in float32, keyed by torch.cuda.get_device_name. Comments quote
@@ -50,7 +50,9 @@ PEAK_FLOPS = {
 
 
 # The name since torch 2.13, which warns of the older one
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(
+    torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
+)
 
 REMEDY = "The checkpoints in --out are from before: lower --lr or check the data"
 
@@ -212,6 +214,11 @@ def json_line(row: dict) -> bytes:
     return json.dumps(finite).encode() + b"\n"
 
 
+def is_due(step: int, interval: int) -> bool:
+    """Whether `step` ends an interval; an interval of 0 never ends."""
+    return interval > 0 and step % interval == 0
+
+
 def console_line(row: dict, max_steps: int, is_first: bool) -> str:
     """A training row for people.
 
@@ -288,13 +295,46 @@ class Tracker:
 # The log
 
 
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def largest(values: list[float]) -> int:
+    return int(max(values))
+
+
+# How a column follows from the values of all ranks. Any other is their mean: for a loss, that over
+# the global batch.
+COMBINE = {
+    "grad_norm": max,
+    "clipped": largest,
+    "skipped_steps": largest,
+    "skipped_in_a_row": largest,
+    "data_wait": max,
+    "peak_device_memory": largest,
+    "peak_reserved_memory": largest,
+    "allocation_retries": largest,
+    "peak_host_memory": largest,
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What turns the time of a step into rates."""
+
+    device: torch.device
+    tokens_per_step: int  # of all ranks
+    flops_per_token: float
+    peak_flops: float | None  # of a device; None: unknown
+
+
 @dataclass(frozen=True)
 class Mark:
     """The start or end of a row's interval."""
 
     step: int
     event: DeviceEvent
-    data_wait: float  # seconds
+    data_wait: float  # seconds so far
 
 
 @dataclass(frozen=True)
@@ -304,162 +344,151 @@ class PendingRow:
     began: Mark
     ended: Mark
     arrived: DeviceEvent
-    lr: float
+    known: dict[str, float]  # on the host already, such as lr
     names: list[str]
     values: Tensor  # (world_size, len(names)), float64, in host memory
 
 
-@dataclass
 class Log:
     """Rows and console lines from rank 0; every rank takes part in the all_gather of a row.
 
-    A training row goes step -> send_row -> write_pending -> record -> append.
+    out         the run folder
+    c           the flags, or anything with their names
+    rates       of this device and model
+    last_step   the run resumes after it
+    started     first start of the run
+    data_wait   data_wait(): seconds that this rank has waited for data so far
+
+    A training row goes step -> send -> write -> append.
     """
 
-    out: Path
-    device: torch.device
-    last_step: int  # the run resumes after it
-    started: float  # first start of the run, seconds since the epoch
-    max_steps: int
-    tokens_per_step: int  # of all ranks
-    flops_per_token: float
-    peak_flops: float | None  # of a device; None: unknown
-    max_skipped: int  # consecutive skipped updates that end the run; 0: never
-    tracker: Tracker | None = None
-    quiet: bool = False  # warnings only
-
-    def __post_init__(self):
-        self.is_rank0 = dist.get_rank() == 0
+    def __init__(
+        self,
+        out: Path,
+        c,
+        rates: Rates,
+        last_step: int,
+        started: datetime,
+        data_wait: Callable[[], float] = lambda: 0.0,
+    ):
+        self.out = out
+        self.c = c
+        self.rates = rates
+        self.last_step = last_step
+        self.started = started.timestamp()
+        self.data_wait = data_wait
+        self.is_rank0 = torch.distributed.get_rank() == 0
         self.skipped_in_a_row = 0
-        self.data_wait = 0.0  # seconds this rank has waited for data
         self.loss = math.nan  # last row: mean over the global batch
         self.step_time = 0.0  # seconds, last row
-        self.longest_pause = 0.0  # seconds
         self.pending: PendingRow | None = None
-        self.mark = self.mark_now(self.last_step)
+        self.mark = self.mark_now(last_step)
         self.unwritten: dict[str, bytes] = {}
         self.is_gone = False  # the folder: renamed or removed
         self.useful_time = 0.0  # seconds in steps so far, lost ones excluded
+        self.tracker = None
         if self.is_rank0:
             drop_rows_after(self.out / "optim.jsonl", self.last_step, self.say)
             rows = drop_rows_after(self.out / "metrics.jsonl", self.last_step, self.say)
             self.useful_time = seconds_in_steps(rows)
-        self.track({})  # opens it now: wandb takes seconds
+            if c.tracker != "none":
+                run_id = f"{out.name}-{started:%Y%m%d-%H%M%S}"
+                self.tracker = Tracker(c.tracker, out, run_id, last_step, vars(c))
+                self.track({})  # opens it now: wandb takes seconds
 
     def mark_now(self, step: int) -> Mark:
-        return Mark(step, DeviceEvent(self.device), self.data_wait)
+        return Mark(step, DeviceEvent(self.rates.device), self.data_wait())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Excludes its block from the step time; first writes the pending row."""
         self.flush()
-        began = time.perf_counter()
         yield
-        self.longest_pause = max(self.longest_pause, time.perf_counter() - began)
         self.mark = self.mark_now(self.mark.step)
 
     # Training rows
 
-    def step(self, step: int, metrics: dict[str, Tensor], optimizer, is_due: bool) -> None:
+    def step(self, step: int, values: dict, is_last: bool = False) -> None:
         """Call after each step: writes the row that has arrived, and sends one if it is due.
 
-        `metrics` is what train_step returned, `optimizer` an optim.Optimizer. Raises Diverged on
-        all ranks in the same step if training no longer makes progress.
+        `values` is what train_step returned: every 0-d tensor and every number in it is a column.
+        `is_last`: the run stops here. Raises Diverged on all ranks in the same step if training no
+        longer makes progress.
         """
         if self.pending and self.pending.arrived.has_passed():
-            self.write_pending()
-        if "parameters" in metrics:
-            self.parameters(step, optimizer, metrics.pop("parameters"))
-        if is_due:
+            self.write()
+        table = values.pop("parameters", None)  # an optim.ParameterTable
+        if table and self.is_rank0:
+            self.append("optim.jsonl", [{"step": step, **row} for row in table.rows()])
+        c = self.c
+        intervals = (c.log_interval, c.eval_interval, c.save_interval)
+        is_last |= step == c.max_steps or step == self.last_step + 1
+        if is_last or any(is_due(step, interval) for interval in intervals):
             self.flush()  # waits only if the previous row has not arrived
-            self.pending = self.send_row(step, metrics, optimizer.lr)
+            self.pending = self.send(step, values)
             self.mark = self.pending.ended
-            if self.device.type == "cpu":  # it is already here
+            if self.rates.device.type == "cpu":  # it is already here
                 self.flush()
 
-    def send_row(self, step: int, metrics: dict[str, Tensor], lr: float) -> PendingRow:
-        """One small all_gather and an asynchronous copy to the host.
-
-        `metrics` are 0-d device tensors: the loss and what optim.Optimizer.step returned.
-        """
+    def send(self, step: int, values: dict) -> PendingRow:
+        """One small all_gather and an asynchronous copy to the host."""
         now = self.mark_now(step)
-        own = {
-            "data_wait": now.data_wait - self.mark.data_wait,
-            **peak_memory(self.device),
-        }
-        own_values = torch.tensor(list(own.values()), dtype=torch.float64)
-        if self.device.type == "cuda":
-            own_values = own_values.pin_memory().to(self.device, non_blocking=True)
-        metric_values = torch.stack([value.double() for value in metrics.values()])
-        values = torch.cat((metric_values, own_values))
-        ranks = values.new_empty(dist.get_world_size() * len(values))
-        all_gather_single(ranks, values)
-        in_host_memory = ranks.view(-1, len(values)).to("cpu", non_blocking=True)
-        arrived = DeviceEvent(self.device)
-        return PendingRow(self.mark, now, arrived, lr, [*metrics, *own], in_host_memory)
+        known = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+        on_device = {name: value for name, value in values.items() if name not in known}
+        on_host = {"data_wait": now.data_wait - self.mark.data_wait}
+        on_host |= peak_memory(self.rates.device)
+        columns = torch.tensor(list(on_host.values()), dtype=torch.float64)
+        if self.rates.device.type == "cuda":
+            columns = columns.pin_memory().to(self.rates.device, non_blocking=True)
+        columns = torch.cat((*(value.double()[None] for value in on_device.values()), columns))
+        ranks = columns.new_empty(torch.distributed.get_world_size() * len(columns))
+        all_gather_single(ranks, columns)
+        ranks = ranks.view(-1, len(columns)).to("cpu", non_blocking=True)
+        arrived = DeviceEvent(self.rates.device)
+        return PendingRow(self.mark, now, arrived, known, [*on_device, *on_host], ranks)
 
     def flush(self) -> None:
         """Wait for the pending row and write it. Raises Diverged as `step` does."""
         if self.pending:
             self.pending.arrived.wait()
-            self.write_pending()
-        if self.max_skipped and self.skipped_in_a_row >= self.max_skipped:
+            self.write()
+        if self.c.max_skipped and self.skipped_in_a_row >= self.c.max_skipped:
             raise Diverged(
                 f"{self.skipped_in_a_row} updates in a row were skipped up to step "
                 f"{self.mark.step}, because their gradients were not finite or spiked. {REMEDY}"
             )
 
-    def write_pending(self) -> None:
-        """Compute the row from the values of all ranks, write it and print it."""
-        pending = self.pending
-        self.pending = None
-        ranks = dict(zip(pending.names, pending.values.T.tolist()))  # name -> value of each rank
-        steps = pending.ended.step - pending.began.step
-        world_size = len(pending.values)
-        self.skipped_in_a_row = int(max(ranks["skipped_in_a_row"]))
-        self.loss = sum(ranks["loss"]) / world_size
-        self.step_time = pending.ended.event.since(pending.began.event) / steps
-        tokens_per_second = self.tokens_per_step / self.step_time
-        flops = tokens_per_second / world_size * self.flops_per_token
+    def write(self) -> None:
+        """Compute the pending row from the values of all ranks, write it and print it."""
+        row, self.pending = self.pending, None
+        steps = row.ended.step - row.began.step
+        world_size = len(row.values)
+        ranks = dict(zip(row.names, row.values.T.tolist()))  # name -> the value of each rank
+        columns = {name: COMBINE.get(name, mean)(values) for name, values in ranks.items()}
+        columns["data_wait_min"] = min(ranks["data_wait"])
+        self.skipped_in_a_row = columns.pop("skipped_in_a_row")
+        self.loss = columns["loss"]
+        self.step_time = row.ended.event.since(row.began.event) / steps
         self.useful_time += steps * self.step_time
-        row = {
-            "step": pending.ended.step,
-            "tokens": pending.ended.step * self.tokens_per_step,
-            "loss": self.loss,
-            "grad_norm": max(ranks["grad_norm"]),
-            "lr": pending.lr,
-            "clipped": int(max(ranks["clipped"])),
-            "skipped_steps": int(max(ranks["skipped_steps"])),
+        tokens_per_second = self.rates.tokens_per_step / self.step_time
+        flops = tokens_per_second / world_size * self.rates.flops_per_token
+        peak_flops = self.rates.peak_flops
+        line = {
+            "step": row.ended.step,
+            "tokens": row.ended.step * self.rates.tokens_per_step,
+            **columns,
+            **row.known,
             "step_time": self.step_time,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / world_size,
-            "mfu": flops / self.peak_flops if self.peak_flops else None,
-            "data_wait": max(ranks["data_wait"]),
-            "data_wait_min": min(ranks["data_wait"]),
+            "mfu": flops / peak_flops if peak_flops else None,
             "goodput": self.useful_time / (time.time() - self.started),
-            "peak_device_memory": int(max(ranks["peak_device_memory"])),
-            "peak_reserved_memory": int(max(ranks["peak_reserved_memory"])),
-            "allocation_retries": int(max(ranks["allocation_retries"])),
-            "peak_host_memory": int(max(ranks["peak_host_memory"])),
         }
-        self.record(row)
-        is_first = pending.began.step == self.last_step
-        self.say_unless_quiet(console_line(row, self.max_steps, is_first), row["step"])
+        self.record(line)
+        is_first = row.began.step == self.last_step
+        self.say_unless_quiet(console_line(line, self.c.max_steps, is_first), line["step"])
 
     # Other rows
-
-    def parameters(self, step: int, optimizer, table: Tensor) -> None:
-        """Write a row of optim.jsonl per parameter; rank 0 waits for the device.
-
-        `table` (parameters, columns) is on the device, as optim.Optimizer returned it.
-        """
-        if not self.is_rank0:
-            return
-        rows = []
-        for name, values in zip(optimizer.parameters, table.tolist()):
-            columns = dict(zip(optimizer.columns, values))
-            rows.append({"step": step, "parameter": name, **columns})
-        self.append("optim.jsonl", rows)
 
     def evaluation(self, step: int, val_loss: float) -> None:
         """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
@@ -501,14 +530,14 @@ class Log:
             self.say(f"--tracker failed and is off until the next start: {error!r}")
 
     def say_unless_quiet(self, line: str, step: int) -> None:
-        if not self.quiet:
+        if not self.c.quiet:
             self.say(line, step)
 
     def say(self, line: str, step: int | None = None) -> None:
         if not self.is_rank0:
             return
         if step is not None:
-            line = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {line}"
+            line = f"step {step:>{len(str(self.c.max_steps))}}/{self.c.max_steps}  {line}"
         print(line, flush=True)
 
     def goodput(self) -> str:

@@ -7,9 +7,10 @@ In shape comments B is sequences, T tokens of a sequence, H heads, and d_head = 
 """
 
 import dataclasses
+import functools
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 MAX_SIZE = 1 << 24  # for each size in a ModelConfig: float32 positions are exact up to here
@@ -570,84 +571,69 @@ def full_tensor(x: Tensor) -> Tensor:
     return x
 
 
-class NotFinite(ArithmeticError):
-    """Logits that are not finite."""
+# --------------------------------------------------------------------------------------------------
+# Recomputation and compilation
 
-    exit_status = 1
+# What selective activation checkpointing keeps: what costs most to compute.
+SAVED_OPERATIONS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,  # written-out attention
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # tp's, so that it is not sent twice
+]
 
 
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    prompts: list[list[int]],
-    n: int,
-    *,
-    seq_len: int,
-    vocab_size: int,
-    device: torch.device | str,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    stop: int | None = None,
-    seed: int = 0,
-    tp: int = 1,
-) -> Iterator[dict[int, int]]:
-    """Continue all prompts in one batch: yield up to n times {index of a prompt: its next token}.
+def is_saved(context, operator, *args, **kwargs) -> bool:
+    """Whether selective checkpointing keeps the result of an operator.
 
-    Prompts must not be empty. One that draws the token `stop` ends there, without it. A token
-    depends on the last seq_len tokens and comes from `draw`; ids of vocab_size and above only pad
-    the head and are never drawn. Prompt i draws with seed + i: the same seed gives the same tokens.
-    The `tp` ranks that split a sequence divide seq_len. Raises NotFinite.
+    Not a row-wise layer's product under tp, (B * T, d_model) on every rank: its scattered sum.
     """
-    rows = {i: list(tokens) for i, tokens in enumerate(prompts)}  # prompts that have not ended
-    generators = [torch.Generator().manual_seed(seed + i) for i in rows]
-    for _ in range(n):
-        logits = next_logits(model, [tokens[-seq_len:] for tokens in rows.values()], device, tp)
-        logits = logits[:, :vocab_size].cpu().double()  # (B, vocab_size)
-        if not logits.isfinite().all():
-            raise NotFinite(
-                "the model's logits are not finite: its weights have diverged or are damaged"
-            )
-        drawn = {}
-        for i, row_logits in zip(list(rows), logits):
-            token = draw(row_logits, temperature, top_k, top_p, generators[i])
-            if token == stop:
-                del rows[i]
-            else:
-                rows[i].append(token)
-                drawn[i] = token
-        yield drawn
-        if not rows:
-            return
+    if operator not in SAVED_OPERATIONS:
+        return False
+    return not (isinstance(args[0], DTensor) and args[0].placements == (Shard(1),))
 
 
-def next_logits(model: nn.Module, contexts: list[list[int]], device, tp: int) -> Tensor:
-    """The logits (B, vocab_size) after the last token of each context."""
-    last = [len(tokens) - 1 for tokens in contexts]
-    T = math.ceil((1 + max(last)) / tp) * tp
-    # Padded at the end, where causal attention does not look.
-    padded = [tokens + [0] * (T - len(tokens)) for tokens in contexts]
-    logits = model(torch.tensor(padded, device=device))  # (B, T, vocab_size)
-    return logits[range(len(last)), last]
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
+    """Keep fewer activations of each block and recompute the others in backward (Chen et al. 2016).
 
-
-def draw(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> int:
-    """Draw a token from softmax(logits / temperature); at temperature 0 take the most likely.
-
-    top_k > 0 leaves the top_k most likely tokens, top_p < 1 the fewest whose probabilities add up
-    to top_p or more (nucleus sampling, Holtzman et al. 2020).
+    full keeps only the input of a block, for a third more compute. selective keeps the results of
+    matrix products and attention and recomputes the rest (Korthikanti et al. 2022).
     """
-    if temperature == 0:
-        return int(logits.argmax())
-    if 0 < top_k < len(logits):
-        smallest_kept = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < smallest_kept, -math.inf)
-    # Subtract the largest first, so that no temperature above 0 overflows.
-    probabilities = ((logits - logits.max()) / temperature).softmax(-1)
-    if top_p < 1:
-        ranked, tokens = probabilities.sort(descending=True)
-        before = ranked.cumsum(-1) - ranked  # total of all more likely tokens
-        probabilities[tokens[before >= top_p]] = 0
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    if mode == "none":
+        return
+    options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, is_saved)
+    for block in blocks:  # replaces forward only, so that parameters keep their names
+        block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+def compile_modules(modules: Iterable[nn.Module]) -> None:
+    """Compile the forward and backward of each module, in place, for the shapes of its first call.
+
+    Other shapes (samples, the odd batch of an evaluation) run uncompiled. Equal modules share one
+    compilation. Call it before FSDP wraps them, so that gathering weights stays outside the
+    compiled region. Parameters keep their names.
+    """
+    # By default Dynamo splits graphs at DDP's bucket boundaries, to send buckets during backward.
+    # Compiling layer by layer overlaps as well, and faster. No public name: torch's notes on DDP.
+    torch._dynamo.config.optimize_ddp = False
+    for module in modules:
+        module.forward = compiled_for_one_shape(module.forward)
+
+
+def compiled_for_one_shape(forward: Callable) -> Callable:
+    compiled = torch.compile(forward, dynamic=False)
+    first_shapes = None
+
+    def call(*args, **kwargs) -> Tensor:
+        nonlocal first_shapes
+        shapes = [getattr(arg, "shape", None) for arg in (*args, *kwargs.values())]
+        first_shapes = first_shapes or shapes
+        return (compiled if shapes == first_shapes else forward)(*args, **kwargs)
+
+    return call

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,89 +20,120 @@ from torch.optim.adamw import adamw
 
 SPIKE_HISTORY = 128  # updates whose loss and gradient norm a new one is compared with
 
+
+@dataclass(frozen=True)
+class Settings:
+    """What an Optimizer reads. train.py passes its flags, which have the same names."""
+
+    lr: float  # peak learning rate
+    max_steps: int
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+    schedule: str = "cosine"  # a key of SCHEDULES
+    optimizer: str = "adamw"  # a key of OPTIMIZERS
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: str = "norm"  # a key of CLIPS
+    max_grad_norm: float = 1.0
+    max_grad_norm_ratio: float = 2.0
+    # Also skip updates whose loss or gradient norm is more than this many standard deviations
+    # above the mean of the last SPIKE_HISTORY (after OLMo-core's SkipStepOptimizer)
+    skip_spikes: float | None = None
+
+
 # --------------------------------------------------------------------------------------------------
 # Learning rate
 
 # Height between min_lr (0) and lr (1), at progress x from 0 (the first step after warm-up) to 1
-# (the step after the last)
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
+# (the step after the last); `s` is the Settings, where a schedule finds its own parameters.
+SCHEDULES: dict[str, Callable[[float, Settings], float]] = {
+    "cosine": lambda x, s: 0.5 * (1 + math.cos(math.pi * x)),
     # warm-up, stable, decay: falls only in the last fifth after warm-up (Hu et al. 2024)
-    "wsd": lambda x: min(1.0, (1 - x) / 0.2),
-    "linear": lambda x: 1 - x,
-    "constant": lambda x: 1.0,
+    "wsd": lambda x, s: min(1.0, (1 - x) / 0.2),
+    "linear": lambda x, s: 1 - x,
+    "constant": lambda x, s: 1.0,
 }
 
 
-def learning_rate(
-    step: int, *, schedule: str, lr: float, min_lr: float, warmup_steps: int, max_steps: int
-) -> float:
+def learning_rate(step: int, s: Settings) -> float:
     """The learning rate of update `step`, counted from 1. Stateless, so resuming restores nothing.
 
     Rises linearly to `lr` at step `warmup_steps`, then follows the schedule towards `min_lr`, which
     it would reach at step max_steps + 1.
     """
-    if step <= warmup_steps:
-        return lr * step / warmup_steps
-    progress = (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps)
-    return min_lr + (lr - min_lr) * SCHEDULES[schedule](min(progress, 1.0))
+    if step <= s.warmup_steps:
+        return s.lr * step / s.warmup_steps
+    progress = (step - 1 - s.warmup_steps) / max(1, s.max_steps - s.warmup_steps)
+    return s.min_lr + (s.lr - s.min_lr) * SCHEDULES[s.schedule](min(progress, 1.0), s)
 
 
 # --------------------------------------------------------------------------------------------------
 # Clipping strategies
 #
-#     clip_x(optimizer, grads, norms) -> clipped
+#     clip_x(s, g) -> Clipped
 #
-#     optimizer   the Optimizer: its settings, and optimizer.skip, whether this update is skipped
-#     grads       n tensors, this rank's parts of the gradients; may be scaled in place
-#     norms       (n,) float32, the norm of each whole gradient, over all ranks
-#     clipped     (n,) bool, whether each gradient was clipped, at least on this rank
-#
-# Instead of scaling `grads` it may set optimizer.grad_scale, by which the update divides them.
+# s is the Settings, g the Gradients. The update divides all gradients by `divisor`; a clip by
+# element or parameter writes into g.local and returns 1.
 #
 # torch._foreach_* launch one kernel for many tensors. They have no public name, but torch.optim and
 # torch.nn.utils.clip_grad_norm_ use them, too.
 
 
-def clip_norm(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
+class Gradients(NamedTuple):
+    """The n gradients of an update."""
+
+    local: list[Tensor]  # this rank's parts, to scale in place
+    norms: Tensor  # (n,) float32: the norm of each full gradient, over all ranks
+    numels: Tensor  # (n,) int64: elements of each full gradient
+    averages: Tensor  # (n,) float32, saved with the run: what a clip may remember
+    skip: Tensor  # 0-d bool: this update is skipped, and `averages` must stay as it is
+
+
+class Clipped(NamedTuple):
+    divisor: Tensor  # 0-d
+    clipped: Tensor  # (n,) bool: whether each gradient was clipped, at least on this rank
+
+
+def clip_norm(s: Settings, g: Gradients) -> Clipped:
     """Scale all gradients so that their total norm is at most max_grad_norm (Pascanu et al. 2013).
 
-    AdamW's kernel divides the gradients by `grad_scale` as it reads them: no pass over memory here.
+    AdamW's kernel divides the gradients by the divisor as it reads them: no pass over memory here.
     """
-    total_norm = norms.norm()
-    limit = optimizer.max_grad_norm
-    optimizer.grad_scale = ((total_norm + 1e-6) / limit).clamp(min=1.0)
-    return (total_norm > limit).expand_as(norms)
+    total_norm = g.norms.norm()
+    divisor = ((total_norm + 1e-6) / s.max_grad_norm).clamp(min=1.0)
+    return Clipped(divisor, (total_norm > s.max_grad_norm).expand_as(g.norms))
 
 
-def clip_adaptive(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
+def clip_adaptive(s: Settings, g: Gradients) -> Clipped:
     """Limit each gradient's norm to max_grad_norm_ratio x the moving average of its clipped norms.
 
     After OLMo's per-parameter clipping (Groeneveld et al. 2024). The average starts at the first
     norm above 0.
     """
-    average = torch.where(optimizer.norm_average > 0, optimizer.norm_average, norms)
-    limits = optimizer.max_grad_norm_ratio * average
-    factors = (limits / (norms + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, factors.unbind())
-    average = average.lerp(norms * factors, 1 - max(optimizer.betas))
-    optimizer.write(optimizer.norm_average, average)
-    return norms > limits
+    average = torch.where(g.averages > 0, g.averages, g.norms)
+    limits = s.max_grad_norm_ratio * average
+    factors = (limits / (g.norms + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(g.local, factors.unbind())
+    average = average.lerp(g.norms * factors, 1 - max(s.beta1, s.beta2))
+    write(g.averages, average, g.skip)
+    return Clipped(torch.ones_like(g.norms[0]), g.norms > limits)
 
 
-def clip_value(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
+def clip_value(s: Settings, g: Gradients) -> Clipped:
     """Clamp each element to [-max_grad_norm, max_grad_norm]."""
-    limit = optimizer.max_grad_norm
-    non_empty = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
+    limit = s.max_grad_norm
+    non_empty = [grad if grad.numel() else grad.new_zeros(1) for grad in g.local]
     largest = torch.stack(torch._foreach_norm(non_empty, math.inf))  # (n,), on this rank
-    torch._foreach_clamp_min_(grads, -limit)
-    torch._foreach_clamp_max_(grads, limit)
-    return largest > limit
+    torch._foreach_clamp_min_(g.local, -limit)
+    torch._foreach_clamp_max_(g.local, limit)
+    return Clipped(torch.ones_like(g.norms[0]), largest > limit)
 
 
-def clip_none(optimizer: "Optimizer", grads: list[Tensor], norms: Tensor) -> Tensor:
+def clip_none(s: Settings, g: Gradients) -> Clipped:
     """Change nothing."""
-    return torch.zeros_like(norms, dtype=torch.bool)
+    return Clipped(torch.ones_like(g.norms[0]), torch.zeros_like(g.norms, dtype=torch.bool))
 
 
 CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive, "value": clip_value, "none": clip_none}
@@ -113,6 +145,11 @@ CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive, "value": clip_value, "non
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor; the tensor itself if it is not distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def write(tensor: Tensor, value: Tensor, skip: Tensor) -> None:
+    """Set a tensor in place, unless `skip`, 0-d bool on the device."""
+    tensor.copy_(torch.where(skip, tensor, value))
 
 
 def lay_out_gradient(parameter: nn.Parameter) -> None:
@@ -179,19 +216,28 @@ def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
 #
 #     takes(name, shape, hidden) -> bool    whether it updates a parameter; AdamW updates the others
 #     slots(shape) -> {slot: shape}         its state for a parameter of this shape, in float32
-#     update(optimizer, names, weight_decay)
+#     update(optimizer, names, u)
 #
 #     hidden        is_hidden(name), by the Optimizer's argument: names differ from model to model
-#     optimizer     the Optimizer: its settings; lr, a float; and for this update, on the device,
-#                   skip, 0-d bool, and grad_scale, 0-d, by which to divide the gradients
-#     names         parameters that have a gradient: optimizer.parameters[name], a DTensor on a
+#     optimizer     the Optimizer: optimizer.settings; optimizer.parameters[name], a DTensor on a
 #                   mesh; its .grad, distributed like it; and optimizer.slots[slot][name]
+#     names         parameters that have a gradient
+#     u             the Update: how large, and whether at all
 #
-# A slot with the shape of its parameter is distributed like it; any other is whole on every rank.
+# A slot with the shape of its parameter is distributed like it; any other is full on every rank.
 # Slots begin as zeros; those of shape () are views of one tensor, as which a checkpoint holds them.
 # Checkpoints, statistics and the memory estimate know slots only through slots(). A skipped update
-# must leave weights and slots unchanged, as `optimizer.write` does, and the host must not read
-# `skip`.
+# must leave weights and slots unchanged, as `write` does, and the host must not read `skip`.
+
+
+class Update(NamedTuple):
+    """One update of some parameters."""
+
+    step: int  # counted from 1
+    lr: float
+    weight_decay: float
+    divisor: Tensor  # 0-d, on the device: divide the gradients by it
+    skip: Tensor  # 0-d bool, on the device: change nothing
 
 
 class AdamW:
@@ -210,12 +256,12 @@ class AdamW:
         return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
 
     @staticmethod
-    def update(optimizer: "Optimizer", names: list[str], weight_decay: float) -> None:
+    def update(optimizer: "Optimizer", names: list[str], u: Update) -> None:
         # The kernel takes tensors of a single mesh, and under tp the norms are on a smaller one.
         def parts(tensors: dict[str, Tensor]) -> list[Tensor]:
             return [local(tensors[name]) for name in names]
 
-        beta1, beta2 = optimizer.betas
+        s = optimizer.settings
         adamw(
             parts(optimizer.parameters),
             [local(optimizer.parameters[name].grad) for name in names],
@@ -224,14 +270,14 @@ class AdamW:
             max_exp_avg_sqs=[],
             state_steps=parts(optimizer.slots["step"]),
             fused=True,
-            grad_scale=optimizer.grad_scale,
-            found_inf=optimizer.skip.float(),
+            grad_scale=u.divisor,
+            found_inf=u.skip.float(),
             amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=optimizer.lr,
-            weight_decay=weight_decay,
-            eps=optimizer.eps,
+            beta1=s.beta1,
+            beta2=s.beta2,
+            lr=u.lr,
+            weight_decay=u.weight_decay,
+            eps=s.eps,
             maximize=False,
         )
 
@@ -255,9 +301,8 @@ class Muon:
         return {"momentum_buffer": shape}
 
     @staticmethod
-    def update(optimizer: "Optimizer", names: list[str], weight_decay: float) -> None:
-        lr = optimizer.lr
-        wholes = (gather(Muon.direction(optimizer, name)) for name in names)
+    def update(optimizer: "Optimizer", names: list[str], u: Update) -> None:
+        wholes = (gather(Muon.direction(optimizer, name, u)) for name in names)
         # In pairs: the next matrix is being gathered while this one is multiplied.
         for name, (whole, _) in zip(names, pairwise(chain(wholes, [None]))):
             parameter = optimizer.parameters[name]
@@ -266,17 +311,17 @@ class Muon:
             scale = 0.2 * math.sqrt(max(parameter.shape))
             weight = local(parameter)
             orthogonal = own_part(orthogonalize(whole), parameter)
-            decayed = weight * (1 - lr * weight_decay)
-            optimizer.write(weight, decayed.add_(orthogonal, alpha=-lr * scale))
+            decayed = weight * (1 - u.lr * u.weight_decay)
+            write(weight, decayed.add_(orthogonal, alpha=-u.lr * scale), u.skip)
 
     @staticmethod
-    def direction(optimizer: "Optimizer", name: str) -> Tensor:
+    def direction(optimizer: "Optimizer", name: str, u: Update) -> Tensor:
         """Nesterov momentum, in bfloat16, distributed like the parameter."""
         parameter = optimizer.parameters[name]
-        grad = local(parameter.grad) / optimizer.grad_scale
+        grad = local(parameter.grad) / u.divisor
         buffer = local(optimizer.slots["momentum_buffer"][name])
         momentum = buffer.lerp(grad, 1 - Muon.MOMENTUM)
-        optimizer.write(buffer, momentum)
+        write(buffer, momentum, u.skip)
         direction = torch.empty_like(parameter, dtype=torch.bfloat16)
         local(direction).copy_(grad.lerp_(momentum, Muon.MOMENTUM))
         return direction
@@ -320,6 +365,22 @@ class TensorStats:
     min: Tensor
 
 
+@dataclass
+class ParameterTable:
+    """Statistics of n parameters, on the device until `rows` is called."""
+
+    names: list[str]  # n
+    columns: list[str]
+    values: Tensor  # (n, len(columns))
+
+    def rows(self) -> list[dict]:
+        """One dict per parameter. Waits for the device."""
+        rows = []
+        for name, values in zip(self.names, self.values.tolist()):
+            rows.append({"parameter": name, **dict(zip(self.columns, values))})
+        return rows
+
+
 def tensor_stats(tensors: list[Tensor]) -> TensorStats:
     """Statistics of this rank's parts. An empty part adds nothing to a sum, max or min."""
     maxima = []
@@ -345,60 +406,39 @@ class Optimizer:
 
     parameters    (name, parameter) pairs, DTensors or plain tensors
     decays        decays(name): whether the parameter gets weight decay
-    lr_at         lr_at(step): the learning rate of update `step`, counted from 1
-    optimizer     a key of OPTIMIZERS
+    settings      Settings, or anything with its attributes
     is_hidden     is_hidden(name): whether the parameter is of a hidden layer, not the embedding,
                   the head or the last norm; Muon takes the matrices among them
-    clip          a key of CLIPS
-    skip_spikes   also skip updates whose loss or gradient norm is more than this many standard
-                  deviations above the mean of the last SPIKE_HISTORY (after OLMo-core's
-                  SkipStepOptimizer); None: skip only those whose gradient is not finite
 
-    All ranks skip an update together. It then changes neither weights nor slots. Raises ValueError
-    if the chosen optimizer takes no parameter.
+    All ranks skip an update together: one whose gradient is not finite, or a spike. It then changes
+    neither weights nor slots. Raises ValueError if the chosen optimizer takes no parameter.
     """
 
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         decays: Callable[[str], bool],
-        lr_at: Callable[[int], float],
-        *,
-        optimizer: str = "adamw",
+        settings: Settings,
         is_hidden: Callable[[str], bool] = lambda name: False,
-        weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        clip: str = "norm",
-        max_grad_norm: float = 1.0,
-        max_grad_norm_ratio: float = 2.0,
-        skip_spikes: float | None = None,
     ):
         self.parameters = dict(parameters)
-        self.lr_at = lr_at
-        self.betas = betas
-        self.eps = eps
-        self.clip = CLIPS[clip]
-        self.max_grad_norm = max_grad_norm
-        self.max_grad_norm_ratio = max_grad_norm_ratio
-        self.skip_spikes = skip_spikes
-
+        self.settings = settings
         updaters = {}
-        for name, parameter in self.parameters.items():
-            updaters[name] = updater(optimizer, name, parameter.shape, is_hidden(name))
-        if OPTIMIZERS[optimizer] not in updaters.values():
-            raise ValueError(
-                f"optimizer {optimizer} takes none of the {len(updaters)} parameters: AdamW would "
-                "update them all; is_hidden(name) says which are of hidden layers"
-            )
         self.groups: dict[tuple[type, float], list[str]] = {}  # (updater, weight decay) -> names
-        for name, chosen in updaters.items():
-            group = (chosen, weight_decay if decays(name) else 0.0)
+        for name, parameter in self.parameters.items():
+            hidden = is_hidden(name)
+            updaters[name] = updater(settings.optimizer, name, parameter.shape, hidden)
+            group = (updaters[name], settings.weight_decay if decays(name) else 0.0)
             self.groups.setdefault(group, []).append(name)
+        if OPTIMIZERS[settings.optimizer] not in updaters.values():
+            raise ValueError(
+                f"optimizer {settings.optimizer} takes none of the {len(updaters)} parameters: "
+                "AdamW would update them all; is_hidden(name) says which are of hidden layers"
+            )
         self.sharding = Sharding(list(self.parameters.values()))
         device = self.sharding.replicas.device
         self.allocate_slots(updaters, device)
-        self.columns = []  # of metrics["parameters"]
+        self.columns = []  # of a ParameterTable
         for kind in ("grad", "weight", *self.measured):
             self.columns += [f"{kind}_{statistic}" for statistic in ("norm", "mean", "max", "min")]
         self.columns += ["update_norm", "update_ratio", "clipped"]
@@ -407,7 +447,6 @@ class Optimizer:
         self.keep_gradients = any(p.grad is not None for p in self.parameters.values())
         self.empty_grad = torch.empty(0, device=device)  # for a parameter without a gradient
         self.no_slot = torch.full((1,), math.nan, device=device)
-        self.grad_scale = torch.ones((), device=device)
         self.norm_average = torch.zeros(len(self.parameters), device=device)  # for clip_adaptive
         # Losses and gradient norms, oldest first; nan where there was no update yet
         self.spike_history = torch.full((2, SPIKE_HISTORY), math.nan, device=device)
@@ -441,47 +480,53 @@ class Optimizer:
                 slots.update(zip(names, self.numbers[slot]))  # views
 
     @torch.no_grad()
-    def step(self, step: int, loss: Tensor, measure: bool = False) -> dict[str, Tensor]:
+    def step(self, step: int, loss: Tensor, measure: bool = False) -> dict:
         """Update the weights from their gradients, then free or zero the gradients.
 
-        `step` is counted from 1, `loss` is this rank's, 0-d. Returns 0-d tensors on the device:
-        grad_norm of the whole gradient before clipping; clipped, 1 if any gradient was;
-        skipped_steps so far; skipped_in_a_row, the most so far. `measure` adds "parameters",
-        (n, len(columns)), for two more collectives where weights are sharded.
+        `step` is counted from 1, `loss` is this rank's, 0-d. Returns lr, a float, and 0-d tensors
+        on the device: grad_norm of the full gradient before clipping; clipped, 1 if any gradient
+        was; skipped_steps so far; skipped_in_a_row, the most so far. `measure` adds "parameters", a
+        ParameterTable, for two more collectives where weights are sharded.
         """
+        s = self.settings
         grads = self.local_gradients()
         square_sums, loss = self.sum_over_ranks(grads, loss)
         grad_norm = square_sums.sum().sqrt()
-        self.skip = ~grad_norm.isfinite()
-        if self.skip_spikes:
-            self.skip |= self.is_spike(loss, grad_norm)
+        skip = ~grad_norm.isfinite()
+        if s.skip_spikes:
+            skip |= self.is_spike(loss, grad_norm)
 
         if measure:
             grad_stats = tensor_stats(grads)  # before clipping
             old_weights = [local(p).clone() for p in self.parameters.values()]
-        clipped = self.clip(self, grads, square_sums.sqrt())
-        self.lr = self.lr_at(step)
-        self.update()
+        norms, numels = square_sums.sqrt(), self.sharding.numels
+        gradients = Gradients(grads, norms, numels, self.norm_average, skip)
+        divisor, clipped = CLIPS[s.clip](s, gradients)
+        lr = learning_rate(step, s)
+        for (chosen, weight_decay), names in self.groups.items():
+            present = [name for name in names if self.parameters[name].grad is not None]
+            chosen.update(self, present, Update(step, lr, weight_decay, divisor, skip))
         if self.keep_gradients:
             torch._foreach_zero_(grads)
         else:
             for parameter in self.parameters.values():
                 parameter.grad = None
 
-        self.skipped_steps += self.skip
-        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * self.skip
+        self.skipped_steps += skip
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * skip
         self.most_skipped_in_a_row = torch.maximum(
             self.most_skipped_in_a_row, self.skipped_in_a_row
         )
-        metrics = {
+        values = {
             "grad_norm": grad_norm,
+            "lr": lr,
             "clipped": clipped.any().float(),
             "skipped_steps": self.skipped_steps.clone(),
             "skipped_in_a_row": self.most_skipped_in_a_row,
         }
         if measure:
-            metrics["parameters"] = self.parameter_stats(grad_stats, old_weights, clipped)
-        return metrics
+            values["parameters"] = self.parameter_stats(grad_stats, old_weights, clipped)
+        return values
 
     def local_gradients(self) -> list[Tensor]:
         """This rank's parts of the n gradients; an empty tensor for a parameter without one."""
@@ -500,21 +545,11 @@ class Optimizer:
         """
         square_sums = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of this rank's parts
         world_size = self.sharding.world_size
-        if self.sharding.is_sharded or (self.skip_spikes and world_size > 1):
+        if self.sharding.is_sharded or (self.settings.skip_spikes and world_size > 1):
             sums = torch.cat((square_sums / self.sharding.replicas, loss[None] / world_size))
             dist.all_reduce(sums)
             return sums[:-1], sums[-1]
         return square_sums, loss
-
-    def update(self) -> None:
-        """Update all parameters that have a gradient."""
-        for (chosen, weight_decay), names in self.groups.items():
-            present = [name for name in names if self.parameters[name].grad is not None]
-            chosen.update(self, present, weight_decay)
-
-    def write(self, tensor: Tensor, value: Tensor) -> None:
-        """Set a tensor in place, unless this update is skipped."""
-        tensor.copy_(torch.where(self.skip, tensor, value))
 
     def is_spike(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Whether the loss or gradient norm is a spike; never before half of the history is known.
@@ -527,7 +562,7 @@ class Optimizer:
         known = history.isfinite().sum(1)
         mean = history.nansum(1) / known
         variance = ((history - mean[:, None]) ** 2).nansum(1) / (known - 1)
-        is_far = latest > mean + self.skip_spikes * variance.sqrt()
+        is_far = latest > mean + self.settings.skip_spikes * variance.sqrt()
         spike = (is_far & (known >= history.size(1) // 2)).any()
         shifted = torch.cat((history[:, 1:], latest[:, None]), dim=1)
         history.copy_(torch.where(latest.isfinite().all(), shifted, history))
@@ -535,8 +570,8 @@ class Optimizer:
 
     def parameter_stats(
         self, grad_stats: TensorStats, old_weights: list[Tensor], clipped: Tensor
-    ) -> Tensor:
-        """(n, len(columns)): one row per whole parameter, the same on all ranks.
+    ) -> "ParameterTable":
+        """One row per full parameter, the same on all ranks.
 
         Gradients before clipping, weights and slots after the update; nan for a slot that a
         parameter does not have.
@@ -568,7 +603,7 @@ class Optimizer:
         update_ratios = update_norms / norms[1]  # relative to the norms of the weights
         by_kind = torch.stack((norms, means, largest, -negated_smallest), dim=1)  # (k, 4, n)
         rows = torch.cat((by_kind.flatten(0, 1), update_norms, update_ratios, clipped))
-        return rows.mT  # (n, 4 * k + 3)
+        return ParameterTable(list(self.parameters), self.columns, rows.mT)  # (n, 4 * k + 3)
 
     def state(self) -> dict:
         """The live tensors by their names in a checkpoint, to save or to load in place."""

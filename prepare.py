@@ -344,7 +344,7 @@ def run_show(argv: list[str]) -> None:
 
 def main(argv: list[str]) -> int:
     command = run_show if argv[:1] == ["show"] else run_command
-    return cli.run("prepare.py", lambda: command(argv))
+    return cli.execute("prepare.py", lambda: command(argv))
 
 
 def exit_on_signal(number: int, frame) -> None:

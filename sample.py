@@ -5,6 +5,7 @@ python sample.py --run runs/tiny/checkpoints/step-00000600 --temperature 0 --max
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -17,10 +18,12 @@ if __name__ == "__main__":
     launcher.end_quietly()
 
 import torch
+from torch import Tensor, nn
 
 import checkpoint
+import data
 import dist
-from model import ModelConfig, Transformer, generate
+from model import ModelConfig, Transformer
 from runtime import cli, memory
 from text import tokenizer
 
@@ -60,6 +63,120 @@ def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transfo
     checkpoint.load_state(path, {"model": weights})
     return model
 
+
+# --------------------------------------------------------------------------------------------------
+# Generation
+
+
+class NotFinite(ArithmeticError):
+    """Logits that are not finite."""
+
+    exit_status = 1
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: list[list[int]],
+    n: int,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    device: torch.device | str,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: int | None = None,
+    seed: int = 0,
+    tp: int = 1,
+) -> Iterator[dict[int, int]]:
+    """Continue all prompts in one batch: yield up to n times {index of a prompt: its next token}.
+
+    Prompts must not be empty. One that draws the token `stop` ends there, without it. A token
+    depends on the last seq_len tokens and comes from `draw`; ids of vocab_size and above only pad
+    the head and are never drawn. Prompt i draws with seed + i: the same seed gives the same tokens.
+    The `tp` ranks that split a sequence divide seq_len. Raises NotFinite.
+    """
+    rows = {i: list(tokens) for i, tokens in enumerate(prompts)}  # prompts that have not ended
+    generators = [torch.Generator().manual_seed(seed + i) for i in rows]
+    for _ in range(n):
+        logits = next_logits(model, [tokens[-seq_len:] for tokens in rows.values()], device, tp)
+        logits = logits[:, :vocab_size].cpu().double()  # (B, vocab_size)
+        if not logits.isfinite().all():
+            raise NotFinite(
+                "the model's logits are not finite: its weights have diverged or are damaged"
+            )
+        drawn = {}
+        for i, row_logits in zip(list(rows), logits):
+            token = draw(row_logits, temperature, top_k, top_p, generators[i])
+            if token == stop:
+                del rows[i]
+            else:
+                rows[i].append(token)
+                drawn[i] = token
+        yield drawn
+        if not rows:
+            return
+
+
+def next_logits(model: nn.Module, contexts: list[list[int]], device, tp: int) -> Tensor:
+    """The logits (B, vocab_size) after the last token of each context."""
+    last = [len(tokens) - 1 for tokens in contexts]
+    T = math.ceil((1 + max(last)) / tp) * tp
+    # Padded at the end, where causal attention does not look.
+    padded = [tokens + [0] * (T - len(tokens)) for tokens in contexts]
+    logits = model(torch.tensor(padded, device=device))  # (B, T, vocab_size)
+    return logits[range(len(last)), last]
+
+
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> int:
+    """Draw a token from softmax(logits / temperature); at temperature 0 take the most likely.
+
+    top_k > 0 leaves the top_k most likely tokens, top_p < 1 the fewest whose probabilities add up
+    to top_p or more (nucleus sampling, Holtzman et al. 2020).
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < len(logits):
+        smallest_kept = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest_kept, -math.inf)
+    # Subtract the largest first, so that no temperature above 0 overflows.
+    probabilities = ((logits - logits.max()) / temperature).softmax(-1)
+    if top_p < 1:
+        ranked, tokens = probabilities.sort(descending=True)
+        before = ranked.cumsum(-1) - ranked  # total of all more likely tokens
+        probabilities[tokens[before >= top_p]] = 0
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def closing_sample(
+    model: nn.Module, folder: data.TokenFolder, n: int, seq_len: int, tp: int, world: dist.World
+) -> str:
+    """Continue the start of the validation set; text on rank 0. Collective, like every forward."""
+    prompt = folder.tokens("val")[: max(1, seq_len // 4)].tolist()
+    new = generate(
+        model,
+        [prompt],
+        n,
+        seq_len=seq_len,
+        vocab_size=folder.vocab_size,
+        device=world.device,
+        temperature=0.8,
+        tp=tp,
+    )
+    try:
+        tokens = [*prompt, *(drawn[0] for drawn in new)]
+        if not world.is_rank0:
+            return ""
+        return "".join(tokenizer.decode(folder.tokenizer, tokens))
+    except (tokenizer.TokenizerError, NotFinite) as error:  # the run itself has succeeded
+        return f"no text: {error}"
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
 
 # Flag -> its default, and its metavar and help text
 NUMBERS = {
@@ -168,7 +285,7 @@ def main(argv: list[str]) -> int:
         check_flags(args)
         device = dist.start(args.device).device
         if device.type == "cpu":
-            memory.keep_freed_memory(1 << 30)  # each token takes the same activations
+            memory.keep_freed_memory()  # each token takes the same activations
         try:
             sample(args, device)
         except torch.OutOfMemoryError as error:
@@ -176,7 +293,7 @@ def main(argv: list[str]) -> int:
         finally:
             dist.stop()
 
-    return cli.run("sample.py", command)
+    return cli.execute("sample.py", command)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""Train a language model: the parts of a run, one step, saving, evaluation, the loop, the command.
-
-Read the loop in `train` first, then `train_step`; `build` makes what they use.
+"""Train a language model: a run, from its flags to its last save, in the order in which it happens.
 
 torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 """
@@ -9,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import hashlib
 import itertools
 import math
 import os
@@ -17,7 +14,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -41,287 +38,310 @@ from torch.distributed.tensor.parallel import loss_parallel
 import checkpoint
 import data
 import dist
+import layout
 import metrics
 import optim
-import prepare
-from config import BUILTIN, Config, lr_schedule, parse, profile_window
-from layout import Layout, choose_layout, empty_model, lay_out
-from model import NotFinite, Transformer, generate
-from runtime import agreement, cli, console, memory, profiling, report, run_folder, slurm, watchdog
+from config import Config, parse, profile_window, resolve
+from layout import Setup
+from metrics import is_due
+from model import Transformer
+from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
 from runtime.consolidate import FULL, replace_shards
-from text import tokenizer
+from runtime.watchdog import (
+    SLOW_FACTOR,
+    Watchdog,
+    fail_on_ranks,
+    say_after_torchrun,
+    take_over_nccl_errors,
+    tell_torchrun,
+)
+from sample import closing_sample
 
 # --------------------------------------------------------------------------------------------------
-# What a run is made of
+# The run
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What every rank decides, in the same way, before anything is built."""
-
-    layout: Layout
-    token_folders: list[data.TokenFolder]  # more than one: a mixture
-    manifest: dict  # goes into every checkpoint
-    resume: run_folder.ResumePoint
-    started: datetime
-    deadline: float  # of --time_limit, by time.monotonic()
-
-    @property
-    def token_folder(self) -> data.TokenFolder:
-        """The first folder, for what all share: vocabulary and tokenizer."""
-        return self.token_folders[0]
-
-
-def make_plan(c: Config, world: dist.World) -> Plan:
-    """Check that flags, ranks, data and run folder fit together; write only the built-in data."""
-    started = datetime.now().astimezone()
-    deadline = time.monotonic() + (c.time_limit or math.inf)
-    origin = dist.on_rank0(lambda: run_folder.find_origin(c))
-    c = run_folder.settle(c, origin)
-    if c.data == BUILTIN:
-        dist.on_rank0(prepare_builtin)
-    token_folders = data.open_folders(c.data)
-    dist.on_rank0(lambda: check_tokenizer(token_folders[0]))
-    device_memory = dist.on_rank0(lambda: memory.device_memory(world.device, world.local_size))
-    layout = choose_layout(c, world, token_folders[0].vocab_size, device_memory, origin.model)
-    manifest = make_manifest(c, layout, token_folders)
-    if c.eval_only:
-        resume = dist.on_rank0(lambda: run_folder.evaluation_point(manifest, origin))
-    else:
-        latest, passed_over = checkpoint.latest_valid(Path(c.out))
-        resume = dist.on_rank0(
-            lambda: run_folder.resume_point(c, manifest, origin, latest, passed_over)
-        )
-    return Plan(layout, token_folders, manifest, resume, started, deadline)
+def command(argv: list[str]) -> int:
+    """Join the other ranks, train or evaluate, and leave; return the exit status."""
+    c = parse(argv)
+    timeout = timedelta(seconds=SLOW_FACTOR * c.timeout)  # of collectives
+    take_over_nccl_errors(timeout)
+    world = dist.start(c.device, timeout, join_timeout=timedelta(seconds=c.timeout))
+    console.is_quiet = c.quiet or not world.is_rank0
+    watchdog = Watchdog(world.store, world.rank, world.size, c.timeout)
+    with contextlib.ExitStack() as lock:  # rank 0 keeps it until the checkpoint is one file
+        # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
+        with watchdog, loss_parallel(), no_garbage_collection():
+            if not c.eval_only:  # which only reads
+                lock.enter_context(run_folder.locked(Path(c.out), c.timeout))
+            status = run(c, world, watchdog)
+        dist.stop()
+        if world.is_rank0:
+            consolidate_last(c, watchdog.saved_step)
+    return status
 
 
-def check_tokenizer(folder: data.TokenFolder) -> None:
-    """Check the tokenizer file that goes into every checkpoint. Raises TokenizerError."""
-    if folder.tokenizer_file:  # a built-in tokenizer has none, and may need the network
-        tokenizer.find(folder.path.absolute(), folder.tokenizer_name, folder.vocab_size)
+def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
+    """What happens, from the first look at the disk to the last line; returns the exit status.
 
-
-def make_manifest(c: Config, layout: Layout, token_folders: list[data.TokenFolder]) -> dict:
-    return {
-        "config": dataclasses.asdict(c),
-        "model": dataclasses.asdict(layout.model_config),
-        "dtype": str(layout.dtype).removeprefix("torch."),
-        "micro_batch_size": layout.micro_batch_size,
-        "data": ", ".join(folder.fingerprint for folder in token_folders),
-        "tokenizer": token_folders[0].tokenizer_name,
-        "tokens_in_vocabulary": token_folders[0].vocab_size,
-    }
-
-
-def prepare_builtin() -> None:
-    if not Path(BUILTIN).exists():
-        prepare.prepare(None, Path(BUILTIN))
-
-
-@dataclass
-class Run:
-    """The parts of a run on this rank, in the order in which `build` makes them.
-
-    The last four are for training only: --dry_run and --eval_only have none.
+    In a step the host queues work and does not wait for the device: batches are copied ahead on a
+    side stream (data.prefetch), tensors decide on clipping and skipping (optim.Optimizer), ranks
+    agree to stop with CPU tensors one step late (StopRequest), and a log row is an asynchronous
+    copy (metrics.Log). An .item(), a print or an `if` on a tensor would break that. The host waits
+    only for an evaluation, a save, the end, optim.jsonl, a host more than a step behind and, with
+    --log_interval 1, the previous row.
     """
+    started = datetime.now().astimezone()
+    time_limit = agreement.TimeLimit(flags.time_limit)
 
-    plan: Plan
-    world: dist.World
-    watchdog: watchdog.Watchdog
-    train_data: data.TokenDataset | data.Mixture
-    val_data: data.TokenDataset | data.Mixture
-    mesh: dist.DeviceMesh  # dp_replicate x dp_shard x tp
-    model: Transformer
-    forward: nn.Module  # what a step calls: the model, or DDP around it
-    optimizer: optim.Optimizer | None  # None with --eval_only
-    state: dict  # what a checkpoint holds: the live tensors, sharded
-    val_batches: list = field(default_factory=list)  # from read_validation_set
-    should_stop: agreement.StopRequest | None = None
-    saver: checkpoint.Saver | None = None
-    log: metrics.Log | None = None
-    profiler: profiling.Profiler | None = None
+    # What needs no weights is refused before they exist. Rank 0 looks for all; together they only
+    # read the checkpoints in --out, to verify them.
+    latest, passed_over = None, []
+    if not flags.eval_only:
+        latest, passed_over = checkpoint.latest_valid(Path(flags.out))
+    start = dist.on_rank0(lambda: preflight.check(flags, world, latest, passed_over))
+    c = start.config
+    watchdog.saved_step = start.step or None
+    if start.is_finished:
+        report.say(world, report.describe_finished(start))
+        return 0
 
-    def __post_init__(self):
-        self.layout = self.plan.layout
-        self.config = self.layout.config
-        self.dp_rank = dist.dp_rank(self.mesh)
-        self.n_val = min(self.config.eval_sequences, len(self.val_data))  # sequences to evaluate
-        self.step = self.plan.resume.step  # updates so far
+    # From flags and ranks to a model on the mesh, with its weights
+    setup = layout.choose(c, world, start.model, start.device_memory)
+    if world.device.type == "cpu":
+        preflight.warn_of_short_memory(c, setup, world)
+        memory.separate_large_blocks()
+    mesh = dist.make_mesh(world, setup.mesh_shape)
+    state, forward = build(c, setup, mesh)
+    load(state, start)
 
+    # The data, and whether all ranks together form one run
+    folders = data.open_folders(c.data)
+    train_data = data.open_dataset(folders, "train", setup.model.seq_len, c.seed)
+    val_data = data.open_dataset(folders, "val", setup.model.seq_len, seed=None)
+    val_batches = agree(flags, c, setup, mesh, state, val_data)
+    if c.eval_only:
+        val_loss = evaluate(forward, val_batches, watchdog, state.step)
+        report.say(world, report.describe_evaluation(start, val_loss, val_data))
+        return 0
+    report.say(world, report.describe_start(start, setup, world, train_data.parts))
+    if c.dry_run:
+        return 0
 
-def build(plan: Plan, world: dist.World, dog: watchdog.Watchdog) -> Run:
-    """Build the run on all ranks, up to its first step, and check that they agree."""
-    layout, resume = plan.layout, plan.resume
-    c, seq_len = layout.config, layout.model_config.seq_len
-    train_data = data.open_dataset(plan.token_folders, "train", seq_len, c.seed)
-    val_data = data.open_dataset(plan.token_folders, "val", seq_len, seed=None)
-    mesh = dist.make_mesh(world, layout.mesh_shape)
-    model = empty_model(layout)
-    forward = lay_out(model, mesh, layout)
-    # Taken before the first forward: after an evaluation FSDP's root shows gathered weights.
-    state = {"model": {name: weight.detach() for name, weight in model.named_parameters()}}
-    optimizer = None
-    if not c.eval_only:
-        optimizer = build_optimizer(model, c)
-        state["optimizer"] = optimizer.state()
-    memory.trim_freed_memory()  # whole tensors, now that each rank has its shards
-    torch.cuda.empty_cache()  # the same on a GPU; does nothing without one
-    if resume.checkpoint:
-        dist.on_rank0(lambda: run_folder.check_complete(resume.checkpoint, state))
-        checkpoint.load_state(resume.checkpoint, state)
-    elif resume.init_from:
-        saved = {name: w for name, w in state["model"].items() if name not in resume.new_parameters}
-        checkpoint.load_state(resume.init_from, {"model": saved})
-    run = Run(plan, world, dog, train_data, val_data, mesh, model, forward, optimizer, state)
-    check_agreement(run)
-    # Read once, here, so that a damaged file ends the run before its first step
-    run.val_batches = dist.raise_on_all_ranks(lambda: read_validation_set(run))
-    if not (c.dry_run or c.eval_only):
-        open_run_folder(run)
-    return run
-
-
-def check_agreement(run: Run) -> None:
-    """Check that the ranks form one run: flags, code and data, weights, and who reads what."""
-    manifest = run.plan.manifest
-    must_match = {f"--{name}": value for name, value in manifest["config"].items()}
-    must_match["the code"] = source_hash()
-    must_match["the fingerprint of the data"] = manifest["data"]
-    if run.config.eval_only:
-        first_indices = indices_of_evaluation(run)
-    else:
-        first_indices = indices_of_steps(run, run.step + 1, run.step + 1)
-    weights = run.model.parameters()
-    agreement.check_ranks_agree(
-        run.mesh, must_match, weights, itertools.chain.from_iterable(first_indices)
-    )
-
-
-def open_run_folder(run: Run) -> None:
-    """Take over the run folder; create what writes to it and what stops the run."""
-    plan, world, c = run.plan, run.world, run.config
+    # From here on the run writes
     out = Path(c.out)
-    start = plan.manifest | {
-        "strategy": run.layout.strategy,
-        "ranks_per_host": world.local_size,
-        "device": metrics.device_name(world.device),
-    }
+    watchdog.dump_folder = out / "flight"
+    manifest = start.manifest | {"micro_batch_size": setup.micro_batch_size}
     first_start = dist.on_rank0(
-        lambda: run_folder.create(out, start, run.step, world.size, plan.started)
+        lambda: run_folder.create(out, manifest, setup.strategy, world, start.step, started)
     )
     console.keep_transcript(out / "console.log")
-    run.watchdog.dump_folder = out / "flight"
-    run.should_stop = agreement.StopRequest(world.timeout)  # handles signals from here on
-    extra_files = plan.token_folder.tokenizer_file
-    run.saver = checkpoint.Saver(
+    stop_request = agreement.StopRequest(world.timeout)  # handles signals from here on
+    saver = checkpoint.Saver(
         out,
         c.async_save,
         c.keep_last,
         c.keep_every,
         world.timeout,
-        extra_files,
+        folders[0].tokenizer_file,
         memory.host_memory,
-        start_step=run.step,
+        start_step=start.step,
     )
-    run.log = build_log(run, first_start)
-
-    def settle() -> None:
-        """Wait for collectives outside the step; the step's own have ended by then."""
-        run.should_stop.wait()
-        run.saver.wait()
-
-    run.profiler = profiling.Profiler(
-        profile_window(c), out / "profile", run.mesh, run.log.say, settle
-    )
-
-
-def build_optimizer(model: Transformer, c: Config) -> optim.Optimizer:
-    return optim.Optimizer(
-        model.named_parameters(),
-        model.decays,
-        lr_schedule(c),
-        optimizer=c.optimizer,
-        is_hidden=model.is_hidden,
-        weight_decay=c.weight_decay,
-        betas=(c.beta1, c.beta2),
-        eps=c.eps,
-        clip=c.clip,
-        max_grad_norm=c.max_grad_norm,
-        max_grad_norm_ratio=c.max_grad_norm_ratio,
-        skip_spikes=c.skip_spikes,
+    dp_rank = dist.dp_rank(mesh)
+    batches = MicroBatches(c, setup, world, dp_rank, train_data, watchdog, start.step)
+    flops_per_token = state.model.flops_per_token(setup.model.seq_len)
+    peak_flops = metrics.peak_flops(world.device, setup.dtype, c.peak_tflops)
+    rates = metrics.Rates(world.device, setup.tokens_per_step, flops_per_token, peak_flops)
+    log = metrics.Log(out, c, rates, start.step, first_start, lambda: batches.waited)
+    profiler = profiling.Profiler(
+        profile_window(c), out / "profile", mesh, log.say, [stop_request, saver]
     )
 
+    n, grad_sync = setup.grad_accum_steps, c.grad_sync
+    with console.live(lambda: report.describe_activity(state.step, watchdog.now, log)):
+        for step in range(start.step + 1, c.max_steps + 1):
+            measure = is_due(step, c.optim_metrics_interval)
+            with profiler.step(step, batches.waited):  # does nothing without --profile
+                values = train_step(forward, state.optimizer, batches, step, n, grad_sync, measure)
+            state.step = step
+            is_last = step == c.max_steps
+            stop = stop_request(log.is_gone or time_limit.is_near(seconds_to_save(c, saver)))
+            stop = stop and not is_last
+            log.step(step, values, stop)  # a row if one is due
+            evaluates = is_last or is_due(step, c.eval_interval)
+            saves = is_last or stop or is_due(step, c.save_interval)
+            if evaluates or saves:
+                with log.pause():
+                    if stop:  # save first: torchrun kills the ranks 30 s after a signal
+                        save(c, setup, state, manifest, saver, log.loss, watchdog)
+                    if evaluates:
+                        log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
+                    # After the evaluation: a kill between the two repeats both, and loses no row.
+                    if saves and not stop:
+                        save(c, setup, state, manifest, saver, log.loss, watchdog)
+            report_saves(saver, log, watchdog)
+            if stop:
+                break
+            tidy_memory(step, is_first=step == start.step + 1, device=world.device)
 
-def build_log(run: Run, first_start: datetime) -> metrics.Log:
-    c, layout, device = run.config, run.layout, run.world.device
-    out = Path(c.out)
-    tracker = None
-    if c.tracker != "none":
-        run_id = f"{out.name}-{first_start:%Y%m%d-%H%M%S}"
-        tracker = metrics.Tracker(c.tracker, out, run_id, run.step, dataclasses.asdict(c))
-    return metrics.Log(
-        out,
-        device,
-        last_step=run.step,
-        started=first_start.timestamp(),
-        max_steps=c.max_steps,
-        tokens_per_step=layout.tokens_per_step,
-        flops_per_token=run.model.flops_per_token(layout.model_config.seq_len),
-        peak_flops=metrics.peak_flops(device, layout.dtype, c.peak_tflops),
-        max_skipped=c.max_skipped,
-        tracker=tracker,
-        quiet=c.quiet,
-    )
+        # The end
+        watchdog.progress(state.step, "saving", slow=True)
+        saver.wait()
+        report_saves(saver, log, watchdog)
+        if saver.failure:
+            raise checkpoint.CheckpointError(saver.failure)
+        dist.on_all_ranks(lambda: run_folder.check_is_there(out, log.is_gone, c, state.step))
+        log.say(log.goodput())
+        if stop:
+            return say_stopped(c, world, state.step, log)
+        if c.sample_tokens:
+            watchdog.progress(state.step, "sampling", slow=True)
+            seq_len = setup.model.seq_len
+            text = closing_sample(forward, folders[0], c.sample_tokens, seq_len, c.tp, world)
+            log.say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
+    return 0
 
 
-def source_hash() -> str:
-    """Hash the Python files of a run and their paths."""
-    root = Path(__file__).parent
-    digest = hashlib.sha256()
-    for pattern in ("*.py", "runtime/*.py", "text/*.py"):
-        for path in sorted(root.glob(pattern)):
-            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+# --------------------------------------------------------------------------------------------------
+# Before the first step
+
+
+@dataclass
+class State:
+    """What a step changes, and a checkpoint holds."""
+
+    step: int  # updates so far
+    model: Transformer
+    optimizer: optim.Optimizer | None  # None with --eval_only
+    tensors: dict  # the live tensors, sharded: saved, and loaded in place
+
+
+def build(
+    c: Config, setup: Setup, mesh: dist.DeviceMesh, model: Transformer | None = None
+) -> tuple[State, nn.Module]:
+    """The model with its initial weights and the optimizer, on the mesh; and what a step calls.
+
+    `model` is on the meta device: by default a new one.
+    """
+    model = model or layout.empty_model(c, setup)
+    forward = layout.place(model, mesh, c, setup)
+    # Taken before the first forward: after an evaluation FSDP's root shows gathered weights.
+    tensors = {"model": {name: weight.detach() for name, weight in model.named_parameters()}}
+    optimizer = None
+    if not c.eval_only:
+        optimizer = optim.Optimizer(
+            model.named_parameters(), model.decays, resolve(c), model.is_hidden
+        )
+        tensors["optimizer"] = optimizer.state()
+    memory.trim_freed_memory()  # full tensors, now that each rank has its shards
+    torch.cuda.empty_cache()  # the same on a GPU; does nothing without one
+    return State(0, model, optimizer, tensors), forward
+
+
+def load(state: State, start: preflight.Start) -> None:
+    """Fill the state from the checkpoint to continue from, or its weights from another run's."""
+    if start.checkpoint:
+        preflight.check_complete(start.checkpoint, state.tensors)
+        checkpoint.load_state(start.checkpoint, state.tensors)
+        state.step = start.step
+    elif start.init_from:
+        weights = state.tensors["model"]
+        saved = {name: w for name, w in weights.items() if name not in start.new_parameters}
+        checkpoint.load_state(start.init_from, {"model": saved})
+
+
+def agree(
+    flags: Config,
+    c: Config,
+    setup: Setup,
+    mesh: dist.DeviceMesh,
+    state: State,
+    val_data: data.TokenDataset | data.Mixture,
+) -> list[tuple[int, Tensor]]:
+    """Check that the ranks form one run: flags, code and data, weights, and who reads what.
+
+    Returns this rank's batches of the fixed validation set, (number of sequences, tokens
+    (B, T + 1)), read once, so that a damaged file ends the run before its first step. Raises
+    RankMismatch and DataError on all ranks.
+    """
+    dp_rank = dist.dp_rank(mesh)
+    n_val, n = min(c.eval_sequences, len(val_data)), len(val_data)
+    val_indices = [*data.val_indices(n_val, n, setup.micro_batch_size, dp_rank, setup.dp_size)]
+    first_indices = step_indices(c, setup, dp_rank, state.step + 1, state.step + 1)
+    if c.eval_only:
+        first_indices = val_indices
+    must_match = {f"--{name}": value for name, value in dataclasses.asdict(flags).items()}
+    folders = [part.folder for part in val_data.parts]
+    must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
+    val_batches = []
+
+    def claim() -> dict:
+        for indices in val_indices:
+            val_batches.append((len(indices), val_data[indices or [0]]))
+        indices = itertools.chain.from_iterable(first_indices)
+        return agreement.local_claims(mesh, must_match, state.model.parameters(), indices)
+
+    agreement.compare_claims(dist.on_all_ranks(claim))
+    return val_batches
 
 
 # --------------------------------------------------------------------------------------------------
 # One step
 
 
-def indices_of_steps(run: Run, start_step: int, stop_step: int) -> Iterator[list[int]]:
-    """The sequence indices of this rank's micro-batches, start_step through stop_step."""
-    return data.train_indices(
-        range(start_step, stop_step + 1),
-        run.config.global_batch_size,
-        run.layout.micro_batch_size,
-        run.dp_rank,
-        run.layout.dp_size,
-    )
+def step_indices(
+    c: Config, setup: Setup, dp_rank: int, start_step: int, stop_step: int
+) -> Iterator[list[int]]:
+    """The sequence indices of a dp_rank's micro-batches, start_step through stop_step."""
+    steps = range(start_step, stop_step + 1)
+    shape = (c.global_batch_size, setup.micro_batch_size, dp_rank, setup.dp_size)
+    return data.train_indices(steps, *shape)
 
 
-def micro_batches(run: Run, start_step: int, stop_step: int) -> Iterator[Tensor]:
-    """This rank's micro-batches (B, T + 1) on its device, start_step through stop_step."""
-    device = run.world.device
-    is_cuda = device.type == "cuda"
-    workers = run.config.num_workers
-    if workers is None:
-        workers = 2 if is_cuda else 0
-    indices = indices_of_steps(run, start_step, stop_step)
-    batches = data.loader(run.train_data, indices, workers, pin=is_cuda)
-    if is_cuda:
-        batches = data.prefetch(batches, device)
-    while True:
-        run.watchdog.progress(run.step, "reading data")
+class MicroBatches:
+    """This rank's micro-batches (B, T + 1) on its device, of the steps after start_step.
+
+    Their order is given by (seed, step). `waited` is the seconds spent waiting for them so far.
+    """
+
+    def __init__(
+        self,
+        c: Config,
+        setup: Setup,
+        world: dist.World,
+        dp_rank: int,
+        train_data: data.TokenDataset | data.Mixture,
+        watchdog: Watchdog,
+        start_step: int,
+    ):
+        is_cuda = world.device.type == "cuda"
+        workers = c.num_workers
+        if workers is None:
+            workers = 2 if is_cuda else 0
+        indices = step_indices(c, setup, dp_rank, start_step + 1, c.max_steps)
+        self.batches = data.loader(train_data, indices, workers, pin=is_cuda)
+        if is_cuda:
+            self.batches = data.prefetch(self.batches, world.device)
+        self.watchdog = watchdog
+        self.start_step = start_step
+        self.per_step = setup.grad_accum_steps
+        self.first_doing = "compiling" if c.compile else "computing"
+        self.read = 0
+        self.waited = 0.0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        step = self.start_step + self.read // self.per_step  # steps done
+        is_first = step == self.start_step  # it allocates its memory and may compile
+        self.watchdog.progress(step, "reading data")
         began = time.perf_counter()
-        tokens = next(batches, None)
-        run.log.data_wait += time.perf_counter() - began
-        # The first step allocates its memory and may compile.
-        is_first = run.step < start_step
-        doing = "compiling" if is_first and run.config.compile else "computing"
-        run.watchdog.progress(run.step, doing, slow=is_first)
-        if tokens is None:
-            return
-        yield tokens
+        tokens = next(self.batches)
+        self.waited += time.perf_counter() - began
+        self.read += 1
+        self.watchdog.progress(step, self.first_doing if is_first else "computing", slow=is_first)
+        return tokens
 
 
 def train_step(
@@ -332,12 +352,12 @@ def train_step(
     grad_accum_steps: int = 1,
     grad_sync: str = "batch",
     measure: bool = False,
-) -> dict[str, Tensor]:
+) -> dict:
     """Train on one global batch. The host queues the work and does not wait for the device.
 
     `forward` is the model, or DDP around it; `batches` yields this rank's micro-batches (B, T + 1);
-    a step takes grad_accum_steps. Returns metrics as 0-d tensors on the device; `measure` adds the
-    table "parameters".
+    a step takes grad_accum_steps. Returns the columns of a log row: numbers, and 0-d tensors on the
+    device; `measure` adds "parameters", an optim.ParameterTable.
     """
     n = grad_accum_steps
     loss = 0
@@ -352,63 +372,72 @@ def train_step(
     return {"loss": loss, **optimizer.step(step, loss, measure)}
 
 
-def is_due(step: int, interval: int) -> bool:
-    """Whether `step` ends an interval; an interval of 0 never ends."""
-    return interval > 0 and step % interval == 0
-
-
-@dataclass(frozen=True)
-class Due:
-    """What is due in and after a step. Depends on flags only, so all ranks agree."""
-
-    measure: bool  # statistics of each parameter, in the step
-    evaluate: bool
-    save: bool
-    log: bool
-
-
-def due_at(step: int, c: Config, is_first: bool) -> Due:
-    """What is due at `step`; `is_first`: it is the first since this start."""
-    is_last = step == c.max_steps
-    measure = is_due(step, c.optim_metrics_interval)
-    evaluate = is_last or is_due(step, c.eval_interval)
-    save = is_last or is_due(step, c.save_interval)
-    log = evaluate or save or is_first or is_due(step, c.log_interval)
-    return Due(measure, evaluate, save, log)
-
-
 # --------------------------------------------------------------------------------------------------
-# Saving and evaluation
+# Evaluation and saving
 
 
-def save(run: Run, step: int) -> None:
-    """Save a checkpoint, or start saving it with --async_save."""
-    if run.config.checkpoint == "none":
+@torch.no_grad()
+def evaluate(
+    forward: nn.Module, val_batches: list[tuple[int, Tensor]], watchdog: Watchdog, step: int
+) -> float:
+    """The mean loss over the fixed validation set, in nats per token.
+
+    Every rank takes part in every forward, with weight 0 once it has no sequences left.
+    """
+    device = next(forward.parameters()).device
+    total = torch.zeros((), device=device)
+    watchdog.progress(step, "evaluating", slow=True)  # the first forward may compile
+    for i, (weight, tokens) in enumerate(val_batches, 1):
+        tokens = tokens.to(device)
+        total += forward(tokens[:, :-1], tokens[:, 1:]) * weight
+        watchdog.progress(step, "evaluating", share=i / len(val_batches))
+    # Under tp all ranks of a group count each of their sequences, in the loss and in the number.
+    count = sum(weight for weight, _ in val_batches)
+    sums = torch.stack((total.double(), total.new_tensor(count, dtype=torch.float64)))
+    torch.distributed.all_reduce(sums)
+    loss, sequences = sums.tolist()
+    return loss / sequences
+
+
+def save(
+    c: Config,
+    setup: Setup,
+    state: State,
+    manifest: dict,
+    saver: checkpoint.Saver,
+    loss: float,
+    watchdog: Watchdog,
+) -> None:
+    """Save a checkpoint, or start saving it with --async_save; refuse if it is not finite."""
+    if c.checkpoint == "none":
         return
-    run.watchdog.progress(step, "saving", slow=True)
-    if is_finite(run):
-        tokens = step * run.layout.tokens_per_step
-        run.saver.save(run.state, {"step": step, "tokens": tokens, **run.plan.manifest})
+    watchdog.progress(state.step, "saving", slow=True)
+    if is_finite(state.tensors["model"], loss):
+        tokens = state.step * setup.tokens_per_step
+        saver.save(state.tensors, {"step": state.step, "tokens": tokens, **manifest})
     else:
-        run.saver.refuse(step, "the loss or a weight is not finite")
-    log_saves(run)
+        saver.refuse(state.step, "the loss or a weight is not finite")
 
 
-def is_finite(run: Run) -> bool:
+def seconds_to_save(c: Config, saver: checkpoint.Saver) -> float:
+    """The time of the last save; with --checkpoint full, and of the one file at the end."""
+    return saver.seconds + (saver.replace_seconds if c.checkpoint == "full" else 0.0)
+
+
+def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
     """Whether the last loss and all weights are finite, on all ranks."""
-    weights = [optim.local(weight) for weight in run.state["model"].values()]
-    finite = torch.stack([weight.isfinite().all() for weight in weights]).all().float()
+    local_weights = [optim.local(weight) for weight in weights.values()]
+    finite = torch.stack([weight.isfinite().all() for weight in local_weights]).all().float()
     torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
-    return math.isfinite(run.log.loss) and finite.item() == 1
+    return math.isfinite(loss) and finite.item() == 1
 
 
-def log_saves(run: Run) -> None:
+def report_saves(saver: checkpoint.Saver, log: metrics.Log, watchdog: Watchdog) -> None:
     """Log the saves that have finished."""
-    for row in run.saver.done():
-        run.log.checkpoint(row)
+    for row in saver.done():
+        log.checkpoint(row)
         if row["event"] == "checkpoint":
-            run.log.longest_pause = max(run.log.longest_pause, row["seconds"])  # of --async_save
-            run.watchdog.saved_step = row["step"]
+            watchdog.saved_step = row["step"]
 
 
 def consolidate_last(c: Config, step: int | None) -> None:
@@ -428,179 +457,8 @@ def consolidate_last(c: Config, step: int | None) -> None:
         print(f"consolidated {path} in {FULL} in {seconds:.2f} s", flush=True)
 
 
-def evaluate_and_save(run: Run, step: int, due: Due, stop: bool) -> None:
-    """Do what is due after a step, outside its time. Raises Diverged on all ranks."""
-    with run.log.pause():
-        if stop:  # save first: torchrun kills the ranks 30 s after a signal
-            save(run, step)
-        if due.evaluate:
-            run.log.evaluation(step, validation_loss(run))
-        # After the evaluation: a kill between the two repeats both, and loses no row.
-        if due.save and not stop:
-            save(run, step)
-
-
-def indices_of_evaluation(run: Run) -> list[list[int]]:
-    """The sequence indices of this rank's batches of the fixed validation set."""
-    batch_size, dp_size = run.layout.micro_batch_size, run.layout.dp_size
-    return list(data.val_indices(run.n_val, len(run.val_data), batch_size, run.dp_rank, dp_size))
-
-
-def read_validation_set(run: Run) -> list[tuple[int, Tensor]]:
-    """(number of sequences, tokens (B, T + 1)) for each of this rank's batches."""
-    return [(len(indices), run.val_data[indices or [0]]) for indices in indices_of_evaluation(run)]
-
-
-@torch.no_grad()
-def validation_loss(run: Run) -> float:
-    """The mean loss over the fixed validation set, in nats per token.
-
-    Every rank takes part in every forward, with weight 0 once it has no sequences left.
-    """
-    total = torch.zeros((), device=run.world.device)
-    run.watchdog.progress(run.step, "evaluating", slow=True)  # the first forward may compile
-    for i, (weight, tokens) in enumerate(run.val_batches, 1):
-        tokens = tokens.to(run.world.device)
-        total += run.forward(tokens[:, :-1], tokens[:, 1:]) * weight
-        run.watchdog.progress(run.step, "evaluating", share=i / len(run.val_batches))
-    total = total.double()
-    torch.distributed.all_reduce(total)
-    return total.item() / run.config.tp / run.n_val  # a tp group's ranks have the same loss
-
-
 # --------------------------------------------------------------------------------------------------
-# The loop
-
-
-def train(run: Run) -> int:
-    """Train up to max_steps; return the exit status.
-
-    In a step the host queues work and does not wait for the device: batches are copied ahead on a
-    side stream (data.prefetch), tensors decide on clipping and skipping (optim.Optimizer), ranks
-    agree to stop with CPU tensors one step late (StopRequest), and a log row is an asynchronous
-    copy (metrics.Log). An .item(), a print or an `if` on a tensor would break that. The host waits
-    only for an evaluation, a save, the end, optim.jsonl, a host more than a step behind and, with
-    --log_interval 1, the previous row.
-    """
-    c, forward, optimizer, log = run.config, run.forward, run.optimizer, run.log
-    n = run.layout.grad_accum_steps
-    start_step = run.step + 1
-    batches = micro_batches(run, start_step, c.max_steps)  # in an order given by (seed, step)
-    deadline = run.plan.deadline  # of --time_limit
-    for step in range(start_step, c.max_steps + 1):
-        due = due_at(step, c, is_first=step == start_step)
-        with run.profiler.step(step, log.data_wait):  # does nothing without --profile
-            values = train_step(forward, optimizer, batches, step, n, c.grad_sync, due.measure)
-        run.step = step
-        is_late = log.is_gone or time.monotonic() > deadline - seconds_to_stop(run)
-        stop = run.should_stop(is_late) and step < c.max_steps
-        log.step(step, values, optimizer, is_due=due.log or stop)
-        if c.async_save and due.log:
-            log_saves(run)
-        if due.evaluate or due.save or stop:
-            evaluate_and_save(run, step, due, stop)
-        if stop:
-            break
-        tidy_memory(run, step, is_first=step == start_step)
-    return finish(run, stopped=stop)
-
-
-def seconds_to_stop(run: Run) -> float:
-    """Time to leave for a stop: twice as long as one would take by the run's own timings."""
-    # One more step, an evaluation and a save; with --checkpoint full also the one file
-    seconds = run.log.step_time + run.log.longest_pause
-    if run.config.checkpoint == "full":
-        seconds += run.saver.replace_seconds
-    return 2 * seconds
-
-
-def tidy_memory(run: Run, step: int, is_first: bool) -> None:
-    """Keep freed memory for the next steps; collect garbage on all ranks in the same step."""
-    if is_first and run.world.device.type == "cpu":
-        # Not before: the first step also allocates memory that lives until the end.
-        memory.keep_freed_memory(run.layout.memory.transient)
-    if step % 100 == 0:
-        gc.collect(1)
-        memory.trim_freed_memory()  # left by evaluations and saves
-
-
-def finish(run: Run, stopped: bool) -> int:
-    """Wait for the last save and print how the run ended; return the exit status.
-
-    Raises CheckpointError if that save failed.
-    """
-    c = run.config
-    run.watchdog.progress(run.step, "saving", slow=True)
-    run.saver.wait()
-    log_saves(run)
-    if run.saver.failure:
-        raise checkpoint.CheckpointError(run.saver.failure)
-    dist.raise_on_all_ranks(lambda: check_is_there(run))
-    run.log.say(run.log.goodput())
-    if stopped:
-        continues = "" if c.checkpoint == "none" else "; the same command continues"
-        line = f"stopped after step {run.step}{continues}"
-        run.log.say(line)
-        watchdog.tell_torchrun(line)
-        if run.world.is_rank0:
-            watchdog.say_after_torchrun(line)
-        # 75 tells a scheduler to try again. With torchrun --max-restarts, which would retry at
-        # once, return 0.
-        will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-        return 0 if will_restart else os.EX_TEMPFAIL
-    if c.sample_tokens:
-        run.log.say(f"{' sample ':-^80}\n{closing_sample(run)}\n{'-' * 80}")
-    return 0
-
-
-def check_is_there(run: Run) -> None:
-    """Raises RunError if the log found no run folder: it was renamed or removed."""
-    if run.log.is_gone:
-        out = run.log.out
-        saved = ""
-        if run.config.checkpoint != "none":
-            path = checkpoint.step_path(out, run.step)
-            saved = f"; {path} is new: move it into the run's checkpoints/, and continue there"
-        raise cli.RunError(f"{out} was renamed or removed while the run wrote there{saved}")
-
-
-def closing_sample(run: Run) -> str:
-    """Continue the start of the validation set; text on rank 0. Collective, like every forward."""
-    run.watchdog.progress(run.step, "sampling", slow=True)
-    seq_len = run.layout.model_config.seq_len
-    folder = run.plan.token_folder
-    prompt = folder.tokens("val")[: max(1, seq_len // 4)].tolist()
-    new = generate(
-        run.forward,
-        [prompt],
-        run.config.sample_tokens,
-        seq_len=seq_len,
-        vocab_size=folder.vocab_size,
-        device=run.world.device,
-        temperature=0.8,
-        tp=run.config.tp,
-    )
-    try:
-        tokens = [*prompt, *(drawn[0] for drawn in new)]
-        if not run.log.is_rank0:
-            return ""
-        return "".join(tokenizer.decode(folder.tokenizer, tokens))
-    except (tokenizer.TokenizerError, NotFinite) as error:  # the run itself has succeeded
-        return f"no text: {error}"
-
-
-# --------------------------------------------------------------------------------------------------
-# The command
-
-
-def print_evaluation(run: Run) -> None:
-    """Evaluate, and print the line of --eval_only."""
-    val_loss = validation_loss(run)
-    if run.world.is_rank0:
-        for warning in run.plan.resume.warnings:
-            print(f"train.py: warning: {warning}", file=sys.stderr, flush=True)
-        line = report.describe_evaluation(val_loss, run.val_data, run.n_val)
-        print(f"{run.plan.resume.init_from} on {run.config.data}: {line}", flush=True)
+# The process
 
 
 @contextlib.contextmanager
@@ -613,103 +471,40 @@ def no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def prepare_memory(plan: Plan, world: dist.World) -> None:
-    """On CPUs, warn if the host lacks memory for its ranks, and tune malloc."""
-    if world.device.type != "cpu":
-        return
-    shortage = plan.layout.memory.shortage(world.local_size)
-    memory.separate_large_blocks()
-    if shortage and world.local_rank == 0:
-        print(f"train.py: warning: {shortage}", file=sys.stderr, flush=True)
+def tidy_memory(step: int, is_first: bool, device: torch.device) -> None:
+    """Keep freed memory for the next steps; collect garbage on all ranks in the same step."""
+    if is_first and device.type == "cpu":
+        # Not before: the first step also allocates memory that lives until the end.
+        memory.keep_freed_memory()
+    if step % 100 == 0:
+        gc.collect(1)
+        memory.trim_freed_memory()  # left by evaluations and saves
 
 
-def run_command(config: Config) -> int:
-    """Join the other ranks, then train or evaluate; return the exit status."""
-    collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * config.timeout)
-    join_timeout = timedelta(seconds=config.timeout)
-    world = dist.start(config.device, collective_timeout, join_timeout)
-    console.is_quiet = config.quiet or not world.is_rank0
-    dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
-    with contextlib.ExitStack() as lock:  # rank 0 keeps it until the checkpoint is one file
-        # loss_parallel is for --tp, where each rank holds part of the logits.
-        with dog, loss_parallel(), no_garbage_collection():
-            if config.eval_only:  # only reads, so needs no lock
-                print_evaluation(build(make_plan(config, world), world, dog))
-                status = 0
-            else:
-                lock.enter_context(run_folder.locked(Path(config.out), config.timeout))
-                status = run_training(config, world, dog)
-        dist.stop()
-        if world.is_rank0:
-            consolidate_last(config, dog.saved_step)
-    return status
-
-
-def run_training(config: Config, world: dist.World, dog: watchdog.Watchdog) -> int:
-    """Plan, build and train, unless the run is finished; return the exit status."""
-    dist.on_rank0(lambda: metrics.check_tracker(config.tracker))
-    plan = make_plan(config, world)
-    dog.saved_step = plan.resume.step or None
-    if plan.resume.step >= config.max_steps:
-        if world.is_rank0:
-            print(
-                f"{config.out} is finished, step {plan.resume.step} of {config.max_steps}: "
-                "raise --max_steps, or choose another --out"
-            )
-        return 0
-    prepare_memory(plan, world)
-    run = build(plan, world, dog)
-    lines = [
-        *report.describe_start(run.config, run.layout, world, run.model, run.train_data.parts),
-        *report.describe_beginning(run.config, plan.resume),
-    ]
-    if config.dry_run:
-        lines.append("--dry_run: all is ready for the first step; nothing was written")
+def say_stopped(c: Config, world: dist.World, step: int, log: metrics.Log) -> int:
+    """Say that a run stopped before its end; return its exit status."""
+    continues = "" if c.checkpoint == "none" else "; the same command continues"
+    line = f"stopped after step {step}{continues}"
+    log.say(line)
+    tell_torchrun(line)
     if world.is_rank0:
-        print("\n".join(lines), flush=True)
-    if config.dry_run:
-        return 0
-    with console.live(lambda: report.describe_activity(run.step, dog.now, run.log)):
-        status = train(run)
-    if run.step == config.max_steps:
-        run.log.say(f"planned and measured: python -m tools.plan --run {config.out}")
-    return status
+        say_after_torchrun(line)
+    # 75 tells a scheduler to try again. With torchrun --max-restarts, which would retry at once,
+    # return 0.
+    will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    return 0 if will_restart else os.EX_TEMPFAIL
+
+
+CTRL_C = "stopped at once by Ctrl-C, without a save"
 
 
 def main(argv: list[str]) -> int:
-    def command() -> int:
-        try:
-            return run_command(parse(argv))
-        except KeyboardInterrupt:
-            if os.environ.get("RANK", "0") == "0":
-                print("train.py: stopped at once by Ctrl-C, without a save", file=sys.stderr)
-            raise
-        except RuntimeError as error:
-            message = None if hasattr(error, "exit_status") else explain(error)
-            if message is None:
-                raise
-            raise cli.RunError(message) from None
-
     slurm.read_slurm()
     launcher.watch()
-    heading = f"--- {datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z} train.py {shlex.join(argv)}\n"
+    started = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z}"
+    heading = f"--- {started} train.py {shlex.join(argv)}\n"
     with console.Transcript(heading if os.environ.get("RANK", "0") == "0" else ""):
-        return cli.run("train.py", command, watchdog.fail_on_ranks)
-
-
-def explain(error: RuntimeError) -> str | None:
-    """One line for an error of torch that has a remedy: out of memory, or from torch.compile."""
-    inner = getattr(error, "inner_exception", None)  # in torch.compile's errors
-    first_line = str(inner or error).partition("\n")[0]
-    for text in ("out of memory", "allocate memory", "calculation overflowed"):  # CUDA, CPU, both
-        if text in str(error):
-            need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
-            return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
-    if inner:
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # set by Inductor, if it got so far
-        remedy = f"; if its cache is damaged, remove {cache}" if cache else ""
-        return f"--compile: {first_line}{remedy}"
-    return None
+        return cli.execute("train.py", lambda: command(argv), fail_on_ranks, CTRL_C)
 
 
 if __name__ == "__main__":

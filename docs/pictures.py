@@ -403,26 +403,31 @@ def step_memory(policy: str) -> list[list[float]]:
     import torch
 
     import config
+    import data
     import dist
+    import layout
     import train
-    from runtime.watchdog import Watchdog
 
     flags = f"--config {DOCS}/lecture.json --n_layer 8 --seq_len 256 --global_batch_size 16 "
     flags += f"--strategy single --dry_run --activation_checkpointing {policy}"
     c = config.parse(flags.split())
     world = dist.start(c.device)
-    run = train.build(train.make_plan(c, world), world, Watchdog(world.store, 0, 1, c.timeout))
-    batches = iter(2 * [run.train_data[list(range(16))]])
-    train.train_step(run.forward, run.optimizer, batches, 1)
+    folders = data.open_folders(c.data)
+    decoder = config.model_config(c, folders[0].vocab_size)
+    setup = layout.choose(c, world, decoder, device_memory=10**12)
+    state, forward = train.build(c, setup, dist.make_mesh(world, setup.mesh_shape))
+    train_data = data.open_dataset(folders, "train", decoder.seq_len, c.seed)
+    batches = iter(2 * [train_data[list(range(16))]])
+    train.train_step(forward, state.optimizer, batches, 1)
     with torch.profiler.profile(profile_memory=True) as profiler:
-        train.train_step(run.forward, run.optimizer, batches, 2)
+        train.train_step(forward, state.optimizer, batches, 2)
     dist.stop()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
     events = [event for event in events if event["name"] == "[memory]"]
     began = events[0]["ts"]
-    held = 12 * run.model.parameter_count()
+    held = 12 * state.model.parameter_count()
     series = [
         [(e["ts"] - began) / 1e3, (held + e["args"]["Total Allocated"]) / 1e6] for e in events
     ]

@@ -1,16 +1,20 @@
 """The ranks agree: at start on flags, code, data, weights and sequences, later on a stop."""
 
+import hashlib
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -53,9 +57,9 @@ class StopRequest:
     """
 
     def __init__(self, timeout: timedelta):
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         self.flag = torch.zeros(1)
-        self.in_flight: dist.Work | None = None
+        self.in_flight: torch.distributed.Work | None = None
         self.signalled = False
         signal.set_wakeup_fd(-1)  # of end_on_early_signals
         # Ctrl-C; torchrun and schedulers; Slurm, ahead of its limit; a terminal that closes
@@ -75,7 +79,7 @@ class StopRequest:
         self.wait()
         any_rank = self.flag.numpy()[0] > 0  # not .item(), which --profile counts as a host sync
         self.flag = torch.tensor([float(self.signalled or is_late)])
-        self.in_flight = dist.all_reduce(self.flag, group=self.group, async_op=True)
+        self.in_flight = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
         return any_rank
 
     def wait(self) -> None:
@@ -84,35 +88,61 @@ class StopRequest:
             self.in_flight.wait()
 
 
+class TimeLimit:
+    """--time_limit: when to stop, so that a last save ends in time."""
+
+    def __init__(self, seconds: float):
+        self.deadline = time.monotonic() + (seconds or math.inf)
+        self.last_call: float | None = None
+        self.longest = 0.0  # seconds from call to call
+
+    def is_near(self, save_seconds: float) -> bool:
+        """Whether to stop after this step. Call it after each.
+
+        Leaves twice the longest time that a step has taken, with its evaluation and save, and twice
+        what a save takes that goes on beside the steps.
+        """
+        now = time.monotonic()
+        if self.last_call is not None:  # the first step may have compiled
+            self.longest = max(self.longest, now - self.last_call)
+        self.last_call = now
+        return now + 2 * (self.longest + save_seconds) > self.deadline
+
+
 class RankMismatch(ValueError):
     """Ranks differ in flags, code or data, in a shard, or in who reads what."""
 
     exit_status = 2
 
 
-def check_ranks_agree(
+def local_claims(
     mesh: DeviceMesh,
     must_match: dict[str, object],
     weights: Iterable[Tensor],
     first_indices: Iterable[int],
-) -> None:
-    """Check before the first step, with one all_gather, that the ranks form one run.
+) -> dict[tuple, object]:
+    """What this rank says of itself: (kind, name) -> a value that all ranks with the key share.
 
-    All ranks must have equal values in `must_match`. Ranks with the same part of `weights`, the
-    parameters, must have the same bits. The ranks of a tp group must read the same `first_indices`,
-    the sequences of their first step, and no other rank may read any of them. Raises RankMismatch
-    on every rank.
+    All ranks must have equal values in `must_match`, and the same code. Ranks with the same part of
+    `weights`, the parameters, must have the same bits. The ranks of a tp group must read the same
+    `first_indices`, the sequences of their first step, and no other rank may read any of them.
     """
     *dp_coordinates, _ = mesh.get_coordinate()
     tp_group = tuple(dp_coordinates)
     first_indices = list(first_indices)
-    # (kind, name) -> a value that must be the same on every rank that has the key
-    own = {("value", name): value for name, value in must_match.items()}
-    own |= {("weights", part): total for part, total in sum_weights(weights).items()}
-    own["group", tp_group] = first_indices
-    own |= {("reader", index): tp_group for index in first_indices}
-    claims: list = [None] * dist.get_world_size()
-    dist.all_gather_object(claims, own)
+    claims = {("value", name): value for name, value in must_match.items()}
+    claims["value", "the code"] = source_hash()
+    claims |= {("weights", part): total for part, total in sum_weights(weights).items()}
+    claims["group", tp_group] = first_indices
+    claims |= {("reader", index): tp_group for index in first_indices}
+    return claims
+
+
+def compare_claims(claims: list[dict]) -> None:
+    """Check before the first step that the ranks form one run. Raises RankMismatch on every rank.
+
+    `claims` has the `local_claims` of all ranks.
+    """
     first_ranks: dict[tuple, int] = {}  # the first rank that has a key
     for rank, claim in enumerate(claims):
         for key, value in claim.items():
@@ -137,6 +167,16 @@ def raise_mismatch(claims: list[dict], key: tuple, first: int, rank: int) -> NoR
         f"{name} is {claims[first][key]} on rank {first} and {value} on {format_ranks(others)}: "
         "start all ranks with the same flags, code and data"
     )
+
+
+def source_hash() -> str:
+    """Hash the Python files of a run and their paths."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for pattern in ("*.py", "runtime/*.py", "text/*.py"):
+        for path in sorted(root.glob(pattern)):
+            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def sum_weights(weights: Iterable[Tensor]) -> dict[tuple, int]:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import platform
 import re
 import sys
@@ -81,16 +82,17 @@ def fail(program: str, message: str, status: int) -> int:
     return status
 
 
-def run(
+def execute(
     program: str,
     command: Callable[[], int | None],
     fail: Callable[[str, str, int], int] = fail,
+    ctrl_c: str = "",
 ) -> int:
     """Call `command` and return the exit status: its result, or that of the error it raises.
 
     Prints expected errors in one line: those whose class has an `exit_status` (2 for usage, 1 at
-    run time), and OSError (1). Ctrl-C and a closed pipe return 130. Other exceptions are bugs and
-    propagate.
+    run time), OSError (1), and those that `explain` knows. Ctrl-C, of which rank 0 says `ctrl_c`,
+    and a closed pipe return 130. Other exceptions are bugs and propagate.
     """
     if hasattr(sys.stdout, "reconfigure"):
         # Print \u1234 for characters that the encoding, such as ASCII, lacks.
@@ -98,10 +100,32 @@ def run(
     try:
         launcher.take_ctrl_c()
         return command() or 0
-    except (KeyboardInterrupt, BrokenPipeError):
+    except KeyboardInterrupt:
+        if ctrl_c and os.environ.get("RANK", "0") == "0":
+            print(f"{program}: {ctrl_c}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
         return 130
     except Exception as error:
         status = getattr(error, "exit_status", 1 if isinstance(error, OSError) else None)
+        message = str(error)
         if status is None:
-            raise
-        return fail(program, str(error), status)
+            message, status = explain(error), 1
+            if message is None:
+                raise
+        return fail(program, message, status)
+
+
+def explain(error: Exception) -> str | None:
+    """One line for an error of torch that has a remedy: out of memory, or from torch.compile."""
+    inner = getattr(error, "inner_exception", None)  # in torch.compile's errors
+    first_line = str(inner or error).partition("\n")[0]
+    for text in ("out of memory", "allocate memory", "calculation overflowed"):  # CUDA, CPU, both
+        if isinstance(error, RuntimeError) and text in str(error):
+            need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
+            return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
+    if inner:
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # set by Inductor, if it got so far
+        remedy = f"; if its cache is damaged, remove {cache}" if cache else ""
+        return f"--compile: {first_line}{remedy}"
+    return None

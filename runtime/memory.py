@@ -90,14 +90,10 @@ def separate_large_blocks() -> None:
     set_malloc_option(M_ARENA_MAX, 1)
 
 
-def keep_freed_memory(limit: int) -> None:
-    """Keep freed memory for the next step, up to `limit` bytes at the end of the heap.
-
-    Free blocks before a small object escape that limit, so the training loop also calls
-    `trim_freed_memory` now and then.
-    """
+def keep_freed_memory() -> None:
+    """Keep freed memory for the next step; the loop calls `trim_freed_memory` now and then."""
     set_malloc_option(M_MMAP_MAX, 0)
-    set_malloc_option(M_TRIM_THRESHOLD, min(limit, 2**31 - 1))  # an int
+    set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)  # an int
     trim_freed_memory()
 
 

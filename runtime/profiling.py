@@ -192,7 +192,7 @@ class Profiler:
     inside it. An exception in the profiler costs only the profile.
 
     torch's profiler corrupts memory if it starts or stops while a collective runs on a gloo thread.
-    `settle`, called before, returns when this rank has none in flight.
+    Before it does, `wait` of each object `in_flight` is called; the step's own have ended by then.
     """
 
     def __init__(
@@ -201,14 +201,14 @@ class Profiler:
         folder: Path,
         mesh: DeviceMesh,
         say: Callable[[str], None],
-        settle: Callable[[], None],
+        in_flight: Iterable,
     ):
         self.start, self.stop = window or (math.inf, math.inf)
         self.path = folder / f"rank_{dist.get_rank()}"
         self.mesh = mesh
         self.is_cuda = mesh.device_type == "cuda"
         self.say = say
-        self.settle = settle
+        self.in_flight = in_flight
         self.has_begun = False  # on all ranks, whether or not the profiler works on this one
         self.trace: profile | None = None  # while it runs
         self.figures: dict = {}  # from the trace, until the next step has been counted
@@ -246,12 +246,16 @@ class Profiler:
             self.figures = {}
             print(f"rank {dist.get_rank()}: no profile: {error!r}", file=sys.stderr, flush=True)
 
+    def wait(self) -> None:
+        for each in self.in_flight:
+            each.wait()
+
     def begin(self, data_wait: float) -> None:
         activities = [ProfilerActivity.CPU]
         if self.is_cuda:
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()
-        self.settle()
+        self.wait()
         self.trace = profile(activities=activities)
         self.trace.start()
         self.began = clocks(data_wait)
@@ -260,7 +264,7 @@ class Profiler:
         if self.is_cuda:
             torch.cuda.synchronize()
         elapsed = clocks(data_wait) - self.began
-        self.settle()
+        self.wait()
         self.trace.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.trace.export_chrome_trace(f"{self.path}.trace.json")

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -10,52 +10,34 @@ import data
 import dist
 import metrics
 from config import WARMUP_STEPS, Config
-from layout import Layout
-from model import Transformer
+from layout import Setup, empty_model, estimate_memory
 from runtime import console
-from runtime.run_folder import ResumePoint, in_short
+from runtime.preflight import Start, in_short
 from text import tokenizer
 
 ENOUGH_CORES = 4  # for the thread of a GPU rank, its loader workers, NCCL and a save
 
 
+def say(world: dist.World, lines: Iterable[str]) -> None:
+    """Print lines on rank 0."""
+    if world.is_rank0:
+        print("\n".join(lines), flush=True)
+
+
+def describe_finished(start: Start) -> Iterator[str]:
+    c = start.config
+    yield (
+        f"{c.out} is finished, step {start.step} of {c.max_steps}: "
+        "raise --max_steps, or choose another --out"
+    )
+
+
 def describe_start(
-    c: Config,
-    layout: Layout,
-    world: dist.World,
-    model: Transformer,
-    parts: list[data.TokenDataset],
+    start: Start, setup: Setup, world: dist.World, parts: list[data.TokenDataset]
 ) -> Iterator[str]:
-    """Yield the lines on model, mesh, dtype, batch, data (`parts`) and memory."""
-    m = layout.model_config
-    yield (
-        f"model   {c.source or c.model}: {m.n_layer} layers x {m.d_model} wide, "
-        f"vocabulary {m.vocab_size:,}: {model.parameter_count():,} parameters"
-    )
-    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, layout.mesh_shape))
-    yield (
-        f"mesh    {layout.strategy}: {axes} = {world.size} x {world.device.type} "
-        f"({metrics.device_name(world.device)})"
-    )
-    cores = len(os.sched_getaffinity(0)) if world.device.type == "cuda" else ENOUGH_CORES
-    if cores < ENOUGH_CORES:
-        yield (
-            f"        warning: this rank may use {cores} of the host's cores, and a GPU needs "
-            f"{ENOUGH_CORES} or more: under Slurm, give --cpus-per-task to srun"
-        )
-    if c.strategy == "auto":
-        yield f"        --strategy auto: {layout.strategy_reason}"
-    dtype = str(layout.dtype).removeprefix("torch.")
-    auto = " (--dtype auto)" if c.dtype == "auto" else ""
-    yield f"dtype   {dtype}{auto}; weights, reductions and optimizer in float32"
-    peak_flops = metrics.peak_flops(world.device, layout.dtype, c.peak_tflops)
-    if world.device.type == "cuda" and peak_flops is None:
-        yield f"        no MFU: the peak of this GPU in {dtype} is not known; give --peak_tflops"
-    yield (
-        f"batch   {c.global_batch_size} sequences = micro_batch_size {layout.micro_batch_size} x "
-        f"grad_accum_steps {layout.grad_accum_steps} x dp_size {layout.dp_size}; "
-        f"x {m.seq_len} tokens = {layout.tokens_per_step:,} tokens a step"
-    )
+    """Yield the lines on model, mesh, dtype, batch, data (`parts`), memory and beginning."""
+    c = start.config
+    yield from describe_setup(c, setup, world)
     for part in parts:
         share = part.folder.share / 1000
         epochs = share * c.max_steps * c.global_batch_size / len(part)
@@ -69,53 +51,97 @@ def describe_start(
             f"        warning: all {c.max_steps} steps are warm-up (--warmup_steps {WARMUP_STEPS} "
             "by default): give fewer"
         )
-    yield f"memory  a rank at its peak: {layout.memory}"
+    yield f"memory  a rank needs at least: {estimate_memory(c, setup)}"
+    yield from describe_beginning(start)
+    if c.dry_run:
+        yield "--dry_run: all is ready for the first step; nothing was written"
 
 
-def describe_beginning(c: Config, resume: ResumePoint) -> Iterator[str]:
+def describe_setup(c: Config, setup: Setup, world: dist.World) -> Iterator[str]:
+    """Yield the lines on model, mesh, dtype and batch."""
+    m = setup.model
+    yield (
+        f"model   {c.source or c.model}: {m.n_layer} layers x {m.d_model} wide, "
+        f"vocabulary {m.vocab_size:,}: {empty_model(c, setup).parameter_count():,} parameters"
+    )
+    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, setup.mesh_shape))
+    yield (
+        f"mesh    {setup.strategy}: {axes} = {world.size} x {world.device.type} "
+        f"({metrics.device_name(world.device)})"
+    )
+    cores = len(os.sched_getaffinity(0)) if world.device.type == "cuda" else ENOUGH_CORES
+    if cores < ENOUGH_CORES:
+        yield (
+            f"        warning: this rank may use {cores} of the host's cores, and a GPU needs "
+            f"{ENOUGH_CORES} or more: under Slurm, give --cpus-per-task to srun"
+        )
+    if c.strategy == "auto":
+        yield f"        --strategy auto: {setup.reason}"
+    dtype = str(setup.dtype).removeprefix("torch.")
+    auto = " (--dtype auto)" if c.dtype == "auto" else ""
+    yield f"dtype   {dtype}{auto}; weights, reductions and optimizer in float32"
+    peak_flops = metrics.peak_flops(world.device, setup.dtype, c.peak_tflops)
+    if world.device.type == "cuda" and peak_flops is None:
+        yield f"        no MFU: the peak of this GPU in {dtype} is not known; give --peak_tflops"
+    yield (
+        f"batch   {c.global_batch_size} sequences = micro_batch_size {setup.micro_batch_size} x "
+        f"grad_accum_steps {setup.grad_accum_steps} x dp_size {setup.dp_size}; "
+        f"x {m.seq_len} tokens = {setup.tokens_per_step:,} tokens a step"
+    )
+
+
+def describe_beginning(start: Start) -> Iterator[str]:
     """Yield the lines on where the run begins, damaged checkpoints and changed flags."""
-    for problem in resume.passed_over:
+    c = start.config
+    for problem in start.passed_over:
         yield f"        passed over {problem}"
     beginning = ""
-    if resume.checkpoint:
-        beginning = f", continuing from {resume.checkpoint}"
-    if resume.init_from:
-        beginning = f", a new run with the weights of {resume.init_from}"
+    if start.checkpoint:
+        beginning = f", continuing from {start.checkpoint}"
+    if start.init_from:
+        beginning = f", a new run with the weights of {start.init_from}"
     yield f"out     {c.out}{beginning}"
-    if resume.new_parameters:
-        yield f"        with new ones, which it lacks: {in_short(resume.new_parameters)}"
-    for warning in resume.warnings:
+    if start.new_parameters:
+        yield f"        with new ones, which it lacks: {in_short(start.new_parameters)}"
+    for warning in start.warnings:
         yield f"        warning: {warning}"
     if c.checkpoint == "none":
         yield "        --checkpoint none: this run saves nothing and cannot be continued"
-    for change in resume.changes:
+    for change in start.changes:
         yield f"        changed: {change}"
 
 
 def describe_activity(step: int, now: console.Progress, log: metrics.Log) -> str:
     """The live line after `step` steps: their rate, or how long anything else takes."""
-    line = f"step {step:>{len(str(log.max_steps))}}/{log.max_steps}"
+    max_steps = log.c.max_steps
+    line = f"step {step:>{len(str(max_steps))}}/{max_steps}"
     is_step = now.doing in ("reading data", "computing") and log.step_time
     if not is_step or now.seconds() > 10 + 2 * log.step_time:  # it hangs, or waits for a rank
         return f"{line}  {now()}"
-    speed = log.tokens_per_step / log.step_time
-    line += f"  {step / log.max_steps:4.0%}  {log.step_time * 1e3:,.0f} ms  {speed:,.0f} tok/s"
+    speed = log.rates.tokens_per_step / log.step_time
+    line += f"  {step / max_steps:4.0%}  {log.step_time * 1e3:,.0f} ms  {speed:,.0f} tok/s"
     if log.mark.step <= log.last_step + 1:  # the first step does not tell the time left
         return line
-    return f"{line}  {console.clock((log.max_steps - step) * log.step_time)} left"
+    return f"{line}  {console.clock((max_steps - step) * log.step_time)} left"
 
 
-def describe_evaluation(val_loss: float, val_data: data.TokenDataset | data.Mixture, n: int) -> str:
-    """Describe val_loss, in nats per token, over the n sequences of an evaluation."""
+def describe_evaluation(
+    start: Start, val_loss: float, val_data: data.TokenDataset | data.Mixture
+) -> Iterator[str]:
+    """Yield the lines of --eval_only on val_loss, in nats per token."""
+    for warning in start.warnings:
+        yield f"warning: {warning}"
     folders = [part.folder for part in val_data.parts]
     seq_len = val_data.parts[0].seq_len
+    n = min(start.config.eval_sequences, len(val_data))
     (indices,) = data.val_indices(n, len(val_data), n, dp_rank=0, dp_size=1)
     counts = torch.zeros(folders[0].vocab_size, dtype=torch.int64)
     for index in indices:
         targets = val_data[[index]][0, 1:]  # (T,)
         counts += targets.bincount(minlength=folders[0].vocab_size)
     perplexity = math.exp(min(val_loss, 700))  # exp(710) overflows
-    return (
+    yield (
+        f"{start.init_from} on {start.config.data}: "
         f"val_loss {val_loss:.6f}, perplexity {perplexity:,.4f}, "
         f"{bits_per_byte(val_loss, folders, counts)} "
         f"({n:,} sequences of {seq_len:,} tokens)"

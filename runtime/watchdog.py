@@ -271,6 +271,24 @@ class Watchdog:
             os._exit(1)
 
 
+def take_over_nccl_errors(timeout: timedelta) -> None:
+    """Leave it to the Watchdog to end ranks when NCCL fails. Call it before the group is formed.
+
+    `timeout` is that of collectives.
+    """
+    # NCCL's own watchdog ends a rank when a collective fails (torchrun sets 1, torch's default is
+    # 3), before ours has found out which rank is to blame. With 0 it only logs the error.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    # Its monitor would still end all ranks, through a key that an error leaves in torchrun's store,
+    # outside our prefix, where the next attempt finds it.
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    # A CUDA error would call std::terminate on NCCL's thread before the main thread raises it.
+    os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
+    # The monitor is left one task, which needs no GIL: ending a process that hangs in CUDA.
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
+
+
 def tell_torchrun(line: str) -> None:
     """Put the reason why this rank ends under "Root Cause" in torchrun's report.
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -23,10 +24,16 @@ import pytest
 import torch
 
 import checkpoint
+import data
 import dist
+import layout
 import prepare
 import train
-from runtime import watchdog
+from config import Config, parse
+from layout import Setup
+from metrics import is_due
+from runtime import preflight
+from runtime.watchdog import Watchdog
 from tools import checkpoint as commands
 
 ROOT = Path(__file__).parent.parent
@@ -141,20 +148,52 @@ def listen(argv: list[str]) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
-def build_run(argv: list[str]) -> train.Run:
+@dataclass
+class Built:
     """A run of train.py on this rank, up to its first step."""
-    config = train.parse(argv)
-    world = dist.start(config.device)
-    dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
-    return train.build(train.make_plan(config, world), world, dog)
+
+    c: Config
+    setup: Setup
+    world: dist.World
+    mesh: dist.DeviceMesh
+    start: preflight.Start
+    state: train.State
+    forward: torch.nn.Module
+    watchdog: Watchdog
+    folders: list[data.TokenFolder]
+    val_batches: list
+
+    def batches(self) -> train.MicroBatches:
+        """This rank's micro-batches, from its next step on."""
+        c, seq_len = self.c, self.setup.model.seq_len
+        dataset = data.open_dataset(self.folders, "train", seq_len, c.seed)
+        place = (self.world, dist.dp_rank(self.mesh), dataset, self.watchdog, self.start.step)
+        return train.MicroBatches(c, self.setup, *place)
 
 
-def train_step(run: train.Run, batches, step: int) -> dict:
+def build_run(argv: list[str]) -> Built:
+    flags = parse(argv)
+    world = dist.start(flags.device)
+    watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
+    latest = checkpoint.latest_valid(Path(flags.out))
+    start = dist.on_rank0(lambda: preflight.check(flags, world, *latest))
+    c = start.config
+    setup = layout.choose(c, world, start.model, start.device_memory)
+    mesh = dist.make_mesh(world, setup.mesh_shape)
+    state, forward = train.build(c, setup, mesh)
+    train.load(state, start)
+    folders = data.open_folders(c.data)
+    val_data = data.open_dataset(folders, "val", setup.model.seq_len, seed=None)
+    val_batches = train.agree(flags, c, setup, mesh, state, val_data)
+    return Built(c, setup, world, mesh, start, state, forward, watchdog, folders, val_batches)
+
+
+def train_step(run: Built, batches, step: int) -> dict:
     """A step of train.py with the run's flags."""
-    n = run.layout.grad_accum_steps
-    measure = train.is_due(step, run.config.optim_metrics_interval)
+    c, n = run.c, run.setup.grad_accum_steps
+    measure = is_due(step, c.optim_metrics_interval)
     return train.train_step(
-        run.forward, run.optimizer, batches, step, n, run.config.grad_sync, measure
+        run.forward, run.state.optimizer, batches, step, n, c.grad_sync, measure
     )
 
 

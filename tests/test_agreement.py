@@ -40,7 +40,7 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[in
 
     patches = {
         "flag": (train, "parse", parse_with_a_flag),
-        "code": (train, "source_hash", lambda: "abc" if is_odd else "def"),
+        "code": (agreement, "source_hash", lambda: "abc" if is_odd else "def"),
         "data": (data, "open_folder", open_other_folder),
         "weights": (model.Transformer, "init_tensor", other_weights),
         "order": (dist, "dp_rank", lambda mesh: 1),
@@ -79,7 +79,8 @@ def read(indices_of_ranks: list[list[int]]) -> str:
     world = dist.start("cpu")
     mesh = dist.make_mesh(world, (1, 2, 1))
     with pytest.raises(agreement.RankMismatch) as error:
-        agreement.check_ranks_agree(mesh, {}, [], indices_of_ranks[world.rank])
+        claims = agreement.local_claims(mesh, {}, [], indices_of_ranks[world.rank])
+        agreement.compare_claims(dist.on_all_ranks(lambda: claims))
     return str(error.value)
 
 

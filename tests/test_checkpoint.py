@@ -27,8 +27,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import checkpoint
 import dist
+import layout
 import train
-from runtime import consolidate, watchdog
+from config import model_config
+from runtime import consolidate
 
 
 @pytest.mark.parametrize("mesh", RANKS_OF_MESH)
@@ -69,7 +71,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
     """Load a checkpoint; return how many elements were copied and how many this rank holds."""
-    state = dict(checkpoint.flatten(build_run(argv).state))
+    state = dict(checkpoint.flatten(build_run(argv).state.tensors))
     with torch.profiler.profile(record_shapes=True) as profile:
         checkpoint.load_state(path, state)
     copies = [event for event in profile.events() if event.name == "aten::copy_"]
@@ -119,10 +121,10 @@ def states_of_meshes(argv: list[str]) -> Iterator[tuple[str, dict[str, torch.Ten
     """Build the run on each mesh of this many ranks."""
     world = dist.start("cpu")
     for mesh in MESHES[world.size]:
-        config = train.parse([*argv, "--strategy", *mesh.split()])
-        dog = watchdog.Watchdog(world.store, world.rank, world.size, config.timeout)
-        run = train.build(train.make_plan(config, world), world, dog)
-        yield f"{world.size}_{mesh.replace(' ', '')}", dict(checkpoint.flatten(run.state))
+        c = train.parse([*argv, "--strategy", *mesh.split()])
+        setup = layout.choose(c, world, model_config(c, 257), device_memory=10**9)
+        state, _ = train.build(c, setup, dist.make_mesh(world, setup.mesh_shape))
+        yield f"{world.size}_{mesh.replace(' ', '')}", dict(checkpoint.flatten(state.tensors))
 
 
 def save_on_each_mesh(argv: list[str], folder: Path) -> None:

@@ -18,15 +18,15 @@ from runtime import cli
     ],
 )
 def test_an_error_that_a_person_can_mend_is_a_line_and_a_status(capsys, error, status, said):
-    assert cli.run("prog", mock.Mock(side_effect=error)) == status
+    assert cli.execute("prog", mock.Mock(side_effect=error)) == status
     assert capsys.readouterr() == ("", said)
 
 
 def test_a_fault_of_the_program_passes():
     with pytest.raises(ZeroDivisionError):
-        cli.run("prog", lambda: 1 // 0)
+        cli.execute("prog", lambda: 1 // 0)
 
 
 @pytest.mark.parametrize("result, status", [(None, 0), (75, 75)])
 def test_what_a_command_returns_is_its_status(result, status):
-    assert cli.run("prog", lambda: result) == status
+    assert cli.execute("prog", lambda: result) == status

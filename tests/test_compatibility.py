@@ -29,9 +29,9 @@ def load_all(argv: list[str]) -> dict[str, dict[str, torch.Tensor]]:
     run = build_run(argv)
     found = {}
     for path in CHECKPOINTS:
-        checkpoint.load_state(path, run.state)
+        checkpoint.load_state(path, run.state.tensors)
         found[path.name] = {}
-        for name, tensor in checkpoint.flatten(run.state):
+        for name, tensor in checkpoint.flatten(run.state.tensors):
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             found[path.name][name] = whole.clone()
     return found

@@ -170,7 +170,7 @@ from runtime import cli
 def command():
     with console.live(progress):
         time.sleep(60)
-sys.exit(cli.run("prog", command))
+sys.exit(cli.execute("prog", command))
 """
     terminal = Terminal()
     process = terminal.start("-c", code)
@@ -195,7 +195,9 @@ def test_the_time_left_is_known_from_the_share_or_from_the_last_time(monkeypatch
 def test_a_step_shows_its_rate_and_else_what_the_run_waits_for(monkeypatch):
     monkeypatch.setattr(console.time, "monotonic", lambda: 0.0)
     computing = console.Progress("computing")
-    log = SimpleNamespace(max_steps=100, last_step=0, tokens_per_step=1000, step_time=0.0)
+    log = SimpleNamespace(last_step=0, step_time=0.0)
+    log.c = SimpleNamespace(max_steps=100)
+    log.rates = SimpleNamespace(tokens_per_step=1000)
     assert report.describe_activity(0, computing, log) == "step   0/100  computing  0m00s"
     log.step_time = 2.0
     log.mark = SimpleNamespace(step=1)  # a compiling step does not predict the time left

@@ -294,12 +294,8 @@ def save_once(folder: Path) -> float:
     return saver.replace_seconds
 
 
-@pytest.mark.parametrize("format, seconds", [("sharded", 0.0), ("full", 2e3)])
+@pytest.mark.parametrize("format, seconds", [("sharded", 2.0), ("full", 1e3 + 2.0)])
 def test_a_time_limit_leaves_time_to_consolidate(pool, tmp_path, format, seconds):
     assert 0 < min(pool(2, save_once, tmp_path)) <= 0.041  # 4 MB at 100 MB/s
-    run = SimpleNamespace(
-        log=SimpleNamespace(step_time=0.0, longest_pause=0.0),
-        config=SimpleNamespace(checkpoint=format),
-        saver=SimpleNamespace(replace_seconds=1e3),
-    )
-    assert train.seconds_to_stop(run) == seconds
+    saver = SimpleNamespace(seconds=2.0, replace_seconds=1e3)
+    assert train.seconds_to_save(SimpleNamespace(checkpoint=format), saver) == seconds

@@ -188,7 +188,7 @@ def fail_on_one_rank(failing_rank: int) -> str:
         return f"done on {world.rank}"
 
     try:
-        return dist.raise_on_all_ranks(work)
+        return dist.on_all_ranks(work)[world.rank]
     except OSError as error:
         return str(error)
 

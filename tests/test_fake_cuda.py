@@ -22,7 +22,8 @@ import torch
 from conftest import Pool, flags, free_port
 
 import train
-from runtime import watchdog
+from config import model_config
+from runtime import console, watchdog
 from tools.planning.rehearse import rehearse
 
 pytestmark = [
@@ -60,10 +61,10 @@ BLOCKS = "to cuda, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
 # What the host waits for beside the steps, by (function, what)
 AT_START = {("optim.py __init__", BLOCKS), ("agreement.py sum_weights", ASKS)}
-EVALUATION = {("train.py validation_loss", BLOCKS), ("train.py validation_loss", ASKS)}
+EVALUATION = {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
 SAMPLING = {
-    ("model.py next_logits", BLOCKS),
-    ("model.py generate", "to cpu, pageable, blocking"),
+    ("sample.py next_logits", BLOCKS),
+    ("sample.py generate", "to cpu, pageable, blocking"),
 }
 SAVING = {("train.py is_finite", ASKS), ("checkpoint.py blocks", "to cpu, pageable, blocking")}
 ASYNC_SAVING = {
@@ -107,7 +108,8 @@ def play(flags_of: dict, ports_of: dict) -> dict[tuple, Report]:
                 run_case(report, flags_of[case], ports_of[case])
                 if size > 1 and rank == size - 1:
                     config = train.parse(flags_of[case])
-                    found = rehearse(config, rank, size, size, 257, "cuda", 80 << 30)
+                    decoder = model_config(config, 257)
+                    found = rehearse(config, rank, size, size, decoder, "cuda", 80 << 30)
                     report.rehearsed = [sorted(found.communication, key=repr), found.state]
             except BaseException:
                 report.error = traceback.format_exc()
@@ -133,12 +135,17 @@ def run_case(report: Report, argv: list[str], ports: list[int]) -> None:
 
         return call
 
-    def build(*arguments):
-        run = build_run(*arguments)
-        gpu.follow(run.mesh, run.layout, run.model, run.forward, run.optimizer)
-        report.groups = [describe(run.mesh.get_group(axis)) for axis in run.mesh.mesh_dim_names]
+    def build(c, setup, mesh):
+        state, forward = build_run(c, setup, mesh)
+        gpu.follow(mesh, setup, state, forward)
+        report.groups = [describe(mesh.get_group(axis)) for axis in mesh.mesh_dim_names]
         report.connections = store_connections()
-        return run
+        return state, forward
+
+    @contextlib.contextmanager
+    def the_loop(*_):  # in place of the live line
+        with mock.patch.object(gpu, "part", "loop"):
+            yield
 
     def step(forward, optimizer, batches, step, n, grad_sync, measure):
         gpu.forget_counts()
@@ -152,16 +159,17 @@ def run_case(report: Report, argv: list[str], ports: list[int]) -> None:
         train,
         build=build,
         train_step=step,
-        train=within("loop", train.train),
-        evaluate_and_save=within("beside", train.evaluate_and_save),
-        finish=within("beside", train.finish),
+        evaluate=within("beside", train.evaluate),
+        save=within("beside", train.save),
+        closing_sample=within("beside", train.closing_sample),
         consolidate_last=fake_cuda.without_fakes(train.consolidate_last),
     )
     starts = 1 if train.parse(argv).checkpoint == "none" else 2
     for max_steps, port in [(2, ports[0]), (3, ports[1])][:starts]:
         os.environ["MASTER_PORT"] = str(port)
-        with patches, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
-            assert train.run_command(train.parse([*argv, "--max_steps", str(max_steps)])) == 0
+        loop = mock.patch.object(console, "live", the_loop)
+        with patches, loop, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
+            assert train.command([*argv, "--max_steps", str(max_steps)]) == 0
 
 
 def describe(group: torch.distributed.ProcessGroup) -> tuple:

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_run, flags, listen, tensors, train_step
-from test_optim import lr_at
+from conftest import Built, build_run, flags, listen, tensors, train_step
+from test_optim import settings
 
 import checkpoint
 import dist
@@ -25,7 +25,7 @@ def faulty_run(argv: list[str], faulty_rank: int | None) -> list[float]:
     """
     with mock.patch.object(optim, "SPIKE_HISTORY", 8):
         run = build_run(argv)
-    batches = train.micro_batches(run, 1, 10)
+    batches = run.batches()
     forward = run.forward
     losses = []
     for step in range(1, 11):
@@ -38,15 +38,16 @@ def faulty_run(argv: list[str], faulty_rank: int | None) -> list[float]:
         torch.distributed.all_reduce(loss)
         if step not in FAULTS:
             losses.append(loss.item())
-    return losses + [run.optimizer.skipped_steps.item()]
+    return losses + [run.state.optimizer.skipped_steps.item()]
 
 
-def omit_update(run: train.Run, batches, step: int) -> None:
+def omit_update(run: Built, batches, step: int) -> None:
     """A step after which all is as if its batch had not been."""
-    average = run.optimizer.norm_average.clone()
-    with mock.patch.object(run.optimizer, "update", lambda: None):
+    optimizer = run.state.optimizer
+    average = optimizer.norm_average.clone()
+    with mock.patch.dict(optimizer.groups, clear=True):
         train_step(run, batches, step)
-    run.optimizer.norm_average.copy_(average)
+    optimizer.norm_average.copy_(average)
 
 
 class Scaled(torch.nn.Module):
@@ -83,8 +84,9 @@ def all_tensors(optimizer: optim.Optimizer, net: torch.nn.Module) -> dict[str, t
 def test_a_skipped_step_changes_nothing_but_its_count(optimizer):
     net = torch.nn.Linear(4, 4)
     options = {"clip": "adaptive", "skip_spikes": 3.0, "optimizer": optimizer}
-    options["is_hidden"] = lambda name: True
-    optimizer = optim.Optimizer(net.named_parameters(), lambda name: True, lr_at, **options)
+    optimizer = optim.Optimizer(
+        net.named_parameters(), lambda name: True, settings(**options), lambda name: True
+    )
     for step, factor in enumerate((1.0, math.nan, 1.0, math.nan, math.inf, 1.0), 1):
         before = all_tensors(optimizer, net)
         (net(torch.full((2, 4), float(step))).sum() * factor).backward()
@@ -108,9 +110,8 @@ class OneWeight:
 
     def __init__(self, skip_spikes: float):
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.optimizer = optim.Optimizer(
-            [("weight", self.weight)], lambda name: True, lr_at, skip_spikes=skip_spikes
-        )
+        skipping = settings(skip_spikes=skip_spikes)
+        self.optimizer = optim.Optimizer([("weight", self.weight)], lambda name: True, skipping)
         self.skipped = 0
         self.losses = deque(maxlen=128)
         self.norms = deque(maxlen=128)

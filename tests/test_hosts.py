@@ -10,7 +10,6 @@ from conftest import TRAIN, Job, build_run, call_train, flags, free_port, listen
 from test_slurm import slurm_task
 
 import checkpoint
-import train
 from runtime import run_folder
 
 RUN = "--strategy hsdp --max_steps 3 --dtype float32"
@@ -42,8 +41,8 @@ def test_hsdp_shards_within_two_agents_and_replicates_across(tokens, tmp_path, s
 def continue_20_steps(argv: list[str]) -> list[float]:
     """The losses of this rank."""
     run = build_run(argv)
-    first = run.step + 1
-    batches = train.micro_batches(run, first, first + 19)
+    first = run.state.step + 1
+    batches = run.batches()
     return [train_step(run, batches, step)["loss"].item() for step in range(first, first + 20)]
 
 

@@ -5,7 +5,6 @@ import json
 import math
 import os
 from datetime import UTC, datetime
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,21 +13,16 @@ from conftest import flags, listen, rows
 
 import dist
 import metrics
+from config import Config
 from model import ModelConfig, build_model
 from runtime import console, report
 
 
 def make_log(out, **changes) -> metrics.Log:
-    settings = {
-        "last_step": 0,
-        "started": 0.0,
-        "max_steps": 100,
-        "tokens_per_step": 1000,
-        "flops_per_token": 2e6,
-        "peak_flops": 1e12,
-        "max_skipped": 3,
-    }
-    return metrics.Log(out, torch.device("cpu"), **settings | changes)
+    settings = {"last_step": 0, "started": datetime.fromtimestamp(0, UTC)}
+    c = Config(max_steps=100, max_skipped=3)
+    rates = metrics.Rates(torch.device("cpu"), 1000, flops_per_token=2e6, peak_flops=1e12)
+    return metrics.Log(out, c, rates, **settings | changes)
 
 
 def device_metrics(
@@ -41,11 +35,11 @@ def device_metrics(
         "skipped_steps": 5.0,
         "skipped_in_a_row": float(skipped_in_a_row),
     }
-    return {name: torch.tensor(value) for name, value in values.items()}
+    return {name: torch.tensor(value) for name, value in values.items()} | {"lr": 0.1}
 
 
 def log_step(the_log: metrics.Log, step: int, values: dict[str, torch.Tensor]) -> None:
-    the_log.step(step, values, SimpleNamespace(lr=0.1), is_due=True)
+    the_log.step(step, values, is_last=True)
 
 
 @pytest.fixture
@@ -80,13 +74,14 @@ def log_of_a_rank(out) -> float:
     rank = dist.start("cpu").rank
     memory = {"peak_device_memory": 500 - rank, "peak_host_memory": 700 + rank}
     memory |= {"peak_reserved_memory": 600 - rank, "allocation_retries": 2 + rank}
-    the_log = make_log(out)
+    waited = [0.0]
+    the_log = make_log(out, data_wait=lambda: sum(waited))
     with the_log.pause():
         pass
-    the_log.data_wait += 30 - 20 * rank
+    waited.append(30 - 20 * rank)
     with mock.patch.object(metrics, "peak_memory", lambda device: memory):
         log_step(the_log, 1, device_metrics(2.0 + rank, grad_norm=3.0 + rank))
-        the_log.data_wait += 1
+        waited.append(1)
         log_step(the_log, 2, device_metrics(5.0 + rank))
     return the_log.loss
 
@@ -106,7 +101,6 @@ def test_a_pause_is_not_part_of_a_step(log, tmp_path, monkeypatch):
     the_log = log()
     with the_log.pause():
         monkeypatch.setattr(metrics.time, "perf_counter", lambda: 150.0)
-    assert the_log.longest_pause == 50.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 151.0)
     log_step(the_log, 1, device_metrics(2.5))
     assert rows(tmp_path)[0]["step_time"] == 1.0
@@ -195,7 +189,8 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
     clock.now.return_value = datetime.fromtimestamp(1010, UTC)
     monkeypatch.setattr(metrics, "datetime", clock)
     monkeypatch.setattr(metrics.time, "time", lambda: 1010.0)
-    the_log = log(started=1000.0)
+    started = datetime.fromtimestamp(1000, UTC)
+    the_log = log(started=started)
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 103.0)
     log_step(the_log, 1, device_metrics(2.5))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 104.0)
@@ -208,7 +203,7 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
     of_parameters = [json.dumps({"step": step, "parameter": "w"}) + "\n" for step in (3, 4)]
     (tmp_path / "optim.jsonl").write_text("".join(of_parameters))
     monkeypatch.setattr(metrics.time, "time", lambda: 1070.0)
-    again = log(started=1000.0, last_step=3)
+    again = log(started=started, last_step=3)
     assert (tmp_path / "optim.jsonl").read_text() == of_parameters[0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 108.0)
     log_step(again, 5, device_metrics(2.5))
@@ -277,9 +272,9 @@ def as_on_an_h200(argv: list[str], cores: int = 4) -> tuple[int, str, str]:
     """train.py, on a CPU that has the name of a GPU, and at its start the type of one."""
     start = report.describe_start
 
-    def on_cuda(c, layout, world, *more):
+    def on_cuda(begins, setup, world, *more):
         world = dataclasses.replace(world, device=torch.device("cuda", 0))
-        return start(c, layout, world, *more)
+        return start(begins, setup, world, *more)
 
     with (
         mock.patch.object(metrics, "device_name", lambda device: "NVIDIA H200"),

@@ -14,16 +14,14 @@ import model as model_module
 from model import (
     SIZES,
     ModelConfig,
-    NotFinite,
     RopeScaling,
     Transformer,
     build_model,
     causal_attention,
     causal_mask,
-    draw,
-    generate,
     select_rows,
 )
+from sample import NotFinite, draw, generate
 
 SMALL = ModelConfig(
     vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=48, seq_len=16

@@ -32,6 +32,11 @@ def lr_at(step: int) -> float:
     return 0.001 * step
 
 
+def settings(**options) -> optim.Settings:
+    """Warm-up with the learning rates of `lr_at`."""
+    return optim.Settings(lr=0.1, warmup_steps=100, max_steps=200, **options)
+
+
 def batch(step: int) -> torch.Tensor:
     return torch.randint(64, (8, 9), generator=torch.Generator().manual_seed(step))
 
@@ -65,8 +70,9 @@ def build(strategy: str, **options) -> Setup:
     forward = dist.parallelize(
         net, mesh, strategy, init=init, fsdp_units=units, keep_gradients=True
     )
-    options |= {"is_hidden": net.is_hidden}
-    optimizer = optim.Optimizer(net.named_parameters(), net.decays, lr_at, **options)
+    optimizer = optim.Optimizer(
+        net.named_parameters(), net.decays, settings(**options), net.is_hidden
+    )
     share = 8 // world.size
     start = dist.dp_rank(mesh) * share
     return Setup(net, forward, optimizer, slice(start, start + share), mesh)
@@ -81,7 +87,7 @@ def train_on_mesh(strategy: str, steps: int, options: dict) -> tuple[list[dict],
         loss = setup.forward(tokens[:, :-1], tokens[:, 1:]) * loss_factor(step)
         loss.backward()
         metrics = setup.optimizer.step(step, loss.detach())
-        log.append({name: value.item() for name, value in metrics.items()})
+        log.append({name: float(value) for name, value in metrics.items()})
     weights = {}
     for name, parameter in setup.net.named_parameters():
         weights[name] = model.full_tensor(parameter.detach())
@@ -194,10 +200,10 @@ def test_clipping_is_its_formula_on_every_mesh(pool, clip):
             assert torch.equal(mesh_weights[FROZEN], weights[FROZEN])  # not updated, not decayed
 
 
-def clip_halve(optimizer, grads, norms):  # the example of the README
-    large = norms > 1.0
-    torch._foreach_mul_(grads, torch.where(large, 0.5, 1.0).unbind())
-    return large
+def clip_halve(s, g):  # the example of the README
+    large = g.norms > 1.0
+    torch._foreach_mul_(g.local, torch.where(large, 0.5, 1.0).unbind())
+    return optim.Clipped(torch.ones_like(g.norms[0]), large)
 
 
 def plain_halve(parameters: list) -> tuple:
@@ -251,10 +257,11 @@ def test_an_optimizer_that_takes_no_parameter_is_an_error():
     for parameter, hidden in ((matrix, {}), (vector, {"is_hidden": lambda name: True})):
         with pytest.raises(ValueError, match="optimizer muon takes none of the 1 parameters"):
             parameters = [("blocks.weight", parameter)]
-            optim.Optimizer(parameters, lambda name: True, lr_at, optimizer="muon", **hidden)
+            optim.Optimizer(parameters, lambda name: True, settings(optimizer="muon"), **hidden)
     hidden = {"is_hidden": lambda name: name == "layers.weight"}
     parameters = [("layers.weight", matrix), ("last.weight", torch.nn.Parameter(torch.ones(2, 2)))]
-    optimizer = optim.Optimizer(parameters, lambda name: True, lr_at, optimizer="muon", **hidden)
+    muon = settings(optimizer="muon")
+    optimizer = optim.Optimizer(parameters, lambda name: True, muon, **hidden)
     assert optimizer.slots["momentum_buffer"].keys() == {"layers.weight"}
     assert optimizer.slots["exp_avg"].keys() == {"last.weight"}
 
@@ -316,13 +323,13 @@ class Sgd:
         return {"momentum": shape, "updates": torch.Size()}
 
     @staticmethod
-    def update(optimizer, names, weight_decay):
+    def update(optimizer, names, u):
         for name in names:
             parameter, momentum = optimizer.parameters[name], optimizer.slots["momentum"][name]
-            grad = optim.local(parameter.grad) / optimizer.grad_scale
-            optimizer.write(optim.local(momentum), 0.9 * optim.local(momentum) + grad)
+            grad = optim.local(parameter.grad) / u.divisor
+            optim.write(optim.local(momentum), 0.9 * optim.local(momentum) + grad, u.skip)
             weight = optim.local(parameter)
-            optimizer.write(weight, weight - optimizer.lr * optim.local(momentum))
+            optim.write(weight, weight - u.lr * optim.local(momentum), u.skip)
 
 
 def train_with_sgd(strategy: str) -> tuple:
@@ -346,9 +353,8 @@ def test_an_optimizer_is_added_as_one_class_and_one_entry(pool):
 
 def test_weight_decay_shrinks_only_the_parameters_that_decay():
     weights = {name: torch.nn.Parameter(torch.ones(3)) for name in ("decayed", "kept")}
-    optimizer = optim.Optimizer(
-        weights.items(), lambda name: name == "decayed", lr_at, weight_decay=0.5
-    )
+    halving = settings(weight_decay=0.5)
+    optimizer = optim.Optimizer(weights.items(), lambda name: name == "decayed", halving)
     for weight in weights.values():
         weight.grad = torch.zeros(3)  # so that nothing but weight decay changes the weights
     optimizer.step(100, torch.tensor(1.0))
@@ -360,7 +366,8 @@ def test_a_schedule_rises_to_lr_and_falls_to_min_lr():
     options = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "max_steps": 110}
     steps = range(1, 111)
     for schedule in optim.SCHEDULES:
-        lrs = [optim.learning_rate(step, schedule=schedule, **options) for step in steps]
+        chosen = optim.Settings(schedule=schedule, **options)
+        lrs = [optim.learning_rate(step, chosen) for step in steps]
         assert lrs[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
         assert lrs[10] == 1.0
         assert lrs[10:] == sorted(lrs[10:], reverse=True)
@@ -383,7 +390,8 @@ def test_a_schedule_rises_to_lr_and_falls_to_min_lr():
 )
 def test_learning_rates_by_hand(schedule, step, lr):
     options = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "max_steps": 110}
-    assert optim.learning_rate(step, schedule=schedule, **options) == pytest.approx(lr)
+    chosen = optim.Settings(schedule=schedule, **options)
+    assert optim.learning_rate(step, chosen) == pytest.approx(lr)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -399,7 +407,7 @@ def count_collectives(strategy: str, choices: list[dict]) -> list[list[int]]:
     found = []
     for options in choices:
         net = setup.net
-        optimizer = optim.Optimizer(net.named_parameters(), net.decays, lr_at, **options)
+        optimizer = optim.Optimizer(net.named_parameters(), net.decays, settings(**options))
         found.append(
             [collectives_of_update(setup, optimizer, measure) for measure in (False, True)]
         )

@@ -9,11 +9,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import profile
 
 import checkpoint
-import dist
 import model
 import optim
 import train
+from runtime import cli
 from runtime.profiling import CommunicationCounter, Traffic
+from sample import closing_sample
 
 # tinyllama-1.1b has a head with separate weights.
 BASE = "--max_steps 4 --dtype float32 --model tinyllama-1.1b --n_kv_head 4"
@@ -93,9 +94,9 @@ def matrix_bytes(step: Step) -> int:
 
 def count(argv: list[str]) -> Step:
     run = build_run(argv)
-    batches = train.micro_batches(run, 1, 3)
-    block = sum(weight.numel() for weight in run.model.blocks[0].parameters())
-    total = run.model.parameter_count()
+    batches = run.batches()
+    block = sum(weight.numel() for weight in run.state.model.blocks[0].parameters())
+    total = run.state.model.parameter_count()
     with loss_parallel():
         train_step(run, batches, 1)
         train_step(run, batches, 2)  # DDP arranges its buckets after the first
@@ -239,7 +240,7 @@ def activations_of(mode: str) -> tuple[int, float, float]:
         512, n_layer=6, n_head=4, n_kv_head=4, d_model=128, d_ff=352, seq_len=128
     )
     net = model.build_model(config)
-    dist.checkpoint_activations(net.blocks, mode)
+    model.checkpoint_activations(net.blocks, mode)
     tokens = torch.arange(4 * 128).view(4, 128) % 512
     with profile(profile_memory=True) as profiler:
         loss = net(tokens, tokens)
@@ -263,7 +264,7 @@ def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = build_run(argv)
-    batches = train.micro_batches(run, 1, 4)
+    batches = run.batches()
     numbers, graphs = [], []
 
     def count() -> None:
@@ -271,12 +272,12 @@ def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
 
     for step in range(1, 5):
         metrics = train_step(run, batches, step)
-        numbers.append([metrics["loss"].item(), metrics["grad_norm"].item(), run.optimizer.lr])
+        numbers.append([float(metrics[name]) for name in ("loss", "grad_norm", "lr")])
         count()
     for _ in range(2):
-        numbers.append([train.validation_loss(run)])
+        numbers.append([train.evaluate(run.forward, run.val_batches, run.watchdog, 4)])
         count()
-    train.closing_sample(run)
+    closing_sample(run.forward, run.folders[0], 3, 16, 1, run.world)
     count()
     return numbers, graphs
 
@@ -367,7 +368,7 @@ def test_an_error_before_the_compiler_has_a_cache_is_one_line(monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     error = RuntimeError("backend='inductor' raised:")
     error.inner_exception = ValueError("no such backend\nand more")
-    assert train.explain(error) == "--compile: no such backend"
+    assert cli.explain(error) == "--compile: no such backend"
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import dist
 import optim
 import train
+from config import model_config
 from model import Transformer
 from tools.planning import rehearse as rehearsing
 from tools.planning.rehearse import (
@@ -78,12 +79,12 @@ def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
     recorder = RealRecorder(fakes=None)
     with recorder, loss_parallel(), train.no_garbage_collection():
         run = build_run(argv)
-        recorder.follow(run.mesh, run.layout, run.model, run.forward, run.optimizer)
-        steps = 2 if run.layout.strategy == "ddp" else 1  # in the first, DDP replaces its buckets
-        batches = train.micro_batches(run, 1, steps)
+        recorder.follow(run.mesh, run.setup, run.state, run.forward)
+        steps = 2 if run.setup.strategy == "ddp" else 1  # in the first, DDP replaces its buckets
+        batches = run.batches()
         for step in range(1, steps + 1):
             recorder.forget_counts()
-            micro_batches = recorder.batches(batches, [1] * run.layout.grad_accum_steps)
+            micro_batches = recorder.batches(batches, [1] * run.setup.grad_accum_steps)
             train_step(run, micro_batches, step)
     real = Step(
         memory=at_peak(recorder.changes(), recorder.state["gradients"]),
@@ -91,13 +92,12 @@ def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
         communication=recorder.communication(),
         operations=list(recorder.operations.values()),
         flops=recorder.flops["computed"],
-        parameters=sum(optim.local(weight).nbytes for weight in run.model.parameters()),
+        parameters=sum(optim.local(weight).nbytes for weight in run.state.model.parameters()),
     )
     if run.world.rank < 3:
         return real, None
     dist.stop()
-    config, vocab_size = run.config, run.plan.token_folder.vocab_size
-    return real, rehearse(config, 3, 4, 4, vocab_size, "cpu", device_memory=10**9)
+    return real, rehearse(run.c, 3, 4, 4, run.setup.model, "cpu", device_memory=10**9)
 
 
 def operations(found: Step | Rehearsal) -> list[str]:
@@ -124,7 +124,8 @@ def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
     found = []
     for text in texts:
         config = train.parse(text.split())
-        found.append(rehearse(config, 77, 512, 8, 50257, "cuda", device_memory=80 * 10**9))
+        decoder = model_config(config, 50257)
+        found.append(rehearse(config, 77, 512, 8, decoder, "cuda", device_memory=80 * 10**9))
         assert not torch.distributed.is_initialized()
     return found
 
@@ -171,7 +172,7 @@ def test_a_rank_of_512_gpus(pool):
     assert products(compiled) == products(plain)
     assert sum(flops for *_, flops in products(full)) == full.flops + full.recomputed_flops
     with torch.device("meta"):
-        flops_per_token = Transformer(plain.layout.model_config).flops_per_token(1024)
+        flops_per_token = Transformer(plain.setup.model).flops_per_token(1024)
     tokens = 8 * 1024  # of a rank
     assert plain.flops == full.flops == flops_per_token * tokens
     # Four times as many micro-batches, of which each is computed by four ranks
@@ -179,12 +180,10 @@ def test_a_rank_of_512_gpus(pool):
     assert tp.recomputed_flops == full.recomputed_flops
     assert full.recomputed_flops > plain.recomputed_flops
     assert full.memory["activations"] < plain.memory["activations"]
-    assert auto.layout.strategy == "ddp"
+    assert auto.setup.strategy == "ddp"
     for one in found:
         assert one.memory["logits"] > 0
         assert one.memory["parameters"] == one.state["parameters"]
-        # What the estimate of train.py says
-        assert one.memory["unsynchronized"] == one.layout.memory.accumulated
 
 
 def test_selective_checkpointing_keeps_no_part_of_a_sum_over_tp(pool):
@@ -217,13 +216,13 @@ WHOLE = "ddp --n_layer 9 --d_model 512 --d_ff 1408 --global_batch_size 8"
 def rehearse_by_layers(text: str) -> tuple[list[int], Rehearsal, Rehearsal]:
     """The numbers of layers that are rehearsed, what comes of them, and the whole rehearsal."""
     config = train.parse(f"{LAYERS} {text}".split())
-    arguments = (config, 3, 8, 4, 257, "cuda", 80 * 10**9)
+    arguments = (config, 3, 8, 4, model_config(config, 257), "cuda", 80 * 10**9)
     numbers = []
     run_step = rehearsing.run_step
 
-    def spy(c, chosen, *more):
-        numbers.append(chosen.model_config.n_layer)
-        return run_step(c, chosen, *more)
+    def spy(c, setup, *more):
+        numbers.append(setup.model.n_layer)
+        return run_step(c, setup, *more)
 
     with mock.patch.object(rehearsing, "run_step", spy):
         found = rehearse(*arguments)
@@ -248,12 +247,13 @@ def test_a_step_that_lacks_something_is_not_extended():
 
 LLAMA3_70B = """
 import json, resource, sys, time
-import train
+import config as flags, train
 from tools.planning.rehearse import rehearse
 started = time.process_time()
 base = "--dtype bfloat16 --model llama3-70b --micro_batch_size 1 --activation_checkpointing full"
 config = train.parse([*base.split(), *sys.argv[2:]])
-rehearse(config, 0, int(sys.argv[1]), 8, 128256, "cuda", device_memory=80 * 10**9)
+decoder = flags.model_config(config, 128256)
+rehearse(config, 0, int(sys.argv[1]), 8, decoder, "cuda", device_memory=80 * 10**9)
 resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps([time.process_time() - started, resident]))
 """

@@ -11,15 +11,17 @@ import zlib
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 import checkpoint
 import metrics
 from config import Config, flag, model_config
 from model import ModelConfig
-from runtime import run_folder
+from runtime import preflight, run_folder
 from runtime.cli import UsageError
 from runtime.lock import try_lock
 
@@ -58,7 +60,7 @@ def save(out, step: int, **changes):
 @pytest.fixture
 def shapes(monkeypatch) -> dict:
     """The tensors of every checkpoint: the parameters of MODEL."""
-    parameters = run_folder.parameter_shapes(ModelConfig(**MODEL))
+    parameters = preflight.parameter_shapes(ModelConfig(**MODEL))
     saved = {f"model.{name}": shape for name, shape in parameters.items()}
     monkeypatch.setattr(checkpoint, "tensor_shapes", lambda path: saved)
     return saved
@@ -71,11 +73,16 @@ def begin(tmp_path, shapes):
     def call(latest=None, now=None, passed_over=(), **flags):
         flags = {"out": str(tmp_path / "run"), **flags}
         now = now or manifest(0, **flags)
-        config = run_folder.Config(**now["config"])
-        origin = run_folder.find_origin(config)
-        return run_folder.resume_point(config, now, origin, latest, list(passed_over))
+        config = preflight.Config(**now["config"])
+        origin = preflight.find_origin(config)
+        start = preflight.Start(config, ModelConfig(**now["model"]), now, device_memory=0)
+        return preflight.start_training(start, origin, latest, list(passed_over))
 
     return call
+
+
+def place(start: preflight.Start) -> tuple:
+    return start.step, start.checkpoint, start.init_from
 
 
 # --------------------------------------------------------------------------------------------------
@@ -83,19 +90,19 @@ def begin(tmp_path, shapes):
 
 
 def test_a_new_run_begins_at_step_0(begin):
-    assert begin() == run_folder.ResumePoint(0, None)
+    assert place(begin()) == (0, None, None)
 
 
 def test_a_run_continues_from_its_newest_checkpoint(begin, tmp_path):
     path = save(tmp_path / "run", 10)
-    assert begin(path) == run_folder.ResumePoint(10, path)
+    assert place(begin(path)) == (10, path, None)
 
 
 def test_a_named_checkpoint_begins_a_run_and_then_its_own_come_first(begin, tmp_path):
     named = save(tmp_path / "other", 10)
-    assert begin(resume=str(named)) == run_folder.ResumePoint(10, named)
+    assert place(begin(resume=str(named))) == (10, named, None)
     own = save(tmp_path / "run", 15)
-    assert begin(own, resume=str(named)) == run_folder.ResumePoint(15, own)
+    assert place(begin(own, resume=str(named))) == (15, own, None)
 
 
 def test_a_named_checkpoint_that_is_damaged_is_an_error(begin, tmp_path):
@@ -109,7 +116,7 @@ def test_a_named_checkpoint_that_is_damaged_is_an_error(begin, tmp_path):
 
 def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path):
     named = save(tmp_path / "other", 10, data="other", schedule="linear")
-    assert begin(init_from=str(named)) == run_folder.ResumePoint(0, None, named)
+    assert place(begin(init_from=str(named))) == (0, None, named)
     smaller = save(tmp_path / "smaller", 10, model=MODEL | {"vocab_size": 256})
     line = "has vocab_size 256, and the tokenizer of tokens/a has 320 tokens: its weights do not"
     with pytest.raises(UsageError, match=line):
@@ -165,7 +172,7 @@ def test_the_weights_of_a_run_do_not_begin_another_in_its_folder(begin, tmp_path
 def settled(**flags) -> Config:
     """What a start's flags become, where they are the run's or its model's."""
     config = Config(**flags)
-    return run_folder.settle(config, run_folder.find_origin(config))
+    return preflight.settle(config, preflight.find_origin(config))
 
 
 def test_an_evaluation_is_as_in_the_run(tmp_path):
@@ -215,8 +222,8 @@ def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(tmp_
         if own:
             save(tmp_path / "run", 20, model=model)
             (tmp_path / "other").rename(tmp_path / "gone")
-        origin = run_folder.find_origin(config)
-        c = run_folder.settle(config, origin)
+        origin = preflight.find_origin(config)
+        c = preflight.settle(config, origin)
         now = model_config(c, 257, origin.model)
         assert now == ModelConfig(**model | {"seq_len": 8})
         assert (c.n_layer, c.d_model, c.seq_len) == (2, 32, 8)  # in config.json, for a new run
@@ -226,9 +233,9 @@ def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(tmp_
 def test_a_run_folder_is_continued_from_its_latest_valid_checkpoint(begin, tmp_path):
     good = save(tmp_path / "other", 10)
     newest = save(tmp_path / "other", 20)
-    assert begin(resume=str(tmp_path / "other")) == run_folder.ResumePoint(20, newest)
+    assert place(begin(resume=str(tmp_path / "other"))) == (20, newest, None)
     os.truncate(newest / "full.safetensors", 3)
-    assert begin(resume=str(tmp_path / "other")) == run_folder.ResumePoint(10, good)
+    assert place(begin(resume=str(tmp_path / "other"))) == (10, good, None)
 
 
 def test_parameters_that_a_checkpoint_lacks_begin_as_new_ones(begin, tmp_path, shapes):
@@ -240,7 +247,7 @@ def test_parameters_that_a_checkpoint_lacks_begin_as_new_ones(begin, tmp_path, s
     deeper = manifest(0, model=MODEL | {"n_layer": 3}, out=out, init_from=named)
     new = begin(None, deeper).new_parameters
     assert len(new) == 10 and new[0] == "blocks.2.attention_norm.weight"
-    assert run_folder.in_short(new).startswith("blocks.*.attention_norm.weight (1), ")
+    assert preflight.in_short(new).startswith("blocks.*.attention_norm.weight (1), ")
     for field, value in {"n_layer": 1, "n_head": 4, "rope_theta": 5.0}.items():
         now = manifest(0, model=MODEL | {field: value}, out=out, init_from=named)
         with pytest.raises(UsageError, match=f"has {field} .*, and this run has {value}: its wei"):
@@ -268,10 +275,10 @@ def test_a_checkpoint_without_what_the_code_keeps_is_not_continued(tmp_path, sha
     """Such as the averages of a fork."""
     path = save(tmp_path / "run", 10)
     weights = {"norm.weight": None}
-    run_folder.check_complete(path, {"model": weights})
+    preflight.check_complete(path, {"model": weights})
     line = r"cannot be continued by this code, .*: optimizer.average.norm.weight; use the code"
     with pytest.raises(UsageError, match=line):
-        run_folder.check_complete(path, {"model": weights, "optimizer": {"average": weights}})
+        preflight.check_complete(path, {"model": weights, "optimizer": {"average": weights}})
 
 
 @pytest.mark.parametrize(
@@ -322,7 +329,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
     log.write_text(
         json.dumps({"step": 1, "loss": 5.5}) + "\n" + json.dumps(failed) + '\n12\n{"step'
     )
-    assert begin() == run_folder.ResumePoint(0, None)  # stopped before its first save
+    assert place(begin()) == (0, None, None)  # stopped before its first save
     log.write_text(json.dumps(failed | {"step": 250, "event": "checkpoint"}) + "\n")
     line = "run saved step 250, according to its metrics.jsonl, but has no checkpoint now: restore"
     with pytest.raises(checkpoint.CheckpointError, match=line):
@@ -405,7 +412,7 @@ class ForkedConfig(Config):
 
 
 def test_a_flag_that_a_fork_adds_is_refused_without_a_list(change):
-    with mock.patch.object(run_folder, "Config", ForkedConfig):
+    with mock.patch.object(preflight, "Config", ForkedConfig):
         assert change("label_smoothing", 0.0) == []
         with pytest.raises(UsageError, match="--label_smoothing 0.0 -> 0.1 would change the res"):
             change("label_smoothing", 0.1)
@@ -458,11 +465,14 @@ def test_a_finished_run_with_other_flags_is_an_error(begin, tmp_path):
     assert begin(path, log_interval=1).step == 600
 
 
+TWO_RANKS = SimpleNamespace(size=2, local_size=2, device=torch.device("cpu"))
+
+
 def test_the_folder_holds_the_flags_of_every_start(tmp_path):
     began = datetime(2026, 11, 21, tzinfo=UTC)
     for step, lr in ((0, 0.5), (10, 0.25)):
         now = began + timedelta(hours=step)
-        first = run_folder.create(tmp_path, manifest(0, lr=lr), step, 2, now)
+        first = run_folder.create(tmp_path, manifest(0, lr=lr), "ddp", TWO_RANKS, step, now)
         assert first == began
         times = [began + timedelta(hours=hours) for hours in (1, 2)]
         log = [{"step": 1, "val_loss": 5.5, "time": time.isoformat()} for time in times]
@@ -476,7 +486,7 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
 
     with open(tmp_path / "starts.jsonl", "a") as file:
         file.write('12\n{"note": 1}\n{"config": {"lr": 0.5}')  # torn, by a kill or a full disk
-    assert run_folder.create(tmp_path, manifest(0, lr=0.1), 20, 2, now) == began
+    assert run_folder.create(tmp_path, manifest(0, lr=0.1), "ddp", TWO_RANKS, 20, now) == began
     assert [start["config"]["lr"] for start in run_folder.read_starts(tmp_path)] == [0.5, 0.25, 0.1]
 
 
@@ -485,7 +495,9 @@ def test_without_starts_the_first_step_was_the_first_start(tmp_path):
     row = dict.fromkeys(metrics.KINDS[0].split(), 5) | {"time": now.isoformat()}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     later = now + timedelta(hours=1)
-    assert run_folder.create(tmp_path, manifest(0), 5, 2, later) == now - timedelta(seconds=5)
+    assert run_folder.create(tmp_path, manifest(0), "ddp", TWO_RANKS, 5, later) == now - timedelta(
+        seconds=5
+    )
     assert metrics.seconds_in_steps([row, row | {"step": 9}]) == 5 + 4 * 5
 
 

@@ -314,14 +314,16 @@ def test_ctrl_c_in_a_save_that_training_waits_for_is_no_failed_save(pool, tmp_pa
 def save_with_a_nan_on_rank_1(argv: list[str]) -> tuple[bool, bool, str | None]:
     """Whether all is finite before and after, and why the save was refused, if the ranks agree."""
     run = build_run(argv)
-    run.log.loss = 1.0
-    before = train.is_finite(run)
+    weights = run.state.tensors["model"]
+    saver = checkpoint.Saver(Path(run.c.out), False, 0, 0, timedelta(seconds=20))
+    before = train.is_finite(weights, 1.0)
     if torch.distributed.get_rank() == 1:
-        run.state["model"]["norm.weight"].to_local()[0] = torch.nan
-    after = train.is_finite(run)
+        weights["norm.weight"].to_local()[0] = torch.nan
+    after = train.is_finite(weights, 1.0)
+    run.state.step = 1
     if not after:  # a rank that saved would wait for the others
-        train.save(run, 1)
-    return before, after, run.saver.failure
+        train.save(run.c, run.setup, run.state, {}, saver, 1.0, run.watchdog)
+    return before, after, saver.failure
 
 
 def test_one_weight_of_one_rank_that_is_not_finite_refuses_the_save(pool, tokens, tmp_path):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from conftest import rows, tensors
-from test_optim import MESHES, lr_at
+from test_optim import MESHES, settings
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
@@ -57,15 +57,14 @@ def test_metrics_are_the_same_on_every_mesh_and_are_what_they_say(pool, run):
 
 def test_statistics_are_of_raw_gradients_and_updated_weights():
     net = torch.nn.Linear(3, 2)
-    optimizer = optim.Optimizer(
-        net.named_parameters(), lambda name: True, lr_at, clip="value", max_grad_norm=0.5
-    )
+    clipping = settings(clip="value", max_grad_norm=0.5)
+    optimizer = optim.Optimizer(net.named_parameters(), lambda name: True, clipping)
     net(torch.tensor([[0.1, -2.0, 3.0]])).sum().backward()
     grads = {name: p.grad.clone() for name, p in net.named_parameters()}
     old_weights = {name: p.detach().clone() for name, p in net.named_parameters()}
     table = optimizer.step(1, torch.tensor(1.0), measure=True)["parameters"]
     moments = optimizer.state()
-    for (name, parameter), row in zip(net.named_parameters(), table.tolist(), strict=True):
+    for (name, parameter), row in zip(net.named_parameters(), table.rows(), strict=True):
         weight = parameter.detach()
         update_norm = (weight - old_weights[name]).norm()
         want = {
@@ -83,9 +82,9 @@ def test_statistics_are_of_raw_gradients_and_updated_weights():
             want[f"{kind}_mean"] = tensor.mean()
             want[f"{kind}_max"] = tensor.max()
             want[f"{kind}_min"] = tensor.min()
-        got = dict(zip(optimizer.columns, row, strict=True))
+        assert row.pop("parameter") == name
         want = {column: float(value) for column, value in want.items()}
-        assert got == pytest.approx(want, rel=1e-5, abs=1e-9)
+        assert row == pytest.approx(want, rel=1e-5, abs=1e-9)
 
 
 def test_a_slot_that_a_parameter_lacks_has_no_statistics():
@@ -94,11 +93,10 @@ def test_a_slot_that_a_parameter_lacks_has_no_statistics():
     def always(name: str) -> bool:
         return True
 
-    options = {"optimizer": "muon", "is_hidden": always}
-    optimizer = optim.Optimizer(net.named_parameters(), always, lr_at, **options)
+    muon = settings(optimizer="muon")
+    optimizer = optim.Optimizer(net.named_parameters(), always, muon, always)
     net(torch.ones(1, 3)).sum().backward()
-    table = optimizer.step(1, torch.tensor(1.0), measure=True)["parameters"].tolist()
-    of_weight, of_bias = (dict(zip(optimizer.columns, row, strict=True)) for row in table)
+    of_weight, of_bias = optimizer.step(1, torch.tensor(1.0), measure=True)["parameters"].rows()
     for row, slot, other in (
         (of_weight, "momentum_buffer", "exp_avg"),
         (of_bias, "exp_avg", "momentum_buffer"),
@@ -121,9 +119,9 @@ def statistics_of_one_row() -> dict[str, dict]:
         )
         parameter.grad = torch.zeros_like(parameter)
         parameters[name] = parameter
-    optimizer = optim.Optimizer(parameters.items(), lambda name: False, lr_at)
-    table = optimizer.step(1, torch.tensor(1.0), measure=True)["parameters"].tolist()
-    return {name: dict(zip(optimizer.columns, row)) for name, row in zip(parameters, table)}
+    optimizer = optim.Optimizer(parameters.items(), lambda name: False, settings())
+    table = optimizer.step(1, torch.tensor(1.0), measure=True)["parameters"]
+    return {row["parameter"]: row for row in table.rows()}
 
 
 def test_a_rank_with_an_empty_shard_changes_no_statistics(pool):

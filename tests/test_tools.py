@@ -644,7 +644,8 @@ def test_an_optimizer_step_takes_as_long_as_torchs_own():
         parameter.grad = torch.randn_like(parameter)
     bare, model = models
     adamw = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True)
-    ours = optim.Optimizer(model.named_parameters(), model.decays, lambda step: 1e-4)
+    constant = optim.Settings(lr=1e-4, max_steps=100, schedule="constant")
+    ours = optim.Optimizer(model.named_parameters(), model.decays, constant)
     gradients = [parameter.grad for parameter in model.parameters()]
     seconds = {"bare": [], "ours": []}
     for _ in range(8):  # in turn: a load on the machine slows down both

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import inspect
+import io
 import json
 import math
 import os
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from unittest import mock
 
@@ -43,6 +44,8 @@ import data
 import metrics
 import optim
 import train
+from runtime import agreement
+from sample import closing_sample
 from text import tokenizer
 
 
@@ -212,18 +215,38 @@ def test_a_vocabulary_with_room_stays_and_new_parameters_are_named(run, pool, to
     assert (after[name] - before[name]).abs().max() < 0.01 < before[name].abs().max()
 
 
-def test_every_flag_that_the_optimizer_takes_reaches_it():
-    names = set(inspect.signature(optim.Optimizer.__init__).parameters)
-    names &= {f.name for f in dataclasses.fields(train.Config)}
-    assert {"eps", "weight_decay", "skip_spikes", "clip"} <= names
-    flags = {name: object() for name in names}  # nothing is built, so that any value will do
-    config = train.Config(beta1=0.1, beta2=0.2, lr=0.5, warmup_steps=0, max_steps=9, **flags)
-    with mock.patch.object(optim, "Optimizer") as built:
-        train.build_optimizer(mock.Mock(), config)
-    (_, _, rate), taken = built.call_args
-    assert taken.pop("is_hidden")
-    assert taken == flags | {"betas": (0.1, 0.2)}
-    assert rate(1) == 0.5 > rate(2) > rate(9) > 0
+def settings_of_the_optimizer(argv: list[str]) -> dict:
+    return vars(build_run(argv).state.optimizer.settings)
+
+
+def test_every_flag_that_the_optimizer_takes_reaches_it(pool, tokens, tmp_path):
+    """Under the same name, with the value that was given."""
+    given = {"eps": 0.5, "weight_decay": 0.25, "beta1": 0.125, "beta2": 0.0625, "min_lr": 1e-4}
+    given |= {"max_grad_norm": 3.0, "max_grad_norm_ratio": 4.0, "skip_spikes": 5.0}
+    given |= {"clip": "value", "schedule": "wsd", "optimizer": "muon", "lr": 2e-3}
+    given |= {"max_steps": 9, "warmup_steps": 7}
+    assert given.keys() == {field.name for field in dataclasses.fields(optim.Settings)}
+    text = " ".join(f"--{name} {value}" for name, value in given.items())
+    argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
+    (settings,) = pool(1, settings_of_the_optimizer, argv)
+    assert given.items() <= settings.items()
+
+
+def run_the_notebook(folder: str) -> str:
+    """What the lines of docs/forking.md print, in a folder of their own."""
+    page = (ROOT / "docs/forking.md").read_text()
+    (code,) = re.findall(r"## In a notebook\n.*?```python\n(.*?)```", page, re.DOTALL)
+    assert len(code.strip().splitlines()) <= 15
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, {})
+    return out.getvalue()
+
+
+def test_a_notebook_trains_saves_and_loads_in_a_few_lines(pool, tmp_path):
+    for said in pool(2, run_the_notebook, str(tmp_path)):
+        assert said.startswith("tensor(5.")
+    path = last_checkpoint(tmp_path / "runs/notebook")
+    assert checkpoint.verify(path) is None and len(tensors(path)) > 50
 
 
 def test_ctrl_c_while_torch_is_imported_says_nothing(tmp_path):
@@ -314,8 +337,8 @@ def test_a_run_with_a_tokenizer_json_resumes_without_its_package(pool, tokens, t
 def sample_of_a_broken_model(argv: list[str]) -> str:
     run = build_run(argv)
     with torch.no_grad():
-        run.model.norm.weight.fill_(torch.nan)
-    return train.closing_sample(run)
+        run.state.model.norm.weight.fill_(torch.nan)
+    return closing_sample(run.forward, run.folders[0], 4, 16, 1, run.world)
 
 
 def test_the_closing_sample_of_a_model_that_is_not_finite_is_no_text(pool, tokens, tmp_path):
@@ -327,8 +350,8 @@ def test_the_closing_sample_of_a_model_that_is_not_finite_is_no_text(pool, token
 def sample_of_a_new_model(argv: list[str]) -> str:
     run = build_run(argv)
     with torch.no_grad():
-        run.model.embed.weight.mul_(50)  # so that a draw depends on the tokens before
-    return train.closing_sample(run)
+        run.state.model.embed.weight.mul_(50)  # so that a draw depends on the tokens before
+    return closing_sample(run.forward, run.folders[0], 9, 16, run.c.tp, run.world)
 
 
 def test_a_tp_group_samples_at_lengths_that_it_cannot_split(pool, tokens, tmp_path):
@@ -374,7 +397,7 @@ def train_by_a_clock(argv: list[str]) -> tuple[int, float]:
         return call
 
     with (
-        mock.patch.object(train, "time", clock),
+        mock.patch.object(agreement, "time", clock),
         mock.patch.object(metrics, "time", clock),
         mock.patch.object(train, "train_step", taking(10, train.train_step)),
         mock.patch.object(train, "save", taking(30, train.save)),
@@ -699,18 +722,21 @@ def rows_of_a_slow_device(argv: list[str]) -> list[int]:
     """The rows on disk after each of two steps and a pause, where the device is behind the host."""
     with mock.patch.object(metrics, "DeviceEvent", EventOfADevice):
         run = build_run(argv)
-        run.log.device = torch.device("meta")  # anything but a CPU, whose rows arrive at once
-        row = train_step(run, train.micro_batches(run, 1, 1), 1)
-        file = Path(run.config.out) / "metrics.jsonl"
+        rates = metrics.Rates(torch.device("cpu"), run.setup.tokens_per_step, 1.0, None)
+        log = metrics.Log(Path(run.c.out), run.c, rates, 0, datetime.now())
+        # Anything but a CPU, whose rows arrive at once
+        log.rates = dataclasses.replace(rates, device=torch.device("meta"))
+        row = train_step(run, run.batches(), 1)
+        file = Path(run.c.out) / "metrics.jsonl"
 
         def count() -> int:
             return len(file.read_text().splitlines()) if file.exists() else 0
 
         counts = []
-        for is_due in (True, False):
-            run.log.step(1, row, run.optimizer, is_due)
+        for step in (1, 2):  # the first of a start has a row
+            log.step(step, dict(row))
             counts.append(count())
-        with run.log.pause():
+        with log.pause():
             counts.append(count())
     return counts
 

@@ -13,14 +13,15 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, Job, build_run, call_train, children, flags, rows, torchrun
+from conftest import ROOT, Job, call_train, children, flags, rows, torchrun
 
+import checkpoint
 import data
-import dist
 import train
 from runtime import launcher, watchdog
 
@@ -396,15 +397,28 @@ def test_slow_work_may_take_ten_times_the_timeout_but_silence_not(seconds, slow,
 
 def watch_a_run(argv: list[str]) -> list[tuple[str, int, bool]]:
     """(what, after how many steps, whether the watchdog takes it for slow)."""
-    run = build_run(argv)
     seen = []
+    build = train.build
+    now = SimpleNamespace()
 
     def see(what: str) -> None:
-        seen.append((what, run.step, run.watchdog.slow))
+        seen.append((what, now.state.step, now.watchdog.slow))
 
-    run.forward.register_forward_hook(lambda *_: see("forward"))
-    with mock.patch.object(run.saver, "wait", lambda: see("save")):
-        train.train(run)
+    def watched(*arguments):
+        now.state, forward = build(*arguments)
+        forward.register_forward_hook(lambda *_: see("forward"))
+        return now.state, forward
+
+    def make(*arguments):
+        now.watchdog = watchdog.Watchdog(*arguments)
+        return now.watchdog
+
+    with (
+        mock.patch.object(train, "Watchdog", make),
+        mock.patch.object(train, "build", watched),
+        mock.patch.object(checkpoint.Saver, "wait", lambda saver: see("save")),
+    ):
+        train.main(argv)
     return seen
 
 
@@ -464,13 +478,14 @@ def nccl_settings() -> dict[str, str]:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
     os.environ.pop("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", None)
-    dist.start("cpu", timedelta(seconds=1200))
+    watchdog.take_over_nccl_errors(timedelta(seconds=1200))
     return {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
 
 
-def test_nccl_leaves_it_to_the_watchdog_to_end_a_rank(pool):
+def test_nccl_leaves_it_to_the_watchdog_to_end_a_rank():
     """With 0 NCCL logs an error and ends nothing, unless it hangs for longer than we wait."""
-    (settings,) = pool(1, nccl_settings)
+    with mock.patch.dict(os.environ):
+        settings = nccl_settings()
     assert settings == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

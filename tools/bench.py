@@ -605,7 +605,7 @@ def bench(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.run("tools.bench", lambda: bench(argv))
+    return cli.execute("tools.bench", lambda: bench(argv))
 
 
 if __name__ == "__main__":

@@ -343,7 +343,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["--measure_links"]:  # a rank started by `measured_machines`
         measure_links(argv[1])
         return 0
-    return cli.run("tools.cluster", lambda: report(cluster, parse(argv)))
+    return cli.execute("tools.cluster", lambda: report(cluster, parse(argv)))
 
 
 if __name__ == "__main__":

@@ -512,7 +512,7 @@ def main(argv: list[str]) -> int:
         args = build_parser().parse_args(argv)
         CONVERT[args.command](args.source, args.out)
 
-    return cli.run("tools.hf", command)
+    return cli.execute("tools.hf", command)
 
 
 if __name__ == "__main__":

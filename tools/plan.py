@@ -25,9 +25,10 @@ import torch
 import config
 import data
 import dist
+from layout import compute_dtype, estimate_memory
 from metrics import read_log
 from model import SIZES, ModelConfig
-from runtime import cli, memory, run_folder
+from runtime import cli, memory, preflight, run_folder
 from runtime.cli import UsageError
 from tools import bench
 from tools.bench import TORCHRUN, add_flags, count, positive
@@ -149,10 +150,10 @@ def parse(argv: list[str]) -> tuple[Request | None, argparse.Namespace]:
     cluster = make_cluster(own)
     if c.dtype == "auto":  # for the planned device, not this machine
         is_cuda = cluster.device.kind == "cuda"
-        dtype = torch.bfloat16 if is_cuda else dist.fast_dtype(torch.device("cpu"))
+        dtype = torch.bfloat16 if is_cuda else compute_dtype("auto", torch.device("cpu"))
         c = dataclasses.replace(c, dtype=str(dtype).removeprefix("torch."))
     predict.peak_flops(cluster, c)  # raises early if unknown
-    base = run_folder.find_origin(c).model
+    base = preflight.find_origin(c).model
     vocab_size = (base or SIZES[c.model]).vocab_size
     if folders and ("data" in given or Path(folders).exists()):  # a --config's may be missing
         vocab_size = data.open_folders(folders)[0].vocab_size
@@ -302,7 +303,7 @@ def measure(c: config.Config, own: argparse.Namespace) -> tuple[float, float | N
 def beside(plan: Plan, past: Past) -> list[dict]:
     """Rows of `what`, `planned` and `measured` (None: unknown)."""
     speed = plan.speed
-    layout = plan.rehearsal.layout
+    c, setup = plan.request.config, plan.rehearsal.setup
     counted = {}  # in the step that rank 0 counted
     for row in past.profiles[0]["communicated"] if past.profiles else []:
         counted[row["axis"], row["kind"]] = (row["calls"], row["bytes"])
@@ -316,7 +317,7 @@ def beside(plan: Plan, past: Past) -> list[dict]:
         rows.append((f"{axis} {collective}, bytes", 0, size))
     used = "peak_device_memory" if past.is_cuda else "peak_host_memory"
     used = max(row[used] for row in past.rows)
-    rows.append(("memory as estimated at the start, bytes", layout.memory.total, used))
+    rows.append(("memory needed at least, bytes", estimate_memory(c, setup).total, used))
     if past.is_cuda:  # on CPUs the whole process is measured, not only tensors
         rows.append(("memory of the tensors as rehearsed, bytes", plan.rehearsal.peak, used))
     exposed = sum(speed.exposed.values(), 0.0)
@@ -384,24 +385,24 @@ def describe_run(plan: Plan) -> Iterator[str]:
     c = plan.request.config
     cluster = plan.request.cluster
     rehearsal = plan.rehearsal
-    layout = rehearsal.layout
-    m = layout.model_config
+    setup = rehearsal.setup
+    m = setup.model
     yield (
         f"model       {c.model}: {m.n_layer} layers x {m.d_model} wide, vocabulary "
         f"{m.vocab_size:,}: {rehearsal.parameters:,} parameters, "
         f"{rehearsal.parameters_per_rank:,} a rank"
     )
-    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, layout.mesh_shape))
+    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, setup.mesh_shape))
     yield (
-        f"mesh        {layout.strategy}: {axes} = {cluster.world_size} x {cluster.device_type}, "
+        f"mesh        {setup.strategy}: {axes} = {cluster.world_size} x {cluster.device_type}, "
         f"{cluster.links.local_size} on each of {cluster.hosts} hosts"
     )
-    if layout.strategy_reason:
-        yield f"            --strategy auto: {layout.strategy_reason}"
+    if setup.reason:
+        yield f"            --strategy auto: {setup.reason}"
     yield (
         f"batch       {c.global_batch_size:,} sequences = micro_batch_size "
-        f"{layout.micro_batch_size} x grad_accum_steps {layout.grad_accum_steps} x dp_size "
-        f"{layout.dp_size}; x {m.seq_len:,} tokens = {layout.tokens_per_step:,} tokens a step"
+        f"{setup.micro_batch_size} x grad_accum_steps {setup.grad_accum_steps} x dp_size "
+        f"{setup.dp_size}; x {m.seq_len:,} tokens = {setup.tokens_per_step:,} tokens a step"
     )
 
 
@@ -618,7 +619,7 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.run("tools.plan", lambda: run(argv))
+    return cli.execute("tools.plan", lambda: run(argv))
 
 
 if __name__ == "__main__":

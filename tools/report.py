@@ -291,7 +291,7 @@ def report(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.run("tools.report", lambda: report(argv))
+    return cli.execute("tools.report", lambda: report(argv))
 
 
 if __name__ == "__main__":

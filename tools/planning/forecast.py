@@ -38,7 +38,7 @@ class Plan:
         """
         local_size = self.request.cluster.links.local_size
         held = self.rehearsal.state["parameters"] + self.rehearsal.state["optimizer"]
-        written = held // self.rehearsal.layout.mesh_shape[0]
+        written = held // self.rehearsal.setup.mesh_shape[0]
         return {
             "bytes_per_rank": written,
             "host_bytes_sharded": local_size * written,
@@ -48,7 +48,7 @@ class Plan:
     def communication(self) -> list[dict]:
         """One row per axis and collective of a step."""
         links = self.request.cluster.links
-        shape = self.rehearsal.layout.mesh_shape
+        shape = self.rehearsal.setup.mesh_shape
         rows = {}
         for entry in self.rehearsal.communication:
             group = predict.group_of(entry.axis, self.request.rank, shape, links.local_size)
@@ -73,11 +73,11 @@ class Plan:
             yield {"hosts": hosts, "world_size": world_size} | self.scaled(world_size)
             hosts *= 2
         row = {"hosts": cluster.hosts, "world_size": cluster.world_size, "fits": self.fits}
-        yield row | {"mesh_shape": self.rehearsal.layout.mesh_shape} | self.speed.to_json()
+        yield row | {"mesh_shape": self.rehearsal.setup.mesh_shape} | self.speed.to_json()
 
     def scaled(self, world_size: int) -> dict:
         """The step on fewer ranks, or the problem."""
-        whole = self.rehearsal.layout
+        whole = self.rehearsal.setup
         cluster = dataclasses.replace(self.request.cluster, world_size=world_size)
         _, dp_shard, tp = whole.mesh_shape
         c = dataclasses.replace(
@@ -92,7 +92,7 @@ class Plan:
             plan = make_plan(request)
         except (UsageError, dist.MeshError) as error:
             return {"fits": False, "problem": str(error)}
-        shape = plan.rehearsal.layout.mesh_shape
+        shape = plan.rehearsal.setup.mesh_shape
         return {"fits": plan.fits, "mesh_shape": shape} | plan.speed.to_json()
 
 

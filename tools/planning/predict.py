@@ -14,7 +14,7 @@ import torch
 
 import dist
 import metrics
-from config import Config
+from config import Config, model_config
 from model import ModelConfig, Transformer
 from runtime.cli import UsageError
 from tools.planning.rehearse import Communication, Operation, Rehearsal, rehearse
@@ -138,6 +138,10 @@ class Request:
     rank: int  # to rehearse
     base: ModelConfig | None = None  # the model of --init_from or --resume
 
+    def model(self, c: Config) -> ModelConfig:
+        """The model, with the parts that flags override."""
+        return model_config(c, self.vocab_size, self.base)
+
     def rehearse(self) -> Rehearsal:
         """Raises UsageError and MeshError."""
         cluster = self.cluster
@@ -146,10 +150,9 @@ class Request:
             self.rank,
             cluster.world_size,
             cluster.links.local_size,
-            self.vocab_size,
+            self.model(self.config),
             cluster.device.kind,
             cluster.device_memory,
-            self.base,
         )
 
 
@@ -309,8 +312,8 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
 
     docs/plan.md lists what overlaps and what is left out.
     """
-    layout = rehearsal.layout
-    n = layout.grad_accum_steps
+    setup = rehearsal.setup
+    n = setup.grad_accum_steps
     peak = peak_flops(cluster, c)
     phases = Counter()  # phase -> seconds
     update = 0.0  # the optimizer's matrix products
@@ -334,9 +337,9 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
         optimizer=phases["optimizer"],
         exposed=dict(exposed),
         communication=dict(total),
-        tokens=layout.tokens_per_step / math.prod(layout.mesh_shape),
+        tokens=setup.tokens_per_step / math.prod(setup.mesh_shape),
         peak=peak,
-        flops_per_token=flops_per_token(layout.model_config),
+        flops_per_token=flops_per_token(setup.model),
     )
 
 
@@ -344,13 +347,13 @@ def overlap(
     rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int
 ) -> tuple[dict[str, Queue], Counter, Counter]:
     """Communication by the work it overlaps; seconds by axis that overlap none, and in total."""
-    layout = rehearsal.layout
+    setup = rehearsal.setup
     links = cluster.links
-    n = layout.grad_accum_steps
+    n = setup.grad_accum_steps
     beside = {work: Queue() for work in ("forward", "backward", "last backward", "update")}
     alone, total = Counter(), Counter()  # axis -> seconds per step
     for row in rehearsal.communication:
-        group = group_of(row.axis, rank, layout.mesh_shape, links.local_size)
+        group = group_of(row.axis, rank, setup.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds

@@ -43,7 +43,8 @@ import model
 import optim
 import train
 from config import Config, blocks_per_unit
-from layout import Layout, choose_layout
+from layout import Setup
+from model import ModelConfig
 from runtime.profiling import CommunicationCounter, Traffic
 
 # --------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ KINDS = (
 class Rehearsal:
     """What one optimizer step of one rank takes."""
 
-    layout: Layout
+    setup: Setup
     parameters: int  # of the whole model
     parameters_per_rank: int
     memory: dict[str, int]  # bytes of tensors by KINDS, at the peak
@@ -119,28 +120,26 @@ def rehearse(
     rank: int,
     world_size: int,
     local_size: int,
-    vocab_size: int,
+    model_config: ModelConfig,
     device_type: str,
     device_memory: int,
-    base: model.ModelConfig | None = None,
 ) -> Rehearsal:
     """Run one optimizer step of rank `rank` of `world_size`, with `local_size` ranks per host.
 
-    `vocab_size` is the tokenizer's, `device_memory` the bytes one rank may fill, for --strategy
-    auto, `base` the model of a checkpoint. With `device_type` "cuda" the step allocates as on a
-    GPU, and `config` must name the dtype, since auto would ask this machine. Memory ignores
-    --compile. Raises UsageError and MeshError if flags and ranks do not fit together, as train.py
-    does.
+    `device_memory` is the bytes one rank may fill, for --strategy auto. With `device_type` "cuda"
+    the step allocates as on a GPU, and `config` must name the dtype, since auto would ask this
+    machine. Memory ignores --compile. Raises UsageError and MeshError if flags and ranks do not fit
+    together, as train.py does.
     """
     c = dataclasses.replace(config, compile=False)
     with fake_group(rank, world_size) as store:
         world = make_world(rank, world_size, local_size, device_type, store)
-        chosen = choose_layout(c, world, vocab_size, device_memory, base)
+        setup = layout.choose(c, world, model_config, device_memory)
         # On "cuda" FSDP would need a GPU's streams.
         world = dataclasses.replace(world, device=torch.device("cpu"))
         with as_on(device_type), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run shows them
-            return run_layers(c, chosen, world, config.compile)
+            return run_layers(c, setup, world, config.compile)
 
 
 def make_world(
@@ -177,29 +176,27 @@ def leave_group() -> None:
     debug._clear_fast_path_sharding_prop_cache()
 
 
-def run_step(c: Config, chosen: Layout, mesh: dist.DeviceMesh, fuses: bool) -> Rehearsal:
+def run_step(c: Config, setup: Setup, mesh: dist.DeviceMesh, fuses: bool) -> Rehearsal:
     """Build the model and the optimizer, run a step and sum up."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fakes, fuses)
-    net = layout.empty_model(chosen)
-    parameters = net.parameter_count()
+    net = layout.empty_model(c, setup)  # outside: a parameter that is followed cannot move
     with fakes, recorder, loss_parallel(), train.no_garbage_collection(), quick_build():
-        forward = layout.lay_out(net, mesh, chosen)
-        optimizer = train.build_optimizer(net, c)
-        recorder.follow(mesh, chosen, net, forward, optimizer)
-        all_times = [times_of_micro_batches(chosen.grad_accum_steps)]
+        state, forward = train.build(c, setup, mesh, net)
+        recorder.follow(mesh, setup, state, forward)
+        all_times = [times_of_micro_batches(setup.grad_accum_steps)]
         if isinstance(forward, DistributedDataParallel):
             all_times.insert(0, [1])  # the first step, where DDP rebuilds its buckets
-        shape = (chosen.micro_batch_size, chosen.model_config.seq_len + 1)
+        shape = (setup.micro_batch_size, setup.model.seq_len + 1)
         for times in all_times:
             recorder.forget_counts()
             tokens = (torch.zeros(shape, dtype=torch.int64) for _ in times)
             batches = recorder.batches(tokens, times)
-            train.train_step(forward, optimizer, batches, 1, len(times), c.grad_sync)
+            train.train_step(forward, state.optimizer, batches, 1, len(times), c.grad_sync)
     return Rehearsal(
-        layout=chosen,
-        parameters=parameters,
-        parameters_per_rank=sum(optim.local(weight).numel() for weight in net.parameters()),
+        setup=setup,
+        parameters=state.model.parameter_count(),
+        parameters_per_rank=sum(optim.local(w).numel() for w in state.model.parameters()),
         memory={},
         state=recorder.state,
         communication=recorder.communication(),
@@ -227,24 +224,24 @@ class Unlike(ValueError):
     """Two steps differ by more than repeated layers."""
 
 
-def run_layers(c: Config, chosen: Layout, world: dist.World, fuses: bool) -> Rehearsal:
-    """The step of `chosen`, extended from a few layers if that is exact.
+def run_layers(c: Config, setup: Setup, world: dist.World, fuses: bool) -> Rehearsal:
+    """The step of `setup`, extended from a few layers if that is exact.
 
     Layers between the first and the last do the same, in the same places of the step. What one unit
     adds to FEW, all others add too. Not for DDP, whose buckets end anywhere.
     """
-    mesh = dist.make_mesh(world, chosen.mesh_shape)  # once: DTensor keeps the groups of the first
+    mesh = dist.make_mesh(world, setup.mesh_shape)  # once: DTensor keeps the groups of the first
 
     def run(n_layer: int) -> Rehearsal:
-        model_config = dataclasses.replace(chosen.model_config, n_layer=n_layer)
-        return run_step(c, dataclasses.replace(chosen, model_config=model_config), mesh, fuses)
+        model_config = dataclasses.replace(setup.model, n_layer=n_layer)
+        return run_step(c, dataclasses.replace(setup, model=model_config), mesh, fuses)
 
-    n_layer = chosen.model_config.n_layer
+    n_layer = setup.model.n_layer
     unit = blocks_per_unit(c) or 1
     more = n_layer // unit - FEW  # units
     few = n_layer - more * unit
     found = None
-    if more > FEW + 1 and (chosen.strategy != "ddp" or chosen.uses_fsdp):
+    if more > FEW + 1 and (setup.strategy != "ddp" or setup.uses_fsdp):
         with suppress(Unlike):
             found = extend(run(few), run(few + unit), more)
     found = found or run(n_layer)
@@ -592,15 +589,15 @@ class Recorder(TorchDispatchMode):
     def follow(
         self,
         mesh: dist.DeviceMesh,
-        chosen: Layout,
-        net: nn.Module,
+        setup: Setup,
+        state: train.State,
         forward: nn.Module,
-        optimizer: optim.Optimizer,
     ) -> None:
         """Recognize the tensors of a built run, and the phases of its steps."""
         self.collectives = Collectives(mesh, self)
-        tp = chosen.mesh_shape[2]
-        self.vocab_size = chosen.model_config.vocab_size // tp  # of this rank
+        net, optimizer = state.model, state.optimizer
+        tp = setup.mesh_shape[2]
+        self.vocab_size = setup.model.vocab_size // tp  # of this rank
         self.mark(net.parameters(), "parameters")
         self.mark(tree_leaves(optimizer.state()), "optimizer")
         self.mark_gradients(net)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import dist
 from config import Config
-from layout import Layout, choose_layout
-from model import ModelConfig
+from layout import Setup, choose, estimate_memory
 from runtime.cli import UsageError
 from tools.planning import predict
 from tools.planning.predict import Cluster, Request, Speed
@@ -37,13 +36,12 @@ CHECKPOINTING = ("none", "selective", "full")
 SYNCS = ("batch", "shard", "micro_batch")
 
 
-def lay_out(
-    c: Config, cluster: Cluster, vocab_size: int, base: ModelConfig | None = None
-) -> Layout:
-    """The layout on a cluster, with its memory estimate. Raises UsageError and MeshError."""
+def setup_of(c: Config, request: Request) -> Setup:
+    """The setup on a cluster. Raises UsageError and MeshError."""
+    cluster = request.cluster
     local_size = cluster.links.local_size
     world = make_world(0, cluster.world_size, local_size, cluster.device.kind)
-    return choose_layout(c, world, vocab_size, cluster.device_memory, base)
+    return choose(c, world, request.model(c), cluster.device_memory)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -107,7 +105,7 @@ class Candidate:
 class Group:
     """Candidates that differ only in their communication, simplest first."""
 
-    left: list[Layout]
+    left: list[tuple[Config, Setup]]
     speed: float = math.inf  # of the last one rehearsed, tokens/s/device
 
 
@@ -134,12 +132,11 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
             passed_over["had no time left"] = waiting
             break
         group = max(groups, key=lambda group: group.speed)
-        layout = group.left.pop(0)
-        c = layout.config
+        c, setup = group.left.pop(0)
         if sys.stderr.isatty():  # progress, but not into a file
             progress = f"{waiting} candidates, {max(0, left):.0f} s left: {flags_of(c)}"
             print(progress, file=sys.stderr, flush=True)
-        if not layout.fits(cluster.device_memory):
+        if not estimate_memory(c, setup).fits(cluster.device_memory):
             passed_over["are too large by the estimate"] += 1
             continue
         rehearsal = dataclasses.replace(request, config=c).rehearse()
@@ -168,12 +165,12 @@ def group_candidates(request: Request, free: frozenset[str]) -> tuple[list[Group
     every = candidates(request.config, cluster, free)
     for c in sorted(every, key=lambda c: complexity(c, cluster)):
         try:
-            layout = lay_out(c, cluster, request.vocab_size, request.base)
+            setup = setup_of(c, request)
         except (UsageError, dist.MeshError) as error:
             problems.append(error)
             continue
-        key = (c.tp, layout.micro_batch_size, c.activation_checkpointing)
-        groups.setdefault(key, Group([])).left.append(layout)
+        key = (c.tp, setup.micro_batch_size, c.activation_checkpointing)
+        groups.setdefault(key, Group([])).left.append((c, setup))
     if problems and not groups:
         raise problems[-1]
     return list(groups.values()), len(problems)
