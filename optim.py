@@ -499,9 +499,7 @@ class Optimizer:
         if measure:
             grad_stats = tensor_stats(grads)  # before clipping
             old_weights = [local(p).clone() for p in self.parameters.values()]
-        norms, numels = square_sums.sqrt(), self.sharding.numels
-        gradients = Gradients(grads, norms, numels, self.norm_average, skip)
-        divisor, clipped = CLIPS[s.clip](s, gradients)
+        divisor, clipped = self.clip(grads, square_sums.sqrt(), skip)
         lr = learning_rate(step, s)
         for (chosen, weight_decay), names in self.groups.items():
             present = [name for name in names if self.parameters[name].grad is not None]
@@ -536,6 +534,10 @@ class Optimizer:
             has_grad = parameter.grad is not None
             grads.append(local(parameter.grad) if has_grad else self.empty_grad)
         return grads
+
+    def clip(self, grads: list[Tensor], norms: Tensor, skip: Tensor) -> Clipped:
+        gradients = Gradients(grads, norms, self.sharding.numels, self.norm_average, skip)
+        return CLIPS[self.settings.clip](self.settings, gradients)
 
     def sum_over_ranks(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
         """Return the squared norms (n,) of the whole gradients, and the mean loss over ranks.

@@ -83,13 +83,13 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
 
 
 def profiled_with_a_sleeper(argv: list[str]) -> tuple[int, str, str]:
-    """train.py, where rank 1 sleeps for 200 ms in each step."""
-    step = train.train_step
+    """train.py, where rank 1 sleeps for a second in each profiled step: a busy machine takes less."""
+    train_step = train.train_step
 
-    def slow(*arguments):
-        if torch.distributed.get_rank() == 1:
-            threading.Event().wait(0.2)
-        return step(*arguments)
+    def slow(forward, optimizer, batches, step, *more):
+        if torch.distributed.get_rank() == 1 and 3 < step <= 6:
+            threading.Event().wait(1)
+        return train_step(forward, optimizer, batches, step, *more)
 
     with mock.patch.object(train, "train_step", slow):
         return listen(argv)
@@ -103,7 +103,7 @@ def test_a_rank_that_sleeps_is_named(pool, tokens, tmp_path, strategy):
     assert status == 0 and "slowest is rank 1: it waited " in out, out
     figures = [json.loads((tmp_path / f"run/profile/rank_{n}.json").read_text()) for n in range(3)]
     first, sleeper, last = figures[0]["waited"]
-    assert first > 0.15 < last and sleeper < min(first, last)
+    assert first > 0.5 < last and sleeper < min(first, last)
     assert all(one["waited"] == figures[0]["waited"] for one in figures)
     for one, seconds in zip(figures, figures[0]["waited"]):
         assert one["exposed_communication"] * one["step_time"] == pytest.approx(seconds)
