@@ -40,7 +40,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -200,14 +200,18 @@ def choose_checkpoint(named: Path, program: str) -> Path:
 
 
 def rank_and_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return (
+        (torch.distributed.get_rank(), torch.distributed.get_world_size())
+        if torch.distributed.is_initialized()
+        else (0, 1)
+    )
 
 
-def all_gather(value, group: dist.ProcessGroup | None = None) -> list:
+def all_gather(value, group: torch.distributed.ProcessGroup | None = None) -> list:
     """The values of all ranks; without a process group, of this process."""
     values = [value] * rank_and_size()[1]
-    if dist.is_initialized():
-        dist.all_gather_object(values, value, group=group)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
@@ -256,7 +260,7 @@ def load_state(path: Path, state: dict) -> None:
 
     A checkpoint loads on any mesh because it does not know of meshes. A mesh only decides how a
     tensor is cut: fsdp by rows, tp by rows or columns, single not at all. On disk, a chunk is known
-    by the name of its tensor and the indices at which it begins in the whole tensor, not by a rank.
+    by the name of its tensor and the indices at which it begins in the full tensor, not by a rank.
     In memory, each rank knows its own part in the same way. It copies what the two have in common:
 
         saved by fsdp on 4 ranks       | rows 0-2 | rows 3-5 | rows 6-8 | 9 |
@@ -325,7 +329,7 @@ class Reader:
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Yield what the saved chunks have of a part of a tensor: where in the part, the values.
 
-        The part begins at the indices `start` of the whole tensor.
+        The part begins at the indices `start` of the full tensor.
         """
         edges, grid = self.grid(name)
         dims = []  # for each dimension, the chunks that overlap the part
@@ -377,16 +381,16 @@ class Reader:
                 buffer.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor; mapped, if it is one chunk."""
-        whole = self.empty(name)
-        self.release(whole.nbytes)
-        pieces = list(self.overlaps(name, (0,) * whole.dim(), whole.shape))
+        """A full tensor; mapped, if it is one chunk."""
+        full = self.empty(name)
+        self.release(full.nbytes)
+        pieces = list(self.overlaps(name, (0,) * full.dim(), full.shape))
         if len(pieces) == 1:
             return pieces[0][1]
-        whole = torch.empty_like(whole, device="cpu")  # the files have as many bytes
+        full = torch.empty_like(full, device="cpu")  # the files have as many bytes
         for place, saved in pieces:
-            whole[place] = saved
-        return whole
+            full[place] = saved
+        return full
 
 
 def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
@@ -532,7 +536,7 @@ def local_parts(state: dict) -> dict[str, LocalPart]:
 
 
 def bounds_of(parts: dict[str, LocalPart]) -> Tensor:
-    """Where parts begin and end in the whole tensors: (tensors, 2, dims)."""
+    """Where parts begin and end in the full tensors: (tensors, 2, dims)."""
     dims = max(len(part.start) for part in parts.values())
     rows = []
     for part in parts.values():
@@ -614,8 +618,10 @@ class Saver:
     def __post_init__(self):
         self.rank, self.size = rank_and_size()
         # The saving thread's collectives must not mix with those of the training step.
-        is_group = dist.is_initialized()
-        self.group = dist.new_group(backend="gloo", timeout=self.timeout) if is_group else None
+        is_group = torch.distributed.is_initialized()
+        self.group = (
+            torch.distributed.new_group(backend="gloo", timeout=self.timeout) if is_group else None
+        )
         self.host_copy = torch.empty(0, dtype=torch.uint8)
         self.thread: threading.Thread | None = None
         self.rows: list[dict] = []
@@ -779,7 +785,7 @@ class Saver:
         bounds = bounds_of(parts)
         gathered = bounds[None].repeat(self.size, 1, 1, 1)
         if self.group:
-            dist.all_gather(list(gathered), bounds, group=self.group)
+            torch.distributed.all_gather(list(gathered), bounds, group=self.group)
         tensors, writes = choose_writers(parts, gathered.numpy())
         return tensors, [name for name, is_mine in zip(parts, writes[self.rank]) if is_mine]
 

@@ -341,8 +341,8 @@ def val_indices(
     """
     chosen = [i * n_sequences // count for i in range(count)]
     for start in range(0, count, micro_batch_size * dp_size):
-        own = start + dp_rank * micro_batch_size
-        yield chosen[own : own + micro_batch_size]
+        first = start + dp_rank * micro_batch_size
+        yield chosen[first : first + micro_batch_size]
 
 
 def loader(

@@ -82,7 +82,7 @@ def start(
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    own_device = set_device(device, local_rank, local_size)
+    local_device = set_device(device, local_rank, local_size)
     raise_open_file_limit()
     if "RANK" in os.environ:
         store = find_store(join_timeout or timeout)
@@ -96,7 +96,7 @@ def start(
         store = torch.distributed.HashStore()
     # Cloned now: later, rank 0 and its store might be gone.
     second_connection = store.clone() if size > 1 else store
-    world = World(rank, size, local_rank, local_size, own_device, timeout, second_connection)
+    world = World(rank, size, local_rank, local_size, local_device, timeout, second_connection)
     try:
         if size > 1:
             meet(world, store, join_timeout or timeout)
@@ -365,10 +365,10 @@ def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
         lines = ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
         options = {"timeout": world.timeout, "group_desc": name}
         if is_cuda:
-            own_group = torch.distributed.split_group(nccl_group, lines, **options)
+            local_group = torch.distributed.split_group(nccl_group, lines, **options)
         else:
-            own_group, _ = torch.distributed.new_subgroups_by_enumeration(lines, **options)
-        groups.append(own_group)
+            local_group, _ = torch.distributed.new_subgroups_by_enumeration(lines, **options)
+        groups.append(local_group)
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=AXES)
 
 

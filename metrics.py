@@ -486,14 +486,14 @@ class Log:
         }
         self.record(line)
         is_first = row.began.step == self.last_step
-        self.say_unless_quiet(console_line(line, self.c.max_steps, is_first), line["step"])
+        self.print_unless_quiet(console_line(line, self.c.max_steps, is_first), line["step"])
 
     # Other rows
 
     def evaluation(self, step: int, val_loss: float) -> None:
         """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
         self.record({"step": step, "val_loss": val_loss})
-        self.say_unless_quiet(f"val_loss {val_loss:.4f}", step)
+        self.print_unless_quiet(f"val_loss {val_loss:.4f}", step)
         if not math.isfinite(val_loss):
             raise Diverged(f"the validation loss of step {step} is {val_loss}. {REMEDY}")
 
@@ -507,7 +507,7 @@ class Log:
         line = f"saved {row['path']}: {row['bytes'] / 1e6:,.1f} MB in {row['seconds']:.2f} s"
         if row["blocking_seconds"] < row["seconds"]:
             line += f", of which training waited {row['blocking_seconds']:.2f} s"
-        self.say_unless_quiet(line, row["step"])
+        self.print_unless_quiet(line, row["step"])
 
     # Output
 
@@ -529,7 +529,7 @@ class Log:
             self.tracker = None
             self.say(f"--tracker failed and is off until the next start: {error!r}")
 
-    def say_unless_quiet(self, line: str, step: int) -> None:
+    def print_unless_quiet(self, line: str, step: int) -> None:
         if not self.c.quiet:
             self.say(line, step)
 

@@ -424,7 +424,7 @@ class Transformer(nn.Module):
 
     Logits are float32, activations `dtype`; the loss is in nats. Build a distributed model under
     torch.device("meta") and fill it parameter by parameter with `init_tensor`, so that a rank holds
-    its shards and one whole tensor at a time. On one device, use `build_model`.
+    its shards and one full tensor at a time. On one device, use `build_model`.
     """
 
     def __init__(
@@ -451,7 +451,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
-        """Fill the whole parameter `name` in place, depending only on seed, name and device type.
+        """Fill the full parameter `name` in place, depending only on seed, name and device type.
 
         On GPUs large matrices also depend on the number of multiprocessors.
 

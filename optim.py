@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim.adamw import adamw
@@ -176,15 +176,17 @@ class Sharding:
     def __init__(self, parameters: list[nn.Parameter]):
         device = parameters[0].device
         shards = [num_shards(parameter) for parameter in parameters]
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.world_size = (
+            torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        )
         self.is_sharded = max(shards) > 1
         # This many ranks hold each element: a sum over all ranks counts it that many times.
         self.replicas = torch.tensor([self.world_size / n for n in shards], device=device)  # (n,)
         self.numels = torch.tensor([p.numel() for p in parameters], device=device)  # (n,)
 
 
-def gather(tensor: Tensor) -> Tensor:
-    """Gather a whole tensor on all ranks. A GPU waits for it at its first use, a CPU here.
+def all_gather(tensor: Tensor) -> Tensor:
+    """Gather a full tensor on all ranks. A GPU waits for it at its first use, a CPU here.
 
     So does a GPU where tp splits the same dimension as FSDP, or columns: torch reorders the parts.
     """
@@ -200,13 +202,13 @@ def gather(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, distributed like the parameter."""
+def local_part(full: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a full tensor, distributed like the parameter."""
     if not isinstance(parameter, DTensor):
-        return whole
+        return full
     mesh, placements = parameter.device_mesh, parameter.placements
-    # src_data_rank=None: cut locally; all ranks have the whole
-    return local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    # src_data_rank=None: cut locally; all ranks have the full matrix
+    return local(distribute_tensor(full, mesh, placements, src_data_rank=None))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -286,7 +288,7 @@ class Muon:
     """Orthogonalized momentum (Jordan et al. 2024), for the matrices of hidden layers.
 
     Updates have the size of AdamW's (Liu et al. 2025), so that one learning rate and one weight
-    decay serve both. Every rank gathers each whole matrix in bfloat16 and orthogonalizes it.
+    decay serve both. Every rank gathers each full matrix in bfloat16 and orthogonalizes it.
     torch.optim.Muon multiplies the shards of DTensors, and no tensor can skip or clip its step.
     """
 
@@ -302,15 +304,15 @@ class Muon:
 
     @staticmethod
     def update(optimizer: "Optimizer", names: list[str], u: Update) -> None:
-        wholes = (gather(Muon.direction(optimizer, name, u)) for name in names)
+        matrices = (all_gather(Muon.direction(optimizer, name, u)) for name in names)
         # In pairs: the next matrix is being gathered while this one is multiplied.
-        for name, (whole, _) in zip(names, pairwise(chain(wholes, [None]))):
+        for name, (full, _) in zip(names, pairwise(chain(matrices, [None]))):
             parameter = optimizer.parameters[name]
             # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side), that of an
             # AdamW update 0.2 to 0.4.
             scale = 0.2 * math.sqrt(max(parameter.shape))
             weight = local(parameter)
-            orthogonal = own_part(orthogonalize(whole), parameter)
+            orthogonal = local_part(orthogonalize(full), parameter)
             decayed = weight * (1 - u.lr * u.weight_decay)
             write(weight, decayed.add_(orthogonal, alpha=-u.lr * scale), u.skip)
 
@@ -540,7 +542,7 @@ class Optimizer:
         return CLIPS[self.settings.clip](self.settings, gradients)
 
     def sum_over_ranks(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the squared norms (n,) of the whole gradients, and the mean loss over ranks.
+        """Return the squared norms (n,) of the full gradients, and the mean loss over ranks.
 
         One collective if weights are sharded or several ranks look for spikes. Otherwise none: then
         the loss stays this rank's.
@@ -549,7 +551,7 @@ class Optimizer:
         world_size = self.sharding.world_size
         if self.sharding.is_sharded or (self.settings.skip_spikes and world_size > 1):
             sums = torch.cat((square_sums / self.sharding.replicas, loss[None] / world_size))
-            dist.all_reduce(sums)
+            torch.distributed.all_reduce(sums)
             return sums[:-1], sums[-1]
         return square_sums, loss
 
@@ -594,8 +596,8 @@ class Optimizer:
         maxima = torch.stack(maxima)  # (k + k + 1, n)
         if self.sharding.is_sharded:
             sums /= self.sharding.replicas
-            dist.all_reduce(sums)
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+            torch.distributed.all_reduce(sums)
+            torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
 
         square_sums, element_sums, update_square_sums = sums.split((k, k, 1))
         largest, negated_smallest, clipped = maxima.split((k, k, 1))

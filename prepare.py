@@ -149,8 +149,8 @@ def prepare(
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         os.rename(folder, new_folder)
-    say_what_was_read(corpus, splitter)
-    say_what_was_written(out, meta, val_fraction)
+    report_what_was_read(corpus, splitter)
+    report_what_was_written(out, meta, val_fraction)
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, folder: Path) -> str:
@@ -210,7 +210,7 @@ def val_bytes(splitter: Splitter, meta: dict) -> int:
     return splitter.size * meta["val_tokens"] // (meta["train_tokens"] + meta["val_tokens"])
 
 
-def say_what_was_read(corpus: Corpus, splitter: Splitter) -> None:
+def report_what_was_read(corpus: Corpus, splitter: Splitter) -> None:
     files = plural(len(corpus.files), "file")
     documents = plural(sum(splitter.documents.values()), "document")
     print(f"read {files}: {documents}, {plural(splitter.size, 'byte')} of text")
@@ -229,7 +229,7 @@ def say_what_was_read(corpus: Corpus, splitter: Splitter) -> None:
         )
 
 
-def say_what_was_written(out: Path, meta: dict, val_fraction: float) -> None:
+def report_what_was_written(out: Path, meta: dict, val_fraction: float) -> None:
     share = meta["val_tokens"] / (meta["train_tokens"] + meta["val_tokens"])
     print(
         f"{out}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} "

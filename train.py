@@ -51,7 +51,7 @@ from runtime.watchdog import (
     SLOW_FACTOR,
     Watchdog,
     fail_on_ranks,
-    say_after_torchrun,
+    report_after_torchrun,
     take_over_nccl_errors,
     tell_torchrun,
 )
@@ -193,7 +193,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
         dist.on_all_ranks(lambda: run_folder.check_is_there(out, log.is_gone, c, state.step))
         log.say(log.goodput())
         if stop:
-            return say_stopped(c, world, state.step, log)
+            return report_stop(c, world, state.step, log)
         if c.sample_tokens:
             watchdog.progress(state.step, "sampling", slow=True)
             seq_len = setup.model.seq_len
@@ -481,14 +481,14 @@ def tidy_memory(step: int, is_first: bool, device: torch.device) -> None:
         memory.trim_freed_memory()  # left by evaluations and saves
 
 
-def say_stopped(c: Config, world: dist.World, step: int, log: metrics.Log) -> int:
+def report_stop(c: Config, world: dist.World, step: int, log: metrics.Log) -> int:
     """Say that a run stopped before its end; return its exit status."""
     continues = "" if c.checkpoint == "none" else "; the same command continues"
     line = f"stopped after step {step}{continues}"
     log.say(line)
     tell_torchrun(line)
     if world.is_rank0:
-        say_after_torchrun(line)
+        report_after_torchrun(line)
     # 75 tells a scheduler to try again. With torchrun --max-restarts, which would retry at once,
     # return 0.
     will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0

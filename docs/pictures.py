@@ -507,13 +507,13 @@ def draw_checkpoints(data: dict) -> None:
 
 
 BEATS = """
-import sys, time, torch.distributed as dist
+import sys, time, torch.distributed
 from runtime.watchdog import Watchdog
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", f"tcp://127.0.0.1:{port + 1}", rank=rank, world_size=2)
-with Watchdog(dist.TCPStore("127.0.0.1", port), rank, 2, timeout=10) as dog:
+torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port + 1}", rank=rank, world_size=2)
+with Watchdog(torch.distributed.TCPStore("127.0.0.1", port), rank, 2, timeout=10) as watchdog:
     for step in range(1000):
-        dog.progress(step, "computing")
+        watchdog.progress(step, "computing")
         time.sleep(0.1)
 """
 

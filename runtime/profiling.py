@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -150,7 +150,7 @@ def group_name(args) -> str | None:
     """The name of the process group among the arguments of a c10d operation."""
     for leaf in tree_leaves(args):
         if isinstance(leaf, torch.ScriptObject):
-            return dist.ProcessGroup.unbox(leaf).group_name
+            return torch.distributed.ProcessGroup.unbox(leaf).group_name
     return None
 
 
@@ -204,7 +204,7 @@ class Profiler:
         in_flight: Iterable,
     ):
         self.start, self.stop = window or (math.inf, math.inf)
-        self.path = folder / f"rank_{dist.get_rank()}"
+        self.path = folder / f"rank_{torch.distributed.get_rank()}"
         self.mesh = mesh
         self.is_cuda = mesh.device_type == "cuda"
         self.say = say
@@ -233,8 +233,8 @@ class Profiler:
 
     def exchange(self, seconds: float) -> list[float]:
         """The value of each rank."""
-        of_ranks = [math.nan] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, seconds)
+        of_ranks = [math.nan] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(of_ranks, seconds)
         return of_ranks
 
     def attempt(self, part: Callable, *arguments) -> None:
@@ -244,7 +244,11 @@ class Profiler:
         except Exception as error:
             self.trace = None
             self.figures = {}
-            print(f"rank {dist.get_rank()}: no profile: {error!r}", file=sys.stderr, flush=True)
+            print(
+                f"rank {torch.distributed.get_rank()}: no profile: {error!r}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def wait(self) -> None:
         for each in self.in_flight:
@@ -287,7 +291,10 @@ class Profiler:
             # While the thread does not run it waits for data, or for a collective, or it sleeps.
             sent = covered_seconds(event for event in events if event.name.startswith("gloo:"))
             idle = max(0.0, wall - thread - data_wait)
-            busy, exposed = thread, min(sent, idle) if dist.get_world_size() > 1 else 0.0
+            busy, exposed = (
+                thread,
+                min(sent, idle) if torch.distributed.get_world_size() > 1 else 0.0,
+            )
         operations = []
         for row in rows:
             microseconds = row.self_device_time_total if self.is_cuda else row.self_cpu_time_total

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch._C._distributed_c10d as c10d  # for the flight recorder
-import torch.distributed as dist
+import torch.distributed
 
 from runtime import console
 from runtime.agreement import format_ranks
@@ -78,7 +78,7 @@ class Watchdog:
     last collectives, their state and call sites) and exits with 1.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float):
+    def __init__(self, store: torch.distributed.Store, rank: int, world_size: int, timeout: float):
         self.store = store
         self.rank = rank
         self.world_size = world_size
@@ -123,13 +123,13 @@ class Watchdog:
         if self.world_size == 1:
             return
         if error is None:
-            dist.barrier()  # so that no rank mistakes the end of another for a loss
+            torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
         else:
             # torch's destructors wait for NCCL, whose other ranks may never answer.
             atexit.register(end_process_soon)
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 self.store.set(f"process {self.rank}", "")  # not ended by a signal
-        if kind is RuntimeError or isinstance(error, dist.DistError):
+        if kind is RuntimeError or isinstance(error, torch.distributed.DistError):
             # Perhaps a collective failed because another rank was lost. If so, the thread reports
             # that and ends this process.
             self.collective_failed = True
@@ -256,7 +256,7 @@ class Watchdog:
             if line:
                 if self.saved_step is not None:
                     line += f"; the same command continues from step {self.saved_step}"
-                say_error(Path(sys.argv[0]).name, line)
+                print_error(Path(sys.argv[0]).name, line)
             if self.dump_folder:
                 # Private: the public way, NCCL's own timeout, comes too late, and never for gloo.
                 # A CUDA build has one recorder for each.
@@ -300,7 +300,7 @@ def tell_torchrun(line: str) -> None:
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
 
 
-def say_error(program: str, message: str, where: str = "") -> None:
+def print_error(program: str, message: str, where: str = "") -> None:
     """Print an error in one line, and pass it to torchrun."""
     line = f"{program}: error{where}: {message}"
     console.print_error(line)
@@ -316,11 +316,11 @@ def fail_on_ranks(program: str, message: str, status: int) -> int:
     rank = int(os.environ.get("RANK", 0))
     if rank:
         time.sleep(3)
-    say_error(program, message, f" on rank {rank}" if rank else "")
+    print_error(program, message, f" on rank {rank}" if rank else "")
     return status
 
 
-def say_after_torchrun(line: str) -> None:
+def report_after_torchrun(line: str) -> None:
     """Print a line on the terminal after torchrun's report, or after its traceback on Ctrl-C.
 
     By then all ranks are gone, so a separate process waits until torchrun ends and closes the

@@ -83,7 +83,7 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
 
 
 def profiled_with_a_sleeper(argv: list[str]) -> tuple[int, str, str]:
-    """train.py, where rank 1 sleeps for a second in each profiled step: a busy machine takes less."""
+    """train.py, where rank 1 sleeps in each profiled step, for longer than a busy machine takes."""
     train_step = train.train_step
 
     def slow(forward, optimizer, batches, step, *more):

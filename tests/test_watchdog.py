@@ -208,14 +208,14 @@ def dump_that_fails() -> bytes:
     raise OSError("no space left")
 
 
-def say_last_words(folder: Path, dump, device: str) -> None:
+def print_last_words(folder: Path, dump, device: str) -> None:
     """With the recorders of a CUDA build."""
     recorders = {"cuda": "_dump_nccl_trace", "cpu": "_dump_fr_trace"}
     used = recorders.pop(device)
     (other,) = recorders.values()
-    dog = watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60)
-    dog.dump_folder = folder / "flight"
-    dog.saved_step = 40
+    guard = watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60)
+    guard.dump_folder = folder / "flight"
+    guard.saved_step = 40
     with (
         open(folder / "stderr", "w") as file,
         contextlib.redirect_stderr(file),
@@ -224,7 +224,7 @@ def say_last_words(folder: Path, dump, device: str) -> None:
         mock.patch.object(watchdog.c10d, other, lambda: b"empty", create=True),
         mock.patch.object(torch.cuda, "is_initialized", lambda: device == "cuda"),
     ):
-        dog.abort("rank 1 stopped or died")
+        guard.abort("rank 1 stopped or died")
 
 
 def exit_status(function, *arguments) -> int | None:
@@ -240,7 +240,7 @@ def exit_status(function, *arguments) -> int | None:
 
 @pytest.mark.parametrize("dump, device", [(dump_that_hangs, "cuda"), (dump_that_fails, "cpu")])
 def test_a_rank_ends_after_its_last_words_even_if_the_dump_hangs(tmp_path, dump, device):
-    assert exit_status(say_last_words, tmp_path, dump, device) == 1
+    assert exit_status(print_last_words, tmp_path, dump, device) == 1
     line = "error: rank 1 stopped or died; the same command continues from step 40\n"
     assert (tmp_path / "stderr").read_text().endswith(f": {line}")
     assert not list((tmp_path / "flight").iterdir())  # the other recorder would have written one
@@ -341,13 +341,13 @@ def test_the_log_has_the_waits_for_data_of_the_slowest_and_the_fastest_rank(pool
 )
 def test_who_is_to_blame(after, collective_failed, line):
     store = torch.distributed.HashStore()
-    dog, *_ = (watchdog.Watchdog(store, rank, 3, timeout=60) for rank in range(3))
-    dog.collective_failed = collective_failed
+    guard, *_ = (watchdog.Watchdog(store, rank, 3, timeout=60) for rank in range(3))
+    guard.collective_failed = collective_failed
     looks = []
     for text in ("2 9 a|4 9 a|4 9 b", after):
         beats = [beat.split(" ", 2) for beat in text.split("|")]
         looks.append([watchdog.Heartbeat(int(n), int(m), place) for n, m, place in beats])
-    assert dog.diagnose(*looks) == line
+    assert guard.diagnose(*looks) == line
 
 
 class Beats:
@@ -360,8 +360,8 @@ class Beats:
 
     def wait(self, seconds: float) -> bool:
         self.passed += 1
-        for dog in self.others:
-            dog.send_heartbeat()
+        for guard in self.others:
+            guard.send_heartbeat()
         return self.passed > self.count
 
 
@@ -383,15 +383,15 @@ SILENT = "rank 1 stopped or died, last seen before the first step; rank 0 is aft
 def test_slow_work_may_take_ten_times_the_timeout_but_silence_not(seconds, slow, is_silent, line):
     """Two ranks without progress, with a timeout of 60 seconds: a beat is a second."""
     store = torch.distributed.HashStore()
-    dogs = [watchdog.Watchdog(store, rank, 2, timeout=60) for rank in range(2)]
-    for dog in dogs:
-        dog.progress(3, "saving", slow=slow)
-    dogs[0].stopped = Beats(seconds, [] if is_silent else dogs[1:])
+    guards = [watchdog.Watchdog(store, rank, 2, timeout=60) for rank in range(2)]
+    for guard in guards:
+        guard.progress(3, "saving", slow=slow)
+    guards[0].stopped = Beats(seconds, [] if is_silent else guards[1:])
     with (
-        mock.patch.object(dogs[0], "abort", side_effect=SystemExit) as abort,
+        mock.patch.object(guards[0], "abort", side_effect=SystemExit) as abort,
         contextlib.suppress(SystemExit),
     ):
-        dogs[0].run()
+        guards[0].run()
     assert abort.call_args_list == ([mock.call(line)] if line else [])
 
 
@@ -441,10 +441,10 @@ def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
 
 def lose_rank(folder: Path, rank: int, number: signal.Signals | None) -> None:
     store = torch.distributed.FileStore(f"{folder}/store", 3)
-    dog = watchdog.Watchdog(store, rank, 3, timeout=60)
+    guard = watchdog.Watchdog(store, rank, 3, timeout=60)
     if number:
         os.kill(os.getpid(), number)
-    with contextlib.suppress(ValueError), dog:
+    with contextlib.suppress(ValueError), guard:
         raise ValueError("which this rank prints, and ends")
 
 
@@ -465,8 +465,8 @@ def test_ranks_died_without_an_exception_only_where_all_did(tmp_path, number, fa
         process.start()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
         processes.append(process)
-    dog = watchdog.Watchdog(torch.distributed.FileStore(f"{tmp_path}/store", 3), 0, 3, timeout=60)
-    line = dog.diagnose(dog.read_all(), dog.read_all())
+    guard = watchdog.Watchdog(torch.distributed.FileStore(f"{tmp_path}/store", 3), 0, 3, timeout=60)
+    line = guard.diagnose(guard.read_all(), guard.read_all())
     for process in processes:
         process.kill()
         process.join()

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 import metrics
 from model import SIZES
@@ -310,8 +310,8 @@ REPEATS = 10  # at most; fewer if they take more than two seconds
 
 def exchange(value) -> list:
     """The values of all ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
     return values
 
 
@@ -319,7 +319,7 @@ def times(function: Callable[[], object]) -> list[float]:
     """Seconds of repeated calls; all ranks make equally many and start each together."""
 
     def measure() -> float:
-        dist.barrier()
+        torch.distributed.barrier()
         began = time.perf_counter()
         function()
         if torch.cuda.is_initialized():
@@ -371,23 +371,23 @@ def transfers(
     """Seconds for `size` bytes to reach the other rank of a pair and be answered."""
     payload = torch.zeros(size // 4, device=device)
     answer = torch.zeros(1, device=device)
-    own = {}
+    local = {}
     for pairs in rounds:
         for turn in (pairs, [(b, a) for a, b in pairs]):
-            mine = [pair for pair in turn if dist.get_rank() in pair]
+            mine = [pair for pair in turn if torch.distributed.get_rank() in pair]
 
             def transfer(mine=mine) -> None:
                 for sender, receiver in mine:
-                    if sender == dist.get_rank():
-                        dist.send(payload, receiver)
-                        dist.recv(answer, receiver)
+                    if sender == torch.distributed.get_rank():
+                        torch.distributed.send(payload, receiver)
+                        torch.distributed.recv(answer, receiver)
                     else:
-                        dist.recv(payload, sender)
-                        dist.send(answer, sender)
+                        torch.distributed.recv(payload, sender)
+                        torch.distributed.send(answer, sender)
 
             seconds = times(transfer)
-            own |= {pair: seconds for pair in mine if pair[0] == dist.get_rank()}
-    return {pair: seconds for found in exchange(own) for pair, seconds in found.items()}
+            local |= {pair: seconds for pair in mine if pair[0] == torch.distributed.get_rank()}
+    return {pair: seconds for found in exchange(local) for pair, seconds in found.items()}
 
 
 def slow_links(names: list[str], local_size: int, size: int, device: torch.device) -> list[str]:
@@ -411,21 +411,23 @@ def slow_links(names: list[str], local_size: int, size: int, device: torch.devic
     return lines
 
 
-def collectives(size: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+def collectives(
+    size: int, group: torch.distributed.ProcessGroup, device: torch.device
+) -> dict[str, float]:
     """Bus bandwidth of `size` bytes, as nccl-tests defines it, and latency of four bytes."""
-    n = dist.get_world_size(group)
+    n = torch.distributed.get_world_size(group)
     part = torch.zeros(max(1, size // 4 // n), device=device)
-    whole = part.repeat(n)
+    full = part.repeat(n)
     calls = {
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: torch.distributed.all_gather_into_tensor(full, part, group=group),
+        "reduce_scatter": lambda: torch.distributed.reduce_scatter_tensor(part, full, group=group),
+        "all_reduce": lambda: torch.distributed.all_reduce(full, group=group),
     }
     figures = {}
     for kind, call in calls.items():
         seconds = statistics.median(times(call))
         passes = 2 if kind == "all_reduce" else 1
-        rate = passes * (n - 1) / n * whole.nbytes / seconds
+        rate = passes * (n - 1) / n * full.nbytes / seconds
         if size <= 4:
             figures[f"{kind} us"] = seconds * 1e6
         else:

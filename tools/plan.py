@@ -135,19 +135,19 @@ def parse(argv: list[str]) -> tuple[Request | None, argparse.Namespace]:
     The run is None with --scoreboard, which has many. Raises UsageError, MeshError and DataError.
     """
     flags = config.parse_flags(build_parser(), argv)
-    own = argparse.Namespace(**{name: flags.pop(name) for name in FLAGS})
-    if own.scoreboard:
-        return None, own
+    options = argparse.Namespace(**{name: flags.pop(name) for name in FLAGS})
+    if options.scoreboard:
+        return None, options
     given = {word.split("=")[0].removeprefix("--") for word in argv}
-    own.free = frozenset(flags) - given
-    if own.run:
+    options.free = frozenset(flags) - given
+    if options.run:
         if others := given & flags.keys() - {"peak_tflops"}:
             raise UsageError(f"--run takes the flags of the run: leave out --{min(others)}")
-        own.past = read_past(own.run, flags["peak_tflops"])
-        return request_of(own.past, own), own
+        options.past = read_past(options.run, flags["peak_tflops"])
+        return request_of(options.past, options), options
     folders = flags["data"]
     c = config.to_config(flags)
-    cluster = make_cluster(own)
+    cluster = make_cluster(options)
     if c.dtype == "auto":  # for the planned device, not this machine
         is_cuda = cluster.device.kind == "cuda"
         dtype = torch.bfloat16 if is_cuda else compute_dtype("auto", torch.device("cpu"))
@@ -157,40 +157,40 @@ def parse(argv: list[str]) -> tuple[Request | None, argparse.Namespace]:
     vocab_size = (base or SIZES[c.model]).vocab_size
     if folders and ("data" in given or Path(folders).exists()):  # a --config's may be missing
         vocab_size = data.open_folders(folders)[0].vocab_size
-    return Request(c, cluster, vocab_size, own.rank, base), own
+    return Request(c, cluster, vocab_size, options.rank, base), options
 
 
-def make_cluster(own: argparse.Namespace) -> Cluster:
+def make_cluster(options: argparse.Namespace) -> Cluster:
     """Raises UsageError if ranks and hosts do not match."""
-    world_size = own.world_size
+    world_size = options.world_size
     if world_size is None:
         raise UsageError("--world_size is missing: give the number of devices in all")
-    local_size = min(own.nproc_per_node, world_size)
+    local_size = min(options.nproc_per_node, world_size)
     if world_size % local_size:
         raise UsageError(
             f"--world_size {world_size} is not a multiple of --nproc_per_node {local_size}"
         )
-    if not 0 <= own.rank < world_size:
-        raise UsageError(f"--rank {own.rank}: the ranks are 0 to {world_size - 1}")
-    device = DEVICES[own.device_type]
+    if not 0 <= options.rank < world_size:
+        raise UsageError(f"--rank {options.rank}: the ranks are 0 to {world_size - 1}")
+    device = DEVICES[options.device_type]
     return Cluster(
         world_size=world_size,
-        device_type=own.device_type,
+        device_type=options.device_type,
         device=device,
         device_memory=device.memory or memory.device_memory(torch.device("cpu"), local_size),
-        links=make_links(own, predict.default_links(device, local_size)),
-        achieved=own.achieved,
-        host_memory=int(own.host_memory * 1e9) if own.host_memory else None,
+        links=make_links(options, predict.default_links(device, local_size)),
+        achieved=options.achieved,
+        host_memory=int(options.host_memory * 1e9) if options.host_memory else None,
     )
 
 
-def make_links(own: argparse.Namespace, links: Links) -> Links:
+def make_links(options: argparse.Namespace, links: Links) -> Links:
     """The table's links, overridden by flags."""
     given = {
-        "intra_bandwidth": (own.intra_host_bandwidth, 1e9),
-        "host_bandwidth": (own.inter_host_bandwidth, 1e9),
-        "intra_latency": (own.intra_host_latency, 1e-6),
-        "inter_latency": (own.inter_host_latency, 1e-6),
+        "intra_bandwidth": (options.intra_host_bandwidth, 1e9),
+        "host_bandwidth": (options.inter_host_bandwidth, 1e9),
+        "intra_latency": (options.intra_host_latency, 1e-6),
+        "inter_latency": (options.inter_host_latency, 1e-6),
     }
     changes = {name: value * unit for name, (value, unit) in given.items() if value is not None}
     return dataclasses.replace(links, **changes)
@@ -256,36 +256,36 @@ def read_past(folder: str, peak_tflops: float | None) -> Past:
     return Past(c, start, rows, profiles)
 
 
-def request_of(past: Past, own: argparse.Namespace) -> Request:
+def request_of(past: Past, options: argparse.Namespace) -> Request:
     """The run on its cluster; on CPUs at this machine's rates, unless --achieved is given."""
-    own.world_size = past.start["ranks"]
-    own.nproc_per_node = past.start.get("ranks_per_host", own.nproc_per_node)
+    options.world_size = past.start["ranks"]
+    options.nproc_per_node = past.start.get("ranks_per_host", options.nproc_per_node)
     c = past.config
     if past.is_cuda:
         names = {device.name: name for name, device in DEVICES.items() if device.name}
-        own.device_type = names.get(past.start.get("device"), own.device_type)
-        cluster = make_cluster(own)
+        options.device_type = names.get(past.start.get("device"), options.device_type)
+        cluster = make_cluster(options)
     else:
-        own.device_type = "cpu"
-        if own.achieved is None or c.peak_tflops is None:
+        options.device_type = "cpu"
+        if options.achieved is None or c.peak_tflops is None:
             c = dataclasses.replace(c, peak_tflops=1.0)
-            own.achieved, own.intra_host_bandwidth = measure(c, own)
-        cluster = predict.as_measured(make_cluster(own))
+            options.achieved, options.intra_host_bandwidth = measure(c, options)
+        cluster = predict.as_measured(make_cluster(options))
     model = ModelConfig.from_dict(past.start["model"])
-    return Request(c, cluster, past.start["tokens_in_vocabulary"], own.rank, model)
+    return Request(c, cluster, past.start["tokens_in_vocabulary"], options.rank, model)
 
 
-def measure(c: config.Config, own: argparse.Namespace) -> tuple[float, float | None]:
+def measure(c: config.Config, options: argparse.Namespace) -> tuple[float, float | None]:
     """What the ranks of a host reach here: TFLOP/s each, and GB/s of an all_reduce.
 
     They compute concurrently and send nothing. If the run used FSDP so do they, since its copies
     take the same cores.
     """
     print("measuring this machine's cores and links ...", file=sys.stderr, flush=True)
-    ranks = min(own.nproc_per_node, own.world_size)
+    ranks = min(options.nproc_per_node, options.world_size)
     alone = dict.fromkeys(("dp_replicate", "dp_shard", "warmup_steps", "profile", "out"))
     alone |= {"tp": 1, "max_steps": 4, "resume": "never", "tracker": "none", "time_limit": 0.0}
-    alone["global_batch_size"] = max(1, c.global_batch_size * c.tp // own.world_size)
+    alone["global_batch_size"] = max(1, c.global_batch_size * c.tp // options.world_size)
     alone["strategy"] = "fsdp" if c.strategy in ("fsdp", "hsdp") else "single"
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         file, links = Path(folder, "config.json"), Path(folder, "links.json")
@@ -293,8 +293,8 @@ def measure(c: config.Config, own: argparse.Namespace) -> tuple[float, float | N
         threads = 1 if ranks > 1 else torch.get_num_threads()
         prefixes = [["env", f"OMP_NUM_THREADS={threads}"]] * ranks
         achieved = bench.mfu_alone(prefixes, [f"--config={file}"], Path(folder, "alone"))
-        if ranks == 1 or own.intra_host_bandwidth:
-            return achieved, own.intra_host_bandwidth
+        if ranks == 1 or options.intra_host_bandwidth:
+            return achieved, options.intra_host_bandwidth
         torchrun = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", "-m", "tools.cluster"]
         bench.run_all([[*torchrun, "--measure_links", str(links)]], Path(folder, "links"))
         return achieved, json.loads(links.read_text())[0] / 1e9
@@ -595,24 +595,24 @@ def plot_scoreboard(rows: list[dict], file: str) -> None:
 
 
 def run(argv: list[str]) -> None:
-    request, own = parse(argv)
-    if own.scoreboard:
-        found = [score(row) for row in own.scoreboard]
+    request, options = parse(argv)
+    if options.scoreboard:
+        found = [score(row) for row in options.scoreboard]
         lines = scoreboard(found)
-        if own.plot:
-            plot_scoreboard(found, own.plot)
-    elif own.run:
+        if options.plot:
+            plot_scoreboard(found, options.plot)
+    elif options.run:
         plan = make_plan(request)
-        found = beside(plan, own.past)
-        lines = report_beside(plan, own.past, found)
-    elif own.search:
-        found = search.to_json(search.search(request, own.free, own.search_seconds))
+        found = beside(plan, options.past)
+        lines = report_beside(plan, options.past, found)
+    elif options.search:
+        found = search.to_json(search.search(request, options.free, options.search_seconds))
         lines = search.table(found, request.cluster)
     else:
-        plan = make_plan(request, own.tokens)
+        plan = make_plan(request, options.tokens)
         found = to_json(plan)
         lines = report(plan)
-    if own.json:
+    if options.json:
         print(json.dumps(found, indent=2))
     else:
         print("\n".join(lines))

@@ -443,7 +443,7 @@ class Recorder(TorchDispatchMode):
     def is_about_shapes(self, types) -> bool:
         """Whether DTensor is only computing a result's shape.
 
-        It then enters the mode once more and runs the operation on whole tensors, which no rank
+        It then enters the mode once more and runs the operation on full tensors, which no rank
         ever holds.
         """
         return len(self.fakes.enter_stack) > 1
