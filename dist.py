@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed
@@ -77,11 +77,7 @@ def start(
     incomplete or the device does not exist or is shared with another process, JoinError if ranks
     are missing.
     """
-    check_variables()
-    rank = int(os.environ.get("RANK", 0))
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank, size, local_rank, local_size = read_variables()
     local_device = set_device(device, local_rank, local_size)
     raise_open_file_limit()
     if "RANK" in os.environ:
@@ -108,31 +104,30 @@ def start(
     return world
 
 
-def check_variables() -> None:
-    """Check torchrun's variables, before this process waits for ranks that do not exist."""
+# What torchrun sets, for `rendezvous` too, and what one process without it takes instead
+VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def read_variables() -> list[int]:
+    """Return rank, world size, local rank and local size. Raises MeshError.
+
+    Checks all variables before this process waits for ranks that do not exist.
+    """
     env = os.environ
-    start_them = "start the ranks with torchrun --nproc_per_node N, which sets all"
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        if name in env and not env[name].isdecimal():
-            raise MeshError(f"{name} is {env[name]!r} in the environment, not a number: unset it")
-    if "RANK" not in env:
-        if env.get("WORLD_SIZE", "1") != "1":
-            raise MeshError(
-                f"WORLD_SIZE is {env['WORLD_SIZE']} in the environment, without RANK: unset it for "
-                f"one process, or {start_them}"
-            )
-        return
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if not env.get(name):
-            raise MeshError(
-                f"RANK is {env['RANK']} in the environment, without {name}: unset RANK for one "
-                f"process, or {start_them}"
-            )
-    if int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+    required = ["RANK", "WORLD_SIZE", *ADDRESS]
+    if "RANK" not in env and env.get("WORLD_SIZE", "1") == "1":  # as some schedulers leave it
+        required = []
+    values = {name: env.get(name, default) for name, default in (VARIABLES | ADDRESS).items()}
+    numbers = [values[name] for name in (*VARIABLES, "MASTER_PORT")]
+    is_complete = all(map(env.get, required)) and all(map(str.isdecimal, numbers))
+    if not is_complete or int(values["RANK"]) >= int(values["WORLD_SIZE"]):
+        found = ", ".join(f"{name}={env[name]}" for name in values if name in env)
         raise MeshError(
-            f"RANK is {env['RANK']} in the environment, and WORLD_SIZE {env['WORLD_SIZE']}: ranks "
-            f"are 0 to WORLD_SIZE - 1; {start_them}"
+            f"{found} in the environment is no rank of a run: unset these for one process, or "
+            "start the ranks with torchrun --nproc_per_node N, which sets all"
         )
+    return [int(values[name]) for name in VARIABLES]
 
 
 def find_store(timeout: timedelta) -> torch.distributed.Store:
@@ -173,17 +168,13 @@ def meet(world: World, store: torch.distributed.Store, timeout: timedelta) -> No
     pause = 0.01
     while not store.check(["all joined"]):  # not wait, which holds Ctrl-C back and logs
         if time.monotonic() > deadline:
-            raise_missing(world, store, timeout)
+            missing = [rank for rank in range(world.size) if not store.check([f"joined {rank}"])]
+            raise JoinError(
+                f"{len(missing)} of {world.size} ranks did not join within "
+                f"{timeout.total_seconds():g} s, first rank {missing[0]}"
+            )
         time.sleep(pause)
         pause = min(1.0, 1.5 * pause)
-
-
-def raise_missing(world: World, store: torch.distributed.Store, timeout: timedelta) -> NoReturn:
-    missing = [rank for rank in range(world.size) if not store.check([f"joined {rank}"])]
-    raise JoinError(
-        f"{len(missing)} of {world.size} ranks did not join within {timeout.total_seconds():g} s, "
-        f"first rank {missing[0]}"
-    )
 
 
 def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
@@ -296,58 +287,26 @@ def mesh_shape(
     tp: int = 1,
 ) -> tuple[int, int, int]:
     """Return (dp_replicate, dp_shard, tp); the strategy fills in None. Raises MeshError."""
-    if world_size % tp:
-        raise MeshError(
-            f"{world_size} processes / tp {tp} is not a whole number: "
-            f"start a multiple of {tp} or change --tp"
-        )
     dp_size = world_size // tp
-    if strategy == "single" and dp_size > 1:
-        processes = f"one process, with --tp {tp} {tp} processes" if tp > 1 else "one process"
+    if strategy == "hsdp":
+        if dp_replicate is None and dp_shard is None:
+            dp_shard = max(1, local_size // tp)  # within a host, where links are fast
+        shape = (dp_replicate or dp_size // dp_shard, dp_shard or dp_size // dp_replicate)
+    else:
+        shape = {"single": (1, 1), "ddp": (dp_size, 1), "fsdp": (1, dp_size)}[strategy]
+        if (dp_replicate or shape[0], dp_shard or shape[1]) != shape:
+            raise MeshError(
+                f"--strategy {strategy} sets dp_replicate and dp_shard itself: leave "
+                "--dp_replicate and --dp_shard out or use --strategy hsdp"
+            )
+    size = shape[0] * shape[1] * tp
+    if size != world_size:
         raise MeshError(
-            f"--strategy single is {processes}, but {world_size} were started: "
-            "use ddp, fsdp or hsdp"
+            f"--strategy {strategy} with dp_replicate {shape[0]} x dp_shard {shape[1]} x tp {tp} "
+            f"takes {size} processes, but {world_size} were started: change --strategy, "
+            "--dp_replicate, --dp_shard, --tp or the number of processes"
         )
-    if strategy in ("single", "ddp"):
-        dp_shard = require_one(strategy, "dp_shard", dp_shard)
-    if strategy in ("single", "fsdp"):
-        dp_replicate = require_one(strategy, "dp_replicate", dp_replicate)
-    if dp_replicate is None and dp_shard is None:
-        # hsdp: shard within a host, where links are fast, and replicate across hosts.
-        dp_shard = max(1, local_size // tp)
-    if dp_replicate is None:
-        dp_replicate = dp_size // dp_shard
-    if dp_shard is None:
-        dp_shard = dp_size // dp_replicate
-    if dp_replicate * dp_shard != dp_size:
-        processes = f"{world_size} processes" + (f" / tp {tp} = {dp_size}" if tp > 1 else "")
-        raise MeshError(
-            f"dp_replicate {dp_replicate} x dp_shard {dp_shard} = {dp_replicate * dp_shard}, "
-            f"but {processes} were started: "
-            f"choose --dp_replicate and --dp_shard whose product is {dp_size}"
-        )
-    return dp_replicate, dp_shard, tp
-
-
-def require_one(strategy: str, axis: str, size: int | None) -> int:
-    if size not in (None, 1):
-        raise MeshError(
-            f"--strategy {strategy} has {axis} 1, not {size}: "
-            f"leave --{axis} out or use --strategy hsdp"
-        )
-    return 1
-
-
-def default_strategy(world: World, fits: bool, tp: int = 1) -> str:
-    """ddp, which communicates least, if everything fits on a device; else fsdp, across hosts hsdp.
-
-    single if the tp group is the whole world.
-    """
-    if world.size == tp:
-        return "single"
-    if fits:
-        return "ddp"
-    return "hsdp" if world.size > world.local_size else "fsdp"
+    return (*shape, tp)
 
 
 def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:

@@ -55,8 +55,7 @@ class Setup:
 def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int) -> Setup:
     """Check that flags, ranks and model fit together. Raises UsageError and MeshError.
 
-    `device_memory` is the bytes that one rank may fill, for --strategy auto; `base` the model whose
-    parts flags override, of a checkpoint (default: the named size).
+    `device_memory` is the bytes that one rank may fill, for --strategy auto.
     """
     strategy, reason = c.strategy, ""
     if strategy == "auto":
@@ -74,22 +73,24 @@ def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int)
 def choose_strategy(
     c: Config, world: dist.World, model: ModelConfig, device_memory: int
 ) -> tuple[str, str]:
-    """Choose for --strategy auto the first that fits of ddp, hsdp (across hosts) and fsdp.
+    """Choose for --strategy auto, with the calculation behind the choice.
 
-    Returns its name and the calculation behind the choice.
+    The first that fits of ddp, which communicates least, hsdp across hosts, and fsdp.
     """
-    shape = (max(1, world.size // c.tp), 1, c.tp)
-    ddp = estimate_memory(c, make_setup(c, world.device, model, "ddp", shape))
-    fits = ddp.fits(device_memory)
-    relation = "at most" if fits else "more than"
-    reason = f"with ddp, {ddp}: {relation} 80% of {device_memory / 1e9:,.1f} GB"
-    strategy = dist.default_strategy(world, fits, c.tp)
-    if strategy == "hsdp" and not (c.dp_replicate or c.dp_shard or c.grad_sync == "shard"):
-        shape = dist.mesh_shape("hsdp", world.size, world.local_size, tp=c.tp)
-        hsdp = estimate_memory(c, make_setup(c, world.device, model, "hsdp", shape))
-        if not hsdp.fits(device_memory):
-            return "fsdp", f"{reason}; hsdp needs {hsdp.total / 1e9:,.2f} GB as well"
-    return strategy, reason
+    if world.size == c.tp:
+        return "single", ""
+    if c.dp_replicate or c.dp_shard or c.grad_sync == "shard":
+        return "hsdp", ""
+    reasons = []
+    for strategy in ("ddp", "hsdp") if world.size > world.local_size else ("ddp",):
+        shape = dist.mesh_shape(strategy, world.size, world.local_size, tp=c.tp)
+        need = estimate_memory(c, make_setup(c, world.device, model, strategy, shape))
+        fits = need.fits(device_memory)
+        relation = "at most" if fits else "more than"
+        reasons.append(f"with {strategy}, {need}: {relation} 80% of {device_memory / 1e9:,.1f} GB")
+        if fits:
+            return strategy, "; ".join(reasons)
+    return "fsdp", "; ".join(reasons)
 
 
 def make_setup(
@@ -139,16 +140,10 @@ def split_batch(c: Config, dp_size: int) -> tuple[int, int]:
     per_forward = size * dp_size  # sequences of all ranks
     if c.global_batch_size % per_forward == 0:
         return size, c.global_batch_size // per_forward
-    fitting = []
-    for count in range(1, 2 * dp_size + 1):
-        if c.global_batch_size % (micro_batch_size(c, count) * count) == 0:
-            fitting.append(str(count))
-    plural = "" if fitting == ["1"] else "s"
-    other_ranks = f", or run on {', '.join(fitting)} data-parallel rank{plural}" if fitting else ""
     raise UsageError(
         f"global_batch_size {c.global_batch_size} is not a multiple of micro_batch_size "
         f"{size} x {dp_size} data-parallel ranks = {per_forward}: "
-        f"change --global_batch_size or --micro_batch_size{other_ranks}"
+        "change --global_batch_size, --micro_batch_size or the number of ranks"
     )
 
 

@@ -25,14 +25,14 @@ MISTAKES = {
         ),
         Mistake(
             "--tp 2",
-            "1 processes / tp 2 is not a whole number: start a multiple of 2 or change --tp",
+            "takes 2 processes, but 1 were started: change --strategy",
         ),
         Mistake("--n_kv_head 3", "n_head 4 must be a multiple of n_kv_head 3"),
         Mistake(
             "--global_batch_size 6 --micro_batch_size 4",
             "6 is not a multiple of micro_batch_size 4 x 1",
         ),
-        Mistake("--strategy fsdp --dp_replicate 2", "--strategy fsdp has dp_replicate 1, not 2"),
+        Mistake("--strategy fsdp --dp_replicate 2", "--strategy fsdp sets dp_replicate and"),
         Mistake("--strategy hsdp --dp_shard 2", "dp_replicate 0 x dp_shard 2 = 0, but 1 processes"),
         Mistake("--beta2 1", "--beta2 1.0 must be at least 0 and below 1"),
         Mistake("--timeout inf", "--timeout inf must be at least 1 and below"),
@@ -56,7 +56,7 @@ MISTAKES = {
         Mistake(
             "--async_save --checkpoint none", "--async_save with --checkpoint none has nothing to"
         ),
-        Mistake("--strategy single", "is one process, but 2 were started: use ddp, fsdp", ranks=2),
+        Mistake("--strategy single", "takes 1 processes, but 2 were started", ranks=2),
     ],
 }
 

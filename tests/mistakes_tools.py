@@ -35,7 +35,7 @@ MISTAKES = {
         Mistake("--device cuda", "PyTorch finds no CUDA device here; use --device cpu"),
         Mistake("devices pairity", "no check is named pairity: choose from devices, matmul, "),
         Mistake("--json {root}/nowhere/check.json", "check.json: there is no folder "),
-        Mistake("--ranks 3 --tp 2", "3 processes / tp 2 is not a whole number: start a multiple"),
+        Mistake("--ranks 3 --tp 2", "x tp 2 takes 2 processes, but 3 were started"),
     ],
     "tools.plan": [
         Mistake("", "--world_size is missing: give the number of devices in all"),
@@ -60,7 +60,10 @@ MISTAKES = {
             "--scoreboard {other}/config.json", "config.json is no list of published runs: see"
         ),
         Mistake("--world_size 8 --max_steps 0", "--max_steps 0 must be at least 1"),
-        Mistake("--world_size 8 --dp_replicate 2 --strategy fsdp", "has dp_replicate 1, not 2"),
+        Mistake(
+            "--world_size 8 --dp_replicate 2 --strategy fsdp",
+            "--strategy fsdp sets dp_replicate and dp_shard",
+        ),
         Mistake("--world_size 8 --tp 3", "n_kv_head 4 / tp 3 = 1.33, but each rank of a tp group"),
         Mistake(
             "--world_size 8 --global_batch_size 12", "12 is not a multiple of micro_batch_size 1"
