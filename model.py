@@ -214,7 +214,8 @@ class SelectRows(torch.autograd.Function):
         n = len(tokens)
         # Equal tokens are summed at one of their places, whichever scatter_ writes last.
         place_of = tokens.new_empty(context.vocab_size)
-        places = place_of.scatter_(0, tokens, torch.arange(n, device=tokens.device))[tokens]
+        place_of.scatter_(0, tokens, torch.arange(n, device=tokens.device))
+        places = place_of.gather(0, tokens)
         sums = torch.ops.aten.embedding_dense_backward(grad.float(), places, n, -1, False)
         # At their other places the sums are 0.
         grad_of_weight = grad.new_zeros(context.vocab_size, grad.size(1))
