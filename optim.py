@@ -358,16 +358,6 @@ def updater(optimizer: str, name: str, shape: torch.Size, hidden: bool) -> type:
 
 
 @dataclass
-class TensorStats:
-    """Statistics of n tensors, each field (n,)."""
-
-    square_sum: Tensor
-    sum: Tensor
-    max: Tensor
-    min: Tensor
-
-
-@dataclass
 class ParameterTable:
     """Statistics of n parameters, on the device until `rows` is called."""
 
@@ -383,20 +373,21 @@ class ParameterTable:
         return rows
 
 
-def tensor_stats(tensors: list[Tensor]) -> TensorStats:
-    """Statistics of this rank's parts. An empty part adds nothing to a sum, max or min."""
-    maxima = []
-    minima = []
+def tensor_stats(tensors: list[Tensor]) -> Tensor:
+    """Of this rank's parts of n tensors: sums of squares, sums, maxima, negated minima: (4, n).
+
+    An empty part adds nothing to a sum or a maximum.
+    """
+    smallest = []
+    largest = []
     for tensor in tensors:
-        is_empty = tensor.numel() == 0
-        maxima.append(tensor.new_full((), -math.inf) if is_empty else tensor.amax())
-        minima.append(tensor.new_full((), math.inf) if is_empty else tensor.amin())
-    return TensorStats(
-        square_sum=torch.stack(torch._foreach_norm(tensors)).square(),
-        sum=torch.stack([t.sum() for t in tensors]),
-        max=torch.stack(maxima),
-        min=torch.stack(minima),
-    )
+        nothing = (tensor.new_full((), math.inf), tensor.new_full((), -math.inf))
+        low, high = tensor.aminmax() if tensor.numel() else nothing
+        smallest.append(low)
+        largest.append(high)
+    square_sums = torch.stack(torch._foreach_norm(tensors)).square()
+    sums = torch.stack([tensor.sum() for tensor in tensors])
+    return torch.stack((square_sums, sums, torch.stack(largest), -torch.stack(smallest)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -573,8 +564,8 @@ class Optimizer:
         return spike
 
     def parameter_stats(
-        self, grad_stats: TensorStats, old_weights: list[Tensor], clipped: Tensor
-    ) -> "ParameterTable":
+        self, grad_stats: Tensor, old_weights: list[Tensor], clipped: Tensor
+    ) -> ParameterTable:
         """One row per full parameter, the same on all ranks.
 
         Gradients before clipping, weights and slots after the update; nan for a slot that a
@@ -587,13 +578,12 @@ class Optimizer:
             stats.append(tensor_stats(parts))
         k = len(stats)
         updates = torch._foreach_sub(weights, old_weights)
-        update_norms = torch.stack(torch._foreach_norm(updates))
+        update_square_sums = torch.stack(torch._foreach_norm(updates)).square()
 
         # One collective for the sums, one for the maxima: a minimum is a negated maximum.
-        sums = [s.square_sum for s in stats] + [s.sum for s in stats] + [update_norms.square()]
-        maxima = [s.max for s in stats] + [-s.min for s in stats] + [clipped.float()]
-        sums = torch.stack(sums)  # (k + k + 1, n)
-        maxima = torch.stack(maxima)  # (k + k + 1, n)
+        sums, maxima = torch.stack(stats, dim=1).flatten(0, 1).split(2 * k)  # of (4 * k, n)
+        sums = torch.cat((sums, update_square_sums[None]))  # (k + k + 1, n)
+        maxima = torch.cat((maxima, clipped.float()[None]))  # (k + k + 1, n)
         if self.sharding.is_sharded:
             sums /= self.sharding.replicas
             torch.distributed.all_reduce(sums)
