@@ -295,27 +295,11 @@ class Tracker:
 # The log
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def largest(values: list[float]) -> int:
-    return int(max(values))
-
-
-# How a column follows from the values of all ranks. Any other is their mean: for a loss, that over
-# the global batch.
-COMBINE = {
-    "grad_norm": max,
-    "clipped": largest,
-    "skipped_steps": largest,
-    "skipped_in_a_row": largest,
-    "data_wait": max,
-    "peak_device_memory": largest,
-    "peak_reserved_memory": largest,
-    "allocation_retries": largest,
-    "peak_host_memory": largest,
-}
+# A row has the mean of all ranks: for a loss, that over the global batch. Of these columns it has
+# the largest, of counts as an integer.
+LARGEST = {"grad_norm", "data_wait"}
+COUNTS = {"clipped", "skipped_steps", "skipped_in_a_row", "peak_device_memory"}
+COUNTS |= {"peak_reserved_memory", "allocation_retries", "peak_host_memory"}
 
 
 @dataclass(frozen=True)
@@ -463,9 +447,15 @@ class Log:
         row, self.pending = self.pending, None
         steps = row.ended.step - row.began.step
         world_size = len(row.values)
-        ranks = dict(zip(row.names, row.values.T.tolist()))  # name -> the value of each rank
-        columns = {name: COMBINE.get(name, mean)(values) for name, values in ranks.items()}
-        columns["data_wait_min"] = min(ranks["data_wait"])
+        ranks = row.values  # (world_size, number of columns)
+        combined = torch.stack((ranks.mean(0), ranks.amax(0), ranks.amin(0)), dim=1).tolist()
+        columns = {}
+        for name, (mean, largest, smallest) in zip(row.names, combined):
+            columns[name] = largest if name in LARGEST else mean
+            if name in COUNTS:
+                columns[name] = int(largest)
+            if name == "data_wait":
+                columns["data_wait_min"] = smallest
         self.skipped_in_a_row = columns.pop("skipped_in_a_row")
         self.loss = columns["loss"]
         self.step_time = row.ended.event.since(row.began.event) / steps
@@ -486,14 +476,16 @@ class Log:
         }
         self.record(line)
         is_first = row.began.step == self.last_step
-        self.print_unless_quiet(console_line(line, self.c.max_steps, is_first), line["step"])
+        if not self.c.quiet:
+            self.say(console_line(line, self.c.max_steps, is_first), line["step"])
 
     # Other rows
 
     def evaluation(self, step: int, val_loss: float) -> None:
         """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
         self.record({"step": step, "val_loss": val_loss})
-        self.print_unless_quiet(f"val_loss {val_loss:.4f}", step)
+        if not self.c.quiet:
+            self.say(f"val_loss {val_loss:.4f}", step)
         if not math.isfinite(val_loss):
             raise Diverged(f"the validation loss of step {step} is {val_loss}. {REMEDY}")
 
@@ -507,20 +499,19 @@ class Log:
         line = f"saved {row['path']}: {row['bytes'] / 1e6:,.1f} MB in {row['seconds']:.2f} s"
         if row["blocking_seconds"] < row["seconds"]:
             line += f", of which training waited {row['blocking_seconds']:.2f} s"
-        self.print_unless_quiet(line, row["step"])
+        if not self.c.quiet:
+            self.say(line, row["step"])
 
     # Output
 
     def record(self, row: dict) -> None:
         """Append a row to metrics.jsonl; unless it is a save, send it to the tracker."""
         self.append("metrics.jsonl", [{**row, "time": datetime.now().astimezone().isoformat()}])
-        if "event" not in row:
+        if self.tracker and "event" not in row:
             self.track({name: value for name, value in row.items() if value is not None})
 
     def track(self, numbers: dict) -> None:
         """Send a row's numbers to the tracker; if there are none, just open it."""
-        if not (self.tracker and self.is_rank0):
-            return
         try:
             send = self.tracker.send
             if numbers:
@@ -528,10 +519,6 @@ class Log:
         except Exception as error:
             self.tracker = None
             self.say(f"--tracker failed and is off until the next start: {error!r}")
-
-    def print_unless_quiet(self, line: str, step: int) -> None:
-        if not self.c.quiet:
-            self.say(line, step)
 
     def say(self, line: str, step: int | None = None) -> None:
         if not self.is_rank0:

@@ -152,16 +152,6 @@ def write(tensor: Tensor, value: Tensor, skip: Tensor) -> None:
     tensor.copy_(torch.where(skip, tensor, value))
 
 
-def lay_out_gradient(parameter: nn.Parameter) -> None:
-    """Lay a gradient out like its parameter.
-
-    Under tp without FSDP, this adds each rank's part of a norm's gradient.
-    """
-    grad = parameter.grad
-    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
-        parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
 def num_shards(parameter: Tensor) -> int:
     """How many parts a parameter is split into; 1 if it is replicated."""
     if not isinstance(parameter, DTensor):
@@ -185,7 +175,7 @@ class Sharding:
         self.numels = torch.tensor([p.numel() for p in parameters], device=device)  # (n,)
 
 
-def all_gather(tensor: Tensor) -> Tensor:
+def all_gather_matrix(tensor: Tensor) -> Tensor:
     """Gather a full tensor on all ranks. A GPU waits for it at its first use, a CPU here.
 
     So does a GPU where tp splits the same dimension as FSDP, or columns: torch reorders the parts.
@@ -202,7 +192,7 @@ def all_gather(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def local_part(full: Tensor, parameter: Tensor) -> Tensor:
+def distribute_like(full: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of a full tensor, distributed like the parameter."""
     if not isinstance(parameter, DTensor):
         return full
@@ -259,18 +249,17 @@ class AdamW:
 
     @staticmethod
     def update(optimizer: "Optimizer", names: list[str], u: Update) -> None:
-        # The kernel takes tensors of a single mesh, and under tp the norms are on a smaller one.
-        def parts(tensors: dict[str, Tensor]) -> list[Tensor]:
-            return [local(tensors[name]) for name in names]
-
-        s = optimizer.settings
+        s, slots = optimizer.settings, optimizer.slots
+        parameters = [optimizer.parameters[name] for name in names]
+        # Local parts: the kernel takes tensors of a single mesh, and under tp the norms are on a
+        # smaller one.
         adamw(
-            parts(optimizer.parameters),
-            [local(optimizer.parameters[name].grad) for name in names],
-            parts(optimizer.slots["exp_avg"]),
-            parts(optimizer.slots["exp_avg_sq"]),
+            [local(parameter) for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters],
+            [local(slots["exp_avg"][name]) for name in names],
+            [local(slots["exp_avg_sq"][name]) for name in names],
             max_exp_avg_sqs=[],
-            state_steps=parts(optimizer.slots["step"]),
+            state_steps=[slots["step"][name] for name in names],
             fused=True,
             grad_scale=u.divisor,
             found_inf=u.skip.float(),
@@ -304,7 +293,7 @@ class Muon:
 
     @staticmethod
     def update(optimizer: "Optimizer", names: list[str], u: Update) -> None:
-        matrices = (all_gather(Muon.direction(optimizer, name, u)) for name in names)
+        matrices = (all_gather_matrix(Muon.direction(optimizer, name, u)) for name in names)
         # In pairs: the next matrix is being gathered while this one is multiplied.
         for name, (full, _) in zip(names, pairwise(chain(matrices, [None]))):
             parameter = optimizer.parameters[name]
@@ -312,7 +301,7 @@ class Muon:
             # AdamW update 0.2 to 0.4.
             scale = 0.2 * math.sqrt(max(parameter.shape))
             weight = local(parameter)
-            orthogonal = local_part(orthogonalize(full), parameter)
+            orthogonal = distribute_like(orthogonalize(full), parameter)
             decayed = weight * (1 - u.lr * u.weight_decay)
             write(weight, decayed.add_(orthogonal, alpha=-u.lr * scale), u.skip)
 
@@ -492,7 +481,10 @@ class Optimizer:
         if measure:
             grad_stats = tensor_stats(grads)  # before clipping
             old_weights = [local(p).clone() for p in self.parameters.values()]
-        divisor, clipped = self.clip(grads, square_sums.sqrt(), skip)
+        norms, sharding = square_sums.sqrt(), self.sharding
+        divisor, clipped = CLIPS[s.clip](
+            s, Gradients(grads, norms, sharding.numels, self.norm_average, skip)
+        )
         lr = learning_rate(step, s)
         for (chosen, weight_decay), names in self.groups.items():
             present = [name for name in names if self.parameters[name].grad is not None]
@@ -523,14 +515,12 @@ class Optimizer:
         """This rank's parts of the n gradients; an empty tensor for a parameter without one."""
         grads = []
         for parameter in self.parameters.values():
-            lay_out_gradient(parameter)
-            has_grad = parameter.grad is not None
-            grads.append(local(parameter.grad) if has_grad else self.empty_grad)
+            grad = parameter.grad
+            if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+                # Under tp without FSDP, each rank has its part of the sum of a norm's gradient.
+                parameter.grad = grad.redistribute(placements=parameter.placements)
+            grads.append(self.empty_grad if grad is None else local(parameter.grad))
         return grads
-
-    def clip(self, grads: list[Tensor], norms: Tensor, skip: Tensor) -> Clipped:
-        gradients = Gradients(grads, norms, self.sharding.numels, self.norm_average, skip)
-        return CLIPS[self.settings.clip](self.settings, gradients)
 
     def sum_over_ranks(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
         """Return the squared norms (n,) of the full gradients, and the mean loss over ranks.

@@ -256,7 +256,7 @@ class Watchdog:
             if line:
                 if self.saved_step is not None:
                     line += f"; the same command continues from step {self.saved_step}"
-                print_error(Path(sys.argv[0]).name, line)
+                report_error(Path(sys.argv[0]).name, line)
             if self.dump_folder:
                 # Private: the public way, NCCL's own timeout, comes too late, and never for gloo.
                 # A CUDA build has one recorder for each.
@@ -300,7 +300,7 @@ def tell_torchrun(line: str) -> None:
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
 
 
-def print_error(program: str, message: str, where: str = "") -> None:
+def report_error(program: str, message: str, where: str = "") -> None:
     """Print an error in one line, and pass it to torchrun."""
     line = f"{program}: error{where}: {message}"
     console.print_error(line)
@@ -316,7 +316,7 @@ def fail_on_ranks(program: str, message: str, status: int) -> int:
     rank = int(os.environ.get("RANK", 0))
     if rank:
         time.sleep(3)
-    print_error(program, message, f" on rank {rank}" if rank else "")
+    report_error(program, message, f" on rank {rank}" if rank else "")
     return status
 
 

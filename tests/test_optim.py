@@ -270,7 +270,7 @@ def gather_one() -> str:
     """The type of a matrix that is gathered as Muon does."""
     mesh = dist.make_mesh(dist.start("cpu"), (1, 2, 1))["dp_shard"]
     matrix = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    return type(optim.all_gather(matrix)).__name__
+    return type(optim.all_gather_matrix(matrix)).__name__
 
 
 def test_on_cpus_a_gathered_matrix_is_there_before_the_next(pool):
