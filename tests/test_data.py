@@ -32,7 +32,7 @@ def test_the_tokenizer_file_comes_with_the_folder_and_must_be_there(tokens, tmp_
     folder = shutil.copytree(tokens, tmp_path / "tokens")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "my.tiktoken"}))
-    with pytest.raises(data.DataError, match=r"my.tiktoken: No such file.*put it back"):
+    with pytest.raises(data.DataError, match=r"is damaged: .*No such file.*my.tiktoken"):
         data.open_folder(folder)
     (folder / "my.tiktoken").write_bytes(b"IQ== 0")
     opened = data.open_folder(folder)
@@ -43,8 +43,41 @@ def test_the_tokenizer_file_comes_with_the_folder_and_must_be_there(tokens, tmp_
     (tmp_path / "my.tiktoken").write_bytes(b"a secret")
     for name in (5, "../my.tiktoken", str(tmp_path / "my.tiktoken")):
         (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": name}))
-        with pytest.raises(data.DataError, match="meta.json is damaged.*tokenizer is not the name"):
+        with pytest.raises(
+            data.DataError, match="is damaged: the tokenizer in meta.json is not the name"
+        ):
             data.open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "O"},
+        {"dtype": "float64"},
+        {"dtype": [["a", "u2"]]},
+        {"dtype": 5},
+        {"vocab_size": float("inf")},
+        {"vocab_size": "many"},
+        {"train_tokens": None},
+        {"tokenizer": ["bytes"]},
+        {"tokenizer": ".."},
+        {"tokenizer": "a\0b"},
+    ],
+)
+def test_a_hostile_folder_is_refused_in_one_line(tokens, tmp_path, change):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | change))
+    with pytest.raises(data.DataError, match=f"^--data {folder} is damaged: [^\n]*; prepare it"):
+        data.open_folder(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", "{}", "[" * 100_000, "\udcff"])
+def test_a_meta_json_of_anything_else_is_refused_in_one_line(tokens, tmp_path, text):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    (folder / "meta.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(data.DataError, match=f"^--data {folder} is damaged: [^\n]*; prepare it"):
+        data.open_folder(folder)
 
 
 class Bomb:
