@@ -37,15 +37,11 @@ MISTAKES = {
         Mistake("--out {root}/new --val_fraction 0", "0.0 must be at least 1e-09 and below 1"),
         Mistake("--out {root}/new --val_fraction 5", "5.0 must be at least 1e-09 and below 1"),
         Mistake("--out {text}", "text exists: remove it or choose another folder"),
-        Mistake("--out {text}/a", "text/a exists: remove it or choose another folder"),
         Mistake("--out {text}/a/new", "text/a is not a folder that can be written to"),
         Mistake("--out {text}/new --source {text}", "where it would be read as text next time"),
         Mistake("--out {root}/new --source ''", "--source '' is empty: name a file or a folder"),
         Mistake(
             "--out {root}/new --source {root}/nowhere", "cannot be read (No such file or directory"
-        ),
-        Mistake(
-            "--out {root}/new --source {unreadable}/broken", "broken, a link to nowhere, cannot"
         ),
         Mistake(
             "--out {root}/new --source {unreadable}", "/broken, a link to nowhere, cannot be read"
@@ -57,7 +53,6 @@ MISTAKES = {
         Mistake(
             "--out {root}/new --source {skipped}", "holds no text (1 binary file, 1 empty file"
         ),
-        Mistake("--out {root}/new --source {skipped}/empty", "holds no text (1 empty file)"),
         Mistake(
             "--out {root}/new --source {text}/blank", "the sources hold no text (1 blank document)"
         ),
@@ -79,9 +74,6 @@ MISTAKES = {
         ),
         Mistake(
             "--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose bytes,"
-        ),
-        Mistake(
-            "--out {root}/new --tokenizer {root}", "Is a directory; choose bytes, gpt2 or PATH"
         ),
         Mistake(
             "--out {root}/new --pattern o200k",
@@ -113,16 +105,8 @@ MISTAKES = {
             "config.json cannot be used as a tokenizer.json of Hugging Face: it lacks 'model'",
         ),
         Mistake(
-            "--out {root}/new --tokenizer {foreign}/config.json --pattern gpt2",
-            "--pattern gpt2 is for --tokenizer PATH.tiktoken, not {foreign}/config.json",
-        ),
-        Mistake(
             "--out {root}/new --tokenizer gpt2 --train_tokenizer 300",
             "argument --train_tokenizer: not allowed with argument --tokenizer",
-        ),
-        Mistake(
-            "--out {root}/new --train_tokenizer 300 --pattern gpt2",
-            "--pattern gpt2 is for --tokenizer PATH.tiktoken, not bytes",
         ),
         Mistake(
             "--out {root}/new --train_tokenizer 256 --source {text}",

@@ -44,7 +44,6 @@ MISTAKES = {
             "--config {foreign}/config.json", "config.json: unrecognized arguments: --architectures"
         ),
         Mistake("--lr inf", "argument --lr: inf must be at least 0 and finite"),
-        Mistake("--peak_tflops 0", "--peak_tflops: 0.0 must be at least 1e-09 and finite"),
         Mistake("--warmup_steps 5", "--warmup_steps 5 is more than --max_steps 4"),
         Mistake("--min_lr 0.1", "--min_lr 0.1 is above the peak learning rate 0.003"),
         Mistake("--strategy single", "is one process, but 2 were started: use ddp, fsdp", ranks=2),
