@@ -61,11 +61,7 @@ class Config:
     """
 
     data: str | None = free(
-        "basics",
-        None,
-        "token folder of prepare.py or nanoGPT, or a mixture DIR:SHARE,... "
-        f"(default: {BUILTIN}, prepared on first use)",
-        metavar="DIR",
+        "basics", None, f"token folder, or DIR:SHARE,... (default: {BUILTIN})", metavar="DIR"
     )
     out: str | None = once(
         "basics", None, "run folder (default: runs/MODEL or runs/INIT_FROM)", metavar="DIR"
@@ -88,17 +84,12 @@ class Config:
     dp_replicate: int | None = free("mesh", None, "number of replicas (hsdp: one per host)", 1)
     dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: those of a host)", 1)
     tp: int = free("mesh", 1, "tensor parallelism: ranks that compute one forward together", 1)
-    wrap: str = free(
-        "mesh", "block", "FSDP unit: block, block_group:K or none (the whole model)", metavar="UNIT"
-    )
+    wrap: str = free("mesh", "block", "FSDP unit: block, block_group:K or none", metavar="UNIT")
     reshard_after_forward: bool = free(
         "mesh", True, "drop gathered weights after forward, gather them again; false: SHARD_GRAD_OP"
     )
     grad_sync: Literal["batch", "micro_batch", "shard"] = free(
-        "mesh",
-        "batch",
-        "average gradients once per step; after every micro-batch (less memory under fsdp, more "
-        "traffic); or, for hsdp, reduce_scatter after each and average between replicas once",
+        "mesh", "batch", "when gradients are averaged; shard: between hsdp's replicas once per step"
     )
 
     # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
@@ -123,9 +114,7 @@ class Config:
     optimizer: Literal[tuple(optim.OPTIMIZERS)] = flag(
         "optimizer", "adamw", "muon: for the matrices of the blocks, AdamW for the rest"
     )
-    weight_decay: float = flag(
-        "optimizer", 0.1, "weight decay; not applied to norms and the embedding", 0
-    )
+    weight_decay: float = flag("optimizer", 0.1, "not applied to norms and the embedding", 0)
     beta1: float = flag("optimizer", 0.9, "AdamW beta1", 0, 1)
     beta2: float = flag("optimizer", 0.95, "AdamW beta2", 0, 1)
     eps: float = flag("optimizer", 1e-8, "AdamW epsilon", 0)
@@ -149,46 +138,27 @@ class Config:
     quiet: bool = once("cadence", False, cli.QUIET)
     eval_interval: int = free("basics", 250, "steps between evaluations; 0: only at the end", 0)
     eval_sequences: int | None = free(
-        "cadence",
-        None,
-        "sequences per evaluation, always the same (default: the run's, 512 in a new one)",
-        1,
-        new_run=512,
+        "cadence", None, "sequences per evaluation, always the same", 1, new_run=512
     )
     eval_only: bool = once(
         "cadence", False, "print the validation loss of --out's latest checkpoint; write nothing"
     )
     sample_tokens: int = free("cadence", 256, "tokens to sample at the end; 0: none", 0)
-    profile: str | None = free(
-        "cadence", None, "trace the steps after START up to STOP", metavar="START:STOP"
-    )
+    profile: str | None = free("cadence", None, "steps to trace", metavar="START:STOP")
 
     save_interval: int = free("basics", 250, "steps between checkpoints; 0: only at the end", 0)
-    keep_last: int | None = free(
-        "checkpoints",
-        None,
-        "latest checkpoints to keep; 0: all (default: the run's, 2 in a new one)",
-        0,
-        new_run=2,
-    )
+    keep_last: int | None = free("checkpoints", None, "latest ones to keep; 0: all", 0, new_run=2)
     keep_every: int | None = free(
-        "checkpoints",
-        None,
-        "also keep those of every N-th step; 0: none (default: the run's, 0 in a new one)",
-        0,
-        new_run=0,
+        "checkpoints", None, "also keep those of every N-th step; 0: none", 0, new_run=0
     )
     checkpoint: Literal["sharded", "full", "none"] = free(
         "checkpoints", "sharded", "sharded: files per rank; full: one file when the run ends"
     )
-    async_save: bool = free(
-        "checkpoints", False, "copy to host memory, then write while training continues"
-    )
+    async_save: bool = free("checkpoints", False, "write while training continues")
     resume: str = once(
         "checkpoints",
         "auto",
-        "auto: continue the run in --out; never: require an empty --out; PATH of a checkpoint or "
-        "run: continue from there in a new --out",
+        "auto: continue the run in --out; PATH of a checkpoint or run: continue it in a new --out",
         metavar="auto|never|PATH",
     )
     init_from: str | None = once(
@@ -266,12 +236,11 @@ def to_config(flags: dict) -> Config:
     if flags["data"] is None and not flags["eval_only"]:  # the checkpoint has the default
         flags["data"] = BUILTIN
     config = Config(**flags)
-    check_ranges(config)
     check_pairs(config)
     # Fail early on flags that cannot fit together, whatever the data and the number of processes.
     if not (config.source or config.eval_only):  # the checkpoint has the model
         model_config(config, vocab_size=64 * config.tp)
-        check_min_lr(config)
+        resolve(config)
     blocks_per_unit(config)
     profile_window(config)
     return config
@@ -311,7 +280,10 @@ def build_parser() -> cli.Parser:
 
 def add_flag(group, f: dataclasses.Field) -> None:
     options = {"default": f.default, "help": f.metadata["help"]}
-    if f.default is not None:
+    least, new_run = f.metadata["least"], f.metadata["new_run"]
+    if new_run is not None:
+        options["help"] += f" (default: the run's, {new_run} in a new one)"
+    elif f.default is not None:
         options["help"] += f" (default: {str(f.default).lower()})"
     kind, *_ = get_args(f.type) or [f.type]  # int for int, and for int | None
     if get_origin(f.type) is Literal:
@@ -320,7 +292,8 @@ def add_flag(group, f: dataclasses.Field) -> None:
         # --async_save alone is --async_save true
         options |= {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
     else:
-        options |= {"type": kind, "metavar": f.metadata["metavar"] or METAVARS[kind]}
+        checked = kind if least is None else cli.number(kind, least, f.metadata["below"])
+        options |= {"type": checked, "metavar": f.metadata["metavar"] or METAVARS[kind]}
     group.add_argument(f"--{f.name}", **options)
 
 
@@ -335,40 +308,22 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
 
     Where another run began does not go into a new one in `out`.
     """
-    try:
-        values = json.loads(Path(file).read_text())
-    except OSError as error:
-        raise UsageError(f"--config {file}: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"--config {file} is not JSON: {error}") from None
-    if not isinstance(values, dict) or "config" in values:
-        raise UsageError(
-            f"--config {file} is not a JSON object of flags other than --config: "
-            "give the config.json of a run"
-        )
     left_out = {"allow_changes"}  # it applied to one start
     run = Path(file).resolve().parent
     if out and (run / "starts.jsonl").exists() and Path(out).resolve() != run:
         left_out |= {"resume", "init_from"}
-    flags = []
-    for name, value in values.items():
-        if value is not None and name not in left_out:
-            flags.append(f"--{name}={value}")
     try:
+        values = json.loads(Path(file).read_text())
+        if not isinstance(values, dict) or "config" in values:
+            raise UsageError("it is not a JSON object of flags other than --config")
+        flags = []
+        for name, value in values.items():
+            if value is not None and name not in left_out:
+                flags.append(f"--{name}={value}")
         parser.parse_args(flags)
-    except UsageError as error:
+    except (OSError, ValueError) as error:  # such as a UsageError
         raise UsageError(f"--config {file}: {error}") from None
     return flags
-
-
-def check_ranges(config: Config) -> None:
-    for f in dataclasses.fields(Config):
-        value = getattr(config, f.name)
-        least, below = f.metadata["least"], f.metadata["below"]
-        if least is None or value is None or least <= value < below:
-            continue
-        upper = "finite" if below == math.inf else f"below {below}"
-        raise UsageError(f"--{f.name} {value} must be at least {least} and {upper}")
 
 
 def check_pairs(c: Config) -> None:
@@ -380,8 +335,6 @@ def check_pairs(c: Config) -> None:
             f"--warmup_steps {c.warmup_steps} is more than --max_steps {c.max_steps}: the learning "
             "rate would never reach --lr"
         )
-    if c.async_save and c.checkpoint == "none":
-        raise UsageError("--async_save with --checkpoint none has nothing to save: drop one")
     if c.dry_run and c.eval_only:
         raise UsageError("--dry_run ends before training and --eval_only trains nothing: drop one")
     if c.init_from and c.continues:
@@ -394,39 +347,25 @@ def check_pairs(c: Config) -> None:
 # What follows from the flags
 
 
-def peak_lr(config: Config) -> float:
-    if config.lr is not None:
-        return config.lr
-    return 0.5 / (config.d_model or SIZES[config.model].d_model)
-
-
-def check_min_lr(config: Config) -> None:
-    """Raises UsageError. Of a checkpoint's model, call it with the sizes filled in."""
-    if config.min_lr > peak_lr(config):
-        raise UsageError(
-            f"--min_lr {config.min_lr} is above the peak learning rate {peak_lr(config)}"
-        )
-
-
-def warmup_steps(config: Config) -> int:
-    return WARMUP_STEPS if config.warmup_steps is None else config.warmup_steps
-
-
 def resolve(config: Config) -> Config:
-    """The flags with computed defaults filled in: also an optim.Settings."""
-    return dataclasses.replace(config, lr=peak_lr(config), warmup_steps=warmup_steps(config))
+    """The flags with computed defaults filled in: also an optim.Settings. Raises UsageError.
 
-
-def read_model(path: Path, manifest: dict, size: int | None = None) -> ModelConfig:
-    """The model in the manifest of `path`; checks that `size` bytes of files can hold it.
-
-    Raises UsageError.
+    Of a checkpoint's model, call it with the sizes filled in.
     """
+    lr, warmup_steps = config.lr, config.warmup_steps
+    if lr is None:
+        lr = 0.5 / (config.d_model or SIZES[config.model].d_model)
+    if warmup_steps is None:
+        warmup_steps = WARMUP_STEPS
+    if config.min_lr > lr:
+        raise UsageError(f"--min_lr {config.min_lr} is above the peak learning rate {lr}")
+    return dataclasses.replace(config, lr=lr, warmup_steps=warmup_steps)
+
+
+def read_model(path: Path, manifest: dict) -> ModelConfig:
+    """The model in the manifest of `path`. Raises UsageError."""
     try:
-        model = ModelConfig.from_dict(manifest.get("model", {}))
-        if size is not None:
-            model.check_room(size)
-        return model
+        return ModelConfig.from_dict(manifest.get("model", {}))
     except ValueError as error:
         raise UsageError(f"{path} cannot be used: {error}") from None
 
@@ -450,13 +389,12 @@ def model_config(config: Config, vocab_size: int, base: ModelConfig | None = Non
     multiple of 64, where matrix kernels are fast. Raises UsageError.
     """
     size = base or SIZES[config.model]
-    keeps_vocabulary = base and vocab_size <= base.vocab_size
-    padded = math.ceil(vocab_size / 64) * 64
-    overrides = {"vocab_size": base.vocab_size if keeps_vocabulary else padded}
-    filled = fill_sizes(config, size)
-    for f in dataclasses.fields(ModelConfig):
-        if (value := getattr(filled, f.name, None)) is not None:
-            overrides[f.name] = value
+    overrides = {}
+    if base is None or vocab_size > base.vocab_size:
+        overrides["vocab_size"] = math.ceil(vocab_size / 64) * 64
+    for name, value in vars(fill_sizes(config, size)).items():
+        if hasattr(size, name) and value is not None:
+            overrides[name] = value
     try:
         model = dataclasses.replace(size, **overrides)
         model.check_tensor_parallel(config.tp)

@@ -69,16 +69,11 @@ def open_folders(data: str) -> list[TokenFolder]:
     items = [re.fullmatch(r"(.+):(-?\d*\.?\d+)", item) for item in data.split(",")]
     if items == [None] or Path(data).exists():
         return [open_folder(Path(data))]
-    if None in items:
+    shares = [round(1000 * float(item[2])) for item in items if item]
+    if None in items or sum(shares) != 1000 or min(shares) < 1:
         raise DataError(
-            f"--data {data}: there is no such folder, and a mixture gives each folder a share: "
-            "DIR:SHARE,DIR:SHARE,..."
-        )
-    shares = [round(1000 * float(item[2])) for item in items]
-    if sum(shares) != 1000 or min(shares) < 1:
-        raise DataError(
-            f"--data {data}: the shares of a mixture must be at least 0.001 and add up to 1, "
-            f"but the smallest is {min(shares) / 1000:g} and the sum {sum(shares) / 1000:g}"
+            f"--data {data} is neither a folder nor a mixture DIR:SHARE,DIR:SHARE,... of shares of "
+            "at least 0.001 that add up to 1"
         )
     folders = []
     for item, share in zip(items, shares):
@@ -111,67 +106,55 @@ def open_folder(path: Path) -> TokenFolder:
                 f"--data {path}: no {name} there; create it with: "
                 f"python prepare.py --source FILE|DIR --out {path}"
             )
-    meta = read_meta(path) if (path / "meta.json").exists() else nanogpt_meta(path)
-    dtype = meta["dtype"]
-    vocab_size = meta["vocab_size"]
+    try:
+        return read_folder(path)
+    except DAMAGE as error:
+        reason = f"meta.json lacks {error}" if isinstance(error, KeyError) else error
+        raise DataError(f"--data {path} is damaged: {reason}; prepare it again") from None
+
+
+# What damaged or hostile files can raise
+DAMAGE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+
+
+def read_folder(path: Path) -> TokenFolder:
+    """Read a folder that has both token files. Raises the errors of DAMAGE."""
+    is_ours = (path / "meta.json").exists()
+    meta = json.loads((path / "meta.json").read_bytes()) if is_ours else nanogpt_meta(path)
+    dtype, vocab_size = np.dtype(meta["dtype"]), int(meta["vocab_size"])
+    if dtype not in (np.uint16, np.uint32):
+        raise ValueError(f"meta.json has the dtype {dtype}, not uint16 or uint32")
     checksums = [meta.get(f"{split}_sha256") for split in ("train", "val")]
     digest = hashlib.sha256(f"{dtype.name} {vocab_size} {checksums}".encode())
     for split in ("train", "val"):
         file = path / f"{split}.bin"
         size = file.stat().st_size
-        count = meta.get(f"{split}_tokens", size // dtype.itemsize)  # not in nanoGPT's folders
+        count = int(meta[f"{split}_tokens"]) if is_ours else size // dtype.itemsize
         if size != count * dtype.itemsize:
-            raise DataError(
-                f"{file} is torn: {size:,} bytes are not {count:,} tokens of {dtype.itemsize} "
-                "bytes; prepare it again"
-            )
+            raise ValueError(f"{file} has {size:,} bytes, not {count:,} tokens of {dtype.itemsize}")
         spot_check(file, dtype, vocab_size, digest)
     tokenizer = meta["tokenizer"]
     tokenizer_file = {}
     if tokenizer not in (None, "bytes", "gpt2"):  # unknown or built in
+        if tokenizer != Path(str(tokenizer)).name:
+            raise ValueError("the tokenizer in meta.json is not the name of a file in the folder")
         file = (path / tokenizer).absolute()
         tokenizer = str(file)
-        tokenizer_file[file.name] = read_contents(file)
+        tokenizer_file[file.name] = file.read_bytes()
     fingerprint = digest.hexdigest()[:16]
     val_bytes = meta.get("val_bytes", 0)
     return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file, val_bytes)
 
 
-def read_contents(file: Path) -> bytes:
-    """Read meta.json, or the tokenizer file that it names. Raises DataError."""
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"{file}: {error.strerror}; the token folder needs this file: put it back, or prepare "
-            "the folder again"
-        ) from None
-
-
-def read_meta(path: Path) -> dict:
-    contents = read_contents(path / "meta.json")
-    try:
-        meta = json.loads(contents)
-        counts = {name: int(meta[name]) for name in ("vocab_size", "train_tokens", "val_tokens")}
-        name = meta["tokenizer"]
-        if name is not None and name != Path(str(name)).name:
-            raise TypeError("tokenizer is not the name of a file in the folder")
-        return {**meta, **counts, "dtype": np.dtype(meta["dtype"])}
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise DataError(
-            f"{path / 'meta.json'} is damaged ({reason}): prepare the folder again with prepare.py"
-        ) from None
-
-
 def nanogpt_meta(path: Path) -> dict:
     """Stand in for meta.json: GPT-2's vocabulary or, beside a meta.pkl, the ids that occur."""
     dtype = np.dtype("<u2")
-    if not (path / "meta.pkl").exists():
-        return {"dtype": dtype, "vocab_size": 50257, "tokenizer": "gpt2"}
-    splits = [memmap_tokens(path / f"{split}.bin", dtype) for split in ("train", "val")]
-    highest = max(int(tokens.max(initial=0)) for tokens in splits)
-    return {"dtype": dtype, "vocab_size": 1 + highest, "tokenizer": None}
+    meta = {"dtype": dtype, "vocab_size": 50257, "tokenizer": "gpt2"}
+    if (path / "meta.pkl").exists():
+        splits = [memmap_tokens(path / f"{split}.bin", dtype) for split in ("train", "val")]
+        highest = max(int(tokens.max(initial=0)) for tokens in splits)
+        meta |= {"vocab_size": 1 + highest, "tokenizer": None}
+    return meta
 
 
 def spot_check(file: Path, dtype: np.dtype, vocab_size: int, digest) -> None:
@@ -194,10 +177,7 @@ def spot_check(file: Path, dtype: np.dtype, vocab_size: int, digest) -> None:
 def check_range(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
     highest = int(tokens.max(initial=0))
     if highest >= vocab_size:
-        raise DataError(
-            f"{file} holds token {highest}, above its vocabulary of {vocab_size}: "
-            "prepare it again with prepare.py"
-        )
+        raise DataError(f"{file} holds token {highest}, above its vocabulary of {vocab_size}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,9 +24,10 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
 
-MAX_SIZE = 1 << 24  # for each size in a ModelConfig: float32 positions are exact up to here
+# Limits of a ModelConfig, so that damaged sizes are refused before a model of them is built
+MAX_LAYERS = 10_000
+MAX_SIZE = 1 << 24  # of the others: float32 positions are exact up to here
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,6 @@ class RopeScaling:
                 f"RoPE scaling by {self.factor} between {self.low_freq_factor} and "
                 f"{self.high_freq_factor} turns: it needs 0 < factor and 0 < low < high"
             )
-
-
-def check_names(cls: type, fields: dict) -> None:
-    """Raise ValueError if `fields` has a name that the dataclass `cls` does not have."""
-    unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
-    if unknown:
-        raise ValueError(f"its model has {', '.join(unknown)}, which this code does not know")
 
 
 @dataclass(frozen=True)
@@ -77,22 +71,19 @@ class ModelConfig:
         Raises ValueError, also for an unknown field: it changes the model.
         """
         try:
-            check_names(cls, fields)
             scaling = fields.get("rope_scaling")
-            if scaling is not None:
-                check_names(RopeScaling, scaling)
-                scaling = RopeScaling(**scaling)
-            return cls(**fields | {"rope_scaling": scaling})
+            return cls(**fields | {"rope_scaling": scaling and RopeScaling(**scaling)})
         except (TypeError, AttributeError, ArithmeticError) as error:
-            raise ValueError(f"the fields of its model are damaged: {error}") from None
+            raise ValueError(f"its model has other fields than this code: {error}") from None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            is_size = type(size) is int and 0 < size <= MAX_SIZE
+            limit = MAX_LAYERS if field.name == "n_layer" else MAX_SIZE
+            is_size = type(size) is int and 0 < size <= limit
             if field.default is dataclasses.MISSING and not is_size:
                 raise ValueError(
-                    f"{field.name} {size!r} must be a whole number from 1 to {MAX_SIZE:,}"
+                    f"{field.name} {size!r} must be a whole number from 1 to {limit:,}"
                 )
         if not (0 < self.rope_theta < math.inf and 0 <= self.norm_eps < math.inf):
             raise ValueError(
@@ -107,20 +98,6 @@ class ModelConfig:
         if self.n_head % self.n_kv_head:
             raise ValueError(
                 f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}"
-            )
-
-    def check_room(self, size: int) -> None:
-        """Raise ValueError if files of `size` bytes are too small for this model's weights.
-
-        Call it before building the model: with damaged sizes that takes forever, or all memory.
-        """
-        small = [dataclasses.replace(self, n_layer=n) for n in (1, 2)]
-        with torch.device("meta"):
-            one, two = [Transformer(config).parameter_count() for config in small]
-        parameters = one + (self.n_layer - 1) * (two - one)
-        if parameters > size:  # each takes a byte or more
-            raise ValueError(
-                f"its model has {parameters:,} parameters, but its files only {size:,} bytes"
             )
 
     def check_tensor_parallel(self, tp: int) -> None:
@@ -281,35 +258,29 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 CPU_KERNEL_ABOVE = 512  # tokens; up to here written-out attention is faster on a CPU
 
 
-def causal_mask(T: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """(T, T), -inf above the diagonal, else 0, for written-out attention; None: torch's kernel."""
-    if is_gpu(device) or T > CPU_KERNEL_ABOVE:
-        return None
-    return torch.full((T, T), -math.inf, dtype=dtype, device=device).triu(1)
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d_head) + mask) v, shaped like q. `mask` comes from `causal_mask`.
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d_head) + causal mask) v, shaped like q.
 
     q is (B, H, T, d_head); k and v may have fewer heads, if their number divides H.
     """
     B, H, T, d_head = q.shape
+    on_gpu = is_gpu(q.device)
+    writes_out = not on_gpu and T <= CPU_KERNEL_ABOVE
     group_size = H // k.size(1)  # query heads that share a key and value head
-    if mask is None:
+    # In float32 a GPU's only kernel that does not write out the scores cannot share heads.
+    if group_size > 1 and (writes_out or (on_gpu and q.dtype == torch.float32)):
+        k = k.repeat_interleave(group_size, dim=1)
+        v = v.repeat_interleave(group_size, dim=1)
+        group_size = 1
+    if not writes_out:
         # torch picks the fastest kernel: since 2.11 cuDNN's on Hopper and Blackwell,
-        # FlashAttention on other GPUs. In float32 the only kernel that does not write out the
-        # scores needs as many heads of k and v as of q.
-        if group_size > 1 and q.dtype == torch.float32 and is_gpu(q.device):
-            k = k.repeat_interleave(group_size, dim=1)
-            v = v.repeat_interleave(group_size, dim=1)
-        fewer = k.size(1) < H
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=fewer)
+        # FlashAttention on other GPUs.
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
 
-    # Short sequences on a CPU: the backward of torch's kernel takes twice as long. In bfloat16
-    # these scores are rounded, the kernel's are not; float32 scores would take a sixth longer.
-    q = q.reshape(B * H, T, d_head)
-    k = k.repeat_interleave(group_size, dim=1).reshape(B * H, T, d_head)
-    v = v.repeat_interleave(group_size, dim=1).reshape(B * H, T, d_head)
+    # The backward of torch's kernel takes twice as long here. In bfloat16 these scores are rounded,
+    # the kernel's are not; float32 scores would take a sixth longer.
+    mask = q.new_full((T, T), -math.inf).triu(1)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T, d_head)
     scores = torch.baddbmm(mask, q, k.mT, alpha=d_head**-0.5)  # (B * H, T, T)
     return (scores.softmax(-1) @ v).view(B, H, T, d_head)
 
@@ -323,11 +294,11 @@ class Attention(nn.Module):
         self.v = Linear(config.d_model, config.n_kv_head * self.d_head)
         self.out = Linear(config.n_head * self.d_head, config.d_model)
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         q = self.split_heads(self.q(x))  # (B, n_head, T, d_head)
         k = self.split_heads(self.k(x))  # (B, n_kv_head, T, d_head)
         v = self.split_heads(self.v(x))  # (B, n_kv_head, T, d_head)
-        y = causal_attention(apply_rope(q, rope), apply_rope(k, rope), v, mask)
+        y = causal_attention(apply_rope(q, rope), apply_rope(k, rope), v)
         y = y.transpose(1, 2).flatten(-2)  # (B, H, T, d_head) -> (B, T, H * d_head)
         return self.out(y)  # (B, T, d_model)
 
@@ -357,8 +328,9 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, mask)
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        # By keyword: under tp, hooks turn a module's positional arguments into DTensors.
+        x = x + self.attention(self.attention_norm(x), rope=rope)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -367,20 +339,22 @@ def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: s
 
     Change it with Block: a test compares it with what autograd saves.
     """
+    on_cpu = device_type == "cpu"
     d_kv = c.n_kv_head * c.d_model // c.n_head
-    if device_type != "cpu" and dtype == torch.float32:
+    if dtype == torch.float32 and not on_cpu:
         d_kv = c.d_model  # repeated: see `causal_attention`
-    # Elements. Whole: the outputs of both norms, which a tp group gathers.
-    whole = 2 * c.d_model
+    gathered = 2 * c.d_model  # elements of the outputs of both norms
     # Split by tokens: the inputs of both norms, the attention's output. Split by heads and hidden
     # units: q and its attention, k, v; gate, up, silu(gate), product.
     split = 5 * c.d_model + 2 * d_kv + 4 * c.d_ff
-    float32_copies = 0
-    if device_type == "cpu":
-        float32_copies = 2 * 2 * c.d_model // tp  # two for each norm
-        if c.seq_len <= CPU_KERNEL_ABOVE:
-            split += c.n_head * c.seq_len  # the scores, which `causal_attention` writes out
-    return dtype.itemsize * (whole + split // tp) + 4 * float32_copies
+    if on_cpu and c.seq_len <= CPU_KERNEL_ABOVE:
+        split += c.n_head * c.seq_len  # the scores, which `causal_attention` writes out
+    float32_copies = 2 * 2 * c.d_model if on_cpu else 0  # two for each norm
+    return dtype.itemsize * (gathered + split // tp) + 4 * float32_copies // tp
+
+
+# Options of torch's checkpoint: no random state, since there is no dropout.
+RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 class Head(Linear):
@@ -413,10 +387,9 @@ class Head(Linear):
         targets = targets.flatten()  # (B * T,)
         if self.chunks == 1:
             return loss_sum(x, targets) / targets.numel()
-        options = {"use_reentrant": False, "preserve_rng_state": False}  # no dropout, no RNG state
         total = 0
         for chunk in zip(x.chunk(self.chunks), targets.chunk(self.chunks)):
-            total = total + checkpoint(loss_sum, *chunk, **options)
+            total = total + checkpoint(loss_sum, *chunk, **RECOMPUTE)
         return total / targets.numel()
 
 
@@ -442,12 +415,10 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embed(tokens).to(self.dtype)  # (B, T, d_model)
         rope = rope_table(self.config, tokens.size(1), tokens.device)
-        mask = causal_mask(tokens.size(1), self.dtype, tokens.device)
         for block in self.blocks:
-            x = block(x, rope, mask)
+            x = block(x, rope)
         x = self.norm(x)
         weight = self.embed.weight if self.config.tied else None
-        # By keyword: under tp, hooks turn a module's positional arguments into DTensors.
         return full_tensor(self.head(x, targets=targets, weight=weight))
 
     @torch.no_grad()
@@ -489,12 +460,9 @@ class Transformer(nn.Module):
         row = RowwiseParallel(output_layouts=tokens)
         # The gradients from q, k and v (or gate and up) are added, then scattered once.
         gather = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate())
-        gather_x = PrepareModuleInput(  # x, but neither rope nor mask
-            input_layouts=(tokens, None, None), desired_input_layouts=(Replicate(), None, None)
-        )
         plan = {
             "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
-            "blocks.*.attention": gather_x,
+            "blocks.*.attention": gather,
             "blocks.*.attention.q": column,
             "blocks.*.attention.k": column,
             "blocks.*.attention.v": column,
@@ -522,31 +490,17 @@ class Transformer(nn.Module):
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
-    @torch.inference_mode()
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs per token, counted in a forward pass on the meta device.
+        """Training FLOPs per token (Chowdhery et al. 2022, appendix B).
 
-        For this decoder 6 * N + 6 * n_layer * d_model * seq_len. Each of N parameters in matrix
-        products takes a multiply and an add in forward and twice that in backward. Attention
-        multiplies d_model * seq_len elements twice per token and layer (scores, values); the causal
-        mask needs half (Chowdhery et al. 2022, appendix B).
+        A weight takes a multiply and an add in forward, and twice that in backward.
         """
-        with torch.device("meta"):
-            model = Transformer(self.config)
-            tokens = torch.empty(1, seq_len, dtype=torch.int64)
-        # In inference mode attention is a single operator, which torch's counter does not know.
-        attention = torch.ops.aten.scaled_dot_product_attention
-        formulas = dict.fromkeys((attention, attention.default), attention_flops)
-        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-            model(tokens)
-        return 3 * counter.get_total_flops() / seq_len
-
-
-def attention_flops(q, k, v, mask=None, dropout=0.0, is_causal=False, **_) -> int:
-    """FLOPs of scores and values for shapes q, k, v (B, H, T, d_head); half with a mask."""
-    B, H, T, d_head = q
-    flops = 2 * 2 * B * H * T * k[-2] * d_head
-    return flops // 2 if is_causal or mask is not None else flops
+        weights = sum(p.numel() for p in self.parameters() if p.dim() > 1)  # in matrix products
+        if not self.config.tied:
+            weights -= self.embed.weight.numel()  # only looked up
+        keys = seq_len / 2  # that a token attends to, on average: the causal mask hides the others
+        attention = 2 * self.config.n_layer * self.config.d_model * keys  # scores, then values
+        return 6 * (weights + attention)
 
 
 def build_model(
@@ -606,7 +560,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     """
     if mode == "none":
         return
-    options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
+    options = dict(RECOMPUTE)
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, is_saved)
     for block in blocks:  # replaces forward only, so that parameters keep their names

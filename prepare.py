@@ -7,7 +7,6 @@ python prepare.py show tokens/web    counts, lengths and a few documents
 """
 
 import argparse
-import errno
 import hashlib
 import json
 import os
@@ -95,13 +94,6 @@ def unfinished(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         yield folder
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OSError(
-                f"no space left on the disk of --out {out}, and nothing was kept: free some, or "
-                "choose another disk"
-            ) from None
-        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         lock_file.unlink()
@@ -188,26 +180,18 @@ def describe_tokens(name: str, encoder: Encoder, splitter: Splitter, folder: Pat
         "documents": splitter.documents,
     }
     for split in ("train", "val"):
-        meta |= measure(folder / f"{split}.bin", encoder.dtype.itemsize)
+        with open(folder / f"{split}.bin", "rb") as tokens:
+            meta[f"{split}_tokens"] = os.fstat(tokens.fileno()).st_size // encoder.dtype.itemsize
+            meta[f"{split}_sha256"] = hashlib.file_digest(tokens, "sha256").hexdigest()
     if isinstance(encoding, tokenizer.JsonEncoding) and not encoding.keeps_words:
-        meta["val_bytes"] = val_bytes(splitter, meta)
+        meta["val_bytes"] = splitter.val_size
+        if not all(splitter.documents.values()):  # val.bin got a tail of the tokens
+            meta["val_bytes"] = int(splitter.size * val_share(meta))
     return meta
 
 
-def measure(file: Path, itemsize: int) -> dict:
-    """Return the number of tokens and the checksum of a token file, for meta.json."""
-    with open(file, "rb") as tokens:
-        return {
-            f"{file.stem}_tokens": os.fstat(tokens.fileno()).st_size // itemsize,
-            f"{file.stem}_sha256": hashlib.file_digest(tokens, "sha256").hexdigest(),
-        }
-
-
-def val_bytes(splitter: Splitter, meta: dict) -> int:
-    """Bytes of text in val.bin; estimated by its share of the tokens if it got only a tail."""
-    if all(splitter.documents.values()):
-        return splitter.val_size
-    return splitter.size * meta["val_tokens"] // (meta["train_tokens"] + meta["val_tokens"])
+def val_share(meta: dict) -> float:
+    return meta["val_tokens"] / (meta["train_tokens"] + meta["val_tokens"])
 
 
 def report_what_was_read(corpus: Corpus, splitter: Splitter) -> None:
@@ -230,7 +214,7 @@ def report_what_was_read(corpus: Corpus, splitter: Splitter) -> None:
 
 
 def report_what_was_written(out: Path, meta: dict, val_fraction: float) -> None:
-    share = meta["val_tokens"] / (meta["train_tokens"] + meta["val_tokens"])
+    share = val_share(meta)
     print(
         f"{out}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} "
         f"({percent(share)}) to validate, vocabulary {meta['vocab_size']:,} ({meta['tokenizer']})"
@@ -238,8 +222,7 @@ def report_what_was_written(out: Path, meta: dict, val_fraction: float) -> None:
     if abs(share - val_fraction) > val_fraction / 2:
         print(
             f"validation has {percent(share)} of the tokens, not {percent(val_fraction)}: whole "
-            "documents are drawn, and these are few or of unequal length; separate the parts of "
-            "long ones with <|endoftext|>, or change --val_fraction"
+            "documents are drawn; <|endoftext|> separates the parts of long ones"
         )
 
 
@@ -262,24 +245,29 @@ def build_parser() -> cli.Parser:
         nargs="+",
         metavar="FILE|DIR|GLOB|-",
         help="text, .jsonl, .ndjson, .json or .csv (also .gz, .bz2, .xz, .zst), .parquet, folders, "
-        "quoted globs, or - for standard input, read in sorted order; a document is a JSON object, "
-        "a row, a text file, or a part of one that <|endoftext|> ends (default: the library of the "
-        "installed Python)",
+        "quoted globs, or - for standard input (default: the library of the installed Python)",
     )
     field_help = "JSON field or column with the text; a.b if nested (default: text)"
     add("--field", default="text", metavar="NAME", help=field_help)
-    add_tokenizer_flags(parser)
-    add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
-    add(
-        "--val_fraction",
-        type=float,
-        default=0.05,
-        metavar="F",
-        help="fraction of the documents kept for validation (default: 0.05)",
+    either = parser.add_mutually_exclusive_group().add_argument
+    name_help = "bytes, gpt2, PATH.tiktoken, tokenizer.model or tokenizer.json (default: bytes)"
+    either("--tokenizer", dest="name", default="bytes", metavar="NAME", help=name_help)
+    either(
+        "--train_tokenizer",
+        dest="train_vocab_size",
+        type=cli.number(int, 257),  # the bytes and end-of-text
+        metavar="SIZE",
+        help="train a vocabulary of SIZE tokens on the sources",
     )
+    pattern_help = "how text is cut, with PATH.tiktoken (default: as its name says, else llama3)"
+    add("--pattern", choices=tokenizer.PATTERNS, help=pattern_help)
+    add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
+    fraction = cli.number(float, 1e-9, 1)
+    fraction_help = "fraction of the documents kept for validation (default: 0.05)"
+    add("--val_fraction", type=fraction, default=0.05, metavar="F", help=fraction_help)
     add(
         "--num_threads",
-        type=int,
+        type=cli.number(int, 1),
         default=os.cpu_count(),
         metavar="N",
         help="threads that encode; does not change the tokens (default: all cores)",
@@ -287,48 +275,12 @@ def build_parser() -> cli.Parser:
     return parser
 
 
-def add_tokenizer_flags(parser: cli.Parser) -> None:
-    tokenizers = parser.add_mutually_exclusive_group()
-    tokenizers.add_argument(
-        "--tokenizer",
-        dest="name",
-        default="bytes",
-        metavar="NAME",
-        help="bytes, gpt2, PATH.tiktoken, Llama 3's tokenizer.model or Hugging Face's "
-        "tokenizer.json, which needs the tokenizers package (default: bytes)",
-    )
-    tokenizers.add_argument(
-        "--train_tokenizer",
-        dest="train_vocab_size",
-        type=int,
-        metavar="SIZE",
-        help="train a vocabulary of SIZE tokens on the sources; needs the tokenizers package",
-    )
-    parser.add_argument(
-        "--pattern",
-        choices=tokenizer.PATTERNS,
-        help="how text is cut before merging, with PATH.tiktoken (default: the one in the file's "
-        "name, as in o200k_base.tiktoken, else llama3)",
-    )
-
-
 def run_command(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
-    if not 0 < args.val_fraction < 1:
-        raise UsageError(f"--val_fraction {args.val_fraction} must be between 0 and 1")
-    if args.num_threads < 1:
-        raise UsageError(f"--num_threads {args.num_threads} must be at least 1")
     if args.sources and "" in args.sources:
         raise UsageError("--source '' is empty: name a file or a folder")
-    if args.train_vocab_size is not None and args.train_vocab_size < 257:
-        raise UsageError(
-            f"--train_tokenizer {args.train_vocab_size} must be at least 257: the bytes and "
-            "end-of-text"
-        )
     if args.train_vocab_size and "-" in (args.sources or ()):
-        raise UsageError(
-            "--train_tokenizer reads the sources twice, which --source - cannot: name files"
-        )
+        raise UsageError("--train_tokenizer reads the sources twice, which - cannot: name files")
     try:
         prepare(**vars(args))
     except (KeyboardInterrupt, SystemExit):

@@ -44,7 +44,6 @@ def describe(path: Path) -> Trained:
         config = ModelConfig.from_dict(manifest["model"])
         vocab_size = int(manifest["tokens_in_vocabulary"])
         name = manifest["tokenizer"]
-        config.check_room(checkpoint.total_bytes(manifest))
     except KeyError as error:
         raise checkpoint.CheckpointError(
             f"{path} is not a checkpoint of train.py: its manifest.json lacks {error}"
@@ -77,7 +76,7 @@ class NotFinite(ArithmeticError):
 @torch.no_grad()
 def generate(
     model: nn.Module,
-    prompts: list[list[int]],
+    prompt: list[int],
     n: int,
     *,
     seq_len: int,
@@ -89,44 +88,29 @@ def generate(
     stop: int | None = None,
     seed: int = 0,
     tp: int = 1,
-) -> Iterator[dict[int, int]]:
-    """Continue all prompts in one batch: yield up to n times {index of a prompt: its next token}.
+) -> Iterator[int]:
+    """Continue a prompt, which must not be empty: yield up to n tokens, and end before `stop`.
 
-    Prompts must not be empty. One that draws the token `stop` ends there, without it. A token
-    depends on the last seq_len tokens and comes from `draw`; ids of vocab_size and above only pad
-    the head and are never drawn. Prompt i draws with seed + i: the same seed gives the same tokens.
-    The `tp` ranks that split a sequence divide seq_len. Raises NotFinite.
+    A token depends on the last seq_len tokens and comes from `draw`; ids of vocab_size and above
+    only pad the head and are never drawn. The same seed gives the same tokens. The `tp` ranks that
+    split a sequence divide seq_len. Raises NotFinite.
     """
-    rows = {i: list(tokens) for i, tokens in enumerate(prompts)}  # prompts that have not ended
-    generators = [torch.Generator().manual_seed(seed + i) for i in rows]
+    tokens = list(prompt)
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(n):
-        logits = next_logits(model, [tokens[-seq_len:] for tokens in rows.values()], device, tp)
-        logits = logits[:, :vocab_size].cpu().double()  # (B, vocab_size)
+        context = tokens[-seq_len:]
+        padding = [0] * (-len(context) % tp)  # at the end, where causal attention does not look
+        logits = model(torch.tensor([context + padding], device=device))  # (1, T, vocab_size)
+        logits = logits[0, len(context) - 1, :vocab_size].cpu().double()
         if not logits.isfinite().all():
             raise NotFinite(
                 "the model's logits are not finite: its weights have diverged or are damaged"
             )
-        drawn = {}
-        for i, row_logits in zip(list(rows), logits):
-            token = draw(row_logits, temperature, top_k, top_p, generators[i])
-            if token == stop:
-                del rows[i]
-            else:
-                rows[i].append(token)
-                drawn[i] = token
-        yield drawn
-        if not rows:
+        token = draw(logits, temperature, top_k, top_p, generator)
+        if token == stop:
             return
-
-
-def next_logits(model: nn.Module, contexts: list[list[int]], device, tp: int) -> Tensor:
-    """The logits (B, vocab_size) after the last token of each context."""
-    last = [len(tokens) - 1 for tokens in contexts]
-    T = math.ceil((1 + max(last)) / tp) * tp
-    # Padded at the end, where causal attention does not look.
-    padded = [tokens + [0] * (T - len(tokens)) for tokens in contexts]
-    logits = model(torch.tensor(padded, device=device))  # (B, T, vocab_size)
-    return logits[range(len(last)), last]
+        tokens.append(token)
+        yield token
 
 
 def draw(
@@ -158,7 +142,7 @@ def closing_sample(
     prompt = folder.tokens("val")[: max(1, seq_len // 4)].tolist()
     new = generate(
         model,
-        [prompt],
+        prompt,
         n,
         seq_len=seq_len,
         vocab_size=folder.vocab_size,
@@ -167,25 +151,14 @@ def closing_sample(
         tp=tp,
     )
     try:
-        tokens = [*prompt, *(drawn[0] for drawn in new)]
-        if not world.is_rank0:
-            return ""
-        return "".join(tokenizer.decode(folder.tokenizer, tokens))
+        tokens = [*prompt, *new]
+        return "".join(tokenizer.decode(folder.tokenizer, tokens)) if world.is_rank0 else ""
     except (tokenizer.TokenizerError, NotFinite) as error:  # the run itself has succeeded
         return f"no text: {error}"
 
 
 # --------------------------------------------------------------------------------------------------
 # The command
-
-# Flag -> its default, and its metavar and help text
-NUMBERS = {
-    "max_new_tokens": (500, "N", "tokens to sample, unless the document ends earlier"),
-    "temperature": (0.8, "T", "0 takes the most likely token"),
-    "top_k": (0, "K", "sample only from the K most likely tokens; 0: from all"),
-    "top_p": (1.0, "P", "sample from the fewest tokens whose probabilities reach P; 1: from all"),
-    "seed": (0, "S", "the same seed gives the same text; prompt i, from 0, uses S + i"),
-}
 
 
 def build_parser() -> cli.Parser:
@@ -200,23 +173,21 @@ def build_parser() -> cli.Parser:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="text to continue, or token ids if the tokenizer is unknown (default: the start of a "
-        "document); repeat --prompt to continue several in one batch",
+        help="text to continue, or token ids if the tokenizer is unknown; may be repeated "
+        "(default: the start of a document)",
     )
-    for name, (default, metavar, text) in NUMBERS.items():
-        text += f" (default: {default})"
-        add(f"--{name}", type=type(default), default=default, metavar=metavar, help=text)
+
+    def add_number(flag: str, default: float, help: str, least: float = 0) -> None:
+        kind = cli.number(type(default), least, below=2**32)
+        add(flag, type=kind, default=default, metavar="N", help=f"{help} (default: {default})")
+
+    add_number("--max_new_tokens", 500, "tokens to sample, unless the document ends earlier")
+    add_number("--temperature", 0.8, "0 takes the most likely token")
+    add_number("--top_k", 0, "sample only from the N most likely tokens; 0: from all")
+    add_number("--top_p", 1.0, "and only from the fewest whose probabilities reach N", 1e-9)
+    add_number("--seed", 0, "the same seed gives the same text; prompt i, from 0, uses N + i")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
     return parser
-
-
-def check_flags(args: argparse.Namespace) -> None:
-    for option in ("max_new_tokens", "temperature", "top_k", "seed"):
-        value = getattr(args, option)
-        if not 0 <= value < 2**32:  # refuses nan, too
-            raise cli.UsageError(f"--{option} {value} must be at least 0 and below {2**32}")
-    if not 0 < args.top_p <= 1:
-        raise cli.UsageError(f"--top_p {args.top_p} must be above 0 and at most 1")
 
 
 def encode_prompt(prompt: str, trained: Trained) -> list[int]:
@@ -231,58 +202,51 @@ def encode_prompt(prompt: str, trained: Trained) -> list[int]:
     return tokens
 
 
-def keep(steps: Iterator[dict[int, int]], kept: list[list[int]]) -> Iterator[int]:
-    """Yield the tokens of the first prompt as they come; append those of all to `kept`."""
-    for drawn in steps:
-        for i, token in drawn.items():
-            kept[i].append(token)
-        if 0 in drawn:
-            yield drawn[0]
-
-
 def sample(args: argparse.Namespace, device: torch.device) -> None:
-    """Print each prompt and its continuation; the first token by token."""
+    """Print each prompt and its continuation, token by token."""
     path = checkpoint.choose_checkpoint(args.run, "sample.py")
     trained = describe(path)
     name = trained.tokenizer
     prompts = [encode_prompt(prompt, trained) for prompt in args.prompt]
-    shown = args.prompt if name else ["".join(tokenizer.decode(None, ids)) for ids in prompts]
-    steps = generate(
-        load_model(path, trained.config, device),
-        prompts,
-        args.max_new_tokens,
-        seq_len=trained.config.seq_len,
-        vocab_size=trained.vocab_size,
-        device=device,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        stop=tokenizer.load_encoding(name).eot_token if name else None,
-        seed=args.seed,
-    )
-    new: list[list[int]] = [[] for _ in prompts]
+    model = load_model(path, trained.config, device)
+    new: list[int] = []  # of all prompts
     began = time.perf_counter()
-    before = [ids if prompt else [] for prompt, ids in zip(args.prompt, prompts)]
-    texts = tokenizer.decode(name, keep(steps, new), before[0])
-    beginning = next(texts, "")  # before printing the prompt: the model may prove broken
-    print(shown[0] + beginning, end="", flush=True)
-    for text in texts:
-        print(text, end="", flush=True)
-    print()
+    for i, prompt in enumerate(prompts):
+        tokens = generate(
+            model,
+            prompt,
+            args.max_new_tokens,
+            seq_len=trained.config.seq_len,
+            vocab_size=trained.vocab_size,
+            device=device,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            stop=tokenizer.load_encoding(name).eot_token if name else None,
+            seed=args.seed + i,
+        )
+        shown = args.prompt[i] if name else "".join(tokenizer.decode(None, prompt))
+        texts = tokenizer.decode(name, keep(tokens, new), prompt if args.prompt[i] else [])
+        beginning = next(texts, "")  # before printing the prompt: the model may prove broken
+        print(f"{'-' * 80}\n" if i else "", shown, beginning, sep="", end="", flush=True)
+        for text in texts:
+            print(text, end="", flush=True)
+        print()
     seconds = time.perf_counter() - began
-    for prompt, tokens, ids in zip(shown[1:], new[1:], before[1:]):
-        print("-" * 80)
-        print(prompt + "".join(tokenizer.decode(name, tokens, ids)))
-    count = sum(map(len, new))
-    speed = f"{count:,} tokens in {seconds:.1f} s: {count / seconds:,.0f} tokens/s"
+    speed = f"{len(new):,} tokens in {seconds:.1f} s: {len(new) / seconds:,.0f} tokens/s"
     print(f"sample.py: {speed}", file=sys.stderr)
+
+
+def keep(tokens: Iterator[int], kept: list[int]) -> Iterator[int]:
+    for token in tokens:
+        kept.append(token)
+        yield token
 
 
 def main(argv: list[str]) -> int:
     def command() -> None:
         args = build_parser().parse_args(argv)
         args.prompt = args.prompt or [""]
-        check_flags(args)
         device = dist.start(args.device).device
         if device.type == "cpu":
             memory.keep_freed_memory()  # each token takes the same activations

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import math
 import os
 import platform
 import re
@@ -35,6 +36,20 @@ class Quiet(argparse.Action):
 
     def __call__(self, *_):
         console.is_quiet = True
+
+
+def number(kind: type, least: float, below: float = math.inf) -> Callable[[str], float]:
+    """An argparse type: an int or float in least <= value < below."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not least <= value < below:  # nan is refused, too
+            upper = "finite" if below == math.inf else f"below {below}"
+            raise argparse.ArgumentTypeError(f"{value} must be at least {least} and {upper}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse says "invalid int value"
+    return parse
 
 
 class Parser(argparse.ArgumentParser):

@@ -21,7 +21,7 @@ import dist
 import layout
 import metrics
 import prepare
-from config import BUILTIN, Config, check_min_lr, fill_sizes, model_config, read_model, resolve
+from config import BUILTIN, Config, fill_sizes, model_config, read_model, resolve
 from metrics import read_log
 from model import ModelConfig, Transformer
 from optim import learning_rate
@@ -140,8 +140,7 @@ def find_origin(config: Config) -> Origin:
         return Origin(flags=starts[-1]["config"] if starts else {})
     model = None
     if config.source or config.eval_only:
-        size = checkpoint.total_bytes(manifest)
-        model = read_model(path or checkpoint.list_checkpoints(out)[-1], manifest, size)
+        model = read_model(path or checkpoint.list_checkpoints(out)[-1], manifest)
     flags = manifest.get("config") or {}
     if path is None and starts:
         flags = starts[-1]["config"]
@@ -187,7 +186,7 @@ def settle(config: Config, origin: Origin) -> Config:
         values["model"] = (origin.manifest.get("config") or {}).get("model", config.model)
     config = dataclasses.replace(config, **values)
     if not config.eval_only:
-        check_min_lr(config)
+        resolve(config)  # refuses a --min_lr above the peak
     return config
 
 

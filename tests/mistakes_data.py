@@ -13,51 +13,35 @@ MISTAKES = {
     "train.py": [
         Mistake("--data {root}/nowhere", "no train.bin there; create it with: python prepare.py"),
         Mistake("--seq_len 100000", "one sequence of --seq_len 100000 needs 100,001"),
-        Mistake("--data {high}", "train.bin holds token 300, above its vocabulary of 257"),
-        Mistake("--data {torn}", "is torn: 1,999 bytes are not 1,000 tokens of 2 bytes"),
-        Mistake("--data {torn_nanogpt}", "is torn: 1,999 bytes are not 999 tokens of 2 bytes"),
-        Mistake(
-            "--data {no_tokenizer_file}", "my.tiktoken: No such file or directory; the token fold"
-        ),
-        Mistake(
-            "--data {stray}", "stray/meta.json is damaged (tokenizer is not the name of a file"
-        ),
+        Mistake("--data {high}", "train.bin holds token 300, above its vocabulary of 257; prepare"),
+        Mistake("--data {torn}", "torn/train.bin has 1,999 bytes, not 1,000 tokens of 2"),
+        Mistake("--data {torn_nanogpt}", "train.bin has 1,999 bytes, not 999 tokens of 2"),
+        Mistake("--data {no_tokenizer_file}", "No such file or directory: '{no_tokenizer_file}/my"),
+        Mistake("--data {stray}", "the tokenizer in meta.json is not the name of a file in the"),
+        Mistake("--data {objects}", "meta.json has the dtype object, not uint16 or uint32"),
         Mistake(
             "--data {secret}", "secret/my.tiktoken is not a .tiktoken or Llama 3 file (line 1 is"
         ),
         Mistake("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
-        Mistake(
-            "--data {changed}:0.7,{high}:0.2",
-            "add up to 1, but the smallest is 0.2 and the sum 0.9",
-        ),
-        Mistake("--data {changed}:1.5,{high}:-0.5", "to 1, but the smallest is -0.5 and the sum 1"),
-        Mistake(
-            "--data {changed},{high}", "there is no such folder, and a mixture gives each folder a"
-        ),
+        Mistake("--data {changed}:0.7,{high}:0.2", "of shares of at least 0.001 that add up to 1"),
+        Mistake("--data {changed}:1.5,{high}:-0.5", "of at least 0.001 that add up to 1"),
+        Mistake("--data {changed},{high}", "is neither a folder nor a mixture DIR:SHARE,"),
         Mistake("--data {changed}:0.5,{root}/./changed:0.5", "changed appears twice; name it once"),
         Mistake(
             "--data {changed}:0.5,{gpt2}:0.5",
             "gpt2 and {changed} have different tokenizers; prepare",
         ),
-        Mistake(
-            "--data {no_meta}", "meta.json is damaged (it lacks 'vocab_size'): prepare the folder"
-        ),
+        Mistake("--data {no_meta}", "no_meta is damaged: meta.json lacks 'dtype'; prepare it"),
     ],
     "prepare.py": [
-        Mistake(
-            "--out {root}/new --val_fraction nan", "--val_fraction nan must be between 0 and 1"
-        ),
-        Mistake("--out {root}/new --val_fraction 5", "--val_fraction 5.0 must be between 0 and 1"),
+        Mistake("--out {root}/new --val_fraction 0", "0.0 must be at least 1e-09 and below 1"),
+        Mistake("--out {root}/new --val_fraction 5", "5.0 must be at least 1e-09 and below 1"),
         Mistake("--out {text}", "text exists: remove it or choose another folder"),
-        Mistake("--out {text}/a", "text/a exists: remove it or choose another folder"),
         Mistake("--out {text}/a/new", "text/a is not a folder that can be written to"),
         Mistake("--out {text}/new --source {text}", "where it would be read as text next time"),
         Mistake("--out {root}/new --source ''", "--source '' is empty: name a file or a folder"),
         Mistake(
             "--out {root}/new --source {root}/nowhere", "cannot be read (No such file or directory"
-        ),
-        Mistake(
-            "--out {root}/new --source {unreadable}/broken", "broken, a link to nowhere, cannot"
         ),
         Mistake(
             "--out {root}/new --source {unreadable}", "/broken, a link to nowhere, cannot be read"
@@ -69,11 +53,10 @@ MISTAKES = {
         Mistake(
             "--out {root}/new --source {skipped}", "holds no text (1 binary file, 1 empty file"
         ),
-        Mistake("--out {root}/new --source {skipped}/empty", "holds no text (1 empty file)"),
         Mistake(
             "--out {root}/new --source {text}/blank", "the sources hold no text (1 blank document)"
         ),
-        Mistake("--out {root}/new --num_threads 0", "--num_threads 0 must be at least 1"),
+        Mistake("--out {root}/new --num_threads 0", "argument --num_threads: 0 must be at least 1"),
         Mistake("--out {text}/new --source {text}/*", "where it would be read as text next time"),
         Mistake("--out {root}/new --source {root}/*.nothing", "*.nothing matches no file"),
         Mistake(
@@ -91,9 +74,6 @@ MISTAKES = {
         ),
         Mistake(
             "--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose bytes,"
-        ),
-        Mistake(
-            "--out {root}/new --tokenizer {root}", "Is a directory; choose bytes, gpt2 or PATH"
         ),
         Mistake(
             "--out {root}/new --pattern o200k",
@@ -125,24 +105,16 @@ MISTAKES = {
             "config.json cannot be used as a tokenizer.json of Hugging Face: it lacks 'model'",
         ),
         Mistake(
-            "--out {root}/new --tokenizer {foreign}/config.json --pattern gpt2",
-            "--pattern gpt2 is for --tokenizer PATH.tiktoken, not {foreign}/config.json",
-        ),
-        Mistake(
             "--out {root}/new --tokenizer gpt2 --train_tokenizer 300",
             "argument --train_tokenizer: not allowed with argument --tokenizer",
         ),
         Mistake(
-            "--out {root}/new --train_tokenizer 300 --pattern gpt2",
-            "--pattern gpt2 is for --tokenizer PATH.tiktoken, not bytes",
-        ),
-        Mistake(
             "--out {root}/new --train_tokenizer 256 --source {text}",
-            "--train_tokenizer 256 must be at least 257: the bytes and end-of-text",
+            "argument --train_tokenizer: 256 must be at least 257",
         ),
         Mistake(
             "--out {root}/new --train_tokenizer 300 --source -",
-            "--train_tokenizer reads the sources twice, which --source - cannot: name files",
+            "--train_tokenizer reads the sources twice, which - cannot: name files",
         ),
     ],
 }
@@ -186,6 +158,9 @@ def write_token_folders(root: Path) -> None:
     torn_nanogpt = write_tokens(root / "torn_nanogpt", ids)
     (torn_nanogpt / "meta.json").rename(torn_nanogpt / "meta.pkl")
     os.truncate(torn_nanogpt / "train.bin", 1999)
+    objects = write_tokens(root / "objects", ids)
+    meta = json.loads((objects / "meta.json").read_text())
+    (objects / "meta.json").write_text(json.dumps(meta | {"dtype": "O"}))
     no_meta = write_tokens(root / "no_meta", ids)
     (no_meta / "meta.json").write_text("{}")
     secret = write_tokens(root / "secret", ids, tokenizer="my.tiktoken")

@@ -6,10 +6,10 @@ from mistakes import Mistake
 
 MISTAKES = {
     "train.py": [
-        Mistake("--max_steps 0", "--max_steps 0 must be at least 1"),
-        Mistake("--lr -1", "--lr -1.0 must be at least 0"),
-        Mistake("--lr nan", "--lr nan must be at least 0"),
-        Mistake("--n_layer 1000000", "--n_layer 1000000 must be at least 1 and below 10000"),
+        Mistake("--max_steps 0", "argument --max_steps: 0 must be at least 1 and finite"),
+        Mistake("--lr nan", "argument --lr: nan must be at least 0 and finite"),
+        Mistake("--n_layer 1000000", "--n_layer: 1000000 must be at least 1 and below 10000"),
+        Mistake("--n_layer 1.5", "argument --n_layer: invalid int value: '1.5'"),
         Mistake("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
         Mistake(
             "--profile 2:2",
@@ -33,29 +33,19 @@ MISTAKES = {
             "6 is not a multiple of micro_batch_size 4 x 1",
         ),
         Mistake("--strategy fsdp --dp_replicate 2", "--strategy fsdp sets dp_replicate and"),
-        Mistake("--strategy hsdp --dp_shard 2", "dp_replicate 0 x dp_shard 2 = 0, but 1 processes"),
-        Mistake("--beta2 1", "--beta2 1.0 must be at least 0 and below 1"),
-        Mistake("--timeout inf", "--timeout inf must be at least 1 and below"),
-        Mistake("--seed 9999999999", "--seed 9999999999 must be at least 0 and below"),
+        Mistake("--strategy hsdp --dp_shard 2", "dp_replicate 0 x dp_shard 2 x tp 1 takes 0 processes, but 1"),
         Mistake("--device cuda", "PyTorch finds no CUDA device here"),
-        Mistake("--config {root}/nothing.json", "nothing.json: No such file or directory"),
-        Mistake("--config {listed}/config.json", "config.json is not a JSON object of flags"),
-        Mistake(
-            "--config {configs}/comma", "comma is not JSON: Expecting property name enclosed in do"
-        ),
-        Mistake("--config {configs}/nested", "nested is not a JSON object of flags other than -"),
+        Mistake("--config {root}/nothing.json", "--config {root}/nothing.json: [Errno 2] No such"),
+        Mistake("--config {listed}/config.json", "config.json: it is not a JSON object of flags"),
+        Mistake("--config {configs}/comma", "comma: Expecting property name enclosed in double"),
+        Mistake("--config {configs}/nested", "nested: it is not a JSON object of flags other th"),
         Mistake("--config {configs}/list", "invalid int value: '[4]'"),
         Mistake(
             "--config {foreign}/config.json", "config.json: unrecognized arguments: --architectures"
         ),
-        Mistake("--lr inf", "--lr inf must be at least 0 and finite"),
-        Mistake("--peak_tflops 0", "--peak_tflops 0.0 must be at least 1e-09 and finite"),
-        Mistake("--peak_tflops -989", "--peak_tflops -989.0 must be at least 1e-09 and finite"),
+        Mistake("--lr inf", "argument --lr: inf must be at least 0 and finite"),
         Mistake("--warmup_steps 5", "--warmup_steps 5 is more than --max_steps 4"),
         Mistake("--min_lr 0.1", "--min_lr 0.1 is above the peak learning rate 0.003"),
-        Mistake(
-            "--async_save --checkpoint none", "--async_save with --checkpoint none has nothing to"
-        ),
         Mistake("--strategy single", "takes 1 processes, but 2 were started", ranks=2),
     ],
 }

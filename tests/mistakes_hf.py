@@ -67,7 +67,7 @@ MISTAKES = {
         Mistake(
             "import {hf}/positions {root}/new", "seq_len 1000000000000 must be a whole number fr"
         ),
-        Mistake("import {hf}/deep {root}/new", "parameters, but its files only 0 bytes"),
+        Mistake("import {hf}/deep {root}/new", "n_layer 1000000 must be a whole number from 1 to"),
         Mistake("import {hf}/quantized {root}/new", "needs quantization_config {{'quant_method': "),
         Mistake("import {hf}/no_rope_factor {root}/new", "config.json: it lacks 'factor'"),
         Mistake(

@@ -32,7 +32,7 @@ def test_the_tokenizer_file_comes_with_the_folder_and_must_be_there(tokens, tmp_
     folder = shutil.copytree(tokens, tmp_path / "tokens")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "my.tiktoken"}))
-    with pytest.raises(data.DataError, match=r"my.tiktoken: No such file.*put it back"):
+    with pytest.raises(data.DataError, match=r"is damaged: .*No such file.*my.tiktoken"):
         data.open_folder(folder)
     (folder / "my.tiktoken").write_bytes(b"IQ== 0")
     opened = data.open_folder(folder)
@@ -40,11 +40,25 @@ def test_the_tokenizer_file_comes_with_the_folder_and_must_be_there(tokens, tmp_
     assert opened.tokenizer_name == "my.tiktoken"
     assert opened.tokenizer == str(folder / "my.tiktoken")
     assert data.open_folder(tokens).tokenizer_name == "bytes"
-    (tmp_path / "my.tiktoken").write_bytes(b"a secret")
-    for name in (5, "../my.tiktoken", str(tmp_path / "my.tiktoken")):
-        (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": name}))
-        with pytest.raises(data.DataError, match="meta.json is damaged.*tokenizer is not the name"):
-            data.open_folder(folder)
+
+
+HOSTILE = [{"dtype": name} for name in ("O", "float64", [["a", "u2"]], 5)]
+HOSTILE += [{"vocab_size": float("inf")}, {"vocab_size": "many"}, {"train_tokens": None}]
+# The last two are not the names of files in the folder.
+HOSTILE += [{"tokenizer": name} for name in (5, ["bytes"], "..", "a\0b", "../secret", "/secret")]
+HOSTILE += ["", "[]", "5", "{}", "[" * 100_000, "\udcff"]
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+def test_a_hostile_folder_is_refused_in_one_line(tokens, tmp_path, change):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    (tmp_path / "secret").touch()
+    text = change
+    if isinstance(change, dict):
+        text = json.dumps(json.loads((folder / "meta.json").read_text()) | change)
+    (folder / "meta.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(data.DataError, match=f"^--data {folder} is damaged: [^\n]*; prepare it"):
+        data.open_folder(folder)
 
 
 class Bomb:

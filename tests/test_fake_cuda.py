@@ -63,7 +63,7 @@ ASKS = "asks for _local_scalar_dense"
 AT_START = {("optim.py __init__", BLOCKS), ("agreement.py sum_weights", ASKS)}
 EVALUATION = {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
 SAMPLING = {
-    ("sample.py next_logits", BLOCKS),
+    ("sample.py generate", BLOCKS),
     ("sample.py generate", "to cpu, pageable, blocking"),
 }
 SAVING = {("train.py is_finite", ASKS), ("checkpoint.py blocks", "to cpu, pageable, blocking")}

@@ -146,7 +146,7 @@ def test_a_field_that_only_the_checkpoint_has_is_another_model(begin, tmp_path):
         "with its weights": lambda: begin(init_from=str(path), out=str(tmp_path / "new")),
     }
     for begin_there in begun.values():
-        with pytest.raises(UsageError, match=f"{path} cannot be used: its model has window, which"):
+        with pytest.raises(UsageError, match=f"{path} cannot be used: its model has other"):
             begin_there()
 
 

@@ -105,7 +105,7 @@ def test_a_tokenizer_is_read_in_its_checkpoint_only(run, tmp_path, trained, text
     assert text(path) == text(trained)
 
 
-def test_several_prompts_are_continued_in_one_batch(trained, text):
+def test_several_prompts_are_continued_one_after_the_other(trained, text):
     """Prompt i as with seed + i alone."""
     prompts = ["the", "thing", "t"]
     flags = [word for prompt in prompts for word in ("--prompt", prompt)]

@@ -194,7 +194,7 @@ def test_compare_shows_the_learning_rate_in_use(tmp_path, compared):
     flags = [{"lr": None, "warmup_steps": 5}, {"lr": 0.5, "warmup_steps": None, "d_model": 64}]
     runs = [write_run(tmp_path / f"{i}", {1: 3.0}, **given) for i, given in enumerate(flags)]
     found = compared(*runs)
-    in_use = [config.peak_lr(config.Config(**flags[0])), 0.5]
+    in_use = [config.resolve(config.Config(**flags[0])).lr, 0.5]
     assert found["`--lr`"] == [str(lr) for lr in in_use] and None not in in_use
     assert found["`--warmup_steps`"] == ["5", str(config.WARMUP_STEPS)]
 

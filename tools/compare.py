@@ -141,7 +141,8 @@ def read_flags(file: Path, warn: Callable[[str], None]) -> dict:
         given = json.loads(file.read_bytes())
         known = {f.name for f in dataclasses.fields(train_config.Config)}
         c = train_config.Config(**{name: given[name] for name in known & given.keys()})
-        in_use = {"lr": train_config.peak_lr(c), "warmup_steps": train_config.warmup_steps(c)}
+        resolved = train_config.resolve(c)
+        in_use = {"lr": resolved.lr, "warmup_steps": resolved.warmup_steps}
         return given | {name: in_use[name] for name in in_use.keys() & given.keys()}
     except (AttributeError, TypeError, ValueError) as error:
         warn(f"{file} is damaged, so that its flags are not known: {error}")

@@ -196,10 +196,6 @@ def import_model(source: Path, out: Path) -> None:
     consolidate.check_new(out)
     config = from_hf(source)
     files = weight_files(source)
-    try:
-        config.check_room(sum(file.stat().st_size for file in files))
-    except ValueError as error:
-        raise UsageError(f"{source}: {error}") from None
     found = {}  # mapped into memory
     buffers = []
     for file in files:
