@@ -103,8 +103,6 @@ def describe_beginning(start: Start) -> Iterator[str]:
     yield f"out     {c.out}{beginning}"
     if start.new_parameters:
         yield f"        with new ones, which it lacks: {in_short(start.new_parameters)}"
-    for warning in start.warnings:
-        yield f"        warning: {warning}"
     if c.checkpoint == "none":
         yield "        --checkpoint none: this run saves nothing and cannot be continued"
     for change in start.changes:
@@ -129,8 +127,6 @@ def describe_evaluation(
     start: Start, val_loss: float, val_data: data.TokenDataset | data.Mixture
 ) -> Iterator[str]:
     """Yield the lines of --eval_only on val_loss, in nats per token."""
-    for warning in start.warnings:
-        yield f"warning: {warning}"
     folders = [part.folder for part in val_data.parts]
     seq_len = val_data.parts[0].seq_len
     n = min(start.config.eval_sequences, len(val_data))

@@ -289,20 +289,3 @@ def page_faults_of_a_large_tensor() -> int:
 def test_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
     (faults,) = pool(1, page_faults_of_a_large_tensor)
     assert faults < 100
-
-
-def resident_after_freeing() -> tuple[int, int]:
-    """Bytes that stay resident of a tensor of 32 MB, before and after a trim."""
-    dist.start("cpu")
-    memory.keep_freed_memory()
-    before = memory.host_memory().resident
-    torch.ones(2**23)
-    kept = memory.host_memory().resident - before
-    memory.trim_freed_memory()
-    return kept, memory.host_memory().resident - before
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has malloc_trim")
-def test_a_trim_returns_what_was_kept(pool):
-    ((kept, after_trim),) = pool(1, resident_after_freeing)
-    assert kept > 30e6 and after_trim < 10e6
