@@ -152,7 +152,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
     if world.device.type == "cpu":
         memory.keep_freed_memory()
     n, grad_sync = setup.grad_accum_steps, c.grad_sync
-    with console.live(lambda: report.describe_activity(state.step, watchdog.now, log)):
+    with console.live(lambda: f"{state.step / c.max_steps:4.0%}  {watchdog.place}"):
         for step in range(start.step + 1, c.max_steps + 1):
             measure = is_due(step, c.optim_metrics_interval)
             with profiler.step(step, batches.waited):  # does nothing without --profile
@@ -380,10 +380,10 @@ def evaluate(
     device = next(forward.parameters()).device
     total = torch.zeros((), device=device)
     watchdog.progress(step, "evaluating", slow=True)  # the first forward may compile
-    for i, (weight, tokens) in enumerate(val_batches, 1):
+    for weight, tokens in val_batches:
         tokens = tokens.to(device)
         total += forward(tokens[:, :-1], tokens[:, 1:]) * weight
-        watchdog.progress(step, "evaluating", share=i / len(val_batches))
+        watchdog.progress(step, "evaluating")
     # Under tp all ranks of a group count each of their sequences, in the loss and in the number.
     count = sum(weight for weight, _ in val_batches)
     sums = torch.stack((total.double(), total.new_tensor(count, dtype=torch.float64)))
