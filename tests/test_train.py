@@ -93,7 +93,7 @@ def test_a_folder_in_use_is_refused_until_its_run_is_dead(pool, tokens, tmp_path
     step = checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
     ((status, said, err),) = pool(1, listen, [*argv, "--max_steps", str(step + 2)])
     assert status == 0, err
-    assert f"changed: --max_steps 100000 -> {step + 2}: the cosine schedule ends" in said
+    assert f"changed: --max_steps 100000 -> {step + 2}\n" in said
     assert f"continuing from {out}/checkpoints/step-{step:08d}" in said
 
 
@@ -176,7 +176,6 @@ def test_a_vocabulary_with_room_stays_and_new_parameters_are_named(run, pool, to
     assert (status, err) == (0, "")
     assert "3 layers x 32 wide, vocabulary 448: " in said
     assert "with new ones, which it lacks: blocks.*.attention_norm.weight (1), " in said
-    assert "warning: the tokenizer of " in said and ", bytes with 257 tokens, is not the" in said
     before, after = (tensors(last_checkpoint(path)) for path in (first, tmp_path / "second"))
     assert len(after) > len(before)
     # lr is 3e-3: trained on from there
