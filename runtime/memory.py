@@ -67,5 +67,6 @@ def keep_freed_memory() -> None:
     again: a fifth of a step of gpt2-124m. Other C libraries have no mallopt.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads, gloo's included
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap, too
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free memory stays there
