@@ -47,14 +47,7 @@ from metrics import is_due
 from model import Transformer
 from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
 from runtime.consolidate import FULL, replace_shards
-from runtime.watchdog import (
-    SLOW_FACTOR,
-    Watchdog,
-    fail_on_ranks,
-    report_after_torchrun,
-    take_over_nccl_errors,
-    tell_torchrun,
-)
+from runtime.watchdog import SLOW_FACTOR, Watchdog, take_over_nccl_errors
 from sample import closing_sample
 
 # --------------------------------------------------------------------------------------------------
@@ -110,7 +103,6 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
     setup = layout.choose(c, world, start.model, start.device_memory)
     if world.device.type == "cpu":
         preflight.warn_of_short_memory(c, setup, world)
-        memory.separate_large_blocks()
     mesh = dist.make_mesh(world, setup.mesh_shape)
     state, forward = build(c, setup, mesh)
     load(state, start)
@@ -157,8 +149,10 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
         profile_window(c), out / "profile", mesh, log.say, [stop_request, saver]
     )
 
+    if world.device.type == "cpu":
+        memory.keep_freed_memory()
     n, grad_sync = setup.grad_accum_steps, c.grad_sync
-    with console.live(lambda: report.describe_activity(state.step, watchdog.now, log)):
+    with console.live(lambda: f"{state.step / c.max_steps:4.0%}  {watchdog.place}"):
         for step in range(start.step + 1, c.max_steps + 1):
             measure = is_due(step, c.optim_metrics_interval)
             with profiler.step(step, batches.waited):  # does nothing without --profile
@@ -182,7 +176,8 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
             report_saves(saver, log, watchdog)
             if stop:
                 break
-            tidy_memory(step, is_first=step == start.step + 1, device=world.device)
+            if step % 100 == 0:
+                gc.collect(1)  # on all ranks in the same step
 
         # The end
         watchdog.progress(state.step, "saving", slow=True)
@@ -193,7 +188,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
         dist.on_all_ranks(lambda: run_folder.check_is_there(out, log.is_gone, c, state.step))
         log.say(log.goodput())
         if stop:
-            return report_stop(c, world, state.step, log)
+            return report_stop(c, state.step, log)
         if c.sample_tokens:
             watchdog.progress(state.step, "sampling", slow=True)
             seq_len = setup.model.seq_len
@@ -233,15 +228,13 @@ def build(
             model.named_parameters(), model.decays, resolve(c), model.is_hidden
         )
         tensors["optimizer"] = optimizer.state()
-    memory.trim_freed_memory()  # full tensors, now that each rank has its shards
-    torch.cuda.empty_cache()  # the same on a GPU; does nothing without one
+    torch.cuda.empty_cache()  # full tensors, now that each rank has its shards; nothing on CPUs
     return State(0, model, optimizer, tensors), forward
 
 
 def load(state: State, start: preflight.Start) -> None:
     """Fill the state from the checkpoint to continue from, or its weights from another run's."""
     if start.checkpoint:
-        preflight.check_complete(start.checkpoint, state.tensors)
         checkpoint.load_state(start.checkpoint, state.tensors)
         state.step = start.step
     elif start.init_from:
@@ -387,10 +380,10 @@ def evaluate(
     device = next(forward.parameters()).device
     total = torch.zeros((), device=device)
     watchdog.progress(step, "evaluating", slow=True)  # the first forward may compile
-    for i, (weight, tokens) in enumerate(val_batches, 1):
+    for weight, tokens in val_batches:
         tokens = tokens.to(device)
         total += forward(tokens[:, :-1], tokens[:, 1:]) * weight
-        watchdog.progress(step, "evaluating", share=i / len(val_batches))
+        watchdog.progress(step, "evaluating")
     # Under tp all ranks of a group count each of their sequences, in the loss and in the number.
     count = sum(weight for weight, _ in val_batches)
     sums = torch.stack((total.double(), total.new_tensor(count, dtype=torch.float64)))
@@ -463,7 +456,7 @@ def consolidate_last(c: Config, step: int | None) -> None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A collection on one rank delays all of them: `tidy_memory` collects on all at once."""
+    """A collection on one rank delays all of them: the loop collects on all at once."""
     gc.disable()
     try:
         yield
@@ -471,24 +464,12 @@ def no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def tidy_memory(step: int, is_first: bool, device: torch.device) -> None:
-    """Keep freed memory for the next steps; collect garbage on all ranks in the same step."""
-    if is_first and device.type == "cpu":
-        # Not before: the first step also allocates memory that lives until the end.
-        memory.keep_freed_memory()
-    if step % 100 == 0:
-        gc.collect(1)
-        memory.trim_freed_memory()  # left by evaluations and saves
-
-
-def report_stop(c: Config, world: dist.World, step: int, log: metrics.Log) -> int:
+def report_stop(c: Config, step: int, log: metrics.Log) -> int:
     """Say that a run stopped before its end; return its exit status."""
     continues = "" if c.checkpoint == "none" else "; the same command continues"
     line = f"stopped after step {step}{continues}"
     log.say(line)
-    tell_torchrun(line)
-    if world.is_rank0:
-        report_after_torchrun(line)
+    cli.tell_torchrun(line)
     # 75 tells a scheduler to try again. With torchrun --max-restarts, which would retry at once,
     # return 0.
     will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
@@ -504,10 +485,9 @@ def main(argv: list[str]) -> int:
     started = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z}"
     heading = f"--- {started} train.py {shlex.join(argv)}\n"
     with console.Transcript(heading if os.environ.get("RANK", "0") == "0" else ""):
-        return cli.execute("train.py", lambda: command(argv), fail_on_ranks, CTRL_C)
+        return cli.execute("train.py", lambda: command(argv), CTRL_C)
 
 
 if __name__ == "__main__":
-    agreement.end_on_early_signals("train.py")
     # `record` puts the traceback of an unexpected error into torchrun's report.
     sys.exit(record(main)(sys.argv[1:]))

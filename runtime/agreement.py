@@ -4,14 +4,11 @@ import hashlib
 import math
 import os
 import signal
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed
@@ -19,33 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import optim
+
 
 def format_ranks(ranks: list[int]) -> str:
     """`rank 3`, or `ranks 1 and 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
-
-
-def end_on_early_signals(program: str) -> None:
-    """Until there is a StopRequest, end this process on a signal, with a line on rank 0.
-
-    A thread does: handlers run in the main thread, which a rendezvous may block for minutes.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(writer)
-
-    def wait() -> None:
-        while (number := os.read(reader, 1)[0]) == signal.SIGINT:
-            pass  # KeyboardInterrupt removes what is unfinished
-        if os.environ.get("RANK", "0") == "0":
-            name = signal.Signals(number).name
-            print(f"{program}: stopped by {name} before its first step", file=sys.stderr)
-        os._exit(128 + number)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 class StopRequest:
@@ -61,7 +37,6 @@ class StopRequest:
         self.flag = torch.zeros(1)
         self.in_flight: torch.distributed.Work | None = None
         self.signalled = False
-        signal.set_wakeup_fd(-1)  # of end_on_early_signals
         # Ctrl-C; torchrun and schedulers; Slurm, ahead of its limit; a terminal that closes
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             # nohup has SIGHUP ignored: then the run outlives its terminal.
@@ -93,7 +68,7 @@ class TimeLimit:
 
     def __init__(self, seconds: float):
         self.deadline = time.monotonic() + (seconds or math.inf)
-        self.last_call: float | None = None
+        self.last_call = math.inf  # the first step may compile
         self.longest = 0.0  # seconds from call to call
 
     def is_near(self, save_seconds: float) -> bool:
@@ -103,8 +78,7 @@ class TimeLimit:
         what a save takes that goes on beside the steps.
         """
         now = time.monotonic()
-        if self.last_call is not None:  # the first step may have compiled
-            self.longest = max(self.longest, now - self.last_call)
+        self.longest = max(self.longest, now - self.last_call)
         self.last_call = now
         return now + 2 * (self.longest + save_seconds) > self.deadline
 
@@ -120,22 +94,19 @@ def local_claims(
     must_match: dict[str, object],
     weights: Iterable[Tensor],
     first_indices: Iterable[int],
-) -> dict[tuple, object]:
-    """What this rank says of itself: (kind, name) -> a value that all ranks with the key share.
+) -> dict[str, object]:
+    """What this rank says of itself: by name, values that all ranks with the name must share.
 
     All ranks must have equal values in `must_match`, and the same code. Ranks with the same part of
     `weights`, the parameters, must have the same bits. The ranks of a tp group must read the same
     `first_indices`, the sequences of their first step, and no other rank may read any of them.
     """
     *dp_coordinates, _ = mesh.get_coordinate()
-    tp_group = tuple(dp_coordinates)
+    reader = f"dp_replicate {dp_coordinates[0]}, dp_shard {dp_coordinates[1]}"
     first_indices = list(first_indices)
-    claims = {("value", name): value for name, value in must_match.items()}
-    claims["value", "the code"] = source_hash()
-    claims |= {("weights", part): total for part, total in sum_weights(weights).items()}
-    claims["group", tp_group] = first_indices
-    claims |= {("reader", index): tp_group for index in first_indices}
-    return claims
+    claims = must_match | {"the code": source_hash()} | sum_weights(weights)
+    claims[f"the first sequences of {reader}"] = first_indices
+    return claims | {f"the reader of sequence {index}": reader for index in first_indices}
 
 
 def compare_claims(claims: list[dict]) -> None:
@@ -143,30 +114,16 @@ def compare_claims(claims: list[dict]) -> None:
 
     `claims` has the `local_claims` of all ranks.
     """
-    first_ranks: dict[tuple, int] = {}  # the first rank that has a key
+    first_ranks: dict[str, int] = {}  # the first rank that has a claim of this name
     for rank, claim in enumerate(claims):
-        for key, value in claim.items():
-            first = first_ranks.setdefault(key, rank)
-            if value != claims[first][key]:
-                raise_mismatch(claims, key, first, rank)
-
-
-def raise_mismatch(claims: list[dict], key: tuple, first: int, rank: int) -> NoReturn:
-    """Explain that two ranks have different values for a key."""
-    kind, name = key
-    both = format_ranks([first, rank])
-    if kind == "weights":
-        raise RankMismatch(f"{both} hold the same part of the model, but with different weights")
-    if kind == "group":
-        raise RankMismatch(f"{both} are one tp group, but read different sequences")
-    if kind == "reader":
-        raise RankMismatch(f"{both} both read sequence {name}: each would train on it")
-    value = claims[rank][key]
-    others = [other for other, claim in enumerate(claims) if claim.get(key) == value]
-    raise RankMismatch(
-        f"{name} is {claims[first][key]} on rank {first} and {value} on {format_ranks(others)}: "
-        "start all ranks with the same flags, code and data"
-    )
+        for name, value in claim.items():
+            first = first_ranks.setdefault(name, rank)
+            if value != claims[first][name]:
+                others = [other for other, one in enumerate(claims) if one.get(name) == value]
+                raise RankMismatch(
+                    f"{name} is {claims[first][name]} on rank {first} and {value} on "
+                    f"{format_ranks(others)}: start all ranks with the same flags, code and data"
+                )
 
 
 def source_hash() -> str:
@@ -179,20 +136,20 @@ def source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def sum_weights(weights: Iterable[Tensor]) -> dict[tuple, int]:
+def sum_weights(weights: Iterable[Tensor]) -> dict[str, int]:
     """Sum the bits of the local weights as integers: exact in any order of summation."""
     sums: Counter = Counter()  # one for each way to cut a parameter: only dp_shard cuts norms
     for weight in weights:
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        bits = local.detach().view(torch.int32)
-        sums[shard_coordinates(weight)] += int(bits.sum(dtype=torch.int64))
+        bits = optim.local(weight).detach().view(torch.int32)
+        sums[f"the sum of the weights{shard_name(weight)}"] += int(bits.sum(dtype=torch.int64))
     return dict(sums)
 
 
-def shard_coordinates(weight: Tensor) -> tuple:
-    """Return which part of a weight this rank holds: (axis, rank) for each axis that cuts it."""
+def shard_name(weight: Tensor) -> str:
+    """Which part of a weight this rank holds, such as " of dp_shard 1, tp 0"; "" for all of it."""
     if not isinstance(weight, DTensor):
-        return ()
+        return ""
     mesh = weight.device_mesh
     axes = zip(mesh.mesh_dim_names, mesh.get_coordinate(), weight.placements)
-    return tuple((axis, rank) for axis, rank, placement in axes if not placement.is_replicate())
+    parts = [f"{axis} {rank}" for axis, rank, placement in axes if not placement.is_replicate()]
+    return f" of {', '.join(parts)}" if parts else ""

@@ -2,13 +2,16 @@
 
 import argparse
 import difflib
+import json
 import math
 import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 from runtime import console, launcher
@@ -91,18 +94,37 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 
+def tell_torchrun(line: str) -> None:
+    """Put the reason why this rank ends under "Root Cause" in torchrun's report.
+
+    Writes the file that torchrun reads, as its ErrorHandler does, but without a traceback.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
+
+
+def report_error(program: str, message: str, where: str = "") -> None:
+    """Print an error in one line, and pass it to torchrun."""
+    line = f"{program}: error{where}: {message}"
+    console.print_error(line)
+    tell_torchrun(line)
+
+
 def fail(program: str, message: str, status: int) -> int:
-    """Print a one-line error; return the exit status."""
-    console.print_error(f"{program}: error: {message}")
+    """Print an error in one line; return the exit status.
+
+    If all ranks fail, only rank 0 prints: the others sleep, and torchrun ends them when rank 0
+    exits. A rank that is still there after three seconds has failed alone, and prints.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    if rank:
+        time.sleep(3)
+    report_error(program, message, f" on rank {rank}" if rank else "")
     return status
 
 
-def execute(
-    program: str,
-    command: Callable[[], int | None],
-    fail: Callable[[str, str, int], int] = fail,
-    ctrl_c: str = "",
-) -> int:
+def execute(program: str, command: Callable[[], int | None], ctrl_c: str = "") -> int:
     """Call `command` and return the exit status: its result, or that of the error it raises.
 
     Prints expected errors in one line: those whose class has an `exit_status` (2 for usage, 1 at

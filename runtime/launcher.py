@@ -10,7 +10,6 @@ from pathlib import Path
 from runtime import console
 
 PARENT = os.getppid()  # now, since the launcher may die while torch is imported
-INTERVAL = 1.0  # seconds between two looks
 
 
 def leave(number: int, frame) -> None:
@@ -29,24 +28,18 @@ def take_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def is_launched() -> bool:
-    """Whether torchrun or srun started this process, and not a shell, which it may outlive."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
-
-
 def watch() -> None:
-    """End this process when its launcher has gone: nobody would, in no phase of a run.
+    """End this process when torchrun or srun, which started it, has gone: nobody else would.
 
-    The kernel gives an orphan another parent. PR_SET_PDEATHSIG tells the same, but on Linux only,
-    without a line, and also where a thread of the launcher ends.
+    A process that a shell started may outlive it. The kernel gives an orphan another parent.
     """
-    if is_launched():
-        threading.Thread(target=look, daemon=True).start()
+    if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ:
+        threading.Thread(target=end_with_launcher, daemon=True).start()
 
 
-def look() -> None:
+def end_with_launcher() -> None:
     while os.getppid() == PARENT:
-        time.sleep(INTERVAL)
+        time.sleep(1)
     try:
         console.close()
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each host

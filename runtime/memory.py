@@ -60,44 +60,13 @@ def read_fields(path: Path) -> dict[str, int]:
     return fields
 
 
-# --------------------------------------------------------------------------------------------------
-# What glibc does with freed memory
-#
-# By default glibc returns large blocks to the kernel, which clears every page before handing it out
-# again: a fifth of a step of gpt2-124m. So training takes all blocks from the heap and keeps them
-# for the next step, as torch does on GPUs. The build and the first step do not: they also create
-# small objects that live until the end and would lie between the large blocks, whose memory could
-# then never be merged and reused. Other C libraries have neither mallopt nor malloc_trim.
-
-# Options of mallopt, from malloc.h
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
-M_MMAP_MAX = -4
-M_ARENA_MAX = -8
-
-
-def set_malloc_option(option: int, value: int) -> None:
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(option, value)
-
-
-def separate_large_blocks() -> None:
-    """Allocate blocks of 1 MiB and more outside the heap; use one heap for all threads.
-
-    Otherwise gloo's threads get heaps too small for their buffers.
-    """
-    set_malloc_option(M_MMAP_THRESHOLD, 1 << 20)
-    set_malloc_option(M_ARENA_MAX, 1)
-
-
 def keep_freed_memory() -> None:
-    """Keep freed memory for the next step; the loop calls `trim_freed_memory` now and then."""
-    set_malloc_option(M_MMAP_MAX, 0)
-    set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)  # an int
-    trim_freed_memory()
+    """Have glibc keep freed memory for the next step, as torch does on GPUs.
 
-
-def trim_freed_memory() -> None:
-    """Return all free memory of the heap to the kernel."""
-    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        malloc_trim(0)
+    By default it returns large blocks to the kernel, which clears every page before handing it out
+    again: a fifth of a step of gpt2-124m. Other C libraries have no mallopt.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads, gloo's included
+        mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap, too
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free memory stays there

@@ -1,10 +1,9 @@
 """Where the time of a step goes: host syncs, communication, and a trace."""
 
+import inspect
 import json
 import math
-import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -38,53 +37,47 @@ def asks_for_values(function, args) -> bool:
     return not WAITS.isdisjoint(function.tags)
 
 
+def copies_and_waits(function, args, kwargs, result) -> bool:
+    """Whether an operation copies between two devices, and the host waits for it."""
+    aten = torch.ops.aten
+    if function not in (aten._to_copy.default, aten.copy_.default):
+        return False
+    source = args[1] if function is aten.copy_.default else args[0]
+    is_async = kwargs.get("non_blocking") or True in args[2:]
+    return source.device != result.device and not is_async
+
+
 class HostSyncCounter(TorchDispatchMode):
-    """Counts where the host reads a tensor's values, on any device: {"train.py:123": times}."""
+    """Counts where the host waits for a device, or on a CPU would: {"train.py:123": times}.
+
+    It waits where it reads a tensor's values, and where it copies between host and device.
+    """
 
     def __init__(self):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it decomposes into operations on its local tensors
-        if asks_for_values(function, args):
-            self.counts[caller()] += 1
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **kwargs)
+        if asks_for_values(function, args) or copies_and_waits(function, args, kwargs, result):
+            self.count(function.overloadpacket.__name__)
+        return result
+
+    def count(self, operation: str) -> None:
+        place = caller()
+        self.counts[f"{Path(place.filename).name}:{place.lineno}"] += 1
 
 
-def caller() -> str:
-    """file:line of the innermost frame outside torch and this file."""
-    library = (str(Path(torch.__file__).parent), __file__)
-    frame = sys._getframe()
+def caller(skipping: str = __file__) -> inspect.Traceback:
+    """The innermost frame outside torch, this file and the file `skipping`."""
+    library = (str(Path(torch.__file__).parent), __file__, skipping)
+    frame = inspect.currentframe()
     while frame.f_back and frame.f_code.co_filename.startswith(library):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-class CudaSyncCounter(warnings.catch_warnings):
-    """Counts where the host waits for the GPU, copies included: {"train.py:123": times}.
-
-    Leaving the context fills `counts`.
-    """
-
-    def __init__(self):
-        super().__init__(record=True)
-        self.counts: Counter[str] = Counter()
-
-    def __enter__(self) -> "CudaSyncCounter":
-        self.caught = super().__enter__()
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        return self
-
-    def __exit__(self, *error) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-        super().__exit__(*error)
-        for warning in self.caught:
-            # Skips torch's notice that this mode does not detect all synchronizations.
-            if "called a synchronizing" in str(warning.message):
-                self.counts[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
+    return inspect.getframeinfo(frame, context=0)
 
 
 @dataclass
@@ -169,7 +162,7 @@ def covered_seconds(events: Iterable) -> float:
 
 
 def gpu_work(events: Iterable) -> list:
-    """The profiler's events, or averages of them, that are GPU work: kernels, copies and fills.
+    """The profiler's events that are GPU work: kernels, copies and fills.
 
     Not ranges annotated by the host, such as "FSDP::all_gather" or "nccl:all_reduce", which cover
     idle time between their kernels; nor CPU operations, whose time repeats that of their kernels.
@@ -187,9 +180,9 @@ class Profiler:
     """Traces the steps start + 1 ... stop on each rank, and counts in the step after them.
 
     Counting slows a step down, so it stays out of the trace. Each rank writes
-    `folder`/rank_N.trace.json, for chrome://tracing or ui.perfetto.dev, and the figures to
-    rank_N.json; `say` gets them in words. Does nothing without a window, or if the run resumed
-    inside it. An exception in the profiler costs only the profile.
+    `folder`/rank_N.trace.json, for chrome://tracing or ui.perfetto.dev, torch's table of operations
+    to rank_N.txt, and the figures to rank_N.json; `say` gets them in words. Does nothing without a
+    window, or if the run resumed inside it.
 
     torch's profiler corrupts memory if it starts or stops while a collective runs on a gloo thread.
     Before it does, `wait` of each object `in_flight` is called; the step's own have ended by then.
@@ -209,98 +202,55 @@ class Profiler:
         self.is_cuda = mesh.device_type == "cuda"
         self.say = say
         self.in_flight = in_flight
-        self.has_begun = False  # on all ranks, whether or not the profiler works on this one
-        self.trace: profile | None = None  # while it runs
-        self.figures: dict = {}  # from the trace, until the next step has been counted
+        self.trace: profile | None = None  # from its first step on
 
     @contextmanager
     def step(self, step: int, data_wait: float) -> Iterator[None]:
         """Wrap step number `step`; `data_wait` is the seconds waited for data so far."""
         if step == self.start + 1:
-            self.has_begun = True
-            self.attempt(self.begin, data_wait)
-        if not self.has_begun or step != self.stop + 1:
+            self.begin(data_wait)
+        if not self.trace or step != self.stop + 1:
             yield
             return
-        if self.trace:
-            self.attempt(self.end, data_wait)
-        syncs = CudaSyncCounter() if self.is_cuda else HostSyncCounter()
-        with CommunicationCounter(self.mesh) as traffic, syncs:
+        figures = self.end(data_wait)
+        with CommunicationCounter(self.mesh) as traffic, HostSyncCounter() as syncs:
             yield
-        waited = self.exchange(self.figures.get("waited", math.nan))
-        if self.figures:
-            self.attempt(self.finish, syncs.counts, traffic.counts, waited)
+        waited = [0.0] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(waited, figures["waited"])
+        figures |= {"waited": waited, "host_syncs": dict(syncs.counts), "communicated": []}
+        for (kind, axis), total in traffic.counts.items():
+            figures["communicated"].append({"kind": kind, "axis": axis, **vars(total)})
+        self.path.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
+        self.describe(figures)
 
-    def exchange(self, seconds: float) -> list[float]:
-        """The value of each rank."""
-        of_ranks = [math.nan] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(of_ranks, seconds)
-        return of_ranks
-
-    def attempt(self, part: Callable, *arguments) -> None:
-        """Call a part of the profile; if it fails, give up the profile, not the run."""
-        try:
-            part(*arguments)
-        except Exception as error:
-            self.trace = None
-            self.figures = {}
-            print(
-                f"rank {torch.distributed.get_rank()}: no profile: {error!r}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def wait(self) -> None:
+    def settle(self) -> None:
+        """Wait until no collective is in flight."""
         for each in self.in_flight:
             each.wait()
 
     def begin(self, data_wait: float) -> None:
-        activities = [ProfilerActivity.CPU]
         if self.is_cuda:
-            activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()
-        self.wait()
-        self.trace = profile(activities=activities)
+        self.settle()
+        cuda = [ProfilerActivity.CUDA] if self.is_cuda else []
+        self.trace = profile(activities=[ProfilerActivity.CPU, *cuda])
         self.trace.start()
         self.began = clocks(data_wait)
 
-    def end(self, data_wait: float) -> None:
+    def end(self, data_wait: float) -> dict:
+        """Write the trace; return the figures of the window."""
         if self.is_cuda:
             torch.cuda.synchronize()
-        elapsed = clocks(data_wait) - self.began
-        self.wait()
+        wall, thread, data_wait = (clocks(data_wait) - self.began).tolist()
+        self.settle()
         self.trace.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.trace.export_chrome_trace(f"{self.path}.trace.json")
-        self.figures = self.summarize(*elapsed.tolist())
-        self.trace = None
-
-    def summarize(self, wall: float, thread: float, data_wait: float) -> dict:
-        """The figures of the window, from the seconds that `clocks` measured."""
+        sort_by = "self_device_time_total" if self.is_cuda else "self_cpu_time_total"
+        table = self.trace.key_averages().table(sort_by=sort_by, row_limit=20)
+        self.path.with_suffix(".txt").write_text(table)
+        busy, exposed = self.busy_and_exposed(wall, thread, data_wait)
         steps = self.stop - self.start
-        events = self.trace.events()
-        rows = self.trace.key_averages()
-        if self.is_cuda:
-            work = gpu_work(events)
-            # Communication is named like ncclDevKernel_AllGather_RING_LL(...).
-            compute = [event for event in work if not event.name.startswith("nccl")]
-            busy = covered_seconds(work)
-            exposed = busy - covered_seconds(compute)
-            rows = gpu_work(rows)
-        else:
-            # While the thread does not run it waits for data, or for a collective, or it sleeps.
-            sent = covered_seconds(event for event in events if event.name.startswith("gloo:"))
-            idle = max(0.0, wall - thread - data_wait)
-            busy, exposed = (
-                thread,
-                min(sent, idle) if torch.distributed.get_world_size() > 1 else 0.0,
-            )
-        operations = []
-        for row in rows:
-            microseconds = row.self_device_time_total if self.is_cuda else row.self_cpu_time_total
-            share = microseconds / 1e6 / wall
-            operations.append({"name": row.key, "calls": row.count / steps, "share": share})
-        operations.sort(key=lambda operation: operation["share"], reverse=True)
         return {
             "steps": [self.start + 1, self.stop],
             "step_time": wall / steps,
@@ -308,43 +258,41 @@ class Profiler:
             "exposed_communication": exposed / wall,
             "data_wait": data_wait / wall,
             "waited": exposed / steps,
-            "operations": operations[:10],
         }
 
-    def finish(
-        self,
-        host_syncs: dict[str, int],
-        traffic: dict[tuple[str, str], Traffic],
-        waited: list[float],
-    ) -> None:
-        """Write and report the figures, with those of the counted step and of all ranks."""
-        communicated = []
-        for (kind, axis), total in traffic.items():
-            communicated.append({"kind": kind, "axis": axis, **vars(total)})
-        self.figures |= {"host_syncs": dict(host_syncs), "communicated": communicated}
-        self.figures["waited"] = [seconds if seconds >= 0 else None for seconds in waited]
-        self.path.with_suffix(".json").write_text(json.dumps(self.figures, indent=2) + "\n")
-        f = self.figures
+    def busy_and_exposed(self, wall: float, thread: float, data_wait: float) -> tuple[float, float]:
+        """Seconds of work, and of communication beside which there was none."""
+        events = self.trace.events()
+        if self.is_cuda:
+            work = gpu_work(events)
+            # Communication is named like ncclDevKernel_AllGather_RING_LL(...).
+            compute = [event for event in work if not event.name.startswith("nccl")]
+            busy = covered_seconds(work)
+            return busy, busy - covered_seconds(compute)
+        if torch.distributed.get_world_size() == 1:
+            return thread, 0.0
+        # While the thread does not run it waits for data, or for a collective, or it sleeps.
+        sent = covered_seconds(event for event in events if event.name.startswith("gloo:"))
+        return thread, min(sent, max(0.0, wall - thread - data_wait))
+
+    def describe(self, f: dict) -> None:
+        """Say the figures of this rank, and which rank is the slowest."""
         self.say(
             f"profile steps {self.start + 1} to {self.stop}, {f['step_time'] * 1e3:,.1f} ms each, "
             f"on this rank: {f['busy']:.0%} busy, {f['exposed_communication']:.0%} exposed "
             f"communication, {f['data_wait']:.0%} waiting for data"
         )
-        syncs = [f"{times} x {place}" for place, times in host_syncs.items()]
+        syncs = [f"{times} x {place}" for place, times in f["host_syncs"].items()]
         lines = [f"host syncs: {', '.join(syncs) or 'none'}"]
-        ranks = [rank for rank, seconds in enumerate(waited) if seconds >= 0]
-        if len(ranks) > 1:
-            slow = min(ranks, key=waited.__getitem__)
-            most = max(map(waited.__getitem__, ranks))
+        waited = f["waited"]
+        if len(waited) > 1:
+            slow = waited.index(min(waited))
             lines.append(
                 f"slowest is rank {slow}: it waited {waited[slow] * 1e3:,.1f} ms a step for the "
-                f"others, who waited up to {most * 1e3:,.1f} ms"
+                f"others, who waited up to {max(waited) * 1e3:,.1f} ms"
             )
-        for row in communicated:
+        for row in f["communicated"]:
             megabytes = f"{row['bytes'] / 1e6:,.2f} MB a step"
             lines.append(f"{row['calls']:.0f} x {row['kind']} over {row['axis']}: {megabytes}")
-        for row in f["operations"]:
-            # Some kernel names have hundreds of characters.
-            lines.append(f"{row['share']:6.1%}  {row['calls']:6.0f} x {row['name']:.60}")
-        for line in [*lines, f"trace: {self.path}.trace.json"]:
+        for line in [*lines, f"operations: {self.path}.txt, trace: {self.path}.trace.json"]:
             self.say(f"        {line}")

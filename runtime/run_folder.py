@@ -18,7 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 import checkpoint
@@ -27,9 +27,6 @@ from metrics import device_name, read_lines, read_log, replace_file
 from runtime import console
 from runtime.cli import RunError, UsageError
 from runtime.lock import is_at, try_lock
-
-# --------------------------------------------------------------------------------------------------
-# One run at a time
 
 
 @contextlib.contextmanager
@@ -55,8 +52,8 @@ def hold_lock(out: Path, patience: float = 0.0) -> Iterator[None]:
                 "wait until it ends or choose another --out"
             )
         time.sleep(1)
-    started = datetime.now().astimezone().isoformat(" ", "seconds")
-    name = f"host {socket.gethostname()}, process {os.getpid()}, since {started}"
+    now = datetime.now().astimezone().isoformat(" ", "seconds")
+    name = f"host {socket.gethostname()}, process {os.getpid()}, since {now}"
     with contextlib.suppress(OSError):  # disk full: leave the owner's name out
         os.ftruncate(descriptor, 0)
         os.write(descriptor, name.encode())
@@ -90,10 +87,6 @@ def locked(out: Path, timeout: float) -> Iterator[None]:
         yield
 
 
-# --------------------------------------------------------------------------------------------------
-# Starts
-
-
 def read_starts(out: Path) -> list[dict]:
     rows = [row for _, row in read_lines(out / "starts.jsonl") if isinstance(row, dict)]
     rows = [row for row in rows if row.keys() >= {"time", "step", "config"}]
@@ -103,10 +96,7 @@ def read_starts(out: Path) -> list[dict]:
 def create(
     out: Path, manifest: dict, strategy: str, world: dist.World, step: int, started: datetime
 ) -> datetime:
-    """Make `out` this run's folder and add this start; return the time of its first start.
-
-    If starts.jsonl has been deleted, that is when the first row's step began.
-    """
+    """Make `out` this run's folder and add this start; return the time of its first start."""
     logged = read_log(out / "metrics.jsonl")  # before the rows of lost steps are dropped
     start = {
         **manifest,
@@ -124,11 +114,7 @@ def create(
     starts = [*read_starts(out), start]
     replace_file(out / "starts.jsonl", "".join(json.dumps(start) + "\n" for start in starts))
     replace_file(out / "config.json", json.dumps(manifest["config"], indent=2) + "\n")
-    first = datetime.fromisoformat(starts[0]["time"])
-    for row in logged[:1]:
-        step_time = timedelta(seconds=row.get("step_time", 0))
-        first = min(first, datetime.fromisoformat(row["time"]) - step_time)
-    return first
+    return datetime.fromisoformat(starts[0]["time"])
 
 
 def check_is_there(out: Path, is_gone: bool, c, step: int) -> None:

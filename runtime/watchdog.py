@@ -1,12 +1,9 @@
 """If ranks hang or die, the job ends with one line that names them."""
 
 import atexit
-import contextlib
 import faulthandler
 import json
 import os
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +15,7 @@ import torch
 import torch._C._distributed_c10d as c10d  # for the flight recorder
 import torch.distributed
 
-from runtime import console
+from runtime import cli, console
 from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
@@ -32,29 +29,6 @@ class Heartbeat(NamedTuple):
     count: int
     reports: int  # of progress, so far
     place: str  # where the rank was at the last report
-
-
-def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for memory, on this host or in this cgroup."""
-    kills = 0
-    for file in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
-        with contextlib.suppress(OSError):
-            for line in Path(file).read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    kills += int(value)
-    return kills
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        # A killed process stays a zombie until its parent reads its status.
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except ProcessLookupError:
-        return False
-    except OSError:  # no permission, or no /proc
-        return True
 
 
 def end_process_soon() -> None:
@@ -90,28 +64,17 @@ class Watchdog:
         self.reports = 0  # calls of `progress`
         self.place = "before the first step"
         self.slow = True
-        self.now = console.Progress("starting")
-        self.took: dict[str, float] = {}  # seconds, the last time
         self.collective_failed = False
         self.stopped = threading.Event()
         self.others_are_alive = threading.Event()  # a failed collective was this rank's own
-        self.kills_at_start = out_of_memory_kills()
-        store.set(f"process {rank}", f"{os.getpid()} {socket.gethostname()}")
         self.send_heartbeat()  # now, so that no reader waits for the first
         store.compare_set("verdict", "", "")
 
-    def progress(self, step: int, doing: str, slow: bool = False, share: float = 0.0) -> None:
-        """Report that this rank has done `step` steps and is `doing` something, perhaps `slow`.
-
-        `share` of it is done, if known.
-        """
+    def progress(self, step: int, doing: str, slow: bool = False) -> None:
+        """Report that this rank has done `step` steps and is `doing` something, perhaps `slow`."""
         self.reports += 1
         self.place = f"after step {step}, {doing}"
         self.slow = slow
-        if doing != self.now.doing:
-            self.took[self.now.doing] = self.now.seconds()
-            self.now = console.Progress(doing, self.took.get(doing, 0.0))
-        self.now.share = share
 
     def __enter__(self) -> "Watchdog":
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -127,8 +90,6 @@ class Watchdog:
         else:
             # torch's destructors wait for NCCL, whose other ranks may never answer.
             atexit.register(end_process_soon)
-            with contextlib.suppress(RuntimeError):  # the store may be gone
-                self.store.set(f"process {self.rank}", "")  # not ended by a signal
         if kind is RuntimeError or isinstance(error, torch.distributed.DistError):
             # Perhaps a collective failed because another rank was lost. If so, the thread reports
             # that and ends this process.
@@ -155,7 +116,10 @@ class Watchdog:
 
             patience = SLOW_FACTOR if self.slow else 1
             overdue = max(silent_for, stalled_for / patience) - limit
-            if (self.collective_failed or overdue > 0) and self.is_elected(overdue):
+            if not self.collective_failed and overdue <= 0:
+                continue
+            # The first rank to ask investigates, or others if it does not conclude.
+            if self.store.add("looking", 1) == 1 or overdue > 5 * CONFIRM_INTERVALS:
                 self.investigate()
 
     def send_heartbeat(self) -> None:
@@ -177,10 +141,6 @@ class Watchdog:
         if verdict:
             self.abort()  # the rank that investigated has printed why
         return heard
-
-    def is_elected(self, overdue: float) -> bool:
-        """Whether this rank investigates: the first to ask, or others if it does not conclude."""
-        return self.store.add("looking", 1) == 1 or overdue > 5 * CONFIRM_INTERVALS
 
     def investigate(self) -> None:
         """Abort with what the heartbeats of all ranks show; if nothing, let others look next."""
@@ -211,7 +171,7 @@ class Watchdog:
                 silent.append(rank)
         if silent:
             return (
-                f"{self.what_happened(silent)}, last seen {after[silent[0]].place}; "
+                f"{format_ranks(silent)} stopped or died, last seen {after[silent[0]].place}; "
                 f"rank {self.rank} is {after[self.rank].place}"
             )
         if self.collective_failed:
@@ -226,28 +186,6 @@ class Watchdog:
             f"still {after[behind[-1]].place}; rank {ahead} is {after[ahead].place}"
         )
 
-    def what_happened(self, silent: list[int]) -> str:
-        """Say how silent ranks were lost, as far as this host can tell.
-
-        A process that is gone without leaving the context was killed or crashed in C++. The
-        kernel's counter tells whether it was killed for memory, with signal 9.
-        """
-        ranks = format_ranks(silent)
-        if not all(self.is_gone(rank) for rank in silent):
-            return f"{ranks} stopped or died"
-        if out_of_memory_kills() == self.kills_at_start:
-            return f"{ranks} died without an exception (killed by a signal, or crashed)"
-        verb = "were" if len(silent) > 1 else "was"
-        return (
-            f"{ranks} {verb} killed (signal 9): most likely out of memory, since the kernel has "
-            "killed a process for it (lower --micro_batch_size or shard with --strategy fsdp)"
-        )
-
-    def is_gone(self, rank: int) -> bool:
-        """Whether a rank ran on this host and its process ended without an exception."""
-        pid, _, host = self.store.get(f"process {rank}").decode().partition(" ")
-        return host == socket.gethostname() and not is_running(int(pid))
-
     def abort(self, line: str | None = None) -> None:
         """End this process with status 1, whatever its main thread hangs in."""
         try:
@@ -256,7 +194,7 @@ class Watchdog:
             if line:
                 if self.saved_step is not None:
                     line += f"; the same command continues from step {self.saved_step}"
-                report_error(Path(sys.argv[0]).name, line)
+                cli.report_error(Path(sys.argv[0]).name, line)
             if self.dump_folder:
                 # Private: the public way, NCCL's own timeout, comes too late, and never for gloo.
                 # A CUDA build has one recorder for each.
@@ -287,51 +225,3 @@ def take_over_nccl_errors(timeout: timedelta) -> None:
     # The monitor is left one task, which needs no GIL: ending a process that hangs in CUDA.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
-
-
-def tell_torchrun(line: str) -> None:
-    """Put the reason why this rank ends under "Root Cause" in torchrun's report.
-
-    Writes the file that torchrun reads as torch.distributed.elastic's ErrorHandler does, but
-    without a traceback.
-    """
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        details = {"timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
-
-
-def report_error(program: str, message: str, where: str = "") -> None:
-    """Print an error in one line, and pass it to torchrun."""
-    line = f"{program}: error{where}: {message}"
-    console.print_error(line)
-    tell_torchrun(line)
-
-
-def fail_on_ranks(program: str, message: str, status: int) -> int:
-    """Print an error in one line; return the exit status.
-
-    If all ranks fail, only rank 0 prints: the others sleep, and torchrun ends them when rank 0
-    exits. A rank that is still there after three seconds has failed alone, and prints.
-    """
-    rank = int(os.environ.get("RANK", 0))
-    if rank:
-        time.sleep(3)
-    report_error(program, message, f" on rank {rank}" if rank else "")
-    return status
-
-
-def report_after_torchrun(line: str) -> None:
-    """Print a line on the terminal after torchrun's report, or after its traceback on Ctrl-C.
-
-    By then all ranks are gone, so a separate process waits until torchrun ends and closes the
-    store.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not sys.stdout.isatty():
-        return
-    wait_and_print = (
-        "import socket, sys; socket.create_connection(sys.argv[1:3], timeout=60).recv(1); "
-        "print(sys.argv[3])"
-    )
-    store = [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]]
-    command = [sys.executable, "-c", wait_and_print, *store, line]
-    subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)

@@ -4,33 +4,24 @@ from mistakes import Mistake
 
 MISTAKES = {
     "train.py": [
-        Mistake("--no_such_flag 1", "unrecognized arguments: --no_such_flag 1"),
         Mistake("--max_steps ten", "argument --max_steps: invalid int value: 'ten'"),
-        Mistake("--strategy zero", "invalid choice: 'zero'"),
         Mistake("--max_step 5", "unrecognized arguments: --max_step 5; did you mean --max_steps?"),
         Mistake("--learning_rate 1", "--learning_rate 1; did you mean --lr?"),
-        Mistake("--learning-rate 1", "--learning-rate 1; did you mean --lr?"),
         Mistake("--tracker comet", "argument --tracker: invalid choice: 'comet'"),
     ],
     "prepare.py": [
         Mistake("--source {text}/a", "the following arguments are required: --out"),
         Mistake("--out {root}/new --soruce x", "--soruce x; did you mean --source?"),
         Mistake("show", "the following arguments are required: DIR (prepare.py show --help lists"),
-        Mistake("--out {root}/new --pattern gpt4", "argument --pattern: invalid choice: 'gpt4'"),
     ],
     "sample.py": [
         Mistake("", "the following arguments are required: --run"),
-        Mistake(
-            "--run {other} --promt x", "unrecognized arguments: --promt x; did you mean --prompt?"
-        ),
+        Mistake("--run {other} --promt x", "--promt x; did you mean --prompt?"),
     ],
     "tools.checkpoint": [
         Mistake("", "the following arguments are required: command (tools.checkpoint --help"),
         Mistake("lst {other}", "invalid choice: 'lst'"),
-        Mistake(
-            "consolidate {other}/checkpoints/step-00000002",
-            "the following arguments are required: OUT",
-        ),
+        Mistake("consolidate {other}", "the following arguments are required: OUT"),
     ],
     "tools.compare": [
         Mistake("", "the following arguments are required: RUN"),
@@ -39,15 +30,9 @@ MISTAKES = {
     ],
     "tools.bench": [
         Mistake("", "the following arguments are required: TABLE"),
-        Mistake("speed", "argument TABLE: invalid choice: 'speed' (choose from 'strategies'"),
         Mistake("nanogpt --path=a --round 2", "unrecognized arguments: --round 2; did you mean"),
         Mistake("strategies --rounds 0", "argument --rounds: invalid positive value: '0'"),
-        Mistake("strategies --nproc two", "argument --nproc: invalid positive value: 'two'"),
-        Mistake(
-            "strategies --model huge",
-            "argument --model: invalid choice: 'huge' (choose from 'tiny'",
-        ),
-        Mistake("strategies --device tpu", "argument --device: invalid choice: 'tpu'"),
+        Mistake("strategies --model huge", "argument --model: invalid choice: 'huge' (choose"),
         Mistake("nanogpt", "the following arguments are required: --path"),
     ],
     "tools.cluster": [
@@ -70,6 +55,5 @@ MISTAKES = {
         Mistake("--world_size 8 --dp_shards 8", "--dp_shards 8; did you mean --dp_shard?"),
         Mistake("--world_size 0", "argument --world_size: invalid positive value: '0'"),
         Mistake("--world_size 8 --achieved {root}/nowhere", "--achieved: invalid fraction value: "),
-        Mistake("--world_size 8 --device_type h300", "--device_type: invalid choice: 'h300'"),
     ],
 }

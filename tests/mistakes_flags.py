@@ -33,7 +33,10 @@ MISTAKES = {
             "6 is not a multiple of micro_batch_size 4 x 1",
         ),
         Mistake("--strategy fsdp --dp_replicate 2", "--strategy fsdp sets dp_replicate and"),
-        Mistake("--strategy hsdp --dp_shard 2", "dp_replicate 0 x dp_shard 2 x tp 1 takes 0 processes, but 1"),
+        Mistake(
+            "--strategy hsdp --dp_shard 2",
+            "dp_replicate 0 x dp_shard 2 x tp 1 takes 0 processes, but 1",
+        ),
         Mistake("--device cuda", "PyTorch finds no CUDA device here"),
         Mistake("--config {root}/nothing.json", "--config {root}/nothing.json: [Errno 2] No such"),
         Mistake("--config {listed}/config.json", "config.json: it is not a JSON object of flags"),

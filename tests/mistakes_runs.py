@@ -15,88 +15,34 @@ from runtime import consolidate
 
 MISTAKES = {
     "train.py": [
-        Mistake(
-            "--out {other} --resume never", "is not empty, and --resume never would overwrite it"
-        ),
+        Mistake("--out {other} --resume never", "is not empty, and --resume never would overwrite"),
         Mistake("--out {other} --seed 7", "seed was 0 and is now 7"),
-        Mistake("--out {other} --data {changed}", "data was"),
-        Mistake("--out {other} --d_ff 80", "d_ff was 64 and is now 80"),
-        Mistake(
-            "--resume {root}", "--resume: {root} holds no checkpoint: name a run folder such as"
-        ),
-        Mistake(
-            "--out {other} --resume {other}/checkpoints/step-00000001",
-            "is not the latest checkpoint of",
-        ),
+        Mistake("--out {other} --data {changed}", "the data's fingerprint was"),
+        Mistake("--out {other} --lr 0.5", "--lr 0.003 -> 0.5 would change the results of {other}:"),
+        Mistake("--out {other} --max_steps 1", "is at step 2, and --max_steps 1 leaves nothing to"),
         Mistake("--out {foreign}", "holds files that are not train.py's"),
         Mistake("--out=", "--out is empty: name a folder"),
         Mistake("--out {foreign}/config.json", "config.json: File exists; choose another --out"),
-        Mistake("--out {foreign}/config.json/run", "run: Not a directory; choose another --out"),
-        Mistake("--out {other} --lr 0.5", "--lr 0.003 -> 0.5 would change the results of {other}:"),
-        Mistake(
-            "--out {other} --max_steps 2 --clip none", "is finished, step 2 of 2, with other flags"
-        ),
-        Mistake(
-            "--out {other} --max_steps 1", "is at step 2, and --max_steps 1 leaves nothing to train"
-        ),
-        Mistake(
-            "--resume {other}/checkpoints/step-00000002 --max_steps 2",
-            "is at step 2, and --max_steps 2 leaves nothing to train",
-        ),
-        Mistake(
-            "--resume {other} --init_from {other}",
-            "--init_from begins a new run and --resume PATH continues one",
-        ),
-        Mistake(
-            "--out {lost}", "lost has checkpoints, but none is valid ({lost}/checkpoints/step-", 1
-        ),
-        Mistake(
-            "--out {gone}", "gone saved step 2, according to its metrics.jsonl, but has no check", 1
-        ),
-        Mistake("--out {older}", "has format 1, and this code reads 2: use version 0.2.0 of nano"),
-        Mistake("--out {unsaved}", "holds a run that saved no checkpoints and cannot be continued"),
-        Mistake("--init_from {root}", "--init_from: {root} holds no checkpoint: name a"),
-        Mistake(
-            "--init_from {other} --out {other}", "{other} is the run in --out {other}: choose an"
-        ),
-        Mistake(
-            "--dry_run --eval_only", "--dry_run ends before training and --eval_only trains not"
-        ),
-        Mistake("--eval_only", "there is no folder {root}/new: name a run folder"),
-        Mistake(
-            "--eval_only --init_from {foreign}", "foreign holds no checkpoint: name a run folder"
-        ),
-        Mistake("--eval_only --resume {other} --d_ff 80", "has d_ff 64, and this run has 80: its"),
-        Mistake(
-            "--eval_only --init_from {damaged}", "{damaged}: rank-00000.safetensors is missing", 1
-        ),
-        Mistake(
-            "--init_from {other}/checkpoints/step-00000002 --d_ff 80", "has d_ff 64, and this run"
-        ),
-        Mistake(
-            "--init_from {no_model}", "missing 7 required positional arguments: 'vocab_size', 'n_l"
-        ),
+        Mistake("--out {lost}", "cannot continue --out {lost}: {lost}/checkpoints/step-", 1),
+        Mistake("--out {gone}", "cannot continue --out {gone}: its checkpoint of step 2 is", 1),
+        Mistake("--out {older}", "has format 1, and this code reads 2: use version 0.2.0"),
+        Mistake("--out {unsaved}", "cannot continue --out {unsaved}: its run has --checkpoint non"),
+        Mistake("--resume {root}", "{root} holds no checkpoint: name a run folder such as"),
+        Mistake("--resume {other} --init_from {other}", "--init_from begins a new run and --resum"),
+        Mistake("--resume {no_seed}", "is not a checkpoint of train.py: its manifest.json lacks"),
+        Mistake("--init_from {other} --d_ff 80", "has d_ff 64, and this run has 80: its weights d"),
+        Mistake("--init_from {no_model}", "missing 7 required positional arguments: 'vocab_size'"),
         Mistake("--init_from {forked}", "forked cannot be used: its model has other fields than"),
-        Mistake("--eval_only --resume {forked}", "got an unexpected keyword argument 'window'"),
         Mistake(
-            "--init_from {deep}", "deep cannot be used: n_layer 1000000 must be a whole number from"
+            "--init_from {deep}", "deep cannot be used: n_layer 1000000 must be a whole number"
         ),
-        Mistake(
-            "--eval_only --init_from {deep}", "n_layer 1000000 must be a whole number from 1 to"
-        ),
-        Mistake(
-            "--resume {no_seed}", "is not a checkpoint of train.py: its manifest.json lacks 'seed'"
-        ),
-        Mistake(
-            "--out /proc/run", "--out /proc/run: No such file or directory; choose another --out"
-        ),
+        Mistake("--dry_run --eval_only", "--dry_run ends before training and --eval_only trains"),
+        Mistake("--eval_only", "there is no folder {root}/new: name a run folder"),
+        Mistake("--eval_only --init_from {damaged}", "{damaged}: rank-00000.safetensors is mis", 1),
     ],
     "sample.py": [
-        Mistake(
-            "--run {root}/nowhere", "nowhere: name a run folder such as runs/tiny, or a checkpoint"
-        ),
-        Mistake("--run {foreign}/config.json", "there is no folder"),
-        Mistake("--run {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
+        Mistake("--run {root}/nowhere", "nowhere: name a run folder such as runs/tiny, or a check"),
+        Mistake("--run {foreign}", "holds no checkpoint: name a run folder such as runs/tiny"),
         Mistake("--run {other} --max_new_tokens -1", "-1 must be at least 0 and below 4294967296"),
         Mistake("--run {other} --temperature nan", "nan must be at least 0 and below 4294967296"),
         Mistake("--run {other} --top_p 0", "argument --top_p: 0.0 must be at least 1e-09 and"),
@@ -105,84 +51,32 @@ MISTAKES = {
         Mistake("--run {other} --device cuda", "PyTorch finds no CUDA device here"),
         Mistake("--run {ids} --prompt three", "write the prompt as token ids, such as '17 4 52'"),
         Mistake("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
-        Mistake(
-            "--run {moved}", "is missing: there is no {moved}/my.tiktoken; copy the file there"
-        ),
-        Mistake(
-            "--run {outside}", "is missing: there is no {outside}/o200k.tiktoken; copy the file"
-        ),
-        Mistake(
-            "--run {other_tokenizer}", "is another tokenizer: it has 258 tokens, the model's 257"
-        ),
-        Mistake(
-            "--run {damaged}",
-            "no checkpoint to use: {damaged}: rank-00000.safetensors is missing",
-            1,
-        ),
-        Mistake(
-            "--run {no_model}", "missing 7 required positional arguments: 'vocab_size', 'n_lay", 1
-        ),
+        Mistake("--run {moved}", "is missing: there is no {moved}/my.tiktoken; copy the file"),
+        Mistake("--run {outside}", "is missing: there is no {outside}/o200k.tiktoken; copy"),
+        Mistake("--run {other_tokenizer}", "is another tokenizer: it has 258 tokens, the model's"),
+        Mistake("--run {damaged}", "no checkpoint to use: {damaged}: rank-00000.safetensors is", 1),
         Mistake("--run {forked}", "its model has other fields than this code: ModelConfig", 1),
         Mistake("--run {listed_model}", "cannot be used: its model has other fields than this", 1),
-        Mistake(
-            "--run {no_data}", "is not a checkpoint of train.py: its manifest.json lacks 'tok", 1
-        ),
-        Mistake("--run {no_tokenizer}", "is missing: there is no {no_tokenizer}/5; copy the file"),
+        Mistake("--run {no_data}", "is not a checkpoint of train.py: its manifest.json lacks", 1),
+        Mistake("--run {no_tokenizer}", "is missing: there is no {no_tokenizer}/5; copy the"),
         Mistake("--run {deep}", "n_layer 1000000 must be a whole number from 1 to 10,000", 1),
-        Mistake(
-            "--run {nan}", "the model's logits are not finite: its weights have diverged or", 1
-        ),
+        Mistake("--run {nan}", "the model's logits are not finite: its weights have diverged", 1),
     ],
     "tools.checkpoint": [
         Mistake("list {root}/nowhere", "there is no folder"),
-        Mistake("list {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
-        Mistake("verify {foreign}", "holds no checkpoint: name a run folder such as runs/tiny, or"),
+        Mistake("verify {foreign}", "holds no checkpoint: name a run folder such as runs/tiny"),
         Mistake("verify {damaged}", "{damaged}: rank-00000.safetensors is missing", 1),
         Mistake("verify {truncated}", "rank-00000.safetensors has 1,000 bytes, not", 1),
-        Mistake(
-            "verify {newer}", "has format 3, and this code reads 2: use the version that wrote"
-        ),
-        Mistake(
-            "verify {no_manifest}/step-00000001",
-            "1 is not a complete checkpoint: its manifest.json is missing",
-            1,
-        ),
-        Mistake(
-            "verify {renamed}/step-00000045",
-            "renamed/step-00000045 holds step 2, says its manifest.json",
-            1,
-        ),
-        Mistake(
-            "verify {flipped}",
-            "rank-00000.safetensors has changed since it was written: its checksum",
-            1,
-        ),
-        Mistake(
-            "verify {torn_manifest}",
-            "is not a complete checkpoint: its manifest.json is damaged",
-            1,
-        ),
-        Mistake(
-            "list {torn_manifest}", "is not a complete checkpoint: its manifest.json is damaged", 1
-        ),
-        Mistake("consolidate {foreign} {root}/new", "holds no checkpoint: name a run folder"),
-        Mistake(
-            "consolidate {other} {root}/new", "is a run folder: name one of its checkpoints, such"
-        ),
-        Mistake(
-            "consolidate {other}/checkpoints/step-00000002 {foreign}",
-            "exists: remove it or choose another name",
-        ),
+        Mistake("verify {newer}", "has format 3, and this code reads 2: use the version that"),
+        Mistake("verify {no_manifest}/step-00000001", "1 is not a complete checkpoint: its man", 1),
+        Mistake("verify {renamed}/step-00000045", "step-00000045 holds step 2, says its manife", 1),
+        Mistake("verify {flipped}", "rank-00000.safetensors has changed since it was written", 1),
+        Mistake("list {torn_manifest}", "is not a complete checkpoint: its manifest.json is", 1),
+        Mistake("consolidate {other} {root}/new", "is a run folder: name one of its checkpoints"),
+        Mistake("consolidate {nan} {foreign}", "exists: remove it or choose another name"),
         Mistake("consolidate {nan} {root}/new", "is already in the full format"),
-        Mistake(
-            "consolidate {other}/checkpoints/step-00000002 {foreign}/config.json/new",
-            "new cannot be created: ",
-        ),
-        Mistake(
-            "consolidate {flipped} {root}/new",
-            "{flipped}: rank-00000.safetensors has changed since",
-            1,
-        ),
+        Mistake("consolidate {ids} {foreign}/config.json/new", "new cannot be created: "),
+        Mistake("consolidate {flipped} {root}/new", "rank-00000.safetensors has changed since", 1),
         Mistake("consolidate {hostile} {root}/new", "{hostile}/index.json: it points to ../x", 1),
         Mistake("consolidate {no_names} {root}/new", "cannot read {no_names}/index.json: ", 1),
     ],

@@ -51,14 +51,15 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[in
         return listen(argv)
 
 
+SAME = "start all ranks with the same flags, code and data\n"
 LINES = {
-    "flag": "--lr is 0.003 on rank 0 and 1.0 on rank 2: start all ranks with the same",
-    "code": "the code is def on rank 0 and abc on rank 2: start all ranks with the same",
-    "data": "on rank 2: start all ranks with the same",
-    "weights": "ranks 0 and 2 hold the same part of the model, but with different weights",
-    "order": "ranks 0 and 1 both read sequence",
-    "group": "ranks 2 and 3 are one tp group, but read different sequences",
-    "norm": "ranks 2 and 3 hold the same part of the model, but with different weights",
+    "flag": f"--lr is 0.003 on rank 0 and 1.0 on rank 2: {SAME}",
+    "code": f"the code is def on rank 0 and abc on rank 2: {SAME}",
+    "data": f" on rank 2: {SAME}",
+    "weights": "error: the sum of the weights of dp_shard 0 is ",
+    "order": " on rank 0 and dp_replicate 0, dp_shard 1 on rank 1: ",
+    "group": "the first sequences of dp_replicate 0, dp_shard 1 is ",
+    "norm": " on rank 2 and ",
 }
 
 
@@ -86,7 +87,10 @@ def read(indices_of_ranks: list[list[int]]) -> str:
 
 def test_one_shared_sequence_of_many_is_found(pool):
     for line in pool(2, read, [[0, 4, 1], [2, 3, 4]]):
-        assert line == "ranks 0 and 1 both read sequence 4: each would train on it"
+        assert line.startswith(
+            "the reader of sequence 4 is dp_replicate 0, dp_shard 0 on rank 0 and "
+            "dp_replicate 0, dp_shard 1 on rank 1: start all ranks with the same"
+        )
 
 
 def raise_flags(rank_of_step: dict[int, int], steps: int) -> list[bool]:

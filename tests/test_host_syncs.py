@@ -6,8 +6,6 @@ host builds, which would be copied to the GPU.
 """
 
 import contextlib
-import sys
-from collections import Counter
 from datetime import datetime
 from pathlib import Path
 from unittest import mock
@@ -15,15 +13,13 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT, build_run, flags, train_step
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import metrics
 import optim
 import train
 from runtime import console
+from runtime.profiling import HostSyncCounter, caller
 
-WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # What no operation of torch shows, on a CPU
 CALLS = [(torch.Tensor, "tolist"), (torch.Tensor, "cpu"), (torch.Tensor, "numpy")]
 CALLS += [(torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor")]
@@ -42,19 +38,8 @@ def clip_in_every_way():
     return mock.patch.dict(optim.CLIPS, norm=clip)
 
 
-class HostSyncs(TorchDispatchMode):
+class HostSyncs(HostSyncCounter):
     """Counts what our files do for which a host would wait: {"x.py item": 1}."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it decomposes into operations on its local tensors
-        if WAITS & set(function.tags):
-            self.count(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
 
     def counting(self, owner, name: str):
         function = getattr(owner, name)
@@ -65,13 +50,10 @@ class HostSyncs(TorchDispatchMode):
 
         return mock.patch.object(owner, name, call)
 
-    def count(self, name: str) -> None:
-        frame = sys._getframe()
-        while frame.f_code.co_filename.startswith((str(Path(torch.__file__).parent), __file__)):
-            frame = frame.f_back
-        asker = Path(frame.f_code.co_filename)
+    def count(self, operation: str) -> None:
+        asker = Path(caller(skipping=__file__).filename)
         if ROOT in asker.parents and asker.parent != Path(__file__).parent:
-            self.counts[f"{asker.name} {name}"] += 1
+            self.counts[f"{asker.name} {operation}"] += 1
 
 
 def count_host_syncs(argv: list[str]) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -64,14 +63,8 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
         shares = [figures[name] for name in ("busy", "exposed_communication", "data_wait")]
         assert all(0 <= share <= 1 for share in shares)
         assert sum(shares) < 1.1  # the rest went to other processes
-        operations = [row["name"] for row in figures["operations"]]
-        assert len(operations) == 10
-        assert {*operations} <= {event["name"] for event in trace["traceEvents"]}
-        calls = {row["name"]: row["calls"] for row in figures["operations"]}
-        # A step multiplies 15 matrices, the head's included, in forward, and twice that in backward
-        assert calls.get("aten::mm", 45) == 45
-        shares = [row["share"] for row in figures["operations"]]
-        assert shares == sorted(shares, reverse=True)
+        table = (tmp_path / f"run/profile/rank_{rank}.txt").read_text()
+        assert "aten::mm" in table and "Self CPU time total" in table
         if fault == "sync":
             source = Path(__file__).read_text().splitlines()
             (line,) = [i for i, text in enumerate(source, 1) if text.endswith("# here")]
@@ -109,8 +102,8 @@ def test_a_rank_that_sleeps_is_named(pool, tokens, tmp_path, strategy):
         assert one["exposed_communication"] * one["step_time"] == pytest.approx(seconds)
 
 
-def switches(argv: list[str], fails: bool) -> tuple[int, str, list]:
-    """(status, standard error, what is in flight where the profiler starts and stops) of train.py.
+def switches(argv: list[str]) -> tuple[int, list]:
+    """(status, what is in flight where the profiler starts and stops) of train.py.
 
     Slow ranks and slow saves keep collectives in flight for longer than a step takes.
     """
@@ -118,11 +111,11 @@ def switches(argv: list[str], fails: bool) -> tuple[int, str, list]:
     all_reduce, finish = torch.distributed.all_reduce, checkpoint.Saver.finish
 
     def late(*args, **options):
-        if options.get("async_op"):
-            threading.Event().wait(0.1 * torch.distributed.get_rank())
-            works.append(all_reduce(*args, **options))
-            return works[-1]
-        return all_reduce(*args, **options)
+        if not options.get("async_op"):
+            return all_reduce(*args, **options)
+        threading.Event().wait(0.1 * torch.distributed.get_rank())
+        works.append(all_reduce(*args, **options))
+        return works[-1]
 
     def slow(saver, *save):
         saves.append("a save")
@@ -133,8 +126,6 @@ def switches(argv: list[str], fails: bool) -> tuple[int, str, list]:
     class Switch(torch.profiler.profile):
         def start(self):
             found.append([work for work in works if not work.is_completed()] + saves)
-            if fails:
-                raise MemoryError("std::bad_alloc")
             super().start()
 
         def stop(self):
@@ -146,18 +137,15 @@ def switches(argv: list[str], fails: bool) -> tuple[int, str, list]:
         mock.patch.object(checkpoint.Saver, "finish", slow),
         mock.patch.object(profiling, "profile", Switch),
     ):
-        status, _, err = listen(argv)
-    return status, err, [list(map(str, each)) for each in found]
+        status, *_ = listen(argv)
+    return status, [list(map(str, each)) for each in found]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_profiler_switches_while_no_collective_is_in_flight(pool, tokens, tmp_path, fails):
+def test_the_profiler_switches_while_no_collective_is_in_flight(pool, tokens, tmp_path):
     text = f"--data {tokens} --out {tmp_path}/run --max_steps 6 --profile 2:3 --strategy ddp"
     argv = flags(f"{text} --async_save --save_interval 2 --log_interval 10")
-    for rank, (status, err, found) in enumerate(pool(2, switches, argv, fails)):
-        assert status == 0 and found == ([[]] if fails else [[], []])
-        assert (f"rank {rank}: no profile: MemoryError('std::bad_alloc')" in err) == fails
-    assert len(list(tmp_path.glob("run/profile/*"))) == (0 if fails else 4)
+    assert pool(2, switches, argv) == [(0, [[], []])] * 2
+    assert len(list(tmp_path.glob("run/profile/*"))) == 6
 
 
 def test_a_run_continued_inside_the_window_has_nothing_to_report(run):
@@ -235,36 +223,20 @@ class Trace:
 
 
 @pytest.fixture
-def one_process(monkeypatch):
+def gpu_figures(monkeypatch, tmp_path) -> dict:
+    """What the profiler says of such a step."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    dist.start("cpu")
-    yield
-    dist.stop()
-
-
-@pytest.fixture
-def gpu_figures(one_process, monkeypatch, tmp_path) -> dict:
-    """What the profiler says of such a step, in which the host waits for the GPU once."""
-
-    def set_sync_debug_mode(mode):  # as torch, when it is called for the first time
-        if mode == "warn":
-            warnings.warn(
-                "Synchronization debug mode is a prototype feature and does not yet detect all "
-                "synchronizing operations",
-                stacklevel=2,
-            )
-
     monkeypatch.setattr(profiling, "profile", Trace)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_sync_debug_mode)
     monkeypatch.setattr(profiling.time, "perf_counter", iter([0.0, 1e-3]).__next__)  # seconds
     mesh = SimpleNamespace(device_type="cuda", mesh_dim_names=())
+    dist.start("cpu")
     profiler = profiling.Profiler((3, 4), tmp_path, mesh, lambda line: None, [])
-    with profiler.step(4, data_wait=0.0):
-        pass
-    with profiler.step(5, data_wait=0.0):
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)  # the one
+    for step in (4, 5):
+        with profiler.step(step, data_wait=0.0):
+            pass
+    dist.stop()
     return json.loads((tmp_path / "rank_0.json").read_text())
 
 
@@ -274,21 +246,15 @@ def test_annotated_ranges_of_a_gpu_are_neither_busy_nor_compute(gpu_figures):
     assert gpu_figures["exposed_communication"] == pytest.approx(0.2)
 
 
-def test_the_operations_of_a_gpu_are_its_kernels_and_copies_once(gpu_figures):
-    shares = {row["name"]: row["share"] for row in gpu_figures["operations"]}
-    assert shares == pytest.approx(
-        {
-            "sm90_gemm": 0.4,
-            "ncclDevKernel_AllGather_RING_LL": 0.3,
-            "Memcpy HtoD (Pinned -> Device)": 0.1,
-        }
-    )
-
-
-def test_a_notice_of_torch_is_no_host_sync(gpu_figures):
-    source = Path(__file__).read_text().splitlines()
-    (line,) = [i for i, text in enumerate(source, 1) if text.endswith("# the one")]
-    assert gpu_figures["host_syncs"] == {f"test_profiling.py:{line}": 1}
+def test_a_copy_between_devices_is_a_host_sync_unless_nobody_waits_for_it():
+    on_host, on_device = torch.zeros(3), torch.zeros(3, device="meta")
+    with profiling.HostSyncCounter() as syncs:
+        on_host.to("meta")
+        on_device.copy_(on_host)
+        on_host.to("meta", non_blocking=True)
+        on_device.copy_(on_host, non_blocking=True)
+        on_host.to(torch.float64).copy_(on_host)
+    assert list(syncs.counts.values()) == [1, 1]
 
 
 @pytest.mark.gpu

@@ -6,11 +6,9 @@ import io
 import json
 import math
 import os
-import pty
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from datetime import datetime
@@ -30,7 +28,6 @@ from conftest import (
     call_train,
     documented_fields,
     flags,
-    free_port,
     last_checkpoint,
     listen,
     rows,
@@ -80,34 +77,6 @@ def test_the_command_of_the_readme(tmp_path):
     assert sample.out.startswith("import") and len(sample.out) > 20
 
 
-@pytest.mark.slow
-def test_after_ctrl_c_the_last_line_on_a_terminal_says_what_to_do(tokens, tmp_path):
-    """Torchrun prints a traceback when its ranks have ended."""
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 2000")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    terminal, far_end = pty.openpty()
-    job = subprocess.Popen(
-        [*launcher, "--nproc_per_node", "2", TRAIN, *argv],
-        stdin=far_end,
-        stdout=far_end,
-        stderr=far_end,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    os.close(far_end)
-    said = ""
-    with contextlib.suppress(OSError):  # as soon as no process has the terminal open
-        while data := os.read(terminal, 4096):
-            if " 10/2000 " in data.decode():
-                job.send_signal(signal.SIGINT)  # what a terminal sends; torchrun forwards it
-            said += data.decode()
-    os.close(terminal)
-    assert job.wait(10) == 1
-    step = checkpoint.read_manifest(checkpoint.list_checkpoints(tmp_path / "run")[-1])["step"]
-    assert said.endswith(
-        f"got signal: 2\r\nstopped after step {step}; the same command continues\r\n"
-    )
-
-
 def test_a_folder_in_use_is_refused_until_its_run_is_dead(pool, tokens, tmp_path):
     out = tmp_path / "run"
     argv = flags(f"--data {tokens} --out {out} --save_interval 1")
@@ -124,7 +93,7 @@ def test_a_folder_in_use_is_refused_until_its_run_is_dead(pool, tokens, tmp_path
     step = checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
     ((status, said, err),) = pool(1, listen, [*argv, "--max_steps", str(step + 2)])
     assert status == 0, err
-    assert f"changed: --max_steps 100000 -> {step + 2}: the cosine schedule ends" in said
+    assert f"changed: --max_steps 100000 -> {step + 2}\n" in said
     assert f"continuing from {out}/checkpoints/step-{step:08d}" in said
 
 
@@ -207,7 +176,6 @@ def test_a_vocabulary_with_room_stays_and_new_parameters_are_named(run, pool, to
     assert (status, err) == (0, "")
     assert "3 layers x 32 wide, vocabulary 448: " in said
     assert "with new ones, which it lacks: blocks.*.attention_norm.weight (1), " in said
-    assert "warning: the tokenizer of " in said and ", bytes with 257 tokens, is not the" in said
     before, after = (tensors(last_checkpoint(path)) for path in (first, tmp_path / "second"))
     assert len(after) > len(before)
     # lr is 3e-3: trained on from there
@@ -271,10 +239,8 @@ def test_a_run_without_checkpoints_ends_but_cannot_be_continued(tokens, pool, tm
     argv = flags(f"--data {tokens} --out {out}")
     ((status, said, _),) = pool(1, listen, [*argv, "--max_steps", "3", "--checkpoint", "none"])
     assert status == 0 and "none: this run saves nothing and cannot be continued" in said
-    ((status, said, _),) = pool(1, listen, [*argv, "--max_steps", "3", "--checkpoint", "none"])
-    assert status == 0 and "is finished, step 3 of 3" in said
     ((status, _, err),) = pool(1, listen, [*argv, "--max_steps", "5"])
-    assert status == 2 and "cannot be continued" in err
+    assert status == 2 and f"cannot continue --out {out}: its run has --checkpoint none" in err
     assert len(rows(out)) == 3
 
 
@@ -443,32 +409,6 @@ def test_a_run_whose_folder_is_renamed_saves_and_says_so(pool, tokens, tmp_path)
     argv = flags(f"{text} --out {renamed} --max_steps {step + 1} --allow_changes")
     (status, said, _), _ = pool(2, listen, argv)
     assert status == 0 and f"continuing from {renamed}/checkpoints/{path.name}" in said
-
-
-def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tokens, tmp_path):
-    """Rank 0 waits in C++ for a rank that never comes."""
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    process = subprocess.Popen(
-        [sys.executable, TRAIN, *flags(f"--data {tokens} --out {tmp_path}/run")],
-        env=os.environ | place | {"MASTER_PORT": str(free_port())},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    status = Path(f"/proc/{process.pid}/status")
-    deadline = time.monotonic() + 60
-    while not handles(status.read_text(), signal.SIGTERM):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.terminate()
-    _, err = process.communicate(timeout=10)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert err == "train.py: stopped by SIGTERM before its first step\n"
-
-
-def handles(status: str, number: int) -> bool:
-    """Whether a process has a handler, according to its /proc/PID/status."""
-    caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
-    return bool(caught >> (number - 1) & 1)
 
 
 # --------------------------------------------------------------------------------------------------

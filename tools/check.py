@@ -573,7 +573,7 @@ def check_host(argv: list[str]) -> int:
 def main(argv: list[str]) -> int:
     slurm.read_slurm()
     if "RANK" in os.environ:
-        return cli.execute("tools.check", lambda: check_ranks(argv), watchdog.fail_on_ranks)
+        return cli.execute("tools.check", lambda: check_ranks(argv))
     return cli.execute("tools.check", lambda: check_host(argv))
 
 
