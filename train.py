@@ -5,7 +5,6 @@ torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import itertools
 import math
@@ -158,7 +157,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
     )
 
     n, grad_sync = setup.grad_accum_steps, c.grad_sync
-    with console.live(lambda: report.describe_activity(state.step, watchdog.now, log)):
+    with console.live(lambda: f"{state.step / c.max_steps:4.0%}  {watchdog.place}"):
         for step in range(start.step + 1, c.max_steps + 1):
             measure = is_due(step, c.optim_metrics_interval)
             with profiler.step(step, batches.waited):  # does nothing without --profile
@@ -387,10 +386,10 @@ def evaluate(
     device = next(forward.parameters()).device
     total = torch.zeros((), device=device)
     watchdog.progress(step, "evaluating", slow=True)  # the first forward may compile
-    for i, (weight, tokens) in enumerate(val_batches, 1):
+    for weight, tokens in val_batches:
         tokens = tokens.to(device)
         total += forward(tokens[:, :-1], tokens[:, 1:]) * weight
-        watchdog.progress(step, "evaluating", share=i / len(val_batches))
+        watchdog.progress(step, "evaluating")
     # Under tp all ranks of a group count each of their sequences, in the loss and in the number.
     count = sum(weight for weight, _ in val_batches)
     sums = torch.stack((total.double(), total.new_tensor(count, dtype=torch.float64)))
@@ -451,7 +450,7 @@ def consolidate_last(c: Config, step: int | None) -> None:
     began = time.perf_counter()
     path = checkpoint.step_path(Path(c.out), step)
     with console.live(console.Progress("consolidating")) as progress:
-        is_new = replace_shards(path, functools.partial(setattr, progress, "share"))
+        is_new = replace_shards(path, progress.report)
     if is_new:
         seconds = time.perf_counter() - began
         print(f"consolidated {path} in {FULL} in {seconds:.2f} s", flush=True)

@@ -1,4 +1,4 @@
-"""The lines that a run prints: at its start, with the arithmetic; of --eval_only; the live one."""
+"""The lines that a run prints: at its start, with the arithmetic, and of --eval_only."""
 
 import math
 import os
@@ -11,7 +11,6 @@ import dist
 import metrics
 from config import WARMUP_STEPS, Config
 from layout import Setup, empty_model, estimate_memory
-from runtime import console
 from runtime.preflight import Start, in_short
 from text import tokenizer
 
@@ -109,20 +108,6 @@ def describe_beginning(start: Start) -> Iterator[str]:
         yield "        --checkpoint none: this run saves nothing and cannot be continued"
     for change in start.changes:
         yield f"        changed: {change}"
-
-
-def describe_activity(step: int, now: console.Progress, log: metrics.Log) -> str:
-    """The live line after `step` steps: their rate, or how long anything else takes."""
-    max_steps = log.c.max_steps
-    line = f"step {step:>{len(str(max_steps))}}/{max_steps}"
-    is_step = now.doing in ("reading data", "computing") and log.step_time
-    if not is_step or now.seconds() > 10 + 2 * log.step_time:  # it hangs, or waits for a rank
-        return f"{line}  {now()}"
-    speed = log.rates.tokens_per_step / log.step_time
-    line += f"  {step / max_steps:4.0%}  {log.step_time * 1e3:,.0f} ms  {speed:,.0f} tok/s"
-    if log.mark.step <= log.last_step + 1:  # the first step does not tell the time left
-        return line
-    return f"{line}  {console.clock((max_steps - step) * log.step_time)} left"
 
 
 def describe_evaluation(

@@ -90,8 +90,6 @@ class Watchdog:
         self.reports = 0  # calls of `progress`
         self.place = "before the first step"
         self.slow = True
-        self.now = console.Progress("starting")
-        self.took: dict[str, float] = {}  # seconds, the last time
         self.collective_failed = False
         self.stopped = threading.Event()
         self.others_are_alive = threading.Event()  # a failed collective was this rank's own
@@ -100,18 +98,11 @@ class Watchdog:
         self.send_heartbeat()  # now, so that no reader waits for the first
         store.compare_set("verdict", "", "")
 
-    def progress(self, step: int, doing: str, slow: bool = False, share: float = 0.0) -> None:
-        """Report that this rank has done `step` steps and is `doing` something, perhaps `slow`.
-
-        `share` of it is done, if known.
-        """
+    def progress(self, step: int, doing: str, slow: bool = False) -> None:
+        """Report that this rank has done `step` steps and is `doing` something, perhaps `slow`."""
         self.reports += 1
         self.place = f"after step {step}, {doing}"
         self.slow = slow
-        if doing != self.now.doing:
-            self.took[self.now.doing] = self.now.seconds()
-            self.now = console.Progress(doing, self.took.get(doing, 0.0))
-        self.now.share = share
 
     def __enter__(self) -> "Watchdog":
         self.thread = threading.Thread(target=self.run, daemon=True)

@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -169,7 +168,7 @@ def tokenize(
     with (
         open(folder / "train.bin", "wb") as train,
         open(folder / "val.bin", "wb") as val,
-        console.live(progress, plain_interval=2),
+        console.live(progress),
     ):
         for tokens, piece in map_in_order(encode, batches(pieces), num_threads):
             train.write(tokens["train"])
@@ -179,11 +178,9 @@ def tokenize(
 
 
 def describe_progress(corpus: Corpus, last: Piece | None, seconds: float) -> str:
-    """Such as "tokenizing: 52.4 MB of text, 13.1 MB/s, 25%, 0:00:12 left"; `last` is done."""
+    """Such as "tokenizing: 52.4 MB of text, 13.1 MB/s, 25%"; `last` is done."""
     size = last.size / 1e6 if last else 0
     line = f"tokenizing: {size:,.1f} MB of text, {size / seconds:,.1f} MB/s"
     if STDIN in corpus.files or not last or not last.position:
         return line
-    share = min(1, last.position / corpus.size)
-    left = timedelta(seconds=round(seconds / share - seconds))
-    return f"{line}, {share:.0%}, {left} left"
+    return f"{line}, {min(1, last.position / corpus.size):.0%}"
