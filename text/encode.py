@@ -17,7 +17,6 @@ from text.sources import STDIN, Corpus
 from text.tokenizer import JsonEncoding
 
 BATCH = 1 << 18  # characters that a thread encodes at a time
-LONG = 16  # chunks of a document that cannot be cut, after which this is said
 
 
 def choose_split(beginning: bytes, val_fraction: float) -> str:
@@ -89,25 +88,18 @@ class Encoder:
 
 
 def join(pieces: Iterable[Piece], encoding: JsonEncoding) -> Iterator[Piece]:
-    """Cut documents only where their tokens stay those of the whole document."""
-    texts: list[str] = []
-    is_told = False
+    """Join the pieces of a document where their tokens might differ from those of the whole."""
+    before = None  # the beginning of a document
     for piece in pieces:
+        if before:
+            is_word_end = before.text[-1:].isalnum() and piece.text[:1] in (" ", "\n")
+            if encoding.keeps_words and is_word_end:
+                yield before
+            else:
+                piece = piece._replace(text=before.text + piece.text)
+        before = None if piece.ends_document else piece
         if piece.ends_document:
-            yield piece._replace(text="".join([*texts, piece.text]))
-            texts = []
-            continue
-        beginning, rest = encoding.cut(piece.text)
-        if beginning:
-            yield piece._replace(text="".join([*texts, beginning]))
-            texts = []
-        texts.append(rest)
-        if len(texts) > LONG and not is_told:
-            is_told = True
-            print(
-                f"{encoding.path} has no known place to cut text: long documents are encoded "
-                "whole, with 90 to 150 bytes of memory per character and no progress meanwhile"
-            )
+            yield piece
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
