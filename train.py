@@ -5,7 +5,6 @@ torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import itertools
 import math
@@ -444,7 +443,7 @@ def consolidate_last(c: Config, step: int | None) -> None:
     began = time.perf_counter()
     path = checkpoint.step_path(Path(c.out), step)
     with console.live(console.Progress("consolidating")) as progress:
-        is_new = replace_shards(path, functools.partial(setattr, progress, "share"))
+        is_new = replace_shards(path, progress.report)
     if is_new:
         seconds = time.perf_counter() - began
         print(f"consolidated {path} in {FULL} in {seconds:.2f} s", flush=True)

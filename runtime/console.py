@@ -1,6 +1,5 @@
-"""A live line on a terminal, below all other output; and a copy of what a run prints."""
+"""What a run prints: a copy of it, whatever becomes of the console; a live line on a terminal."""
 
-import functools
 import io
 import os
 import re
@@ -9,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 CLEAR = "\r\x1b[J"  # this line, and what a narrowed window wrapped of it
@@ -20,8 +19,8 @@ is_quiet = False  # --quiet
 # Held while printing and while forking, so that the child's copy is free.
 lock = threading.RLock()
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
-shown: "LiveLine | None" = None
 transcript: "Transcript | None" = None
+terminal = None  # the stream that shows a live line at present
 
 
 def is_terminal(stream) -> bool:
@@ -60,6 +59,7 @@ class Output:
 
     def write(self, text: str) -> int:
         with lock:
+            hide()
             lines, newline, self.unfinished = (self.unfinished + text).rpartition("\n")
             self.transcript.append(lines + newline)
             with suppress(OSError, ValueError):
@@ -133,109 +133,76 @@ def keep_transcript(path: Path) -> None:
         transcript.keep(path)
 
 
-class Progress:
-    """A task: its start, the share done, and the seconds it took last time."""
+# --------------------------------------------------------------------------------------------------
+# The live line
 
-    def __init__(self, doing: str, expected: float = 0.0):
+
+class Progress:
+    """What goes on, and the share of it that is done: a call returns such as "exporting  45%"."""
+
+    def __init__(self, doing: str):
         self.doing = doing
-        self.began = time.monotonic()
-        self.expected = expected  # 0: unknown
         self.share = 0.0  # 0: unknown
 
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
+    def report(self, share: float) -> None:
+        self.share = share
 
     def __call__(self) -> str:
-        """Such as "saving  0m12s, 0m03s left"."""
-        seconds = self.seconds()
-        left = (seconds / self.share if self.share else self.expected) - seconds
-        return f"{self.doing}  {clock(seconds)}" + (f", {clock(left)} left" if left > 0 else "")
-
-
-def clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes}m{seconds:02}s"
-
-
-class LiveLine:
-    """The last line of a terminal. What this process prints goes above it."""
-
-    def __init__(self, what: Callable[[], str]):
-        self.what = what
-        # Below a Transcript, which has no live lines
-        stdout, stderr = (getattr(s, "stream", s) for s in (sys.stdout, sys.stderr))
-        self.stdout = stdout
-        self.is_shown = False
-        self.is_in_line = False  # an unfinished line was printed
-        self.streams = {s: s.write for s in (stdout, stderr) if is_terminal(s)}
-        for stream, write in self.streams.items():
-            stream.write = functools.partial(self.print_above, write)
-
-    def show(self) -> None:
-        with lock:
-            if not self.is_in_line:
-                width = os.get_terminal_size(self.stdout.fileno()).columns or 80
-                text = paint(self.what()[: width - 1], DIM, self.stdout)
-                # Put the cursor at the start, where text of other processes then begins.
-                self.streams[self.stdout](f"{CLEAR}{text}\r")
-                self.stdout.flush()
-                self.is_shown = True
-
-    def hide(self) -> None:
-        if self.is_shown:
-            self.is_shown = False
-            with suppress(OSError):  # the terminal is gone
-                self.streams[self.stdout](CLEAR)
-                self.stdout.flush()
-
-    def print_above(self, write: Callable[[str], int], text: str) -> int:
-        with lock:
-            self.hide()
-            if text:
-                self.is_in_line = not text.endswith("\n")
-            return write(text)
-
-    def remove(self) -> None:
-        with lock:
-            self.hide()
-        for stream, write in self.streams.items():
-            stream.write = write
+        return f"{self.doing}  {self.share:.0%}" if self.share else self.doing
 
 
 @contextmanager
-def live(what: Callable[[], str], plain_interval: float | None = None) -> Iterator:
-    """Show what `what` returns, once a second while the block runs; yields `what`.
+def live(what: Callable[[], str]) -> Iterator:
+    """Show what `what` returns, and since when, below all other output while the block runs.
 
-    If stdout is not a terminal, print it every `plain_interval` seconds instead, or never.
+    On a terminal only; yields `what`.
     """
-    global shown
-    interval = INTERVAL if is_terminal(sys.stdout) else plain_interval
-    if is_quiet or interval is None:
+    if is_quiet or not is_terminal(sys.stdout):
         yield what
         return
-    if is_terminal(sys.stdout):
-        shown = LiveLine(what)
     ended = threading.Event()
+    thread = threading.Thread(target=show, args=(what, ended), daemon=True)
+    with nullcontext() if transcript else Transcript():  # its Outputs hide the line as they print
+        thread.start()
+        try:
+            yield what
+        finally:
+            ended.set()
+            thread.join()
+            hide()
 
-    def repeat() -> None:
-        with suppress(OSError):  # the pipe's reader or the terminal is gone
-            while not ended.wait(interval):
-                shown.show() if shown else print(f"{what()}\n", end="", flush=True)
 
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        yield what
-    finally:
-        ended.set()
-        thread.join()
+def show(what: Callable[[], str], ended: threading.Event) -> None:
+    """Draw the live line in every INTERVAL."""
+    global terminal
+    outputs = sys.stdout, sys.stderr
+    text, began = what(), time.monotonic()
+    while not ended.wait(INTERVAL):
+        if what() != text:
+            text, began = what(), time.monotonic()
+        minutes, seconds = divmod(round(time.monotonic() - began), 60)
+        line = f"{text}  {minutes}m{seconds:02}s" if minutes or seconds else text
+        with lock, suppress(OSError):  # the terminal is gone
+            if any(output.unfinished for output in outputs):
+                continue  # part of a line was printed
+            terminal = outputs[0].stream
+            width = os.get_terminal_size(terminal.fileno()).columns or 80
+            # Put the cursor at the start, where text of other processes then begins.
+            terminal.write(f"{CLEAR}{paint(line[: width - 1], DIM, terminal)}\r")
+            terminal.flush()
+
+
+def hide() -> None:
+    """Remove the live line: call it with the lock held, or when nothing draws it."""
+    global terminal
+    shown, terminal = terminal, None
+    with suppress(OSError):
         if shown:
-            shown.remove()
-            shown = None
+            shown.write(CLEAR)
+            shown.flush()
 
 
 def close() -> None:
     """Before os._exit: remove the live line, and let only this thread print."""
     lock.acquire()
-    if shown:
-        shown.hide()
+    hide()

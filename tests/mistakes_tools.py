@@ -13,13 +13,6 @@ MISTAKES = {
         Mistake("{foreign}", "foreign has no metrics.jsonl: it is not the folder of a started run"),
         Mistake("{other}/checkpoints/step-00000001", "step-00000001 has no config.json: it is not"),
         Mistake("{unlogged}", "unlogged has no training row yet: let it run until its first one"),
-        Mistake("{other} --plot {root}/ab.xyz", "ab.xyz must end in .png, .pdf, .svg"),
-        Mistake("{other} --plot {root}/ab", "ab must end in .png, .pdf, .svg"),
-        Mistake("{other} --csv {other}/metrics.jsonl", "metrics.jsonl must end in .csv"),
-        Mistake("{other} --sort speed", "--sort speed: the columns are run, final validation "),
-        Mistake("{other} --x lr", "--x FLAG and --plot FILE.png go together; tools.report draws"),
-        Mistake("{other} --plot {root}/ab.png", "--x FLAG and --plot FILE.png go together"),
-        Mistake("{other} --x rl --plot {root}/ab.png", "--x rl: no run has this flag"),
     ],
     "tools.report": [
         Mistake("{other} --out {root}/page.txt", "page.txt must end in .html"),

@@ -323,7 +323,7 @@ def test_a_tokenizer_goes_out_comes_in_and_goes_out_as_the_same_file(safetensors
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("family, kind", [("llama 2", "llama 2"), ("mistral 0.3", "mistral")])
+@pytest.mark.parametrize("family, kind", [("llama 2", "llama 2"), ("mistral 0.3", "llama 2")])
 def test_a_model_comes_in_with_its_tokenizer_trains_and_goes_out(
     transformers, family, kind, pool, tmp_path, monkeypatch, capsys
 ):

@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from text.sources import STDIN, Corpus
 from text.tokenizer import JsonEncoding
 
 BATCH = 1 << 18  # characters that a thread encodes at a time
-LONG = 16  # chunks of a document that cannot be cut, after which this is said
 
 
 def choose_split(beginning: bytes, val_fraction: float) -> str:
@@ -90,25 +88,18 @@ class Encoder:
 
 
 def join(pieces: Iterable[Piece], encoding: JsonEncoding) -> Iterator[Piece]:
-    """Cut documents only where their tokens stay those of the whole document."""
-    texts: list[str] = []
-    is_told = False
+    """Join the pieces of a document where their tokens might differ from those of the whole."""
+    before = None  # the beginning of a document
     for piece in pieces:
+        if before:
+            is_word_end = before.text[-1:].isalnum() and piece.text[:1] in (" ", "\n")
+            if encoding.keeps_words and is_word_end:
+                yield before
+            else:
+                piece = piece._replace(text=before.text + piece.text)
+        before = None if piece.ends_document else piece
         if piece.ends_document:
-            yield piece._replace(text="".join([*texts, piece.text]))
-            texts = []
-            continue
-        beginning, rest = encoding.cut(piece.text)
-        if beginning:
-            yield piece._replace(text="".join([*texts, beginning]))
-            texts = []
-        texts.append(rest)
-        if len(texts) > LONG and not is_told:
-            is_told = True
-            print(
-                f"{encoding.path} has no known place to cut text: long documents are encoded "
-                "whole, with 90 to 150 bytes of memory per character and no progress meanwhile"
-            )
+            yield piece
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -169,7 +160,7 @@ def tokenize(
     with (
         open(folder / "train.bin", "wb") as train,
         open(folder / "val.bin", "wb") as val,
-        console.live(progress, plain_interval=2),
+        console.live(progress),
     ):
         for tokens, piece in map_in_order(encode, batches(pieces), num_threads):
             train.write(tokens["train"])
@@ -179,11 +170,9 @@ def tokenize(
 
 
 def describe_progress(corpus: Corpus, last: Piece | None, seconds: float) -> str:
-    """Such as "tokenizing: 52.4 MB of text, 13.1 MB/s, 25%, 0:00:12 left"; `last` is done."""
+    """Such as "tokenizing: 52.4 MB of text, 13.1 MB/s, 25%"; `last` is done."""
     size = last.size / 1e6 if last else 0
     line = f"tokenizing: {size:,.1f} MB of text, {size / seconds:,.1f} MB/s"
     if STDIN in corpus.files or not last or not last.position:
         return line
-    share = min(1, last.position / corpus.size)
-    left = timedelta(seconds=round(seconds / share - seconds))
-    return f"{line}, {share:.0%}, {left} left"
+    return f"{line}, {min(1, last.position / corpus.size):.0%}"

@@ -250,8 +250,6 @@ class JsonEncoding:
         self.n_vocab = 1 + max(*vocab.values(), *self.added_tokens.values())
         # Byte fallback: `decode` waits for the last byte of a character.
         self.byte_tokens = {vocab.get(f"<0x{byte:02X}>") for byte in range(256)}
-        self.ends_words = ends_words(spec)
-        self.drops_space = steps(spec.get("normalizer")) == LLAMA2_NORMALIZER
         self.keeps_words = keeps_words(spec)
         # If it does, a character stands for a byte; otherwise prepare.py counts val_bytes.
         words = vocab.keys() - self.special_tokens_set
@@ -272,12 +270,6 @@ class JsonEncoding:
             if getattr(package.model, "dropout", None):
                 package.model.dropout = None
             return package
-
-    def cut(self, text: str) -> tuple[str, str]:
-        """Cut a text in two, as late as possible, that have the same tokens; ("", text) if not."""
-        last = LAST_CUT.match(text) if self.ends_words else None
-        end = last.end() if last else 0
-        return text[:end], text[end + (last is not None and self.drops_space) :]
 
     def encode_ordinary(self, text: str) -> list[int]:
         package = self.package
@@ -329,17 +321,14 @@ def package_errors(what: str) -> Iterator[None]:
 load_json = functools.lru_cache(maxsize=1)(JsonEncoding)
 
 
-def steps(outer: dict | None) -> list[dict]:
-    """The steps of a normalizer or a pre-tokenizer."""
-    if outer and outer["type"] == "Sequence":
-        return outer["normalizers" if "normalizers" in outer else "pretokenizers"]
-    return [outer] if outer else []
-
-
 def keeps_words(spec: dict) -> bool:
-    """Whether tokens are bytes of the text: byte-level BPE with a known regular expression."""
+    """Whether tokens are bytes of the text, and one ends between a letter or digit and a space.
+
+    False if the file does not prove it, which byte-level BPE does with a known regular expression.
+    """
     model = spec["model"]
-    *first, last = steps(spec.get("pre_tokenizer")) or [{"type": None}]
+    outer = spec.get("pre_tokenizer") or {"type": None}
+    *first, last = outer["pretokenizers"] if outer["type"] == "Sequence" else [outer]
     return (
         model["type"] == "BPE"
         and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
@@ -348,99 +337,24 @@ def keeps_words(spec: dict) -> bool:
         and ALPHABET.keys() <= model["vocab"].keys()  # otherwise the package drops bytes
         and last["type"] == "ByteLevel"
         and not last["add_prefix_space"]
-        and {step["type"] for step in first} <= {"Digits", "Split"}
-        and ends_words(spec)
+        and all(step["type"] == "Digits" or is_known(step) for step in first)
+        and (last.get("use_regex", True) or any(map(is_known, first)))
     )
-
-
-# Where `ends_words` allows a cut. Excepted are letters that a normalizer may turn into a space or
-# join to one; and, for a short pattern, some harmless ones.
-LAST_CUT = re.compile(r".*[^\W_\u037a\u0d4e\ufb1d-\U0010ffff](?= .)", re.DOTALL)
-# Normalizers that change letters and marks, but no space because of the letter before it
-CHANGES_LETTERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt"}
-CHANGES_LETTERS |= {"Precompiled", "BertNormalizer"}
-CUTS_AT_SPACES = {"WhitespaceSplit", "Whitespace", "BertPreTokenizer"}
-LLAMA2_NORMALIZER = [
-    {"type": "Prepend", "prepend": "▁"},
-    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-]
-
-
-def ends_words(spec: dict) -> bool:
-    """Whether a token ends between a letter or digit and a space, so that text may be cut there.
-
-    False if the file does not prove it. Metaspace and `add_prefix_space` put no space before a text
-    that begins with one, as after a cut; Llama 2's normalizer does, instead of that one.
-    """
-    added = [token for token in spec["added_tokens"] if not token["special"]]
-    for token in added:
-        takes_space = token.get("lstrip") or token.get("rstrip")
-        if takes_space or re.search("[^ ▁][ ▁]", token["content"]):
-            return False
-    space = " "  # what the steps make of it
-    for step in steps(spec.get("normalizer")):
-        pattern = step.get("pattern", {})
-        if pattern == {"String": " "}:
-            space = step["content"]
-        elif step["type"] == "Replace":
-            is_apart = re.fullmatch(r"[^\w\s]+", pattern.get("String", ""))
-            if not is_apart and pattern != {"Regex": " {2,}"}:
-                return False
-        elif step["type"] == "Prepend":
-            if added or steps(spec["normalizer"]) != LLAMA2_NORMALIZER:
-                return False
-        elif step["type"] not in CHANGES_LETTERS:
-            return False
-    is_cut = False
-    for step in steps(spec.get("pre_tokenizer")):
-        kind = step["type"]
-        if kind == "Metaspace":
-            if space not in (" ", step["replacement"]):
-                return False
-            space = step["replacement"]
-            is_cut |= step.get("split", True)
-        elif kind == "ByteLevel" and not step.get("use_regex", True):
-            space = "Ġ" if space == " " else space
-        elif space == " " and (kind in CUTS_AT_SPACES or kind == "ByteLevel" or is_known(step)):
-            is_cut = True
-        elif kind == "Split" and step["pattern"] == {"String": " "} and space != " ":
-            pass  # Gemma's, which finds none
-        elif kind not in ("Digits", "Punctuation"):
-            return False
-    return is_cut or never_joins(spec["model"], space)
 
 
 def is_known(step: dict) -> bool:
     """Whether a pre-tokenizer isolates the pieces of a known regular expression."""
-    patterns = [oniguruma_pattern(p) for p in (*PATTERNS.values(), QWEN2, TEKKEN, BYTES)]
+    patterns = map(oniguruma_pattern, (*PATTERNS.values(), QWEN2, TEKKEN, BYTES))
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     return any(step == split | {"pattern": {"Regex": pattern}} for pattern in patterns)
 
 
-def never_joins(model: dict, space: str) -> bool:
-    """Whether no merge of BPE joins a space to what is before it, however long the text."""
-    if model["type"] != "BPE" or space not in {"▁", "Ġ"} & model["vocab"].keys():
-        return False
-    names = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
-    if any(map(model.get, names)):
-        return False
-    merged = ("".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"])
-    joined = re.compile(f"[^{space}]{space}")
-    return not any(map(joined.search, merged))
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Map each character of a byte-level vocabulary, as in GPT-2's, to its byte.
-
-    Printable Latin-1 bytes are their own characters; the others start at U+0100.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-ALPHABET = byte_alphabet()
+# Characters of a byte-level vocabulary, such as GPT-2's, and their bytes. Printable ones of Latin-1
+# are their own characters; the others start at U+0100.
+PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+ALPHABET = {chr(byte): byte for byte in PRINTABLE}
+ALPHABET |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 def oniguruma_pattern(pattern: str) -> str:

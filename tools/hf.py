@@ -9,7 +9,6 @@ commands execute nothing they read and need no other package.
 
 import argparse
 import dataclasses
-import functools
 import json
 import mmap
 import os
@@ -126,8 +125,7 @@ def write_weights(path: Path, shapes: dict[str, torch.Size], file: Path) -> None
         return reader.read(ours[name]).float()
 
     with console.live(console.Progress("exporting")) as progress:
-        report = functools.partial(setattr, progress, "share")
-        checkpoint.write_safetensors(file, layout, read, report)
+        checkpoint.write_safetensors(file, layout, read, progress.report)
 
 
 def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
@@ -242,8 +240,7 @@ def copy_weights(
         return found[hf_name(name.removeprefix("model."))].float()
 
     with console.live(console.Progress("importing")) as progress:
-        report = functools.partial(setattr, progress, "share")
-        return consolidate.write_full(work, layout, read, report)
+        return consolidate.write_full(work, layout, read, progress.report)
 
 
 def read_json(file: Path) -> dict:

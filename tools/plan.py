@@ -32,7 +32,7 @@ from runtime import cli, memory, preflight, run_folder
 from runtime.cli import UsageError
 from tools import bench
 from tools.bench import TORCHRUN, add_flags, count, positive
-from tools.compare import import_pyplot, plot_file, positive_number, read
+from tools.compare import positive_number, read
 from tools.planning import predict, search
 from tools.planning.forecast import Plan, make_plan
 from tools.planning.predict import DEVICES, Cluster, Links, Request
@@ -67,6 +67,13 @@ def published(file: str) -> list[dict]:
     raise argparse.ArgumentTypeError(
         f"{file} is no list of published runs: see docs/published.json"
     )
+
+
+def plot_file(text: str) -> str:
+    """A type for argparse."""
+    if not text.lower().endswith((".png", ".pdf", ".svg")):
+        raise argparse.ArgumentTypeError(f"{text} must end in .png, .pdf, .svg")
+    return text
 
 
 def number(metavar: str, help: str, kind=positive_number, default: float | None = None) -> dict:
@@ -572,6 +579,18 @@ def scoreboard(rows: list[dict]) -> Iterator[str]:
             f"{statistics.median(errors):+.0%} | {max(errors, key=abs):+.0%} | "
             f"{sum(size <= 0.25 for size in sizes)} |"
         )
+
+
+def import_pyplot():
+    """matplotlib's pyplot, without a display. Raises UsageError."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def plot_scoreboard(rows: list[dict], file: str) -> None:
