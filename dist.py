@@ -353,6 +353,7 @@ def parallelize(
     fsdp_units: list[list[nn.Module]] = (),
     reshard_after_forward: bool = True,
     keep_gradients: bool = False,
+    init_weights: bool = True,
 ) -> nn.Module:
     """Lay a model built on the meta device out on the mesh; return the module to call.
 
@@ -369,6 +370,7 @@ def parallelize(
                             an embedding, whose backward reads no weight; False: SHARD_GRAD_OP
     keep_gradients          DDP's gradients exist from the start, as views of its buckets, where
                             micro-batches that are not synchronized accumulate
+    init_weights            False: weights get memory, but no values
     """
     tp = mesh["tp"].size()
     if tp > 1:
@@ -378,7 +380,10 @@ def parallelize(
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
         shard(model, axes, dtype, fsdp_units, reshard_after_forward)
-    materialize(model, torch.device(mesh.device_type), init)
+    if init_weights:
+        materialize(model, torch.device(mesh.device_type), init)
+    else:
+        model.to_empty(device=mesh.device_type)
     if strategy == "ddp" and tp == 1:
         return replicate(model, mesh, keep_gradients)
     return model

@@ -171,9 +171,12 @@ def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.
     return units if model.config.tied else [[model.embed], *units, [model.head]]
 
 
-def place(model: Transformer, mesh: dist.DeviceMesh, c: Config, setup: Setup) -> nn.Module:
-    """Place the model on the mesh with its initial weights; return the module to call.
+def place(
+    model: Transformer, mesh: dist.DeviceMesh, c: Config, setup: Setup, init_weights: bool = True
+) -> nn.Module:
+    """Place the model on the mesh; return the module to call.
 
+    `init_weights` False: weights get memory, but no values, as a rehearsal needs them.
     Under ddp this runs one forward and backward pass: see dist.settle_buckets.
     """
     checkpoint_activations(model.blocks, c.activation_checkpointing)
@@ -195,6 +198,7 @@ def place(model: Transformer, mesh: dist.DeviceMesh, c: Config, setup: Setup) ->
         fsdp_units=fsdp_units(model, blocks_per_unit(c)),
         reshard_after_forward=c.reshard_after_forward,
         keep_gradients=c.grad_sync == "batch" and setup.grad_accum_steps > 1,
+        init_weights=init_weights,
     )
     if not c.eval_only:
         shape = (setup.micro_batch_size, setup.model.seq_len + 1)  # as in train_step

@@ -211,14 +211,18 @@ class State:
 
 
 def build(
-    c: Config, setup: Setup, mesh: dist.DeviceMesh, model: Transformer | None = None
+    c: Config,
+    setup: Setup,
+    mesh: dist.DeviceMesh,
+    model: Transformer | None = None,
+    init_weights: bool = True,
 ) -> tuple[State, nn.Module]:
     """The model with its initial weights and the optimizer, on the mesh; and what a step calls.
 
-    `model` is on the meta device: by default a new one.
+    `model` is on the meta device: by default a new one. `init_weights`: see layout.place.
     """
     model = model or layout.empty_model(c, setup)
-    forward = layout.place(model, mesh, c, setup)
+    forward = layout.place(model, mesh, c, setup, init_weights)
     # Taken before the first forward: after an evaluation FSDP's root shows gathered weights.
     tensors = {"model": {name: weight.detach() for name, weight in model.named_parameters()}}
     optimizer = None

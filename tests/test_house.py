@@ -25,7 +25,6 @@ FLOORS = [
     "tools.planning.rehearse",
     "tools.planning.predict",
     "tools.planning.search",
-    "tools.planning.forecast",
     "tools.checkpoint tools.compare tools.hf",
     "tools.bench tools.report",
     "tools.check tools.cluster tools.plan",

@@ -9,13 +9,11 @@ the step time from what that did: see planning/rehearse.py and planning/predict.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import math
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +28,11 @@ from metrics import read_log
 from model import SIZES, ModelConfig
 from runtime import cli, memory, preflight, run_folder
 from runtime.cli import UsageError
-from tools import bench
-from tools.bench import TORCHRUN, add_flags, count, positive
+from tools.bench import add_flags, count, positive
 from tools.compare import positive_number, read
 from tools.planning import predict, search
-from tools.planning.forecast import Plan, make_plan
 from tools.planning.predict import DEVICES, Cluster, Links, Request
+from tools.planning.rehearse import Rehearsal
 
 # --------------------------------------------------------------------------------------------------
 # Flags
@@ -55,25 +52,6 @@ def fraction(text: str) -> float:
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
     return number
-
-
-def published(file: str) -> list[dict]:
-    """Rows of at least name, trainer, flags, tokens_per_second_per_device and fitted."""
-    needed = {"name", "trainer", "flags", "tokens_per_second_per_device", "fitted"}
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        rows = json.loads(Path(file).read_text())
-        if all(needed <= {*row} for row in rows):
-            return rows
-    raise argparse.ArgumentTypeError(
-        f"{file} is no list of published runs: see docs/published.json"
-    )
-
-
-def plot_file(text: str) -> str:
-    """A type for argparse."""
-    if not text.lower().endswith((".png", ".pdf", ".svg")):
-        raise argparse.ArgumentTypeError(f"{text} must end in .png, .pdf, .svg")
-    return text
 
 
 def number(metavar: str, help: str, kind=positive_number, default: float | None = None) -> dict:
@@ -104,20 +82,11 @@ FLAGS = {
         "of a host to others, in one direction, all its network cards together, which its devices "
         "share (default: 80%% of the data sheet's)",
     ),
-    "intra_host_latency": number("US", "microseconds of a hop (default: 3.4, NVLink's)"),
-    "inter_host_latency": number("US", "microseconds of a hop (default: 14)"),
     "host_memory": number("GB", "of a host, to compare checkpoints with"),
     "tokens": number("N", "tokens to train on, such as 15e12: hours"),
     "search": dict(action="store_true", help="rank the meshes and policies that fit"),
     "search_seconds": number("S", "of --search (default: 120)", default=120.0),
-    "scoreboard": dict(
-        metavar="FILE.json",
-        type=published,
-        help="predict the published runs of a file, such as docs/published.json, and compare",
-    ),
-    "plot": dict(
-        metavar="FILE.png", type=plot_file, help="also plot --scoreboard (needs matplotlib)"
-    ),
+    "scaling": dict(action="store_true", help="also plan the run on 1, 2, 4, ... hosts"),
     "run": dict(metavar="DIR", help="a run: what was rehearsed and predicted beside what it took"),
     "json": dict(action="store_true", help="print one JSON object; takes no file, as others do"),
 }
@@ -136,15 +105,13 @@ def build_parser() -> cli.Parser:
     return parser
 
 
-def parse(argv: list[str]) -> tuple[Request | None, argparse.Namespace]:
+def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
     """The run, and this command's own flags; `free` holds train.py's flags that were not given.
 
-    The run is None with --scoreboard, which has many. Raises UsageError, MeshError and DataError.
+    Raises UsageError, MeshError and DataError.
     """
     flags = config.parse_flags(build_parser(), argv)
     options = argparse.Namespace(**{name: flags.pop(name) for name in FLAGS})
-    if options.scoreboard:
-        return None, options
     given = {word.split("=")[0].removeprefix("--") for word in argv}
     options.free = frozenset(flags) - given
     if options.run:
@@ -193,18 +160,107 @@ def make_cluster(options: argparse.Namespace) -> Cluster:
 
 def make_links(options: argparse.Namespace, links: Links) -> Links:
     """The table's links, overridden by flags."""
-    given = {
-        "intra_bandwidth": (options.intra_host_bandwidth, 1e9),
-        "host_bandwidth": (options.inter_host_bandwidth, 1e9),
-        "intra_latency": (options.intra_host_latency, 1e-6),
-        "inter_latency": (options.inter_host_latency, 1e-6),
-    }
-    changes = {name: value * unit for name, (value, unit) in given.items() if value is not None}
-    return dataclasses.replace(links, **changes)
+    if within := options.intra_host_bandwidth:
+        links = dataclasses.replace(links, intra_bandwidth=1e9 * within)
+    if between := options.inter_host_bandwidth:
+        links = dataclasses.replace(links, host_bandwidth=1e9 * between)
+    return links
 
 
 # --------------------------------------------------------------------------------------------------
-# A run, and the machine it ran on
+# The plan of a run
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A rehearsal and the predictions from it. Dictionaries are as in --json."""
+
+    request: Request
+    rehearsal: Rehearsal
+    speed: predict.Speed
+    tokens: float | None = None  # to train on
+
+    @property
+    def fits(self) -> bool:
+        return predict.fits(self.rehearsal.peak, self.request.cluster)
+
+    @property
+    def hours(self) -> float:
+        devices = self.request.cluster.world_size
+        return self.tokens / (self.speed.tokens_per_second_per_device * devices) / 3600
+
+    def checkpoint(self) -> dict[str, int]:
+        """Bytes that a rank writes, and that both ways to save take on a host.
+
+        Each replica writes a share of the weights and the optimizer state. A sharded save copies
+        tensors to the host one by one, at most what the rank writes. An async save copies all
+        that every rank holds.
+        """
+        local_size = self.request.cluster.links.local_size
+        held = self.rehearsal.state["parameters"] + self.rehearsal.state["optimizer"]
+        written = held // self.rehearsal.setup.mesh_shape[0]
+        return {
+            "bytes_per_rank": written,
+            "host_bytes_sharded": local_size * written,
+            "host_bytes_async": local_size * held,
+        }
+
+    def communication(self) -> list[dict]:
+        """One row per axis and collective of a step."""
+        links = self.request.cluster.links
+        shape = self.rehearsal.setup.mesh_shape
+        rows = {}
+        for entry in self.rehearsal.communication:
+            group = predict.group_of(entry.axis, self.request.rank, shape, links.local_size)
+            row = {"axis": entry.axis, "collective": entry.collective, "count": 0, "bytes": 0}
+            row |= {"inter_host": group.hosts > 1, "seconds": 0.0, "phases": []}
+            row = rows.setdefault((entry.axis, entry.collective), row)
+            row["phases"].append(entry.phase)
+            row["count"] += entry.count
+            row["bytes"] += entry.bytes
+            row["seconds"] += predict.collective_seconds(entry, group, links)
+        return list(rows.values())
+
+    def scaling(self) -> Iterator[dict]:
+        """The run on 1, 2, 4, ... hosts, each rehearsed, with the same batch and micro-batch.
+
+        With fewer ranks dp_shard shrinks, and dp_replicate follows.
+        """
+        cluster, setup = self.request.cluster, self.rehearsal.setup
+        _, dp_shard, tp = setup.mesh_shape
+        hosts = 1
+        while hosts < cluster.hosts:
+            size = hosts * cluster.links.local_size
+            c = dataclasses.replace(
+                self.request.config,
+                strategy=setup.strategy,
+                dp_replicate=None,
+                dp_shard=min(dp_shard, max(1, size // tp)) if setup.strategy == "hsdp" else None,
+                micro_batch_size=setup.micro_batch_size,
+            )
+            smaller = dataclasses.replace(cluster, world_size=size)
+            row = {"hosts": hosts, "world_size": size}
+            try:
+                request = dataclasses.replace(self.request, config=c, cluster=smaller, rank=0)
+                yield row | make_plan(request).summary()
+            except (UsageError, dist.MeshError) as error:
+                yield row | {"fits": False, "problem": str(error)}
+            hosts *= 2
+        yield {"hosts": cluster.hosts, "world_size": cluster.world_size} | self.summary()
+
+    def summary(self) -> dict:
+        shape = self.rehearsal.setup.mesh_shape
+        return {"fits": self.fits, "mesh_shape": shape} | self.speed.to_json()
+
+
+def make_plan(request: Request, tokens: float | None = None) -> Plan:
+    rehearsal = request.rehearse()
+    speed = predict.speed(rehearsal, request.config, request.cluster, request.rank)
+    return Plan(request, rehearsal, speed, tokens)
+
+
+# --------------------------------------------------------------------------------------------------
+# A run that has been trained
 
 
 @dataclass(frozen=True)
@@ -264,7 +320,7 @@ def read_past(folder: str, peak_tflops: float | None) -> Past:
 
 
 def request_of(past: Past, options: argparse.Namespace) -> Request:
-    """The run on its cluster; on CPUs at this machine's rates, unless --achieved is given."""
+    """The run on its cluster. The speed of CPUs is known only with --achieved."""
     options.world_size = past.start["ranks"]
     options.nproc_per_node = past.start.get("ranks_per_host", options.nproc_per_node)
     c = past.config
@@ -274,41 +330,18 @@ def request_of(past: Past, options: argparse.Namespace) -> Request:
         cluster = make_cluster(options)
     else:
         options.device_type = "cpu"
-        if options.achieved is None or c.peak_tflops is None:
-            c = dataclasses.replace(c, peak_tflops=1.0)
-            options.achieved, options.intra_host_bandwidth = measure(c, options)
+        if options.achieved is None:
+            c = dataclasses.replace(c, peak_tflops=1.0)  # no seconds are shown
         cluster = predict.as_measured(make_cluster(options))
     model = ModelConfig.from_dict(past.start["model"])
     return Request(c, cluster, past.start["tokens_in_vocabulary"], options.rank, model)
 
 
-def measure(c: config.Config, options: argparse.Namespace) -> tuple[float, float | None]:
-    """What the ranks of a host reach here: TFLOP/s each, and GB/s of an all_reduce.
-
-    They compute concurrently and send nothing. If the run used FSDP so do they, since its copies
-    take the same cores.
-    """
-    print("measuring this machine's cores and links ...", file=sys.stderr, flush=True)
-    ranks = min(options.nproc_per_node, options.world_size)
-    alone = dict.fromkeys(("dp_replicate", "dp_shard", "warmup_steps", "profile", "out"))
-    alone |= {"tp": 1, "max_steps": 4, "resume": "never", "tracker": "none", "time_limit": 0.0}
-    alone["global_batch_size"] = max(1, c.global_batch_size * c.tp // options.world_size)
-    alone["strategy"] = "fsdp" if c.strategy in ("fsdp", "hsdp") else "single"
-    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        file, links = Path(folder, "config.json"), Path(folder, "links.json")
-        file.write_text(json.dumps(dataclasses.asdict(c) | alone))
-        threads = 1 if ranks > 1 else torch.get_num_threads()
-        prefixes = [["env", f"OMP_NUM_THREADS={threads}"]] * ranks
-        achieved = bench.mfu_alone(prefixes, [f"--config={file}"], Path(folder, "alone"))
-        if ranks == 1 or options.intra_host_bandwidth:
-            return achieved, options.intra_host_bandwidth
-        torchrun = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", "-m", "tools.cluster"]
-        bench.run_all([[*torchrun, "--measure_links", str(links)]], Path(folder, "links"))
-        return achieved, json.loads(links.read_text())[0] / 1e9
-
-
 def beside(plan: Plan, past: Past) -> list[dict]:
-    """Rows of `what`, `planned` and `measured` (None: unknown)."""
+    """Rows of `what`, `planned` and `measured` (None: unknown).
+
+    Seconds of CPUs are planned from --achieved only.
+    """
     speed = plan.speed
     c, setup = plan.request.config, plan.rehearsal.setup
     counted = {}  # in the step that rank 0 counted
@@ -329,6 +362,8 @@ def beside(plan: Plan, past: Past) -> list[dict]:
         rows.append(("memory of the tensors as rehearsed, bytes", plan.rehearsal.peak, used))
     exposed = sum(speed.exposed.values(), 0.0)
     predicted = [speed.step_time, speed.compute + speed.optimizer, exposed, 0.0]
+    if not (past.is_cuda or plan.request.cluster.achieved):
+        predicted = [None] * 4
     parts = ("step", "compute and optimizer", "exposed communication", "data wait")
     for part, seconds, measured in zip(parts, predicted, past.seconds()):
         rows.append((f"{part}, seconds", seconds, measured))
@@ -364,7 +399,6 @@ def to_json(plan: Plan) -> dict:
             "optimizer": speed.optimizer,
         },
         **speed.to_json(),
-        "scaling": list(plan.scaling()),
     }
     if plan.tokens:
         found["hours"] = plan.hours
@@ -385,7 +419,6 @@ def report(plan: Plan) -> Iterator[str]:
     yield from describe_communication(plan)
     yield from describe_checkpoint(plan)
     yield from describe_step(plan)
-    yield from describe_scaling(plan)
 
 
 def describe_run(plan: Plan) -> Iterator[str]:
@@ -489,11 +522,9 @@ def describe_step(plan: Plan) -> Iterator[str]:
         )
 
 
-def describe_scaling(plan: Plan) -> Iterator[str]:
-    if plan.request.cluster.hosts == 1:
-        return
+def describe_scaling(rows: list[dict]) -> Iterator[str]:
     yield "scaling     hosts  devices  mesh           step, s  tokens/s/device     MFU"
-    for row in plan.scaling():
+    for row in rows:
         begin = f"            {row['hosts']:5}  {row['world_size']:7}"
         if "problem" in row:
             yield f"{begin}  {row['problem']:.60}"
@@ -515,15 +546,21 @@ def report_beside(plan: Plan, past: Past, rows: list[dict]) -> Iterator[str]:
     yield f"{'':60}  {'planned':>15}  {'measured':>15}"
     for row in rows:
         planned, measured = row["planned"], row["measured"]
-        spec = "15,.4g" if isinstance(planned, float) else "15,"
-        line = f"{row['what']:60}  {planned:{spec}}"
-        if measured is None:
-            yield f"{line}  {'not known':>15}"
-            continue
-        difference = "equal" if planned == measured else "differs"
-        if planned != measured and measured:
-            difference = f"{planned / measured - 1:+.1%}"
-        yield f"{line}  {measured:{spec}}  {difference}"
+        difference = ""
+        if planned is not None and measured is not None:
+            difference = "equal" if planned == measured else "differs"
+            if planned != measured and measured:
+                difference = f"{planned / measured - 1:+.1%}"
+        line = f"{row['what']:60}  {figure(planned)}  {figure(measured)}  {difference}"
+        yield line.rstrip()
+    if rows[-1]["planned"] is None:
+        yield "to predict seconds of CPUs, give --achieved and --peak_tflops"
+
+
+def figure(number: float | None) -> str:
+    if number is None:
+        return f"{'not known':>15}"
+    return f"{number:15,.4g}" if isinstance(number, float) else f"{number:15,}"
 
 
 def gigabytes(size: int) -> str:
@@ -534,103 +571,25 @@ def gigabytes(size: int) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The scoreboard
-
-SEEN = {True: "fitted on", False: "not seen"}
-
-
-def score(row: dict) -> dict:
-    """A published run with its prediction, error and groups."""
-    request, _ = parse(row["flags"].split())
-    cluster = request.cluster
-    predicted = make_plan(request).speed.tokens_per_second_per_device
-    return row | {
-        "predicted": predicted,
-        "error": predicted / row["tokens_per_second_per_device"] - 1,
-        "device": cluster.device_type + (", tp" if request.config.tp > 1 else ""),
-        "hosts": "one host" if cluster.hosts == 1 else "several hosts",
-    }
-
-
-def scoreboard(rows: list[dict]) -> Iterator[str]:
-    """Two Markdown tables: the runs, and the errors by group."""
-    yield "| run | published, tokens/s/device | predicted | error |"
-    yield "|---|---|---|---|"
-    for row in rows:
-        yield (
-            f"| {row['name']}{', fitted on' if row['fitted'] else ''} | "
-            f"{row['tokens_per_second_per_device']:,.0f} | {row['predicted']:,.0f} | "
-            f"{row['error']:+.0%} |"
-        )
-    groups = {}  # name -> errors
-    for row in sorted(rows, key=lambda row: not row["fitted"]):
-        groups.setdefault(SEEN[row["fitted"]], []).append(row["error"])
-    unseen = [row for row in rows if not row["fitted"]]
-    for kind in ("device", "hosts", "trainer"):
-        for row in sorted(unseen, key=lambda row: row[kind]):
-            groups.setdefault(f"{SEEN[False]}: {row[kind]}", []).append(row["error"])
-    yield ""
-    yield "| runs | number | median error | with its sign | worst | within 25% |"
-    yield "|---|---|---|---|---|---|"
-    for name, errors in groups.items():
-        sizes = [abs(error) for error in errors]
-        yield (
-            f"| {name} | {len(errors)} | {statistics.median(sizes):.0%} | "
-            f"{statistics.median(errors):+.0%} | {max(errors, key=abs):+.0%} | "
-            f"{sum(size <= 0.25 for size in sizes)} |"
-        )
-
-
-def import_pyplot():
-    """matplotlib's pyplot, without a display. Raises UsageError."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def plot_scoreboard(rows: list[dict], file: str) -> None:
-    """Plot predicted against published speeds, on log axes. Raises UsageError."""
-    figure, axes = import_pyplot().subplots(figsize=(7, 7), layout="constrained")
-    axes.set(xscale="log", yscale="log", xlabel="published tokens/s/device", ylabel="predicted")
-    for is_fitted, label in SEEN.items():
-        points = [row for row in rows if row["fitted"] == is_fitted]
-        speeds = [row["tokens_per_second_per_device"] for row in points]
-        axes.plot(speeds, [row["predicted"] for row in points], "o", markersize=4, label=label)
-    ends = axes.get_xlim()
-    axes.plot(ends, ends, color="gray", linewidth=1)
-    low, high = ([factor * end for end in ends] for factor in (0.75, 1.25))
-    axes.fill_between(ends, low, high, color="gray", alpha=0.2, label="within 25%")
-    axes.legend()
-    figure.savefig(file)
-
-
-# --------------------------------------------------------------------------------------------------
 # The command line
 
 
 def run(argv: list[str]) -> None:
     request, options = parse(argv)
-    if options.scoreboard:
-        found = [score(row) for row in options.scoreboard]
-        lines = scoreboard(found)
-        if options.plot:
-            plot_scoreboard(found, options.plot)
-    elif options.run:
+    if options.run:
         plan = make_plan(request)
         found = beside(plan, options.past)
         lines = report_beside(plan, options.past, found)
     elif options.search:
-        found = search.to_json(search.search(request, options.free, options.search_seconds))
+        found = search.to_json(*search.search(request, options.free, options.search_seconds))
         lines = search.table(found, request.cluster)
     else:
         plan = make_plan(request, options.tokens)
         found = to_json(plan)
-        lines = report(plan)
+        lines = [*report(plan)]
+        if options.scaling:
+            found["scaling"] = [*plan.scaling()]
+            lines += describe_scaling(found["scaling"])
     if options.json:
         print(json.dumps(found, indent=2))
     else:

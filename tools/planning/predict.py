@@ -5,17 +5,14 @@
 All constants are here, with their sources; two are assumptions, marked as such.
 """
 
-import functools
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-import torch
-
 import dist
 import metrics
 from config import Config, model_config
-from model import ModelConfig, Transformer
+from model import ModelConfig
 from runtime.cli import UsageError
 from tools.planning.rehearse import Communication, Operation, Rehearsal, rehearse
 
@@ -256,7 +253,7 @@ class Speed:
     communication: dict[str, float]  # axis -> total
     tokens: float  # per step and device
     peak: float  # FLOP/s of a device
-    flops_per_token: float  # without recomputation, as in train.py's MFU
+    flops: float  # per step, without recomputation, as in train.py's MFU
 
     @property
     def step_time(self) -> float:
@@ -268,7 +265,7 @@ class Speed:
 
     @property
     def mfu(self) -> float:
-        return self.flops_per_token * self.tokens_per_second_per_device / self.peak
+        return self.flops / self.step_time / self.peak
 
     def to_json(self) -> dict[str, float]:
         names = ("step_time", "tokens_per_second_per_device", "mfu")
@@ -339,7 +336,7 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
         communication=dict(total),
         tokens=setup.tokens_per_step / math.prod(setup.mesh_shape),
         peak=peak,
-        flops_per_token=flops_per_token(setup.model),
+        flops=rehearsal.flops,
     )
 
 
@@ -373,12 +370,6 @@ def overlap(
             beside["backward"].add(row, seconds, slowed, n)
             beside["last backward"].add(row, seconds, slowed, n)
     return beside, alone, total
-
-
-@functools.cache
-def flops_per_token(config: ModelConfig) -> float:
-    with torch.device("meta"):
-        return Transformer(config).flops_per_token(config.seq_len)
 
 
 def is_last_only(row: Communication, c: Config) -> bool:

@@ -13,11 +13,10 @@ import itertools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from unittest import mock
 
 import torch
 import torch.distributed
@@ -181,10 +180,12 @@ def run_step(c: Config, setup: Setup, mesh: dist.DeviceMesh, fuses: bool) -> Reh
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fakes, fuses)
     net = layout.empty_model(c, setup)  # outside: a parameter that is followed cannot move
-    with fakes, recorder, loss_parallel(), train.no_garbage_collection(), quick_build():
-        state, forward = train.build(c, setup, mesh, net)
+    with fakes, recorder, loss_parallel(), train.no_garbage_collection():
+        state, forward = train.build(c, setup, mesh, net, init_weights=False)
         recorder.follow(mesh, setup, state, forward)
-        all_times = [times_of_micro_batches(setup.grad_accum_steps)]
+        # How many micro-batches each rehearsed one stands for: the first, a middle one, the last
+        n = setup.grad_accum_steps
+        all_times = [[1] * n if n <= 3 else [1, n - 2, 1]]
         if isinstance(forward, DistributedDataParallel):
             all_times.insert(0, [1])  # the first step, where DDP rebuilds its buckets
         shape = (setup.micro_batch_size, setup.model.seq_len + 1)
@@ -207,28 +208,21 @@ def run_step(c: Config, setup: Setup, mesh: dist.DeviceMesh, fuses: bool) -> Reh
     )
 
 
-def times_of_micro_batches(grad_accum_steps: int) -> list[int]:
-    """How many micro-batches each rehearsed one stands for: the first, a middle one, the last."""
-    if grad_accum_steps <= 3:
-        return [1] * grad_accum_steps
-    return [1, grad_accum_steps - 2, 1]
-
-
 # --------------------------------------------------------------------------------------------------
 # A step of many layers, from steps of few
 
-FEW = 3  # units: the first, the last, and one between
+REHEARSED_UNITS = 2  # of FSDP: the first and the last
 
 
-class Unlike(ValueError):
+class NotRepeated(ValueError):
     """Two steps differ by more than repeated layers."""
 
 
 def run_layers(c: Config, setup: Setup, world: dist.World, fuses: bool) -> Rehearsal:
     """The step of `setup`, extended from a few layers if that is exact.
 
-    Layers between the first and the last do the same, in the same places of the step. What one unit
-    adds to FEW, all others add too. Not for DDP, whose buckets end anywhere.
+    Units between the first and the last do the same, in the same places of the step. What one unit
+    adds to these two, all others add too. Not for DDP, whose buckets end anywhere.
     """
     mesh = dist.make_mesh(world, setup.mesh_shape)  # once: DTensor keeps the groups of the first
 
@@ -238,11 +232,11 @@ def run_layers(c: Config, setup: Setup, world: dist.World, fuses: bool) -> Rehea
 
     n_layer = setup.model.n_layer
     unit = blocks_per_unit(c) or 1
-    more = n_layer // unit - FEW  # units
+    more = n_layer // unit - REHEARSED_UNITS  # units
     few = n_layer - more * unit
     found = None
-    if more > FEW + 1 and (setup.strategy != "ddp" or setup.uses_fsdp):
-        with suppress(Unlike):
+    if more > REHEARSED_UNITS + 1 and (setup.strategy != "ddp" or setup.uses_fsdp):
+        with suppress(NotRepeated):
             found = extend(run(few), run(few + unit), more)
     found = found or run(n_layer)
     memory = at_peak(found.changes, found.state["gradients"])
@@ -252,12 +246,12 @@ def run_layers(c: Config, setup: Setup, world: dist.World, fuses: bool) -> Rehea
 def extend(few, more, times: int):
     """`few` plus `times` times what `more` has beyond it, in all its numbers and lists.
 
-    Raises Unlike if the two differ otherwise.
+    Raises NotRepeated if the two differ otherwise.
     """
     if few == more:
         return few
     if type(few) is not type(more):
-        raise Unlike
+        raise NotRepeated
     if isinstance(few, int | float):
         return few + times * (more - few)
     if isinstance(few, list | tuple) and len(few) == len(more):
@@ -270,7 +264,7 @@ def extend(few, more, times: int):
         names = [f.name for f in dataclasses.fields(few)]
         values = {name: extend(getattr(few, name), getattr(more, name), times) for name in names}
         return dataclasses.replace(few, **values)
-    raise Unlike
+    raise NotRepeated
 
 
 def extend_list(few: list, more: list, times: int) -> list:
@@ -280,7 +274,7 @@ def extend_list(few: list, more: list, times: int) -> list:
     for _, i, i_end, j, j_end in matcher.get_opcodes():
         inserted = (j_end - j) - (i_end - i)
         if inserted < 0:
-            raise Unlike
+            raise NotRepeated
         found += times * more[j : j + inserted]
         found += extend(few[i:i_end], more[j + inserted : j_end], times)
     return found
@@ -388,6 +382,7 @@ class Recorder(TorchDispatchMode):
         self.chain: Operation | None = None  # fused by --compile
         self.touched: dict[Block, bool] = {}  # by the chain: did it make them
         self.state: dict[str, int] = {}
+        self.empty = torch.empty(0, device="meta")
 
     def __enter__(self):
         resize = torch.UntypedStorage.resize_
@@ -397,12 +392,12 @@ class Recorder(TorchDispatchMode):
             self.resized(storage)
 
         # FSDP frees gathered weights this way, which is not an operation that a mode sees.
-        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_and_record)
-        self.patch.start()
+        self.resize = resize
+        torch.UntypedStorage.resize_ = resize_and_record
         return super().__enter__()
 
     def __exit__(self, *error):
-        self.patch.stop()
+        torch.UntypedStorage.resize_ = self.resize
         return super().__exit__(*error)
 
     # Operations
@@ -410,22 +405,29 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types or AsyncCollectiveTensor in types:
             return NotImplemented  # decomposes into operations on local tensors
+        if function is torch.ops.prim.device.default:  # every second operation
+            return args[0].fake_device
         kwargs = kwargs or {}
         result = self.run(function, types, args, kwargs)
         if self.is_about_shapes(types):
             return result
+        operands, results = tensors_in((args, kwargs)), tensors_in(result)
         if not function.is_view:  # a view adds only gloo's buffers, split later
-            for tensor in tensors_in(result):
+            for tensor in results:
                 self.see(tensor)
-        self.classify(function, args, kwargs, result)
+        self.classify(function, operands, results)
         if self.phase != "build":
             self.collectives.count_operation(function, args, result)
             flops = self.count_flops(function, args, kwargs, result)
-            self.count_operation(function, args, kwargs, result, flops)
+            self.count_operation(function, operands, results, flops)
         return result
 
     def run(self, function, types, args, kwargs):
         """Run an operation, and do what the fake process group omits."""
+        if function is torch.ops.aten.new_empty.default and args[1] == [0] and args[0].is_meta:
+            # FSDP creates one per rank that gets no row of a weight, twelve million for llama3-70b
+            # on 16,384 ranks, and uses its own rank's.
+            return self.empty
         if FakeTensor not in types and is_real(args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
@@ -490,14 +492,14 @@ class Recorder(TorchDispatchMode):
             if block and KINDS.index(kind) < KINDS.index(block.kind):
                 block.kind = kind
 
-    def classify(self, function, args, kwargs, result) -> None:
+    def classify(self, function, operands: list[Tensor], results: list[Tensor]) -> None:
         """Recognize FSDP's buffers and cast weights."""
         if function.namespace == "fsdp":
-            self.mark(tensors_in((args, kwargs)), "gathered")
+            self.mark(operands, "gathered")
         elif function is torch.ops.aten._to_copy.default:
-            source = self.block_of(args[0])
+            source = self.block_of(operands[0])
             if source and source.kind == "parameters":
-                self.mark([result], "gathered")
+                self.mark(results, "gathered")
 
     def changes(self) -> list[Change]:
         """What happened to blocks, now that their kinds are known."""
@@ -527,12 +529,13 @@ class Recorder(TorchDispatchMode):
             self.flops["computed"] += self.times * (flops - repeated)
         return flops
 
-    def count_operation(self, function, args, kwargs, result, flops: float) -> None:
+    def count_operation(
+        self, function, operands: list[Tensor], results: list[Tensor], flops: float
+    ) -> None:
         """Count a kernel: its FLOPs, and the bytes it reads and writes."""
         name = function._schema.name
         if function.is_view or any(word in name for word in ("prim", "empty", "view", "copy_in")):
             return  # FSDP's copy_in of its own shard overlaps the rest
-        operands, results = tensors_in((args, kwargs)), tensors_in(result)
         shape = tuple(results[0].shape) if results else ()
         is_compiled = self.fuses and self.phase != "optimizer" and function.namespace == "aten"
         if is_compiled and not flops:
@@ -665,25 +668,6 @@ def is_real(args, kwargs) -> bool:
     return "device" not in kwargs or kwargs["device"] == tensors[0].device
 
 
-@contextmanager
-def quick_build() -> Iterator[None]:
-    """Skip slow parts of the build that change nothing recorded."""
-    new_empty = Tensor.new_empty
-    empty = torch.empty(0, device="meta")
-
-    def shared_empty(tensor: Tensor, size, **options) -> Tensor:
-        # FSDP creates one per rank that gets no row of a weight, twelve million for llama3-70b on
-        # 16,384 ranks, and uses its own rank's.
-        return empty if size == 0 and tensor.is_meta else new_empty(tensor, size, **options)
-
-    def materialize(net: nn.Module, device: torch.device, init: Callable) -> None:
-        net.to_empty(device=device)
-
-    patch = mock.patch.object
-    with patch(Tensor, "new_empty", shared_empty), patch(dist, "materialize", materialize):
-        yield
-
-
 # --------------------------------------------------------------------------------------------------
 # What a GPU allocates
 
@@ -694,14 +678,15 @@ def as_on(device_type: str) -> Iterator[None]:
     if device_type == "cpu":
         yield
         return
-    with (
-        # There attention is one kernel for any length. The CPU's keeps as much (q, k, v, result, a
-        # number per token and head) and returns the result in q's layout, like cuDNN.
-        mock.patch.object(model, "is_gpu", lambda device: True),
-        # A norm is one kernel too.
-        mock.patch.object(F, "rms_norm", fused_rms_norm),
-    ):
+    # There attention is one kernel for any length. The CPU's keeps as much (q, k, v, result, a
+    # number per token and head) and returns the result in q's layout, like cuDNN. A norm is one
+    # kernel too.
+    on_cpu = model.is_gpu, F.rms_norm
+    model.is_gpu, F.rms_norm = lambda device: True, fused_rms_norm
+    try:
         yield
+    finally:
+        model.is_gpu, F.rms_norm = on_cpu
 
 
 def fused_rms_norm(x: Tensor, shape: torch.Size, weight: Tensor, eps: float) -> Tensor:

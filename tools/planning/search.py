@@ -8,7 +8,6 @@ next of the fastest group, until time is up. One estimate decides what fits, her
 import dataclasses
 import itertools
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -109,16 +108,12 @@ class Group:
     speed: float = math.inf  # of the last one rehearsed, tokens/s/device
 
 
-@dataclass
-class Result:
-    ranked: list[Candidate]  # rehearsed, fitting, best first
-    passed_over: Counter  # why -> candidates
+def search(
+    request: Request, free: frozenset[str], seconds: float
+) -> tuple[list[Candidate], Counter]:
+    """Rank the candidates over `free` until time is up: best first, and why others are missing.
 
-
-def search(request: Request, free: frozenset[str], seconds: float) -> Result:
-    """Rank the candidates over `free` until time is up. Raises UsageError if none fits.
-
-    Finds at least one that fits, however long that takes.
+    Finds at least one that fits, however long that takes. Raises UsageError if none does.
     """
     began = time.monotonic()
     cluster = request.cluster
@@ -133,9 +128,6 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
             break
         group = max(groups, key=lambda group: group.speed)
         c, setup = group.left.pop(0)
-        if sys.stderr.isatty():  # progress, but not into a file
-            progress = f"{waiting} candidates, {max(0, left):.0f} s left: {flags_of(c)}"
-            print(progress, file=sys.stderr, flush=True)
         if not estimate_memory(c, setup).fits(cluster.device_memory):
             passed_over["are too large by the estimate"] += 1
             continue
@@ -151,7 +143,7 @@ def search(request: Request, free: frozenset[str], seconds: float) -> Result:
             f"nothing fits on {cluster.world_size} x {cluster.device_type}: take more devices, a "
             "smaller model or a shorter --seq_len"
         )
-    return Result(in_order(found, cluster), passed_over)
+    return in_order(found, cluster), passed_over
 
 
 def group_candidates(request: Request, free: frozenset[str]) -> tuple[list[Group], int]:
@@ -219,22 +211,6 @@ def flags_of(c: Config) -> str:
     return " ".join(f"--{name} {str(getattr(c, name)).lower()}" for name in names)
 
 
-def reason(result: Result) -> str:
-    """Why the first is the best."""
-    best, *others = result.ranked
-    compute = best.speed.compute / best.speed.step_time
-    waits = sum(best.speed.exposed.values()) / best.speed.step_time
-    text = f"{compute:.0%} of its step is compute, {waits:.0%} waits"
-    if not others:
-        return text
-    fastest = max(others, key=Candidate.tokens_per_second)
-    ratio = fastest.tokens_per_second() / best.tokens_per_second()
-    if ratio > 1:
-        text += f"; {flags_of(fastest.config)} is {ratio - 1:.1%} faster, within the error of "
-        return f"{text}{TIE:.0%}, and less simple"
-    return f"{text}; the next is {1 - ratio:.1%} slower"
-
-
 def table(found: dict, cluster: Cluster) -> Iterator[str]:
     """The lines for people, from a `to_json` result."""
     yield "tokens/s/device     MFU  step, s  memory  flags"
@@ -250,9 +226,12 @@ def table(found: dict, cluster: Cluster) -> Iterator[str]:
     yield f"best: {found['ranked'][0]['flags']}: {found['reason']}"
 
 
-def to_json(result: Result) -> dict:
+def to_json(ranked: list[Candidate], passed_over: Counter) -> dict:
     rows = []
-    for one in result.ranked:
+    for one in ranked:
         row = {"flags": flags_of(one.config), "peak": one.rehearsal.peak}
         rows.append(row | one.speed.to_json())
-    return {"ranked": rows, "reason": reason(result), "passed_over": dict(result.passed_over)}
+    best = ranked[0].speed
+    compute, waits = best.compute / best.step_time, sum(best.exposed.values()) / best.step_time
+    reason = f"{compute:.0%} of its step is compute, {waits:.0%} waits"
+    return {"ranked": rows, "reason": reason, "passed_over": dict(passed_over)}
