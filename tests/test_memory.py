@@ -5,12 +5,14 @@ import itertools
 import platform
 import re
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import TRAIN, Job, build_run, flags, listen, train_step
+from conftest import ROOT, TRAIN, Job, build_run, flags, listen, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
@@ -225,7 +227,10 @@ def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     ddp = layout.estimate_memory(one, layout.choose(one, world, decoder, 0)).total
     found = []
     for share in used:
-        found.append(layout.choose(c, world, decoder, int(ddp / share)).strategy)
+        on_host = int(world.local_size * ddp / share)
+        with mock.patch.object(memory, "available_memory", return_value=on_host):
+            of_rank = memory.device_memory(world.device, world.local_size)
+        found.append(layout.choose(c, world, decoder, of_rank).strategy)
     return found
 
 
@@ -306,3 +311,22 @@ def resident_after_freeing() -> tuple[int, int]:
 def test_a_trim_returns_what_was_kept(pool):
     ((kept, after_trim),) = pool(1, resident_after_freeing)
     assert kept > 30e6 and after_trim < 10e6
+
+
+@pytest.mark.parametrize("command", ["train.py", "-m tools.check"])
+def test_torch_finds_expandable_segments_unless_the_allocator_is_configured(tmp_path, command):
+    """On its import, when the allocator reads the variable."""
+    (tmp_path / "torch.py").write_text(
+        "import os\nprint(os.environ.get('PYTORCH_ALLOC_CONF'))\nraise SystemExit\n"
+    )
+    new, old = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    for given, found in (
+        ({}, "expandable_segments:True"),
+        ({new: "a:1"}, "a:1"),
+        ({old: "a:1"}, "None"),
+    ):
+        environment = {"PYTHONPATH": str(tmp_path), **given}
+        done = subprocess.run(
+            [sys.executable, *command.split()], env=environment, cwd=ROOT, stdout=subprocess.PIPE
+        )
+        assert done.stdout.decode() == f"{found}\n"

@@ -165,8 +165,11 @@ def test_weights_of_a_run_are_those_of_its_newest_valid_checkpoint(begin, tmp_pa
 
 def test_the_weights_of_a_run_do_not_begin_another_in_its_folder(begin, tmp_path):
     path = save(tmp_path / "run", 10)
-    with pytest.raises(UsageError, match="--init_from .*/run is the run in --out .*/run: choose"):
-        begin(path, init_from=str(tmp_path / "run"))
+    (tmp_path / "link").symlink_to("run")
+    for name in ("run", "link"):
+        line = f"--init_from .*/{name} is the run in --out .*/run: choose"
+        with pytest.raises(UsageError, match=line):
+            begin(path, init_from=str(tmp_path / name))
 
 
 def settled(**flags) -> Config:
