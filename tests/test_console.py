@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import ROOT, TRAIN, call_train, flags, rows
+from conftest import ROOT, TRAIN, call_train, flags, rows, wait_until
 
 import checkpoint
 import train
@@ -148,20 +148,13 @@ with console.live(progress):
 """
     terminal = Terminal(columns=30)
     process = terminal.start("-c", code)
-    wait_until(lambda: live_lines(terminal.written))
+    wait_until(lambda: live_lines(terminal.written), 30)
     terminal.resize(12)
-    wait_until(lambda: live_lines(terminal.written)[-1] == "converting.")
+    wait_until(lambda: live_lines(terminal.written)[-1] == "converting.", 30)
     os.write(terminal.near, b"\n")
     assert process.wait(30) == 0
     assert live_lines(terminal.written)[0] == "converting" + 19 * "."
     terminal.close()
-
-
-def wait_until(condition, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_ctrl_c_leaves_a_clean_line():
@@ -174,7 +167,7 @@ sys.exit(cli.execute("prog", command))
 """
     terminal = Terminal()
     process = terminal.start("-c", code)
-    wait_until(lambda: live_lines(terminal.written))
+    wait_until(lambda: live_lines(terminal.written), 30)
     os.write(terminal.near, b"\x03")
     assert process.wait(30) == 130
     assert terminal.close() == ""
@@ -332,7 +325,7 @@ def test_a_closed_terminal_stops_the_run_which_saves(tokens, tmp_path):
     text = f"--data {tokens} --max_steps 100000 --out {tmp_path}/run --strategy ddp"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     process = terminal.start(*launcher, TRAIN, *flags(text), OMP_NUM_THREADS="1")
-    wait_until(lambda: "step      5/100000" in terminal.written)
+    wait_until(lambda: "step      5/100000" in terminal.written, 30)
     os.close(terminal.far)
     os.close(terminal.near)
     assert process.wait(60) == 1  # torchrun's own
