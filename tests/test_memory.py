@@ -89,6 +89,10 @@ def test_the_estimate_of_weights_gradients_and_optimizer_is_exact(
         assert estimate.total == sum(dataclasses.astuple(estimate))
 
 
+def test_a_shard_counts_as_the_first_which_is_the_largest():
+    assert layout.local_numel(torch.nn.Parameter(torch.empty(10, 4)), (1, 4, 1)) == 3 * 4
+
+
 def gradient_storages(argv: list[str]) -> tuple[layout.Memory, list[set[tuple[int, int]]]]:
     """The estimate of a rank, and what holds the gradients before each backward of three steps.
 
