@@ -201,6 +201,14 @@ def train_step(run: Built, batches, step: int) -> dict:
 # Jobs: train.py under torchrun, or without
 
 
+def wait_until(condition, seconds: float, said=lambda: "", pause: float = 0.01) -> None:
+    """Wait for a condition; an error that it never came has what was `said`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, said()
+        time.sleep(pause)
+
+
 def children(pid: int) -> list[int]:
     """The process ids of a process's children."""
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
@@ -242,10 +250,13 @@ class Job:
 
     def wait_until(self, condition, seconds: float) -> None:
         """Wait for a condition of the running job."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline and self.process.poll() is None, self.err
-            time.sleep(0.01)
+
+        def is_met() -> bool:
+            met = condition()
+            assert met or self.process.poll() is None, self.err
+            return met
+
+        wait_until(is_met, seconds, lambda: self.err)
 
     def wait(self, seconds: float) -> int:
         """Wait for the end; return the exit status."""
@@ -321,6 +332,14 @@ def documented_fields(document: str, table: str, row: str = "") -> set[str]:
     return set(re.findall(r"`(\w+)`", found))
 
 
+def last_checkpoint(run: Path) -> Path:
+    return checkpoint.list_checkpoints(run)[-1]
+
+
+def newest_step(run: Path) -> int:
+    return checkpoint.read_manifest(last_checkpoint(run))["step"]
+
+
 def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """The full tensors of a checkpoint."""
     reader = checkpoint.Reader(path)
@@ -329,7 +348,7 @@ def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 def assert_same(one: Path, other: Path) -> None:
     """Two runs ended with the same weights and optimizer state, bit for bit."""
-    a, b = (tensors(checkpoint.list_checkpoints(run)[-1]) for run in (one, other))
+    a, b = (tensors(last_checkpoint(run)) for run in (one, other))
     assert a.keys() == b.keys() and len(a) > 50
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -346,10 +365,6 @@ FORMAT_OF_MESH = {
     "hsdp --dp_shard 2": "sharded",
     "fsdp --tp 2": "sharded --async_save",
 }
-
-
-def last_checkpoint(run: Path) -> Path:
-    return checkpoint.list_checkpoints(run)[-1]
 
 
 def file_names(folder: Path) -> list[str]:

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from runtime import profiling
 from runtime.profiling import asks_for_values
 from tools.planning.rehearse import Recorder
 
@@ -34,6 +35,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 ROOT = SOURCE.parent.parent
 GPUS = 4
 aten = torch.ops.aten
+c10d_ops = torch.ops.c10d
 
 
 def library() -> Path:
@@ -133,8 +135,11 @@ def install() -> None:
     }
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
+    torch.cuda.nccl.version = lambda: (2, 29, 3)
     torch.Generator = Generator
     torch.nn.functional.scaled_dot_product_attention = flash_attention
+    # Without CUPTI, the profiler of a GPU fails in each operation, with a stack of 60 lines.
+    profiling.profile = lambda activities: torch.profiler.profile(activities=activities[:1])
     # DDP's timer for GPUs is code of a CUDA build.
     torch.distributed.Logger.set_runtime_stats_and_log = lambda logger: None
     c10d.is_nccl_available = lambda: True
@@ -226,7 +231,8 @@ class Gpu(Recorder):
         future = torch.futures.Future()
         future.set_result(args[0])
         work = _create_work_from_future(future).boxed()
-        return work if function is torch.ops.c10d.barrier.default else (args[0], work)
+        returns_work = function.overloadpacket in (c10d_ops.barrier, c10d_ops.send, c10d_ops.recv_)
+        return work if returns_work else (args[0], work)
 
     def check_adamw(self, params, grads, averages, squares, _, steps, *, lr, **options) -> None:
         """What FusedAdamWKernel.cu refuses (check_fast_path_restrictions), or reads as floats."""
@@ -256,7 +262,8 @@ class Gpu(Recorder):
         frame = sys._getframe()
         while frame:
             path = Path(frame.f_code.co_filename)
-            if path.parent in (ROOT, ROOT / "runtime"):
+            is_ours = path.parent in (ROOT, ROOT / "runtime")
+            if is_ours and frame.f_code.co_name != "__torch_dispatch__":  # of --profile
                 break
             frame = frame.f_back
         place = f"{path.name} {frame.f_code.co_name}" if frame else "backward"

@@ -1,5 +1,6 @@
 """Ranks that were not started alike are refused; a flag of one rank reaches all."""
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -75,6 +76,19 @@ def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
+def test_the_code_is_the_modules_of_a_run_in_all_folders(tmp_path):
+    files = [tmp_path / name for name in ("train.py", "runtime/agreement.py", "text/encode.py")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    with mock.patch.object(agreement, "__file__", str(files[1])):
+        hashes = [agreement.source_hash()]
+        for file in files:
+            file.write_text("changed")
+            hashes.append(agreement.source_hash())
+    assert len(set(hashes)) == 4
+
+
 def read(indices_of_ranks: list[list[int]]) -> str:
     """What is wrong with ranks that read these sequences."""
     world = dist.start("cpu")
@@ -121,3 +135,10 @@ def test_a_signal_to_one_rank_stops_all_in_the_same_step(pool, number):
 def test_a_flag_of_any_rank_reaches_all_in_the_next_step(pool):
     answers = pool(3, raise_flags, {2: 1, 5: 2}, 7)
     assert answers == [[False, False, False, True, False, False, True]] * 3
+
+
+def test_a_time_limit_leaves_time_for_two_steps_and_two_saves():
+    now = itertools.count(0, 10).__next__  # at the start of the run, and after each step
+    with mock.patch.object(agreement, "time", mock.Mock(monotonic=now)):
+        limit = agreement.TimeLimit(100)
+        assert [limit.is_near(save_seconds=10) for _ in range(8)] == 6 * [False] + 2 * [True]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same, call_train, flags, rows, tensors, torchrun
+from conftest import assert_same, call_train, flags, newest_step, rows, tensors, torchrun
 
 import checkpoint
 
@@ -35,10 +35,6 @@ def whole(pool, tokens, tmp_path_factory) -> Path:
 
 def logged_steps(out: Path) -> int:
     return len(rows(out)) if (out / "metrics.jsonl").exists() else 0
-
-
-def newest_step(out: Path) -> int:
-    return checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
 
 
 def kill(out: Path, argv: list[str], rng: random.Random) -> None:

@@ -6,6 +6,10 @@ import pytest
 
 from runtime import cli
 
+NO_MEMORY = (
+    "prog: error: can't allocate memory; lower --micro_batch_size, or shard with --strategy fsdp\n"
+)
+
 
 @pytest.mark.parametrize(
     "error, status, said",
@@ -13,6 +17,7 @@ from runtime import cli
         (cli.UsageError("--lr is too high"), 2, "prog: error: --lr is too high\n"),
         (cli.RunError("no memory is left"), 1, "prog: error: no memory is left\n"),
         (OSError(28, "No space left"), 1, "prog: error: [Errno 28] No space left\n"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory."), 1, NO_MEMORY),
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 130, ""),  # the reader of a pipe has left
     ],

@@ -15,7 +15,7 @@ import time
 from unittest import mock
 
 import pytest
-from conftest import ROOT, TRAIN, call_train, flags, rows
+from conftest import ROOT, TRAIN, call_train, flags, rows, wait_until
 
 import checkpoint
 import train
@@ -133,20 +133,13 @@ with console.live(progress):
 """
     terminal = Terminal(columns=30)
     process = terminal.start("-c", code)
-    wait_until(lambda: live_lines(terminal.written))
+    wait_until(lambda: live_lines(terminal.written), 30)
     terminal.resize(12)
-    wait_until(lambda: live_lines(terminal.written)[-1] == "converting.")
+    wait_until(lambda: live_lines(terminal.written)[-1] == "converting.", 30)
     os.write(terminal.near, b"\n")
     assert process.wait(30) == 0
     assert live_lines(terminal.written)[0] == "converting" + 19 * "."
     terminal.close()
-
-
-def wait_until(condition, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_live_line_says_which_share_is_done_or_since_when_the_rest_is_the_same():
@@ -176,7 +169,7 @@ sys.exit(cli.execute("prog", command))
 """
     terminal = Terminal()
     process = terminal.start("-c", code)
-    wait_until(lambda: live_lines(terminal.written))
+    wait_until(lambda: live_lines(terminal.written), 30)
     os.write(terminal.near, b"\x03")
     assert process.wait(30) == 130
     assert terminal.close() == ""
@@ -304,7 +297,7 @@ def test_a_closed_terminal_stops_the_run_which_saves(tokens, tmp_path):
     text = f"--data {tokens} --max_steps 100000 --out {tmp_path}/run --strategy ddp"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     process = terminal.start(*launcher, TRAIN, *flags(text), OMP_NUM_THREADS="1")
-    wait_until(lambda: "step      5/100000" in terminal.written)
+    wait_until(lambda: "step      5/100000" in terminal.written, 30)
     os.close(terminal.far)
     os.close(terminal.near)
     assert process.wait(60) == 1  # torchrun's own

@@ -1,5 +1,6 @@
 """Token folders, and which rank reads which sequence."""
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -138,8 +139,8 @@ SURVEY = 65536 // 2  # tokens in a block of the start-up survey
 
 
 def test_of_a_large_file_the_start_reads_blocks_up_to_its_end(tmp_path):
-    """Of 512 blocks, 32 MiB, every second one."""
-    tokens = np.zeros(512 * SURVEY, np.uint16)
+    """Of 512 blocks, 32 MiB, every second one; the last is not full."""
+    tokens = np.zeros(512 * SURVEY - 9, np.uint16)
     fingerprints = []
     for block in (511, 510):
         write_large(tmp_path, tokens)
@@ -267,6 +268,16 @@ def test_one_path_is_one_folder_whatever_its_name(tokens, tmp_path):
         assert folder == data.open_folder(folder.path)
     with pytest.raises(data.DataError, match="nowhere:here: no train.bin there"):
         data.open_folders("nowhere:here")
+
+
+def test_only_the_same_tokenizer_is_the_same_vocabulary(tokens):
+    """Not another one of that size, nor one in a file of that name."""
+    folder = data.open_folder(tokens)
+    files = [{"a.tiktoken": contents} for contents in (b"one", b"other")]
+    others = [dataclasses.replace(folder, tokenizer_file=file) for file in files]
+    folders = [folder, dataclasses.replace(folder, tokenizer="gpt2"), *others]
+    for one in folders:
+        assert [other.vocabulary == one.vocabulary for other in folders].count(True) == 1
 
 
 def test_a_run_on_a_mixture_says_its_epochs_and_keeps_its_shares(pool, mixture, tmp_path):

@@ -24,6 +24,7 @@ from conftest import Pool, flags, free_port
 import train
 from config import model_config
 from runtime import console, watchdog
+from tools import check
 from tools.planning.rehearse import rehearse
 
 pytestmark = [
@@ -54,8 +55,21 @@ CASES = [
     ("fsdp --reshard_after_forward false --model tinyllama-1.1b", 2, 2),
     ("fsdp --activation_checkpointing selective", 2, 1),
     ("fsdp --tp 2 --clip adaptive", 4, 1),
+    ("single --optimizer muon --optim_metrics_interval 2", 1, 1),
+    ("single --num_workers 2", 1, 1),
+    ("single --profile 0:1", 1, 1),
+    ("ddp --num_workers 1 --optimizer muon", 2, 2),
+    ("ddp --profile 0:1", 2, 2),
+    ("fsdp --optimizer muon --clip adaptive", 2, 1),
+    ("fsdp --wrap none", 2, 1),
+    ("fsdp --n_layer 3 --wrap block_group:2", 2, 1),
+    ("fsdp --profile 0:1", 2, 1),
+    ("fsdp --tp 2 --optimizer muon", 4, 1),
+    ("fsdp --tp 2 --checkpoint sharded --async_save --profile 0:1", 4, 1),
     ("hsdp --dp_shard 2 --grad_sync shard", 4, 2),
 ]
+# On two ranks; the other checks compare values, or need a launcher.
+CHECKS = "devices matmul links parity --strategy fsdp"
 
 BLOCKS = "to cuda, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
@@ -81,6 +95,7 @@ class Report:
     error: str = ""
     crossings: Counter = field(default_factory=Counter)
     refusals: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # of tools.check
     traffic: list = field(default_factory=list)  # [communication, bytes of state] of a step
     rehearsed: list = field(default_factory=list)
     groups: list[tuple] = field(default_factory=list)  # (name, ranks, seconds) of each axis
@@ -111,6 +126,11 @@ def play(flags_of: dict, ports_of: dict) -> dict[tuple, Report]:
                     decoder = model_config(config, 257)
                     found = rehearse(config, rank, size, size, decoder, "cuda", 80 << 30)
                     report.rehearsed = [sorted(found.communication, key=repr), found.state]
+                    if config.profile:
+                        profiled = check.Check("profile")
+                        file = Path(config.out, f"profile/rank_{rank}.json")
+                        check.compare_profile(profiled, file, found.communication)
+                        report.problems += profiled.problems
             except BaseException:
                 report.error = traceback.format_exc()
             if torch.distributed.is_initialized():
@@ -136,16 +156,18 @@ def run_case(report: Report, argv: list[str], ports: list[int]) -> None:
         return call
 
     def build(c, setup, mesh):
-        state, forward = build_run(c, setup, mesh)
+        with mock.patch.object(torch.cuda, "empty_cache") as empty_cache:
+            state, forward = build_run(c, setup, mesh)
+        empty_cache.assert_called_once()  # full tensors leave no gaps behind
         gpu.follow(mesh, setup, state, forward)
         report.groups = [describe(mesh.get_group(axis)) for axis in mesh.mesh_dim_names]
         report.connections = store_connections()
         return state, forward
 
     @contextlib.contextmanager
-    def the_loop(*_):  # in place of the live line
+    def the_loop(line):  # in place of the live line
         with mock.patch.object(gpu, "part", "loop"):
-            yield
+            yield line
 
     def step(forward, optimizer, batches, step, n, grad_sync, measure):
         gpu.forget_counts()
@@ -170,6 +192,40 @@ def run_case(report: Report, argv: list[str], ports: list[int]) -> None:
         loop = mock.patch.object(console, "live", the_loop)
         with patches, loop, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
             assert train.command([*argv, "--max_steps", str(max_steps)]) == 0
+
+
+def play_checks(argv: list[str]) -> dict[str, list[str]]:
+    """The problems that each check of tools.check has found."""
+    fake_cuda.install()
+    fakes = fake_cuda.Fakes()
+    found = {}
+    settle = check.Lab.settle
+
+    def keep(lab, result, raised_at) -> None:
+        settle(lab, result, raised_at)
+        found[result.name] = result.problems
+
+    def seconds(call) -> list[float]:
+        call()
+        return [1.0]  # of this machine, any would do
+
+    def slow_ones(measure) -> dict:
+        measure()
+        return {}
+
+    few_steps = f"{check.SHORT} --max_steps 4 --warmup_steps 1 "
+    lab = {"settle": keep, "rehearse": fake_cuda.without_fakes(check.Lab.rehearse)}
+    with (
+        mock.patch.multiple(check.Lab, **lab),
+        mock.patch.multiple(check.bench, times=seconds, slow_ones=slow_ones),
+        mock.patch.multiple(check, STRATEGIES={}, SHORT=few_steps),
+        mock.patch.object(torch.version, "cuda", "13.0"),
+        fakes,
+        fake_cuda.Gpu(fakes),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        check.check_ranks(argv)
+    return found
 
 
 def describe(group: torch.distributed.ProcessGroup) -> tuple:
@@ -203,7 +259,14 @@ class Gpus(Pool):
 
 
 @pytest.fixture(scope="module")
-def reports(tokens, tmp_path_factory) -> dict[tuple, Report]:
+def gpus():
+    ranks = Gpus()
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def reports(gpus, tokens, tmp_path_factory) -> dict[tuple, Report]:
     """The report of each rank of each case."""
     root = tmp_path_factory.mktemp("runs")
     flags_of = {}
@@ -213,12 +276,10 @@ def reports(tokens, tmp_path_factory) -> dict[tuple, Report]:
         few += " --num_workers 0 --eval_sequences 1 --checkpoint none"
         out = f"--device cuda --data {tokens} --out {root}/{number}"
         flags_of[text, ranks, accum] = flags(f"{out} {few} --strategy {text}")
-    gpus = Gpus()
     found = {}
     ports_of = {case: [free_port(), free_port()] for case in CASES}
     for reports in gpus(4, play, flags_of, ports_of, timeout=300):
         found |= reports
-    gpus.stop()
     return found
 
 
@@ -228,17 +289,17 @@ def test_a_step_waits_for_nothing_and_each_kernel_takes_it(reports, case):
     for rank in range(ranks):
         report = reports[case, rank]
         assert not report.error, report.error
-        assert not report.refusals
+        assert not report.refusals and not report.problems
         steps = 3 if "--checkpoint" in text else 2
         in_loop = {
             ("data.py copy", "to cuda, pinned, side stream"): steps * accum,
             ("data.py prefetch", "record_stream"): steps * accum,
-            ("metrics.py send_row", "to cuda, pinned"): steps,
-            ("metrics.py send_row", "to cpu, pinned"): steps,
+            ("metrics.py send", "to cuda, pinned"): steps,
+            ("metrics.py send", "to cpu, pinned"): steps,
         }
         beside = AT_START | EVALUATION
         if "--optim_metrics_interval" in text and rank == 0:
-            in_loop["metrics.py parameters", ASKS] = mock.ANY
+            in_loop["optim.py rows", ASKS] = mock.ANY
         if "--sample_tokens" in text:
             beside |= SAMPLING
         if "--checkpoint" in text:
@@ -260,3 +321,9 @@ def test_make_mesh_names_the_groups_and_gives_them_the_timeout(reports):
         ranks_of = {"dp_replicate": replicas, "dp_shard": shards, "tp": [rank]}
         assert report.groups == [(name, ranks, seconds) for name, ranks in ranks_of.items()]
         assert report.connections <= 8  # torchrun's limit of open files is theirs
+
+
+def test_the_checks_run_on_gpus(gpus, tokens, tmp_path):
+    argv = flags(f"{CHECKS} --device cuda --data {tokens} --out {tmp_path}/checks")
+    for found in gpus(2, play_checks, argv, timeout=120):
+        assert found == {"devices": [], "matmul": [], "links": [], "parity planned": []}

@@ -101,6 +101,26 @@ def test_a_skipped_step_changes_nothing_but_its_count(optimizer):
     assert metrics["skipped_in_a_row"].item() == 2  # the most so far
 
 
+def test_an_optimizer_that_was_loaded_clips_by_the_steps_before():
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    adaptive = settings(clip="adaptive")
+    optimizers = [optim.Optimizer([("w", weight)], bool, adaptive) for weight in weights]
+
+    def step(i: int, number: int, gradient: float) -> None:
+        weights[i].grad = torch.tensor([gradient])
+        optimizers[i].step(number, torch.tensor(1.0))
+
+    for number in range(1, 20):
+        step(0, number, 1.0)
+    saved, loaded = (dict(checkpoint.flatten(optimizer.state())) for optimizer in optimizers)
+    weights[1].data.copy_(weights[0])
+    for name, tensor in loaded.items():
+        tensor.copy_(saved[name])
+    for i in range(2):
+        step(i, 20, 9.0)
+    assert torch.equal(*weights)
+
+
 # --------------------------------------------------------------------------------------------------
 # Spikes
 

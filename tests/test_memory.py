@@ -5,12 +5,14 @@ import itertools
 import platform
 import re
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import TRAIN, Job, build_run, flags, listen, train_step
+from conftest import ROOT, TRAIN, Job, build_run, flags, listen, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
@@ -85,6 +87,10 @@ def test_the_estimate_of_weights_gradients_and_optimizer_is_exact(
         for part, size in taken.items():
             assert getattr(estimate, part) == size, part
         assert estimate.total == sum(dataclasses.astuple(estimate))
+
+
+def test_a_shard_counts_as_the_first_which_is_the_largest():
+    assert layout.local_numel(torch.nn.Parameter(torch.empty(10, 4)), (1, 4, 1)) == 3 * 4
 
 
 def gradient_storages(argv: list[str]) -> tuple[layout.Memory, list[set[tuple[int, int]]]]:
@@ -217,7 +223,10 @@ def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     ddp = layout.estimate_memory(one, layout.choose(one, world, decoder, 0)).total
     found = []
     for share in used:
-        found.append(layout.choose(c, world, decoder, int(ddp / share)).strategy)
+        on_host = int(world.local_size * ddp / share)
+        with mock.patch.object(memory, "available_memory", return_value=on_host):
+            of_rank = memory.device_memory(world.device, world.local_size)
+        found.append(layout.choose(c, world, decoder, of_rank).strategy)
     return found
 
 
@@ -281,3 +290,22 @@ def page_faults_of_a_large_tensor() -> int:
 def test_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
     (faults,) = pool(1, page_faults_of_a_large_tensor)
     assert faults < 100
+
+
+@pytest.mark.parametrize("command", ["train.py", "-m tools.check"])
+def test_torch_finds_expandable_segments_unless_the_allocator_is_configured(tmp_path, command):
+    """On its import, when the allocator reads the variable."""
+    (tmp_path / "torch.py").write_text(
+        "import os\nprint(os.environ.get('PYTORCH_ALLOC_CONF'))\nraise SystemExit\n"
+    )
+    new, old = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    for given, found in (
+        ({}, "expandable_segments:True"),
+        ({new: "a:1"}, "a:1"),
+        ({old: "a:1"}, "None"),
+    ):
+        environment = {"PYTHONPATH": str(tmp_path), **given}
+        done = subprocess.run(
+            [sys.executable, *command.split()], env=environment, cwd=ROOT, stdout=subprocess.PIPE
+        )
+        assert done.stdout.decode() == f"{found}\n"

@@ -97,6 +97,12 @@ def test_a_row_is_of_all_ranks(pool, tmp_path):
     assert (next_row["data_wait"], next_row["data_wait_min"]) == (1.0, 1.0)
 
 
+def test_of_a_gpu_the_log_has_what_is_reserved_and_how_often_an_allocation_was_retried():
+    stats = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
+    with mock.patch.object(torch.cuda, "memory_stats", return_value=stats):
+        assert [*metrics.peak_memory(torch.device("cuda")).values()][:3] == [5, 7, 2]
+
+
 def test_a_pause_is_not_part_of_a_step(log, tmp_path, monkeypatch):
     the_log = log()
     with the_log.pause():
@@ -118,6 +124,31 @@ def test_the_console_line(log, capsys, monkeypatch):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 103.0)
     log_step(the_log, 6, device_metrics(2.5))
     assert capsys.readouterr().out.endswith("  0m47s left\n")
+
+
+class EventOfADevice(metrics.DeviceEvent):
+    """An event that has passed when somebody has waited for it, as on a device that is behind."""
+
+    waited = False
+
+    def has_passed(self) -> bool:
+        return self.waited
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_a_row_is_written_when_it_has_arrived(log, tmp_path, monkeypatch):
+    """The host does not wait for the device before a pause."""
+    monkeypatch.setattr(metrics, "DeviceEvent", EventOfADevice)
+    the_log = log()
+    the_log.rates = dataclasses.replace(the_log.rates, device=torch.device("meta"))
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 101.0)
+    for step in (1, 2):  # the first of a start has a row
+        the_log.step(step, device_metrics(2.5))
+        assert not (tmp_path / "metrics.jsonl").exists()
+    with the_log.pause():
+        assert len(rows(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("seconds, clock", [(59.7, "1m00s"), (3599.8, "60m00s"), (59.2, "0m59s")])

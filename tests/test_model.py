@@ -124,16 +124,20 @@ def test_rope_scaling_between_equal_factors_is_refused():
         RopeScaling(8.0, 4.0, 4.0, 8192)
 
 
-class CountCalls(TorchDispatchMode):
-    """Counts the operations that run, by name."""
+class Operations(TorchDispatchMode):
+    """How often each ran, by name, and the elements of the largest tensor computed."""
 
     def __init__(self):
         super().__init__()
         self.counts = Counter()
+        self.largest = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.counts[str(function)] += 1
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.largest = max([self.largest, *(tensor.numel() for tensor in tensors)])
+        return result
 
 
 def test_attention_over_long_and_short_sequences_agrees():
@@ -143,7 +147,7 @@ def test_attention_over_long_and_short_sequences_agrees():
     k = torch.randn(2, 2, 520, 8, generator=generator)
     v = torch.randn(2, 2, 520, 8, generator=generator)
     whole = causal_attention(q, k, v)
-    with CountCalls() as short:
+    with Operations() as short:
         prefix = causal_attention(q[:, :, :512], k[:, :, :512], v[:, :, :512])
     assert short.counts["aten.baddbmm.default"] == 1  # the scores, written out
     torch.testing.assert_close(whole[:, :, :512], prefix, rtol=1e-4, atol=1e-5)
@@ -188,26 +192,13 @@ def test_bfloat16_computes_in_it_and_keeps_gradients_in_float32():
     torch.testing.assert_close(loss, build_model(SMALL)(tokens, tokens), rtol=1e-2, atol=0)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor computed."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.elements = max(self.elements, leaf.numel())
-        return result
-
-
 def loss_and_largest_tensor(config: ModelConfig, chunks: int) -> tuple[Transformer, float, int]:
     model = build_model(config, loss_chunks=chunks)
     tokens = torch.arange(4 * 33).view(4, 33) % config.vocab_size
-    with LargestTensor() as largest:
+    with Operations() as operations:
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-    return model, loss.item(), largest.elements
+    return model, loss.item(), operations.largest
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -98,7 +98,7 @@ def test_a_corpus_of_one_document_is_never_all_validation(tmp_path):
 def test_what_was_read_and_skipped_is_said(tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()
-    (text / "a").write_text("one")
+    (text / "a").write_text("one<|endoftext|>")  # after which nothing is, and no blank document
     (text / "b").write_text("two<|endoftext|>three<|endoftext|>\n")
     (text / "empty").touch()
     (text / "utf-16").write_text("text", encoding="utf-16")

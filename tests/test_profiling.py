@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import documented_fields, flags, listen
+from conftest import documented_fields, flags, listen, rows
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 import checkpoint
@@ -71,6 +71,8 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
             assert figures["host_syncs"] == {f"test_profiling.py:{line}": 1}
         else:
             assert figures["host_syncs"] == {} and figures["data_wait"] > 0.1
+    if fault == "data":
+        assert min(row["data_wait"] for row in rows(tmp_path / "run")) > 0.09
     assert "profile steps 4 to 6, " in out and "4 x all_gather over dp_shard" in out
     assert "host syncs: " + ("1 x test_profiling.py:" if fault == "sync" else "none") in out
 
@@ -100,6 +102,17 @@ def test_a_rank_that_sleeps_is_named(pool, tokens, tmp_path, strategy):
     assert all(one["waited"] == figures[0]["waited"] for one in figures)
     for one, seconds in zip(figures, figures[0]["waited"]):
         assert one["exposed_communication"] * one["step_time"] == pytest.approx(seconds)
+
+
+def communicated_alone() -> dict:
+    mesh = dist.make_mesh(dist.start("cpu"), (1, 1, 1))
+    with profiling.CommunicationCounter(mesh) as traffic:
+        torch.distributed.all_reduce(torch.ones(2), group=mesh.get_group("tp"))
+    return traffic.counts
+
+
+def test_an_axis_of_one_rank_sends_nothing(pool):
+    assert pool(1, communicated_alone) == [{}]
 
 
 def switches(argv: list[str]) -> tuple[int, list]:

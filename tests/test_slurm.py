@@ -9,15 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from conftest import ROOT, assert_same, call_train, flags, free_port, rows
+from conftest import ROOT, assert_same, call_train, flags, free_port, newest_step, rows, wait_until
 
-import checkpoint
 from runtime.slurm import read_slurm
 
 
@@ -209,10 +207,7 @@ class SlurmJob:
         return rows(self.run)[-1]["step"] if (self.run / "metrics.jsonl").exists() else 0
 
     def wait_until(self, condition, seconds: float) -> None:
-        try:
-            wait_until(condition, seconds)
-        except AssertionError:
-            raise AssertionError(self.said) from None
+        wait_until(condition, seconds, lambda: self.said, pause=0.1)
 
     def train_on(self, n_steps: int) -> None:
         goal = self.steps() + n_steps
@@ -231,19 +226,8 @@ class SlurmJob:
         return [int(line.split()[0]) for line in lines[1:]]
 
 
-def wait_until(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def newest_step(run: Path) -> int:
-    return checkpoint.read_manifest(checkpoint.list_checkpoints(run)[-1])["step"]
 
 
 @pytest.fixture(scope="module")

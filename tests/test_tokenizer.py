@@ -133,6 +133,21 @@ def test_a_character_of_several_tokens_comes_with_its_last():
     assert list(tokenizer.decode("bytes", [0xC3, 0xA9, 0x61])) == ["", "é", "a", ""]
 
 
+def test_a_word_keeps_its_space_where_the_first_of_a_text_loses_it(monkeypatch):
+    words = SimpleNamespace(decode=lambda ids: "".join(f" {i}" for i in ids)[1:])
+    monkeypatch.setattr(tokenizer, "load_encoding", lambda name: words)
+    assert list(tokenizer.decode("any", [1, 2, 3])) == ["1", " 2", " 3", ""]
+
+
+def test_bits_per_byte_of_a_mixture_weigh_the_bytes_of_a_token_by_its_shares():
+    folders = []  # with 2 and 4 bytes a token
+    for val_bytes, share in ((100, 250), (200, 750)):
+        tokens = {"val": range(50)}.__getitem__
+        folders.append(SimpleNamespace(val_bytes=val_bytes, share=share, tokens=tokens))
+    said = report.bits_per_byte(math.log(2), folders, torch.tensor([400, 600]))
+    assert said == f"{1000 / 3500:.6f} bits per byte"
+
+
 def test_gpt2_without_network_says_what_to_do(tmp_path, monkeypatch):
     import requests
     import tiktoken.registry

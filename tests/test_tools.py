@@ -102,7 +102,7 @@ def write_run(
             "grad_norm": 1.0,
             "lr": 1e-3,
             "clipped": 0,
-            "skipped_steps": 0,
+            "skipped_steps": step // 10,
             "step_time": 0.5,
             "tokens_per_second": 200.0,
             "time": "2026-11-22T12:00:00+00:00",
@@ -197,6 +197,7 @@ def test_training_losses_are_means_over_the_same_tokens(tmp_path, compared):
     found = compared(often, seldom, once)
     # Steps 91 ... 100 of one run, 95 and 100 of another; step 1 is not passed off as step 100.
     assert found["training loss at 10,000 tokens"] == ["4.5000", "2.5000", "no row"]
+    assert found["steps skipped"] == ["10.0%"] * 3  # of all, logged or not
 
 
 def test_a_mean_training_loss_is_nan_only_where_no_loss_is_finite(tmp_path, compared):

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 from unittest import mock
 
@@ -30,10 +29,10 @@ from conftest import (
     flags,
     last_checkpoint,
     listen,
+    newest_step,
     rows,
     tensors,
     torchrun,
-    train_step,
 )
 
 import checkpoint
@@ -90,7 +89,7 @@ def test_a_folder_in_use_is_refused_until_its_run_is_dead(pool, tokens, tmp_path
     assert len(first.ranks()) == 1  # its loader's worker, which lives a few seconds longer
     first.process.kill()
     first.wait(20)
-    step = checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
+    step = newest_step(out)
     ((status, said, err),) = pool(1, listen, [*argv, "--max_steps", str(step + 2)])
     assert status == 0, err
     assert f"changed: --max_steps 100000 -> {step + 2}\n" in said
@@ -224,14 +223,6 @@ def test_ctrl_c_while_torch_is_imported_says_nothing(tmp_path):
     job.wait_until(lambda: "/torch/lib/" in maps.read_text(), 30)
     os.kill(job.pid, signal.SIGINT)
     assert (job.wait(30), job.out, job.err) == (130, "", "")
-
-
-def test_a_finished_run_says_so(run, tokens, pool):
-    out = run(1, "--max_steps 3")
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    ((status, said, _),) = pool(1, listen, flags(f"--data {tokens} --out {out} --max_steps 3"))
-    assert status == 0 and "is finished, step 3 of 3" in said
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
 def test_a_run_without_checkpoints_ends_but_cannot_be_continued(tokens, pool, tmp_path):
@@ -509,7 +500,7 @@ def test_eval_only_takes_another_checkpoint_and_other_data(run, pool, tokens, tm
     )
 
 
-def test_dry_run_does_all_but_the_steps_and_writes_nothing(run, pool, tokens, tmp_path):
+def test_a_dry_run_and_a_finished_run_write_nothing(run, pool, tokens, tmp_path):
     before = files(tmp_path)
     text = f"--data {tokens} --out {tmp_path}/run --dry_run --strategy fsdp --max_steps"
     (status, said, err), _ = pool(2, listen, flags(f"{text} 2"))
@@ -524,6 +515,10 @@ def test_dry_run_does_all_but_the_steps_and_writes_nothing(run, pool, tokens, tm
     ((status, said, _),) = pool(1, listen, flags(f"{text} 4"))
     assert status == 0 and "continuing from" in said
     assert "changed: --max_steps 2 -> 4" in said and "--dry_run F" not in said
+    assert files(tmp_path) == before
+    finished = [flag for flag in flags(f"{text} 2") if flag != "--dry_run"]
+    ((status, said, _),) = pool(1, listen, finished)
+    assert status == 0 and "is finished, step 2 of 2" in said
     assert files(tmp_path) == before
 
 
@@ -640,51 +635,6 @@ def test_a_tracker_that_is_not_installed_is_named_at_once(pool, tokens, tmp_path
     (((status, said, err), _),) = pool(1, train_with, None, argv)
     assert (status, said, list(tmp_path.iterdir())) == (2, "", [])
     assert err.startswith("train.py: error: --tracker tensorboard: pip install tensorboard (")
-
-
-# --------------------------------------------------------------------------------------------------
-# The host does not wait for the device
-
-
-class EventOfADevice(metrics.DeviceEvent):
-    """An event that has passed when somebody has waited for it, as on a device that is behind."""
-
-    waited = False
-
-    def has_passed(self) -> bool:
-        return self.waited
-
-    def wait(self) -> None:
-        self.waited = True
-
-
-def rows_of_a_slow_device(argv: list[str]) -> list[int]:
-    """The rows on disk after each of two steps and a pause, where the device is behind the host."""
-    with mock.patch.object(metrics, "DeviceEvent", EventOfADevice):
-        run = build_run(argv)
-        rates = metrics.Rates(torch.device("cpu"), run.setup.tokens_per_step, 1.0, None)
-        log = metrics.Log(Path(run.c.out), run.c, rates, 0, datetime.now())
-        # Anything but a CPU, whose rows arrive at once
-        log.rates = dataclasses.replace(rates, device=torch.device("meta"))
-        row = train_step(run, run.batches(), 1)
-        file = Path(run.c.out) / "metrics.jsonl"
-        file.parent.mkdir()
-
-        def count() -> int:
-            return len(file.read_text().splitlines()) if file.exists() else 0
-
-        counts = []
-        for step in (1, 2):  # the first of a start has a row
-            log.step(step, dict(row))
-            counts.append(count())
-        with log.pause():
-            counts.append(count())
-    return counts
-
-
-def test_a_row_is_written_when_it_has_arrived(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --log_interval 10")
-    assert pool(1, rows_of_a_slow_device, argv) == [[0, 0, 1]]
 
 
 @pytest.mark.slow

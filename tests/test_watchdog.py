@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,18 +17,15 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TRAIN, Job, call_train, children, flags, rows, torchrun
+from conftest import ROOT, TRAIN, Job, children, flags, rows, torchrun, wait_until
 
 import checkpoint
-import data
 import train
 from runtime import launcher, watchdog
 
-# train.py, whose rank 1 never gets its 40th micro-batch
+# Scripts that start train.py with a fault. Here rank 1 never gets its 40th micro-batch.
 HANGS = """
-import os, sys, time
-sys.path.insert(0, {root!r})
-import data, train
+import data
 reads = 0
 read = data.TokenDataset.__getitem__
 def hang(dataset, indices):
@@ -39,33 +35,25 @@ def hang(dataset, indices):
         time.sleep(1000)
     return read(dataset, indices)
 data.TokenDataset.__getitem__ = hang
-sys.exit(train.main(sys.argv[1:]))
 """
 
-# train.py, whose rank 1 stops before the first step, where ranks may be slow
+# Rank 1 stops before the first step, where ranks may be slow.
 STOPS_AT_START = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
-import data, train
+import data, signal
 open_folder = data.open_folder
 def stop(path):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
     return open_folder(path)
 data.open_folder = stop
-sys.exit(train.main(sys.argv[1:]))
 """
 
 
-# train.py, whose rank 1 never meets the others
+# Rank 1 never meets the others.
 NEVER_JOINS = """
-import os, sys, time
-sys.path.insert(0, {root!r})
-from runtime import launcher
-import dist, train
+import dist
 if os.environ["RANK"] == "1":
     dist.start = lambda *arguments, **options: time.sleep(1000)
-sys.exit(train.main(sys.argv[1:]))
 """
 
 
@@ -77,7 +65,11 @@ def is_running(pid: int) -> bool:
 
 def script(folder: Path, name: str, text: str) -> Path:
     path = folder / f"{name}.py"
-    path.write_text(text.format(root=str(ROOT)))
+    # The launcher's module before torch, as in train.py
+    imports = (
+        f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nfrom runtime import launcher"
+    )
+    path.write_text(f"{imports}\n{text}\nimport train\nsys.exit(train.main(sys.argv[1:]))")
     return path
 
 
@@ -93,20 +85,15 @@ def last_line(job: Job) -> str:
 
 
 def wait_for_line(job: Job, seconds: float) -> str:
-    deadline = time.monotonic() + seconds
-    while not last_line(job):
-        assert time.monotonic() < deadline, job.err
-        time.sleep(0.05)
+    wait_until(lambda: last_line(job), seconds, lambda: job.err)
     return last_line(job)
 
 
 def assert_over(job: Job, seconds: float) -> None:
     """The job ends with status 1, and no process of it is left."""
     assert job.wait(seconds) == 1
-    deadline = time.monotonic() + 5
-    while subprocess.run(["pgrep", "-s", str(job.pid)], capture_output=True).stdout:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    of_its_session = ["pgrep", "-s", str(job.pid)]
+    wait_until(lambda: not subprocess.run(of_its_session, capture_output=True).stdout, 5)
 
 
 def last_collective(out: Path, rank: int) -> dict:
@@ -156,11 +143,8 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path):
     assert last_collective(tmp_path / "hung", 0)["profiling_name"] == "gloo:all_gather"
     assert (tmp_path / "hung/flight/rank_1").exists()
     # The worker of the rank that was killed, which nobody else ends, looks for it every 5 seconds.
-    assert len(workers) == 1
-    deadline = time.monotonic() + 10
-    while is_running(workers[0]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    (worker,) = workers
+    wait_until(lambda: not is_running(worker), 10)
 
 
 def test_ranks_whose_torchrun_is_killed_end_in_every_phase(tokens, tmp_path):
@@ -174,10 +158,7 @@ def test_ranks_whose_torchrun_is_killed_end_in_every_phase(tokens, tmp_path):
     for job in (meeting, training):
         os.kill(job.pid, signal.SIGKILL)
         job.wait(5)
-    deadline = time.monotonic() + 5  # of 20 minutes
-    while any(map(is_running, ranks)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_running, ranks)), 5)  # of 20 minutes
     for job in (meeting, training):
         line = f"the launcher of the ranks on this host, process {job.pid}, has gone: they end, too"
         # Or the rank itself was faster to notice
@@ -192,6 +173,19 @@ def test_a_process_that_a_shell_started_may_outlive_it(monkeypatch):
     before = threading.active_count()
     launcher.watch()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
+def test_ctrl_c_ends_the_import_of_torch_unless_a_shell_has_it_ignored(before):
+    handler = signal.signal(signal.SIGINT, before)
+    try:
+        launcher.end_quietly()
+        during = signal.getsignal(signal.SIGINT)
+        launcher.take_ctrl_c()
+        after = signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert after == before and (during == before) == (before == signal.SIG_IGN)
 
 
 def dump_that_hangs() -> bytes:
@@ -285,37 +279,6 @@ def test_a_rank_that_stops_before_the_first_step_is_named(tokens, tmp_path):
     where = "before the first step"
     assert line == f"rank 1 stopped or died, last seen {where}; rank 0 is {where}"
     assert_over(job, 6 + 5)
-
-
-def train_with_a_slow_rank(argv: list[str]) -> int:
-    """train.py, where a read of rank 2 takes 10 seconds by its clock, so that no load takes more.
-
-    The other ranks wait for a hundredth of a second.
-    """
-    read = data.TokenDataset.__getitem__
-    seconds = 0
-
-    def slow_read(dataset, indices):
-        nonlocal seconds
-        if os.environ["RANK"] == "2":
-            time.sleep(0.01)
-            seconds += 10
-        return read(dataset, indices)
-
-    clock = mock.Mock(wraps=time)
-    clock.perf_counter.side_effect = lambda: time.perf_counter() + seconds
-    with (
-        mock.patch.object(data.TokenDataset, "__getitem__", slow_read),
-        mock.patch.object(train, "time", clock),
-    ):
-        return call_train(argv)
-
-
-def test_the_log_has_the_waits_for_data_of_the_slowest_and_the_fastest_rank(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy ddp --max_steps 4")
-    assert pool(4, train_with_a_slow_rank, argv) == [0] * 4
-    for row in rows(tmp_path / "run"):
-        assert row["data_wait"] > 10 > row["data_wait_min"]  # the others waited for rank 2
 
 
 @pytest.mark.parametrize(
@@ -442,9 +405,11 @@ def nccl_settings() -> dict[str, str]:
 
 def test_nccl_leaves_it_to_the_watchdog_to_end_a_rank():
     """With 0 NCCL logs an error and ends nothing, unless it hangs for longer than we wait."""
-    with mock.patch.dict(os.environ):
-        settings = nccl_settings()
-    assert settings == {
+    by_torchrun = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    with mock.patch.dict(os.environ, by_torchrun, clear=True):
+        watchdog.take_over_nccl_errors(timedelta(seconds=1200))
+        found = {name: value for name, value in os.environ.items() if name[:11] == "TORCH_NCCL_"}
+    assert found == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
