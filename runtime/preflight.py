@@ -25,9 +25,8 @@ from config import BUILTIN, Config, check_min_lr, fill_sizes, model_config, read
 from metrics import read_log
 from model import ModelConfig, Transformer
 from optim import learning_rate
-from runtime import memory
+from runtime import memory, run_folder
 from runtime.cli import UsageError
-from runtime.run_folder import read_starts
 from text import tokenizer
 
 # --------------------------------------------------------------------------------------------------
@@ -130,7 +129,7 @@ def find_origin(config: Config) -> Origin:
     be gone.
     """
     out = Path(config.out)
-    starts = read_starts(out)
+    starts = run_folder.read_starts(out)
     manifest = None if config.eval_only else latest_manifest(out)
     path = None
     if manifest is None and (config.source or config.eval_only):
@@ -164,9 +163,9 @@ def find_source(config: Config) -> Path:
     With --eval_only its latest, by default of --out. Raises UsageError and CheckpointError.
     """
     if config.eval_only:
-        return checkpoint.checkpoints_at(Path(config.source or config.out))[-1]
+        return run_folder.checkpoints_at(Path(config.source or config.out))[-1]
     try:
-        return checkpoint.choose_checkpoint(Path(config.source), "train.py")
+        return run_folder.choose_checkpoint(Path(config.source), "train.py")
     except checkpoint.PathError as error:
         flag = "--init_from" if config.init_from else "--resume"
         raise UsageError(f"{flag}: {error}") from None
@@ -430,7 +429,7 @@ def steps_without_checkpoint(config: Config, manifest: dict) -> int:
     Raises UsageError if the run is not finished: it cannot be continued.
     """
     out = Path(config.out)
-    starts = read_starts(out)
+    starts = run_folder.read_starts(out)
     if not starts and (out / "config.json").exists():
         raise UsageError(f"--out {out} holds files that are not train.py's: choose another --out")
     steps = [row["step"] for row in read_log(out / "metrics.jsonl")] if starts else []

@@ -161,7 +161,7 @@ MISTAKES = {
         ),
         Mistake(
             "verify {renamed}/step-00000045",
-            "renamed/step-00000045 holds step 2, says its manifest.json",
+            "renamed/step-00000045 is not a complete checkpoint: its manifest.json is damaged: ",
             1,
         ),
         Mistake(
@@ -179,16 +179,13 @@ MISTAKES = {
         ),
         Mistake("consolidate {foreign} {root}/new", "holds no checkpoint: name a run folder"),
         Mistake(
-            "consolidate {other} {root}/new", "is a run folder: name one of its checkpoints, such"
-        ),
-        Mistake(
             "consolidate {other}/checkpoints/step-00000002 {foreign}",
             "exists: remove it or choose another name",
         ),
-        Mistake("consolidate {nan} {root}/new", "is already in the full format"),
         Mistake(
             "consolidate {other}/checkpoints/step-00000002 {foreign}/config.json/new",
-            "new cannot be created: ",
+            "new: [Errno 20] Not a directory: ",
+            1,
         ),
         Mistake(
             "consolidate {flipped} {root}/new",

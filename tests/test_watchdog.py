@@ -20,10 +20,10 @@ import pytest
 import torch
 from conftest import ROOT, Job, call_train, children, flags, rows, torchrun
 
-import checkpoint
 import data
 import train
 from runtime import launcher, watchdog
+from runtime.saver import Saver
 
 # train.py, whose rank 1 never gets its 40th micro-batch
 HANGS = """
@@ -416,7 +416,7 @@ def watch_a_run(argv: list[str]) -> list[tuple[str, int, bool]]:
     with (
         mock.patch.object(train, "Watchdog", make),
         mock.patch.object(train, "build", watched),
-        mock.patch.object(checkpoint.Saver, "wait", lambda saver: see("save")),
+        mock.patch.object(Saver, "wait", lambda saver: see("save")),
     ):
         train.main(argv)
     return seen
