@@ -24,7 +24,7 @@ import checkpoint
 import data
 import dist
 from model import ModelConfig, Transformer
-from runtime import cli, memory
+from runtime import cli, memory, run_folder
 from text import tokenizer
 
 
@@ -204,7 +204,7 @@ def encode_prompt(prompt: str, trained: Trained) -> list[int]:
 
 def sample(args: argparse.Namespace, device: torch.device) -> None:
     """Print each prompt and its continuation, token by token."""
-    path = checkpoint.choose_checkpoint(args.run, "sample.py")
+    path = run_folder.choose_checkpoint(args.run, "sample.py")
     trained = describe(path)
     name = trained.tokenizer
     prompts = [encode_prompt(prompt, trained) for prompt in args.prompt]

@@ -45,7 +45,8 @@ from layout import Setup
 from metrics import is_due
 from model import Transformer
 from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
-from runtime.consolidate import FULL, replace_shards
+from runtime.consolidate import BYTES_PER_SECOND, FULL, replace_shards
+from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog, take_over_nccl_errors
 from sample import closing_sample
 
@@ -90,7 +91,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
     # read the checkpoints in --out, to verify them.
     latest, passed_over = None, []
     if not flags.eval_only:
-        latest, passed_over = checkpoint.latest_valid(Path(flags.out))
+        latest, passed_over = run_folder.latest_valid(Path(flags.out))
     start = dist.on_rank0(lambda: preflight.check(flags, world, latest, passed_over))
     c = start.config
     watchdog.saved_step = start.step or None
@@ -128,14 +129,13 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
     )
     console.keep_transcript(out / "console.log")
     stop_request = agreement.StopRequest(world.timeout)  # handles signals from here on
-    saver = checkpoint.Saver(
+    saver = Saver(
         out,
         c.async_save,
         c.keep_last,
         c.keep_every,
         world.timeout,
         folders[0].tokenizer_file,
-        memory.host_memory,
         start_step=start.step,
     )
     dp_rank = dist.dp_rank(mesh)
@@ -400,7 +400,7 @@ def save(
     setup: Setup,
     state: State,
     manifest: dict,
-    saver: checkpoint.Saver,
+    saver: Saver,
     loss: float,
     watchdog: Watchdog,
 ) -> None:
@@ -415,9 +415,9 @@ def save(
         saver.refuse(state.step, "the loss or a weight is not finite")
 
 
-def seconds_to_save(c: Config, saver: checkpoint.Saver) -> float:
+def seconds_to_save(c: Config, saver: Saver) -> float:
     """The time of the last save; with --checkpoint full, and of the one file at the end."""
-    return saver.seconds + (saver.replace_seconds if c.checkpoint == "full" else 0.0)
+    return saver.seconds + (saver.bytes / BYTES_PER_SECOND if c.checkpoint == "full" else 0)
 
 
 def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
@@ -428,7 +428,7 @@ def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
     return math.isfinite(loss) and finite.item() == 1
 
 
-def report_saves(saver: checkpoint.Saver, log: metrics.Log, watchdog: Watchdog) -> None:
+def report_saves(saver: Saver, log: metrics.Log, watchdog: Watchdog) -> None:
     """Log the saves that have finished."""
     for row in saver.done():
         log.checkpoint(row)

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 import checkpoint
 from checkpoint import CheckpointError, PathError
 
 FULL = "full.safetensors"
+BYTES_PER_SECOND = 100e6  # of a conversion, at least
 LATE_FILES_SECONDS = 90  # how late another host's files may appear: NFS can cache for a minute
 
 
@@ -27,25 +29,32 @@ def consolidate(path: Path, out: Path, report: Callable[[float], None]) -> None:
     verifies at any time. Calls `report` with the share that is done. Raises CheckpointError.
     """
     manifest = checkpoint.read_manifest(path)
-    if problem := checkpoint.verify(path):
-        raise CheckpointError(f"{path}: {problem}")
-    reader = checkpoint.Reader(path)
-    layout = {name: reader.empty(name) for name in reader.tensors}
-    kept = {name: file for name, file in manifest["files"].items() if not is_replaced(name)}
     # An upper bound: one file has smaller headers than many.
-    with new_folder(out, checkpoint.total_bytes(manifest)) as work:
-        files = kept | write_full(work, layout, reader.read, report)
+    with new_folder(out, checkpoint.total_bytes(manifest), replaces=out == path) as work:
+        if problem := checkpoint.verify(path):
+            raise CheckpointError(f"{path}: {problem}")
+        reader = checkpoint.Reader(path)
+        layout = {name: entry.full for name, entry in reader.tensors.items()}
+        replaced = (".safetensors", "index.json")
+        kept = {k: file for k, file in manifest["files"].items() if not k.endswith(replaced)}
+        files = kept | write_full(work, layout, lambda name: read_full(reader, name), report)
         if out == path:
             replace_files(path, work, manifest, files)
             return
         for name in kept:
-            shutil.copyfile(path / name, work / name)
-            checkpoint.sync(work / name)
+            checkpoint.write_file(work / name, [(path / name).read_bytes()])
         checkpoint.complete(work, out, manifest | {"files": files})
 
 
-def is_replaced(name: str) -> bool:
-    return name.endswith(".safetensors") or name == "index.json"
+def read_full(reader: checkpoint.Reader, name: str) -> Tensor:
+    """A full tensor of a checkpoint. Raises CheckpointError."""
+    full = reader.tensors[name].full
+    pieces = list(reader.overlaps(name, (0,) * full.dim(), full.shape))
+    full = torch.empty_like(full, device="cpu")  # the files have as many bytes
+    for place, saved in pieces:
+        full[place] = saved
+    reader.release(full.nbytes)
+    return full
 
 
 def write_full(
@@ -58,11 +67,12 @@ def write_full(
 
     `layout` has meta tensors, and read(name) returns the values of one.
     """
-    parts = checkpoint.local_parts(layout)
-    one_rank = checkpoint.bounds_of(parts)[None].numpy()
-    tensors, _ = checkpoint.choose_writers(parts, one_rank)
+    index = {}
+    for name, tensor in layout.items():
+        dtype, cuts = checkpoint.DTYPE_NAMES[tensor.dtype], [[0]] * tensor.dim()
+        index[name] = {"dtype": dtype, "shape": [*tensor.shape], "cuts": cuts, "grid": [0]}
     full = checkpoint.write_safetensors(folder / FULL, layout, read, report)
-    return {FULL: full, "index.json": checkpoint.write_index(folder, [FULL], tensors)}
+    return {FULL: full, "index.json": checkpoint.write_index(folder, [FULL], index)}
 
 
 def replace_files(path: Path, work: Path, manifest: dict, files: dict) -> None:
@@ -92,13 +102,12 @@ def replace_shards(path: Path, report: Callable[[float], None]) -> bool:
         names = checkpoint.read_manifest(path)["files"]
         is_sharded = any(is_shard(name) for name in names)
         if is_sharded:
-            deadline = time.monotonic() + LATE_FILES_SECONDS
-            while not all((path / name).exists() for name in names):
-                if time.monotonic() > deadline:
+            for _ in range(LATE_FILES_SECONDS):
+                if all((path / name).exists() for name in names):
                     break
                 time.sleep(1)
             consolidate(path, path, report)
-        shutil.rmtree(path.with_name(f".{path.name}.tmp"), ignore_errors=True)
+        checkpoint.remove_leftovers(path)
         for file in path.iterdir():
             if is_shard(file.name):
                 file.unlink()
@@ -111,36 +120,28 @@ def is_shard(name: str) -> bool:
     return name.endswith(".safetensors") and name != FULL
 
 
-def check_new(out: Path) -> None:
-    """Raise PathError unless the folder `out` can be created."""
-    if out.exists():
-        raise PathError(f"{out} exists: remove it or choose another name")
-    folder = next(parent for parent in out.absolute().parents if parent.exists())
-    if not folder.is_dir():
-        raise PathError(f"{out} cannot be created: {folder} is a file")
-
-
 @contextlib.contextmanager
-def new_folder(out: Path, size: int) -> Iterator[Path]:
+def new_folder(out: Path, size: int, replaces: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `out`, for the block to fill with `size` bytes and rename.
 
-    Removes it if the block fails. Raises CheckpointError, at once if the disk has no room.
+    Removes it if the block fails. Raises PathError if `out` exists, unless the block `replaces`
+    what it holds, and CheckpointError, at once if the disk has no room.
     """
-    folder = next(parent for parent in out.absolute().parents if parent.exists())
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise CheckpointError(
-            f"{out} needs {size / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB free"
-        )
+    if out.exists() and not replaces:
+        raise PathError(f"{out} exists: remove it or choose another name")
     work = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(work, ignore_errors=True)  # left by a killed process
         work.mkdir(parents=True)
+        free = shutil.disk_usage(work).free
+        if size > free:
+            raise CheckpointError(
+                f"{out} needs {size / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB free"
+            )
         yield work
-    except CheckpointError:
-        raise
     except (OSError, RuntimeError) as error:
-        why = checkpoint.why_not_written(error, out.parent)
-        raise CheckpointError(f"cannot write {out}: {why}") from None
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"cannot write {out}: {checkpoint.reason(error)}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)

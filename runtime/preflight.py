@@ -23,9 +23,8 @@ import prepare
 from config import BUILTIN, Config, fill_sizes, model_config, read_model, resolve
 from metrics import read_log
 from model import ModelConfig, Transformer
-from runtime import memory
+from runtime import memory, run_folder
 from runtime.cli import UsageError
-from runtime.run_folder import read_starts
 from text import tokenizer
 
 
@@ -131,7 +130,7 @@ def check_folder(c: Config, latest: Path | None, passed_over: list[str]) -> None
         raise checkpoint.CheckpointError(
             f"cannot continue --out {out}: {reason}; restore a checkpoint, or choose another --out"
         )
-    starts = read_starts(out)
+    starts = run_folder.read_starts(out)
     if (out / "config.json").exists() and not starts:
         raise UsageError(f"--out {out} holds files that are not train.py's: choose another --out")
     if rows and starts and starts[-1]["config"].get("checkpoint") == "none":
@@ -146,7 +145,7 @@ def find_origin(config: Config, latest: Path | None = None) -> Origin:
     `latest`, of --out, takes precedence over --init_from and --resume, so that the same command can
     be repeated, even if what they named is gone.
     """
-    starts = read_starts(Path(config.out))
+    starts = run_folder.read_starts(Path(config.out))
     so_far = starts[-1]["config"] if starts else {}
     path = latest or find_source(config)
     if path is None:
@@ -169,7 +168,7 @@ def find_source(config: Config) -> Path | None:
     With --eval_only by default that of --out. Raises PathError and CheckpointError.
     """
     named = config.source or (config.out if config.eval_only else None)
-    return checkpoint.choose_checkpoint(Path(named), "train.py") if named else None
+    return run_folder.choose_checkpoint(Path(named), "train.py") if named else None
 
 
 def settle(config: Config, origin: Origin) -> Config:

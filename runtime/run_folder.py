@@ -16,13 +16,15 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
 import checkpoint
 import dist
+from checkpoint import CheckpointError, PathError
 from metrics import device_name, read_lines, read_log, replace_file
 from runtime import console
 from runtime.cli import RunError, UsageError
@@ -85,6 +87,69 @@ def locked(out: Path, timeout: float) -> Iterator[None]:
         if is_restart and (out / "console.log").exists():  # errors before step 1 go there, too
             console.keep_transcript(out / "console.log")
         yield
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint `path`, or all checkpoints of the run folder `path`, oldest first.
+
+    Raises PathError if there are none.
+    """
+    found = checkpoint.list_checkpoints(path)
+    if (path / "manifest.json").is_file() or (
+        path.is_dir() and checkpoint.step_of(path) and not found
+    ):
+        return [path]  # even if its manifest is missing
+    if not found:
+        problem = f"{path} holds no checkpoint" if path.is_dir() else f"there is no folder {path}"
+        raise PathError(f"{problem}: name a run folder such as runs/tiny, or a checkpoint in one")
+    return found
+
+
+def last_that_verifies(
+    paths: list[Path], verify: Callable[[Path], str | None] = checkpoint.verify
+) -> tuple[Path | None, list[str]]:
+    """The last of `paths` that verifies, and a "PATH: PROBLEM" for each one after it."""
+    passed_over = []
+    for path in reversed(paths):
+        problem = verify(path)
+        if problem is None:
+            return path, passed_over
+        passed_over.append(f"{path}: {problem}")
+    return None, passed_over
+
+
+def latest_valid(out: Path) -> tuple[Path | None, list[str]]:
+    """`last_that_verifies` for a run. A collective: ranks share the reading and agree."""
+    # Hosts may see a shared disk in different states.
+    paths = dist.on_rank0(lambda: checkpoint.list_checkpoints(out))
+    part = checkpoint.rank_and_size()
+
+    def verify_together(path: Path) -> str | None:
+        problems = dist.on_all_ranks(lambda: checkpoint.verify(path, *part))
+        return next(filter(None, problems), None)
+
+    return last_that_verifies(paths, verify_together)
+
+
+def choose_checkpoint(named: Path, program: str) -> Path:
+    """The checkpoint `named`, or the latest of the run `named` that verifies.
+
+    Reports on stderr, as `program`, newer ones that failed. Raises PathError and CheckpointError.
+    """
+    path, passed_over = last_that_verifies(checkpoints_at(named))
+    if path is None:
+        raise CheckpointError(f"no checkpoint to use: {'; '.join(passed_over)}")
+    for line in passed_over:
+        print(f"{program}: passed over {line}; using {path}", file=sys.stderr)
+    return path
+
+
+# --------------------------------------------------------------------------------------------------
+# Starts
 
 
 def read_starts(out: Path) -> list[dict]:

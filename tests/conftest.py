@@ -32,7 +32,7 @@ import train
 from config import Config, parse
 from layout import Setup
 from metrics import is_due
-from runtime import preflight
+from runtime import consolidate, preflight, run_folder
 from runtime.watchdog import Watchdog
 from tools import checkpoint as commands
 
@@ -175,7 +175,7 @@ def build_run(argv: list[str]) -> Built:
     flags = parse(argv)
     world = dist.start(flags.device)
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
-    latest = checkpoint.latest_valid(Path(flags.out))
+    latest = run_folder.latest_valid(Path(flags.out))
     start = dist.on_rank0(lambda: preflight.check(flags, world, *latest))
     c = start.config
     setup = layout.choose(c, world, start.model, start.device_memory)
@@ -343,7 +343,8 @@ def newest_step(run: Path) -> int:
 def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """The full tensors of a checkpoint."""
     reader = checkpoint.Reader(path)
-    return {name: reader.read(name).clone() for name in reader.tensors if name.startswith(prefix)}
+    names = [name for name in reader.tensors if name.startswith(prefix)]
+    return {name: consolidate.read_full(reader, name) for name in names}
 
 
 def assert_same(one: Path, other: Path) -> None:

@@ -72,10 +72,11 @@ MISTAKES = {
         Mistake("verify {renamed}/step-00000045", "step-00000045 holds step 2, says its manife", 1),
         Mistake("verify {flipped}", "rank-00000.safetensors has changed since it was written", 1),
         Mistake("list {torn_manifest}", "is not a complete checkpoint: its manifest.json is", 1),
-        Mistake("consolidate {other} {root}/new", "is a run folder: name one of its checkpoints"),
-        Mistake("consolidate {nan} {foreign}", "exists: remove it or choose another name"),
-        Mistake("consolidate {nan} {root}/new", "is already in the full format"),
-        Mistake("consolidate {ids} {foreign}/config.json/new", "new cannot be created: "),
+        Mistake("consolidate {foreign} {root}/new", "holds no checkpoint: name a run folder"),
+        Mistake("consolidate {ids} {foreign}", "exists: remove it or choose another name"),
+        Mistake(
+            "consolidate {ids} {foreign}/config.json/new", "new: [Errno 20] Not a directory", 1
+        ),
         Mistake("consolidate {flipped} {root}/new", "rank-00000.safetensors has changed since", 1),
         Mistake("consolidate {hostile} {root}/new", "{hostile}/index.json: it points to ../x", 1),
         Mistake("consolidate {no_names} {root}/new", "cannot read {no_names}/index.json: ", 1),

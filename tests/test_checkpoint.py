@@ -31,6 +31,7 @@ import layout
 import train
 from config import model_config
 from runtime import consolidate
+from runtime.saver import Saver
 
 
 @pytest.mark.parametrize("mesh", RANKS_OF_MESH)
@@ -131,7 +132,7 @@ def save_on_each_mesh(argv: list[str], folder: Path) -> None:
     for number, (name, state) in enumerate(states_of_meshes(argv)):
         for key, tensor in state.items():
             local(tensor).copy_(expected_part(key, tensor))
-        saver = checkpoint.Saver(folder / name, number % 2 == 1, 0, 0, timedelta(seconds=20))
+        saver = Saver(folder / name, number % 2 == 1, 0, 0, timedelta(seconds=20))
         saver.save(state, {"step": 1})
         saver.wait()
         assert saver.failure is None
@@ -227,10 +228,6 @@ def test_rows_and_manifest_of_a_checkpoint(whole, mesh):
     assert row["bytes"] == sum(file.stat().st_size for file in files)
     assert 0 < row["blocking_seconds"] <= row["seconds"]
     assert ("async" in FORMAT_OF_MESH[mesh]) == (row["blocking_seconds"] < row["seconds"])
-    assert row["host_memory_before"] > 1e7
-    assert row["host_memory_after"] > 1e7
-    assert row["peak_host_memory"] > 0.99 * row["host_memory_before"]  # Linux counts roughly
-    assert row["available_host_memory"] > 1e6
     manifest = checkpoint.read_manifest(path)
     assert manifest["step"] == 5
     assert manifest["tokens"] == 5 * 8 * 16

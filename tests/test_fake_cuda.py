@@ -83,7 +83,7 @@ SAMPLING = {
 SAVING = {("train.py is_finite", ASKS), ("checkpoint.py blocks", "to cpu, pageable, blocking")}
 ASYNC_SAVING = {
     ("train.py is_finite", ASKS),
-    ("checkpoint.py copy_to_host", "to cpu, pinned, blocking"),
+    ("saver.py copy_to_host", "to cpu, pinned, blocking"),
 }
 LOADING = {("checkpoint.py load_state", BLOCKS)}
 

@@ -12,7 +12,8 @@ FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
     "runtime.console runtime.consolidate",
     "runtime.launcher",
-    "runtime.agreement runtime.cli runtime.lock runtime.memory runtime.profiling runtime.slurm "
+    "runtime.agreement runtime.cli runtime.lock runtime.memory runtime.profiling runtime.saver "
+    "runtime.slurm "
     "text.sources text.tokenizer",
     "runtime.watchdog text.encode text.show",
     "config",

@@ -11,12 +11,12 @@ import torch
 from conftest import documented_fields, flags, listen, rows
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-import checkpoint
 import data
 import dist
 import optim
 import train
 from runtime import profiling
+from runtime.saver import Saver
 
 
 def profiled(argv: list[str], fault: str) -> tuple[int, str, str]:
@@ -121,7 +121,7 @@ def switches(argv: list[str]) -> tuple[int, list]:
     Slow ranks and slow saves keep collectives in flight for longer than a step takes.
     """
     works, saves, found = [], [], []
-    all_reduce, finish = torch.distributed.all_reduce, checkpoint.Saver.finish
+    all_reduce, finish = torch.distributed.all_reduce, Saver.finish
 
     def late(*args, **options):
         if not options.get("async_op"):
@@ -147,7 +147,7 @@ def switches(argv: list[str]) -> tuple[int, list]:
 
     with (
         mock.patch("torch.distributed.all_reduce", late),
-        mock.patch.object(checkpoint.Saver, "finish", slow),
+        mock.patch.object(Saver, "finish", slow),
         mock.patch.object(profiling, "profile", Switch),
     ):
         status, *_ = listen(argv)

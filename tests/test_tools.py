@@ -21,11 +21,11 @@ from torch.distributed import tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-import checkpoint
 import config
 import optim
 from model import SIZES, build_model
 from runtime.memory import host_memory
+from runtime.saver import Saver
 from tools import bench, compare, report
 
 ROOT = Path(__file__).parent.parent
@@ -554,7 +554,7 @@ def memory_of_a_save(folder: Path, async_save: bool) -> float:
     weights = {str(i): tensor.ones(1024, 4096, device_mesh=mesh) for i in range(16)}
     state = {name: whole.redistribute(placements=[Shard(0)]) for name, whole in weights.items()}
     del weights
-    saver = checkpoint.Saver(folder, async_save, 1, 0, timedelta(seconds=60))
+    saver = Saver(folder, async_save, 1, 0, timedelta(seconds=60))
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # return free memory to the system first
     Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak
     before = host_memory().resident

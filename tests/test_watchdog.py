@@ -19,9 +19,9 @@ import pytest
 import torch
 from conftest import ROOT, TRAIN, Job, children, flags, rows, torchrun, wait_until
 
-import checkpoint
 import train
 from runtime import launcher, watchdog
+from runtime.saver import Saver
 
 # Scripts that start train.py with a fault. Here rank 1 never gets its 40th micro-batch.
 HANGS = """
@@ -372,7 +372,7 @@ def watch_a_run(argv: list[str]) -> list[tuple[str, int, bool]]:
     with (
         mock.patch.object(train, "Watchdog", make),
         mock.patch.object(train, "build", watched),
-        mock.patch.object(checkpoint.Saver, "wait", lambda saver: see("save")),
+        mock.patch.object(Saver, "wait", lambda saver: see("save")),
     ):
         train.main(argv)
     return seen

@@ -2,7 +2,7 @@
 
 python -m tools.checkpoint list RUN
 python -m tools.checkpoint verify RUN|CHECKPOINT
-python -m tools.checkpoint consolidate CHECKPOINT OUT
+python -m tools.checkpoint consolidate RUN|CHECKPOINT OUT
 
 A RUN is a run folder, such as runs/tiny; a CHECKPOINT is a folder in it, such as
 runs/tiny/checkpoints/step-00000600.
@@ -11,61 +11,48 @@ runs/tiny/checkpoints/step-00000600.
 import argparse
 import functools
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import checkpoint
-from checkpoint import CheckpointError, PathError, checkpoints_at, read_manifest, total_bytes
+from checkpoint import CheckpointError
 from runtime import cli, console, consolidate
+from runtime.run_folder import checkpoints_at
 
 
-def list_checkpoint(path: Path) -> str:
-    """One line about a checkpoint. Raises CheckpointError."""
-    manifest = read_manifest(path)
-    progress = f"step {manifest['step']:,}  {manifest.get('tokens', 0):,} tokens"
-    return f"{path}  {progress}  {total_bytes(manifest) / 1e6:,.1f} MB"
-
-
-def verify_checkpoint(path: Path) -> str:
-    """One line about a checkpoint that verifies. Raises CheckpointError if it does not."""
-    manifest = read_manifest(path)
-    if problem := checkpoint.verify(path):
-        raise CheckpointError(f"{path}: {problem}")
-    size = f"{len(manifest['files'])} files, {total_bytes(manifest) / 1e6:,.1f} MB"
-    return f"{path}: complete and unchanged: {size}"
-
-
-def report(path: Path, line: Callable[[Path], str]) -> None:
-    """Print the line of each checkpoint that `path` names. Raises CheckpointError and PathError.
+def report(path: Path, verifies: bool) -> None:
+    """Print a line for each checkpoint that `path` names. Raises CheckpointError and PathError.
 
     A damaged checkpoint of a run does not hide the others.
     """
     paths = checkpoints_at(path)
-    if paths == [path]:
-        print(line(path))
-        return
     damaged = 0
     for each in paths:
         try:
-            print(line(each))
+            manifest = checkpoint.read_manifest(each)
+            if verifies and (problem := checkpoint.verify(each)):
+                raise CheckpointError(f"{each}: {problem}")
         except CheckpointError as error:
+            if paths == [path]:
+                raise
             damaged += 1
             print(f"DAMAGED: {error}")
+            continue
+        size = f"{checkpoint.total_bytes(manifest) / 1e6:,.1f} MB"
+        if verifies:
+            print(f"{each}: complete and unchanged: {len(manifest['files'])} files, {size}")
+        else:
+            tokens = f"{manifest.get('tokens', 0):,} tokens"
+            print(f"{each}  step {manifest['step']:,}  {tokens}  {size}")
     if damaged:
         raise CheckpointError(f"{path}: {damaged} of {len(paths)} checkpoints damaged")
 
 
 def write_one_file(path: Path, out: Path) -> None:
-    """Consolidate a checkpoint into the new folder `out`. Raises CheckpointError and PathError."""
-    consolidate.check_new(out)
-    latest = checkpoints_at(path)[-1]
-    if latest != path:
-        raise PathError(f"{path} is a run folder: name one of its checkpoints, such as {latest}")
-    if consolidate.FULL in read_manifest(path)["files"]:
-        raise PathError(f"{path} is already in the full format: see {path / consolidate.FULL}")
+    """Consolidate a checkpoint, or a run's latest. Raises CheckpointError and PathError."""
     with console.live(console.Progress("consolidating")) as progress:
-        consolidate.consolidate(path, out, functools.partial(setattr, progress, "share"))
-    size = total_bytes(read_manifest(out))
+        share = functools.partial(setattr, progress, "share")
+        consolidate.consolidate(checkpoints_at(path)[-1], out, share)
+    size = checkpoint.total_bytes(checkpoint.read_manifest(out))
     print(f"{out}: one file, {size / 1e6:,.1f} MB")
 
 
@@ -85,19 +72,17 @@ def build_parser() -> cli.Parser:
     add = commands.add_parser(
         "consolidate", quiet=True, help="convert a sharded checkpoint to the full format"
     )
-    add.add_argument("path", metavar="CHECKPOINT", type=Path)
+    add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path, help="a run's is its latest")
     add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
     return parser
 
 
 def run(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
-    if args.command == "list":
-        report(args.path, list_checkpoint)
-    elif args.command == "verify":
-        report(args.path, verify_checkpoint)
-    else:
+    if args.command == "consolidate":
         write_one_file(args.path, args.out)
+    else:
+        report(args.path, verifies=args.command == "verify")
 
 
 def main(argv: list[str]) -> int:

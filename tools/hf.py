@@ -21,7 +21,7 @@ import torch
 
 import checkpoint
 from model import ModelConfig, RopeScaling, Transformer
-from runtime import cli, console, consolidate
+from runtime import cli, console, consolidate, run_folder
 from runtime.cli import UsageError
 from sample import describe
 from text import tokenizer
@@ -78,8 +78,7 @@ def export_model(source: Path, out: Path) -> None:
 
     Holds one tensor at a time. Raises UsageError, CheckpointError and TokenizerError.
     """
-    consolidate.check_new(out)
-    path = checkpoint.choose_checkpoint(source, "tools.hf")
+    path = run_folder.choose_checkpoint(source, "tools.hf")
     trained = describe(path)
     shapes = parameter_shapes(trained.config)
     size = float32_bytes(shapes)
@@ -117,12 +116,13 @@ def write_weights(path: Path, shapes: dict[str, torch.Size], file: Path) -> None
     layout = {}
     for name, shape in shapes.items():
         layout[hf_name(name)] = torch.empty(shape, device="meta")
-        if f"model.{name}" not in reader.tensors or reader.empty(f"model.{name}").shape != shape:
+        saved = reader.tensors.get(f"model.{name}")
+        if saved is None or saved.full.shape != shape:
             raise checkpoint.CheckpointError(f"cannot read {path}: no model.{name} of {shape}")
     ours = {hf_name(name): f"model.{name}" for name in shapes}
 
     def read(name: str) -> torch.Tensor:
-        return reader.read(ours[name]).float()
+        return consolidate.read_full(reader, ours[name]).float()
 
     with console.live(console.Progress("exporting")) as progress:
         checkpoint.write_safetensors(file, layout, read, progress.report)
@@ -191,7 +191,6 @@ def import_model(source: Path, out: Path) -> None:
 
     Full format, float32. Holds one tensor at a time. Raises UsageError and CheckpointError.
     """
-    consolidate.check_new(out)
     config = from_hf(source)
     files = weight_files(source)
     found = {}  # mapped into memory

@@ -1,0 +1,172 @@
+"""When a run saves: in the background or not, what becomes of failures and of older checkpoints."""
+
+import contextlib
+import shutil
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+import checkpoint
+from checkpoint import CheckpointError, PathError, step_of
+
+
+def pinned(size: int) -> Tensor:
+    """`size` bytes of host memory that GPUs copy to faster.
+
+    torch's own pinned memory is rounded up to a power of two.
+    """
+    buffer = torch.empty(size, dtype=torch.uint8)
+    cuda = torch.cuda.cudart()
+    if int(cuda.cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
+        weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr())
+    return buffer
+
+
+@dataclass
+class Saver:
+    """Writes the checkpoints of a run. All ranks construct it and call its methods together.
+
+    A failed save raises nothing: done() and `failure` report it. A single process needs no process
+    group.
+    """
+
+    run: Path
+    async_save: bool  # training waits only for a copy in host memory; a thread writes the files
+    keep_last: int  # checkpoints to keep; 0 keeps all
+    keep_every: int  # also keep those whose step is a multiple of this; 0 for none
+    timeout: timedelta  # for the collectives of a save
+    # Small files to put in every checkpoint, {name: contents}, such as the tokenizer's
+    extra_files: dict[str, bytes] = field(default_factory=dict)
+    # The step from which this start continues. Of the checkpoints that it finds, later ones, which
+    # did not verify, neither count nor are removed.
+    start_step: int = 0
+
+    def __post_init__(self):
+        self.rank, _ = checkpoint.rank_and_size()
+        self.group = None
+        if torch.distributed.is_initialized():
+            # The saving thread's collectives must not mix with those of the training step.
+            self.group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
+        self.host_copy = torch.empty(0, dtype=torch.uint8)
+        self.thread: threading.Thread | None = None
+        self.rows: list[dict] = []
+        self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
+        self.seconds = 0.0  # of the last save that succeeded
+        self.bytes = 0  # of all ranks, in that
+        self.kept: list[Path] = []  # the checkpoints that count, oldest first
+        for path in checkpoint.list_checkpoints(self.run):
+            if step_of(path) <= self.start_step:
+                with contextlib.suppress(CheckpointError, PathError):  # damaged: does not count
+                    checkpoint.read_manifest(path)
+                    self.kept.append(path)
+
+    def save(self, state: dict, manifest: dict) -> None:
+        """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"].
+
+        Waits for the previous save. With async_save, returns as soon as `state` may change.
+        """
+        began = time.perf_counter()
+        self.wait()  # before the copy, which replaces that of the previous save
+        try:
+            local = checkpoint.local_parts(state)
+            if self.async_save:
+                local = self.copy_to_host(local)
+        except Exception as error:
+            local = error  # save_state tells all ranks
+        row = {"step": manifest["step"]}
+        if not self.async_save:
+            self.finish(state, local, manifest, row, began)
+            return
+        row["blocking_seconds"] = time.perf_counter() - began
+        arguments = (state, local, manifest, row, began)
+        self.thread = threading.Thread(target=self.finish, args=arguments, daemon=True)
+        self.thread.start()
+
+    def refuse(self, step: int, why: str) -> None:
+        """Report the save of `step` as failed without trying: earlier checkpoints are better."""
+        self.wait()
+        self.report({"step": step}, 0.0, why)
+
+    def wait(self) -> None:
+        """Wait for the save in progress, if any."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+
+    def done(self) -> list[dict]:
+        """Log rows of the saves finished since the last call.
+
+        Their event is "checkpoint", or "checkpoint_failed" with the reason as `error`.
+        """
+        rows = list(self.rows)
+        del self.rows[: len(rows)]  # not all: the saving thread may have appended meanwhile
+        return rows
+
+    def copy_to_host(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy to one block of host memory; allocating it, the slowest part, is done only once."""
+        size = sum(part.nbytes for part in parts.values())
+        if size != self.host_copy.nbytes:
+            self.host_copy = torch.empty(0)  # frees the old one first
+            is_cuda = any(part.is_cuda for part in parts.values())
+            self.host_copy = pinned(size) if is_cuda else torch.empty(size, dtype=torch.uint8)
+        copies = {}
+        end = 0
+        # By falling element size, each copy is aligned.
+        for name, part in sorted(parts.items(), key=lambda item: -item[1].itemsize):
+            begin, end = end, end + part.nbytes
+            copy = self.host_copy[begin:end].view(part.dtype).view(part.shape)
+            copies[name] = copy.copy_(part)
+        return copies
+
+    def finish(
+        self,
+        state: dict,
+        local: dict[str, Tensor] | Exception,
+        manifest: dict,
+        row: dict,
+        began: float,
+    ) -> None:
+        """Write the checkpoint and report it. Runs in the saving thread if async_save."""
+        path = checkpoint.step_path(self.run, row["step"])
+        why = None
+        try:
+            row["bytes"] = checkpoint.save_state(
+                path, state, manifest, self.extra_files, self.group, local
+            )
+            if self.rank == 0:
+                self.remove_old(path)
+        except Exception as error:
+            why = checkpoint.reason(error)
+            if self.rank == 0:
+                checkpoint.remove_leftovers(path)
+        self.report(row, time.perf_counter() - began, why)
+
+    def report(self, row: dict, seconds: float, why: str | None) -> None:
+        """Append the log row of a save that has ended, and `why` it failed."""
+        path = checkpoint.step_path(self.run, row["step"])
+        row |= {"event": "checkpoint", "path": str(path), "seconds": seconds}
+        row.setdefault("blocking_seconds", seconds)
+        self.failure = f"cannot write {path}: {why}" if why else None
+        if why:
+            row |= {"event": "checkpoint_failed", "error": why}
+        else:
+            self.seconds, self.bytes = seconds, row["bytes"]
+        self.rows.append(row)
+
+    def remove_old(self, latest: Path) -> None:
+        """Remove checkpoints as keep_last and keep_every demand."""
+        self.kept = [path for path in self.kept if path != latest] + [latest]
+        for path in self.kept[: -self.keep_last] if self.keep_last else []:
+            self.kept.remove(path)
+            if self.keep_every and step_of(path) % self.keep_every == 0:
+                continue
+            with contextlib.suppress(OSError):  # it is gone, or another user's
+                # Renamed first, so that a run killed meanwhile leaves no incomplete checkpoint.
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed.tmp")))
