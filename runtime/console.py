@@ -161,7 +161,7 @@ def live(what: Callable[[], str]) -> Iterator:
         yield what
         return
     ended = threading.Event()
-    thread = threading.Thread(target=show, args=(what, ended), daemon=True)
+    thread = threading.Thread(target=redraw, args=(what, ended), daemon=True)
     with nullcontext() if transcript else Transcript():  # its Outputs hide the line as they print
         thread.start()
         try:
@@ -172,7 +172,7 @@ def live(what: Callable[[], str]) -> Iterator:
             hide()
 
 
-def show(what: Callable[[], str], ended: threading.Event) -> None:
+def redraw(what: Callable[[], str], ended: threading.Event) -> None:
     """Draw the live line in every INTERVAL."""
     global terminal
     outputs = sys.stdout, sys.stderr
