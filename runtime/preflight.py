@@ -40,6 +40,7 @@ class Start:
     checkpoint: Path | None = None
     init_from: Path | None = None  # weights for a new run, or for --eval_only
     new_parameters: list[str] = field(default_factory=list)  # which init_from lacks
+    other_tokenizer: str = ""  # how the data's differs from that of init_from
     changes: list[str] = field(default_factory=list)  # changed flags, as "--NAME OLD -> NEW"
     passed_over: list[str] = field(default_factory=list)  # newer checkpoints and their problems
 
@@ -205,7 +206,8 @@ def begin(start: Start, origin: Origin, latest: Path | None) -> Start:
         return start
     if c.init_from and not latest:
         new = check_weights(path, origin.manifest, start)
-        return dataclasses.replace(start, init_from=path, new_parameters=new)
+        other = compare_tokenizers(origin.manifest, start.manifest)
+        return dataclasses.replace(start, init_from=path, new_parameters=new, other_tokenizer=other)
     check_same_run(path, origin.manifest, start.manifest)
     step = origin.manifest["step"]
     # A new folder must have steps left to train.
@@ -237,6 +239,17 @@ def check_weights(path: Path, saved: dict, start: Start) -> list[str]:
             f"{path} lacks {in_short(new)}: evaluate it with the code and flags that trained it"
         )
     return new
+
+
+def compare_tokenizers(saved: dict, now: dict) -> str:
+    """How the tokenizers of two manifests differ, as far as both are known."""
+    keys = ("tokenizer", "tokens_in_vocabulary")
+    (name, tokens), (new_name, new_tokens) = (
+        [one.get(key) for key in keys] for one in (saved, now)
+    )
+    if None in (name, tokens, new_name, new_tokens) or (name, tokens) == (new_name, new_tokens):
+        return ""
+    return f"{new_name} with {new_tokens} tokens, not the checkpoint's, {name} with {tokens}"
 
 
 def adds_parameters(model: ModelConfig, key: str, before) -> bool:

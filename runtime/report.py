@@ -74,7 +74,7 @@ def describe_setup(c: Config, setup: Setup, world: dist.World) -> Iterator[str]:
             f"        warning: this rank may use {cores} of the host's cores, and a GPU needs "
             f"{ENOUGH_CORES} or more: under Slurm, give --cpus-per-task to srun"
         )
-    if c.strategy == "auto":
+    if setup.reason:
         yield f"        --strategy auto: {setup.reason}"
     dtype = str(setup.dtype).removeprefix("torch.")
     auto = " (--dtype auto)" if c.dtype == "auto" else ""
@@ -100,6 +100,8 @@ def describe_beginning(start: Start) -> Iterator[str]:
     if start.init_from:
         beginning = f", a new run with the weights of {start.init_from}"
     yield f"out     {c.out}{beginning}"
+    if start.other_tokenizer:
+        yield f"        warning: the tokenizer is {start.other_tokenizer}"
     if start.new_parameters:
         yield f"        with new ones, which it lacks: {in_short(start.new_parameters)}"
     if c.checkpoint == "none":

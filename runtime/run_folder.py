@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import checkpoint
@@ -179,7 +179,11 @@ def create(
     starts = [*read_starts(out), start]
     replace_file(out / "starts.jsonl", "".join(json.dumps(start) + "\n" for start in starts))
     replace_file(out / "config.json", json.dumps(manifest["config"], indent=2) + "\n")
-    return datetime.fromisoformat(starts[0]["time"])
+    first = datetime.fromisoformat(starts[0]["time"])
+    for row in logged[:1]:  # whose start may have been deleted from starts.jsonl
+        step_time = timedelta(seconds=row.get("step_time", 0))
+        first = min(first, datetime.fromisoformat(row["time"]) - step_time)
+    return first
 
 
 def check_is_there(out: Path, is_gone: bool, c, step: int) -> None:

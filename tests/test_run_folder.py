@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import checkpoint
+import metrics
 from config import Config, flag, model_config
 from model import ModelConfig
 from runtime import preflight, run_folder
@@ -160,6 +161,16 @@ def test_a_field_that_only_the_checkpoint_has_is_another_model(begin, tmp_path):
     for begin_there in begun.values():
         with pytest.raises(UsageError, match=f"{path} cannot be used: its model has other"):
             begin_there()
+
+
+def test_another_tokenizer_is_named_where_both_are_known():
+    gpt2, unknown = {"tokenizer": "gpt2", "tokens_in_vocabulary": 300}, {"tokenizer": None}
+    bytes_only = {"tokenizer": "bytes", "tokens_in_vocabulary": 257}
+    assert preflight.compare_tokenizers(gpt2, gpt2) == ""
+    assert preflight.compare_tokenizers(unknown, gpt2) == ""
+    assert preflight.compare_tokenizers(gpt2, bytes_only) == (
+        "bytes with 257 tokens, not the checkpoint's, gpt2 with 300"
+    )
 
 
 def settled(**flags) -> Config:
@@ -396,6 +407,15 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # One run at a time
+
+
+def test_without_starts_the_first_step_was_the_first_start(tmp_path):
+    now = datetime(2026, 11, 21, tzinfo=UTC)
+    row = dict.fromkeys(metrics.KINDS[0].split(), 5) | {"time": now.isoformat()}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    later = now + timedelta(hours=1)
+    began = run_folder.create(tmp_path, manifest(0), "ddp", TWO_RANKS, 5, later)
+    assert began == now - timedelta(seconds=5)
 
 
 def test_when_the_lock_is_released_its_file_is_gone(tmp_path, monkeypatch):
