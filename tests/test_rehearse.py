@@ -82,6 +82,8 @@ def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
             recorder.forget_counts()
             micro_batches = recorder.batches(batches, [1] * run.setup.grad_accum_steps)
             train_step(run, micro_batches, step)
+    for block in recorder.live.values():
+        assert block.size == block.reference().nbytes()  # also of storages that were resized
     real = Step(
         memory=at_peak(recorder.changes(), recorder.state["gradients"]),
         state=recorder.state,
