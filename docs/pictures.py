@@ -454,10 +454,10 @@ def measure_network(outputs: list[str]) -> dict:
     found = {}
     for bandwidth, mbit in BANDWIDTHS.items():
         table = json.loads(
-            shell(f"python -m tools.cluster --predict --json --bandwidth {bandwidth}")
+            shell(f"python -m tools.bench strategies --hosts 2 --link {bandwidth} --predict --json")
         )
         for row in table["rows"]:
-            if row["grad_sync"] == "batch":
+            if "micro_batch" not in row["strategy"]:
                 speeds = statistics.median(row["tokens/s/device"]), row["predicted"][0]
                 found.setdefault(row["strategy"], []).append([mbit, *map(round, speeds)])
     return found

@@ -26,9 +26,10 @@ FLOORS = [
     "tools.planning.predict",
     "tools.planning.search",
     "tools.planning.forecast",
-    "tools.checkpoint tools.compare tools.hf",
+    "tools.checkpoint tools.compare tools.hf tools.measuring.harness",
+    "tools.measuring.hosts",
     "tools.bench tools.report",
-    "tools.check tools.cluster tools.plan",
+    "tools.check tools.plan",
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
 

@@ -31,8 +31,9 @@ from model import SIZES, ModelConfig
 from runtime import cli, memory, preflight, run_folder
 from runtime.cli import UsageError
 from tools import bench
-from tools.bench import TORCHRUN, add_flags, count, positive
+from tools.bench import add_flags, count, positive
 from tools.compare import import_pyplot, plot_file, positive_number, read
+from tools.measuring.harness import TORCHRUN
 from tools.planning import predict, search
 from tools.planning.forecast import Plan, make_plan
 from tools.planning.predict import DEVICES, Cluster, Links, Request
@@ -295,8 +296,9 @@ def measure(c: config.Config, options: argparse.Namespace) -> tuple[float, float
         achieved = bench.mfu_alone(prefixes, [f"--config={file}"], Path(folder, "alone"))
         if ranks == 1 or options.intra_host_bandwidth:
             return achieved, options.intra_host_bandwidth
-        torchrun = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", "-m", "tools.cluster"]
-        bench.run_all([[*torchrun, "--measure_links", str(links)]], Path(folder, "links"))
+        torchrun = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"]
+        command = [*torchrun, "-m", "tools.measuring.harness", str(links)]
+        bench.run_all([command], Path(folder, "links"))
         return achieved, json.loads(links.read_text())[0] / 1e9
 
 
