@@ -74,7 +74,7 @@ def command(argv: list[str]) -> int:
     return status
 
 
-def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
+def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bool = True) -> int:
     """What happens, from the first look at the disk to the last line; returns the exit status.
 
     In a step the host queues work and does not wait for the device: batches are copied ahead on a
@@ -128,7 +128,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog) -> int:
         lambda: run_folder.create(out, manifest, setup.strategy, world, start.step, started)
     )
     console.keep_transcript(out / "console.log")
-    stop_request = agreement.StopRequest(world.timeout)  # handles signals from here on
+    stop_request = agreement.StopRequest(world.timeout, handle_signals)  # from here on
     saver = Saver(
         out,
         c.async_save,

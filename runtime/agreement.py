@@ -27,16 +27,19 @@ def format_ranks(ranks: list[int]) -> str:
 class StopRequest:
     """Whether any rank got a signal to stop, or is late; all ranks learn it one step later.
 
-    Construction installs signal handlers, which only set a flag. The all_reduce of a step runs
-    during the next step, on CPU tensors and a gloo group of its own: devices take no part, and a
-    host waits only for another more than a step behind. All ranks leave the loop in the same step.
+    Construction installs signal handlers, unless told not to; they only set a flag. The all_reduce
+    of a step runs during the next step, on CPU tensors and a gloo group of its own: devices take no
+    part, and a host waits only for another more than a step behind. All ranks leave the loop in the
+    same step.
     """
 
-    def __init__(self, timeout: timedelta):
+    def __init__(self, timeout: timedelta, handle_signals: bool = True):
         self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         self.flag = torch.zeros(1)
         self.in_flight: torch.distributed.Work | None = None
         self.signalled = False
+        if not handle_signals:
+            return
         # Ctrl-C; torchrun and schedulers; Slurm, ahead of its limit; a terminal that closes
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             # nohup has SIGHUP ignored: then the run outlives its terminal.

@@ -32,14 +32,9 @@ MISTAKES = {
         Mistake("", "the following arguments are required: TABLE"),
         Mistake("nanogpt --path=a --round 2", "unrecognized arguments: --round 2; did you mean"),
         Mistake("strategies --rounds 0", "argument --rounds: invalid positive value: '0'"),
+        Mistake("strategies --only zero", "argument --only: invalid choice: 'zero' (choose from"),
         Mistake("strategies --model huge", "argument --model: invalid choice: 'huge' (choose"),
         Mistake("nanogpt", "the following arguments are required: --path"),
-    ],
-    "tools.cluster": [
-        Mistake("--hosts 0", "argument --hosts: invalid positive value: '0'"),
-        Mistake("--bandwith 1gbit", "unrecognized arguments: --bandwith 1gbit; did you mean"),
-        Mistake("--strategies zero", "argument --strategies: invalid choice: 'zero' (choose from"),
-        Mistake("--strategies", "argument --strategies: expected at least one argument"),
     ],
     "tools.check": [
         Mistake("--ranks 0", "argument --ranks: invalid positive value: '0'"),

@@ -22,6 +22,8 @@ MISTAKES = {
         Mistake("{other} {untimed}", "{untimed}: not a log that train.py wrote: "),
     ],
     "tools.bench": [
+        Mistake("strategies --predict", "--predict goes with --hosts of two or more"),
+        Mistake("strategies --nproc 1 --only hsdp", "no strategy is left: hsdp takes an even"),
         Mistake("nanogpt --path {root}", "no nanoGPT with data/shakespeare_char/train.bin there"),
     ],
     "tools.check": [

@@ -26,9 +26,10 @@ FLOORS = [
     "tools.planning.rehearse",
     "tools.planning.predict",
     "tools.planning.search",
-    "tools.checkpoint tools.compare tools.hf",
+    "tools.checkpoint tools.compare tools.hf tools.measuring.harness",
+    "tools.measuring.hosts",
     "tools.bench tools.report",
-    "tools.check tools.cluster tools.plan",
+    "tools.check tools.plan",
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
 

@@ -22,7 +22,7 @@ from mistakes import Mistake
 
 import prepare
 import sample
-from tools import bench, check, cluster, compare, hf, plan, report
+from tools import bench, check, compare, hf, plan, report
 from tools import checkpoint as commands
 
 TABLES = [
@@ -44,7 +44,6 @@ COMMANDS = {
     "tools.checkpoint": commands.main,
     "tools.compare": compare.main,
     "tools.bench": bench.main,
-    "tools.cluster": cluster.main,
     "tools.check": check.main,
     "tools.hf": hf.main,
     "tools.plan": plan.main,

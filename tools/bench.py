@@ -1,92 +1,57 @@
 """Benchmarks. Each prints one table in Markdown, or with --json its numbers.
 
 python -m tools.bench strategies --nproc 2
+python -m tools.bench strategies --hosts 2 --link 200mbit --predict
 python -m tools.bench nanogpt --path ~/nanoGPT
 """
 
+import contextlib
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 import torch
-import torch.distributed
 
+import config
+import data
 import metrics
 from model import SIZES
-from runtime import cli
+from runtime import cli, preflight
 from tools.compare import markdown_table
+from tools.measuring.harness import TRAIN, CannotMeasure, RunFailed, run_all, training_rows
+from tools.measuring.hosts import hosts, inside, torchrun
+from tools.planning import predict
+from tools.planning.predict import Cluster, Links, Request
 
-TRAIN = str(Path(__file__).parent.parent / "train.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Flags of a run that only trains and logs every step
 ONLY_STEPS = [
     *("--log_interval=1", "--eval_interval=0", "--eval_sequences=1"),
     *("--sample_tokens=0", "--checkpoint=none"),
 ]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 STRATEGIES = {
+    "single": "--strategy single",
     "ddp": "--strategy ddp",
     "fsdp": "--strategy fsdp",
     "SHARD_GRAD_OP": "--strategy fsdp --reshard_after_forward false",
     "hsdp": "--strategy hsdp",
 }
-WARM_UP = 3  # steps of every run that are not counted
+# Defaults. Across hosts 2.4 million parameters: the network matters, yet a step takes seconds.
+ONE_HOST = dict(model="tiny", micro_batch_size=16, steps=10, rounds=3)
+ACROSS_HOSTS = dict(model="tiny --d_model 192 --d_ff 768 --seq_len 64", micro_batch_size=1)
+ACROSS_HOSTS |= dict(steps=3, rounds=1, device="cpu")
+GRAD_ACCUM_STEPS = 8  # across hosts
+ALONE_STEPS = 24  # 5 to 15 s, while processes start within 2 s of each other
 
-
-class CannotMeasure(RuntimeError):
-    """This machine lacks something the benchmark needs."""
-
-    exit_status = 2
-
-
-class RunFailed(RuntimeError):
-    """A measured run failed; `output` is the end of what it printed."""
-
-    exit_status = 1
-
-    def __init__(self, message: str, output: str):
-        super().__init__(message)
-        self.output = output[-4000:]
-
-
-@dataclass
-class Table:
-    """What a benchmark found."""
-
-    subject: str  # what was measured: the line above the table
-    rows: list[dict]  # column -> text, number, or list of measurements
-
-
-# --------------------------------------------------------------------------------------------------
-# Whole runs of train.py
-
-
-@dataclass
-class Measurement:
-    """What one run of train.py printed, and logged in its counted steps."""
-
-    speed: float  # tokens/s/device, median
-    mfu: float | None  # median; None: device peak unknown
-    communicated: str  # MB per rank and step by mesh axis: "dp_shard 4.20, tp 1.05"
-    peak_memory: int  # bytes, largest rank; device memory if there is a GPU
-    said_memory: float  # bytes, from the line "memory" at the start
-
-
-def ratios(values: list[float], baseline: list[float]) -> list[float]:
-    """Each round's value divided by the same round's baseline."""
-    return [value / unit for value, unit in zip(values, baseline)]
+Table = tuple[str, list[dict]]  # what was measured; rows: column -> text, number, or measurements
 
 
 def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
@@ -97,134 +62,175 @@ def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
             yield name
 
 
-def run(flags: str, nproc: int, out: Path, steps: int) -> Measurement:
-    """Run train.py once, with `steps` counted steps. Raises RunFailed."""
-    last = WARM_UP + steps
-    command = [
-        *TORCHRUN,
-        "--standalone",
-        f"--nproc_per_node={nproc}",
-        TRAIN,
-        *ONLY_STEPS,
-        # Two extra steps, which profiling slows: one is traced, the other's bytes are counted
-        f"--max_steps={last + 2}",
-        f"--profile={last}:{last + 1}",
-        f"--out={out}",
-        *flags.split(),
-    ]
-    output = output_of(command, **ONE_THREAD)
-    out.with_name(f"{out.name}.txt").write_text(output)
-    counted = [row for row in training_rows(out) if WARM_UP < row["step"] <= last]
-    mfu = [row["mfu"] for row in counted]
+# --------------------------------------------------------------------------------------------------
+# Strategies
+
+
+def strategies(args: Namespace) -> Table:
+    """Speed, communication and memory of each strategy on one host, or across several.
+
+    --hosts lays the ranks in network namespaces of this machine, joined by --link, on CPUs. There
+    a step has eight micro-batches, after each of which the second row of a strategy averages
+    gradients. gloo's reduce-scatter sends as much as an all-reduce, twice what nccl's sends, which
+    makes this so much slower under fsdp.
+
+    MFU is relative to the data sheet's dense bfloat16 peak, which no program reaches; it is empty
+    if the device's peak is unknown. hsdp has two replicas, or one on each host.
+    """
+    for name, value in (ACROSS_HOSTS if args.hosts > 1 else ONE_HOST).items():
+        if getattr(args, name) in (None, "auto"):
+            setattr(args, name, value)
+    if args.predict and args.hosts == 1:
+        raise cli.UsageError("--predict goes with --hosts of two or more")
+    runs = flags_of_runs(args)
+    found: dict[str, list[dict]] = {name: [] for name in runs}
+    predicted = {}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        namespaces = []
+        if args.hosts > 1:
+            namespaces = stack.enter_context(hosts(args.hosts, args.link))
+        if args.predict:
+            predicted = predict_speeds(args, runs, namespaces, folder)
+        for number, name in enumerate(take_turns(runs, args.rounds)):
+            nproc = 1 if name == "single" else args.nproc
+            measured = measure(runs[name], nproc, folder / str(number), args.steps, namespaces)
+            found[name].append(measured)
+
+    baseline, *_ = found
+    rows = []
+    for name, rounds in found.items():
+        processes = 1 if name == "single" else args.hosts * args.nproc
+        row = {"strategy": name, "processes": processes}
+        row |= speeds(rounds, f"ratio to {baseline}", found[baseline])
+        if predicted:
+            ratio = predicted[name] / predicted[baseline]
+            error = ratio / statistics.median(row[f"ratio to {baseline}"]) - 1
+            row |= {"predicted": [predicted[name]], "predicted ratio": [ratio]}
+            row["error"] = f"{error:+.0%}"
+        rows.append(row | rounds[0].columns)
+    subject = f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process"
+    if args.hosts > 1:
+        subject += f", {args.hosts} hosts, {args.link} each way, accumulation {GRAD_ACCUM_STEPS}"
+    if peak := metrics.peak_flops(torch.device(device(args)), torch.bfloat16):
+        subject += f", MFU of {peak / 1e12:,.0f} TFLOP/s"
+    return f"{subject}, {steps_and_rounds(args)}", rows
+
+
+def flags_of_runs(args: Namespace) -> dict[str, str]:
+    """The flags of train.py for each row of the table. Raises UsageError if no row is left."""
+    runs = {}
+    for name in args.only or STRATEGIES:
+        flags = f"{common_flags(args)} {STRATEGIES[name]}"
+        processes = 1 if name == "single" else args.hosts * args.nproc
+        sequences = args.micro_batch_size * processes
+        if "hsdp" in flags:
+            replicas = max(2, args.hosts)
+            flags += f" --dp_replicate {replicas}"
+            if processes % replicas:
+                continue
+        if args.hosts == 1:
+            runs[name] = f"{flags} --global_batch_size {sequences} {args.flags}"
+        elif name != "single":
+            flags += f" --global_batch_size {GRAD_ACCUM_STEPS * sequences} {args.flags}"
+            runs |= {name: flags, f"{name}, micro_batch": f"{flags} --grad_sync micro_batch"}
+    if not runs:
+        raise cli.UsageError("no strategy is left: hsdp takes an even number, single one host")
+    return runs
+
+
+def common_flags(args: Namespace) -> str:
+    size = f"--micro_batch_size {args.micro_batch_size}"
+    return f"--model {args.model} {size} --device {args.device}"
+
+
+@dataclass
+class Measurement:
+    """What one run of train.py logged in its counted steps."""
+
+    speeds: list[float]  # tokens/s/device of each step
+    columns: dict  # the rest of the table
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(self.speeds)
+
+
+def measure(
+    flags: str, nproc: int, out: Path, steps: int, namespaces: Sequence[str] = ()
+) -> Measurement:
+    """Run train.py once, with `steps` counted steps, here or across hosts. Raises RunFailed.
+
+    The first step, which sets up buckets and buffers, is not counted, nor the last two, which
+    profiling slows down: one is traced, the other's bytes are counted.
+    """
+    last = 1 + steps
+    window = [f"--max_steps={last + 2}", f"--profile={last}:{last + 1}", f"--out={out}"]
+    commands = torchrun(namespaces, nproc, [TRAIN, *ONLY_STEPS, *window, *flags.split()])
+    run_all(commands, out, TMPDIR=str(out.parent), **ONE_THREAD)  # torchrun leaves folders there
+    rows = training_rows(out)[1:last]
     megabytes = Counter()
     for row in json.loads((out / "profile" / "rank_0.json").read_text())["communicated"]:
         megabytes[row["axis"]] += row["bytes"] / 1e6
-    return Measurement(
-        speed=statistics.median(row["tokens_per_second_per_device"] for row in counted),
-        mfu=None if None in mfu else statistics.median(mfu),
-        communicated=", ".join(f"{axis} {n:,.2f}" for axis, n in megabytes.items()) or "none",
-        peak_memory=max(row["peak_device_memory"] or row["peak_host_memory"] for row in counted),
-        said_memory=said_memory(output),
-    )
+    peak = max(row["peak_device_memory"] or row["peak_host_memory"] for row in rows)
+    columns = {
+        "MFU": [row["mfu"] for row in rows if row["mfu"] is not None],
+        "MB communicated a step": ", ".join(f"{axis} {n:,.2f}" for axis, n in megabytes.items()),
+        "peak memory of a rank, MB": f"{peak / 1e6:,.0f}",
+    }
+    return Measurement([row["tokens_per_second_per_device"] for row in rows], columns)
 
 
-def said_memory(output: str) -> float:
-    """The bytes at the end of the line "memory  a rank at its peak: ... = 2.67 GB"."""
-    number, unit = re.search(r"^memory .* = ([\d.,]+) ([MG])B$", output, re.M).groups()
-    return float(number.replace(",", "")) * {"M": 1e6, "G": 1e9}[unit]
+def speeds(rounds: list[Measurement], ratio: str, baselines: list[Measurement]) -> dict:
+    """The columns of speed: of all steps, and in units of the same round's baseline."""
+    found = {"tokens/s/device": [], ratio: []}
+    for one, baseline in zip(rounds, baselines):
+        found["tokens/s/device"] += one.speeds
+        found[ratio] += [speed / baseline.speed for speed in one.speeds]
+    return found
 
 
-def training_rows(out: Path) -> list[dict]:
-    return [row for row in metrics.read_log(out / "metrics.jsonl") if "loss" in row]
+def steps_and_rounds(args: Namespace) -> str:
+    return f"{args.steps} steps x {args.rounds} rounds"
 
 
-def counted_rows(out: Path) -> list[dict]:
-    """The log of every step but the first, which sets up buckets and buffers."""
-    return [row for row in training_rows(out) if row["step"] > 1]
+def device(args: Namespace) -> str:
+    return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def output_of(command: list[str], cwd: Path | None = None, **variables: str) -> str:
-    """What a command prints. Raises RunFailed."""
-    pipe = subprocess.PIPE
-    environment = os.environ | variables
-    # Not subprocess.run: on Ctrl-C it kills torchrun before that can end its ranks.
-    with subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True
-    ) as process:
-        printed, errors = process.communicate()
-    if process.returncode:
-        raise RunFailed(f"{' '.join(command)} failed", errors)
-    return printed
+# --------------------------------------------------------------------------------------------------
+# What tools.plan predicts, from links and cores measured in the same hosts
 
 
-class Job:
-    """Commands that run at the same time; number i prints to the file `out`-<i>.txt.
+def predict_speeds(
+    args: Namespace, runs: dict[str, str], namespaces: list[str], folder: Path
+) -> dict[str, float]:
+    """Tokens/s/device of each run."""
+    print("links and cores ...", file=sys.stderr, flush=True)
+    preflight.prepare_builtin()  # here, since several ranks will start alone
+    vocab_size = data.open_folders(config.BUILTIN)[0].vocab_size
+    file = folder / "links.json"
+    script = ["-m", "tools.measuring.harness", str(file)]
+    run_all(torchrun(namespaces, args.nproc, script), folder / "links", TMPDIR=str(folder))
+    links = Links(args.nproc, *json.loads(file.read_text()), scatter_passes=2)
 
-    Leaving the `with` block kills those still running, but not what torchrun started.
-    """
+    places = [inside(namespace) for namespace in namespaces * args.nproc]
+    alone = f"{common_flags(args)} --global_batch_size {GRAD_ACCUM_STEPS * args.micro_batch_size}"
+    alone += f" {args.flags} --max_steps {ALONE_STEPS} --peak_tflops 1"  # so that MFU is TFLOP/s
+    machines = {}
+    for strategy in ("single", "fsdp"):  # FSDP's copies and its Python take the same cores
+        flags = [*alone.split(), f"--strategy={strategy}"]
+        achieved = mfu_alone(places, flags, folder / strategy)
+        box = Cluster(len(places), "cpu", predict.DEVICES["cpu"], 1 << 60, links, achieved)
+        machines[strategy] = predict.as_measured(box)
 
-    def __init__(self, commands: list[list[str]], out: Path, **variables: str):
-        self.commands = commands
-        self.outputs = [out.with_name(f"{out.name}-{i}.txt") for i in range(len(commands))]
-        self.processes = []
-        root = {"PYTHONPATH": str(Path(TRAIN).parent)}  # for -m tools....
-        for command, output in zip(commands, self.outputs):
-            with open(output, "w") as file:
-                process = subprocess.Popen(
-                    command,
-                    env=os.environ | ONE_THREAD | root | variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    start_new_session=True,
-                )
-            self.processes.append(process)
-
-    def is_running(self) -> bool:
-        """False when all have succeeded. Raises RunFailed as soon as one fails.
-
-        The others might wait for it forever.
-        """
-        statuses = [process.poll() for process in self.processes]
-        for command, output, status in zip(self.commands, self.outputs, statuses):
-            if status:
-                printed = output.read_text(errors="replace")
-                raise RunFailed(f"{' '.join(command)} failed", printed)
-        return None in statuses
-
-    def wait(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a condition holds or all have succeeded. Raises RunFailed."""
-        while self.is_running() and not until():
-            time.sleep(0.01)
-
-    def __enter__(self) -> "Job":
-        return self
-
-    def __exit__(self, *error) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def torchrun(nproc: int, flags: list[str], max_steps: int, out: Path) -> Iterator[Job]:
-    """train.py under torchrun, ended by SIGTERM after the block.
-
-    SIGKILL would leave its ranks behind.
-    """
-    run = [f"--nproc_per_node={nproc}", TRAIN, *flags, f"--max_steps={max_steps}", f"--out={out}"]
-    with Job([[*TORCHRUN, "--standalone", *run]], out) as job:
-        try:
-            yield job
-        finally:
-            job.processes[0].terminate()
-            job.processes[0].wait()
-
-
-def run_all(commands: list[list[str]], out: Path, **variables: str) -> None:
-    """Run commands at the same time. Raises RunFailed if one fails."""
-    with Job(commands, out, **variables) as job:
-        job.wait()
+    found = {}
+    for name, flags in runs.items():
+        machine = machines["single" if name.startswith("ddp") else "fsdp"]
+        c = config.parse([*flags.split(), "--peak_tflops=1"])
+        rehearsal = Request(c, machine, vocab_size, rank=0).rehearse()
+        found[name] = predict.speed(rehearsal, c, machine).tokens_per_second_per_device
+    return found
 
 
 def mfu_alone(prefixes: list[list[str]], flags: list[str], out: Path) -> float:
@@ -235,8 +241,9 @@ def mfu_alone(prefixes: list[list[str]], flags: list[str], out: Path) -> float:
     """
     outs = [out.with_name(f"{out.name}-rank-{rank}") for rank in range(len(prefixes))]
     train = [sys.executable, TRAIN, *ONLY_STEPS, *flags]
-    run_all([[*prefix, *train, f"--out={one}"] for prefix, one in zip(prefixes, outs)], out)
-    runs = [counted_rows(one) for one in outs]
+    commands = [[*prefix, *train, f"--out={one}"] for prefix, one in zip(prefixes, outs)]
+    run_all(commands, out, **ONE_THREAD)
+    runs = [training_rows(one)[1:] for one in outs]
     began = max(rows[0]["time"] for rows in runs)
     ended = min(rows[-1]["time"] for rows in runs)
     counted = [row for rows in runs for row in rows if began < row["time"] <= ended]
@@ -244,195 +251,6 @@ def mfu_alone(prefixes: list[list[str]], flags: list[str], out: Path) -> float:
         return statistics.median(row["mfu"] for rows in runs for row in rows)
     seconds = (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()
     return sum(row["mfu"] * row["step_time"] for row in counted) / len(runs) / seconds
-
-
-def device(args: Namespace) -> str:
-    return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
-
-
-def strategies(args: Namespace) -> Table:
-    """Speed, communication and memory of every strategy on N processes, against one process.
-
-    hsdp has two replicas. MFU is relative to the data sheet's dense bfloat16 peak, which no
-    program reaches; it is empty if the device's peak is unknown. "Memory said" is the estimate
-    at the start of the run.
-    """
-    size = args.micro_batch_size
-    common = f"--model {args.model} --device {args.device} --micro_batch_size {size}"
-    ways = {"single": "--strategy single", **STRATEGIES}
-    ways["hsdp"] += " --dp_replicate 2"
-    if args.nproc % 2:
-        del ways["hsdp"]
-    found: dict[str, list[Measurement]] = {name: [] for name in ways}
-    for name in take_turns(ways, args.rounds):
-        nproc = 1 if name == "single" else args.nproc
-        flags = f"{common} --global_batch_size {size * nproc} {ways[name]} {args.flags}"
-        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            found[name].append(run(flags, nproc, Path(folder, "run"), args.steps))
-
-    single = [measured.speed for measured in found["single"]]
-    rows = []
-    for name, measured in found.items():
-        speeds = [one.speed for one in measured]
-        mfu = [one.mfu for one in measured]
-        rows.append(
-            {
-                "strategy": name,
-                "processes": 1 if name == "single" else args.nproc,
-                "tokens/s/device": speeds,
-                "ratio to single": ratios(speeds, single),
-                "MFU": "" if None in mfu else mfu,
-                "MB communicated a step": measured[0].communicated,
-                "peak memory of a rank, MB": f"{measured[0].peak_memory / 1e6:,.0f}",
-                "said, MB": f"{measured[0].said_memory / 1e6:,.0f}",
-            }
-        )
-    subject = f"{args.model}, micro-batch {size}, one thread a process, {steps_and_rounds(args)}"
-    if peak := metrics.peak_flops(torch.device(device(args)), torch.bfloat16):
-        subject += f", MFU of {peak / 1e12:,.0f} TFLOP/s"
-    return Table(subject, rows)
-
-
-def steps_and_rounds(args: Namespace) -> str:
-    return f"{args.steps} steps x {args.rounds} rounds"
-
-
-# --------------------------------------------------------------------------------------------------
-# The ranks of a process group, and the links between them
-
-# Slow means more than 1 + SPREADS x the spread of repeated measurements times as long as the faster
-# ones, in each of ATTEMPTS measurements.
-SPREADS = 4
-LEAST_SPREAD = 0.05
-ATTEMPTS = 3
-REPEATS = 10  # at most; fewer if they take more than two seconds
-
-
-def exchange(value) -> list:
-    """The values of all ranks."""
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def times(function: Callable[[], object]) -> list[float]:
-    """Seconds of repeated calls; all ranks make equally many and start each together."""
-
-    def measure() -> float:
-        torch.distributed.barrier()
-        began = time.perf_counter()
-        function()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    slowest = max(exchange(measure()))  # the first call allocates
-    repeats = max(3, min(REPEATS, int(2 / slowest)))
-    return [measure() for _ in range(repeats)]
-
-
-def slow_ones(measure: Callable[[], dict[Hashable, list[float]]]) -> dict[Hashable, float]:
-    """Those slow in every attempt, with the ratio of their time to the faster ones'."""
-    found = None
-    for _ in range(ATTEMPTS):
-        seconds = measure()
-        best = {name: min(values) for name, values in seconds.items()}
-        reference = sorted(best.values())[len(best) // 4]  # one slow host slows many links
-        spreads = [statistics.median(values) / min(values) - 1 for values in seconds.values()]
-        limit = 1 + SPREADS * max(LEAST_SPREAD, statistics.median(spreads))
-        ratios = {name: value / reference for name, value in best.items()}
-        found = {name: ratios[name] for name in found or ratios if ratios[name] > limit}
-        if not found:
-            break
-    return found
-
-
-def neighbours(hosts: int, local_size: int, between: bool) -> list[list[tuple[int, int]]]:
-    """Pairs of ranks, in rounds that use each rank at most once.
-
-    Neighbours on a host, or ranks in the same place on hosts that are neighbours on a ring.
-    """
-    size = hosts * local_size
-    rounds: list[list] = [[], [], []]
-    for rank in range(size):
-        host, place = divmod(rank, local_size)
-        if not between and place + 1 < local_size:
-            rounds[place % 2].append((rank, rank + 1))
-        if between and (hosts > 2 or host + 1 < hosts):
-            closes_odd_ring = host == hosts - 1 and hosts % 2 == 1
-            number = 2 if closes_odd_ring else host % 2
-            rounds[number].append((rank, (rank + local_size) % size))
-    return [pairs for pairs in rounds if pairs]
-
-
-def transfers(
-    rounds: list[list[tuple[int, int]]], size: int, device: torch.device
-) -> dict[tuple[int, int], list[float]]:
-    """Seconds for `size` bytes to reach the other rank of a pair and be answered."""
-    payload = torch.zeros(size // 4, device=device)
-    answer = torch.zeros(1, device=device)
-    local = {}
-    for pairs in rounds:
-        for turn in (pairs, [(b, a) for a, b in pairs]):
-            mine = [pair for pair in turn if torch.distributed.get_rank() in pair]
-
-            def transfer(mine=mine) -> None:
-                for sender, receiver in mine:
-                    if sender == torch.distributed.get_rank():
-                        torch.distributed.send(payload, receiver)
-                        torch.distributed.recv(answer, receiver)
-                    else:
-                        torch.distributed.recv(payload, sender)
-                        torch.distributed.send(answer, sender)
-
-            seconds = times(transfer)
-            local |= {pair: seconds for pair in mine if pair[0] == torch.distributed.get_rank()}
-    return {pair: seconds for found in exchange(local) for pair, seconds in found.items()}
-
-
-def slow_links(names: list[str], local_size: int, size: int, device: torch.device) -> list[str]:
-    """Send `size` bytes; return lines that name slow links, or the end that they all share.
-
-    Links within hosts and links between hosts are judged separately.
-    """
-    lines = []
-    for between, unit in ((False, 1), (True, local_size)):
-        rounds = neighbours(len(names) // local_size, local_size, between)
-        slow = slow_ones(lambda rounds=rounds: transfers(rounds, size, device)) if rounds else {}
-        ends = [{rank // unit for rank in pair} for pair in slow]
-        common = set.intersection(*ends) if ends else set()
-        if len(common) == 1:
-            end = f"{'the host of ' if between else ''}{names[common.pop() * unit]}"
-            lines.append(f"slow: all links of {end}, {max(slow.values()):.1f} x as long as others")
-            continue
-        for (sender, receiver), ratio in slow.items():
-            link = f"the link from {names[sender]} to {names[receiver]}"
-            lines.append(f"slow: {link}, {ratio:.1f} x as long as others")
-    return lines
-
-
-def collectives(
-    size: int, group: torch.distributed.ProcessGroup, device: torch.device
-) -> dict[str, float]:
-    """Bus bandwidth of `size` bytes, as nccl-tests defines it, and latency of four bytes."""
-    n = torch.distributed.get_world_size(group)
-    part = torch.zeros(max(1, size // 4 // n), device=device)
-    full = part.repeat(n)
-    calls = {
-        "all_gather": lambda: torch.distributed.all_gather_into_tensor(full, part, group=group),
-        "reduce_scatter": lambda: torch.distributed.reduce_scatter_tensor(part, full, group=group),
-        "all_reduce": lambda: torch.distributed.all_reduce(full, group=group),
-    }
-    figures = {}
-    for kind, call in calls.items():
-        seconds = statistics.median(times(call))
-        passes = 2 if kind == "all_reduce" else 1
-        rate = passes * (n - 1) / n * full.nbytes / seconds
-        if size <= 4:
-            figures[f"{kind} us"] = seconds * 1e6
-        else:
-            figures[f"{kind} {size / 1e6:.3g} MB GB/s"] = rate / 1e9
-    return figures
 
 
 # --------------------------------------------------------------------------------------------------
@@ -453,43 +271,43 @@ def nanogpt(args: Namespace) -> Table:
             f"--path {args.path}: no nanoGPT with data/{args.dataset}/train.bin there: "
             "clone it and run its prepare.py"
         )
+    found: dict[str, list[float]] = {}
     modes = ("nanoGPT", "nanoGPT compiled", "nanoshard", "nanoshard compiled")
-    speeds: dict[str, list[float]] = {mode: [] for mode in modes}
     for mode in take_turns(modes, args.rounds):
-        name, *compiled = mode.split()
-        run_trainer = run_nanogpt if name == "nanoGPT" else run_nanoshard
-        with tempfile.TemporaryDirectory(prefix="bench-") as out:
-            steps = run_trainer(args, dataset, Path(out), compile=bool(compiled))
-        speeds[mode].append(statistics.median(steps[len(steps) // 5 :]))
+        run_trainer = run_nanogpt if mode.startswith("nanoGPT") else run_nanoshard
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            steps = run_trainer(args, Path(folder, "run"), "compiled" in mode)
+        found.setdefault(mode, []).append(statistics.median(steps[len(steps) // 5 :]))
 
-    baseline = max(speeds["nanoGPT"], speeds["nanoGPT compiled"], key=statistics.median)
+    baseline = max(found["nanoGPT"], found["nanoGPT compiled"], key=statistics.median)
     rows = []
-    for mode, found in speeds.items():
-        rows.append({"trainer": mode, "tokens/s": found, "ratio": ratios(found, baseline)})
+    for mode, each in found.items():
+        ratio = [speed / unit for speed, unit in zip(each, baseline)]  # of the same round
+        rows.append({"trainer": mode, "tokens/s": each, "ratio": ratio})
     subject = (
         f"{args.n_layer} layers x {args.n_embd}, {args.n_head} heads, block {args.block_size}, "
         f"batch {args.batch_size}, {steps_and_rounds(args)}, {args.dataset} {args.flags}"
     )
-    return Table(subject.rstrip(), rows)
+    return subject.rstrip(), rows
 
 
-def run_nanogpt(args: Namespace, dataset: Path, out: Path, compile: bool) -> list[float]:
+def run_nanogpt(args: Namespace, out: Path, compile: bool) -> list[float]:
     """Tokens/s of each step, from lines like "iter 7: loss 4.2000, time 250.00ms"."""
     sizes = ("n_layer", "n_head", "n_embd", "block_size", "batch_size")
+    given = [f"--{name}={getattr(args, name)}" for name in sizes]
     # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters, here 100.
     flags = (
         f"--max_iters={args.steps} --lr_decay_iters={args.steps + 1} --dropout=0.0 "
         f"--eval_interval={10**9} --eval_iters=1 --log_interval=1 --device={device(args)} "
-        f"--compile={compile} --dataset={args.dataset}"
+        f"--compile={compile} --dataset={args.dataset} --out_dir={out}"
     )
-    given = [f"--{name}={getattr(args, name)}" for name in sizes]
-    config = "config/train_shakespeare_char.py"
-    command = [sys.executable, "train.py", config, *given, *flags.split(), f"--out_dir={out}"]
-    times = re.findall(r"time ([\d.]+)ms", output_of(command, cwd=args.path))
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py"]
+    (printed,) = run_all([[*command, *given, *flags.split()]], out, cwd=args.path)
+    times = re.findall(r"time ([\d.]+)ms", printed)
     return [args.batch_size * args.block_size / (float(time) / 1e3) for time in times]
 
 
-def run_nanoshard(args: Namespace, dataset: Path, out: Path, compile: bool) -> list[float]:
+def run_nanoshard(args: Namespace, out: Path, compile: bool) -> list[float]:
     """Tokens/s of each step."""
     # 3 d_model d_ff = 8 d_model^2, the parameters of GPT-2's MLP
     d_ff = 8 * round(args.n_embd / 3)
@@ -499,8 +317,8 @@ def run_nanoshard(args: Namespace, dataset: Path, out: Path, compile: bool) -> l
         f"--global_batch_size={args.batch_size} --max_steps={args.steps} --device={device(args)} "
         f"--compile={compile} {args.flags}"
     )
-    paths = [f"--data={dataset}", f"--out={out}"]
-    output_of([sys.executable, TRAIN, *ONLY_STEPS, *paths, *flags.split()])
+    paths = [f"--data={args.path}/data/{args.dataset}", f"--out={out}"]
+    run_all([[sys.executable, TRAIN, *ONLY_STEPS, *paths, *flags.split()]], out)
     return [row["tokens_per_second"] for row in training_rows(out)]
 
 
@@ -515,26 +333,42 @@ def positive(text: str) -> int:
     return number
 
 
-def count(default: int, what: str) -> dict:
-    """Options of a flag that takes a positive integer."""
-    return dict(type=positive, default=default, metavar="N", help=f"{what} (default: {default})")
+def count(default: int | None, what: str) -> dict:
+    """Options of a flag that takes a positive integer. `what` names a default that is None."""
+    help = what if default is None else f"{what} (default: {default})"
+    return dict(type=positive, default=default, metavar="N", help=help)
 
 
-JSON = dict(action="store_true", help="print numbers, not a table")
 COMMON = {
-    "rounds": count(3, "counted rounds"),
     "device": dict(default="auto", choices=("auto", "cpu", "cuda")),
     "flags": dict(default="", help="more flags for our train.py, as one argument"),
-    "json": JSON,
+    "json": dict(action="store_true", help="print numbers, not a table"),
 }
 TABLES = {"strategies": strategies, "nanogpt": nanogpt}
 # table -> {flag: argparse options}
 FLAGS = {
     "strategies": {
-        "model": dict(default="tiny", choices=SIZES, help="(default: tiny)"),
-        "nproc": count(2, "processes"),
-        "micro_batch_size": count(16, "sequences"),
-        "steps": count(10, "counted steps of each run"),
+        "only": dict(
+            nargs="+",
+            choices=STRATEGIES,
+            metavar="NAME",
+            help=f"of {', '.join(STRATEGIES)}; the first is compared with (default: all)",
+        ),
+        "nproc": count(2, "processes on each host"),
+        "hosts": count(1, "hosts; several need Linux, root and iproute2"),
+        "link": dict(
+            default="200mbit",
+            metavar="RATE",
+            help="of each host, in each direction, as tc writes it (default: 200mbit)",
+        ),
+        "predict": dict(
+            action="store_true",
+            help="with --hosts: measure links and cores, and print what tools.plan predicts",
+        ),
+        "model": dict(choices=SIZES, help="(default: tiny; across hosts wider)"),
+        "micro_batch_size": count(None, "sequences (default: 16; across hosts 1)"),
+        "steps": count(None, "counted steps of each run (default: 10; across hosts 3)"),
+        "rounds": count(None, "rounds (default: 3; across hosts 1)"),
         **COMMON,
     },
     # Defaults: the CPU command in nanoGPT's README, with fewer steps
@@ -549,18 +383,10 @@ FLAGS = {
         "block_size": count(64, "tokens of a sequence"),
         "batch_size": count(12, "sequences of a step"),
         "steps": count(200, "steps of each run"),
+        "rounds": count(3, "rounds"),
         **COMMON,
     },
 }
-
-
-def parse(argv: list[str]) -> Namespace:
-    parser = cli.Parser(prog="tools.bench", description="Measure nanoshard on this machine.")
-    tables = parser.add_subparsers(dest="table", required=True, metavar="TABLE")
-    for name, table in TABLES.items():
-        summary = table.__doc__.splitlines()[0]
-        add_flags(tables.add_parser(name, help=summary, description=table.__doc__), FLAGS[name])
-    return parser.parse_args(argv)
 
 
 def add_flags(parser: ArgumentParser, flags: dict[str, dict]) -> None:
@@ -569,27 +395,35 @@ def add_flags(parser: ArgumentParser, flags: dict[str, dict]) -> None:
         parser.add_argument(f"--{name}", **options)
 
 
-def report(benchmark: Callable[[Namespace], Table], args: Namespace) -> None:
+def bench(argv: list[str]) -> None:
     """Run a benchmark and print its table, or its numbers with --json."""
+    parser = cli.Parser(prog="tools.bench", description="Measure nanoshard on this machine.")
+    tables = parser.add_subparsers(dest="table", required=True, metavar="TABLE")
+    for name, table in TABLES.items():
+        summary = table.__doc__.splitlines()[0]
+        add_flags(tables.add_parser(name, help=summary, description=table.__doc__), FLAGS[name])
+    args = parser.parse_args(argv)
     try:
-        table = benchmark(args)
+        subject, rows = TABLES[args.table](args)
     except RunFailed as error:
         print(error.output, file=sys.stderr)
         raise
     version = torch.__version__
     if args.json:
-        head = {"table": args.table, "subject": table.subject, "torch": version}
-        print(json.dumps(head | {"rows": table.rows}))
+        head = {"table": args.table, "subject": subject, "torch": version}
+        print(json.dumps(head | {"rows": rows}))
     else:
-        print(f"{args.table}: {table.subject}, torch {version}; median (smallest ... largest)\n")
-        cells = [[cell(value) for value in row.values()] for row in table.rows]
-        print(markdown_table(list(table.rows[0]), cells))
+        print(f"{args.table}: {subject}, torch {version}; median (smallest ... largest)\n")
+        cells = [[cell(value) for value in row.values()] for row in rows]
+        print(markdown_table(list(rows[0]), cells))
 
 
 def cell(value) -> str:
     """Measurements as "median (smallest ... largest)", the rest as text."""
     if not isinstance(value, list):
         return str(value)
+    if not value:
+        return ""
     median = three_digits(statistics.median(value))
     if len(value) == 1:
         return median
@@ -599,11 +433,6 @@ def cell(value) -> str:
 def three_digits(number: float) -> str:
     """Three significant digits, or a whole number from 100 on."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def bench(argv: list[str]) -> None:
-    args = parse(argv)
-    report(TABLES[args.table], args)
 
 
 def main(argv: list[str]) -> int:

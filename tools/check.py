@@ -9,14 +9,11 @@ Takes train.py's flags, those of the planned run. On its own it starts torchrun 
 import argparse
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
-import math
 import os
 import shlex
 import shutil
-import signal
 import socket
 import statistics
 import subprocess
@@ -24,14 +21,12 @@ import sys
 import tempfile
 import textwrap
 import time
-import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from unittest import mock
 
 if __name__ == "__main__":
     # As train.py allocates
@@ -40,49 +35,36 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import collect_env
 
-import checkpoint
 import config
 import data
 import dist
 import layout
 import metrics
-import model
 import train
 from config import Config
 from runtime import agreement, cli, memory, preflight, slurm, watchdog
-from tools import bench
+from runtime.watchdog import Watchdog
+from tools.bench import positive, three_digits
+from tools.measuring import harness
+from tools.measuring.harness import ROOT, TORCHRUN, exchange, training_rows
 from tools.planning import rehearse
 
 STEPS = 20
-LONG = 5_000  # steps of a job that is ended long before
+LEAST_STEPS = 4  # with a profile of each half
 SECONDS = 60  # for one rank, which computes the micro-batches of all ranks
 # Relative differences between a mesh and one rank: loss, gradient norm
 TOLERANCE = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2)}
+SLOW_STEP = 2.0  # times as long as the faster ranks', without waiting for others
 # Flags of every run; they override the planned run's
 SHORT = (
-    f"--max_steps {STEPS} --warmup_steps 10 --schedule constant --log_interval 1 --save_interval 0 "
+    f"--max_steps {STEPS} --warmup_steps 20 --schedule constant --log_interval 1 --save_interval 0 "
     "--keep_last 1 --eval_interval 0 --eval_sequences 1 --sample_tokens 0 --profile 0:1 "
     "--optim_metrics_interval 0 --tracker none --resume auto --allow_changes false --time_limit 0 "
     "--dry_run false --eval_only false "
 )
-SMALL = (
-    f"{SHORT} --n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 --lr 3e-3 "
-    "--micro_batch_size 2 "
-)
-STRATEGIES = {
-    "ddp": "--strategy ddp",
-    "fsdp": "--strategy fsdp",
-    "compiled": "--strategy fsdp --compile",
-    "hsdp": "--strategy hsdp --dp_replicate 2",
-    "tp": "--strategy fsdp --tp 2",
-    "hsdp-tp": "--strategy hsdp --dp_replicate 2 --tp 2",
-}
 FOLDER = "NANOSHARD_CHECK_FOLDER"  # variable by which `check_host` tells the ranks
 
 
@@ -98,146 +80,101 @@ class Check:
     problems: list[str] = field(default_factory=list)  # why it failed
     not_checked: str = ""  # what was left out, and why
 
-    def hold(self, figure: str, value: float, most: float, least: float = 0.0) -> None:
+    def limit(self, figure: str, value: float, most: float, least: float = 0.0) -> None:
         """Record a figure that must lie between `least` and `most`; nan never does."""
         self.figures[figure] = value
         self.limits[figure] = [least, most]
         if not least <= value <= most:
             self.problems.append(f"{figure} {value:.3g} is not between {least:g} and {most:g}")
 
-    def run(self, function: Callable, lab: "Lab") -> float:
-        """Run a check; an exception only fails it. Returns the time it raised, or inf."""
-        began = time.perf_counter()
-        raised_at = math.inf
-        try:
-            with contextlib.redirect_stdout(None), warnings.catch_warnings(action="ignore"):
-                function(lab, self)
-        except (bench.CannotMeasure, dist.MeshError) as reason:
-            self.status, self.not_checked = "skip", str(reason)
-        except Exception as error:
-            raised_at = time.time()
-            traceback.print_exc()
-            self.problems.append(traceback.format_exception_only(error)[-1].strip())
-        if self.problems:
-            self.status = "FAIL"
-        self.seconds = time.perf_counter() - began
-        return raised_at
-
     def __str__(self) -> str:
-        said = list(self.problems)
+        parts = list(self.problems)
         for figure, value in self.figures.items():
-            text = value if isinstance(value, str) else bench.three_digits(value)
-            said.append(f"{figure} {text}")
-        said += [f"not checked: {self.not_checked}"] if self.not_checked else []
-        line = f"{self.status}  {self.name:23} {self.seconds:5.1f} s  {', '.join(said)}"
-        return textwrap.fill(line, 100, subsequent_indent=" " * 40, break_on_hyphens=False)
+            text = value if isinstance(value, str) else three_digits(value)
+            parts.append(f"{figure} {text}")
+        parts += [f"not checked: {self.not_checked}"] if self.not_checked else []
+        line = f"{self.status}  {self.name:8} {self.seconds:5.1f} s  {', '.join(parts)}"
+        return textwrap.fill(line, 100, subsequent_indent=" " * 24, break_on_hyphens=False)
 
 
 # --------------------------------------------------------------------------------------------------
 # The ranks
 
 
-class Lab:
-    """Shared by the checks on ranks: the planned run, its folder, and where ranks meet."""
+class Ranks:
+    """This rank among the others: the planned run, cut short, on its mesh and on one rank."""
 
-    def __init__(self, own: argparse.Namespace, c: Config, world: dist.World, dog):
-        self.planned, self.world, self.watchdog = c, world, dog
+    def __init__(self, c: Config, out: str | None, world: dist.World, watchdog: Watchdog):
+        self.world, self.watchdog = world, watchdog
         self.device, self.is_cuda = world.device, world.device.type == "cuda"
         self.store, self.store_keeper = world.store.clone(), torch.distributed.group.WORLD
-        rank, local_size = world.rank, world.local_size
-        host = f"{socket.gethostname()}, host {rank // local_size}"
-        self.names = bench.exchange(f"rank {rank} ({host})")
-        self.folder = Path(os.environ.get(FOLDER) or dist.on_rank0(own.new_folder))
-        self.is_shared = all(bench.exchange(self.folder.exists()))
-        self.environment = functools.cache(collect_env.get_env_info)  # takes seconds
+        host = f"{socket.gethostname()}, host {world.rank // world.local_size}"
+        self.names = exchange(f"rank {world.rank} ({host})")
+        self.folder = Path(os.environ.get(FOLDER) or dist.on_rank0(lambda: new_folder(out)))
+        self.is_shared = all(exchange(self.folder.exists()))
         if c.data == config.BUILTIN:
             dist.on_rank0(preflight.prepare_builtin)
-        self.vocab_size = data.open_folders(c.data)[0].vocab_size
-        self.base = dist.on_rank0(lambda: preflight.find_origin(c)).model  # of the planned run
-        self.device_memory = dist.on_rank0(lambda: memory.device_memory(self.device, local_size))
-
-    def meet(self, place: str) -> None:
-        """Form a new group of all ranks, under its own prefix of torchrun's store."""
-        gc.collect()  # a group still referenced keeps its connections
-        rehearse.leave_group()
-        dist.join_group(self.world, torch.distributed.PrefixStore(place, self.store))
+        vocab_size = data.open_folders(c.data)[0].vocab_size
+        base = dist.on_rank0(lambda: preflight.find_origin(c)).model
+        available = dist.on_rank0(lambda: memory.device_memory(self.device, world.local_size))
+        self.device_memory = available
+        self.config, self.setup = short_run(c, world, vocab_size, available, base)
+        model = config.model_config(self.config, vocab_size, base)
+        place = (world.rank, world.size, world.local_size, model, world.device.type, available)
+        with self.each_alone("to rehearse"):
+            rehearse.leave_group()
+            self.rehearsed = rehearse.rehearse(self.config, *place).communication
 
     @contextlib.contextmanager
-    def apart(self, check: Check) -> Iterator[dist.World]:
-        """Each rank is its own world until all meet again."""
+    def each_alone(self, purpose: str) -> Iterator[dist.World]:
+        """Each rank is a world of its own, until all form a new group."""
         rehearse.leave_group()
         one = dict(rank=0, size=1, local_rank=0, local_size=1, store=torch.distributed.HashStore())
         alone = dataclasses.replace(self.world, **one)
         dist.join_group(alone, alone.store)
         yield alone
-        self.meet(f"in {check.name}")
-
-    def run_of(self, name: str) -> tuple[Config, layout.Setup]:
-        """The run "planned", or "STRATEGY DTYPE". Raises MeshError, UsageError."""
-        if name == "planned":
-            place = (self.world, self.vocab_size, self.device_memory)
-            return short_run(self.planned, *place, base=self.base)
-        strategy, dtype = name.split()
-        flags = f"{SMALL} {STRATEGIES[strategy]} --dtype {dtype} --data {self.planned.data}"
-        c = config.parse(flags.split())
-        return short_run(c, self.world, self.vocab_size, self.device_memory, accumulate=2)
-
-    def rehearse(self, c: Config) -> list[rehearse.Communication]:
-        """What this rank would send in a step."""
+        gc.collect()  # a group still referenced keeps its connections
         rehearse.leave_group()
-        world = self.world
-        base = self.base if c.source else None
-        model = config.model_config(c, self.vocab_size, base)
-        place = (world.rank, world.size, world.local_size, model, world.device.type)
-        return rehearse.rehearse(c, *place, self.device_memory).communication
+        dist.join_group(self.world, torch.distributed.PrefixStore(purpose, self.store))
 
     def train(self, c: Config, world: dist.World, name: str) -> list[dict]:
         """Train as train.py does; return the log's rows on rank 0 of `world`."""
         out = self.folder / name
-        # No handlers: a signal ends this process, not only the run.
-        with loss_parallel(), mock.patch("signal.signal"):
-            train.run(dataclasses.replace(c, out=str(out)), world, self.watchdog)
-        return bench.training_rows(out) if world.rank == 0 else []
+        with loss_parallel(), contextlib.redirect_stdout(None):
+            c = dataclasses.replace(c, out=str(out))
+            # A signal ends this process, not only the run.
+            train.run(c, world, self.watchdog, handle_signals=False)
+        return training_rows(out) if world.rank == 0 else []
 
-    def train_alone(self, c: Config, world: dist.World, name: str) -> tuple[list[dict], str]:
+    def train_profiled(self, c: Config, name: str, start: int) -> tuple[list[dict], dict]:
+        """Train on the mesh, from step `start` on; the log's rows, and this rank's profile."""
+        c = dataclasses.replace(c, profile=f"{start}:{c.max_steps - 1}")
+        rows = exchange(self.train(c, self.world, name))[0]
+        file = self.folder / name / f"profile/rank_{self.world.rank}.json"
+        return rows, json.loads(file.read_text())
+
+    def train_alone(self) -> tuple[list[dict], str]:
         """The rows of the run on one rank, and why there may be too few."""
         one = dict(strategy="single", tp=1, dp_replicate=None, dp_shard=None, grad_sync="batch")
         one |= dict(compile=False, checkpoint="none", async_save=False, time_limit=SECONDS)
-        c = dataclasses.replace(c, **one)
-        base = self.base if c.source else None
-        model = config.model_config(c, self.vocab_size, base)
-        need = layout.estimate_memory(c, layout.choose(c, world, model, self.device_memory))
-        if not need.fits(self.device_memory):
-            room = f"more than 80% of {self.device_memory / 1e9:,.1f} GB"
-            return [], f"one rank cannot hold the run: {need}, {room}"
-        rows = self.train(c, world, f"{name} on rank {self.world.rank}")
-        return rows, f"one rank does not train two steps in {SECONDS} s"
-
-    def settle(self, check: Check, raised_at: float) -> None:
-        """Collect on rank 0, through the store, what all ranks found; form a new group."""
-        problems = [f"{self.names[self.world.rank]}: {line}" for line in check.problems]
-        self.store.set(f"{check.name} {self.world.rank}", json.dumps([raised_at, problems]))
-        self.meet(f"after {check.name}")
-        ranks = range(self.world.size if self.world.rank == 0 else 0)
-        found = [json.loads(self.store.get(f"{check.name} {rank}")) for rank in ranks]
-        # The first exception may have caused the others.
-        failed = sorted(one for one in found if one[1])
-        if failed and failed[0] is not found[0]:
-            check.status, check.problems = "FAIL", failed[0][1]
+        c = dataclasses.replace(self.config, **one)
+        with self.each_alone("after one rank's run") as world:
+            setup = layout.choose(c, world, self.setup.model, self.device_memory)
+            need = layout.estimate_memory(c, setup)
+            if not need.fits(self.device_memory):
+                room = f"more than 80% of {self.device_memory / 1e9:,.1f} GB"
+                return [], f"one rank cannot hold the run: {need}, {room}"
+            rows = self.train(c, world, f"alone on rank {self.world.rank}")
+        return rows, f"one rank does not train {LEAST_STEPS} steps in {SECONDS} s"
 
 
 def short_run(
-    c: Config,
-    world: dist.World,
-    vocab_size: int,
-    device_memory: int,
-    accumulate: int = 1,
-    base=None,
+    c: Config, world: dist.World, vocab_size: int, device_memory: int, base=None
 ) -> tuple[Config, layout.Setup]:
-    """The run cut to two blocks and few micro-batches per rank, on the whole run's mesh."""
+    """The run cut to two blocks and one micro-batch per rank, on the full run's mesh."""
     dp_size = max(1, world.size // c.tp)
     size = layout.micro_batch_size(c, dp_size)
-    batch = {"micro_batch_size": size, "global_batch_size": accumulate * size * dp_size}
+    batch = {"micro_batch_size": size, "global_batch_size": size * dp_size}
     c = dataclasses.replace(c, **batch, profile=None)
     chosen = layout.choose(c, world, config.model_config(c, vocab_size, base), device_memory)
     dtype = str(chosen.dtype).removeprefix("torch.")
@@ -247,145 +184,113 @@ def short_run(
 
 
 # --------------------------------------------------------------------------------------------------
-# The checks on the ranks
+# The checks
 
 
-def devices(lab: Lab, check: Check) -> None:
+def devices(ranks: Ranks, check: Check) -> None:
     """all ranks have the same device and versions; float32 products are not computed in TF32"""
-    own = {"device": metrics.device_name(lab.device), "torch": torch.__version__}
-    if lab.is_cuda:
-        own |= {"cuda": torch.version.cuda, "nccl": str(torch.cuda.nccl.version())}
-    size = lab.world.size
-    check.figures = {"ranks": size, "hosts": size // lab.world.local_size, **own}
-    for rank, other in enumerate(bench.exchange(own)):
-        if other != own and rank > lab.world.rank:
-            check.problems.append(f"{lab.names[rank]} has {other}, not {own}")
+    local = {"device": metrics.device_name(ranks.device), "torch": torch.__version__}
+    if ranks.is_cuda:
+        local |= {"cuda": torch.version.cuda, "nccl": str(torch.cuda.nccl.version())}
+    size = ranks.world.size
+    check.figures = {"ranks": size, "hosts": size // ranks.world.local_size, **local}
+    for rank, other in enumerate(exchange(local)):
+        if other != local and rank > ranks.world.rank:
+            check.problems.append(f"{ranks.names[rank]} has {other}, not {local}")
     tf32 = torch.get_float32_matmul_precision() != "highest"
-    check.hold("tf32", int(tf32 or os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"), 0)
+    check.limit("tf32", int(tf32 or os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"), 0)
 
 
-def matmul(lab: Lab, check: Check) -> None:
+def matmul(ranks: Ranks, check: Check) -> None:
     """matrix products in TFLOP/s: a square one, those of the MLP; a slow rank is named"""
-    _, chosen = lab.run_of("planned")
-    m = chosen.model
-    tokens = chosen.micro_batch_size * m.seq_len
-    side = 8192 if lab.is_cuda else 512
+    m, dtype = ranks.setup.model, ranks.setup.dtype
+    tokens = ranks.setup.micro_batch_size * m.seq_len
+    side = 8192 if ranks.is_cuda else 512
     shapes = [(side, side, side), (tokens, m.d_model, m.d_ff), (tokens, m.d_ff, m.d_model)]
-    peak = metrics.peak_flops(lab.device, chosen.dtype, lab.planned.peak_tflops)
+    peak = metrics.peak_flops(ranks.device, dtype, ranks.config.peak_tflops)
     for rows, inner, columns in shapes:
-        a = torch.randn(rows, inner, device=lab.device, dtype=chosen.dtype)
-        b = torch.randn(inner, columns, device=lab.device, dtype=chosen.dtype)
+        a = torch.randn(rows, inner, device=ranks.device, dtype=dtype)
+        b = torch.randn(inner, columns, device=ranks.device, dtype=dtype)
 
         def measure(a=a, b=b) -> dict[int, list[float]]:
-            return dict(enumerate(bench.exchange(bench.times(lambda: a @ b))))
+            return dict(enumerate(exchange(harness.times(lambda: a @ b))))
 
         rates = [2 * rows * inner * columns / min(times) for times in measure().values()]
         label = f"{rows} x {inner} x {columns}"
         check.figures[f"{label} TFLOP/s"] = min(rates) / 1e12
         if peak:
-            check.hold(f"{label} of peak", max(rates) / peak, 1)
-        for rank, ratio in bench.slow_ones(measure).items():
-            check.problems.append(f"slow: {lab.names[rank]}, {ratio:.2f} x the time for {label}")
+            check.limit(f"{label} of peak", max(rates) / peak, 1)
+        for rank, ratio in harness.slow_ones(measure).items():
+            check.problems.append(f"slow: {ranks.names[rank]}, {ratio:.2f} x the time for {label}")
 
 
-def attention(lab: Lab, check: Check) -> None:
-    """the attention kernel in bfloat16, of 1,024 tokens, against math in float32; gradients too"""
-    H = 16 if lab.is_cuda else 2
-    for d_head in (64, 128):
-        generator = torch.Generator().manual_seed(d_head)
-        tensors = []
-        for heads in (H, H // 2, H // 2, H):  # of q, k, v, and the gradient of the output
-            tensor = torch.randn(1, heads, 1024, d_head, generator=generator)
-            tensors.append(tensor.to(lab.device, torch.bfloat16).requires_grad_())
-        found = attend(model.causal_attention, tensors, mask=None)
-        with sdpa_kernel(SDPBackend.MATH):
-            tensors = [tensor.detach().float().requires_grad_() for tensor in tensors]
-            options = dict(is_causal=True, enable_gqa=True)
-            exact = attend(F.scaled_dot_product_attention, tensors, **options)
-        for name, value, expected in zip(("y", "dq", "dk", "dv"), found, exact):
-            error = (value.float() - expected).norm() / expected.norm()
-            check.hold(f"d_head {d_head} {name}", error.item(), 1e-2)
-
-
-def attend(function: Callable, tensors: list[Tensor], **options) -> tuple[Tensor, ...]:
-    """The output, and the gradients of q, k and v."""
-    *inputs, gradient = tensors
-    y = function(*inputs, **options)
-    return y.detach(), *torch.autograd.grad(y, inputs, gradient)
-
-
-def links(lab: Lab, check: Check) -> None:
+def links(ranks: Ranks, check: Check) -> None:
     """collectives of each axis, of the sizes that the run sends; a slow host or link is named"""
-    if lab.world.size == 1:
-        raise bench.CannotMeasure("it takes two ranks")
-    c, chosen = lab.run_of("planned")
-    with lab.apart(check):
-        sent = lab.rehearse(c)
-    mesh = dist.make_mesh(lab.world, chosen.mesh_shape)
+    if ranks.world.size == 1:
+        check.status, check.not_checked = "skip", "it takes two ranks"
+    mesh = dist.make_mesh(ranks.world, ranks.setup.mesh_shape)
     largest = 1 << 20  # more than a switch may pass at once
     for axis in dist.AXES:
-        sizes = {row.bytes // row.count for row in sent if row.axis == axis}
-        for size in sorted(sizes | {4}) if mesh[axis].size() > 1 else []:
-            figures = bench.collectives(size, mesh.get_group(axis), lab.device)
-            check.figures |= {f"{axis} {name}": value for name, value in figures.items()}
+        sizes = {row.bytes // row.count for row in ranks.rehearsed if row.axis == axis}
+        group = mesh.get_group(axis)
+        for size in sorted(sizes | {4}) if group.size() > 1 else []:
+            for kind, seconds in harness.collectives(size, group, ranks.device).items():
+                if size == 4:
+                    check.figures[f"{axis} {kind} us"] = seconds * 1e6
+                    continue
+                rate = harness.bus_bandwidth(kind, size, seconds, group.size())
+                check.figures[f"{axis} {kind} {size / 1e6:.3g} MB GB/s"] = rate / 1e9
             largest = max(largest, min(size, 1 << 26))
-    check.problems += bench.slow_links(lab.names, lab.world.local_size, largest, lab.device)
+    size_of_host = ranks.world.local_size
+    check.problems += harness.slow_links(ranks.names, size_of_host, largest, ranks.device)
 
 
-def parity(lab: Lab, check: Check) -> None:
-    """a run on the mesh is that of one rank; sends what is rehearsed; no host syncs; resumes"""
-    name = check.name.removeprefix("parity ")
-    c, chosen = lab.run_of(name)
-    with lab.apart(check) as world:
-        alone, reason = lab.train_alone(c, world, name)
-        sent = lab.rehearse(c)
-    steps = min(bench.exchange(len(alone)))
-    if steps < 2:
+def parity(ranks: Ranks, check: Check) -> None:
+    """a run on the mesh is that of one rank, sends what is rehearsed, no host waits, and resumes"""
+    alone, reason = ranks.train_alone()
+    steps = min(exchange(len(alone)))
+    if steps < LEAST_STEPS:
         check.not_checked = f"one rank's losses: {reason}"
-        steps, alone = 4, []
-    c = dataclasses.replace(c, max_steps=steps, checkpoint="none", async_save=False)
-    profiled = dataclasses.replace(c, profile=f"{steps - 2}:{steps - 1}")
-    rows = bench.exchange(lab.train(profiled, lab.world, name))[0]
-    record_speed(check, rows, chosen)
-    compare_profile(check, lab.folder / name / f"profile/rank_{lab.world.rank}.json", sent)
-    if alone:
-        compare(check, "one rank's", alone, rows, TOLERANCE[c.dtype])
-    if not lab.is_shared:
-        check.not_checked += " save and resume: --out is no folder that all hosts share"
-        return
-    for last in (steps // 2, steps):
-        part = dataclasses.replace(c, max_steps=last, checkpoint="sharded")
-        resumed = bench.exchange(lab.train(part, lab.world, f"{name} resumed"))[0]
-    # Bit for bit on CPUs. On GPUs attention's backward is not deterministic, and the step that the
-    # profile counts is not compiled.
-    limits = TOLERANCE[c.dtype] if lab.is_cuda or c.compile else (0.0, 0.0)
-    compare(check, "resumed", rows, resumed, limits)
-
-
-def record_speed(check: Check, rows: list[dict], chosen: layout.Setup) -> None:
+        steps, alone = LEAST_STEPS, []
+    half = steps // 2
+    c = dataclasses.replace(ranks.config, max_steps=steps, checkpoint="none", async_save=False)
+    rows, profile = ranks.train_profiled(c, "mesh", start=half)
+    check_profile(check, profile, ranks.rehearsed)
     speeds = [row["tokens_per_second_per_device"] for row in rows]
     check.figures["tokens/s/device"] = statistics.median(speeds)
     if rows[-1]["mfu"] is not None:
-        check.hold("MFU", statistics.median(row["mfu"] for row in rows), 1)
+        check.limit("MFU", statistics.median(row["mfu"] for row in rows), 1)
+    if alone:
+        compare(check, "one rank's", alone, rows, TOLERANCE[c.dtype])
+    if not ranks.is_shared:
+        check.not_checked += " save and resume: --out is no folder that all hosts share"
+        return
+    slow = slow_ranks(profile)
+    for start, last in ((0, half), (half, steps)):
+        part = dataclasses.replace(c, max_steps=last, checkpoint="sharded")
+        resumed, profile = ranks.train_profiled(part, "resumed", start)
+        slow = {rank: ratio for rank, ratio in slow_ranks(profile).items() if rank in slow}
+    for rank, ratio in slow.items():
+        check.problems.append(f"slow: {ranks.names[rank]}, {ratio:.1f} x the time for a step")
+    # Bit for bit on CPUs. On GPUs attention's backward is not deterministic, and the step that the
+    # profile counts is not compiled.
+    limits = TOLERANCE[c.dtype] if ranks.is_cuda or c.compile else (0.0, 0.0)
+    compare(check, "resumed", rows, resumed, limits)
 
 
 def compare(check: Check, label: str, expected: list, found: list, limits: tuple) -> None:
-    """Hold the largest relative differences between the rows of two runs."""
+    """Limit the largest relative differences between the rows of two runs."""
     for name, limit in zip(("loss", "grad_norm"), limits):
-        values = [
-            torch.tensor([row[name] for row in rows], dtype=torch.float64)
-            for rows in (expected, found)
-        ]
-        one, other = (tensor[: len(found)] for tensor in values)
-        check.hold(f"{label} {name}", ((other - one) / one).abs().max().item(), limit)
+        pairs = zip([row[name] for row in expected], [row[name] for row in found])
+        differences = torch.tensor([(b - a) / a for a, b in pairs], dtype=torch.float64)
+        check.limit(f"{label} {name}", differences.abs().max().item(), limit)
 
 
-def compare_profile(check: Check, file: Path, sent: list[rehearse.Communication]) -> None:
-    """Hold the figures of --profile, and compare what a step sends with the rehearsal."""
-    profile = json.loads(file.read_text())
+def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication]) -> None:
+    """Limit the figures of --profile, and compare what a step sends with the rehearsal."""
     for share in ("busy", "exposed_communication"):
-        check.hold(share, profile[share], 1)
-    check.hold("host syncs", sum(profile["host_syncs"].values()), 0)
+        check.limit(share, profile[share], 1)
+    check.limit("host syncs", sum(profile["host_syncs"].values()), 0)
     check.problems += [f"the host waits at {place}" for place in profile["host_syncs"]]
     extra = Counter()
     for row in profile["communicated"]:
@@ -395,71 +300,20 @@ def compare_profile(check: Check, file: Path, sent: list[rehearse.Communication]
         extra[row.collective, row.axis] -= row.bytes
     for (kind, axis), size in extra.items():
         if size:
-            check.problems.append(f"beside the rehearsal {size:+,} bytes of {kind} over {axis}")
+            check.problems.append(f"{size:+,} bytes of {kind} over {axis} are not in the rehearsal")
 
 
-def cpu(lab: Lab, check: Check) -> None:
-    """a GPU computes what a CPU computes, from the same weights"""
-    if not lab.is_cuda:
-        raise bench.CannotMeasure("it takes a GPU")
-    c = dataclasses.replace(lab.run_of("fsdp float32")[0], strategy="single")
-    # Initial weights depend on the device type: both start from one step on the CPU.
-    with lab.apart(check) as world:
-        on_cpu = dataclasses.replace(world, device=torch.device("cpu"))
-        start = f"start {lab.world.rank}"
-        lab.train(dataclasses.replace(c, max_steps=1), on_cpu, start)
-        c = dataclasses.replace(c, init_from=str(lab.folder / start), checkpoint="none")
-        rows = [lab.train(c, one, f"{one.device.type} {start}") for one in (on_cpu, world)]
-        compare(check, "the CPU's", *rows, TOLERANCE["float32"])
+def slow_ranks(profile: dict) -> dict[int, float]:
+    """Ranks whose steps take long without waiting for others; their time by the faster ones'."""
+    if None in profile["waited"]:
+        return {}
+    seconds = [profile["step_time"] - waited for waited in profile["waited"]]
+    reference = sorted(seconds)[len(seconds) // 4]
+    ratios = {rank: one / reference for rank, one in enumerate(seconds)}
+    return {rank: ratio for rank, ratio in ratios.items() if ratio > SLOW_STEP}
 
 
-# --------------------------------------------------------------------------------------------------
-# Checks that need a launcher, on this host
-
-
-def stop(lab: Lab, check: Check) -> None:
-    """SIGTERM saves the last step; after kill -9 of a rank, the losses of a run without either"""
-    if FOLDER not in os.environ:
-        raise bench.CannotMeasure("it takes the launcher: run python -m tools.check on a host")
-    if lab.world.rank:
-        return
-    flags = f"{SMALL} --strategy fsdp --dtype float32 --num_workers 2 --device {lab.device.type}"
-    flags = [*flags.split(), "--save_interval=5", f"--data={lab.planned.data}"]
-    train_until = functools.partial(bench.torchrun, lab.world.size, flags)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # ends the job too
-    out = lab.folder / "stopped"
-
-    def last_step() -> int:  # saved
-        return checkpoint.read_manifest(checkpoint.list_checkpoints(out)[-1])["step"]
-
-    with train_until(LONG, out) as running:
-        running.wait(until=(out / "metrics.jsonl").exists)
-    stopped = check.figures["stopped after step"] = last_step()
-    check.hold("steps lost", bench.training_rows(out)[-1]["step"] - stopped, 0)
-    with train_until(LONG, out) as running:
-        running.wait(until=lambda: last_step() > stopped)
-        pid = running.processes[0].pid
-        *_, rank = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        os.kill(int(rank), signal.SIGKILL)
-        running.processes[0].wait()
-    killed = check.figures["killed after step"] = last_step()
-    rows = []
-    for folder in (lab.folder / "whole", out):
-        with train_until(killed + STEPS, folder) as running:
-            running.wait()
-        rows.append(bench.training_rows(folder))
-    compare(check, "resumed", *rows, TOLERANCE["float32"] if lab.is_cuda else (0.0, 0.0))
-
-
-CHECKS = {
-    "devices": devices,
-    "matmul": matmul,
-    "attention": attention,
-    "links": links,
-    "cpu": cpu,
-    "stop": stop,
-    "parity": parity,
-}
+CHECKS = {"devices": devices, "matmul": matmul, "links": links, "parity": parity}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -476,93 +330,94 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser.epilog = "\n".join(["checks, in this order:", *lines])
     group = parser.add_argument_group("the checks")
     group.add_argument("checks", nargs="*", metavar="CHECK", help="(default: all)")
-    group.add_argument(
-        "--ranks", type=bench.positive, metavar="N", help="(default: all GPUs; 2 on CPUs)"
-    )
+    group.add_argument("--ranks", type=positive, metavar="N", help="(default: all GPUs; 2 on CPUs)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     flags = config.parse_flags(parser, [*argv, *SHORT.split()])
-    own = {name: flags.pop(name) for name in ("checks", "ranks", "json")}
-    parent = flags["out"] and Path(flags["out"]).absolute()
-
-    def new_folder() -> str:
-        if parent:  # of a planned run, so it may not exist yet
-            parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.mkdtemp(prefix="check-", dir=parent)
-
-    own = argparse.Namespace(**own, argv=argv, new_folder=new_folder)
-    if unknown := [name for name in own.checks if name not in CHECKS]:
+    options = {name: flags.pop(name) for name in ("checks", "ranks", "json")}
+    options = argparse.Namespace(**options, out=flags["out"], argv=argv)
+    if unknown := [name for name in options.checks if name not in CHECKS]:
         raise cli.UsageError(f"no check is named {unknown[0]}: choose from {', '.join(CHECKS)}")
-    return own, config.to_config(flags)
+    return options, config.to_config(flags)
+
+
+def new_folder(out: str | None) -> str:
+    """A folder for the runs, in --out if given: that of a planned run, so it may not exist yet."""
+    if out:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        out = str(Path(out).absolute())
+    return tempfile.mkdtemp(prefix="check-", dir=out)
 
 
 def check_ranks(argv: list[str]) -> int:
     """On every rank. Rank 0 prints and writes the results, and returns 1 if a check failed."""
-    own, c = parse(argv)
+    options, c = parse(argv)
     world = dist.start(c.device, timedelta(seconds=watchdog.SLOW_FACTOR * c.timeout))
-    dog = watchdog.Watchdog(world.store, world.rank, world.size, c.timeout)
-    with dog:
-        lab = Lab(own, c, world, dog)
-        lab.run_of("planned")  # raises if flags and ranks do not match
-        checks = run_checks(lab, own)
+    with Watchdog(world.store, world.rank, world.size, c.timeout) as dog:
+        ranks = Ranks(c, options.out, world, dog)
+        checks = []
+        for name in options.checks or CHECKS:
+            # Until the check has ended, the file says that a rank ended in it.
+            unfinished = Check(name, "FAIL", problems=["a rank ended in it"])
+            write_json(ranks, options, [*checks, unfinished])
+            dog.progress(len(checks), f"in the check {name}", slow=True)
+            checks.append(run_check(name, ranks))
+        write_json(ranks, options, checks)
         failed = [check.name for check in checks if check.status == "FAIL"]
         if world.rank == 0:
-            print(f"FAIL: {', '.join(failed)}; see {lab.folder}" if failed else "pass", flush=True)
-        if not any(bench.exchange(failed)) and world.local_rank == 0:
-            shutil.rmtree(lab.folder, ignore_errors=True)
+            ending = f"FAIL: {', '.join(failed)}; see {ranks.folder}" if failed else "pass"
+            print(ending, flush=True)
+        if not failed and world.local_rank == 0:
+            shutil.rmtree(ranks.folder, ignore_errors=True)
     dist.stop()
     return int(bool(failed) and FOLDER not in os.environ)  # else torchrun prints a long report
 
 
-def run_checks(lab: Lab, own: argparse.Namespace) -> list[Check]:
-    """The results, all on rank 0. While a check runs, the file says a rank ended in it."""
-    names = [*list(CHECKS)[:-1], "parity planned"]
-    names += [f"parity {strategy} {dtype}" for strategy in STRATEGIES for dtype in TOLERANCE]
-    checks = []
-    for name in names:
-        check = Check(name)
-        if own.checks and name.split()[0] not in own.checks:
-            check.status, check.not_checked = "skip", "not asked for"
-        else:
-            write_json(lab, own, [*checks, Check(name, "FAIL", problems=["a rank ended in it"])])
-            lab.watchdog.progress(len(checks), f"in the check {name}", slow=True)
-            raised_at = check.run(CHECKS[name.split()[0]], lab)
-            lab.settle(check, raised_at)
-        checks.append(check)
-        if lab.world.rank == 0:
-            print(check, flush=True)
-    write_json(lab, own, checks)
-    return checks
+def run_check(name: str, ranks: Ranks) -> Check:
+    """What all ranks found; of several that found problems, the first."""
+    check = Check(name)
+    began = time.perf_counter()
+    with warnings.catch_warnings(action="ignore"):
+        CHECKS[name](ranks, check)
+    check.seconds = time.perf_counter() - began
+    for rank, problems in enumerate(exchange(check.problems)):
+        if problems:
+            where = f"{ranks.names[rank]}: " if rank else ""
+            check.status, check.problems = "FAIL", [f"{where}{line}" for line in problems]
+            break
+    if ranks.world.rank == 0:
+        print(check, flush=True)
+    return check
 
 
-def write_json(lab: Lab, own: argparse.Namespace, checks: list[Check]) -> None:
+def write_json(ranks: Ranks, options: argparse.Namespace, checks: list[Check]) -> None:
     """Write the results, and the machines and code they came from."""
-    if lab.world.rank > 0 or not own.json:
+    if ranks.world.rank > 0 or not options.json:
         return
-    git = f"git -C {Path(bench.TRAIN).parent} describe --always --dirty --abbrev=40 --exclude=*"
+    git = f"git -C {ROOT} describe --always --dirty --abbrev=40 --exclude=*"
     found = {
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
         "commit": collect_env.run(git.split())[1],
         "code": agreement.source_hash(),
-        "command": shlex.join(["python", "-m", "tools.check", *own.argv]),
-        "ranks": lab.names,
-        "host": lab.environment()._asdict(),
+        "command": shlex.join(["python", "-m", "tools.check", *options.argv]),
+        "ranks": ranks.names,
+        "host": collect_env.get_env_info()._asdict(),
         "checks": [asdict(check) for check in checks],
     }
-    metrics.replace_file(own.json, json.dumps(found, indent=2) + "\n")
+    metrics.replace_file(options.json, json.dumps(found, indent=2) + "\n")
 
 
 def check_host(argv: list[str]) -> int:
     """Start torchrun on this host, which runs this command on the ranks."""
-    own, c = parse(argv)
-    if own.json and not own.json.absolute().parent.is_dir():
-        raise cli.UsageError(f"--json {own.json}: there is no folder {own.json.parent}")
+    options, c = parse(argv)
+    if options.json and not options.json.absolute().parent.is_dir():
+        raise cli.UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
     # Raises MeshError if there is no such device, or too few GPUs.
-    device = dist.set_device(c.device, 0, own.ranks or 1).type
-    size = own.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
+    device = dist.set_device(c.device, 0, options.ranks or 1).type
+    size = options.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
     world = rehearse.make_world(0, size, size, device)
     short_run(c, world, 64 * c.tp, memory.device_memory(world.device, size))  # raises early
-    folder = Path(own.new_folder())
-    launcher = [*bench.TORCHRUN, "--standalone", f"--nproc_per_node={size}", "-m", "tools.check"]
+    folder = Path(new_folder(options.out))
+    launcher = [*TORCHRUN, "--standalone", f"--nproc_per_node={size}", "-m", "tools.check"]
     variables = {FOLDER: str(folder), "KINETO_LOG_LEVEL": "6"}  # the profiler's own log
     # Not subprocess.run: on Ctrl-C it kills torchrun before that can end its ranks.
     with subprocess.Popen([*launcher, *argv], env=os.environ | variables) as process:

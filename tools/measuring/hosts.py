@@ -1,0 +1,119 @@
+"""Hosts on one machine: network namespaces whose links a switch joins. Needs root and iproute2."""
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from tools.measuring.harness import TORCHRUN, CannotMeasure
+
+SUBNET = "10.0.0"  # host 0 is 10.0.0.1; invisible to other networks
+PORTS = itertools.count(29500)  # for the rendezvous, one for each job
+
+
+@contextlib.contextmanager
+def hosts(count: int, link: str) -> Iterator[list[str]]:
+    """Yield the names of `count` namespaces; each sends and receives `link`, as tc writes a rate.
+
+    The end of the block kills their processes and deletes them. Raises CannotMeasure if namespaces
+    cannot be created.
+    """
+    check_requirements()
+    prefix = f"bench-{os.getpid()}"
+    switch = f"{prefix}-switch"
+    names = [f"{prefix}-host{number}" for number in range(count)]
+    # SIGTERM becomes an exception, so that `finally` runs
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+    try:
+        ip(f"netns add {switch}")
+        ip(f"-n {switch} link add bridge type bridge")
+        ip(f"-n {switch} link set bridge up")
+        for number, name in enumerate(names):
+            add_host(name, number, switch, link)
+        yield names
+    finally:
+        # A second Ctrl-C must not interrupt the removal
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        existing = {line.split()[0] for line in ip("netns list").splitlines()}
+        for name in existing.intersection((switch, *names)):
+            kill_all(name)
+            ip(f"netns delete {name}")  # deletes its links too
+
+
+def check_requirements() -> None:
+    missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    if missing:
+        raise CannotMeasure(
+            f"{' and '.join(missing)} not found: install iproute2 (apt-get install iproute2)"
+        )
+    if os.geteuid() != 0:
+        raise CannotMeasure(
+            "network namespaces need root: run with sudo, or in a container with --privileged"
+        )
+
+
+def add_host(name: str, number: int, switch: str, link: str) -> None:
+    """Create a host and connect its eth0 to a port of the switch."""
+    port = f"port{number}"
+    ip(f"netns add {name}")
+    ip(f"link add eth0 netns {name} type veth peer name {port} netns {switch}")
+    ip(f"-n {switch} link set {port} master bridge")
+    ip(f"-n {name} address add {address(number)}/24 dev eth0")
+    ip(f"-n {name} link set lo up")
+    ip(f"-n {name} link set eth0 up")
+    ip(f"-n {switch} link set {port} up")
+    # Limit what each end sends: one limit per direction, like a cable. The burst is four of the
+    # largest packets: 10 ms of 200mbit.
+    bucket = f"root tbf rate {link} burst 256kb latency 50ms"
+    ip(f"-n {name} qdisc add dev eth0 {bucket}", tool="tc")
+    ip(f"-n {switch} qdisc add dev {port} {bucket}", tool="tc")
+
+
+def address(number: int) -> str:
+    return f"{SUBNET}.{number + 1}"
+
+
+def ip(words: str, tool: str = "ip") -> str:
+    """Run `ip` or `tc` of iproute2 and return what it prints. Raises CannotMeasure if it fails."""
+    answer = subprocess.run([tool, *words.split()], capture_output=True, text=True)
+    if answer.returncode != 0:
+        message = " ".join(answer.stderr.split())
+        if "not permitted" in message:
+            message += ": a container needs --privileged for this"
+        raise CannotMeasure(f"{tool} {words}: {message}")
+    return answer.stdout
+
+
+def kill_all(namespace: str) -> None:
+    """Kill all processes in a namespace, until none is left."""
+    while pids := ip(f"netns pids {namespace}").split():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def inside(namespace: str) -> list[str]:
+    """The prefix of a command that runs in a namespace."""
+    # By default gloo looks up the host's name, which leads nowhere there.
+    return ["ip", "netns", "exec", namespace, "env", "GLOO_SOCKET_IFNAME=eth0"]
+
+
+def torchrun(namespaces: list[str], nproc: int, script: list[str]) -> list[list[str]]:
+    """The commands that start `nproc` ranks on each host, or without any host on this machine."""
+    launcher = [*TORCHRUN, f"--nproc_per_node={nproc}"]
+    if not namespaces:
+        return [[*launcher, "--standalone", *script]]
+    launcher += [f"--nnodes={len(namespaces)}", f"--master_addr={address(0)}"]
+    launcher.append(f"--master_port={next(PORTS)}")
+    commands = []
+    for number, namespace in enumerate(namespaces):
+        place = [f"--node_rank={number}", f"--local_addr={address(number)}"]
+        commands.append([*inside(namespace), *launcher, *place, *script])
+    return commands
