@@ -45,7 +45,7 @@ from layout import Setup
 from metrics import is_due
 from model import Transformer
 from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
-from runtime.consolidate import BYTES_PER_SECOND, FULL, replace_shards
+from runtime.consolidate import BYTES_PER_SECOND, consolidate_last
 from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog, take_over_nccl_errors
 from sample import closing_sample
@@ -69,8 +69,8 @@ def command(argv: list[str]) -> int:
                 lock.enter_context(run_folder.locked(Path(c.out), c.timeout))
             status = run(c, world, watchdog)
         dist.stop()
-        if world.is_rank0:
-            consolidate_last(c, watchdog.saved_step)
+        if c.checkpoint == "full" and world.is_rank0 and not c.dry_run:
+            consolidate_last(Path(c.out), watchdog.saved_step)
     return status
 
 
@@ -434,23 +434,6 @@ def report_saves(saver: Saver, log: metrics.Log, watchdog: Watchdog) -> None:
         log.checkpoint(row)
         if row["event"] == "checkpoint":
             watchdog.saved_step = row["step"]
-
-
-def consolidate_last(c: Config, step: int | None) -> None:
-    """With --checkpoint full, turn the checkpoint of `step` into one file.
-
-    On rank 0, after the process group has ended: no other rank waits, and no timeout applies.
-    Raises CheckpointError and leaves the sharded checkpoint.
-    """
-    if c.checkpoint != "full" or c.dry_run or c.eval_only:
-        return
-    began = time.perf_counter()
-    path = checkpoint.step_path(Path(c.out), step)
-    with console.live(console.Progress("consolidating")) as progress:
-        is_new = replace_shards(path, progress.report)
-    if is_new:
-        seconds = time.perf_counter() - began
-        print(f"consolidated {path} in {FULL} in {seconds:.2f} s", flush=True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import checkpoint
 from checkpoint import CheckpointError, PathError
+from runtime import console
 
 FULL = "full.safetensors"
 BYTES_PER_SECOND = 100e6  # of a conversion, at least
@@ -91,6 +92,23 @@ def replace_files(path: Path, work: Path, manifest: dict, files: dict) -> None:
     move("index.json")
     checkpoint.write_manifest(work, manifest | {"files": files})
     move("manifest.json")
+
+
+def consolidate_last(run: Path, step: int | None) -> None:
+    """Turn the checkpoint of `step` into one file, at the end of a run that saved it.
+
+    On rank 0, after the process group has ended: no other rank waits, and no timeout applies.
+    Raises CheckpointError and leaves the sharded checkpoint.
+    """
+    if step is None:
+        return
+    began = time.perf_counter()
+    path = checkpoint.step_path(run, step)
+    with console.live(console.Progress("consolidating")) as progress:
+        is_new = replace_shards(path, progress.report)
+    if is_new:
+        seconds = time.perf_counter() - began
+        print(f"consolidated {path} in {FULL} in {seconds:.2f} s", flush=True)
 
 
 def replace_shards(path: Path, report: Callable[[float], None]) -> bool:

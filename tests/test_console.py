@@ -18,9 +18,7 @@ import pytest
 from conftest import ROOT, TRAIN, call_train, flags, rows, wait_until
 
 import checkpoint
-import train
-from runtime import console, watchdog
-from runtime.consolidate import replace_shards
+from runtime import console, consolidate, watchdog
 
 COLOR = re.compile(r"\x1b\[\d+m")
 
@@ -198,6 +196,7 @@ def train_on_terminal(argv: list[str]) -> tuple[str, list[str]]:
     """train.py with a live line every 5 ms, in a run that spends 30 ms in every place."""
     terminal = Terminal()
     report_progress = watchdog.Watchdog.progress
+    replace_shards = consolidate.replace_shards
 
     def progress(*arguments, **more) -> None:
         report_progress(*arguments, **more)
@@ -211,7 +210,7 @@ def train_on_terminal(argv: list[str]) -> tuple[str, list[str]]:
         mock.patch.object(sys, "stdout", stdout),
         mock.patch.object(console, "INTERVAL", 0.005),
         mock.patch.object(watchdog.Watchdog, "progress", progress),
-        mock.patch.object(train, "replace_shards", replace_slowly),
+        mock.patch.object(consolidate, "replace_shards", replace_slowly),
         mock.patch.dict(os.environ, {"TERM": "xterm"}),
     ):
         assert call_train(argv) == 0

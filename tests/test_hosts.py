@@ -124,7 +124,7 @@ def slow(*arguments):
     time.sleep(5)
     return replace_shards(*arguments)
 
-with mock.patch.object(train, "replace_shards", slow):
+with mock.patch.object(consolidate, "replace_shards", slow):
     sys.exit(train.main(sys.argv[1:]))
 """
 
