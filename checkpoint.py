@@ -224,7 +224,7 @@ class Reader:
     def release(self, used: int) -> None:
         """Count `used` bytes as copied; now and then, take mapped pages out of this process."""
         self.used += used
-        if self.used > 64e6:
+        if self.used > 32e6:
             self.used = 0
             for _, buffer in self.mapped.values():
                 buffer.madvise(mmap.MADV_DONTNEED)

@@ -54,7 +54,7 @@ def read_full(reader: checkpoint.Reader, name: str) -> Tensor:
     full = torch.empty_like(full, device="cpu")  # the files have as many bytes
     for place, saved in pieces:
         full[place] = saved
-    reader.release(full.nbytes)
+        reader.release(saved.nbytes)
     return full
 
 
@@ -125,7 +125,7 @@ def replace_shards(path: Path, report: Callable[[float], None]) -> bool:
                     break
                 time.sleep(1)
             consolidate(path, path, report)
-        checkpoint.remove_leftovers(path)
+        shutil.rmtree(path.with_name(f".{path.name}.tmp"), ignore_errors=True)
         for file in path.iterdir():
             if is_shard(file.name):
                 file.unlink()
@@ -147,19 +147,19 @@ def new_folder(out: Path, size: int, replaces: bool = False) -> Iterator[Path]:
     """
     if out.exists() and not replaces:
         raise PathError(f"{out} exists: remove it or choose another name")
+    free = shutil.disk_usage(next(p for p in out.absolute().parents if p.exists())).free
+    if size > free:
+        raise CheckpointError(
+            f"{out} needs {size / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB free"
+        )
     work = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(work, ignore_errors=True)  # left by a killed process
         work.mkdir(parents=True)
-        free = shutil.disk_usage(work).free
-        if size > free:
-            raise CheckpointError(
-                f"{out} needs {size / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB free"
-            )
         yield work
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"cannot write {out}: {checkpoint.reason(error)}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)

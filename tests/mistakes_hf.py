@@ -11,9 +11,6 @@ MISTAKES = {
     "tools.hf": [
         Mistake("export {other} {foreign}", "foreign exists: remove it or choose another name"),
         Mistake(
-            "import {root}/nowhere {foreign}", "foreign exists: remove it or choose another name"
-        ),
-        Mistake(
             "import {root}/nowhere {root}/new", "there is no file {root}/nowhere/config.json: na"
         ),
         Mistake("import {torn} {root}/new", "no file {torn}/config.json: name a model folder"),

@@ -257,7 +257,7 @@ def test_one_file_is_written_with_one_tensor_in_memory(tmp_path):
 
 
 def test_loading_and_converting_take_little_memory(tmp_path):
-    """Pages of mapped files are let go after 64 MB; a tensor has 8 MB."""
+    """Pages of mapped files are let go after 32 MB; a tensor has 8 MB."""
     state = {str(number): torch.ones(1024, 2048) for number in range(24)}
     saver = Saver(tmp_path, False, 0, 0, timedelta(seconds=20))
     saver.save(state, {"step": 1})

@@ -306,7 +306,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     assert "NOT SAVED: cannot write" in said
     assert "step 5/5" in said
     assert error.count("\n") == 1
-    assert f"No space left on device (0.0 MB are free at {out})" in error
+    assert "No space left on device" in error
     saved = checkpoint.list_checkpoints(out)
     assert saved
     assert all(checkpoint.verify(path) is None for path in saved)
