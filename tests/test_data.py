@@ -43,7 +43,7 @@ def test_the_tokenizer_file_comes_with_the_folder_and_must_be_there(tokens, tmp_
     assert data.open_folder(tokens).tokenizer_name == "bytes"
 
 
-HOSTILE = [{"dtype": name} for name in ("O", "float64", [["a", "u2"]], 5)]
+HOSTILE = [{"dtype": name} for name in ("O", "int16", "float64", [["a", "u2"]], 5)]
 HOSTILE += [{"vocab_size": float("inf")}, {"vocab_size": "many"}, {"train_tokens": None}]
 # The last two are not the names of files in the folder.
 HOSTILE += [{"tokenizer": name} for name in (5, ["bytes"], "..", "a\0b", "../secret", "/secret")]
