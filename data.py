@@ -9,6 +9,9 @@ N tokens has (N - 1) // T. Sequence n of a run is window permute(n mod windows) 
 windows: a pure function of (seed, n), whatever the number of ranks or workers, the micro-batch size
 or the step at which a run resumed. So a checkpoint needs no state of the data loader. In a mixture,
 n also decides which folder a sequence is from.
+
+prepare.py ends each document with an end-of-text token and packs one after the other: a window may
+end in another document than it began in, and attention sees both.
 """
 
 import dataclasses

@@ -340,7 +340,7 @@ class Log:
     c           the flags, or anything with their names
     rates       of this device and model
     last_step   the run resumes after it
-    started     first start of the run
+    first_start when the run first started
     data_wait   data_wait(): seconds that this rank has waited for data so far
 
     A training row goes step -> send -> write -> append.
@@ -352,14 +352,14 @@ class Log:
         c,
         rates: Rates,
         last_step: int,
-        started: datetime,
+        first_start: datetime,
         data_wait: Callable[[], float] = lambda: 0.0,
     ):
         self.out = out
         self.c = c
         self.rates = rates
         self.last_step = last_step
-        self.started = started.timestamp()
+        self.first_start = first_start.timestamp()
         self.data_wait = data_wait
         self.is_rank0 = torch.distributed.get_rank() == 0
         self.skipped_in_a_row = 0
@@ -376,7 +376,7 @@ class Log:
             rows = drop_rows_after(self.out / "metrics.jsonl", self.last_step, self.say)
             self.useful_time = seconds_in_steps(rows)
             if c.tracker != "none":
-                run_id = f"{out.name}-{started:%Y%m%d-%H%M%S}"
+                run_id = f"{out.name}-{first_start:%Y%m%d-%H%M%S}"
                 self.tracker = Tracker(c.tracker, out, run_id, last_step, vars(c))
                 self.track({})  # opens it now: wandb takes seconds
 
@@ -392,11 +392,11 @@ class Log:
 
     # Training rows
 
-    def step(self, step: int, values: dict, is_last: bool = False) -> None:
+    def step(self, step: int, values: dict, stops: bool = False) -> None:
         """Call after each step: writes the row that has arrived, and sends one if it is due.
 
         `values` is what train_step returned: every 0-d tensor and every number in it is a column.
-        `is_last`: the run stops here. Raises Diverged on all ranks in the same step if training no
+        `stops`: the run stops here. Raises Diverged on all ranks in the same step if training no
         longer makes progress.
         """
         if self.pending and self.pending.arrived.has_passed():
@@ -406,8 +406,8 @@ class Log:
             self.append("optim.jsonl", [{"step": step, **row} for row in table.rows()])
         c = self.c
         intervals = (c.log_interval, c.eval_interval, c.save_interval)
-        is_last |= step == c.max_steps or step == self.last_step + 1
-        if is_last or any(is_due(step, interval) for interval in intervals):
+        always = stops or step in (self.last_step + 1, c.max_steps)
+        if always or any(is_due(step, interval) for interval in intervals):
             self.flush()  # waits only if the previous row has not arrived
             self.pending = self.send(step, values)
             self.mark = self.pending.ended
@@ -472,7 +472,7 @@ class Log:
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / world_size,
             "mfu": flops / peak_flops if peak_flops else None,
-            "goodput": self.useful_time / (time.time() - self.started),
+            "goodput": self.useful_time / (time.time() - self.first_start),
         }
         self.record(line)
         is_first = row.began.step == self.last_step
@@ -529,7 +529,7 @@ class Log:
 
     def goodput(self) -> str:
         """The share of time since the first start that made progress, in words."""
-        age = time.time() - self.started
+        age = time.time() - self.first_start
         return (
             f"goodput {self.useful_time / age:.0%}: {self.useful_time:,.0f} of the {age:,.0f} s "
             "since the first start went into steps that count"

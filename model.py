@@ -286,6 +286,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
+    """Causal grouped-query attention (Ainslie et al. 2023).
+
+    What it computes and keeps is also counted in `flops_per_token` and `activation_bytes_of_block`,
+    and split over a tp group in `tensor_parallel_plan`.
+    """
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.d_head = config.d_model // config.n_head

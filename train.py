@@ -56,21 +56,24 @@ from sample import closing_sample
 
 def command(argv: list[str]) -> int:
     """Join the other ranks, train or evaluate, and leave; return the exit status."""
-    c = parse(argv)
-    timeout = timedelta(seconds=SLOW_FACTOR * c.timeout)  # of collectives
+    flags = parse(argv)
+    # Of collectives, in which a rank may wait until another has compiled or saved
+    timeout = timedelta(seconds=SLOW_FACTOR * flags.timeout)
     take_over_nccl_errors(timeout)
-    world = dist.start(c.device, timeout, join_timeout=timedelta(seconds=c.timeout))
-    console.is_quiet = c.quiet or not world.is_rank0
-    watchdog = Watchdog(world.store, world.rank, world.size, c.timeout)
+    world = dist.start(flags.device, timeout, join_timeout=timedelta(seconds=flags.timeout))
+    console.is_quiet = flags.quiet or not world.is_rank0
+    # A rank that dies or hangs ends all ranks. torchrun --max-restarts or a scheduler starts them
+    # again, and they continue from the last checkpoint.
+    watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
     with contextlib.ExitStack() as lock:  # rank 0 keeps it until the checkpoint is one file
         # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
         with watchdog, loss_parallel(), no_garbage_collection():
-            if not c.eval_only:  # which only reads
-                lock.enter_context(run_folder.locked(Path(c.out), c.timeout))
-            status = run(c, world, watchdog)
+            if not flags.eval_only:  # which only reads
+                lock.enter_context(run_folder.locked(Path(flags.out), flags.timeout))
+            status = run(flags, world, watchdog)
         dist.stop()
-        if c.checkpoint == "full" and world.is_rank0 and not c.dry_run:
-            consolidate_last(Path(c.out), watchdog.saved_step)
+        if flags.checkpoint == "full" and world.is_rank0 and not flags.dry_run:
+            consolidate_last(Path(flags.out), watchdog.saved_step)
     return status
 
 
@@ -84,7 +87,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     only for an evaluation, a save, the end, optim.jsonl, a host more than a step behind and, with
     --log_interval 1, the previous row.
     """
-    started = datetime.now().astimezone()
+    this_start = datetime.now().astimezone()
     time_limit = agreement.TimeLimit(flags.time_limit)
 
     # What needs no weights is refused before they exist. Rank 0 looks for all; together they only
@@ -93,7 +96,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     if not flags.eval_only:
         latest, passed_over = run_folder.latest_valid(Path(flags.out))
     start = dist.on_rank0(lambda: preflight.check(flags, world, latest, passed_over))
-    c = start.config
+    c = start.config  # the flags, with the values that the run has for those not given
     watchdog.saved_step = start.step or None
     if start.is_finished:
         report.say(world, report.describe_finished(start))
@@ -125,7 +128,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     watchdog.dump_folder = out / "flight"
     manifest = start.manifest | {"micro_batch_size": setup.micro_batch_size}
     first_start = dist.on_rank0(
-        lambda: run_folder.create(out, manifest, setup.strategy, world, start.step, started)
+        lambda: run_folder.create(out, manifest, setup.strategy, world, start.step, this_start)
     )
     console.keep_transcript(out / "console.log")
     stop_request = agreement.StopRequest(world.timeout, handle_signals)  # from here on
@@ -158,9 +161,10 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
                 values = train_step(forward, state.optimizer, batches, step, n, grad_sync, measure)
             state.step = step
             is_last = step == c.max_steps
+            # Whether any rank asked a step ago: all ranks stop after the same step.
             stop = stop_request(log.is_gone or time_limit.is_near(seconds_to_save(c, saver)))
             stop = stop and not is_last
-            log.step(step, values, stop)  # a row if one is due
+            log.step(step, values, stops=stop)  # a row if one is due
             evaluates = is_last or is_due(step, c.eval_interval)
             saves = is_last or stop or is_due(step, c.save_interval)
             if evaluates or saves:
@@ -271,13 +275,14 @@ def agree(
     must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
     val_batches = []
 
-    def claim() -> dict:
+    def read_and_claim() -> dict:
         for indices in val_indices:
+            # A rank with none left reads any: it takes part in the forward, with weight 0.
             val_batches.append((len(indices), val_data[indices or [0]]))
         indices = itertools.chain.from_iterable(first_indices)
         return agreement.local_claims(mesh, must_match, state.model.parameters(), indices)
 
-    agreement.compare_claims(dist.on_all_ranks(claim))
+    agreement.compare_claims(dist.on_all_ranks(read_and_claim))
     return val_batches
 
 
@@ -286,16 +291,17 @@ def agree(
 
 
 def step_indices(
-    c: Config, setup: Setup, dp_rank: int, start_step: int, stop_step: int
+    c: Config, setup: Setup, dp_rank: int, first_step: int, last_step: int
 ) -> Iterator[list[int]]:
-    """The sequence indices of a dp_rank's micro-batches, start_step through stop_step."""
-    steps = range(start_step, stop_step + 1)
-    shape = (c.global_batch_size, setup.micro_batch_size, dp_rank, setup.dp_size)
-    return data.train_indices(steps, *shape)
+    """The sequence indices of a dp_rank's micro-batches, first_step through last_step."""
+    steps = range(first_step, last_step + 1)
+    return data.train_indices(
+        steps, c.global_batch_size, setup.micro_batch_size, dp_rank, setup.dp_size
+    )
 
 
 class MicroBatches:
-    """This rank's micro-batches (B, T + 1) on its device, of the steps after start_step.
+    """This rank's micro-batches (B, T + 1) on its device, of the steps after `resumed_step`.
 
     Their order is given by (seed, step). `waited` is the seconds spent waiting for them so far.
     """
@@ -308,18 +314,18 @@ class MicroBatches:
         dp_rank: int,
         train_data: data.TokenDataset | data.Mixture,
         watchdog: Watchdog,
-        start_step: int,
+        resumed_step: int,
     ):
         is_cuda = world.device.type == "cuda"
         workers = c.num_workers
         if workers is None:
             workers = 2 if is_cuda else 0
-        indices = step_indices(c, setup, dp_rank, start_step + 1, c.max_steps)
+        indices = step_indices(c, setup, dp_rank, resumed_step + 1, c.max_steps)
         self.batches = data.loader(train_data, indices, workers, pin=is_cuda)
         if is_cuda:
             self.batches = data.prefetch(self.batches, world.device)
         self.watchdog = watchdog
-        self.start_step = start_step
+        self.resumed_step = resumed_step
         self.per_step = setup.grad_accum_steps
         self.first_doing = "compiling" if c.compile else "computing"
         self.read = 0
@@ -329,8 +335,8 @@ class MicroBatches:
         return self
 
     def __next__(self) -> Tensor:
-        step = self.start_step + self.read // self.per_step  # steps done
-        is_first = step == self.start_step  # it allocates its memory and may compile
+        step = self.resumed_step + self.read // self.per_step  # steps done
+        is_first = step == self.resumed_step  # it allocates its memory and may compile
         self.watchdog.progress(step, "reading data")
         began = time.perf_counter()
         tokens = next(self.batches)
@@ -365,6 +371,7 @@ def train_step(
             micro_loss = forward(tokens[:, :-1], tokens[:, 1:]) / n
             micro_loss.backward()  # DDP and FSDP average gradients here: see gradient_sync
         loss = loss + micro_loss.detach()
+    # Clip, set the learning rate of this step, update
     return {"loss": loss, **optimizer.step(step, loss, measure)}
 
 

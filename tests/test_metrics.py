@@ -19,7 +19,7 @@ from runtime import report
 
 
 def make_log(out, **changes) -> metrics.Log:
-    settings = {"last_step": 0, "started": datetime.fromtimestamp(0, UTC)}
+    settings = {"last_step": 0, "first_start": datetime.fromtimestamp(0, UTC)}
     c = Config(max_steps=100, max_skipped=3)
     rates = metrics.Rates(torch.device("cpu"), 1000, flops_per_token=2e6, peak_flops=1e12)
     return metrics.Log(out, c, rates, **settings | changes)
@@ -39,7 +39,7 @@ def device_metrics(
 
 
 def log_step(the_log: metrics.Log, step: int, values: dict[str, torch.Tensor]) -> None:
-    the_log.step(step, values, is_last=True)
+    the_log.step(step, values, stops=True)
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
     monkeypatch.setattr(metrics, "datetime", clock)
     monkeypatch.setattr(metrics.time, "time", lambda: 1010.0)
     started = datetime.fromtimestamp(1000, UTC)
-    the_log = log(started=started)
+    the_log = log(first_start=started)
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 103.0)
     log_step(the_log, 1, device_metrics(2.5))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 104.0)
@@ -233,7 +233,7 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
     of_parameters = [json.dumps({"step": step, "parameter": "w"}) + "\n" for step in (3, 4)]
     (tmp_path / "optim.jsonl").write_text("".join(of_parameters))
     monkeypatch.setattr(metrics.time, "time", lambda: 1070.0)
-    again = log(started=started, last_step=3)
+    again = log(first_start=started, last_step=3)
     assert (tmp_path / "optim.jsonl").read_text() == of_parameters[0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 108.0)
     log_step(again, 5, device_metrics(2.5))
