@@ -10,8 +10,8 @@ ROOT = Path(__file__).parent.parent
 # Each file may import only files of the floors above its own in this list.
 FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
-    "runtime.console runtime.consolidate",
-    "runtime.launcher",
+    "runtime.console",
+    "runtime.consolidate runtime.launcher",
     "runtime.agreement runtime.cli runtime.lock runtime.memory runtime.profiling runtime.saver "
     "runtime.slurm "
     "text.sources text.tokenizer",
