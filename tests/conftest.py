@@ -64,6 +64,7 @@ def free_port() -> int:
 
 def work(pipe) -> None:
     torch.set_num_threads(1)
+    pipe.send("torch is imported")
     while True:
         environment, function, arguments = pipe.recv()
         os.environ.update(environment)
@@ -89,6 +90,8 @@ class Pool:
             process = context.Process(target=work, args=(there,), daemon=False)
             process.start()
             self.workers.append((process, here))
+        for _, pipe in self.workers:
+            pipe.recv()  # on a busy machine after minutes, which are not the first case's
 
     def stop(self) -> None:
         for process, _ in self.workers:
