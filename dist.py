@@ -287,7 +287,7 @@ def mesh_shape(
     tp: int = 1,
 ) -> tuple[int, int, int]:
     """Return (dp_replicate, dp_shard, tp); the strategy fills in None. Raises MeshError."""
-    dp_size = world_size // tp
+    dp_size = max(1, world_size // tp)
     if strategy == "hsdp":
         if dp_replicate is None and dp_shard is None:
             dp_shard = max(1, local_size // tp)  # within a host, where links are fast

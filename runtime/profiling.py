@@ -247,7 +247,7 @@ class Profiler:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.trace.export_chrome_trace(f"{self.path}.trace.json")
         sort_by = "self_device_time_total" if self.is_cuda else "self_cpu_time_total"
-        table = self.trace.key_averages().table(sort_by=sort_by, row_limit=20)
+        table = self.trace.key_averages().table(sort_by=sort_by, row_limit=40)
         self.path.with_suffix(".txt").write_text(table)
         busy, exposed = self.busy_and_exposed(wall, thread, data_wait)
         steps = self.stop - self.start

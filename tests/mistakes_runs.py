@@ -69,7 +69,9 @@ MISTAKES = {
         Mistake("verify {truncated}", "rank-00000.safetensors has 1,000 bytes, not", 1),
         Mistake("verify {newer}", "has format 3, and this code reads 2: use the version that"),
         Mistake("verify {no_manifest}/step-00000001", "1 is not a complete checkpoint: its man", 1),
-        Mistake("verify {renamed}/step-00000045", "step-00000045 holds step 2, says its manife", 1),
+        Mistake(
+            "verify {renamed}/step-00000045", "step-00000045 is not a complete checkpoint: its m", 1
+        ),
         Mistake("verify {flipped}", "rank-00000.safetensors has changed since it was written", 1),
         Mistake("list {torn_manifest}", "is not a complete checkpoint: its manifest.json is", 1),
         Mistake("consolidate {foreign} {root}/new", "holds no checkpoint: name a run folder"),

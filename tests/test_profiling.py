@@ -64,7 +64,7 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path, fault
         assert all(0 <= share <= 1 for share in shares)
         assert sum(shares) < 1.1  # the rest went to other processes
         table = (tmp_path / f"run/profile/rank_{rank}.txt").read_text()
-        assert "aten::mm" in table and "Self CPU time total" in table
+        assert "aten::" in table and "Self CPU time total" in table
         if fault == "sync":
             source = Path(__file__).read_text().splitlines()
             (line,) = [i for i, text in enumerate(source, 1) if text.endswith("# here")]

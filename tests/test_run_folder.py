@@ -67,6 +67,11 @@ def shapes(monkeypatch) -> dict:
     return saved
 
 
+def newest_of(run) -> tuple[Path | None, list[str]]:
+    """As the ranks find it together."""
+    return run_folder.last_that_verifies(checkpoint.list_checkpoints(Path(run)))
+
+
 @pytest.fixture
 def begin(tmp_path, shapes):
     """begin(now, **flags): where a run in tmp_path / "run" with these flags begins."""
@@ -75,7 +80,7 @@ def begin(tmp_path, shapes):
         flags = {"out": str(tmp_path / "run"), **flags}
         now = now or manifest(0, **flags)
         config = preflight.Config(**now["config"])
-        latest, passed_over = checkpoint.latest_valid(Path(config.out))
+        latest, passed_over = newest_of(config.out)
         preflight.check_folder(config, latest, passed_over)
         origin = preflight.find_origin(config, latest)
         start = preflight.Start(config, ModelConfig(**now["model"]), now, device_memory=0)
@@ -176,7 +181,7 @@ def test_another_tokenizer_is_named_where_both_are_known():
 def settled(**flags) -> Config:
     """What a start's flags become, where they are the run's or its model's."""
     config = Config(**flags)
-    latest = None if config.eval_only else checkpoint.latest_valid(Path(config.out))[0]
+    latest = None if config.eval_only else newest_of(config.out)[0]
     return preflight.settle(config, preflight.find_origin(config, latest))
 
 
@@ -227,7 +232,7 @@ def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(tmp_
         if own:
             save(tmp_path / "run", 20, model=model)
             (tmp_path / "other").rename(tmp_path / "gone")
-        latest, _ = checkpoint.latest_valid(tmp_path / "run")
+        latest, _ = newest_of(tmp_path / "run")
         origin = preflight.find_origin(config, latest)
         c = preflight.settle(config, origin)
         now = model_config(c, 257, origin.model)
