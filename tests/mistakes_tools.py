@@ -51,7 +51,7 @@ MISTAKES = {
             "the speed of --device_type h100 with --dtype float32 is not known: give --peak_tflops",
         ),
         Mistake("--world_size 8 --data {root}/nowhere", "no train.bin there; create it with"),
-        Mistake("--world_size 8 --max_steps 0", "--max_steps 0 must be at least 1"),
+        Mistake("--world_size 8 --max_steps 0", "argument --max_steps: 0 must be at least 1"),
         Mistake(
             "--world_size 8 --dp_replicate 2 --strategy fsdp",
             "--strategy fsdp sets dp_replicate and dp_shard",
