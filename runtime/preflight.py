@@ -242,12 +242,11 @@ def check_weights(path: Path, saved: dict, start: Start) -> list[str]:
 
 
 def compare_tokenizers(saved: dict, now: dict) -> str:
-    """How the tokenizers of two manifests differ, as far as both are known."""
-    keys = ("tokenizer", "tokens_in_vocabulary")
-    (name, tokens), (new_name, new_tokens) = (
-        [one.get(key) for key in keys] for one in (saved, now)
-    )
-    if None in (name, tokens, new_name, new_tokens) or (name, tokens) == (new_name, new_tokens):
+    """How the tokenizers of two manifests differ, as far as is known."""
+    name, new_name = saved.get("tokenizer"), now.get("tokenizer")
+    tokens, new_tokens = saved.get("tokens_in_vocabulary"), now.get("tokens_in_vocabulary")
+    is_other = None not in (name, new_name) and name != new_name
+    if not is_other and tokens in (None, new_tokens):
         return ""
     return f"{new_name} with {new_tokens} tokens, not the checkpoint's, {name} with {tokens}"
 

@@ -170,9 +170,11 @@ def test_a_field_that_only_the_checkpoint_has_is_another_model(begin, tmp_path):
 
 def test_another_tokenizer_is_named_where_both_are_known():
     gpt2, unknown = {"tokenizer": "gpt2", "tokens_in_vocabulary": 300}, {"tokenizer": None}
+    larger = {"tokenizer": None, "tokens_in_vocabulary": 400}
     bytes_only = {"tokenizer": "bytes", "tokens_in_vocabulary": 257}
     assert preflight.compare_tokenizers(gpt2, gpt2) == ""
     assert preflight.compare_tokenizers(unknown, gpt2) == ""
+    assert preflight.compare_tokenizers(larger, gpt2)
     assert preflight.compare_tokenizers(gpt2, bytes_only) == (
         "bytes with 257 tokens, not the checkpoint's, gpt2 with 300"
     )
