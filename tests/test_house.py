@@ -14,7 +14,7 @@ FLOORS = [
     "runtime.launcher",
     "runtime.agreement runtime.cli runtime.lock runtime.memory runtime.profiling runtime.slurm "
     "text.sources text.tokenizer",
-    "runtime.watchdog text.encode text.show",
+    "runtime.watchdog text.encode",
     "config",
     "runtime.run_folder",
     "layout",
