@@ -3,7 +3,6 @@
 python prepare.py --source corpus/ --tokenizer gpt2 --out tokens/corpus
 python prepare.py --source 'web/*.jsonl.gz' --tokenizer o200k_base.tiktoken --out tokens/web
 curl -L URL | python prepare.py --source - --out tokens/web
-python prepare.py show tokens/web    counts, lengths and a few documents
 """
 
 import argparse
@@ -16,17 +15,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from runtime import cli, console
+from runtime import cli
 from runtime.cli import UsageError
 from runtime.lock import try_lock
 from text import tokenizer
-from text.encode import Encoder, Splitter, map_in_order, tokenize
-from text.show import show
+from text.encode import Encoder, Splitter, tokenize
 from text.sources import Corpus, SourceError, find_files, plural
 
 # --------------------------------------------------------------------------------------------------
@@ -108,27 +105,19 @@ def prepare(
     pattern: str | None = None,
     field: str = "text",
     num_threads: int = 1,
-    train_vocab_size: int | None = None,
 ) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`.
 
     `name` and `pattern` go to tokenizer.load_encoding; `field` has the text in JSON, CSV and
-    parquet; `train_vocab_size` trains a tokenizer of that size on the sources instead. The folder
-    appears complete or, after an error, not at all.
+    parquet. The folder appears complete or, after an error, not at all.
     Raises UsageError, SourceError, TokenizerError and OSError.
     """
     encoding = tokenizer.load_encoding(name, pattern)
     new_folder = Path(os.path.realpath(out))
     check_out(new_folder, sources or [])
-    takes_binary = name == "bytes" and not train_vocab_size
-    corpus = find_files(sources, takes_binary, field)
+    corpus = find_files(sources, takes_binary=name == "bytes", text_field=field)
     with unfinished(new_folder) as folder:
-        if train_vocab_size:
-            # A corpus of its own, so that skipped files are not counted twice
-            same = find_files(sources, takes_binary, field)
-            name = train_tokenizer(same, train_vocab_size, folder)
-            encoding = tokenizer.load_encoding(str(folder / name))
-        elif name not in ("bytes", "gpt2"):
+        if name not in ("bytes", "gpt2"):
             name = keep_tokenizer(name, pattern, folder)
         encoder = Encoder(encoding)
         splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads)
@@ -143,18 +132,6 @@ def prepare(
         os.rename(folder, new_folder)
     report_what_was_read(corpus, splitter)
     report_what_was_written(out, meta, val_fraction)
-
-
-def train_tokenizer(corpus: Corpus, vocab_size: int, folder: Path) -> str:
-    """Train a tokenizer on a corpus, into the token folder; return its file name there."""
-    print(f"training a vocabulary of {vocab_size:,} on {corpus.size / 1e6:,.1f} MB")
-    file = folder / "tokenizer.llama3.tiktoken"
-    texts = (chunk.text for chunk in corpus.read())
-    with console.live(console.Progress("training")):
-        # In a thread, so that a signal ends it
-        train = partial(tokenizer.train_ranks, texts)
-        file.write_bytes(*map_in_order(train, [vocab_size], num_threads=1))
-    return file.name
 
 
 def keep_tokenizer(name: str, pattern: str | None, folder: Path) -> str:
@@ -244,21 +221,13 @@ def build_parser() -> cli.Parser:
         dest="sources",
         nargs="+",
         metavar="FILE|DIR|GLOB|-",
-        help="text, .jsonl, .ndjson, .json or .csv (also .gz, .bz2, .xz, .zst), .parquet, folders, "
-        "quoted globs, or - for standard input (default: the library of the installed Python)",
+        help="text, .jsonl, .ndjson, .json or .csv (also .gz, .bz2, .xz), .parquet, folders, quoted "
+        "globs, or - for standard input (default: the library of the installed Python)",
     )
     field_help = "JSON field or column with the text; a.b if nested (default: text)"
     add("--field", default="text", metavar="NAME", help=field_help)
-    either = parser.add_mutually_exclusive_group().add_argument
     name_help = "bytes, gpt2, PATH.tiktoken, tokenizer.model or tokenizer.json (default: bytes)"
-    either("--tokenizer", dest="name", default="bytes", metavar="NAME", help=name_help)
-    either(
-        "--train_tokenizer",
-        dest="train_vocab_size",
-        type=cli.number(int, 257),  # the bytes and end-of-text
-        metavar="SIZE",
-        help="train a vocabulary of SIZE tokens on the sources",
-    )
+    add("--tokenizer", dest="name", default="bytes", metavar="NAME", help=name_help)
     pattern_help = "how text is cut, with PATH.tiktoken (default: as its name says, else llama3)"
     add("--pattern", choices=tokenizer.PATTERNS, help=pattern_help)
     add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
@@ -279,8 +248,6 @@ def run_command(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     if args.sources and "" in args.sources:
         raise UsageError("--source '' is empty: name a file or a folder")
-    if args.train_vocab_size and "-" in (args.sources or ()):
-        raise UsageError("--train_tokenizer reads the sources twice, which - cannot: name files")
     try:
         prepare(**vars(args))
     except (KeyboardInterrupt, SystemExit):
@@ -288,15 +255,8 @@ def run_command(argv: list[str]) -> None:
         raise
 
 
-def run_show(argv: list[str]) -> None:
-    parser = cli.Parser(prog="prepare.py show", description="Show what a token folder holds.")
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    show(parser.parse_args(argv[1:]).folder)
-
-
 def main(argv: list[str]) -> int:
-    command = run_show if argv[:1] == ["show"] else run_command
-    return cli.execute("prepare.py", lambda: command(argv))
+    return cli.execute("prepare.py", lambda: run_command(argv))
 
 
 def exit_on_signal(number: int, frame) -> None:

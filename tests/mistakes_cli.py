@@ -12,7 +12,7 @@ MISTAKES = {
     "prepare.py": [
         Mistake("--source {text}/a", "the following arguments are required: --out"),
         Mistake("--out {root}/new --soruce x", "--soruce x; did you mean --source?"),
-        Mistake("show", "the following arguments are required: DIR (prepare.py show --help lists"),
+        Mistake("--out {root}/new --pattern gpt4", "argument --pattern: invalid choice: 'gpt4'"),
     ],
     "sample.py": [
         Mistake("", "the following arguments are required: --run"),

@@ -67,7 +67,6 @@ MISTAKES = {
             "--out {root}/new --source {broken}/cut.gz",
             "cut.gz cannot be read (Compressed file ended before",
         ),
-        Mistake("show {root}/nowhere", "nowhere: no train.bin there; create it with"),
         Mistake(
             "--out {root}/new --source {skipped}/binary --tokenizer {ranks}/o200k.tiktoken",
             "is binary (a NUL byte in its first 8,192): leave it out; only --tokenizer bytes reads",
@@ -105,16 +104,8 @@ MISTAKES = {
             "config.json cannot be used as a tokenizer.json of Hugging Face: it lacks 'model'",
         ),
         Mistake(
-            "--out {root}/new --tokenizer gpt2 --train_tokenizer 300",
-            "argument --train_tokenizer: not allowed with argument --tokenizer",
-        ),
-        Mistake(
-            "--out {root}/new --train_tokenizer 256 --source {text}",
-            "argument --train_tokenizer: 256 must be at least 257",
-        ),
-        Mistake(
-            "--out {root}/new --train_tokenizer 300 --source -",
-            "--train_tokenizer reads the sources twice, which - cannot: name files",
+            "--out {root}/new --tokenizer {foreign}/config.json --pattern gpt2",
+            "--pattern gpt2 is for --tokenizer PATH.tiktoken, not {foreign}/config.json",
         ),
     ],
 }

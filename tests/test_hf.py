@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_an_exported_model_has_the_same_logits_in_transformers(
 
 @pytest.mark.hf
 def test_an_exported_model_comes_in_again_bit_for_bit_and_trains_on(
-    safetensors, trained, pool, tokens, tmp_path
+    transformers, trained, pool, tokens, tmp_path
 ):
     out = convert("export", trained, tmp_path / "exported")
     imported = convert("import", out, tmp_path / "imported")
@@ -270,15 +271,18 @@ def trained_tokens(tokenizers, size: int) -> list[bytes]:
 
 @pytest.mark.hf
 @pytest.mark.parametrize("name", ["bytes", *tokenizer.PATTERNS])
-def test_a_tokenizer_gives_the_same_tokens_as_tokenizer_json(name, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
+def test_a_tokenizer_gives_the_same_tokens_as_tokenizer_json(transformers, name, tmp_path):
+    import tokenizers
+
     if name != "bytes":
         words = trained_tokens(tokenizers, 700)
         words += [b"unreachable", b"aaaaa"]  # ranks that no merges lead to
         name = write_ranks(tmp_path / f"{name}.tiktoken", words)
     encoding = tokenizer.load_encoding(name)
-    text = json.dumps(hf.tokenizer_json(encoding))
-    theirs = tokenizers.Tokenizer.from_str(text)
+    (tmp_path / "out").mkdir()
+    hf.write_tokenizer(encoding, tmp_path / "out")
+    (file,) = (tmp_path / "out").iterdir()
+    theirs = tokenizers.Tokenizer.from_file(str(file))
     for line in [*UGLY, Path(__file__).read_text(), "unreachable unreachables aaaaa"]:
         assert theirs.encode(line).ids == encoding.encode_ordinary(line), repr(line)
         assert theirs.decode(theirs.encode(line).ids) == line
@@ -286,14 +290,16 @@ def test_a_tokenizer_gives_the_same_tokens_as_tokenizer_json(name, tmp_path):
     assert end == encoding.eot_token
 
 
-def test_merges_are_what_lower_ranks_leave_of_a_token(tmp_path):
-    words = [bytes([i]) for i in range(256)] + [b"he", b"th", b"the", b"abc"]
-    words += [b"aa", b"aaa"]
-    encoding = tokenizer.load_encoding(write_ranks(tmp_path / "gpt2.tiktoken", words))
-    model = hf.tokenizer_json(encoding)["model"]
-    # "he" comes before "th", so "the" is t + he; nothing merges into "abc"; of equals the first
-    assert model["merges"] == ["h e", "t h", "t he", "a a", "aa a"]
-    assert model["vocab"]["abc"] == 259 and model["vocab"]["Ġ"] == ord(" ")
+def test_without_transformers_the_ranks_are_exported_as_they_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers.convert_slow_tokenizer", None)
+    words = [*(bytes([i]) for i in range(256)), b"he", b"the"]
+    contents = Path(name := write_ranks(tmp_path / "gpt2.tiktoken", words)).read_bytes()
+    (tmp_path / "out").mkdir()
+    hf.write_tokenizer(tokenizer.load_encoding(name), tmp_path / "out")
+    (file,) = (tmp_path / "out").iterdir()
+    assert file.name == "tokenizer.tiktoken"
+    assert sorted(file.read_bytes().splitlines()) == sorted(contents.splitlines())
+    assert "no tokenizer.json, only its ranks: pip install transformers" in capsys.readouterr().out
 
 
 def with_tokenizer(path: Path, name: str, contents: str) -> None:
@@ -305,10 +311,10 @@ def with_tokenizer(path: Path, name: str, contents: str) -> None:
 
 
 @pytest.mark.hf
-def test_a_tokenizer_goes_out_comes_in_and_goes_out_as_the_same_file(safetensors, run, tmp_path):
+def test_a_tokenizer_goes_out_comes_in_and_goes_out_as_the_same_file(transformers, run, tmp_path):
     folder = run(1, "--max_steps 1")
     path = checkpoint.list_checkpoints(folder)[-1]
-    words = [bytes([i]) for i in range(256)]
+    words = [bytes([i]) for i in reversed(range(256))]  # in order they would be `bytes`
     ranks = write_ranks(tmp_path / "ranks.tiktoken", words)
     with_tokenizer(path, "tokenizer.o200k.tiktoken", Path(ranks).read_text())
     out = convert("export", path, tmp_path / "out")
@@ -363,7 +369,7 @@ def test_a_model_comes_in_with_its_tokenizer_trains_and_goes_out(
 
 @pytest.mark.hf
 def test_a_tokenizer_that_is_not_read_is_left_out_with_the_reason(
-    safetensors, trained, tmp_path, capsys
+    transformers, trained, tmp_path, capsys
 ):
     out = convert("export", trained, tmp_path / "out")
     spec = json.loads((out / "tokenizer.json").read_text())
@@ -376,7 +382,7 @@ def test_a_tokenizer_that_is_not_read_is_left_out_with_the_reason(
 
 
 @pytest.mark.hf
-def test_a_tokenizer_with_more_tokens_than_the_model_is_left_out(safetensors, trained, tmp_path):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_left_out(transformers, trained, tmp_path):
     out = convert("export", trained, tmp_path / "out")
     spec = json.loads((out / "tokenizer.json").read_text())
     for i in range(257, 321):  # the model has 320

@@ -15,7 +15,7 @@ FLOORS = [
     "runtime.agreement runtime.cli runtime.lock runtime.memory runtime.profiling runtime.saver "
     "runtime.slurm "
     "text.sources text.tokenizer",
-    "runtime.watchdog text.encode text.show",
+    "runtime.watchdog text.encode",
     "config",
     "runtime.run_folder",
     "layout",

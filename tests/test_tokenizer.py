@@ -5,12 +5,10 @@ import json
 import math
 import os
 import random
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiktoken
 import torch
 from tiktoken_ext import openai_public
 
@@ -20,7 +18,6 @@ from config import Config, model_config
 from model import Transformer
 from runtime import report
 from text import encode, sources, tokenizer
-from tools import hf
 
 
 def write_ranks(path: Path, merges: list[bytes]) -> str:
@@ -237,7 +234,7 @@ def describe(ranks: dict[bytes, int]) -> dict:
     merges = []
     for token in sorted(ranks, key=ranks.get):
         if len(token) > 1:
-            merges.append([text(part) for part in hf.last_merge(token, ranks)])
+            merges.append([text(token[:-1]), text(token[-1:])])
     vocab = {text(token): rank + 1 for token, rank in ranks.items()}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     end = {"id": 0, "content": "<|endoftext|>", "special": True}
@@ -559,41 +556,3 @@ def test_other_json_is_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(tokenizer.TokenizerError, match="cannot be used as a tokenizer.json"):
         tokenizer.load_encoding(str(tmp_path / "a.json"))
-
-
-# --------------------------------------------------------------------------------------------------
-# A trained vocabulary
-
-
-@pytest.mark.hf
-def test_a_vocabulary_is_trained_on_the_source(tokenizers, tmp_path):
-    (tmp_path / "text").write_bytes(b"the thing " * 50 + b"\xff 1234")
-    for out in ("a", "b"):
-        argv = f"--source {tmp_path}/text --train_tokenizer 262 --out {tmp_path}/{out}".split()
-        assert prepare.main(argv) == 0
-    folder = data.open_folder(tmp_path / "a")
-    assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.llama3.tiktoken", 262)
-    encoding = tokenizer.load_encoding(folder.tokenizer)
-    assert isinstance(encoding, tiktoken.Encoding) and encoding.eot_token == 261
-    tokens = folder.tokens("train")
-    assert len(tokens) < 300  # of 500 bytes
-    assert encoding.decode(tokens.tolist()).startswith("the thing the thing")
-    assert folder.tokenizer_file == data.open_folder(tmp_path / "b").tokenizer_file
-
-
-@pytest.mark.hf
-def test_a_source_too_small_for_the_vocabulary_gives_fewer_tokens(tokenizers):
-    assert len(tokenizer.read_ranks(tokenizer.train_ranks(["abab"], 1000))) == 258
-
-
-@pytest.mark.hf
-def test_no_word_is_so_long_that_training_does_not_end(tokenizers):
-    """Merges take the square of the length of what is not cut."""
-    ranks = tokenizer.read_ranks(tokenizer.train_ranks(["a" * 5000, " " * 5000, "?" * 5000], 1000))
-    assert max(map(len, ranks)) == 1000
-
-
-def test_a_vocabulary_without_the_package_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(tokenizer.TokenizerError, match="pip install tokenizers"):
-        tokenizer.train_ranks(["text"], 300)

@@ -8,7 +8,6 @@ import codecs
 import csv
 import glob
 import gzip
-import importlib
 import io
 import json
 import lzma
@@ -23,7 +22,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import BinaryIO, NamedTuple, TextIO
 
 # Separates the documents of a text file.
@@ -76,6 +74,7 @@ def source_errors(path: Path) -> Iterator[None]:
 # Files that are skipped in a folder, and the reason to refuse one that is named
 REFUSED = {
     "special file": "is neither a file nor a folder; --source - reads a pipe",
+    "zstd file": "needs decompressing: zstd -dc FILE | python prepare.py --source -",
     "binary file": f"is binary (a NUL byte in its first {PROBE:,}): leave it out; only --tokenizer "
     "bytes reads binary files",
 }
@@ -91,15 +90,6 @@ class NoField(SourceError):
             f"--source {path} has no field {text_field}: give --field one of its own "
             f"({', '.join(map(str, fields))}), or a.b for the b in an object a"
         )
-
-
-def optional(module: str, path: str | Path) -> ModuleType:
-    """Import a module that only one format needs. Raises SourceError."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise SourceError(f"--source {path} needs {package}: pip install {package}") from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -251,7 +241,7 @@ def classify(path: Path, text_field: str) -> str:
         with open(path, "rb") as file:
             kind, contents = detect(path, file)
             if kind in ROWS:  # does the first row have the field? Broken lines count later
-                next(ROWS[kind](Corpus(text_field), path, contents), None)
+                next(read_rows(Corpus(text_field), path, kind, contents), None)
             return kind
 
 
@@ -259,17 +249,11 @@ def classify(path: Path, text_field: str) -> str:
 # Bytes of a file, decompressed
 
 
-def open_zstd(file: BinaryIO) -> BinaryIO:
-    # The zstandard package would not notice a file that ends too early.
-    return optional("pyarrow", file.name or STDIN).input_stream(file, compression="zstd")
-
-
 # How compressed files begin, and what decompresses them
 COMPRESSED = {
     rb"\x1f\x8b": gzip.open,
     rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,
     rb"\xfd7zXZ\0": lzma.open,
-    rb"\x28\xb5\x2f\xfd": open_zstd,
 }
 # Suffix of a name, before that of a compressed file -> how its rows are read
 SUFFIXES = {".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON lines", ".csv": "CSV"}
@@ -278,7 +262,7 @@ SUFFIXES = {".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON line
 def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
     """Return what a file holds, and its contents: decompressed and, except for parquet, as text.
 
-    That is a key of ROWS, "text", "empty file" or "binary file". The first bytes tell compressed
+    That is one of ROWS, "text", "empty file" or a key of REFUSED. The first bytes tell compressed
     files, parquet and UTF-16, whatever the name.
     """
     # A BufferedReader, unlike a pipe, fills each read but the last, so a peek sees enough.
@@ -297,12 +281,14 @@ def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
     kind = "text"
     if not beginning:
         kind = "empty file"
+    elif beginning.startswith(b"\x28\xb5\x2f\xfd"):
+        kind = "zstd file"
     elif "\0" in start:
         kind, encoding = "binary file", "utf-8-sig"
     elif path == STDIN:
         kind = "JSON lines" if re.match(r'\s*\{\s*"', start) else "text"
     else:
-        name = re.sub(r"\.(gz|bz2|xz|zst)$", "", path.name.lower())
+        name = re.sub(r"\.(gz|bz2|xz)$", "", path.name.lower())
         kind = SUFFIXES.get(Path(name).suffix, "text")
         if name.endswith(".json") and start.lstrip().startswith("["):
             kind = "JSON array"
@@ -323,10 +309,10 @@ def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
     """Yield the documents of a file, in chunks. Raises SourceError."""
     kind, contents = detect(path, file)
     if kind in ROWS:
-        yield from cut_rows(corpus, path, ROWS[kind](corpus, path, contents))
+        yield from cut_rows(corpus, path, read_rows(corpus, path, kind, contents))
         return
-    if kind == "binary file":  # standard input, a file that has changed, or taken
-        if not corpus.takes_binary:
+    if kind in REFUSED:  # standard input, a file that has changed, or taken
+        if not (kind == "binary file" and corpus.takes_binary):
             raise refused(path, kind)
         corpus.binary += 1
     if kind == "empty file":
@@ -370,47 +356,37 @@ def cut_rows(corpus: Corpus, path: Path, rows: Iterator[str]) -> Iterator[Chunk]
             yield from cut(io.StringIO(text, newline=""))
 
 
-def read_json_lines(corpus: Corpus, path: Path, file: TextIO) -> Iterator[str]:
-    return read_objects(corpus, path, map(parse_line, file))
+def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) -> Iterator[str]:
+    """Yield the text of each row, "" for null; count broken ones. Raises SourceError."""
+    name = corpus.text_field
+    is_first = True  # no object was read yet
+    for number, row in enumerate(ROWS[kind](path, file, name), start=1):
+        if row is EMPTY:
+            continue
+        place = f"{path}, {'line' if kind == 'JSON lines' else 'row'} {number}"
+        if not isinstance(row, dict):
+            corpus.skip_line(place, "not a JSON object")
+            continue
+        text = look_up(row, name)
+        if text is MISSING and is_first:
+            raise NoField(path, name, row)
+        is_first = False
+        if isinstance(text, bytes):  # of parquet
+            text = text.decode("utf-8", "surrogateescape")
+        if text is None or isinstance(text, str):
+            yield text or ""
+        else:
+            corpus.skip_line(place, f"no text in the field {name}")
+
+
+EMPTY = object()
+MISSING = object()  # the value of a missing field
 
 
 def parse_line(line: str) -> object:
     """The value of a line, EMPTY for a blank one, None for a broken one."""
     with suppress(ValueError, RecursionError):
         return EMPTY if line.isspace() else json.loads(line)
-
-
-def read_json_array(corpus: Corpus, path: Path, file: TextIO) -> Iterator[str]:
-    return read_objects(corpus, path, json.load(file), "item")
-
-
-def read_csv(corpus: Corpus, path: Path, file: TextIO) -> Iterator[str]:
-    csv.field_size_limit(sys.maxsize)
-    return read_objects(corpus, path, csv.DictReader(file), "row")
-
-
-def read_objects(corpus: Corpus, path: Path, rows: Iterable, what: str = "line") -> Iterator[str]:
-    """Yield the text of each row, "" for null; count broken ones. Raises SourceError."""
-    is_first = True  # no object was read yet
-    for number, row in enumerate(rows, start=1):
-        if row is EMPTY:
-            continue
-        place = f"{path}, {what} {number}"
-        if not isinstance(row, dict):
-            corpus.skip_line(place, "not a JSON object")
-            continue
-        text = look_up(row, corpus.text_field)
-        if text is MISSING and is_first:
-            raise NoField(path, corpus.text_field, row)
-        is_first = False
-        if text is None or isinstance(text, str):
-            yield text or ""
-        else:
-            corpus.skip_line(place, f"no text in the field {corpus.text_field}")
-
-
-EMPTY = object()
-MISSING = object()  # the value of a missing field
 
 
 def look_up(row: dict, text_field: str) -> object:
@@ -424,39 +400,35 @@ def look_up(row: dict, text_field: str) -> object:
     return value
 
 
-def read_parquet(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[str]:
-    """Yield the text of each row, "" for null. Raises SourceError.
+def read_csv(path: Path, file: TextIO, name: str) -> Iterator[dict]:
+    csv.field_size_limit(sys.maxsize)
+    return csv.DictReader(file)
+
+
+def read_parquet(path: Path, file: BinaryIO, name: str) -> Iterator[dict]:
+    """Yield rows with the column `name` alone. Raises SourceError.
 
     Without pre-buffering and with small buffers, memory stays flat for row groups of any size.
     """
     if not file.seekable():
         raise SourceError("--source -: parquet cannot be read from a pipe: name a file")
-    parquet = optional("pyarrow.parquet", path)
-    name = corpus.text_field
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise SourceError(f"--source {path} needs pyarrow: pip install pyarrow") from None
     table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BLOCK)
     columns = [table.schema.column(i) for i in range(len(table.schema))]
     columns = [column.path for column in columns if not column.max_repetition_level]  # no lists
     if name not in columns:
         raise NoField(path, name, columns)
-    batches = table.iter_batches(PARQUET_ROWS, columns=[name], use_threads=False)
-    for batch in batches:
-        texts = batch.column(0)
-        while hasattr(texts, "field"):  # a struct, read with this one field
-            (texts,) = texts.flatten()
-        if hasattr(texts, "dictionary"):
-            texts = texts.dictionary_decode()
-        kind = str(texts.type)
-        if kind not in ("string", "large_string", "binary", "large_binary"):
-            raise SourceError(f"--source {path}: the column {name} holds {kind}, not text")
-        # As bytes: a string that is not UTF-8 would raise.
-        for text in texts.cast("large_binary").to_pylist():
-            yield (text or b"").decode("utf-8", "surrogateescape")
+    for batch in table.iter_batches(PARQUET_ROWS, columns=[name], use_threads=False):
+        yield from batch.to_pylist()
 
 
-# Formats with one document per row: how to read their texts
+# Formats with one document per row: how to read their rows
 ROWS = {
-    "JSON lines": read_json_lines,
-    "JSON array": read_json_array,
+    "JSON lines": lambda path, file, name: map(parse_line, file),
+    "JSON array": lambda path, file, name: json.load(file),
     "CSV": read_csv,
     "parquet": read_parquet,
 }

@@ -129,9 +129,6 @@ def pattern_of(path: str) -> str:
     return next((word for word in words if word in PATTERNS), "llama3")
 
 
-GPT2_END = 50_256  # <|endoftext|>, known without the merges
-
-
 def load_gpt2() -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding("gpt2")
@@ -173,31 +170,6 @@ def load_ranks(path: Path, contents: bytes, pattern: str) -> tiktoken.Encoding:
         mergeable_ranks=ranks,
         special_tokens={name: len(ranks) + i for i, name in enumerate(names)},
     )
-
-
-def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Return a .tiktoken file of byte-pair merges, trained on `texts` with the pattern llama3.
-
-    It has `vocab_size` tokens including end-of-text, or fewer if nothing is left to merge. The same
-    texts give the same file. Raises TokenizerError.
-    """
-    require_tokenizers("--train_tokenizer")
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # Merging takes the square of a piece's length, so that is bounded; others are as in LLAMA3.
-    pattern = LLAMA3.replace("+", "{1,1000}").replace("*", "{0,1000}")
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), show_progress=False
-    )
-    model.train_from_iterator(texts, trainer)
-    lines = []
-    for text, rank in sorted(model.get_vocab().items(), key=lambda token: token[1]):
-        lines.append(base64.b64encode(bytes(map(ALPHABET.get, text))) + f" {rank}\n".encode())
-    return b"".join(lines)
 
 
 def read_ranks(contents: bytes) -> dict[bytes, int]:

@@ -4,10 +4,11 @@ python -m tools.hf export runs/tiny OUT
 python -m tools.hf import DIR OUT
 
 The decoder is Hugging Face's Llama: RoPE pairs the same elements, so tensors map one to one. Both
-commands execute nothing they read and need no other package.
+commands execute nothing they read. `export` of a tokenizer needs the package transformers.
 """
 
 import argparse
+import base64
 import dataclasses
 import json
 import mmap
@@ -94,7 +95,7 @@ def export_model(source: Path, out: Path) -> None:
             if trained.tokenizer.endswith(".json"):
                 shutil.copyfile(trained.tokenizer, work / "tokenizer.json")
             else:
-                write_json(work / "tokenizer.json", tokenizer_json(encoding))
+                write_tokenizer(encoding, work)
             write_json(work / "tokenizer_config.json", tokenizer_config(trained.config, encoding))
         write_weights(path, shapes, work / "model.safetensors")
         for file in work.iterdir():
@@ -364,83 +365,28 @@ def check_weights(
 # Tokenizers
 
 
-def tokenizer_json(encoding: tiktoken.Encoding) -> dict:
-    """A tokenizer.json of byte-level BPE that gives the same tokens as an encoding."""
-    pattern = encoding._pat_str  # has no public name
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": tokenizer.oniguruma_pattern(pattern)},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special_tokens(encoding),
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": byte_level_bpe(encoding),
-    }
+def write_tokenizer(encoding: tiktoken.Encoding, folder: Path) -> None:
+    """Write the tokenizer.json of an encoding; without transformers the ranks of its tokens.
 
-
-def special_tokens(encoding: tiktoken.Encoding) -> list[dict]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    tokens = []
-    for text in sorted(encoding.special_tokens_set, key=encoding.encode_single_token):
-        token = {"id": encoding.encode_single_token(text), "content": text}
-        tokens.append(token | flags | {"special": True})
-    return tokens
-
-
-def byte_level_bpe(encoding: tiktoken.Encoding) -> dict:
-    """The vocabulary, and the pairs to merge, lowest rank first.
-
-    tiktoken merges any two parts whose union has a rank; tokenizers needs a list of pairs. Each
-    rank has only one possible pair: the parts to which lower ranks merge its token.
+    tiktoken merges any two parts whose union has a rank; the package tokenizers needs a list of
+    pairs, which transformers finds.
     """
-    letters = {byte: letter for letter, byte in tokenizer.ALPHABET.items()}
-
-    def written(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
-    vocabulary = {}
-    merges = []
-    for token in sorted(ranks, key=ranks.get):
-        vocabulary[written(token)] = ranks[token]
-        parts = last_merge(token, ranks)
-        if len(parts) == 2:  # otherwise only a whole piece of text gives the token, not a merge
-            merges.append(f"{written(parts[0])} {written(parts[1])}")
-    return {
-        "type": "BPE",
-        "ignore_merges": True,  # as in tiktoken, a piece of text that is a token is not merged
-        "vocab": vocabulary,
-        "merges": merges,
-    }
-
-
-def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """Return the two tokens that tiktoken merges to `token`; more if its merges end earlier."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        best = None
-        for i in range(len(parts) - 1):
-            rank = ranks.get(parts[i] + parts[i + 1])
-            if rank is not None and (best is None or rank < ranks[parts[best] + parts[best + 1]]):
-                best = i
-        if best is None:
-            break
-        parts[best : best + 2] = [parts[best] + parts[best + 1]]
-    return parts
+    lines = []
+    for token in encoding.token_byte_values():
+        rank = encoding.encode_single_token(token)
+        lines.append(base64.b64encode(token) + f" {rank}\n".encode())
+    ranks = folder / "tokenizer.tiktoken"
+    ranks.write_bytes(b"".join(lines))
+    try:
+        from transformers.convert_slow_tokenizer import TikTokenConverter
+    except ImportError:
+        print("no tokenizer.json, only its ranks: pip install transformers and export again")
+        return
+    pattern = tokenizer.oniguruma_pattern(encoding._pat_str)  # has no public name
+    special = sorted(encoding.special_tokens_set, key=encoding.encode_single_token)
+    converter = TikTokenConverter(str(ranks), pattern, extra_special_tokens=special)
+    converter.converted().save(str(folder / "tokenizer.json"))
+    ranks.unlink()
 
 
 def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
@@ -465,14 +411,14 @@ def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Enco
     if not file.is_file():
         print(f"{folder} has no tokenizer.json")
         return None
-    built_in = tokenizer.load_encoding("bytes")
-    if read_json(file) == tokenizer_json(built_in):
-        return built_in
     try:
         encoding = tokenizer.load_encoding(str(file))
     except tokenizer.TokenizerError as error:
         print(error)
         return None
+    is_bytes = read_json(file)["model"]["vocab"] == tokenizer.ALPHABET
+    if is_bytes and (encoding.eot_token, encoding.n_vocab) == (256, 257):
+        return tokenizer.load_encoding("bytes")
     if encoding.n_vocab > vocab_size:
         print(f"{file} has {encoding.n_vocab:,} tokens, the model {vocab_size:,}: left out")
         return None
