@@ -221,8 +221,8 @@ def build_parser() -> cli.Parser:
         dest="sources",
         nargs="+",
         metavar="FILE|DIR|GLOB|-",
-        help="text, .jsonl, .ndjson, .json or .csv (also .gz, .bz2, .xz), .parquet, folders, quoted "
-        "globs, or - for standard input (default: the library of the installed Python)",
+        help="text, .jsonl, .ndjson, .json or .csv (also .gz, .bz2, .xz), .parquet, folders, "
+        "quoted globs, or - for standard input (default: the library of the installed Python)",
     )
     field_help = "JSON field or column with the text; a.b if nested (default: text)"
     add("--field", default="text", metavar="NAME", help=field_help)
