@@ -416,7 +416,8 @@ def test_the_tokens_of_whole_documents_are_those_of_the_package(
     """Although documents are read, and some encoded, in chunks."""
     monkeypatch.setattr(sources, "CHUNK", 300)
     rng = random.Random(0)
-    check_package(tokenizers, kind, tmp_path, [mixed_text(rng, 3 * i * i) for i in range(16)])
+    documents = [mixed_text(rng, 3 * i * i) for i in range(16)]
+    check_package(tokenizers, kind, tmp_path, [*documents, "-" * 1000])
 
 
 @pytest.mark.hf
@@ -465,6 +466,7 @@ UNKNOWN_SPLIT = split_by(LLAMA3.replace("{1,3}", "{1,4}"))
         {"added_tokens": [{"content": "a b", "special": False}]},
         {"pre_tokenizer": None},
         {"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}},
+        {"pre_tokenizer": sequence({"type": "Digits"}, BYTE_LEVEL | {"use_regex": False})},
         {"pre_tokenizer": sequence({"type": "Metaspace"}, BYTE_LEVEL)},
         {"pre_tokenizer": UNKNOWN_SPLIT},
         {"model": {"type": "Unigram", "vocab": []}},
