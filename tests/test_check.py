@@ -67,6 +67,7 @@ FAULTS = {
     "average": lambda: mock.patch.object(dist, "replicate", forgets_to_average),
     "sleep": lambda: mock.patch.object(train, "train_step", sleeps),
     "load": lambda: mock.patch.object(checkpoint, "load_state", loads_no_moments),
+    "alone": lambda: mock.patch.dict(check.CHECKS, matmul=finds_alone),
     "memory": lambda: mock.patch.object(memory, "device_memory", lambda *_: 10**5),
 }
 
