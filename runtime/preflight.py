@@ -225,7 +225,7 @@ def check_weights(path: Path, saved: dict, start: Start) -> list[str]:
 
     Raises UsageError and CheckpointError. Shapes are checked when the weights are loaded.
     """
-    for key, before in dataclasses.asdict(read_model(path, saved)).items():
+    for key, before in vars(read_model(path, saved)).items():
         value = getattr(start.model, key)
         is_same = key == "seq_len" or value == before
         if not is_same and not adds_parameters(start.model, key, before):
