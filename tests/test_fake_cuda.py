@@ -7,6 +7,7 @@ take them. What is sent is what the rehearsal says. The groups are those of make
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import sys
@@ -129,7 +130,8 @@ def play(flags_of: dict, ports_of: dict) -> dict[tuple, Report]:
                     if config.profile:
                         profiled = check.Check("profile")
                         file = Path(config.out, f"profile/rank_{rank}.json")
-                        check.compare_profile(profiled, file, found.communication)
+                        profile = json.loads(file.read_text())
+                        check.check_profile(profiled, profile, found.communication)
                         report.problems += profiled.problems
             except BaseException:
                 report.error = traceback.format_exc()
@@ -199,11 +201,12 @@ def play_checks(argv: list[str]) -> dict[str, list[str]]:
     fake_cuda.install()
     fakes = fake_cuda.Fakes()
     found = {}
-    settle = check.Lab.settle
+    run_check = check.run_check
 
-    def keep(lab, result, raised_at) -> None:
-        settle(lab, result, raised_at)
-        found[result.name] = result.problems
+    def keep(name, ranks) -> check.Check:
+        result = run_check(name, ranks)
+        found[name] = result.problems
+        return result
 
     def seconds(call) -> list[float]:
         call()
@@ -214,11 +217,11 @@ def play_checks(argv: list[str]) -> dict[str, list[str]]:
         return {}
 
     few_steps = f"{check.SHORT} --max_steps 4 --warmup_steps 1 "
-    lab = {"settle": keep, "rehearse": fake_cuda.without_fakes(check.Lab.rehearse)}
+    rehearse_really = fake_cuda.without_fakes(check.rehearse.rehearse)
     with (
-        mock.patch.multiple(check.Lab, **lab),
-        mock.patch.multiple(check.bench, times=seconds, slow_ones=slow_ones),
-        mock.patch.multiple(check, STRATEGIES={}, SHORT=few_steps),
+        mock.patch.object(check.rehearse, "rehearse", rehearse_really),
+        mock.patch.multiple(check.harness, times=seconds, slow_ones=slow_ones),
+        mock.patch.multiple(check, run_check=keep, SHORT=few_steps),
         mock.patch.object(torch.version, "cuda", "13.0"),
         fakes,
         fake_cuda.Gpu(fakes),
@@ -326,4 +329,4 @@ def test_make_mesh_names_the_groups_and_gives_them_the_timeout(reports):
 def test_the_checks_run_on_gpus(gpus, tokens, tmp_path):
     argv = flags(f"{CHECKS} --device cuda --data {tokens} --out {tmp_path}/checks")
     for found in gpus(2, play_checks, argv, timeout=120):
-        assert found == {"devices": [], "matmul": [], "links": [], "parity planned": []}
+        assert found == {"devices": [], "matmul": [], "links": [], "parity": []}

@@ -353,14 +353,14 @@ def check_ranks(argv: list[str]) -> int:
     """On every rank. Rank 0 prints and writes the results, and returns 1 if a check failed."""
     options, c = parse(argv)
     world = dist.start(c.device, timedelta(seconds=watchdog.SLOW_FACTOR * c.timeout))
-    with Watchdog(world.store, world.rank, world.size, c.timeout) as dog:
-        ranks = Ranks(c, options.out, world, dog)
+    with Watchdog(world.store, world.rank, world.size, c.timeout) as guard:
+        ranks = Ranks(c, options.out, world, guard)
         checks = []
         for name in options.checks or CHECKS:
             # Until the check has ended, the file says that a rank ended in it.
             unfinished = Check(name, "FAIL", problems=["a rank ended in it"])
             write_json(ranks, options, [*checks, unfinished])
-            dog.progress(len(checks), f"in the check {name}", slow=True)
+            guard.progress(len(checks), f"in the check {name}", slow=True)
             checks.append(run_check(name, ranks))
         write_json(ranks, options, checks)
         failed = [check.name for check in checks if check.status == "FAIL"]
