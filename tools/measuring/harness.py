@@ -71,7 +71,10 @@ def run_all(
         for process in processes:
             process.terminate()  # not kill: torchrun has to end its ranks
         for process in processes:
-            process.wait()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its ranks notice, and end themselves
     printed = [file.read_text(errors="replace") for file in files]
     for command, status, text in zip(commands, statuses, printed):
         if status:
