@@ -9,14 +9,19 @@ are in config.py.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, cycle
 from typing import NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.optim.adamw import adamw
+
+# The name since torch 2.13, which warns of the older one
+all_gather_single = getattr(
+    torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
+)
 
 SPIKE_HISTORY = 128  # updates whose loss and gradient norm a new one is compared with
 
@@ -175,30 +180,23 @@ class Sharding:
         self.numels = torch.tensor([p.numel() for p in parameters], device=device)  # (n,)
 
 
-def all_gather_matrix(tensor: Tensor) -> Tensor:
-    """Gather a full tensor on all ranks. A GPU waits for it at its first use, a CPU here.
-
-    So does a GPU where tp splits the same dimension as FSDP, or columns: torch reorders the parts.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # Two gathers in flight under gloo corrupt the heap (torch 2.13: malloc() aborts the rank after
-    # some hundred steps).
-    async_op = tensor.device.type != "cpu"
-    placements = list(tensor.placements)
-    for axis in range(len(placements)):  # one axis at a time: torch warns about several
-        placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements, async_op=async_op)
-    return tensor.to_local()
+def parts_of_ranks(matrix: DTensor) -> list[list[range]]:
+    """The rows and columns that each rank of a matrix's mesh holds; some are empty."""
+    parts = [[*map(range, matrix.shape)]]
+    # From the last axis: FSDP, whose axis is before tp's, splits what tp has left.
+    for placement, size in reversed([*zip(matrix.placements, matrix.device_mesh.shape)]):
+        parts = [chunk(part, placement, size, i) for i in range(size) for part in parts]
+    return parts
 
 
-def distribute_like(full: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a full tensor, distributed like the parameter."""
-    if not isinstance(parameter, DTensor):
-        return full
-    mesh, placements = parameter.device_mesh, parameter.placements
-    # src_data_rank=None: cut locally; all ranks have the full matrix
-    return local(distribute_tensor(full, mesh, placements, src_data_rank=None))
+def chunk(part: list[range], placement: Placement, size: int, i: int) -> list[range]:
+    """What rank i of `size` holds of a part, in chunks like torch.chunk's."""
+    part = list(part)
+    if not placement.is_replicate():
+        side = part[placement.dim]
+        length = math.ceil(len(side) / size)
+        part[placement.dim] = side[i * length : (i + 1) * length]
+    return part
 
 
 # --------------------------------------------------------------------------------------------------
@@ -277,8 +275,8 @@ class Muon:
     """Orthogonalized momentum (Jordan et al. 2024), for the matrices of hidden layers.
 
     Updates have the size of AdamW's (Liu et al. 2025), so that one learning rate and one weight
-    decay serve both. Every rank gathers each full matrix in bfloat16 and orthogonalizes it.
-    torch.optim.Muon multiplies the shards of DTensors, and no tensor can skip or clip its step.
+    decay serve both. Each rank orthogonalizes its share of the matrices. torch.optim.Muon
+    multiplies the shards of DTensors, and no tensor can skip or clip its step.
     """
 
     MOMENTUM = 0.95  # as in both papers; --beta1 applies to AdamW's parameters
@@ -293,29 +291,102 @@ class Muon:
 
     @staticmethod
     def update(optimizer: "Optimizer", names: list[str], u: Update) -> None:
-        matrices = (all_gather_matrix(Muon.direction(optimizer, name, u)) for name in names)
-        # In pairs: the next matrix is being gathered while this one is multiplied.
-        for name, (full, _) in zip(names, pairwise(chain(matrices, [None]))):
-            parameter = optimizer.parameters[name]
+        matrices = [optimizer.parameters[name] for name in names]
+        directions = (Muon.direction(optimizer, name, u) for name in names)
+        parts = orthogonalize_shares(matrices, directions, optimizer.sharding.world_size)
+        for matrix, orthogonal in zip(matrices, parts):
             # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side), that of an
             # AdamW update 0.2 to 0.4.
-            scale = 0.2 * math.sqrt(max(parameter.shape))
-            weight = local(parameter)
-            orthogonal = distribute_like(orthogonalize(full), parameter)
+            scale = 0.2 * math.sqrt(max(matrix.shape))
+            weight = local(matrix)
             decayed = weight * (1 - u.lr * u.weight_decay)
             write(weight, decayed.add_(orthogonal, alpha=-u.lr * scale), u.skip)
 
     @staticmethod
     def direction(optimizer: "Optimizer", name: str, u: Update) -> Tensor:
-        """Nesterov momentum, in bfloat16, distributed like the parameter."""
-        parameter = optimizer.parameters[name]
-        grad = local(parameter.grad) / u.divisor
+        """Nesterov momentum, this rank's part."""
+        grad = local(optimizer.parameters[name].grad) / u.divisor
         buffer = local(optimizer.slots["momentum_buffer"][name])
         momentum = buffer.lerp(grad, 1 - Muon.MOMENTUM)
         write(buffer, momentum, u.skip)
-        direction = torch.empty_like(parameter, dtype=torch.bfloat16)
-        local(direction).copy_(grad.lerp_(momentum, Muon.MOMENTUM))
-        return direction
+        return grad.lerp_(momentum, Muon.MOMENTUM)
+
+
+def orthogonalize_shares(
+    matrices: list[Tensor], directions: Iterable[Tensor], world_size: int
+) -> list[Tensor]:
+    """Orthogonalize n directions, distributed like `matrices`, each on one rank of the world.
+
+    Takes and returns this rank's parts. The ranks that together hold each matrix once, a replica,
+    exchange the parts of their shares; then replicas gather one another's results.
+    """
+    ranks = max(map(num_shards, matrices))  # of a replica; they are consecutive
+    rank = torch.distributed.get_rank() if world_size > 1 else 0
+    shares = deal(matrices, world_size, ranks)
+
+    # This rank's parts in bfloat16: a row for each replica, all of one length, which a gather needs
+    numels = [local(matrix).numel() for matrix in matrices]
+    orders = [[*chain(*shares[first : first + ranks])] for first in range(0, world_size, ranks)]
+    length = max(sum(numels[i] for i in order) for order in orders)
+    rows = local(matrices[0]).new_empty((len(orders), length), dtype=torch.bfloat16)
+    parts = {}
+    for row, order in zip(rows, orders):
+        for i in order:
+            parts[i] = row[: numels[i]].view(local(matrices[i]).shape)
+            row = row[numels[i] :]
+    for i, direction in enumerate(directions):
+        parts[i].copy_(direction)
+
+    row = rows[rank // ranks]
+    if ranks > 1:
+        elements = [sum(numels[i] for i in share) for share in shares]
+        exchange(row, elements, [matrices[i] for i in shares[rank]], ranks)
+    else:
+        for i in shares[rank]:
+            parts[i].copy_(orthogonalize(parts[i]))
+    if len(rows) > 1:
+        group = matrices[0].device_mesh.get_group(0) if ranks > 1 else None
+        all_gather_single(rows.view(-1), row, group)
+    return [parts[i] for i in range(len(matrices))]
+
+
+def deal(matrices: list[Tensor], world_size: int, ranks: int) -> list[list[int]]:
+    """Which matrices each rank orthogonalizes: dealt like cards, the largest first, to and fro."""
+    flops = [min(m.shape) ** 2 * (2 * max(m.shape) + min(m.shape)) for m in matrices]
+    largest_first = sorted(range(len(matrices)), key=lambda i: -flops[i])
+    # First to one rank of each replica: rows of similar length
+    turns = [first + i for i in range(ranks) for first in range(0, world_size, ranks)]
+    shares = [[] for _ in turns]
+    for i, rank in zip(largest_first, cycle(turns + turns[::-1])):
+        shares[rank].append(i)
+    return shares
+
+
+def exchange(row: Tensor, elements: list[int], matrices: list[Tensor], ranks: int) -> None:
+    """Collect this rank's share of the matrices, orthogonalize them, and send the parts back.
+
+    Of `row`, elements[j] are parts of the share of rank j of the world. One collective after the
+    other: two in flight under gloo corrupt the heap.
+    """
+    first = torch.distributed.get_rank() // ranks * ranks  # of this replica
+    sent, received, sizes = [0] * len(elements), [0] * len(elements), []
+    places = [parts_of_ranks(matrix)[first : first + ranks] for matrix in matrices]
+    for i in range(ranks):
+        of_rank = [math.prod(map(len, place[i])) for place in places]
+        sent[first + i] = elements[first + i]
+        received[first + i] = sum(of_rank)
+        sizes += of_rank
+    outgoing, incoming = row[: sum(sent)], row.new_empty(sum(received))
+    torch.distributed.all_to_all_single(incoming, outgoing, received, sent)
+    pieces = incoming.split(sizes)  # by rank, then matrix
+    for k, matrix in enumerate(matrices):
+        full = row.new_empty(matrix.shape)
+        views = [full[r.start : r.stop, c.start : c.stop] for r, c in places[k]]
+        of_matrix = [p.view(v.shape) for p, v in zip(pieces[k :: len(matrices)], views)]
+        torch._foreach_copy_(views, of_matrix)
+        full.copy_(orthogonalize(full))
+        torch._foreach_copy_(of_matrix, views)
+    torch.distributed.all_to_all_single(outgoing, incoming, sent, received)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -488,7 +559,8 @@ class Optimizer:
         lr = learning_rate(step, s)
         for (chosen, weight_decay), names in self.groups.items():
             present = [name for name in names if self.parameters[name].grad is not None]
-            chosen.update(self, present, Update(step, lr, weight_decay, divisor, skip))
+            if present:
+                chosen.update(self, present, Update(step, lr, weight_decay, divisor, skip))
         if self.keep_gradients:
             torch._foreach_zero_(grads)
         else:

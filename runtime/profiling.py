@@ -92,13 +92,15 @@ class CommunicationCounter(TorchDispatchMode):
     `kind` is all_gather, reduce_scatter, all_reduce, ...; `axis` is the mesh axis whose ranks took
     part, or "world". An axis of one rank sends nothing and does not count. Bytes are those of the
     full tensor that is gathered, scattered or reduced: on a ring each rank sends (n - 1) / n of it
-    for a gather or a scatter, twice that for an all_reduce.
+    for a gather or a scatter, twice that for an all_reduce. Of an all_to_all, in which ranks may
+    send and receive different amounts, the larger of this rank's.
     """
 
     KINDS = {
         "_allgather_base_": "all_gather",
         "_reduce_scatter_base_": "reduce_scatter",
         "allreduce_": "all_reduce",
+        "alltoall_base_": "all_to_all",
         # DTensor's, from tp and from an optimizer that gathers
         "all_gather_into_tensor": "all_gather",
         "reduce_scatter_tensor": "reduce_scatter",

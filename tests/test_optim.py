@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from conftest import last_checkpoint, rows, tensors
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
 import dist
@@ -264,18 +263,6 @@ def test_an_optimizer_that_takes_no_parameter_is_an_error():
     optimizer = optim.Optimizer(parameters, lambda name: True, muon, **hidden)
     assert optimizer.slots["momentum_buffer"].keys() == {"layers.weight"}
     assert optimizer.slots["exp_avg"].keys() == {"last.weight"}
-
-
-def gather_one() -> str:
-    """The type of a matrix that is gathered as Muon does."""
-    mesh = dist.make_mesh(dist.start("cpu"), (1, 2, 1))["dp_shard"]
-    matrix = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    return type(optim.all_gather_matrix(matrix)).__name__
-
-
-def test_on_cpus_a_gathered_matrix_is_there_before_the_next(pool):
-    """Not torch's AsyncCollectiveTensor: two on their way under gloo damaged the heap."""
-    assert pool(2, gather_one) == ["Tensor", "Tensor"]
 
 
 def test_muon_continues_on_every_mesh(run):

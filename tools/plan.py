@@ -507,8 +507,8 @@ def describe_step(plan: Plan) -> Iterator[str]:
     yield f"exposed     {', '.join(exposed) or 'nothing'}"
     yield (
         f"step        compute {speed.compute:.4g} + exposed communication "
-        f"{sum(speed.exposed.values()):.4g} + optimizer {speed.optimizer:.4g} = "
-        f"{speed.step_time:.4g} s"
+        f"{sum(speed.exposed.values()):.4g} + optimizer {speed.optimizer:.4g} "
+        f"({speed.optimizer / speed.step_time:.1%}) = {speed.step_time:.4g} s"
     )
     yield (
         f"speed       {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "

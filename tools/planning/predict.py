@@ -226,6 +226,8 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     elif row.collective == "reduce_scatter":
         passes = links.scatter_passes
     sent = passes * row.bytes * (group.size - 1) / group.size
+    if row.collective == "all_to_all" and group.hosts > 1:
+        sent *= group.size / group.hosts  # no ring: all ranks of a host send theirs to other hosts
     bandwidth = links.intra_bandwidth
     if group.hosts > 1:
         # The other ranks of a host run the same collective at the same time on its other cards.
@@ -313,19 +315,14 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
     n = setup.grad_accum_steps
     peak = peak_flops(cluster, c)
     phases = Counter()  # phase -> seconds
-    update = 0.0  # the optimizer's matrix products
     for row in rehearsal.operations:
-        seconds = operation_seconds(row, peak, cluster)
-        phases[row.phase] += seconds
-        if row.phase == "optimizer" and row.flops:
-            update += seconds
+        phases[row.phase] += operation_seconds(row, peak, cluster)
     forward, backward = phases["forward"] / n, phases["backward"] / n  # of a micro-batch
     beside, exposed, total = overlap(rehearsal, c, cluster, rank)
     for work, compute, times in (
         ("forward", forward, n),
         ("backward", backward, n - 1),
         ("last backward", backward, 1),
-        ("update", update, 1),
     ):
         for axis, seconds in beside[work].exposed(compute).items():
             exposed[axis] += times * seconds
@@ -347,20 +344,19 @@ def overlap(
     setup = rehearsal.setup
     links = cluster.links
     n = setup.grad_accum_steps
-    beside = {work: Queue() for work in ("forward", "backward", "last backward", "update")}
+    beside = {work: Queue() for work in ("forward", "backward", "last backward")}
     alone, total = Counter(), Counter()  # axis -> seconds per step
     for row in rehearsal.communication:
-        group = group_of(row.axis, rank, setup.mesh_shape, links.local_size)
+        shape = setup.mesh_shape
+        if row.collective == "all_to_all":  # Muon's, within a replica
+            shape = (1, *shape[1:])
+        group = group_of(row.axis, rank, shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds
         on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # busy with it
-        # The next layer needs a sum over tp, and the update needs the norm, at once. On GPUs Muon
-        # gathers the next matrix while multiplying one.
-        is_muons = row.phase == "optimizer" and row.collective == "all_gather"
-        if is_muons and cluster.device.kind == "cuda":
-            beside["update"].add(row, seconds, slowed, 1)
-        elif on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
+        # The next layer needs a sum over tp, and the update needs what it asks for, at once.
+        if on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
             alone[row.axis] += seconds
         elif row.phase == "forward":
             beside["forward"].add(row, seconds, slowed, n)

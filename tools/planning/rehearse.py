@@ -222,7 +222,8 @@ def run_layers(c: Config, setup: Setup, world: dist.World, fuses: bool) -> Rehea
     """The step of `setup`, extended from a few layers if that is exact.
 
     Units between the first and the last do the same, in the same places of the step. What one unit
-    adds to these two, all others add too. Not for DDP, whose buckets end anywhere.
+    adds to these two, all others add too. Not for DDP, whose buckets end anywhere, nor for Muon,
+    whose matrices are dealt to all ranks.
     """
     mesh = dist.make_mesh(world, setup.mesh_shape)  # once: DTensor keeps the groups of the first
 
@@ -235,7 +236,8 @@ def run_layers(c: Config, setup: Setup, world: dist.World, fuses: bool) -> Rehea
     more = n_layer // unit - REHEARSED_UNITS  # units
     few = n_layer - more * unit
     found = None
-    if more > REHEARSED_UNITS + 1 and (setup.strategy != "ddp" or setup.uses_fsdp):
+    repeats = c.optimizer != "muon" and (setup.strategy != "ddp" or setup.uses_fsdp)
+    if more > REHEARSED_UNITS + 1 and repeats:
         with suppress(NotRepeated):
             found = extend(run(few), run(few + unit), more)
     found = found or run(n_layer)
