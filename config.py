@@ -119,9 +119,9 @@ class Config:
     beta2: float = flag("optimizer", 0.95, "AdamW beta2", 0, 1)
     eps: float = flag("optimizer", 1e-8, "AdamW epsilon", 0)
     clip: Literal[tuple(optim.CLIPS)] = flag(
-        "optimizer", "norm", "norm: full gradient; value: each element; adaptive: each parameter"
+        "optimizer", "norm", "norm: full gradient; adaptive: each parameter"
     )
-    max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm and value", 1e-9)
+    max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm", 1e-9)
     max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", 1e-9)
     skip_spikes: float | None = flag(
         "optimizer", None, "skip updates with loss or gradient norm X sigma above the mean", 1e-9

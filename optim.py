@@ -6,10 +6,11 @@ strategy one function and one entry in CLIPS, a schedule one entry in SCHEDULES.
 are in config.py.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain, cycle
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ def learning_rate(step: int, s: Settings) -> float:
 #     clip_x(s, g) -> Clipped
 #
 # s is the Settings, g the Gradients. The update divides all gradients by `divisor`; a clip by
-# element or parameter writes into g.local and returns 1.
+# parameter writes into g.local and returns 1.
 #
 # torch._foreach_* launch one kernel for many tensors. They have no public name, but torch.optim and
 # torch.nn.utils.clip_grad_norm_ use them, too.
@@ -98,7 +99,7 @@ class Gradients(NamedTuple):
 
 class Clipped(NamedTuple):
     divisor: Tensor  # 0-d
-    clipped: Tensor  # (n,) bool: whether each gradient was clipped, at least on this rank
+    clipped: Tensor  # (n,) bool: whether each gradient was clipped
 
 
 def clip_norm(s: Settings, g: Gradients) -> Clipped:
@@ -126,22 +127,12 @@ def clip_adaptive(s: Settings, g: Gradients) -> Clipped:
     return Clipped(torch.ones_like(g.norms[0]), g.norms > limits)
 
 
-def clip_value(s: Settings, g: Gradients) -> Clipped:
-    """Clamp each element to [-max_grad_norm, max_grad_norm]."""
-    limit = s.max_grad_norm
-    non_empty = [grad if grad.numel() else grad.new_zeros(1) for grad in g.local]
-    largest = torch.stack(torch._foreach_norm(non_empty, math.inf))  # (n,), on this rank
-    torch._foreach_clamp_min_(g.local, -limit)
-    torch._foreach_clamp_max_(g.local, limit)
-    return Clipped(torch.ones_like(g.norms[0]), largest > limit)
-
-
 def clip_none(s: Settings, g: Gradients) -> Clipped:
     """Change nothing."""
     return Clipped(torch.ones_like(g.norms[0]), torch.zeros_like(g.norms, dtype=torch.bool))
 
 
-CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive, "value": clip_value, "none": clip_none}
+CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive, "none": clip_none}
 
 # --------------------------------------------------------------------------------------------------
 # Parameters on a mesh
@@ -320,7 +311,13 @@ def orthogonalize_shares(
     Takes and returns this rank's parts. The ranks that together hold each matrix once, a replica,
     exchange the parts of their shares; then replicas gather one another's results.
     """
-    ranks = max(map(num_shards, matrices))  # of a replica; they are consecutive
+    replicas, group = world_size, None
+    if isinstance(matrices[0], DTensor):
+        mesh = matrices[0].device_mesh  # replicas first, as FSDP has them
+        group = mesh.get_group(0)
+        replicates = all(matrix.placements[0].is_replicate() for matrix in matrices)
+        replicas = mesh.size(0) if replicates else 1
+    ranks = world_size // replicas  # of a replica
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     shares = deal(matrices, world_size, ranks)
 
@@ -328,7 +325,7 @@ def orthogonalize_shares(
     numels = [local(matrix).numel() for matrix in matrices]
     orders = [[*chain(*shares[first : first + ranks])] for first in range(0, world_size, ranks)]
     length = max(sum(numels[i] for i in order) for order in orders)
-    rows = local(matrices[0]).new_empty((len(orders), length), dtype=torch.bfloat16)
+    rows = local(matrices[0]).new_empty((replicas, length), dtype=torch.bfloat16)
     parts = {}
     for row, order in zip(rows, orders):
         for i in order:
@@ -344,21 +341,24 @@ def orthogonalize_shares(
     else:
         for i in shares[rank]:
             parts[i].copy_(orthogonalize(parts[i]))
-    if len(rows) > 1:
-        group = matrices[0].device_mesh.get_group(0) if ranks > 1 else None
+    if replicas > 1:
         all_gather_single(rows.view(-1), row, group)
     return [parts[i] for i in range(len(matrices))]
 
 
 def deal(matrices: list[Tensor], world_size: int, ranks: int) -> list[list[int]]:
-    """Which matrices each rank orthogonalizes: dealt like cards, the largest first, to and fro."""
+    """Which matrices each rank orthogonalizes: the largest first, each goes where FLOPs are fewest.
+
+    Of ranks with as many, first to one of each replica, for rows of similar length.
+    """
     flops = [min(m.shape) ** 2 * (2 * max(m.shape) + min(m.shape)) for m in matrices]
-    largest_first = sorted(range(len(matrices)), key=lambda i: -flops[i])
-    # First to one rank of each replica: rows of similar length
     turns = [first + i for i in range(ranks) for first in range(0, world_size, ranks)]
+    loads = [(0, turn) for turn in range(world_size)]  # a heap
     shares = [[] for _ in turns]
-    for i, rank in zip(largest_first, cycle(turns + turns[::-1])):
-        shares[rank].append(i)
+    for i in sorted(range(len(matrices)), key=lambda i: -flops[i]):
+        load, turn = loads[0]
+        heapq.heapreplace(loads, (load + flops[i], turn))
+        shares[turns[turn]].append(i)
     return shares
 
 
@@ -645,20 +645,19 @@ class Optimizer:
         # One collective for the sums, one for the maxima: a minimum is a negated maximum.
         sums, maxima = torch.stack(stats, dim=1).flatten(0, 1).split(2 * k)  # of (4 * k, n)
         sums = torch.cat((sums, update_square_sums[None]))  # (k + k + 1, n)
-        maxima = torch.cat((maxima, clipped.float()[None]))  # (k + k + 1, n)
         if self.sharding.is_sharded:
             sums /= self.sharding.replicas
             torch.distributed.all_reduce(sums)
             torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
 
         square_sums, element_sums, update_square_sums = sums.split((k, k, 1))
-        largest, negated_smallest, clipped = maxima.split((k, k, 1))
+        largest, negated_smallest = maxima.split(k)
         norms = square_sums.sqrt()
         means = element_sums / self.sharding.numels
         update_norms = update_square_sums.sqrt()  # (1, n)
         update_ratios = update_norms / norms[1]  # relative to the norms of the weights
         by_kind = torch.stack((norms, means, largest, -negated_smallest), dim=1)  # (k, 4, n)
-        rows = torch.cat((by_kind.flatten(0, 1), update_norms, update_ratios, clipped))
+        rows = torch.cat((by_kind.flatten(0, 1), update_norms, update_ratios, clipped[None]))
         return ParameterTable(list(self.parameters), self.columns, rows.mT)  # (n, 4 * k + 3)
 
     def state(self) -> dict:

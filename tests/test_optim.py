@@ -7,7 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import last_checkpoint, rows, tensors
+from conftest import rows
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
+from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import dist
@@ -18,12 +21,8 @@ from runtime.profiling import CommunicationCounter
 MESHES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
 
 
-SMALL = model.ModelConfig(64, n_layer=1, n_head=2, n_kv_head=1, d_model=16, d_ff=24, seq_len=8)
-
-
+SMALL = model.ModelConfig(64, n_layer=1, n_head=2, n_kv_head=2, d_model=16, d_ff=24, seq_len=8)
 FROZEN = "blocks.0.mlp_norm.weight"  # a parameter without a gradient
-
-
 NOT_DECAYED = {"embed.weight", "blocks.0.attention_norm.weight", FROZEN, "norm.weight"}
 
 
@@ -55,36 +54,42 @@ class Setup:
     mesh: torch.distributed.DeviceMesh
 
 
-def build(strategy: str, **options) -> Setup:
+def build(mesh_name: str, **options) -> Setup:
+    """On a mesh such as "fsdp" or "ddp tp 2"; hsdp shards over two ranks."""
     world = dist.start("cpu")
+    strategy, _, tp = mesh_name.partition(" tp ")
     dp_shard = 2 if strategy == "hsdp" else None
-    shape = dist.mesh_shape(strategy, world.size, world.local_size, None, dp_shard)
+    shape = dist.mesh_shape(strategy, world.size, world.local_size, None, dp_shard, int(tp or 1))
     mesh = dist.make_mesh(world, shape)
     with torch.device("meta"):
         net = model.Transformer(SMALL)
     net.get_parameter(FROZEN).requires_grad_(False)
-    units = [[block] for block in net.blocks]
-
-    init = functools.partial(net.init_tensor, seed=7)
     forward = dist.parallelize(
-        net, mesh, strategy, init=init, fsdp_units=units, keep_gradients=True
+        net,
+        mesh,
+        strategy,
+        init=functools.partial(net.init_tensor, seed=7),
+        tp_plan=net.tensor_parallel_plan(),
+        fsdp_units=[[block] for block in net.blocks],
+        keep_gradients=True,
     )
     optimizer = optim.Optimizer(
         net.named_parameters(), net.decays, settings(**options), net.is_hidden
     )
-    share = 8 // world.size
+    share = 8 * shape[2] // world.size
     start = dist.dp_rank(mesh) * share
     return Setup(net, forward, optimizer, slice(start, start + share), mesh)
 
 
-def train_on_mesh(strategy: str, steps: int, options: dict) -> tuple[list[dict], dict]:
-    """The metrics of each step, and the whole weights after the last."""
-    setup = build(strategy, **options)
+def train_on_mesh(mesh_name: str, steps: int, options: dict) -> tuple[list[dict], dict]:
+    """The metrics of each step, and the full weights after the last."""
+    setup = build(mesh_name, **options)
     log = []
     for step in range(1, steps + 1):
         tokens = batch(step)[setup.part]
-        loss = setup.forward(tokens[:, :-1], tokens[:, 1:]) * loss_factor(step)
-        loss.backward()
+        with loss_parallel():
+            loss = setup.forward(tokens[:, :-1], tokens[:, 1:]) * loss_factor(step)
+            loss.backward()
         metrics = setup.optimizer.step(step, loss.detach())
         log.append({name: float(value) for name, value in metrics.items()})
     weights = {}
@@ -100,7 +105,7 @@ def is_muons(name: str) -> bool:
 def train_plainly(
     steps: int, clip, muon: bool = False, sgd: bool = False
 ) -> tuple[list[float], list[float], dict]:
-    """The same with torch's AdamW, not fused, its Muon and its SGD, on one whole model.
+    """The same with torch's AdamW, not fused, its Muon and its SGD, on one full model.
 
     clip(parameters) returns (total norm, whether something was clipped). Returns both for each step
     and the weights after the last.
@@ -120,20 +125,18 @@ def train_plainly(
         optimizers.append(torch.optim.SGD(others[:1], momentum=0.9))
     if muon:
         optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"))
-    norms, clips = [], []
+    log = []
     for step in range(1, steps + 1):
         tokens = batch(step)
         loss = net(tokens[:, :-1], tokens[:, 1:]) * loss_factor(step)
         loss.backward()
-        norm, clipped = clip([p for p in net.parameters() if p.grad is not None])
-        norms.append(float(norm))
-        clips.append(float(clipped))
+        log.append(clip([p for p in net.parameters() if p.grad is not None]))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr_at(step)
             optimizer.step()
             optimizer.zero_grad()
-    return norms, clips, parameters
+    return [float(norm) for norm, _ in log], [float(clipped) for _, clipped in log], parameters
 
 
 # --------------------------------------------------------------------------------------------------
@@ -143,13 +146,6 @@ def train_plainly(
 def plain_norm(parameters: list) -> tuple:
     norm = torch.nn.utils.clip_grad_norm_(parameters, 1.5)
     return norm, norm > 1.5
-
-
-def plain_value(parameters: list) -> tuple:
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-    clipped = max(p.grad.abs().max() for p in parameters) > 0.2
-    torch.nn.utils.clip_grad_value_(parameters, 0.2)
-    return norm, clipped
 
 
 def plain_none(parameters: list) -> tuple:
@@ -176,7 +172,6 @@ class PlainAdaptive:
 
 CASES = {
     "norm": ({"max_grad_norm": 1.5}, plain_norm),
-    "value": ({"max_grad_norm": 0.2}, plain_value),
     "adaptive": ({"max_grad_norm_ratio": 1.2}, None),  # PlainAdaptive, which keeps averages
     "none": ({}, plain_none),
 }
@@ -191,39 +186,10 @@ def test_clipping_is_its_formula_on_every_mesh(pool, clip):
     for mesh, ranks in MESHES.items():
         for log, mesh_weights in pool(ranks, train_on_mesh, mesh, 5, {"clip": clip, **options}):
             assert [row["grad_norm"] for row in log] == pytest.approx(norms, rel=tolerance)
-            # By value a rank knows of its own elements only, and the log has the maximum of ranks.
-            if clip != "value" or ranks == 1:
-                assert [row["clipped"] for row in log] == clips
+            assert [row["clipped"] for row in log] == clips
             for name, weight in weights.items():
                 torch.testing.assert_close(mesh_weights[name], weight, rtol=1e-4, atol=2e-5)
             assert torch.equal(mesh_weights[FROZEN], weights[FROZEN])  # not updated, not decayed
-
-
-def clip_halve(s, g):  # the example of the README
-    large = g.norms > 1.0
-    torch._foreach_mul_(g.local, torch.where(large, 0.5, 1.0).unbind())
-    return optim.Clipped(torch.ones_like(g.norms[0]), large)
-
-
-def plain_halve(parameters: list) -> tuple:
-    norms = [p.grad.norm().item() for p in parameters]
-    for p, norm in zip(parameters, norms, strict=True):
-        p.grad.mul_(0.5 if norm > 1.0 else 1.0)
-    return math.hypot(*norms), max(norms) > 1.0
-
-
-def train_with_clip_halve(strategy: str) -> tuple:
-    with mock.patch.dict(optim.CLIPS, halve=clip_halve):
-        return train_on_mesh(strategy, 4, {"clip": "halve"})
-
-
-def test_a_strategy_is_added_as_one_function_and_one_entry(pool):
-    _, clips, weights = train_plainly(4, plain_halve)
-    for mesh in ("single", "fsdp"):
-        log, mesh_weights = pool(MESHES[mesh], train_with_clip_halve, mesh)[0]
-        assert [row["clipped"] for row in log] == clips
-        for name, weight in weights.items():
-            torch.testing.assert_close(mesh_weights[name], weight, rtol=1e-4, atol=2e-5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -233,20 +199,63 @@ def test_a_strategy_is_added_as_one_function_and_one_entry(pool):
 # the size of the large ones: what differs in its last bit, by the order of a sum, turns the update
 # in directions that the loss hardly depends on. So weights differ more than losses.
 LOSSES = 1e-4
-WEIGHTS = 5e-2
+MUONS_MESHES = MESHES | {"fsdp": 4, "fsdp tp 2": 4, "ddp tp 2": 4}
 
 
 def test_muon_is_torchs_on_every_mesh(pool):
     norms, clips, weights = train_plainly(5, plain_norm, muon=True)
     assert clips == [0, 0, 0, 1, 0]
     options = {"optimizer": "muon", "max_grad_norm": 1.5}
-    for mesh, ranks in MESHES.items():
+    for mesh, ranks in MUONS_MESHES.items():
         log, mesh_weights = pool(ranks, train_on_mesh, mesh, 5, options)[-1]
         assert [row["grad_norm"] for row in log] == pytest.approx(norms, rel=LOSSES)
         for name, weight in weights.items():
             difference = (mesh_weights[name] - weight).norm()
             assert difference <= (1e-2 if is_muons(name) else 1e-3) * weight.norm(), name
         assert torch.equal(mesh_weights[FROZEN], weights[FROZEN])
+
+
+# (rows, columns); of four ranks some hold unequal parts, or none
+SHAPES = [(3, 8), (8, 3), (6, 12), (12, 6), (1, 4), (16, 16), (10, 20)]
+
+
+def orthogonalize_on(shape: tuple[int, int, int]) -> tuple[int, int]:
+    """FLOPs of this rank and of all matrices, once each part is as if cut from a full result."""
+    world = dist.start("cpu")
+    mesh = dist.make_mesh(world, shape)
+    with torch.device("meta"):
+        net = torch.nn.Sequential(*(torch.nn.Linear(n, m, bias=False) for m, n in SHAPES))
+    split = (ColwiseParallel(), RowwiseParallel())  # rows and columns of the weight
+    strategy = "ddp" if shape[0] == world.size else "hsdp"
+    tp_plan = {f"{i}": split[i % 2] for i in range(len(SHAPES))}
+    dist.parallelize(net, mesh, strategy, init=fill, tp_plan=tp_plan)
+    matrices = [weight.detach() for weight in net.parameters()]
+    directions = [optim.local(matrix).clone() for matrix in matrices]
+    with FlopCounterMode(display=False) as mine:
+        parts = optim.orthogonalize_shares(matrices, directions, world.size)
+    with FlopCounterMode(display=False) as all_of_them:
+        for i, matrix in enumerate(matrices):
+            full = torch.empty(SHAPES[i])
+            fill(f"{i}.weight", full)
+            full = optim.orthogonalize(full.bfloat16())
+            if isinstance(matrix, DTensor):
+                axes = matrix.device_mesh, matrix.placements
+                full = distribute_tensor(full, *axes, src_data_rank=None).to_local()
+            assert torch.equal(parts[i], full), (i, world.rank)
+    return mine.get_total_flops(), all_of_them.get_total_flops()
+
+
+def fill(name: str, full: torch.Tensor) -> None:
+    full.normal_(generator=torch.Generator().manual_seed(int(name.partition(".")[0])))
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
+def test_each_matrix_is_orthogonalized_once_with_the_same_bits(pool, shape):
+    """Newton-Schulz of (m, n), m <= n, is five steps of 4 m^2 n + 2 m^3."""
+    flops = [5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in SHAPES]
+    shares, totals = zip(*pool(4, orthogonalize_on, shape))
+    assert sum(shares) == totals[0] == sum(flops)
+    assert max(shares) == max(flops)  # no rank has another beside the largest
 
 
 def test_an_optimizer_that_takes_no_parameter_is_an_error():
@@ -265,37 +274,19 @@ def test_an_optimizer_that_takes_no_parameter_is_an_error():
     assert optimizer.slots["exp_avg"].keys() == {"last.weight"}
 
 
-def test_muon_continues_on_every_mesh(run):
-    """What four ranks have saved goes on alone as it would have there, and the other way round."""
-    text = "--optimizer muon --dtype float32 --max_grad_norm 2"
-    whole = {}
-    for mesh, ranks in (("single", 1), ("fsdp --tp 2", 4)):
-        options = f"{text} --max_steps 4 --save_interval 2 --keep_last 0"
-        whole[mesh] = run(ranks, f"{options} --strategy {mesh}", f"whole-{mesh.split()[0]}")
-    expected = rows(whole["single"])
-    assert {row["clipped"] for row in expected} == {0, 1}
-    final = tensors(last_checkpoint(whole["single"]))
-    slots = {name.split(".")[1] for name in final if name.startswith("optimizer.") and "." in name}
-    assert {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"} < slots
-    continued = [whole["fsdp --tp 2"]]
-    for mesh, ranks, start in (
-        ("single", 1, "fsdp --tp 2"),
-        ("fsdp", 4, "single"),
-        ("hsdp --dp_shard 2", 4, "single"),
-    ):
-        at = checkpoint.list_checkpoints(whole[start])[0]
-        options = f"{text} --max_steps 4 --strategy {mesh} --resume {at}"
-        continued.append(run(ranks, options, mesh.split()[0]))
-    for out in continued:
+def test_muon_continues_on_another_mesh(run):
+    """What four ranks have saved goes on alone as it would have there."""
+    text = "--optimizer muon --dtype float32 --max_grad_norm 2 --max_steps 4 --strategy"
+    single = run(1, f"{text} single", "single")
+    sharded = run(4, f"{text} fsdp --tp 2 --save_interval 2 --keep_last 0", "sharded")
+    at = checkpoint.list_checkpoints(sharded)[0]
+    continued = run(1, f"{text} single --resume {at}", "continued")
+    assert {row["clipped"] for row in rows(single)} == {0, 1}
+    for out in (sharded, continued):
         log = rows(out)
-        for row, same in zip(log, expected[-len(log) :], strict=True):
+        for row, same in zip(log, rows(single)[-len(log) :], strict=True):
             assert row["loss"] == pytest.approx(same["loss"], rel=LOSSES)
             assert row["grad_norm"] == pytest.approx(same["grad_norm"], rel=10 * LOSSES)
-        state = tensors(last_checkpoint(out))
-        assert state.keys() == final.keys()
-        for name, tensor in final.items():
-            if "window" not in name:
-                assert (state[name] - tensor).norm() <= WEIGHTS * tensor.norm(), name
 
 
 class Sgd:
@@ -349,20 +340,11 @@ def test_weight_decay_shrinks_only_the_parameters_that_decay():
     assert weights["kept"].tolist() == [1.0] * 3
 
 
-def test_a_schedule_rises_to_lr_and_falls_to_min_lr():
-    options = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "max_steps": 110}
-    steps = range(1, 111)
-    for schedule in optim.SCHEDULES:
-        chosen = optim.Settings(schedule=schedule, **options)
-        lrs = [optim.learning_rate(step, chosen) for step in steps]
-        assert lrs[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
-        assert lrs[10] == 1.0
-        assert lrs[10:] == sorted(lrs[10:], reverse=True)
-
-
 @pytest.mark.parametrize(
     "schedule, step, lr",
     [
+        *((schedule, 3, 0.3) for schedule in optim.SCHEDULES),  # warm-up
+        *((schedule, 11, 1.0) for schedule in optim.SCHEDULES),
         ("cosine", 61, 0.55),  # half way between the end of warm-up and max_steps
         ("cosine", 36, 0.1 + 0.9 * (2 + math.sqrt(2)) / 4),  # (1 + cos 45 degrees) / 2
         ("cosine", 111, 0.1),
@@ -385,36 +367,31 @@ def test_learning_rates_by_hand(schedule, step, lr):
 # Communication
 
 
-def count_collectives(strategy: str, choices: list[dict]) -> list[list[int]]:
-    """The collectives of an ordinary update and of one with statistics.
+CHOICES = [{"clip": clip} for clip in optim.CLIPS] + [{"skip_spikes": 3.0}]
 
-    For each choice of the optimizer's options.
-    """
+
+def count_collectives(strategy: str) -> list[list[int]]:
+    """For each of CHOICES, those of an ordinary update and of one with statistics."""
     setup = build(strategy)
     found = []
-    for options in choices:
-        net = setup.net
+    for options in CHOICES:
+        net, counts = setup.net, []
         optimizer = optim.Optimizer(net.named_parameters(), net.decays, settings(**options))
-        found.append(
-            [collectives_of_update(setup, optimizer, measure) for measure in (False, True)]
-        )
+        for measure in (False, True):
+            tokens = batch(1)[setup.part]
+            loss = setup.forward(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            with CommunicationCounter(setup.mesh) as sent:
+                optimizer.step(1, loss.detach(), measure)
+            counts.append(sum(traffic.calls for traffic in sent.counts.values()))
+        found.append(counts)
     return found
 
 
-def collectives_of_update(setup: Setup, optimizer: optim.Optimizer, measure: bool) -> int:
-    tokens = batch(1)[setup.part]
-    loss = setup.forward(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    with CommunicationCounter(setup.mesh) as sent:
-        optimizer.step(1, loss.detach(), measure)
-    return sum(traffic.calls for traffic in sent.counts.values())
-
-
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["single", "ddp", "hsdp"])
 def test_collectives_of_an_update(pool, mesh):
-    choices = [{"clip": clip} for clip in optim.CLIPS] + [{"skip_spikes": 3.0}]
-    is_sharded = mesh in ("fsdp", "hsdp")
-    for found in pool(MESHES[mesh], count_collectives, mesh, choices):
-        for options, of_options in zip(choices, found, strict=True):
+    is_sharded = mesh == "hsdp"
+    for found in pool(MESHES[mesh], count_collectives, mesh):
+        for options, of_options in zip(CHOICES, found, strict=True):
             ordinary = int(is_sharded or ("skip_spikes" in options and mesh == "ddp"))
             assert of_options == [ordinary, ordinary + 2 * is_sharded], options

@@ -316,7 +316,7 @@ CHANGED = {
     "beta1": 0.8,
     "beta2": 0.9,
     "eps": 1e-7,
-    "clip": "value",
+    "clip": "adaptive",
     "max_grad_norm": 2.0,
     "max_grad_norm_ratio": 3.0,
     "skip_spikes": 5.0,

@@ -507,9 +507,13 @@ def describe_step(plan: Plan) -> Iterator[str]:
     yield f"exposed     {', '.join(exposed) or 'nothing'}"
     yield (
         f"step        compute {speed.compute:.4g} + exposed communication "
-        f"{sum(speed.exposed.values()):.4g} + optimizer {speed.optimizer:.4g} "
-        f"({speed.optimizer / speed.step_time:.1%}) = {speed.step_time:.4g} s"
+        f"{sum(speed.exposed.values()):.4g} + optimizer {speed.optimizer:.4g} = "
+        f"{speed.step_time:.4g} s"
     )
+    multiplied = sum(row.flops for row in plan.rehearsal.operations if row.phase == "optimizer")
+    if multiplied:  # by Muon
+        share = speed.optimizer / speed.step_time
+        yield f"optimizer   {multiplied / 1e12:,.1f} TFLOP, {share:.1%} of the step"
     yield (
         f"speed       {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "
         f"MFU {speed.mfu:.1%}"
