@@ -30,13 +30,13 @@ def flag(
     least: float | None = None,
     below: float = math.inf,
     metavar: str | None = None,
-    resume: Literal["refused", "allowed", "not compared"] = "refused",
+    resume: Literal["never", "refused", "allowed", "not compared"] = "refused",
     new_run=None,
 ):
     """A field of Config: its group in --help, default, help text and, for numbers, limits.
 
     Numbers must be in least <= value < below. `resume` is what happens if the value changes when a
-    run continues: by default it is refused without --allow_changes, since results may change.
+    run continues: by default it is refused without --allow_changes, "never" in any case.
     A flag with `new_run`, its value in a new run, holds in the run until it is given again; its
     default is None (see preflight.settle).
     """
@@ -45,8 +45,10 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
-# May change: results stay the same, or preflight.resume_key compares what the flag stands for
-# (model, data), or the run reports the change at start (max_steps).
+# It would be another run.
+fixed = functools.partial(flag, resume="never")
+# May change: results stay the same, or preflight.properties has what the flag stands for (model,
+# data), or the run reports the change at start (max_steps).
 free = functools.partial(flag, resume="allowed")
 # Applies to one start and is not compared with earlier ones.
 once = functools.partial(flag, resume="not compared")
@@ -66,7 +68,7 @@ class Config:
     out: str | None = once(
         "basics", None, "run folder (default: runs/MODEL or runs/INIT_FROM)", metavar="DIR"
     )
-    seed: int = flag("data", 0, "seed of the initial weights and of the data order", 0, 2**32)
+    seed: int = fixed("data", 0, "seed of the initial weights and of the data order", 0, 2**32)
 
     model: Literal[tuple(SIZES)] = free(
         "basics", "tiny", "named size; --n_layer ... --seq_len override its parts"
@@ -93,7 +95,7 @@ class Config:
     )
 
     # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
-    global_batch_size: int = flag("basics", 32, "sequences per optimizer step, over all ranks", 1)
+    global_batch_size: int = fixed("basics", 32, "sequences per optimizer step, over all ranks", 1)
     micro_batch_size: int | None = free(
         "basics", None, "sequences per rank and forward (default: its share of the global batch)", 1
     )
@@ -111,7 +113,7 @@ class Config:
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
         "optimizer", "cosine", "decay to min_lr; wsd: only in the last fifth after warm-up"
     )
-    optimizer: Literal[tuple(optim.OPTIMIZERS)] = flag(
+    optimizer: Literal[tuple(optim.OPTIMIZERS)] = fixed(
         "optimizer", "adamw", "muon: for the matrices of the blocks, AdamW for the rest"
     )
     weight_decay: float = flag("optimizer", 0.1, "not applied to norms and the embedding", 0)
@@ -183,14 +185,9 @@ class Config:
     peak_tflops: float | None = free("hardware", None, "dense TFLOP/s of a device, for MFU", 1e-9)
 
     @property
-    def continues(self) -> str | None:
-        """The checkpoint or run that --resume names."""
-        return None if self.resume in ("auto", "never") else self.resume
-
-    @property
     def source(self) -> str | None:
         """The checkpoint or run that --init_from or --resume names: it has the model."""
-        return self.init_from or self.continues
+        return self.init_from or (None if self.resume in ("auto", "never") else self.resume)
 
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -328,16 +325,12 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
 
 def check_pairs(c: Config) -> None:
     """Refuse pairs of flags where one makes the other meaningless."""
-    if not c.out:
-        raise UsageError("--out is empty: name a folder, or leave --out out")
     if c.warmup_steps is not None and c.warmup_steps > c.max_steps:
         raise UsageError(
             f"--warmup_steps {c.warmup_steps} is more than --max_steps {c.max_steps}: the learning "
             "rate would never reach --lr"
         )
-    if c.dry_run and c.eval_only:
-        raise UsageError("--dry_run ends before training and --eval_only trains nothing: drop one")
-    if c.init_from and c.continues:
+    if c.init_from and c.resume not in ("auto", "never"):
         raise UsageError(
             "--init_from begins a new run and --resume PATH continues one: give only one of them"
         )

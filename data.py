@@ -48,7 +48,7 @@ class TokenFolder:
     fingerprint: str  # changes when the tokens do
     # The tokenizer's file, {name: contents}, to copy into checkpoints; empty for a built-in one
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
-    val_bytes: int = 0  # of val.bin's text; 0 if token ids tell it
+    val_bytes: int = 0  # of val.bin's text; 0: unknown
     share: int = 1000  # of a mixture's sequences, in thousandths
 
     @property

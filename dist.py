@@ -60,10 +60,6 @@ class World:
         return self.rank == 0
 
 
-class JoinError(ConnectionError):
-    """The ranks do not find one another. The message is one line."""
-
-
 def start(
     device: str = "auto",
     timeout: timedelta = torch.distributed.default_pg_timeout,
@@ -74,93 +70,84 @@ def start(
     There is always a group, so that no code needs a second case for one process. gloo carries CPU
     tensors and objects, nccl carries CUDA tensors. `timeout` applies to collectives, `join_timeout`
     (default: the same) to the meeting of the ranks. Raises MeshError if the variables are
-    incomplete or the device does not exist or is shared with another process, JoinError if ranks
-    are missing.
+    incomplete or there are too few devices, ConnectionError if ranks are missing.
     """
     rank, size, local_rank, local_size = read_variables()
     local_device = set_device(device, local_rank, local_size)
-    raise_open_file_limit()
-    if "RANK" in os.environ:
-        store = find_store(join_timeout or timeout)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun --max-restarts keeps its store, with the addresses of ranks that died, so
-            # each attempt uses its own prefix. Agents that joined later count fewer attempts:
-            # where hosts come and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each.
-            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-            store = torch.distributed.PrefixStore(f"attempt {attempt}", store)
-    else:
-        store = torch.distributed.HashStore()
-    # Cloned now: later, rank 0 and its store might be gone.
-    second_connection = store.clone() if size > 1 else store
-    world = World(rank, size, local_rank, local_size, local_device, timeout, second_connection)
+    # gloo connects each rank of a group to every other: three groups of the whole world take
+    # 3 x (N - 1) sockets, and the usual limit of 1,024 is reached at about 340 ranks.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     try:
+        store = find_store(join_timeout or timeout)
+        # Cloned now: later, rank 0 and its store might be gone.
+        second_connection = store.clone() if size > 1 else store
+        world = World(rank, size, local_rank, local_size, local_device, timeout, second_connection)
         if size > 1:
-            meet(world, store, join_timeout or timeout)
+            await_ranks(world, store, join_timeout or timeout)
         join_group(world, store)
-    except torch.distributed.DistNetworkError:
-        raise JoinError(
-            "the store in which the ranks meet has gone: rank 0 or its torchrun was lost"
-        ) from None
+    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConnectionError(f"the ranks do not meet: {reason}") from None
     return world
 
 
-# What torchrun sets, for `rendezvous` too, and what one process without it takes instead
-VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-
-
-def read_variables() -> list[int]:
+def read_variables() -> tuple[int, int, int, int]:
     """Return rank, world size, local rank and local size. Raises MeshError.
 
     Checks all variables before this process waits for ranks that do not exist.
     """
     env = os.environ
-    required = ["RANK", "WORLD_SIZE", *ADDRESS]
     if "RANK" not in env and env.get("WORLD_SIZE", "1") == "1":  # as some schedulers leave it
-        required = []
-    values = {name: env.get(name, default) for name, default in (VARIABLES | ADDRESS).items()}
-    numbers = [values[name] for name in (*VARIABLES, "MASTER_PORT")]
-    is_complete = all(map(env.get, required)) and all(map(str.isdecimal, numbers))
-    if not is_complete or int(values["RANK"]) >= int(values["WORLD_SIZE"]):
-        found = ", ".join(f"{name}={env[name]}" for name in values if name in env)
-        raise MeshError(
-            f"{found} in the environment is no rank of a run: unset these for one process, or "
-            "start the ranks with torchrun --nproc_per_node N, which sets all"
-        )
-    return [int(values[name]) for name in VARIABLES]
+        return 0, 1, 0, 1
+    needed = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    with suppress(KeyError, ValueError):
+        rank, size, _ = (int(env[name]) for name in needed[:3])
+        if 0 <= rank < size and env["MASTER_ADDR"]:
+            return rank, size, int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    found = ", ".join(f"{name}={env[name]}" for name in needed if name in env)
+    raise MeshError(
+        f"{found} in the environment is no rank of a run: unset these for one process, or "
+        "start the ranks with torchrun --nproc_per_node N, which sets all"
+    )
 
 
 def find_store(timeout: timedelta) -> torch.distributed.Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT; without torchrun, rank 0 keeps it."""
+    if "RANK" not in os.environ:
+        return torch.distributed.HashStore()
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_agents or os.environ["RANK"] != "0":
         await_listener(timeout)
-    try:
-        store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
-        return store
-    except torch.distributed.DistError as error:
-        raise JoinError(f"the ranks do not meet: {str(error).splitlines()[0]}") from None
+    store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    if is_agents:
+        # torchrun --max-restarts keeps its store, with the addresses of ranks that died, so each
+        # attempt uses its own prefix. Agents that joined later count fewer attempts: where hosts
+        # come and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each.
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        store = torch.distributed.PrefixStore(f"attempt {attempt}", store)
+    return store
 
 
 def await_listener(timeout: timedelta) -> None:
-    """Wait until the store listens. TCPStore would wait as well, for longer, and log much."""
+    """Wait until the store listens. TCPStore would wait as well, and then print a stack."""
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            socket.create_connection(place, timeout=timeout.total_seconds()).close()
+    seconds = timeout.total_seconds()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            socket.create_connection(place, timeout=seconds).close()
             return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise JoinError(
-                    f"nobody listens at MASTER_ADDR:MASTER_PORT, {place[0]}:{place[1]}, after "
-                    f"{timeout.total_seconds():g} s: rank 0 or its torchrun is missing ({error})"
-                ) from None
         time.sleep(0.2)
+    raise ConnectionError(
+        f"nobody listens at MASTER_ADDR:MASTER_PORT, {place[0]}:{place[1]}, after {seconds:g} s: "
+        "rank 0 or its torchrun is missing"
+    )
 
 
-def meet(world: World, store: torch.distributed.Store, timeout: timedelta) -> None:
-    """Wait for all ranks, each with a few messages. Raises JoinError, which names a missing one."""
+def await_ranks(world: World, store: torch.distributed.Store, timeout: timedelta) -> None:
+    """Wait for all ranks, each with a few messages. Raises ConnectionError naming a missing one."""
     store.set(f"joined {world.rank}", "")
     if store.add("joined", 1) == world.size:
         store.set("all joined", "")
@@ -169,7 +156,7 @@ def meet(world: World, store: torch.distributed.Store, timeout: timedelta) -> No
     while not store.check(["all joined"]):  # not wait, which holds Ctrl-C back and logs
         if time.monotonic() > deadline:
             missing = [rank for rank in range(world.size) if not store.check([f"joined {rank}"])]
-            raise JoinError(
+            raise ConnectionError(
                 f"{len(missing)} of {world.size} ranks did not join within "
                 f"{timeout.total_seconds():g} s, first rank {missing[0]}"
             )
@@ -225,11 +212,6 @@ def join_group(world: World, store: torch.distributed.Store) -> None:
             device_id=world.device if is_cuda else None,
         )
     except RuntimeError as error:
-        if "Duplicate GPU" in str(error):
-            raise MeshError(
-                f"{world.local_size} processes were started on this host, and some share a GPU: "
-                "start one for each (srun: --gpus-per-task=1 or --gpus-per-node)"
-            ) from None
         if not any(name in str(error) for name in ("Gloo connect", "Connect: ")):  # gloo, NCCL
             raise
         # gloo publishes the address that this host's name resolves to: on Debian, 127.0.1.1.

@@ -30,12 +30,12 @@ class Setup:
 
     device_type: str
     strategy: str
-    reason: str  # the calculation behind --strategy auto
     mesh_shape: tuple[int, int, int]  # dp_replicate, dp_shard, tp
     micro_batch_size: int
     grad_accum_steps: int
     dtype: torch.dtype  # of the forward pass
     model: ModelConfig
+    reason: str = ""  # the calculation behind --strategy auto
 
     @property
     def dp_size(self) -> int:
@@ -47,72 +47,44 @@ class Setup:
         sequences = self.micro_batch_size * self.grad_accum_steps * self.dp_size
         return sequences * self.model.seq_len
 
-    @property
-    def uses_fsdp(self) -> bool:
-        return dist.uses_fsdp(self.strategy, self.mesh_shape[2])
-
 
 def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int) -> Setup:
     """Check that flags, ranks and model fit together. Raises UsageError and MeshError.
 
-    `device_memory` is the bytes that one rank may fill, for --strategy auto.
+    `device_memory` is the bytes that one rank may fill. --strategy auto takes the first that fits
+    of ddp, which communicates least, hsdp across hosts, and fsdp.
     """
-    strategy, reason = c.strategy, ""
-    if strategy == "auto":
-        strategy, reason = choose_strategy(c, world, model, device_memory)
+    if c.strategy != "auto":
+        return make_setup(c, world, model, c.strategy)
+    if world.size == c.tp:
+        return make_setup(c, world, model, "single")
+    if c.dp_replicate or c.dp_shard or c.grad_sync == "shard":
+        return make_setup(c, world, model, "hsdp")
+    reasons = []
+    for strategy in ("ddp", "hsdp") if world.size > world.local_size else ("ddp",):
+        setup = make_setup(c, world, model, strategy)
+        need = estimate_memory(c, setup)
+        relation = "at most" if need.fits(device_memory) else "more than"
+        reasons.append(f"with {strategy}, {need}: {relation} 80% of {device_memory / 1e9:,.1f} GB")
+        if need.fits(device_memory):
+            break
+    else:
+        setup = make_setup(c, world, model, "fsdp")
+    return dataclasses.replace(setup, reason="; ".join(reasons))
+
+
+def make_setup(c: Config, world: dist.World, model: ModelConfig, strategy: str) -> Setup:
+    """Raises UsageError, as for a batch that cannot be split, and MeshError."""
     if c.grad_sync == "shard" and strategy != "hsdp":
         raise UsageError(
             f"--grad_sync shard is for --strategy hsdp, not {strategy}: use batch or micro_batch"
         )
-    mesh_shape = dist.mesh_shape(
+    shape = dist.mesh_shape(
         strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard, c.tp
     )
-    return make_setup(c, world.device, model, strategy, mesh_shape, reason)
-
-
-def choose_strategy(
-    c: Config, world: dist.World, model: ModelConfig, device_memory: int
-) -> tuple[str, str]:
-    """Choose for --strategy auto, with the calculation behind the choice.
-
-    The first that fits of ddp, which communicates least, hsdp across hosts, and fsdp.
-    """
-    if world.size == c.tp:
-        return "single", ""
-    if c.dp_replicate or c.dp_shard or c.grad_sync == "shard":
-        return "hsdp", ""
-    reasons = []
-    for strategy in ("ddp", "hsdp") if world.size > world.local_size else ("ddp",):
-        shape = dist.mesh_shape(strategy, world.size, world.local_size, tp=c.tp)
-        need = estimate_memory(c, make_setup(c, world.device, model, strategy, shape))
-        fits = need.fits(device_memory)
-        relation = "at most" if fits else "more than"
-        reasons.append(f"with {strategy}, {need}: {relation} 80% of {device_memory / 1e9:,.1f} GB")
-        if fits:
-            return strategy, "; ".join(reasons)
-    return "fsdp", "; ".join(reasons)
-
-
-def make_setup(
-    c: Config,
-    device: torch.device,
-    model: ModelConfig,
-    strategy: str,
-    mesh_shape: tuple[int, int, int],
-    reason: str = "",
-) -> Setup:
-    """Raises UsageError if the batch cannot be split."""
-    micro_batch_size, grad_accum_steps = split_batch(c, mesh_shape[0] * mesh_shape[1])
-    return Setup(
-        device_type=device.type,
-        strategy=strategy,
-        reason=reason,
-        mesh_shape=mesh_shape,
-        micro_batch_size=micro_batch_size,
-        grad_accum_steps=grad_accum_steps,
-        dtype=compute_dtype(c.dtype, device),
-        model=model,
-    )
+    batch = split_batch(c, shape[0] * shape[1])
+    dtype = compute_dtype(c.dtype, world.device)
+    return Setup(world.device.type, strategy, shape, *batch, dtype, model)
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -127,14 +99,9 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if supported else torch.float32
 
 
-def micro_batch_size(c: Config, dp_size: int) -> int:
-    """--micro_batch_size, or by default the whole share of one of `dp_size` ranks."""
-    return c.micro_batch_size or max(1, c.global_batch_size // dp_size)
-
-
 def split_batch(c: Config, dp_size: int) -> tuple[int, int]:
     """Return (micro_batch_size, grad_accum_steps) for `dp_size` ranks. Raises UsageError."""
-    size = micro_batch_size(c, dp_size)
+    size = c.micro_batch_size or max(1, c.global_batch_size // dp_size)
     if c.eval_only:  # no global batch
         return size, 1
     per_forward = size * dp_size  # sequences of all ranks

@@ -160,10 +160,9 @@ def describe_tokens(name: str, encoder: Encoder, splitter: Splitter, folder: Pat
         with open(folder / f"{split}.bin", "rb") as tokens:
             meta[f"{split}_tokens"] = os.fstat(tokens.fileno()).st_size // encoder.dtype.itemsize
             meta[f"{split}_sha256"] = hashlib.file_digest(tokens, "sha256").hexdigest()
-    if isinstance(encoding, tokenizer.JsonEncoding) and not encoding.keeps_words:
-        meta["val_bytes"] = splitter.val_size
-        if not all(splitter.documents.values()):  # val.bin got a tail of the tokens
-            meta["val_bytes"] = int(splitter.size * val_share(meta))
+    meta["val_bytes"] = splitter.val_size
+    if not all(splitter.documents.values()):  # val.bin got a tail of the tokens
+        meta["val_bytes"] = int(splitter.size * val_share(meta))
     return meta
 
 

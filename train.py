@@ -65,11 +65,16 @@ def command(argv: list[str]) -> int:
     # A rank that dies or hangs ends all ranks. torchrun --max-restarts or a scheduler starts them
     # again, and they continue from the last checkpoint.
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
-    with contextlib.ExitStack() as lock:  # rank 0 keeps it until the checkpoint is one file
+    lock = run_folder.hold_lock(Path(flags.out), flags.timeout)
+    with contextlib.ExitStack() as stack:
+        # A collection on one rank delays all of them: the loop collects on all at once.
+        gc.disable()
+        stack.callback(gc.enable)
         # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
-        with watchdog, loss_parallel(), no_garbage_collection():
+        with watchdog, loss_parallel():
             if not flags.eval_only:  # which only reads
-                lock.enter_context(run_folder.locked(Path(flags.out), flags.timeout))
+                # Rank 0 keeps it until the checkpoint is one file.
+                dist.on_rank0(lambda: stack.enter_context(lock))
             status = run(flags, world, watchdog)
         dist.stop()
         if flags.checkpoint == "full" and world.is_rank0 and not flags.dry_run:
@@ -98,14 +103,13 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     start = dist.on_rank0(lambda: preflight.check(flags, world, latest, passed_over))
     c = start.config  # the flags, with the values that the run has for those not given
     watchdog.saved_step = start.step or None
-    if start.is_finished:
-        report.say(world, report.describe_finished(start))
+    if start.step >= c.max_steps:
+        finished = f"{c.out} is finished, step {start.step} of {c.max_steps}: "
+        report.say(world, [finished + "raise --max_steps, or choose another --out"])
         return 0
 
     # From flags and ranks to a model on the mesh, with its weights
     setup = layout.choose(c, world, start.model, start.device_memory)
-    if world.device.type == "cpu":
-        preflight.warn_of_short_memory(c, setup, world)
     mesh = dist.make_mesh(world, setup.mesh_shape)
     state, forward = build(c, setup, mesh)
     load(state, start)
@@ -141,8 +145,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
         folders[0].tokenizer_file,
         start_step=start.step,
     )
-    dp_rank = dist.dp_rank(mesh)
-    batches = MicroBatches(c, setup, world, dp_rank, train_data, watchdog, start.step)
+    batches = MicroBatches(c, setup, mesh, train_data, watchdog, start.step)
     flops_per_token = state.model.flops_per_token(setup.model.seq_len)
     peak_flops = metrics.peak_flops(world.device, setup.dtype, c.peak_tflops)
     rates = metrics.Rates(world.device, setup.tokens_per_step, flops_per_token, peak_flops)
@@ -188,7 +191,9 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
         report_saves(saver, log, watchdog)
         if saver.failure:
             raise checkpoint.CheckpointError(saver.failure)
-        dist.on_all_ranks(lambda: run_folder.check_is_there(out, log.is_gone, c, state.step))
+        if dist.on_rank0(lambda: log.is_gone):
+            moved = f"{out} was renamed or removed while the run wrote there"
+            raise cli.RunError(f"{moved}: what it saved since is in a new folder of that name")
         log.say(log.goodput())
         if stop:
             return report_stop(c, state.step, log)
@@ -264,12 +269,13 @@ def agree(
     (B, T + 1)), read once, so that a damaged file ends the run before its first step. Raises
     RankMismatch and DataError on all ranks.
     """
-    dp_rank = dist.dp_rank(mesh)
-    n_val, n = min(c.eval_sequences, len(val_data)), len(val_data)
-    val_indices = [*data.val_indices(n_val, n, setup.micro_batch_size, dp_rank, setup.dp_size)]
-    first_indices = step_indices(c, setup, dp_rank, state.step + 1, state.step + 1)
-    if c.eval_only:
-        first_indices = val_indices
+    share = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
+    n_val = min(c.eval_sequences, len(val_data))
+    val_indices = list(data.val_indices(n_val, len(val_data), *share))
+    first_indices = val_indices
+    if not c.eval_only:
+        first_step = range(state.step + 1, state.step + 2)
+        first_indices = data.train_indices(first_step, c.global_batch_size, *share)
     must_match = {f"--{name}": value for name, value in dataclasses.asdict(flags).items()}
     folders = [part.folder for part in val_data.parts]
     must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
@@ -290,16 +296,6 @@ def agree(
 # One step
 
 
-def step_indices(
-    c: Config, setup: Setup, dp_rank: int, first_step: int, last_step: int
-) -> Iterator[list[int]]:
-    """The sequence indices of a dp_rank's micro-batches, first_step through last_step."""
-    steps = range(first_step, last_step + 1)
-    return data.train_indices(
-        steps, c.global_batch_size, setup.micro_batch_size, dp_rank, setup.dp_size
-    )
-
-
 class MicroBatches:
     """This rank's micro-batches (B, T + 1) on its device, of the steps after `resumed_step`.
 
@@ -310,20 +306,21 @@ class MicroBatches:
         self,
         c: Config,
         setup: Setup,
-        world: dist.World,
-        dp_rank: int,
+        mesh: dist.DeviceMesh,
         train_data: data.TokenDataset | data.Mixture,
         watchdog: Watchdog,
         resumed_step: int,
     ):
-        is_cuda = world.device.type == "cuda"
+        is_cuda = mesh.device_type == "cuda"
         workers = c.num_workers
         if workers is None:
             workers = 2 if is_cuda else 0
-        indices = step_indices(c, setup, dp_rank, resumed_step + 1, c.max_steps)
+        share = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
+        steps = range(resumed_step + 1, c.max_steps + 1)
+        indices = data.train_indices(steps, c.global_batch_size, *share)
         self.batches = data.loader(train_data, indices, workers, pin=is_cuda)
         if is_cuda:
-            self.batches = data.prefetch(self.batches, world.device)
+            self.batches = data.prefetch(self.batches, torch.device(mesh.device_type))
         self.watchdog = watchdog
         self.resumed_step = resumed_step
         self.per_step = setup.grad_accum_steps
@@ -445,16 +442,6 @@ def report_saves(saver: Saver, log: metrics.Log, watchdog: Watchdog) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # The process
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """A collection on one rank delays all of them: the loop collects on all at once."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def report_stop(c: Config, step: int, log: metrics.Log) -> int:

@@ -168,10 +168,9 @@ class Built:
 
     def batches(self) -> train.MicroBatches:
         """This rank's micro-batches, from its next step on."""
-        c, seq_len = self.c, self.setup.model.seq_len
-        dataset = data.open_dataset(self.folders, "train", seq_len, c.seed)
-        place = (self.world, dist.dp_rank(self.mesh), dataset, self.watchdog, self.start.step)
-        return train.MicroBatches(c, self.setup, *place)
+        c, setup = self.c, self.setup
+        dataset = data.open_dataset(self.folders, "train", setup.model.seq_len, c.seed)
+        return train.MicroBatches(c, setup, self.mesh, dataset, self.watchdog, self.start.step)
 
 
 def build_run(argv: list[str]) -> Built:

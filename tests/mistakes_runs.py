@@ -16,12 +16,14 @@ from runtime import consolidate
 MISTAKES = {
     "train.py": [
         Mistake("--out {other} --resume never", "is not empty, and --resume never would overwrite"),
-        Mistake("--out {other} --seed 7", "seed was 0 and is now 7"),
-        Mistake("--out {other} --data {changed}", "the data's fingerprint was"),
-        Mistake("--out {other} --lr 0.5", "--lr 0.003 -> 0.5 would change the results of {other}:"),
+        Mistake(
+            "--out {other} --seed 7",
+            "--seed 0 -> 7; change that back, or begin a new run with",
+        ),
+        Mistake("--out {other} --data {changed}", "the data's fingerprint "),
+        Mistake("--out {other} --lr 0.5", "--lr 0.003 -> 0.5; change that back, choose another"),
         Mistake("--out {other} --max_steps 1", "is at step 2, and --max_steps 1 leaves nothing to"),
         Mistake("--out {foreign}", "holds files that are not train.py's"),
-        Mistake("--out=", "--out is empty: name a folder"),
         Mistake("--out {foreign}/config.json", "config.json: File exists; choose another --out"),
         Mistake("--out {lost}", "cannot continue --out {lost}: {lost}/checkpoints/step-", 1),
         Mistake("--out {gone}", "cannot continue --out {gone}: its checkpoint of step 2 is", 1),
@@ -29,14 +31,13 @@ MISTAKES = {
         Mistake("--out {unsaved}", "cannot continue --out {unsaved}: its run has --checkpoint non"),
         Mistake("--resume {root}", "{root} holds no checkpoint: name a run folder such as"),
         Mistake("--resume {other} --init_from {other}", "--init_from begins a new run and --resum"),
-        Mistake("--resume {no_seed}", "is not a checkpoint of train.py: its manifest.json lacks"),
+        Mistake("--resume {no_config}", "is not a checkpoint of train.py: its manifest.json lacks"),
         Mistake("--init_from {other} --d_ff 80", "has d_ff 64, and this run has 80: its weights d"),
         Mistake("--init_from {no_model}", "missing 7 required positional arguments: 'vocab_size'"),
         Mistake("--init_from {forked}", "forked cannot be used: its model has other fields than"),
         Mistake(
             "--init_from {deep}", "deep cannot be used: n_layer 1000000 must be a whole number"
         ),
-        Mistake("--dry_run --eval_only", "--dry_run ends before training and --eval_only trains"),
         Mistake("--eval_only", "there is no folder {root}/new: name a run folder"),
         Mistake("--eval_only --init_from {damaged}", "{damaged}: rank-00000.safetensors is mis", 1),
     ],
@@ -137,7 +138,7 @@ def write_checkpoints(root: Path, newest: Path) -> None:
         "other_tokenizer": {"tokenizer": "my.tiktoken"},
         "deep": {"model": model | {"n_layer": 10**6}},
         "no_model": {"model": {}},
-        "no_seed": {"config": {"global_batch_size": 8}},
+        "no_config": {"config": ...},
         "newer": {"format": 3},
         "forked": {"model": model | {"window": 4}},
         "listed_model": {"model": []},

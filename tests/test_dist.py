@@ -68,9 +68,8 @@ def test_a_mesh_that_does_not_fit_the_world_is_refused_on_every_rank(pool, token
         "RANK=0",
         "RANK=0, WORLD_SIZE=1",
         "RANK=0, WORLD_SIZE=1, MASTER_ADDR=a",
-        "RANK=0, WORLD_SIZE=1, MASTER_ADDR=a, MASTER_PORT=b",
-        "RANK=2, WORLD_SIZE=2, MASTER_ADDR=a, MASTER_PORT=1",
-        "LOCAL_RANK=x",
+        "RANK=0, WORLD_SIZE=1, MASTER_PORT=b, MASTER_ADDR=a",
+        "RANK=2, WORLD_SIZE=2, MASTER_PORT=1, MASTER_ADDR=a",
     ],
 )
 def test_variables_that_are_incomplete_are_refused_at_once(monkeypatch, tokens, variables):
@@ -85,7 +84,7 @@ def test_variables_that_are_incomplete_are_refused_at_once(monkeypatch, tokens, 
 def test_one_process_may_have_the_variables_of_one(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")  # as some schedulers leave it
     monkeypatch.setenv("MASTER_ADDR", "somewhere")
-    assert dist.read_variables() == [0, 1, 0, 1]
+    assert dist.read_variables() == (0, 1, 0, 1)
 
 
 def test_ranks_that_do_not_join_are_named(monkeypatch):
@@ -94,17 +93,17 @@ def test_ranks_that_do_not_join_are_named(monkeypatch):
     store.set("joined 0", "")
     store.add("joined", 1)
     line = "^2 of 4 ranks did not join within 0.5 s, first rank 2$"
-    with pytest.raises(dist.JoinError, match=line):
-        dist.meet(world, store, timedelta(seconds=0.5))
+    with pytest.raises(ConnectionError, match=line):
+        dist.await_ranks(world, store, timedelta(seconds=0.5))
     port = free_port()
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    line = f"nobody listens at MASTER_ADDR:MASTER_PORT, 127.0.0.1:{port}, after 0.5 s: rank 0 or"
-    with pytest.raises(dist.JoinError, match=line):
+    line = f"nobody listens at MASTER_ADDR:MASTER_PORT, 127.0.0.1:{port}, after 0.5 s: rank 0"
+    with pytest.raises(ConnectionError, match=line):
         dist.start("cpu", timeout, join_timeout=timedelta(seconds=0.5))
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(dist.JoinError, match="the ranks do not meet: Timed out .* 1/2 clients"):
+    with pytest.raises(ConnectionError, match="the ranks do not meet: Timed out .* 1/2 clients"):
         dist.start("cpu", timeout, join_timeout=timedelta(seconds=1))
 
 
@@ -216,20 +215,6 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(see_gpus):
     assert dist.set_device("auto", local_rank=3, local_size=8) == torch.device("cuda", 0)
 
 
-def test_processes_that_share_a_gpu_are_refused():
-    """As NCCL finds when it connects them."""
-    store, timeout = torch.distributed.HashStore(), torch.distributed.default_pg_timeout
-    world = dist.World(0, 8, 0, 8, torch.device("cpu"), timeout, store)
-    for text, kind in (
-        ("Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on 50", dist.MeshError),
-        ("Last error:\nno link", torch.distributed.DistBackendError),
-    ):
-        fail = mock.Mock(side_effect=torch.distributed.DistBackendError(text))
-        refused = pytest.raises(kind, match="8 processes .* share a GPU|no link")
-        with mock.patch("torch.distributed.init_process_group", fail), refused:
-            dist.join_group(world, store)
-
-
 @pytest.mark.parametrize(
     "text, reason",
     [
@@ -265,8 +250,6 @@ def open_file_limits() -> list[int]:
 def test_a_rank_may_open_as_many_files_as_the_system_grants(pool):
     ((soft, hard, hard_before),) = pool(1, open_file_limits)
     assert soft == hard == hard_before
-    with mock.patch("resource.setrlimit", side_effect=ValueError("macOS")):
-        dist.raise_open_file_limit()
 
 
 def test_an_error_on_one_rank_is_raised_on_all(pool):
@@ -283,12 +266,9 @@ def test_an_error_on_one_rank_is_raised_on_all(pool):
     ],
 )
 def test_auto_takes_the_first_strategy_that_fits(size, local_size, strategies):
-    device, timeout = torch.device("cpu"), torch.distributed.default_pg_timeout
-    store = torch.distributed.HashStore()
-    world = dist.World(0, size, 0, local_size, device, timeout, store)
+    world = dist.World(0, size, 0, local_size, torch.device("cpu"), timeout=None, store=None)
     c = Config(global_batch_size=16, micro_batch_size=1)
     model = model_config(c, vocab_size=257)
-    ddp = layout.make_setup(c, device, model, "ddp", (size, 1, 1))
-    need = layout.estimate_memory(c, ddp).total
+    need = layout.estimate_memory(c, layout.make_setup(c, world, model, "ddp")).total
     found = [layout.choose(c, world, model, room).strategy for room in (2 * need, need, 1)]
     assert found == strategies

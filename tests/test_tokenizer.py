@@ -7,6 +7,7 @@ import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -137,12 +138,15 @@ def test_a_word_keeps_its_space_where_the_first_of_a_text_loses_it(monkeypatch):
 
 
 def test_bits_per_byte_of_a_mixture_weigh_the_bytes_of_a_token_by_its_shares():
-    folders = []  # with 2 and 4 bytes a token
+    parts = []  # with 2 and 4 bytes a token
     for val_bytes, share in ((100, 250), (200, 750)):
         tokens = {"val": range(50)}.__getitem__
-        folders.append(SimpleNamespace(val_bytes=val_bytes, share=share, tokens=tokens))
-    said = report.bits_per_byte(math.log(2), folders, torch.tensor([400, 600]))
-    assert said == f"{1000 / 3500:.6f} bits per byte"
+        folder = SimpleNamespace(val_bytes=val_bytes, share=share, tokens=tokens)
+        parts.append(mock.MagicMock(folder=folder, seq_len=5))
+    val_data = data.Mixture(parts)
+    start = SimpleNamespace(config=Config(eval_sequences=1), init_from="a")
+    (said,) = report.describe_evaluation(start, math.log(2), val_data)
+    assert f", {1 / 3.5:.6f} bits per byte (" in said
 
 
 def test_gpt2_without_network_says_what_to_do(tmp_path, monkeypatch):
@@ -157,14 +161,6 @@ def test_gpt2_without_network_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     with pytest.raises(tokenizer.TokenizerError, match="TIKTOKEN_CACHE_DIR.*--tokenizer bytes"):
         tokenizer.load_encoding("gpt2")
-
-
-def test_text_bytes_leave_out_the_end_of_a_document(tmp_path):
-    name = write_ranks(tmp_path / "mine.tiktoken", [b"th", b"the"])
-    counts = [0] * 259
-    for token in [*tokenizer.encode(name, "the thé"), 258]:
-        counts[token] += 1
-    assert tokenizer.text_bytes(name, counts) == len("the thé".encode())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -481,7 +477,7 @@ def test_a_document_is_not_cut_where_a_token_may_reach_over_the_cut(change):
     assert not tokenizer.keeps_words(spec | change)
 
 
-def test_bits_per_byte_are_those_of_the_original_text(tokenizers, tmp_path):
+def test_the_bytes_of_validation_are_those_of_the_original_text(tokenizers, tmp_path):
     """NFKC makes one byte of the three of a wide letter."""
     (tmp_path / "text").write_text("<|endoftext|>".join(c * 100 for c in "ＡＢＣＤＥＦ"))
     for kind in ("lower case", "llama 2", "gpt2"):
@@ -489,11 +485,9 @@ def test_bits_per_byte_are_those_of_the_original_text(tokenizers, tmp_path):
         out = tmp_path / kind
         prepare.prepare([str(tmp_path / "text")], out, name, 0.5)
         folder = data.open_folder(out)
-        ids = torch.from_numpy(folder.tokens("val").astype(int))
-        line = report.bits_per_byte(math.log(2), [folder], ids.bincount())
         assert len(folder.tokens("train"))
-        n_bytes = 300 * ids.tolist().count(tokenizer.load_encoding(name).eot_token)
-        assert float(line.split()[0]) == pytest.approx(len(ids) / n_bytes, abs=1e-6)
+        documents = folder.tokens("val").tolist().count(tokenizer.load_encoding(name).eot_token)
+        assert folder.val_bytes == 300 * documents
     (tmp_path / "text").write_text("Ａ" * 100)  # of which validation gets the tail
     prepare.prepare(
         [str(tmp_path / "text")], tmp_path / "one", str(tmp_path / "lower case.json"), 0.5

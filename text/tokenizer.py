@@ -223,9 +223,6 @@ class JsonEncoding:
         # Byte fallback: `decode` waits for the last byte of a character.
         self.byte_tokens = {vocab.get(f"<0x{byte:02X}>") for byte in range(256)}
         self.keeps_words = keeps_words(spec)
-        # If it does, a character stands for a byte; otherwise prepare.py counts val_bytes.
-        words = vocab.keys() - self.special_tokens_set
-        self.token_bytes = {vocab[word]: len(word) for word in words}
 
     @functools.cached_property
     def package(self):
@@ -395,21 +392,3 @@ def decode(name: str | None, tokens: Iterable[int], before: Iterable[int] = ()) 
             yield whole
             before, new = new, []
     yield text()
-
-
-def text_bytes(name: str | None, counts: list[int]) -> int:
-    """Bytes of text in counts[i] tokens of each id i; special tokens have none.
-
-    Raises TokenizerError.
-    """
-    if name is None:
-        raise TokenizerError("the tokenizer of this data is unknown, and ids have no text")
-    encoding = load_encoding(name)
-    if isinstance(encoding, JsonEncoding):
-        sizes = encoding.token_bytes
-        return sum(count * sizes.get(token, 0) for token, count in enumerate(counts))
-    total = 0
-    for token, count in enumerate(counts):
-        if count and not encoding.is_special_token(token):
-            total += count * len(encoding.decode_single_token_bytes(token))
-    return total

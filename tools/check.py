@@ -174,7 +174,7 @@ def short_run(
 ) -> tuple[Config, layout.Setup]:
     """The run cut to two blocks and one micro-batch per rank, on the full run's mesh."""
     dp_size = max(1, world.size // c.tp)
-    size = layout.micro_batch_size(c, dp_size)
+    size = c.micro_batch_size or max(1, c.global_batch_size // dp_size)
     batch = {"micro_batch_size": size, "global_batch_size": size * dp_size}
     c = dataclasses.replace(c, **batch, profile=None)
     chosen = layout.choose(c, world, config.model_config(c, vocab_size, base), device_memory)
