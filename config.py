@@ -233,7 +233,15 @@ def to_config(flags: dict) -> Config:
     if flags["data"] is None and not flags["eval_only"]:  # the checkpoint has the default
         flags["data"] = BUILTIN
     config = Config(**flags)
-    check_pairs(config)
+    if config.warmup_steps is not None and config.warmup_steps > config.max_steps:
+        raise UsageError(
+            f"--warmup_steps {config.warmup_steps} is more than --max_steps {config.max_steps}: "
+            "the learning rate would never reach --lr"
+        )
+    if config.init_from and config.resume not in ("auto", "never"):
+        raise UsageError(
+            "--init_from begins a new run and --resume PATH continues one: give only one of them"
+        )
     # Fail early on flags that cannot fit together, whatever the data and the number of processes.
     if not (config.source or config.eval_only):  # the checkpoint has the model
         model_config(config, vocab_size=64 * config.tp)
@@ -321,19 +329,6 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
     except (OSError, ValueError) as error:  # such as a UsageError
         raise UsageError(f"--config {file}: {error}") from None
     return flags
-
-
-def check_pairs(c: Config) -> None:
-    """Refuse pairs of flags where one makes the other meaningless."""
-    if c.warmup_steps is not None and c.warmup_steps > c.max_steps:
-        raise UsageError(
-            f"--warmup_steps {c.warmup_steps} is more than --max_steps {c.max_steps}: the learning "
-            "rate would never reach --lr"
-        )
-    if c.init_from and c.resume not in ("auto", "never"):
-        raise UsageError(
-            "--init_from begins a new run and --resume PATH continues one: give only one of them"
-        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -55,10 +55,6 @@ class World:
     timeout: timedelta  # of collectives
     store: torch.distributed.Store  # a second connection to the rendezvous store
 
-    @property
-    def is_rank0(self) -> bool:
-        return self.rank == 0
-
 
 def start(
     device: str = "auto",
@@ -227,14 +223,14 @@ def stop() -> None:
     torch.distributed.destroy_process_group()
 
 
-def on_all_ranks(function: Callable[[], Result]) -> list[Result]:
+def on_all_ranks(function: Callable[..., Result], *arguments) -> list[Result]:
     """Call `function` on each rank; return the results of all, by rank.
 
     If one raises, raises its exception on all, so that none waits.
     """
     result = error = None
     try:
-        result = function()
+        result = function(*arguments)
     except Exception as exception:
         error = exception
     outcomes: list = [None] * torch.distributed.get_world_size()
@@ -246,10 +242,11 @@ def on_all_ranks(function: Callable[[], Result]) -> list[Result]:
     return [result for result, _ in outcomes]
 
 
-def on_rank0(function: Callable[[], Result]) -> Result:
+def on_rank0(function: Callable[..., Result], *arguments) -> Result:
     """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
-    is_rank0 = torch.distributed.get_rank() == 0
-    return on_all_ranks(function if is_rank0 else lambda: None)[0]
+    if torch.distributed.get_rank() != 0:
+        return on_all_ranks(lambda: None)[0]
+    return on_all_ranks(function, *arguments)[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -358,7 +355,7 @@ def parallelize(
     if tp > 1:
         parallelize_module(model, mesh["tp"], tp_plan)
         distribute_module(model, mesh["tp"])  # replicates what the plan does not split
-    if uses_fsdp(strategy, tp):
+    if strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1):  # no DTensors in DDP
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
         shard(model, axes, dtype, fsdp_units, reshard_after_forward)
@@ -369,11 +366,6 @@ def parallelize(
     if strategy == "ddp" and tp == 1:
         return replicate(model, mesh, keep_gradients)
     return model
-
-
-def uses_fsdp(strategy: str, tp: int) -> bool:
-    """Whether FSDP lays the model out. ddp with tp does too: DDP does not support DTensors."""
-    return strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1)
 
 
 @contextmanager

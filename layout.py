@@ -210,10 +210,14 @@ class Memory:
 def estimate_memory(c: Config, setup: Setup) -> Memory:
     """The least that a rank needs. Adds all parts: activations are largest before gradients."""
     m = setup.model
+    _, dp_shard, tp = setup.mesh_shape
     weights = optimizer = 0
     model = empty_model(c, setup)
     for name, parameter in model.named_parameters():
-        local = local_numel(parameter, setup.mesh_shape)
+        # FSDP splits the rows of all parameters, and pads the last shards to the size of the first;
+        # tp splits those of matrices.
+        parts = dp_shard * (tp if parameter.dim() > 1 else 1)
+        local = math.ceil(len(parameter) / parts) * (parameter.numel() // len(parameter))
         weights += 4 * local
         updater = optim.updater(c.optimizer, name, parameter.shape, model.is_hidden(name))
         for shape in updater.slots(parameter.shape).values():
@@ -221,18 +225,8 @@ def estimate_memory(c: Config, setup: Setup) -> Memory:
             optimizer += 4 * (local if shape == parameter.shape else shape.numel())
     # A logit and its gradient in float32, and once in the compute dtype
     logit_size = 4 + 4 + (setup.dtype.itemsize if setup.dtype != torch.float32 else 0)
-    logits = setup.micro_batch_size * m.seq_len * m.vocab_size // c.loss_chunks // c.tp
+    logits = setup.micro_batch_size * m.seq_len * m.vocab_size // c.loss_chunks // tp
     return Memory(weights, weights, optimizer, activation_bytes(c, setup), logit_size * logits)
-
-
-def local_numel(parameter: nn.Parameter, mesh_shape: tuple[int, int, int]) -> int:
-    """Elements on one rank. FSDP splits the rows of all parameters, tp those of matrices.
-
-    FSDP pads the last shards, so every rank has as many as the first.
-    """
-    _, dp_shard, tp = mesh_shape
-    ranks = dp_shard * (tp if parameter.dim() > 1 else 1)
-    return math.ceil(len(parameter) / ranks) * (parameter.numel() // len(parameter))
 
 
 def activation_bytes(c: Config, setup: Setup) -> int:

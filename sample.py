@@ -152,7 +152,7 @@ def closing_sample(
     )
     try:
         tokens = [*prompt, *new]
-        return "".join(tokenizer.decode(folder.tokenizer, tokens)) if world.is_rank0 else ""
+        return "".join(tokenizer.decode(folder.tokenizer, tokens)) if world.rank == 0 else ""
     except (tokenizer.TokenizerError, NotFinite) as error:  # the run itself has succeeded
         return f"no text: {error}"
 

@@ -5,6 +5,7 @@ torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -61,7 +62,7 @@ def command(argv: list[str]) -> int:
     timeout = timedelta(seconds=SLOW_FACTOR * flags.timeout)
     take_over_nccl_errors(timeout)
     world = dist.start(flags.device, timeout, join_timeout=timedelta(seconds=flags.timeout))
-    console.is_quiet = flags.quiet or not world.is_rank0
+    console.is_quiet = flags.quiet or world.rank != 0
     # A rank that dies or hangs ends all ranks. torchrun --max-restarts or a scheduler starts them
     # again, and they continue from the last checkpoint.
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
@@ -74,10 +75,10 @@ def command(argv: list[str]) -> int:
         with watchdog, loss_parallel():
             if not flags.eval_only:  # which only reads
                 # Rank 0 keeps it until the checkpoint is one file.
-                dist.on_rank0(lambda: stack.enter_context(lock))
+                dist.on_rank0(stack.enter_context, lock)
             status = run(flags, world, watchdog)
         dist.stop()
-        if flags.checkpoint == "full" and world.is_rank0 and not flags.dry_run:
+        if flags.checkpoint == "full" and world.rank == 0 and not flags.dry_run:
             consolidate_last(Path(flags.out), watchdog.saved_step)
     return status
 
@@ -100,7 +101,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     latest, passed_over = None, []
     if not flags.eval_only:
         latest, passed_over = run_folder.latest_valid(Path(flags.out))
-    start = dist.on_rank0(lambda: preflight.check(flags, world, latest, passed_over))
+    start = dist.on_rank0(preflight.check, flags, world, latest, passed_over)
     c = start.config  # the flags, with the values that the run has for those not given
     watchdog.saved_step = start.step or None
     if start.step >= c.max_steps:
@@ -130,10 +131,9 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     # From here on the run writes
     out = Path(c.out)
     watchdog.dump_folder = out / "flight"
-    manifest = start.manifest | {"micro_batch_size": setup.micro_batch_size}
-    first_start = dist.on_rank0(
-        lambda: run_folder.create(out, manifest, setup.strategy, world, start.step, this_start)
-    )
+    chosen = {"strategy": setup.strategy, "micro_batch_size": setup.micro_batch_size}
+    manifest = start.manifest | chosen
+    first_start = dist.on_rank0(run_folder.create, out, manifest, world, state.step, this_start)
     console.keep_transcript(out / "console.log")
     stop_request = agreement.StopRequest(world.timeout, handle_signals)  # from here on
     saver = Saver(
@@ -456,16 +456,14 @@ def report_stop(c: Config, step: int, log: metrics.Log) -> int:
     return 0 if will_restart else os.EX_TEMPFAIL
 
 
-CTRL_C = "stopped at once by Ctrl-C, without a save"
-
-
 def main(argv: list[str]) -> int:
     slurm.read_slurm()
     launcher.watch()
     started = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z}"
     heading = f"--- {started} train.py {shlex.join(argv)}\n"
     with console.Transcript(heading if os.environ.get("RANK", "0") == "0" else ""):
-        return cli.execute("train.py", lambda: command(argv), CTRL_C)
+        ctrl_c = "stopped at once by Ctrl-C, without a save"
+        return cli.execute("train.py", functools.partial(command, argv), ctrl_c)
 
 
 if __name__ == "__main__":

@@ -140,19 +140,21 @@ def source_hash() -> str:
 
 
 def sum_weights(weights: Iterable[Tensor]) -> dict[str, int]:
-    """Sum the bits of the local weights as integers: exact in any order of summation."""
-    sums: Counter = Counter()  # one for each way to cut a parameter: only dp_shard cuts norms
+    """Sum the bits of the local weights as integers: exact in any order of summation.
+
+    One sum for each way to cut a parameter, with the name of this rank's part, such as " of
+    dp_shard 1, tp 0": only dp_shard cuts norms.
+    """
+    sums: Counter = Counter()
     for weight in weights:
+        cuts = []
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            axes = zip(mesh.mesh_dim_names, mesh.get_coordinate(), weight.placements)
+            cuts = [
+                f"{axis} {rank}" for axis, rank, placement in axes if not placement.is_replicate()
+            ]
+        part = f" of {', '.join(cuts)}" if cuts else ""
         bits = optim.local(weight).detach().view(torch.int32)
-        sums[f"the sum of the weights{shard_name(weight)}"] += int(bits.sum(dtype=torch.int64))
+        sums[f"the sum of the weights{part}"] += int(bits.sum(dtype=torch.int64))
     return dict(sums)
-
-
-def shard_name(weight: Tensor) -> str:
-    """Which part of a weight this rank holds, such as " of dp_shard 1, tp 0"; "" for all of it."""
-    if not isinstance(weight, DTensor):
-        return ""
-    mesh = weight.device_mesh
-    axes = zip(mesh.mesh_dim_names, mesh.get_coordinate(), weight.placements)
-    parts = [f"{axis} {rank}" for axis, rank, placement in axes if not placement.is_replicate()]
-    return f" of {', '.join(parts)}" if parts else ""

@@ -31,7 +31,7 @@ class Start:
     config: Config  # with the values that the run or its model has for flags not given
     model: ModelConfig
     manifest: dict  # goes into every checkpoint
-    device_memory: int  # bytes that a rank may fill
+    device_memory: int  # bytes that a rank may fill, for --strategy auto
     step: int = 0
     checkpoint: Path | None = None
     init_from: Path | None = None  # weights for a new run, or for --eval_only
@@ -68,7 +68,9 @@ def check(flags: Config, world: dist.World, latest: Path | None, passed_over: li
         "tokenizer": first.tokenizer_name,
         "tokens_in_vocabulary": first.vocab_size,
     }
-    device_memory = memory.device_memory(world.device, world.local_size)
+    device_memory = 0
+    if c.strategy == "auto":
+        device_memory = memory.device_memory(world.device, world.local_size)
     start = Start(c, model, manifest, device_memory, passed_over=passed_over)
     return begin(start, origin, latest)
 

@@ -13,7 +13,7 @@ from runtime.preflight import Start
 
 def say(world: dist.World, lines: Iterable[str]) -> None:
     """Print lines on rank 0."""
-    if world.is_rank0:
+    if world.rank == 0:
         print("\n".join(lines), flush=True)
 
 

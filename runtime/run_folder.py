@@ -110,11 +110,11 @@ def last_that_verifies(
 def latest_valid(out: Path) -> tuple[Path | None, list[str]]:
     """`last_that_verifies` for a run. A collective: ranks share the reading and agree."""
     # Hosts may see a shared disk in different states.
-    paths = dist.on_rank0(lambda: checkpoint.list_checkpoints(out))
+    paths = dist.on_rank0(checkpoint.list_checkpoints, out)
     part = checkpoint.rank_and_size()
 
     def verify_together(path: Path) -> str | None:
-        problems = dist.on_all_ranks(lambda: checkpoint.verify(path, *part))
+        problems = dist.on_all_ranks(checkpoint.verify, path, *part)
         return next(filter(None, problems), None)
 
     return last_that_verifies(paths, verify_together)
@@ -143,9 +143,7 @@ def read_starts(out: Path) -> list[dict]:
     return [row for row in rows if isinstance(row["config"], dict)]
 
 
-def create(
-    out: Path, manifest: dict, strategy: str, world: dist.World, step: int, started: datetime
-) -> datetime:
+def create(out: Path, manifest: dict, world: dist.World, step: int, started: datetime) -> datetime:
     """Make `out` this run's folder and add this start; return the time of its first start."""
     logged = read_log(out / "metrics.jsonl")  # before the rows of lost steps are dropped
     start = {
@@ -156,7 +154,6 @@ def create(
         "ranks": world.size,
         "ranks_per_host": world.local_size,
         "device": device_name(world.device),
-        "strategy": strategy,
         "step": step,
     }
     out.mkdir(parents=True, exist_ok=True)

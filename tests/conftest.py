@@ -178,7 +178,7 @@ def build_run(argv: list[str]) -> Built:
     world = dist.start(flags.device)
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
     latest = run_folder.latest_valid(Path(flags.out))
-    start = dist.on_rank0(lambda: preflight.check(flags, world, *latest))
+    start = dist.on_rank0(preflight.check, flags, world, *latest)
     c = start.config
     setup = layout.choose(c, world, start.model, start.device_memory)
     mesh = dist.make_mesh(world, setup.mesh_shape)

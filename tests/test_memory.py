@@ -90,7 +90,10 @@ def test_the_estimate_of_weights_gradients_and_optimizer_is_exact(
 
 
 def test_a_shard_counts_as_the_first_which_is_the_largest():
-    assert layout.local_numel(torch.nn.Parameter(torch.empty(10, 4)), (1, 4, 1)) == 3 * 4
+    first = parts("", "fsdp", (1, 3, 1), accum=3, d_model=8, d_ff=9, n_layer=1, vocab_size=10)
+    # Of 10 rows 4, of 8 rows 3, of 9 rows 3: embedding, attention, MLP, norms
+    numel = 4 * 8 + (3 * 8 + 2 * 2 * 8 + 3 * 8) + (3 * 8 + 3 * 8 + 3 * 9) + 3 * 3
+    assert first.weights == 4 * numel
 
 
 def gradient_storages(argv: list[str]) -> tuple[layout.Memory, list[set[tuple[int, int]]]]:

@@ -395,7 +395,7 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
     began = datetime(2026, 11, 21, tzinfo=UTC)
     for step, lr in ((0, 0.5), (10, 0.25)):
         now = began + timedelta(hours=step)
-        first = run_folder.create(tmp_path, manifest(0, lr=lr), "ddp", TWO_RANKS, step, now)
+        first = run_folder.create(tmp_path, manifest(0, lr=lr), TWO_RANKS, step, now)
         assert first == began
         times = [began + timedelta(hours=hours) for hours in (1, 2)]
         log = [{"step": 1, "val_loss": 5.5, "time": time.isoformat()} for time in times]
@@ -409,7 +409,7 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
 
     with open(tmp_path / "starts.jsonl", "a") as file:
         file.write('12\n{"note": 1}\n{"config": {"lr": 0.5}')  # torn, by a kill or a full disk
-    assert run_folder.create(tmp_path, manifest(0, lr=0.1), "ddp", TWO_RANKS, 20, now) == began
+    assert run_folder.create(tmp_path, manifest(0, lr=0.1), TWO_RANKS, 20, now) == began
     assert [start["config"]["lr"] for start in run_folder.read_starts(tmp_path)] == [0.5, 0.25, 0.1]
 
 
