@@ -169,16 +169,16 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
             stop = stop and not is_last
             log.step(step, values, stops=stop)  # a row if one is due
             evaluates = is_last or is_due(step, c.eval_interval)
-            saves = is_last or stop or is_due(step, c.save_interval)
+            saves = c.checkpoint != "none" and (is_last or stop or is_due(step, c.save_interval))
             if evaluates or saves:
                 with log.pause():
-                    if stop:  # save first: torchrun kills the ranks 30 s after a signal
-                        save(c, setup, state, manifest, saver, log.loss, watchdog)
+                    if saves and stop:  # save first: torchrun kills the ranks 30 s after a signal
+                        save(setup, state, manifest, saver, log.loss, watchdog)
                     if evaluates:
                         log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
                     # After the evaluation: a kill between the two repeats both, and loses no row.
                     if saves and not stop:
-                        save(c, setup, state, manifest, saver, log.loss, watchdog)
+                        save(setup, state, manifest, saver, log.loss, watchdog)
             report_saves(saver, log, watchdog)
             if stop:
                 break
@@ -328,9 +328,6 @@ class MicroBatches:
         self.read = 0
         self.waited = 0.0
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return self
-
     def __next__(self) -> Tensor:
         step = self.resumed_step + self.read // self.per_step  # steps done
         is_first = step == self.resumed_step  # it allocates its memory and may compile
@@ -373,7 +370,7 @@ def train_step(
 
 
 # --------------------------------------------------------------------------------------------------
-# Evaluation and saving
+# Evaluation, saving and the end
 
 
 @torch.no_grad()
@@ -400,17 +397,9 @@ def evaluate(
 
 
 def save(
-    c: Config,
-    setup: Setup,
-    state: State,
-    manifest: dict,
-    saver: Saver,
-    loss: float,
-    watchdog: Watchdog,
+    setup: Setup, state: State, manifest: dict, saver: Saver, loss: float, watchdog: Watchdog
 ) -> None:
     """Save a checkpoint, or start saving it with --async_save; refuse if it is not finite."""
-    if c.checkpoint == "none":
-        return
     watchdog.progress(state.step, "saving", slow=True)
     if is_finite(state.tensors["model"], loss):
         tokens = state.step * setup.tokens_per_step
@@ -440,12 +429,8 @@ def report_saves(saver: Saver, log: metrics.Log, watchdog: Watchdog) -> None:
             watchdog.saved_step = row["step"]
 
 
-# --------------------------------------------------------------------------------------------------
-# The process
-
-
 def report_stop(c: Config, step: int, log: metrics.Log) -> int:
-    """Say that a run stopped before its end; return its exit status."""
+    """Say that a run stopped before its end; return the exit status."""
     continues = "" if c.checkpoint == "none" else "; the same command continues"
     line = f"stopped after step {step}{continues}"
     log.say(line)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -69,27 +68,12 @@ class Parser(argparse.ArgumentParser):
             f"Python {platform.python_version()}",
         )
 
-    def flags(self) -> dict[str, str]:
-        """All flags and their help texts, including subcommands'."""
-        found = {}
-        for action in self._actions:
-            found |= dict.fromkeys(action.option_strings, action.help or "")
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    found |= parser.flags()
-        return found
-
     def error(self, message: str) -> NoReturn:
         """Raises, where argparse would print many lines of usage and exit."""
         _, is_unknown, rest = message.partition("unrecognized arguments: ")
         if is_unknown:
             name = rest.split()[0].split("=")[0]
-            others = self.flags()
-            others.pop(name, None)  # may belong to another subcommand
-            words = re.sub("[-_]+", " ", name).strip()
-            nearest = difflib.get_close_matches(name, others, n=1)
-            if " " in words:  # --learning_rate: the help text of --lr has these words
-                nearest += [flag for flag, text in others.items() if words in text]
+            nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
             message += f"; did you mean {nearest[0]}?" if nearest else ""
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 

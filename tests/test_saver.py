@@ -278,7 +278,7 @@ def save_with_a_nan_on_rank_1(argv: list[str]) -> tuple[bool, bool, str | None]:
     after = train.is_finite(weights, 1.0)
     run.state.step = 1
     if not after:  # a rank that saved would wait for the others
-        train.save(run.c, run.setup, run.state, {}, saver, 1.0, run.watchdog)
+        train.save(run.setup, run.state, {}, saver, 1.0, run.watchdog)
     return before, after, saver.failure
 
 
