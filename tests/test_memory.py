@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -24,14 +25,6 @@ from config import model_config
 from runtime import memory
 
 
-def test_an_estimate_says_its_sum():
-    parts = {"weights": 4, "gradients": 4, "optimizer": 8, "activations": 3, "logits": 1}
-    sizes = {name: 10**9 * size for name, size in parts.items()}
-    assert str(layout.Memory(**sizes)) == (
-        "weights 4.00 + gradients 4.00 + optimizer 8.00 + activations 3.00 + logits 1.00 = 20.00 GB"
-    )
-
-
 def test_auto_counts_the_parameters_of_the_run_and_says_what_decided(pool, tokens, tmp_path):
     """A vocabulary of 257 and the sizes of the flags, not those of the named size."""
     argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1 --model gpt2-124m")
@@ -39,7 +32,10 @@ def test_auto_counts_the_parameters_of_the_run_and_says_what_decided(pool, token
     assert status == 0 and "mesh    ddp: dp_replicate 2 x dp_shard 1" in said
     parameters = 320 * 512 + 512 + 2 * (2 * 512 + 3 * 512 * 512 + 3 * 512 * 2048)
     assert f"--strategy auto: with ddp, weights {4 * parameters / 1e6:.1f} + " in said
-    assert ": at most 80% of" in said and "memory  a rank needs at least: weights " in said
+    assert ": at most 80% of" in said
+    (line,) = [line for line in said.splitlines() if line.startswith("memory  a rank needs at ")]
+    *parts, total = map(float, re.findall(r"\d+\.\d+", line))
+    assert total == pytest.approx(sum(parts), abs=0.3)
 
 
 def state_bytes(argv: list[str]) -> tuple[layout.Memory, dict[str, int]]:
@@ -71,10 +67,7 @@ def state_bytes(argv: list[str]) -> tuple[layout.Memory, dict[str, int]]:
     [
         (1, "single"),
         (2, "ddp"),
-        (2, "fsdp"),
-        (2, "fsdp --model tinyllama-1.1b --wrap none"),
         (4, "hsdp --dp_shard 2 --optimizer muon"),
-        (2, "single --tp 2"),
         (4, "fsdp --tp 2 --model tinyllama-1.1b --optimizer muon"),
         (4, "ddp --tp 2"),
     ],
@@ -200,15 +193,10 @@ def test_available_memory_is_what_linux_says_or_all_of_it_elsewhere(tmp_path):
         assert memory.available_memory() == 5000 * 1024
         files[f"{cgroup}.max"] = "4000000\n"  # of which 3 MB are used, 1 MB for cached files
         assert memory.available_memory() == 2_000_000
-        # macOS has neither /proc nor SC_AVPHYS_PAGES, gVisor's /proc not every field.
-        del files[f"{cgroup}.max"]
-        for meminfo in ("MemTotal: 9000 kB\n", None):
-            files["/proc/meminfo"] = meminfo
-            if meminfo is None:
-                del files["/proc/meminfo"]
-            sizes = {"SC_PHYS_PAGES": 2000, "SC_PAGE_SIZE": 4096}
-            with mock.patch("os.sysconf", sizes.__getitem__):
-                assert memory.available_memory() == 2000 * 4096
+        files.clear()  # as on macOS
+        sizes = {"SC_PHYS_PAGES": 2000, "SC_PAGE_SIZE": 4096}
+        with mock.patch("os.sysconf", sizes.__getitem__):
+            assert memory.available_memory() == 2000 * 4096
 
 
 def test_the_memory_of_this_process_is_what_linux_says_or_0():
@@ -277,8 +265,7 @@ def test_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
     assert faults < 100
 
 
-@pytest.mark.parametrize("command", ["train.py", "-m tools.check"])
-def test_torch_finds_expandable_segments_unless_the_allocator_is_configured(tmp_path, command):
+def test_torch_finds_expandable_segments_unless_the_allocator_is_configured(tmp_path):
     """On its import, when the allocator reads the variable."""
     (tmp_path / "torch.py").write_text(
         "import os\nprint(os.environ.get('PYTORCH_ALLOC_CONF'))\nraise SystemExit\n"
@@ -291,6 +278,6 @@ def test_torch_finds_expandable_segments_unless_the_allocator_is_configured(tmp_
     ):
         environment = {"PYTHONPATH": str(tmp_path), **given}
         done = subprocess.run(
-            [sys.executable, *command.split()], env=environment, cwd=ROOT, stdout=subprocess.PIPE
+            [sys.executable, "train.py"], env=environment, cwd=ROOT, stdout=subprocess.PIPE
         )
         assert done.stdout.decode() == f"{found}\n"
