@@ -35,7 +35,6 @@ class Setup:
     grad_accum_steps: int
     dtype: torch.dtype  # of the forward pass
     model: ModelConfig
-    reason: str = ""  # the calculation behind --strategy auto
 
     @property
     def dp_size(self) -> int:
@@ -60,17 +59,11 @@ def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int)
         return make_setup(c, world, model, "single")
     if c.dp_replicate or c.dp_shard or c.grad_sync == "shard":
         return make_setup(c, world, model, "hsdp")
-    reasons = []
     for strategy in ("ddp", "hsdp") if world.size > world.local_size else ("ddp",):
         setup = make_setup(c, world, model, strategy)
-        need = estimate_memory(c, setup)
-        relation = "at most" if need.fits(device_memory) else "more than"
-        reasons.append(f"with {strategy}, {need}: {relation} 80% of {device_memory / 1e9:,.1f} GB")
-        if need.fits(device_memory):
-            break
-    else:
-        setup = make_setup(c, world, model, "fsdp")
-    return dataclasses.replace(setup, reason="; ".join(reasons))
+        if estimate_memory(c, setup).fits(device_memory):
+            return setup
+    return make_setup(c, world, model, "fsdp")
 
 
 def make_setup(c: Config, world: dist.World, model: ModelConfig, strategy: str) -> Setup:
@@ -132,9 +125,8 @@ def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.
     """
     if blocks_per_unit is None:
         return []
-    units = []
-    for start in range(0, len(model.blocks), blocks_per_unit):
-        units.append(list(model.blocks[start : start + blocks_per_unit]))
+    starts = range(0, len(model.blocks), blocks_per_unit)
+    units = [list(model.blocks[start : start + blocks_per_unit]) for start in starts]
     return units if model.config.tied else [[model.embed], *units, [model.head]]
 
 

@@ -67,14 +67,10 @@ def command(argv: list[str]) -> int:
     # again, and they continue from the last checkpoint.
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
     lock = run_folder.hold_lock(Path(flags.out), flags.timeout)
-    with contextlib.ExitStack() as stack:
-        # A collection on one rank delays all of them: the loop collects on all at once.
-        gc.disable()
-        stack.callback(gc.enable)
+    with contextlib.ExitStack() as stack:  # rank 0 keeps the lock until the checkpoint is one file
         # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
-        with watchdog, loss_parallel():
+        with watchdog, loss_parallel(), no_garbage_collection():
             if not flags.eval_only:  # which only reads
-                # Rank 0 keeps it until the checkpoint is one file.
                 dist.on_rank0(stack.enter_context, lock)
             status = run(flags, world, watchdog)
         dist.stop()
@@ -427,6 +423,16 @@ def report_saves(saver: Saver, log: metrics.Log, watchdog: Watchdog) -> None:
         log.checkpoint(row)
         if row["event"] == "checkpoint":
             watchdog.saved_step = row["step"]
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A collection on one rank delays all of them: the loop collects on all at once."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def report_stop(c: Config, step: int, log: metrics.Log) -> int:

@@ -31,8 +31,6 @@ def describe_start(
         f"mesh    {setup.strategy}: {axes} = {world.size} x {world.device.type} "
         f"({metrics.device_name(world.device)})"
     )
-    if setup.reason:
-        yield f"        --strategy auto: {setup.reason}"
     dtype = str(setup.dtype).removeprefix("torch.")
     yield f"dtype   {dtype}; weights, reductions and optimizer in float32"
     peak_flops = metrics.peak_flops(world.device, setup.dtype, c.peak_tflops)

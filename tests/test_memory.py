@@ -25,16 +25,15 @@ from config import model_config
 from runtime import memory
 
 
-def test_auto_counts_the_parameters_of_the_run_and_says_what_decided(pool, tokens, tmp_path):
+def test_auto_counts_the_parameters_of_the_run_and_the_start_says_the_sum(pool, tokens, tmp_path):
     """A vocabulary of 257 and the sizes of the flags, not those of the named size."""
     argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1 --model gpt2-124m")
     ((status, said, _), _) = pool(2, listen, [*argv, "--d_model", "512", "--d_ff", "2048"])
     assert status == 0 and "mesh    ddp: dp_replicate 2 x dp_shard 1" in said
     parameters = 320 * 512 + 512 + 2 * (2 * 512 + 3 * 512 * 512 + 3 * 512 * 2048)
-    assert f"--strategy auto: with ddp, weights {4 * parameters / 1e6:.1f} + " in said
-    assert ": at most 80% of" in said
     (line,) = [line for line in said.splitlines() if line.startswith("memory  a rank needs at ")]
     *parts, total = map(float, re.findall(r"\d+\.\d+", line))
+    assert parts[0] == round(4 * parameters / 1e6, 1)
     assert total == pytest.approx(sum(parts), abs=0.3)
 
 

@@ -437,8 +437,6 @@ def describe_run(plan: Plan) -> Iterator[str]:
         f"mesh        {setup.strategy}: {axes} = {cluster.world_size} x {cluster.device_type}, "
         f"{cluster.links.local_size} on each of {cluster.hosts} hosts"
     )
-    if setup.reason:
-        yield f"            --strategy auto: {setup.reason}"
     yield (
         f"batch       {c.global_batch_size:,} sequences = micro_batch_size "
         f"{setup.micro_batch_size} x grad_accum_steps {setup.grad_accum_steps} x dp_size "

@@ -235,9 +235,7 @@ def run_layers(c: Config, setup: Setup, world: dist.World, fuses: bool) -> Rehea
     more = n_layer // unit - REHEARSED_UNITS  # units
     few = n_layer - more * unit
     found = None
-    if more > REHEARSED_UNITS + 1 and (
-        setup.strategy != "ddp" or dist.uses_fsdp(setup.strategy, c.tp)
-    ):
+    if more > REHEARSED_UNITS + 1 and (setup.strategy != "ddp" or c.tp > 1):
         with suppress(NotRepeated):
             found = extend(run(few), run(few + unit), more)
     found = found or run(n_layer)
