@@ -12,11 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime import launcher
-
-if __name__ == "__main__":
-    launcher.end_quietly()
-
 import torch
 from torch import Tensor, nn
 

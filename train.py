@@ -21,7 +21,6 @@ from pathlib import Path
 from runtime import launcher
 
 if __name__ == "__main__":
-    launcher.end_quietly()
     # torch reads these on import. They silence the profiler's log, and C++ warnings about failed
     # collectives, which tell less than the watchdog's line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -132,14 +131,9 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     first_start = dist.on_rank0(run_folder.create, out, manifest, world, state.step, this_start)
     console.keep_transcript(out / "console.log")
     stop_request = agreement.StopRequest(world.timeout, handle_signals)  # from here on
+    tokenizer_file = folders[0].tokenizer_file
     saver = Saver(
-        out,
-        c.async_save,
-        c.keep_last,
-        c.keep_every,
-        world.timeout,
-        folders[0].tokenizer_file,
-        start_step=start.step,
+        out, c.async_save, c.keep_last, c.keep_every, world.timeout, tokenizer_file, state.step
     )
     batches = MicroBatches(c, setup, mesh, train_data, watchdog, start.step)
     flops_per_token = state.model.flops_per_token(setup.model.seq_len)
@@ -188,8 +182,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
         if saver.failure:
             raise checkpoint.CheckpointError(saver.failure)
         if dist.on_rank0(lambda: log.is_gone):
-            moved = f"{out} was renamed or removed while the run wrote there"
-            raise cli.RunError(f"{moved}: what it saved since is in a new folder of that name")
+            raise cli.RunError(f"{out} was renamed or removed: later saves are in a new one")
         log.say(log.goodput())
         if stop:
             return report_stop(c, state.step, log)

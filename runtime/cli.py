@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from runtime import console, launcher
+from runtime import console
 
 VERSION = "0.2.0"
 
@@ -119,7 +119,6 @@ def execute(program: str, command: Callable[[], int | None], ctrl_c: str = "") -
         # Print \u1234 for characters that the encoding, such as ASCII, lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        launcher.take_ctrl_c()
         return command() or 0
     except KeyboardInterrupt:
         if ctrl_c and os.environ.get("RANK", "0") == "0":

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
@@ -204,15 +203,6 @@ def test_a_notebook_trains_saves_and_loads_in_a_few_lines(pool, tmp_path):
     assert checkpoint.verify(path) is None and len(tensors(path)) > 50
 
 
-def test_ctrl_c_while_torch_is_imported_says_nothing(tmp_path):
-    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    job = Job([TRAIN], tmp_path, **default)
-    maps = Path(f"/proc/{job.pid}/maps")
-    job.wait_until(lambda: "/torch/lib/" in maps.read_text(), 30)
-    os.kill(job.pid, signal.SIGINT)
-    assert (job.wait(30), job.out, job.err) == (130, "", "")
-
-
 def test_a_run_without_checkpoints_ends_but_cannot_be_continued(tokens, pool, tmp_path):
     out = tmp_path / "run"
     argv = flags(f"--data {tokens} --out {out}")
@@ -271,8 +261,7 @@ def test_a_run_whose_folder_is_renamed_saves_and_says_so(pool, tokens, tmp_path)
     (path,) = checkpoint.list_checkpoints(out)
     step = int(path.name.removeprefix("step-"))
     assert 4 <= step <= 6 and checkpoint.verify(path) is None
-    line = f"{out} was renamed or removed while the run wrote there: what it saved since is in"
-    assert err == f"train.py: error: {line} a new folder of that name\n"
+    assert err == f"train.py: error: {out} was renamed or removed: later saves are in a new one\n"
     assert err in (renamed / "console.log").read_text()
     path.rename(renamed / "checkpoints" / path.name)
     argv = flags(f"{text} --out {renamed} --max_steps {step + 1} --allow_changes")

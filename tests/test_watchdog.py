@@ -162,8 +162,7 @@ def test_ranks_whose_torchrun_is_killed_end_in_every_phase(tokens, tmp_path):
     for job in (meeting, training):
         line = f"the launcher of the ranks on this host, process {job.pid}, has gone: they end, too"
         # Or the rank itself was faster to notice
-        store = "the store in which the ranks meet has gone: rank 0 or its torchrun was lost"
-        assert last_line(job) in (line, store)
+        assert last_line(job) == line or last_line(job).startswith("the ranks do not meet: ")
         assert "most recent call last" not in job.err
 
 
@@ -173,19 +172,6 @@ def test_a_process_that_a_shell_started_may_outlive_it(monkeypatch):
     before = threading.active_count()
     launcher.watch()
     assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
-def test_ctrl_c_ends_the_import_of_torch_unless_a_shell_has_it_ignored(before):
-    handler = signal.signal(signal.SIGINT, before)
-    try:
-        launcher.end_quietly()
-        during = signal.getsignal(signal.SIGINT)
-        launcher.take_ctrl_c()
-        after = signal.getsignal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert after == before and (during == before) == (before == signal.SIG_IGN)
 
 
 def dump_that_hangs() -> bytes:
