@@ -412,17 +412,16 @@ def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Mo
     )
 
 
-def settle_buckets(model: nn.Module, *inputs: Tensor) -> None:
+def settle_buckets(model: DistributedDataParallel, *inputs: Tensor) -> None:
     """Make DDP choose its final buckets now, by a forward and backward pass without effect.
 
     DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived.
     On three ranks or more, buckets decide the order in which the parts of a gradient are added:
     after this pass it is the same in every step, even the first ones after a restart.
     """
-    if isinstance(model, DistributedDataParallel):
-        keep_gradients = any(p.grad is not None for p in model.parameters())
-        model(*inputs).backward()
-        model.zero_grad(set_to_none=not keep_gradients)
+    keep_gradients = any(p.grad is not None for p in model.parameters())
+    model(*inputs).backward()
+    model.zero_grad(set_to_none=not keep_gradients)
 
 
 def shard(

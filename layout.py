@@ -159,7 +159,7 @@ def place(
         keep_gradients=c.grad_sync == "batch" and setup.grad_accum_steps > 1,
         init_weights=init_weights,
     )
-    if not c.eval_only:
+    if forward is not model and not c.eval_only:  # DDP
         shape = (setup.micro_batch_size, setup.model.seq_len + 1)  # as in train_step
         tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
         dist.settle_buckets(forward, tokens[:, :-1], tokens[:, 1:])

@@ -154,9 +154,9 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
                 values = train_step(forward, state.optimizer, batches, step, n, grad_sync, measure)
             state.step = step
             is_last = step == c.max_steps
+            is_late = c.time_limit and time_limit.is_near(seconds_to_save(c, saver))
             # Whether any rank asked a step ago: all ranks stop after the same step.
-            stop = stop_request(log.is_gone or time_limit.is_near(seconds_to_save(c, saver)))
-            stop = stop and not is_last
+            stop = stop_request(log.is_gone or is_late) and not is_last
             log.step(step, values, stops=stop)  # a row if one is due
             evaluates = is_last or is_due(step, c.eval_interval)
             saves = c.checkpoint != "none" and (is_last or stop or is_due(step, c.save_interval))
@@ -169,7 +169,8 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
                     # After the evaluation: a kill between the two repeats both, and loses no row.
                     if saves and not stop:
                         save(setup, state, manifest, saver, log.loss, watchdog)
-            report_saves(saver, log, watchdog)
+            if saver.rows:
+                report_saves(saver, log, watchdog)
             if stop:
                 break
             if step % 100 == 0:

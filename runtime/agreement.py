@@ -54,7 +54,8 @@ class StopRequest:
 
     def __call__(self, is_late: bool) -> bool:
         """Send whether this rank must stop; return whether any rank had to a step ago."""
-        self.wait()
+        if self.in_flight:
+            self.in_flight.wait()
         any_rank = self.flag.numpy()[0] > 0  # not .item(), which --profile counts as a host sync
         self.flag = torch.tensor([float(self.signalled or is_late)])
         self.in_flight = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
@@ -70,7 +71,7 @@ class TimeLimit:
     """--time_limit: when to stop, so that a last save ends in time."""
 
     def __init__(self, seconds: float):
-        self.deadline = time.monotonic() + (seconds or math.inf)
+        self.deadline = time.monotonic() + seconds
         self.last_call = math.inf  # the first step may compile
         self.longest = 0.0  # seconds from call to call
 

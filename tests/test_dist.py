@@ -45,15 +45,6 @@ def test_a_mesh_that_does_not_multiply_is_refused_with_its_product(arguments, li
     assert line in str(error.value)
 
 
-def test_a_mesh_that_does_not_fit_the_world_is_refused_on_every_rank(pool, tokens, tmp_path):
-    text = f"--data {tokens} --out {tmp_path}/new --strategy hsdp --dp_replicate 1 --dp_shard 2"
-    answers = pool(3, listen, flags(text))
-    assert [status for status, _, _ in answers] == [2, 2, 2]
-    line = "--strategy hsdp with dp_replicate 1 x dp_shard 2 x tp 1 takes 2 processes, but 3 were"
-    assert answers[0][2].startswith(f"train.py: error: {line}") and answers[0][2].count("\n") == 1
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.mark.parametrize(
     "variables",
     [
