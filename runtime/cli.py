@@ -140,8 +140,10 @@ def explain(error: Exception) -> str | None:
     """One line for an error of torch that has a remedy: out of memory, or from torch.compile."""
     inner = getattr(error, "inner_exception", None)  # in torch.compile's errors
     first_line = str(inner or error).partition("\n")[0]
+    if isinstance(error, MemoryError):
+        first_line = "out of memory"
     for text in ("out of memory", "allocate memory", "calculation overflowed"):  # CUDA, CPU, both
-        if isinstance(error, RuntimeError) and text in str(error):
+        if isinstance(error, RuntimeError | MemoryError) and text in first_line:
             need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
             return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
     if inner:
