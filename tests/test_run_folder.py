@@ -158,14 +158,9 @@ def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
 def test_a_field_that_only_the_checkpoint_has_is_another_model(begin, tmp_path):
     """Such as a fork's window of attention."""
     path = save(tmp_path / "run", 10, model=MODEL | {"window": 4})
-    begun = {
-        "in its own folder": begin,
-        "in another": lambda: begin(resume=str(path), out=str(tmp_path / "new")),
-        "with its weights": lambda: begin(init_from=str(path), out=str(tmp_path / "new")),
-    }
-    for begin_there in begun.values():
+    for flags in ({}, {"init_from": str(path), "out": str(tmp_path / "new")}):
         with pytest.raises(UsageError, match=f"{path} cannot be used: its model has other"):
-            begin_there()
+            begin(**flags)
 
 
 def test_another_tokenizer_is_named_where_both_are_known():
@@ -259,20 +254,21 @@ def test_parameters_that_a_checkpoint_lacks_begin_as_new_ones(begin, tmp_path, s
             begin(now)
 
 
-@pytest.mark.parametrize(
-    "change, line",
-    [
-        ({"model": MODEL | {"d_model": 64}}, "d_model 64 -> 32"),
-        ({"global_batch_size": 16}, "--global_batch_size 16 -> 8"),
-        ({"seed": 7}, "--seed 7 -> 0"),
-        ({"optimizer": "muon"}, "--optimizer muon -> adamw"),
-        ({"data": "other"}, "the data's fingerprint other -> abc.*--init_from"),
-    ],
-)
-def test_another_model_batch_seed_optimizer_or_other_data_is_refused(begin, tmp_path, change, line):
-    path = save(tmp_path / "run", 10, **change)
-    with pytest.raises(UsageError, match=f"cannot continue from {path}: {line}"):
+def test_another_model_batch_seed_optimizer_or_other_data_is_refused(begin, tmp_path):
+    changes = {"global_batch_size": 16, "seed": 7, "optimizer": "muon", "data": "other"}
+    path = save(tmp_path / "run", 10, model=MODEL | {"d_model": 64}, **changes)
+    with pytest.raises(UsageError) as error:
         begin(allow_changes=True)
+    line = str(error.value)
+    assert line.startswith(f"cannot continue from {path}: ") and f"--init_from {path}" in line
+    for change in (
+        "d_model 64 -> 32",
+        "--global_batch_size 16 -> 8",
+        "--seed 7 -> 0",
+        "--optimizer muon -> adamw",
+        "the data's fingerprint other -> abc",
+    ):
+        assert change in line
 
 
 @pytest.mark.parametrize("max_steps", [5, 10])
@@ -359,18 +355,16 @@ def test_a_flag_that_a_fork_adds_is_refused_without_a_list(change):
 
 def test_a_flag_that_only_the_checkpoint_has_is_refused(begin, tmp_path):
     save(tmp_path / "run", 10, label_smoothing=0.1)
-    line = "--label_smoothing 0.1 -> unknown to this code"
-    with pytest.raises(UsageError, match=line):
+    with pytest.raises(UsageError, match="--label_smoothing 0.1 -> unknown to this code"):
         begin()
-    assert begin(allow_changes=True).changes == [line]
+    assert len(begin(allow_changes=True).changes) == 1
 
 
 def test_flags_are_compared_as_resolved(begin, tmp_path):
     save(tmp_path / "run", 10, lr=0.5 / 32, warmup_steps=50, dtype="float32")
     assert begin().changes == []
-    now = manifest(0, dtype="bfloat16", out=str(tmp_path / "run"))
     with pytest.raises(UsageError, match="--dtype float32 -> bfloat16"):
-        begin(now)
+        begin(manifest(0, dtype="bfloat16", out=str(tmp_path / "run")))
 
 
 TWO_RANKS = SimpleNamespace(size=2, local_size=2, device=torch.device("cpu"))

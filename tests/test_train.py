@@ -20,7 +20,6 @@ from conftest import (
     QUIET,
     ROOT,
     TINY,
-    TRAIN,
     Job,
     build_run,
     call_train,
@@ -28,7 +27,6 @@ from conftest import (
     flags,
     last_checkpoint,
     listen,
-    newest_step,
     rows,
     tensors,
     torchrun,
@@ -38,6 +36,7 @@ import checkpoint
 import data
 import optim
 import train
+from runtime import run_folder
 from sample import closing_sample
 
 
@@ -68,24 +67,19 @@ def test_the_command_of_the_readme(tmp_path):
     assert sample.out.startswith("import") and len(sample.out) > 20
 
 
-def test_a_folder_in_use_is_refused_until_its_run_is_dead(pool, tokens, tmp_path):
-    out = tmp_path / "run"
-    argv = flags(f"--data {tokens} --out {out} --save_interval 1")
-    first = Job([TRAIN, *argv, "--max_steps", 100_000, "--num_workers", 1], tmp_path / "first")
-    first.wait_until(lambda: checkpoint.list_checkpoints(out), 60)
-    for status, said, err in pool(2, listen, [*argv, "--max_steps", "100000"]):
-        assert (status, said, err.count("\n")) == (2, "", 1)
-        assert f"--out {out} is in use by host " in err
-        assert f", process {first.pid}, since 20" in err
-
-    assert len(first.ranks()) == 1  # its loader's worker, which lives a few seconds longer
-    first.process.kill()
-    first.wait(20)
-    step = newest_step(out)
-    ((status, said, err),) = pool(1, listen, [*argv, "--max_steps", str(step + 2)])
-    assert status == 0, err
-    assert f"changed: --max_steps 100000 -> {step + 2}\n" in said
-    assert f"continuing from {out}/checkpoints/step-{step:08d}" in said
+def test_a_folder_in_use_is_refused_on_every_rank_and_only_an_evaluation_may_read(
+    run, pool, tokens
+):
+    out = run(1, "--max_steps 1")
+    argv = flags(f"--data {tokens} --out {out} --max_steps 2")
+    with run_folder.hold_lock(out):
+        for status, said, err in pool(2, listen, argv):
+            assert (status, said, err.count("\n")) == (2, "", 1)
+            assert f"--out {out} is in use by host " in err and f"process {os.getpid()}," in err
+        assert pool(1, call_train, [*argv, "--eval_only"]) == [0]
+    ((status, said, _),) = pool(1, listen, argv)
+    assert status == 0 and "changed: --max_steps 1 -> 2\n" in said
+    assert f"continuing from {out}/checkpoints/step-00000001" in said
 
 
 def test_a_full_disk_at_start_is_one_line_and_leaves_nothing(pool, tokens, small_disk):
@@ -302,7 +296,6 @@ def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens
     out = run(1, "--max_steps 2 --save_interval 1 --dtype float32")
     (row,) = rows(out, "val_loss")
     before = files(tmp_path)
-    (out / "lock").touch()  # a run that took it would remove it
     # The model, its dtype, the data and how much of it is read are those of the run
     argv = f"--out {out} --eval_only --device cpu --strategy".split()
     ((_, alike, _),) = pool(1, listen, [*argv, "single"])
@@ -311,7 +304,6 @@ def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens
         pool(2, listen, [*argv, "fsdp", "--tp", "2"])[0],
         pool(3, listen, [*argv, "ddp"])[0],  # a global batch of 8 does not divide over 3
     ]
-    (out / "lock").unlink()
     for status, line, err in said:
         assert (status, line.count("\n"), err) == (0, 1, "")
         assert line.startswith(f"{out}/checkpoints/step-00000002 on {tokens}: val_loss ")
