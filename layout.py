@@ -38,13 +38,11 @@ class Setup:
 
     @property
     def dp_size(self) -> int:
-        dp_replicate, dp_shard, _ = self.mesh_shape
-        return dp_replicate * dp_shard
+        return self.mesh_shape[0] * self.mesh_shape[1]
 
     @property
     def tokens_per_step(self) -> int:
-        sequences = self.micro_batch_size * self.grad_accum_steps * self.dp_size
-        return sequences * self.model.seq_len
+        return self.micro_batch_size * self.grad_accum_steps * self.dp_size * self.model.seq_len
 
 
 def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int) -> Setup:
@@ -193,7 +191,6 @@ class Memory:
         return self.total <= 0.8 * device_memory
 
     def __str__(self) -> str:
-        """One line of arithmetic."""
         unit, name, digits = (1e9, "GB", 2) if self.total >= 1e9 else (1e6, "MB", 1)
         parts = [f"{part} {size / unit:,.{digits}f}" for part, size in vars(self).items()]
         return f"{' + '.join(parts)} = {self.total / unit:,.{digits}f} {name}"
@@ -224,11 +221,11 @@ def estimate_memory(c: Config, setup: Setup) -> Memory:
 def activation_bytes(c: Config, setup: Setup) -> int:
     """Bytes that all blocks save for backward in one micro-batch."""
     m, tp = setup.model, c.tp
-    size = setup.dtype.itemsize
     block = activation_bytes_of_block(m, setup.dtype, setup.device_type, tp)  # per token
     kept = {
         "none": m.n_layer * block,
         "selective": m.n_layer * block // 2,  # about
-        "full": m.n_layer * size * m.d_model // tp + block,  # inputs, and a recomputed block
+        # Inputs, and a recomputed block
+        "full": m.n_layer * setup.dtype.itemsize * m.d_model // tp + block,
     }
     return setup.micro_batch_size * m.seq_len * kept[c.activation_checkpointing]
