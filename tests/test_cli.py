@@ -6,9 +6,7 @@ import pytest
 
 from runtime import cli
 
-NO_MEMORY = (
-    "prog: error: can't allocate memory; lower --micro_batch_size, or shard with --strategy fsdp\n"
-)
+NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp\n"
 
 
 @pytest.mark.parametrize(
@@ -17,7 +15,12 @@ NO_MEMORY = (
         (cli.UsageError("--lr is too high"), 2, "prog: error: --lr is too high\n"),
         (cli.RunError("no memory is left"), 1, "prog: error: no memory is left\n"),
         (OSError(28, "No space left"), 1, "prog: error: [Errno 28] No space left\n"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory."), 1, NO_MEMORY),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory."),
+            1,
+            f"prog: error: can't allocate memory; {NO_MEMORY}",
+        ),
+        (MemoryError(), 1, f"prog: error: out of memory; {NO_MEMORY}"),
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 130, ""),  # the reader of a pipe has left
     ],
