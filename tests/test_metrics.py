@@ -139,8 +139,9 @@ def test_a_row_is_written_when_it_has_arrived(log, tmp_path, monkeypatch, clock)
     clock(1001)
     log_step(the_log, 1)
     assert not (tmp_path / "metrics.jsonl").exists()
+    arrival = the_log.mark
     with the_log.pause():
-        assert len(rows(tmp_path)) == 1
+        assert arrival.waited and len(rows(tmp_path)) == 1
 
 
 def test_too_many_skips_in_a_row_end_the_run_after_their_row(log, tmp_path, clock):
