@@ -146,18 +146,9 @@ def drop_rows_after(path: Path, step: int) -> list[dict]:
     return read_log(path)
 
 
-def json_line(row: dict) -> bytes:
-    """Writes nan and inf, which JSON lacks, as null."""
-    finite = {}
-    for key, value in row.items():
-        is_finite = not isinstance(value, float) or math.isfinite(value)
-        finite[key] = value if is_finite else None
-    return json.dumps(finite).encode() + b"\n"
-
-
-def is_due(step: int, *intervals: int) -> bool:
-    """Whether `step` ends one of the intervals; an interval of 0 never ends."""
-    return any(interval > 0 and step % interval == 0 for interval in intervals)
+def is_due(step: int, interval: int) -> bool:
+    """Whether `step` ends an interval; an interval of 0 never ends."""
+    return interval > 0 and step % interval == 0
 
 
 def console_line(row: dict, max_steps: int, is_first: bool) -> str:
@@ -352,8 +343,10 @@ class Log:
         if table and self.is_rank0:
             self.append("optim.jsonl", [{"step": step, **row} for row in table.rows()])
         c = self.c
-        always = stops or step in (self.last_step + 1, c.max_steps)
-        if always or is_due(step, c.log_interval, c.eval_interval, c.save_interval):
+        due = stops or step in (self.last_step + 1, c.max_steps)
+        for interval in (c.log_interval, c.eval_interval, c.save_interval):
+            due = due or is_due(step, interval)
+        if due:
             self.flush()  # waits only if the previous row has not arrived
             self.send(step, values)
             if self.rates.device.type == "cpu":  # it is already here
@@ -362,8 +355,9 @@ class Log:
     def send(self, step: int, values: dict) -> None:
         """Make the pending row: one small all_gather and an asynchronous copy to the host."""
         device = self.rates.device
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        numbers = {name: value for name, value in values.items() if name not in tensors}
+        tensors, numbers = {}, {}
+        for name, value in values.items():
+            (tensors if isinstance(value, Tensor) else numbers)[name] = value
         numbers |= {"data_wait": self.data_wait() - self.mark.data_wait, **peak_memory(device)}
         columns = torch.tensor(list(numbers.values()), dtype=torch.float64)
         if device.type == "cuda":
@@ -481,9 +475,15 @@ class Log:
         """
         if not self.is_rank0 or self.is_gone:
             return
+        lines = []
+        for row in rows:
+            for field, value in row.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    row = row | {field: None}  # JSON has no nan
+            lines.append(json.dumps(row) + "\n")
         try:
-            with open(self.out / name, "ab") as file:  # closed, the kernel has each row at once
-                file.write(b"".join(map(json_line, rows)))
+            with open(self.out / name, "a") as file:  # closed, the kernel has each row at once
+                file.write("".join(lines))
         except FileNotFoundError:
             self.is_gone = True
         except OSError as error:
