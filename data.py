@@ -81,10 +81,6 @@ def open_folders(data: str) -> list[TokenFolder]:
     folders = []
     for item, share in zip(items, shares):
         folder = open_folder(Path(item[1]))
-        if any(folder.path.samefile(other.path) for other in folders):
-            raise DataError(
-                f"--data {data}: {folder.path} appears twice; name it once, with both shares added"
-            )
         mark = f"{share}/1000 of {folder.fingerprint}"
         folders.append(dataclasses.replace(folder, share=share, fingerprint=mark))
         if folder.vocabulary != folders[0].vocabulary:

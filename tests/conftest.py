@@ -32,6 +32,7 @@ import train
 from config import Config, parse
 from layout import Setup
 from metrics import is_due
+from model import ModelConfig, Transformer
 from runtime import consolidate, preflight, run_folder
 from runtime.watchdog import Watchdog
 from tools import checkpoint as commands
@@ -395,3 +396,13 @@ def command(capsys):
         return commands.main(list(map(str, arguments))), *capsys.readouterr()
 
     return call
+
+
+def build_model(config: ModelConfig, seed: int = 0, **options) -> Transformer:
+    """A model on the CPU with its initial weights in float32."""
+    with torch.device("meta"):
+        model = Transformer(config, **options)
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        model.init_tensor(name, parameter, seed)
+    return model

@@ -67,9 +67,6 @@ MISTAKES = {
         Mistake("import {hf}/deep {root}/new", "n_layer 1000000 must be a whole number from 1 to"),
         Mistake("import {hf}/quantized {root}/new", "needs quantization_config {{'quant_method': "),
         Mistake("import {hf}/no_rope_factor {root}/new", "config.json: it lacks 'factor'"),
-        Mistake(
-            "import {hf}/rope_factors {root}/new", "turns: it needs 0 < factor and 0 < low < high"
-        ),
         Mistake("import {hf}/text {root}/new", "d_model '32' must be a whole number from 1 to"),
         Mistake("import {hf}/odd {root}/new", "d_model 33 / n_head 4 must be a whole, even number"),
         Mistake("import {hf}/rope_list {root}/new", "config.json: 'int' object is not"),
@@ -113,9 +110,6 @@ SPOILT_LLAMAS = {
     "deep": {"num_hidden_layers": 10**6},
     "quantized": {"quantization_config": {"quant_method": "gptq"}},
     "no_rope_factor": {"rope_scaling": LLAMA3_ROPE},
-    "rope_factors": {
-        "rope_scaling": {**LLAMA3_ROPE, "factor": 8.0, "original_max_position_embeddings": 16}
-    },
     "text": {"hidden_size": "32"},
     "odd": {"hidden_size": 33},
     "rope_list": {"rope_scaling": 5},

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, build_run, flags, listen, train_step
+from conftest import ROOT, build_model, build_run, flags, listen, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
@@ -157,7 +157,7 @@ def test_activations_are_estimated_close_to_what_autograd_keeps(dtype):
     sizes = {"d_model": 256, "d_ff": 704, "seq_len": 128}
     estimate = parts(f"--dtype {dtype}", "single", (1, 1, 1), device="cpu", **sizes)
     decoder = model.ModelConfig(64, 2, n_head=4, n_kv_head=2, **sizes)
-    net = model.build_model(decoder, dtype=getattr(torch, dtype))
+    net = build_model(decoder, dtype=getattr(torch, dtype))
     weights = {weight.untyped_storage().data_ptr() for weight in net.parameters()}
     kept = {}
 

@@ -4,7 +4,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import TRAIN, Job, build_run, call_train, flags, rows, tensors, train_step
+from conftest import (
+    TRAIN,
+    Job,
+    build_model,
+    build_run,
+    call_train,
+    flags,
+    rows,
+    tensors,
+    train_step,
+)
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import profile
 
@@ -239,7 +249,7 @@ def activations_of(mode: str) -> tuple[int, float, float]:
     config = model.ModelConfig(
         512, n_layer=6, n_head=4, n_kv_head=4, d_model=128, d_ff=352, seq_len=128
     )
-    net = model.build_model(config)
+    net = build_model(config)
     model.checkpoint_activations(net.blocks, mode)
     tokens = torch.arange(4 * 128).view(4, 128) % 512
     with profile(profile_memory=True) as profiler:
