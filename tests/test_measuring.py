@@ -169,10 +169,8 @@ def test_all_strategies_across_hosts(box):
     assert rows["ddp"]["MB communicated a step"].startswith("dp_replicate ")
 
 
-@pytest.mark.parametrize(
-    "number, status",
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_nothing_behind(box, number, status):
     process = start(box, "--hosts=2", "--only", "ddp")
     until = time.monotonic() + 120
