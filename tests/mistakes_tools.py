@@ -14,7 +14,6 @@ MISTAKES = {
     "tools.report": [
         Mistake("{other} --out {root}/nowhere/page.html", "nowhere/page.html'", status=1),
         Mistake("{unlogged} --follow", "unlogged has no training row yet: let it run until its"),
-        Mistake("{other} {untimed}", "{untimed}: not a log that train.py wrote: "),
     ],
     "tools.bench": [
         Mistake("strategies --nproc 1 --only hsdp", "no strategy is left: hsdp takes an even"),
@@ -22,7 +21,7 @@ MISTAKES = {
     ],
     "tools.check": [
         Mistake("--device cuda", "PyTorch finds no CUDA device here; use --device cpu"),
-        Mistake("devices pairity", "no check is named pairity: choose from devices, matmul, "),
+        Mistake("links pairity", "no check is named pairity: choose from matmul, links, "),
         Mistake("--json {root}/nowhere/check.json", "check.json: there is no folder "),
         Mistake("--ranks 3 --tp 2", "x tp 2 takes 2 processes, but 3 were started"),
     ],
@@ -33,7 +32,7 @@ MISTAKES = {
         Mistake("--run {restarted}", "restarted has no training row of its last start yet"),
         Mistake("--run {winged}", "winged was trained by other code: "),
         Mistake("--run {other} --tp=2", "--run takes the flags of the run: leave out --tp"),
-        Mistake("--world_size 8 --achieved 1.5", "--achieved: 1.5 must be above 0 and at most 1"),
+        Mistake("--world_size 8 --achieved 0", "--achieved: 0 must be above 0 and finite"),
         Mistake(
             "--world_size 8 --dtype float32",
             "the speed of --device_type h100 with --dtype float32 is not known: give --peak_tflops",
@@ -52,7 +51,6 @@ def write_folders(root: Path) -> None:
     spoilt = {
         "unlogged": ([], config, 0),
         "listed": (lines, "[]", 0),
-        "untimed": (lines, config, 0),
         "unsaved": (training, '{"checkpoint": "none"}', 0),
         "winged": (training, '{"wings": 2}', 0),
         "restarted": (training, config, 2),

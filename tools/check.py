@@ -108,7 +108,8 @@ class Ranks:
         self.device, self.is_cuda = world.device, world.device.type == "cuda"
         self.store, self.store_keeper = world.store.clone(), torch.distributed.group.WORLD
         host = f"{socket.gethostname()}, host {world.rank // world.local_size}"
-        self.names = exchange(f"rank {world.rank} ({host})")
+        device = f"{metrics.device_name(world.device)}, torch {torch.__version__}"
+        self.names = exchange(f"rank {world.rank} ({host}, {device})")
         self.folder = Path(dist.on_rank0(lambda: new_folder(out)))
         self.is_shared = all(exchange(self.folder.exists()))
         if c.data == config.BUILTIN:
@@ -177,20 +178,6 @@ def short_run(
 
 # --------------------------------------------------------------------------------------------------
 # The checks
-
-
-def devices(ranks: Ranks, check: Check) -> None:
-    """all ranks have the same device and versions; float32 products are not computed in TF32"""
-    local = {"device": metrics.device_name(ranks.device), "torch": torch.__version__}
-    if ranks.is_cuda:
-        local |= {"cuda": torch.version.cuda, "nccl": str(torch.cuda.nccl.version())}
-    size = ranks.world.size
-    check.figures = {"ranks": size, "hosts": size // ranks.world.local_size, **local}
-    for rank, other in enumerate(exchange(local)):
-        if other != local and rank > ranks.world.rank:
-            check.problems.append(f"{ranks.names[rank]} has {other}, not {local}")
-    tf32 = torch.get_float32_matmul_precision() != "highest"
-    check.limit("tf32", int(tf32 or os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"), 0)
 
 
 def matmul(ranks: Ranks, check: Check) -> None:
@@ -293,7 +280,7 @@ def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication
             check.problems.append(f"{size:+,} bytes of {kind} over {axis} are not in the rehearsal")
 
 
-CHECKS = {"devices": devices, "matmul": matmul, "links": links, "parity": parity}
+CHECKS = {"matmul": matmul, "links": links, "parity": parity}
 
 
 # --------------------------------------------------------------------------------------------------

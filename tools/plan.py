@@ -37,29 +37,21 @@ from tools.planning.rehearse import Rehearsal
 # Flags
 
 
-def fraction(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
-    return number
-
-
-def number(metavar: str, help: str, kind=positive_number, default: float | None = None) -> dict:
-    return dict(metavar=metavar, help=help, type=kind, default=default)
+def number(metavar: str, help: str, default: float | None = None) -> dict:
+    return dict(metavar=metavar, help=help, type=positive_number, default=default)
 
 
 # This command's flags beyond train.py's: name -> argparse options
 FLAGS = {
     "world_size": count(None, "devices in all; required"),
     "nproc_per_node": count(8, "devices of a host"),
-    "rank": number("N", "the rank to rehearse (default: 0)", int, 0),
+    "rank": dict(metavar="N", type=int, default=0, help="the rank to rehearse (default: 0)"),
     "device_type": dict(
         choices=DEVICES, default="h100", help="memory, speed and links (default: h100)"
     ),
     "achieved": number(
         "X",
         "share of its peak that your device reaches while it computes (default: by operation)",
-        fraction,
     ),
     "intra_host_bandwidth": number(
         "GB/s",

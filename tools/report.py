@@ -157,14 +157,6 @@ def merged(ends: list[tuple[float, str]]) -> list[tuple[float, str]]:
     return found
 
 
-def lengths(ends: list[tuple[float, str]]) -> dict[str, float]:
-    """Seconds of each cause."""
-    found = {}
-    for (began, _), (ended, cause) in pairwise(ends):
-        found[cause] = found.get(cause, 0.0) + ended - began
-    return found
-
-
 # --------------------------------------------------------------------------------------------------
 # The page
 
@@ -183,7 +175,6 @@ def describe(folder: str, log: compare.Log) -> dict:
         "series": {name: s for name, s in series.items() if any(map(math.isfinite, s[1]))},
         "saved": [row["step"] for row in saves if row["event"] == "checkpoint"],
         "phases": ends,
-        "lengths": lengths(ends),
         "config": log.config,
         "starts": starts,
         "saves": saves[-20:],
@@ -218,18 +209,11 @@ def render(runs: list[dict], compared: list[list[str]], follow: bool) -> str:
 
 def write(folders: list[str], out: Path, follow: bool, warn=compare.warn) -> None:
     """Write the page atomically. Raises UsageError if a run cannot be read."""
-    try:
-        logs = [compare.read(*run, warn) for run in zip(folders, compare.names(folders))]
-        runs = list(map(describe, folders, logs))
-        table = compare.table(logs, loss=None, tolerance=1e-2).splitlines()
-        compared = [line.split(" | ") for line in table if "| --- |" not in line]
-        replace_file(out, render(runs, compared, follow))
-    except UsageError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"{', '.join(folders)}: not a log that train.py wrote: {error!r}"
-        ) from None
+    logs = [compare.read(*run, warn) for run in zip(folders, compare.names(folders))]
+    runs = [describe(folder, log) for folder, log in zip(folders, logs)]
+    table = compare.table(logs, loss=None, tolerance=1e-2).splitlines()
+    compared = [line.split(" | ") for line in table if "| --- |" not in line]
+    replace_file(out, render(runs, compared, follow))
 
 
 # --------------------------------------------------------------------------------------------------
