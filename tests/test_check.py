@@ -66,6 +66,9 @@ def on_rank(argv: list[str], faults: list[str]) -> tuple[int, str]:
     """The status of tools.check in this rank, and what it printed."""
     printed = io.StringIO()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(check, "SHORT", f"{check.SHORT} --max_steps 6 --warmup_steps 1")
+        )
         for fault in faults:
             stack.enter_context(FAULTS[fault]())
         stack.enter_context(contextlib.redirect_stdout(printed))

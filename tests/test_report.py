@@ -374,6 +374,6 @@ def test_a_page_in_a_browser(browse, tmp_path):
     for label, value in expected.items():
         assert float(said[label].replace(",", "")) == float(f"{value:.5g}")
     # Dragging zooms all charts, a double click ends it
-    assert zoomed == [[pytest.approx(200, abs=5), pytest.approx(500, abs=5)]] * 7
-    assert after == [[0, 600]] * 7
+    assert zoomed == [[pytest.approx(200, abs=5), pytest.approx(500, abs=5)]] * 6
+    assert after == [[0, 600]] * 6
     assert phase[1].startswith("training, ") and loaded == 0

@@ -20,7 +20,6 @@ from torch.distributed import tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-import config
 import optim
 from model import SIZES, build_model
 from runtime.memory import host_memory
@@ -149,15 +148,6 @@ def test_compare_and_report_skip_and_name_what_the_log_did_not_write(tmp_path, c
         out, err = capsys.readouterr()
         assert err == said
         assert main is report.main or "| final validation loss | 2.5000 | 2.5000 |" in out
-
-
-def test_compare_shows_the_learning_rate_in_use(tmp_path, compared):
-    flags = [{"lr": None, "warmup_steps": 5}, {"lr": 0.5, "warmup_steps": None, "d_model": 64}]
-    runs = [write_run(tmp_path / f"{i}", {1: 3.0}, **given) for i, given in enumerate(flags)]
-    found = compared(*runs)
-    in_use = [config.resolve(config.Config(**flags[0])).lr, 0.5]
-    assert found["`--lr`"] == [str(lr) for lr in in_use] and None not in in_use
-    assert found["`--warmup_steps`"] == ["5", str(config.WARMUP_STEPS)]
 
 
 def test_training_losses_are_means_over_the_same_tokens(tmp_path, compared):

@@ -6,7 +6,6 @@ python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
@@ -17,7 +16,6 @@ from statistics import fmean, median, stdev, variance
 
 import numpy as np
 
-import config as train_config
 from metrics import read_log
 from runtime import cli
 from runtime.cli import UsageError
@@ -40,7 +38,7 @@ class Log:
     """
 
     name: str
-    config: dict  # the flags
+    config: dict  # the flags, as given
     training: list[dict]  # training rows, each with its "time" since the start of the run
     val: list[dict]  # evaluations, each with the "time" of its step
     values: dict[str, dict]  # {"loss" or "parameter": {step: {name: {column: value}}}}
@@ -102,22 +100,11 @@ def read(folder: str, name: str, warn: Callable[[str], None] = warn) -> Log:
     parameters = {}
     for row in map(with_nan, read_log(run / "optim.jsonl", warn)):
         parameters.setdefault(row.pop("step"), {})[row.pop("parameter")] = row
-    config = read_flags(run / "config.json")
-    return Log(name, config, training, val, {"loss": losses, "parameter": parameters}, rows)
-
-
-def read_flags(file: Path) -> dict:
-    """The flags of a run, with the learning rate and warm-up in use where they were not given."""
-    known = {f.name for f in dataclasses.fields(train_config.Config)}
     try:
-        given = json.loads(file.read_bytes())
-        c = train_config.Config(**{name: given[name] for name in known & given.keys()})
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UsageError(f"{file} is damaged: {error}") from None
-    resolved = train_config.resolve(c)
-    for name in {"lr", "warmup_steps"} & given.keys():
-        given[name] = getattr(resolved, name)
-    return given
+        config = json.loads((run / "config.json").read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{run}/config.json is damaged: {error}") from None
+    return Log(name, config, training, val, {"loss": losses, "parameter": parameters}, rows)
 
 
 def with_nan(row: dict) -> dict:

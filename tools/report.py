@@ -31,7 +31,7 @@ UPLOT = Path(__file__).parent / "uplot"
 MAX_POINTS = 2000  # of a series; with several runs, of theirs together
 FOLLOW_SECONDS = 5  # between updates of --follow
 # Fields of training rows drawn unchanged
-FIELDS = ["loss", "lr", "grad_norm", "step_time", "tokens_per_second", "mfu"]
+FIELDS = ["loss", "lr", "grad_norm", "tokens_per_second", "mfu"]
 FIELDS += ["peak_device_memory", "peak_host_memory", "time"]
 
 # --------------------------------------------------------------------------------------------------
