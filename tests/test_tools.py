@@ -421,18 +421,6 @@ def test_the_test_has_the_p_of_a_published_one():
 SEEDS = ROOT / "docs/runs/seeds"
 
 
-def test_of_ten_seeds_a_real_difference_is_told_and_no_other(capsys):
-    """The logs of docs/benchmarks.md: a learning rate, and a flag that changes only rounding."""
-    names = ("lr-0.008", "lr-0.016", "micro-8")
-    runs = [str(SEEDS / f"{name}-{seed}") for name in names for seed in range(10)]
-    assert compare.main(runs[:20]) == 0
-    real = seeds(capsys.readouterr().out)["0.016"]
-    assert real[0] == "10" and "larger than the spread of seeds (paired t test, n = 10" in real[-1]
-    assert compare.main(runs[:10] + runs[20:]) == 0
-    none = seeds(capsys.readouterr().out)["8"]
-    assert none[0] == "10" and "not distinguishable (paired t test, n = 10" in none[-1]
-
-
 @pytest.mark.parametrize("n", [3, 5, 10])
 def test_equal_runs_are_told_apart_as_seldom_as_the_level_says(n):
     """Random halves, of n runs each, of twenty runs that differ in the seed alone."""

@@ -53,7 +53,7 @@ from tools.measuring.harness import ROOT, TORCHRUN, exchange, training_rows
 from tools.planning import rehearse
 
 STEPS = 20
-LEAST_STEPS = 4  # with a profile of each half
+LEAST_STEPS = 4  # the second half is profiled
 SECONDS = 60  # for one rank, which computes the micro-batches of all ranks
 # Relative differences between a mesh and one rank: loss, gradient norm
 TOLERANCE = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2)}
@@ -75,22 +75,20 @@ class Check:
     status: str = "pass"  # or FAIL, or skip
     seconds: float = 0.0
     figures: dict = field(default_factory=dict)
-    limits: dict[str, list[float]] = field(default_factory=dict)  # figure -> [least, most]
+    limits: dict[str, float] = field(default_factory=dict)  # figure -> the most it may be
     problems: list[str] = field(default_factory=list)  # why it failed
     not_checked: str = ""  # what was left out, and why
 
-    def limit(self, figure: str, value: float, most: float, least: float = 0.0) -> None:
-        """Record a figure that must lie between `least` and `most`; nan never does."""
+    def limit(self, figure: str, value: float, most: float) -> None:
+        """Record a figure that must lie between 0 and `most`; nan never does."""
         self.figures[figure] = value
-        self.limits[figure] = [least, most]
-        if not least <= value <= most:
-            self.problems.append(f"{figure} {value:.3g} is not between {least:g} and {most:g}")
+        self.limits[figure] = most
+        if not 0 <= value <= most:
+            self.problems.append(f"{figure} {value:.3g} is not between 0 and {most:g}")
 
     def __str__(self) -> str:
         parts = list(self.problems)
-        for figure, value in self.figures.items():
-            text = value if isinstance(value, str) else three_digits(value)
-            parts.append(f"{figure} {text}")
+        parts += [f"{name} {three_digits(value)}" for name, value in self.figures.items()]
         parts += [f"not checked: {self.not_checked}"] if self.not_checked else []
         line = f"{self.status}  {self.name:8} {self.seconds:5.1f} s  {', '.join(parts)}"
         return textwrap.fill(line, 100, subsequent_indent=" " * 24, break_on_hyphens=False)
