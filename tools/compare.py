@@ -96,7 +96,9 @@ def read(folder: str, name: str, warn: Callable[[str], None] = warn) -> Log:
     training, val = with_times(rows)
     if not training:
         raise UsageError(f"{folder} has no training row yet: let it run until its first one")
-    losses = {row["step"]: {"training": {"loss": row["loss"]}} for row in training}
+    losses = {}
+    for row in training:
+        losses[row["step"]] = {"training": {"loss": row["loss"]}}
     parameters = {}
     for row in map(with_nan, read_log(run / "optim.jsonl", warn)):
         parameters.setdefault(row.pop("step"), {})[row.pop("parameter")] = row
@@ -232,18 +234,18 @@ def relative_difference(a: dict, b: dict, column: str) -> float:
         is_one = math.isnan(x) != math.isnan(y) and column in ("loss", "grad_norm")
         return math.inf if is_one else 0.0
     kind, _, statistic = column.rpartition("_")
-    sizes = [x, y]
+    columns = [column]
     if statistic in ("mean", "max", "min"):
-        for row in (a, b):
-            sizes += [row.get(f"{kind}_max", 0.0), row.get(f"{kind}_min", 0.0)]
-    scale = max(map(abs, sizes))
+        columns += [f"{kind}_max", f"{kind}_min"]
+    scale = max(abs(row.get(name, 0.0)) for row in (a, b) for name in columns)
     return abs(x - y) / scale if scale else 0.0
 
 
 def flag_rows(logs: list[Log], *left_out: str) -> list[list[str]]:
     """Rows of the flags that differ between runs, except --out, which always does."""
     rows = []
-    for flag in sorted(set().union(*(log.config for log in logs)) - {"out", *left_out}):
+    flags = set().union(*(log.config for log in logs))
+    for flag in sorted(flags - {"out", *left_out}):
         values = [str(log.config.get(flag)) for log in logs]
         if len(set(values)) > 1:
             rows.append([f"`--{flag}`", *values])
@@ -280,12 +282,12 @@ def seeds_table(logs: list[Log]) -> str:
     comparisons = sum(len(found) > 1 for found in losses[1:])
     for setting, by_seed in zip(settings, losses):
         found = [loss for loss in by_seed.values() if loss is not None]
-        count = f"{len(found)} of {len(setting)}" if len(found) < len(setting) else f"{len(found)}"
         *_, counts, means, spreads, words = columns
-        counts.append(count)
+        ended = "" if len(found) == len(setting) else f" of {len(setting)}"
+        counts.append(f"{len(found)}{ended}")
         means.append(f"{fmean(found):.4f}" if found else "none yet")
         spreads.append(f"{stdev(found):.4f}" if len(found) > 1 else "-")
-        is_first = setting is settings[0]
+        is_first = by_seed is losses[0]
         words.append("-" if is_first else verdict(losses[0], by_seed, comparisons))
     header, *rows = zip(*columns)
     return markdown_table(header, rows)
@@ -318,10 +320,9 @@ def p_value(difference: float, squared_error: float, df: int) -> float:
     if squared_error == 0:
         return float(difference == 0)
     start = math.atan(abs(difference) / math.sqrt(squared_error * df))
-    width = math.pi / 2 - start
-    x = start + width * (np.arange(1000) + 0.5) / 1000
-    whole = math.sqrt(math.pi) * math.exp(math.lgamma(df / 2) - math.lgamma((df + 1) / 2))
-    return float(2 * width * np.mean(np.cos(x) ** (df - 1)) / whole)
+    x = np.linspace(0, math.pi / 2, 1_000_000)
+    density = np.cos(x) ** (df - 1)
+    return float(density[x >= start].sum() / density.sum())
 
 
 # --------------------------------------------------------------------------------------------------
