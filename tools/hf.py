@@ -348,17 +348,15 @@ def check_weights(
 ) -> None:
     """Raise UsageError unless `found` has exactly the tensors of the model."""
     expected = {hf_name(name): list(shape) for name, shape in shapes.items()}
-    for name, shape in expected.items():
-        if name not in found:
-            raise UsageError(f"{folder} lacks the tensor {name}")
-        its_shape = list(found[name].shape)
-        if its_shape != shape:
-            raise UsageError(
-                f"{folder}: {name} has the shape {its_shape}, config.json gives {shape}"
-            )
-    for name in found:
-        if name not in expected and not name.endswith(REDUNDANT):
-            raise UsageError(f"{folder} holds {name}, which this decoder does not have")
+    given = {}
+    for name, tensor in found.items():
+        if name in expected or not name.endswith(REDUNDANT):
+            given[name] = list(tensor.shape)
+    for name in expected | given:
+        theirs, ours = given.get(name), expected.get(name)
+        if theirs != ours:
+            shapes = f"has the shape {theirs}, by config.json {ours} (None: absent)"
+            raise UsageError(f"{folder}: {name} {shapes}")
 
 
 # --------------------------------------------------------------------------------------------------
