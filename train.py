@@ -9,7 +9,6 @@ import gc
 import itertools
 import math
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -130,7 +129,6 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     first_start = dist.on_rank0(
         lambda: run_folder.create(out, manifest, setup.strategy, world, start.step, this_start)
     )
-    console.keep_transcript(out / "console.log")
     stop_request = agreement.StopRequest(world.timeout, handle_signals)  # from here on
     saver = Saver(
         out,
@@ -475,10 +473,9 @@ CTRL_C = "stopped at once by Ctrl-C, without a save"
 def main(argv: list[str]) -> int:
     slurm.read_slurm()
     launcher.watch()
-    started = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z}"
-    heading = f"--- {started} train.py {shlex.join(argv)}\n"
-    with console.Transcript(heading if os.environ.get("RANK", "0") == "0" else ""):
-        return cli.execute("train.py", lambda: command(argv), CTRL_C)
+    status = cli.execute("train.py", lambda: command(argv), CTRL_C)
+    cli.drop_unprinted()
+    return status
 
 
 if __name__ == "__main__":

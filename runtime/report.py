@@ -1,5 +1,6 @@
 """The lines that a run prints: at its start, with the arithmetic, and of --eval_only."""
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -18,9 +19,10 @@ ENOUGH_CORES = 4  # for the thread of a GPU rank, its loader workers, NCCL and a
 
 
 def say(world: dist.World, lines: Iterable[str]) -> None:
-    """Print lines on rank 0."""
+    """Print lines on rank 0. A run goes on where nothing takes them, such as a closed pipe."""
     if world.is_rank0:
-        print("\n".join(lines), flush=True)
+        with contextlib.suppress(OSError):
+            print("\n".join(lines), flush=True)
 
 
 def describe_finished(start: Start) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 OUT/config.json      the flags of the last start
     starts.jsonl     one row per start: when, where, from which step, with which flags
-    console.log      what all ranks of all starts printed
     metrics.jsonl    one row per log_interval, evaluation and checkpoint
     optim.jsonl      one row per parameter, with --optim_metrics_interval
     checkpoints/     see checkpoint.py
@@ -26,7 +25,6 @@ import checkpoint
 import dist
 from checkpoint import CheckpointError, PathError
 from metrics import device_name, read_lines, read_log, replace_file
-from runtime import console
 from runtime.cli import RunError, UsageError
 from runtime.lock import is_at, try_lock
 
@@ -84,8 +82,6 @@ def locked(out: Path, timeout: float) -> Iterator[None]:
     patience = timeout if is_restart else 3.0
     with contextlib.ExitStack() as stack:
         dist.on_rank0(lambda: stack.enter_context(hold_lock(out, patience)))
-        if is_restart and (out / "console.log").exists():  # errors before step 1 go there, too
-            console.keep_transcript(out / "console.log")
         yield
 
 

@@ -190,7 +190,7 @@ class Watchdog:
         """End this process with status 1, whatever its main thread hangs in."""
         try:
             end_process_soon()  # the dump may hang in CUDA with the GIL held, or on the disk
-            console.close()
+            console.ended.set()
             if line:
                 if self.saved_step is not None:
                     line += f"; the same command continues from step {self.saved_step}"

@@ -117,7 +117,7 @@ def rewritten(folder: Path, source: Path, name: str, contents: bytes) -> None:
 
 def diverged(folder: Path, source: Path) -> None:
     """A copy of a checkpoint in the full format, with weights that are not finite."""
-    consolidate.consolidate(source, folder, lambda share: None)
+    consolidate.consolidate(source, folder)
     mapped, _ = checkpoint.map_safetensors(folder / consolidate.FULL)
     layout = {name: tensor.clone() for name, tensor in mapped.items()}
     layout["model.norm.weight"].fill_(torch.nan)

@@ -9,7 +9,6 @@ runs/tiny/checkpoints/step-00000600.
 """
 
 import argparse
-import functools
 import sys
 from pathlib import Path
 
@@ -49,9 +48,8 @@ def report(path: Path, verifies: bool) -> None:
 
 def write_one_file(path: Path, out: Path) -> None:
     """Consolidate a checkpoint, or a run's latest. Raises CheckpointError and PathError."""
-    with console.live(console.Progress("consolidating")) as progress:
-        share = functools.partial(setattr, progress, "share")
-        consolidate.consolidate(checkpoints_at(path)[-1], out, share)
+    with console.live(lambda: "consolidating"):
+        consolidate.consolidate(checkpoints_at(path)[-1], out)
     size = checkpoint.total_bytes(checkpoint.read_manifest(out))
     print(f"{out}: one file, {size / 1e6:,.1f} MB")
 
