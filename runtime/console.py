@@ -52,7 +52,7 @@ def live(what: Callable[[], str]) -> Iterator[None]:
         return
     streams = sys.stdout, sys.stderr
     ended.clear()
-    thread = threading.Thread(target=draw, args=(what, sys.stdout.fileno()), daemon=True)
+    thread = threading.Thread(target=redraw, args=(what, sys.stdout.fileno()), daemon=True)
     thread.start()
     try:
         sys.stdout, sys.stderr = (Lines(each) if is_terminal(each) else each for each in streams)
@@ -63,7 +63,7 @@ def live(what: Callable[[], str]) -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
-def draw(what: Callable[[], str], terminal: int) -> None:
+def redraw(what: Callable[[], str], terminal: int) -> None:
     """Draw the live line in every INTERVAL, in one write, which needs no lock."""
     text, began = what(), time.monotonic()
     with suppress(OSError):  # the terminal is gone
