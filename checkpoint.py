@@ -140,7 +140,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class Entry(NamedTuple):
-    """A tensor of index.json. As arrays, it takes a fifth of the memory that lists take."""
+    """A tensor of index.json."""
 
     full: Tensor  # its shape and dtype, on the meta device
     edges: list[np.ndarray]  # where chunks begin in each dimension, and where the last one ends
@@ -157,9 +157,9 @@ def parse_entry(name: str, value: dict, num_files: int) -> Entry:
         is_whole &= edge[0] == 0 and steps.min() >= min(size, 1)  # ascending from 0 to the size
         edges.append(edge)
     files = np.array(value["grid"], dtype=np.int64)
+    is_known = 0 <= files.min() <= files.max() < num_files
     # Each file has one chunk at most, so that no tensor is larger than all files.
-    is_known = set(files.tolist()) <= set(range(num_files))
-    if not is_whole or not is_known or len(set(files.tolist())) < len(files):
+    if not is_whole or not is_known or len(np.unique(files)) < len(files):
         raise ValueError(f"the chunks of {name} do not make up a whole tensor")
     return Entry(full, edges, files.reshape([len(edge) - 1 for edge in edges]))
 
