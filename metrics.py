@@ -458,7 +458,8 @@ class Log:
             return
         if step is not None:
             line = f"step {step:>{len(str(self.c.max_steps))}}/{self.c.max_steps}  {line}"
-        print(line, flush=True)
+        with suppress(OSError):  # a run goes on without its terminal, pipe or full disk
+            print(line, flush=True)
 
     def goodput(self) -> str:
         """The share of time since the first start that made progress, in words."""

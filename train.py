@@ -10,7 +10,6 @@ import gc
 import itertools
 import math
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -129,7 +128,6 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     chosen = {"strategy": setup.strategy, "micro_batch_size": setup.micro_batch_size}
     manifest = start.manifest | chosen
     first_start = dist.on_rank0(run_folder.create, out, manifest, world, state.step, this_start)
-    console.keep_transcript(out / "console.log")
     stop_request = agreement.StopRequest(world.timeout, handle_signals)  # from here on
     tokenizer_file = folders[0].tokenizer_file
     saver = Saver(
@@ -444,11 +442,10 @@ def report_stop(c: Config, step: int, log: metrics.Log) -> int:
 def main(argv: list[str]) -> int:
     slurm.read_slurm()
     launcher.watch()
-    started = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z}"
-    heading = f"--- {started} train.py {shlex.join(argv)}\n"
-    with console.Transcript(heading if os.environ.get("RANK", "0") == "0" else ""):
-        ctrl_c = "stopped at once by Ctrl-C, without a save"
-        return cli.execute("train.py", functools.partial(command, argv), ctrl_c)
+    ctrl_c = "stopped at once by Ctrl-C, without a save"
+    status = cli.execute("train.py", functools.partial(command, argv), ctrl_c)
+    cli.drop_unprinted()
+    return status
 
 
 if __name__ == "__main__":

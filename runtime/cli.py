@@ -136,6 +136,15 @@ def execute(program: str, command: Callable[[], int | None], ctrl_c: str = "") -
         return fail(program, message, status)
 
 
+def drop_unprinted() -> None:
+    """Forget what stdout and stderr did not take: Python would end with status 120 for it."""
+    for name in ("stdout", "stderr"):
+        try:
+            print(end="", file=getattr(sys, name), flush=True)
+        except OSError:
+            setattr(sys, name, None)
+
+
 def explain(error: Exception) -> str | None:
     """One line for an error of torch that has a remedy: out of memory, or from torch.compile."""
     inner = getattr(error, "inner_exception", None)  # in torch.compile's errors

@@ -24,7 +24,7 @@ def end_with_launcher() -> None:
     while os.getppid() == PARENT:
         time.sleep(1)
     try:
-        console.close()
+        console.ended.set()
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each host
             console.print_error(
                 f"{Path(sys.argv[0]).name}: error: the launcher of the ranks on this host, process "

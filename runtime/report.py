@@ -1,5 +1,6 @@
 """The lines that a run prints: at its start, with the arithmetic, and of --eval_only."""
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 
@@ -12,9 +13,10 @@ from runtime.preflight import Start
 
 
 def say(world: dist.World, lines: Iterable[str]) -> None:
-    """Print lines on rank 0."""
+    """Print lines on rank 0. A run goes on where nothing takes them, such as a closed pipe."""
     if world.rank == 0:
-        print("\n".join(lines), flush=True)
+        with contextlib.suppress(OSError):
+            print("\n".join(lines), flush=True)
 
 
 def describe_start(

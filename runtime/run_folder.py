@@ -2,7 +2,6 @@
 
 OUT/config.json      the flags of the last start
     starts.jsonl     one row per start: when, where, from which step, with which flags
-    console.log      what all ranks of all starts printed
     metrics.jsonl    one row per log_interval, evaluation and checkpoint
     optim.jsonl      one row per parameter, with --optim_metrics_interval
     checkpoints/     see checkpoint.py

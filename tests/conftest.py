@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -33,7 +34,7 @@ from config import Config, parse
 from layout import Setup
 from metrics import is_due
 from model import ModelConfig, Transformer
-from runtime import consolidate, preflight, run_folder
+from runtime import consolidate, memory, preflight, run_folder
 from runtime.watchdog import Watchdog
 from tools import checkpoint as commands
 
@@ -198,6 +199,15 @@ def train_step(run: Built, batches, step: int) -> dict:
     return train.train_step(
         run.forward, run.state.optimizer, batches, step, n, c.grad_sync, measure
     )
+
+
+def memory_taken(task: Callable[[], None]) -> int:
+    """By how many bytes this process grows at most while it runs the task."""
+    status = Path("/proc/self/status")
+    Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak
+    before = memory.read_fields(status)["VmRSS:"]
+    task()
+    return 1024 * (memory.read_fields(status)["VmHWM:"] - before)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -81,7 +81,11 @@ MISTAKES = {
             "consolidate {ids} {foreign}/config.json/new", "new: [Errno 20] Not a directory", 1
         ),
         Mistake("consolidate {flipped} {root}/new", "rank-00000.safetensors has changed since", 1),
-        Mistake("consolidate {hostile} {root}/new", "{hostile}/index.json: it points to ../x", 1),
+        Mistake(
+            "consolidate {hostile} {root}/new",
+            "{hostile}/index.json: it points to a file outside",
+            1,
+        ),
         Mistake("consolidate {no_names} {root}/new", "cannot read {no_names}/index.json: ", 1),
     ],
 }
@@ -118,7 +122,7 @@ def rewritten(folder: Path, source: Path, name: str, contents: bytes) -> None:
 
 def diverged(folder: Path, source: Path) -> None:
     """A copy of a checkpoint in the full format, with weights that are not finite."""
-    consolidate.consolidate(source, folder, lambda share: None)
+    consolidate.consolidate(source, folder)
     mapped, _ = checkpoint.map_safetensors(folder / consolidate.FULL)
     layout = {name: tensor.clone() for name, tensor in mapped.items()}
     layout["model.norm.weight"].fill_(torch.nan)

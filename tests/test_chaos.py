@@ -151,7 +151,7 @@ def test_killed_twenty_times_while_it_consolidates(pool, tokens, tmp_path):
             shutil.copytree(sharded, path)
             job = torchrun(2, argv, tmp_path / "job")
             job.wait_until(lambda: list(out.glob("checkpoints/.*tmp")), 120)
-            time.sleep(rng.uniform(0, 0.8))
+            time.sleep(rng.uniform(0, 0.3))
             for pid in rng.choice([job.ranks(), job.ranks()[:1]]):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

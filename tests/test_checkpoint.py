@@ -158,7 +158,7 @@ def test_any_mesh_loads_what_any_other_has_saved(pool, tokens, tmp_path, model):
     for ranks in MESHES:
         pool(ranks, save_on_each_mesh, argv, tmp_path / "saved")
     paths = sorted((tmp_path / "saved").glob("*/checkpoints/step-00000001"))
-    consolidate.consolidate(paths[-1], tmp_path / "saved/full", lambda share: None)
+    consolidate.consolidate(paths[-1], tmp_path / "saved/full")
     paths.append(tmp_path / "saved/full")
     assert len(paths) == 9
     for ranks, meshes in MESHES.items():
@@ -203,7 +203,7 @@ def test_every_value_is_written_once(whole, mesh):
     assert values < on_disk < values + headers
 
 
-@pytest.mark.parametrize("mesh", RANKS_OF_MESH)
+@pytest.mark.parametrize("mesh", ["ddp", "fsdp --tp 2"])
 def test_names_are_those_of_the_bare_model(whole, mesh):
     state = tensors(last_checkpoint(whole[mesh]))
     names = {name.removeprefix("model.") for name in state if name.startswith("model.")}

@@ -198,14 +198,6 @@ def test_available_memory_is_what_linux_says_or_all_of_it_elsewhere(tmp_path):
             assert memory.available_memory() == 2000 * 4096
 
 
-def test_the_memory_of_this_process_is_what_linux_says_or_0():
-    status = "Name:\tpython\nVmHWM:\t   20 kB\nVmRSS:\t   12 kB\n"
-    with mock.patch.object(Path, "read_text", return_value=status):
-        assert memory.host_memory()[:2] == (12288, 20480)
-    with mock.patch.object(Path, "read_text", side_effect=FileNotFoundError):
-        assert memory.host_memory()[:2] == (0, 0)
-
-
 def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     """What --strategy auto takes where ddp would use these shares of a rank's memory."""
     world = dist.start("cpu")

@@ -15,14 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_model, call_train, flags, rows
+from conftest import build_model, call_train, flags, memory_taken, rows
 from torch.distributed import tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import optim
 from model import SIZES
-from runtime.memory import host_memory
 from runtime.saver import Saver
 from tools import bench, compare, report
 
@@ -482,13 +481,9 @@ def memory_of_a_save(folder: Path, async_save: bool) -> float:
     del weights
     saver = Saver(folder, async_save, 1, 0, timedelta(seconds=60))
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # return free memory to the system first
-    Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak
-    before = host_memory().resident
-    saver.save(state, {"step": 1})
-    saver.wait()
+    taken = memory_taken(lambda: (saver.save(state, {"step": 1}), saver.wait()))
     assert saver.failure is None
-    shard = sum(weight.to_local().nbytes for weight in state.values())
-    return (host_memory().peak - before) / shard
+    return taken / sum(weight.to_local().nbytes for weight in state.values())
 
 
 @pytest.mark.slow

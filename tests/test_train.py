@@ -256,7 +256,6 @@ def test_a_run_whose_folder_is_renamed_saves_and_says_so(pool, tokens, tmp_path)
     step = int(path.name.removeprefix("step-"))
     assert 4 <= step <= 6 and checkpoint.verify(path) is None
     assert err == f"train.py: error: {out} was renamed or removed: later saves are in a new one\n"
-    assert err in (renamed / "console.log").read_text()
     path.rename(renamed / "checkpoints" / path.name)
     argv = flags(f"{text} --out {renamed} --max_steps {step + 1} --allow_changes")
     (status, said, _), _ = pool(2, listen, argv)
