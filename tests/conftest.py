@@ -1,7 +1,7 @@
 """Shared by the tests: a small corpus, processes that play the ranks, and real jobs.
 
-Starting torch takes seconds, so four workers start once and form a new gloo group for every case.
-Tests that need torchrun, signals or kills start a job.
+Importing torch takes seconds, so one process imports it for all workers, which are forked from it.
+They form a new gloo group for every case. Tests that need torchrun, signals or kills start a job.
 """
 
 import contextlib
@@ -66,7 +66,6 @@ def free_port() -> int:
 
 def work(pipe) -> None:
     torch.set_num_threads(1)
-    pipe.send("torch is imported")
     while True:
         environment, function, arguments = pipe.recv()
         os.environ.update(environment)
@@ -82,18 +81,22 @@ def work(pipe) -> None:
 class Pool:
     """pool(n, function, *arguments): what n ranks return from calling `function` together."""
 
+    start_method = "forkserver"
+
     def __init__(self):
         self.workers = []
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for _ in range(4):
-            here, there = context.Pipe()
-            process = context.Process(target=work, args=(there,), daemon=False)
-            process.start()
-            self.workers.append((process, here))
-        for _, pipe in self.workers:
-            pipe.recv()  # on a busy machine after minutes, which are not the first case's
+        # The process from which the workers are forked does not take over sys.path.
+        paths = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+        context = multiprocessing.get_context(self.start_method)
+        context.set_forkserver_preload(["conftest"])
+        with mock.patch.dict(os.environ, paths):
+            for _ in range(4):
+                here, there = context.Pipe()
+                process = context.Process(target=work, args=(there,), daemon=False)
+                process.start()
+                self.workers.append((process, here))
 
     def stop(self) -> None:
         for process, _ in self.workers:
