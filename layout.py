@@ -10,7 +10,7 @@ from torch import nn
 
 import dist
 import optim
-from config import Config, blocks_per_unit
+from config import Config
 from model import (
     ModelConfig,
     Transformer,
@@ -22,6 +22,8 @@ from runtime.cli import UsageError
 
 # --------------------------------------------------------------------------------------------------
 # The setup of a run
+
+UNIT_BYTES = 8_000_000  # of float32 weights in an FSDP unit at most, under --wrap auto
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Setup:
     grad_accum_steps: int
     dtype: torch.dtype  # of the forward pass
     model: ModelConfig
+    blocks_per_unit: int | None  # of FSDP; None: the whole model is one unit
 
     @property
     def dp_size(self) -> int:
@@ -112,6 +115,7 @@ def make_setup(
         grad_accum_steps=grad_accum_steps,
         dtype=compute_dtype(c.dtype, device),
         model=model,
+        blocks_per_unit=blocks_per_unit(c.wrap, model),
     )
 
 
@@ -157,6 +161,24 @@ def empty_model(c: Config, setup: Setup) -> Transformer:
         return Transformer(setup.model, setup.dtype, c.loss_chunks)
 
 
+def blocks_per_unit(wrap: str, model: ModelConfig) -> int | None:
+    """--wrap as a number of blocks; None: the whole model is one unit.
+
+    auto: as many as have UNIT_BYTES of float32 weights. A message costs time whatever its size, so
+    small blocks go together; a model that fits into one unit is gathered once a micro-batch.
+    """
+    if wrap == "auto":
+        with torch.device("meta"):
+            net = Transformer(model)
+        if 4 * net.parameter_count() <= UNIT_BYTES:
+            return None
+        block_bytes = 4 * sum(p.numel() for p in net.blocks[0].parameters())
+        return max(1, UNIT_BYTES // block_bytes)
+    if wrap == "none":
+        return None
+    return int(wrap.removeprefix("block").removeprefix("_group:") or 1)
+
+
 def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.Module]]:
     """The modules that FSDP gathers together; the rest of the model, its root, is one more unit.
 
@@ -195,7 +217,7 @@ def place(
         init=functools.partial(model.init_tensor, seed=c.seed),
         dtype=setup.dtype,
         tp_plan=model.tensor_parallel_plan(),
-        fsdp_units=fsdp_units(model, blocks_per_unit(c)),
+        fsdp_units=fsdp_units(model, setup.blocks_per_unit),
         reshard_after_forward=c.reshard_after_forward,
         keep_gradients=c.grad_sync == "batch" and setup.grad_accum_steps > 1,
         init_weights=init_weights,
@@ -215,13 +237,15 @@ def place(
 class Memory:
     """The least that a rank needs at its peak, in bytes.
 
-    Weights, gradients and optimizer are exact. Gathered weights, communication buffers and the
-    process itself come on top: tools.plan rehearses a step and counts them.
+    Weights, gradients and optimizer are exact. The weights of a unit that FSDP drops after use,
+    communication buffers and the process itself come on top: tools.plan rehearses a step and counts
+    them.
     """
 
     weights: int
     gradients: int
     optimizer: int
+    gathered: int  # of the whole model, if it is one FSDP unit, which stays through the step
     activations: int
     logits: int
 
@@ -236,18 +260,20 @@ class Memory:
     def __str__(self) -> str:
         """One line of arithmetic."""
         unit, name, digits = (1e9, "GB", 2) if self.total >= 1e9 else (1e6, "MB", 1)
-        parts = [f"{part} {size / unit:,.{digits}f}" for part, size in vars(self).items()]
+        parts = [f"{part} {size / unit:,.{digits}f}" for part, size in vars(self).items() if size]
         return f"{' + '.join(parts)} = {self.total / unit:,.{digits}f} {name}"
 
 
 def estimate_memory(c: Config, setup: Setup) -> Memory:
     """The least that a rank needs. Adds all parts: activations are largest before gradients."""
     m = setup.model
-    weights = optimizer = 0
+    weights = optimizer = gathered = 0
     model = empty_model(c, setup)
     for name, parameter in model.named_parameters():
         local = local_numel(parameter, setup.mesh_shape)
         weights += 4 * local
+        if setup.uses_fsdp and setup.blocks_per_unit is None:
+            gathered += setup.dtype.itemsize * local_numel(parameter, (1, 1, c.tp))
         updater = optim.updater(c.optimizer, name, parameter.shape, model.is_hidden(name))
         for shape in updater.slots(parameter.shape).values():
             # A slot with the shape of its parameter is sharded like it
@@ -255,7 +281,8 @@ def estimate_memory(c: Config, setup: Setup) -> Memory:
     # A logit and its gradient in float32, and once in the compute dtype
     logit_size = 4 + 4 + (setup.dtype.itemsize if setup.dtype != torch.float32 else 0)
     logits = setup.micro_batch_size * m.seq_len * m.vocab_size // c.loss_chunks // c.tp
-    return Memory(weights, weights, optimizer, activation_bytes(c, setup), logit_size * logits)
+    activations = activation_bytes(c, setup)
+    return Memory(weights, weights, optimizer, gathered, activations, logit_size * logits)
 
 
 def local_numel(parameter: nn.Parameter, mesh_shape: tuple[int, int, int]) -> int:

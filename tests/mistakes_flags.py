@@ -17,7 +17,7 @@ MISTAKES = {
         ),
         Mistake(
             "--wrap blocks",
-            "--wrap blocks: choose block, block_group:K (K blocks at a time) or none",
+            "--wrap blocks: choose auto, block, block_group:K (K blocks at a time) or none",
         ),
         Mistake("--grad_sync shard", "--grad_sync shard is for --strategy hsdp, not single"),
         Mistake(

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 import config
-from config import Config, blocks_per_unit, model_config, parse, profile_window
+from config import Config, model_config, parse, profile_window
 from layout import split_batch
 from runtime.cli import UsageError
 
@@ -94,16 +94,12 @@ def test_the_reference_has_every_flag_and_tells_which_may_not_change():
     assert {*re.findall(r"--(\w+)", of_numbers)} | others == refused
 
 
-@pytest.mark.parametrize("wrap, blocks", [("block", 1), ("block_group:3", 3), ("none", None)])
-def test_wrap_is_a_number_of_blocks(wrap, blocks):
-    assert blocks_per_unit(Config(wrap=wrap)) == blocks
-
-
 @pytest.mark.parametrize(
-    "wrap", ["blocks", "block_group", "block_group:0", "block_group:x", "block:2", "none:2"]
+    "wrap",
+    ["blocks", "block_group", "block_group:0", "block_group:x", "block:2", "none:2", "auto:2"],
 )
 def test_a_wrap_that_does_not_exist_is_refused(wrap):
-    with pytest.raises(UsageError, match=f"--wrap {wrap}: choose block, block_group:K"):
+    with pytest.raises(UsageError, match=f"--wrap {wrap}: choose auto, block, block_group:K"):
         parse(["--wrap", wrap])
 
 
