@@ -86,7 +86,9 @@ class Config:
     dp_replicate: int | None = free("mesh", None, "number of replicas (hsdp: one per host)", 1)
     dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: those of a host)", 1)
     tp: int = free("mesh", 1, "tensor parallelism: ranks that compute one forward together", 1)
-    wrap: str = free("mesh", "block", "FSDP unit: block, block_group:K or none", metavar="UNIT")
+    wrap: str = free(
+        "mesh", "auto", "FSDP unit: auto, block, block_group:K or none", metavar="UNIT"
+    )
     reshard_after_forward: bool = free(
         "mesh", True, "drop gathered weights after forward, gather them again; false: SHARD_GRAD_OP"
     )
@@ -246,7 +248,7 @@ def to_config(flags: dict) -> Config:
     if not (config.source or config.eval_only):  # the checkpoint has the model
         model_config(config, vocab_size=64 * config.tp)
         resolve(config)
-    blocks_per_unit(config)
+    check_wrap(config.wrap)
     profile_window(config)
     return config
 
@@ -391,14 +393,12 @@ def model_config(config: Config, vocab_size: int, base: ModelConfig | None = Non
     return model
 
 
-def blocks_per_unit(config: Config) -> int | None:
-    """--wrap as blocks per FSDP unit; None: the whole model. Raises UsageError."""
-    match = re.fullmatch(r"none|block|block_group:(\d*[1-9]\d*)", config.wrap)
-    if not match:
+def check_wrap(wrap: str) -> None:
+    """Raises UsageError."""
+    if not re.fullmatch(r"auto|none|block|block_group:\d*[1-9]\d*", wrap):
         raise UsageError(
-            f"--wrap {config.wrap}: choose block, block_group:K (K blocks at a time) or none"
+            f"--wrap {wrap}: choose auto, block, block_group:K (K blocks at a time) or none"
         )
-    return None if config.wrap == "none" else int(match[1] or 1)
 
 
 def profile_window(config: Config) -> tuple[int, int] | None:

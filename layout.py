@@ -10,7 +10,7 @@ from torch import nn
 
 import dist
 import optim
-from config import Config, blocks_per_unit
+from config import Config
 from model import (
     ModelConfig,
     Transformer,
@@ -22,6 +22,8 @@ from runtime.cli import UsageError
 
 # --------------------------------------------------------------------------------------------------
 # The setup of a run
+
+UNIT_BYTES = 8_000_000  # of float32 weights in an FSDP unit at most, under --wrap auto
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Setup:
     grad_accum_steps: int
     dtype: torch.dtype  # of the forward pass
     model: ModelConfig
+    blocks_per_unit: int | None  # of FSDP; None: the whole model is one unit
 
     @property
     def dp_size(self) -> int:
@@ -75,7 +78,8 @@ def make_setup(c: Config, world: dist.World, model: ModelConfig, strategy: str) 
     )
     batch = split_batch(c, shape[0] * shape[1])
     dtype = compute_dtype(c.dtype, world.device)
-    return Setup(world.device.type, strategy, shape, *batch, dtype, model)
+    blocks = blocks_per_unit(c.wrap, model)
+    return Setup(world.device.type, strategy, shape, *batch, dtype, model, blocks)
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -115,6 +119,24 @@ def empty_model(c: Config, setup: Setup) -> Transformer:
         return Transformer(setup.model, setup.dtype, c.loss_chunks)
 
 
+def blocks_per_unit(wrap: str, model: ModelConfig) -> int | None:
+    """--wrap as a number of blocks; None: the whole model is one unit.
+
+    auto: as many as have UNIT_BYTES of float32 weights. A message costs time whatever its size, so
+    small blocks go together; a model that fits into one unit is gathered once a micro-batch.
+    """
+    if wrap == "auto":
+        with torch.device("meta"):
+            net = Transformer(model)
+        if 4 * net.parameter_count() <= UNIT_BYTES:
+            return None
+        block_bytes = 4 * sum(p.numel() for p in net.blocks[0].parameters())
+        return max(1, UNIT_BYTES // block_bytes)
+    if wrap == "none":
+        return None
+    return int(wrap.removeprefix("block").removeprefix("_group:") or 1)
+
+
 def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.Module]]:
     """The modules that FSDP gathers together; the rest of the model, its root, is one more unit.
 
@@ -152,7 +174,7 @@ def place(
         init=functools.partial(model.init_tensor, seed=c.seed),
         dtype=setup.dtype,
         tp_plan=model.tensor_parallel_plan(),
-        fsdp_units=fsdp_units(model, blocks_per_unit(c)),
+        fsdp_units=fsdp_units(model, setup.blocks_per_unit),
         reshard_after_forward=c.reshard_after_forward,
         keep_gradients=c.grad_sync == "batch" and setup.grad_accum_steps > 1,
         init_weights=init_weights,
@@ -172,13 +194,15 @@ def place(
 class Memory:
     """The least that a rank needs at its peak, in bytes.
 
-    Weights, gradients and optimizer are exact. Gathered weights, communication buffers and the
-    process itself come on top: tools.plan rehearses a step and counts them.
+    Weights, gradients and optimizer are exact. The weights of a unit that FSDP drops after use,
+    communication buffers and the process itself come on top: tools.plan rehearses a step and counts
+    them.
     """
 
     weights: int
     gradients: int
     optimizer: int
+    gathered: int  # of the whole model, if it is one FSDP unit, which stays through the step
     activations: int
     logits: int
 
@@ -192,7 +216,7 @@ class Memory:
 
     def __str__(self) -> str:
         unit, name, digits = (1e9, "GB", 2) if self.total >= 1e9 else (1e6, "MB", 1)
-        parts = [f"{part} {size / unit:,.{digits}f}" for part, size in vars(self).items()]
+        parts = [f"{part} {size / unit:,.{digits}f}" for part, size in vars(self).items() if size]
         return f"{' + '.join(parts)} = {self.total / unit:,.{digits}f} {name}"
 
 
@@ -200,7 +224,7 @@ def estimate_memory(c: Config, setup: Setup) -> Memory:
     """The least that a rank needs. Adds all parts: activations are largest before gradients."""
     m = setup.model
     _, dp_shard, tp = setup.mesh_shape
-    weights = optimizer = 0
+    weights = optimizer = gathered = 0
     model = empty_model(c, setup)
     for name, parameter in model.named_parameters():
         # FSDP splits the rows of all parameters, and pads the last shards to the size of the first;
@@ -208,6 +232,8 @@ def estimate_memory(c: Config, setup: Setup) -> Memory:
         parts = dp_shard * (tp if parameter.dim() > 1 else 1)
         local = math.ceil(len(parameter) / parts) * (parameter.numel() // len(parameter))
         weights += 4 * local
+        if dp_shard > 1 and setup.blocks_per_unit is None:
+            gathered += setup.dtype.itemsize * dp_shard * local
         updater = optim.updater(c.optimizer, name, parameter.shape, model.is_hidden(name))
         for shape in updater.slots(parameter.shape).values():
             # A slot with the shape of its parameter is sharded like it
@@ -215,7 +241,8 @@ def estimate_memory(c: Config, setup: Setup) -> Memory:
     # A logit and its gradient in float32, and once in the compute dtype
     logit_size = 4 + 4 + (setup.dtype.itemsize if setup.dtype != torch.float32 else 0)
     logits = setup.micro_batch_size * m.seq_len * m.vocab_size // c.loss_chunks // tp
-    return Memory(weights, weights, optimizer, activation_bytes(c, setup), logit_size * logits)
+    activations = activation_bytes(c, setup)
+    return Memory(weights, weights, optimizer, gathered, activations, logit_size * logits)
 
 
 def activation_bytes(c: Config, setup: Setup) -> int:

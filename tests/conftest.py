@@ -42,7 +42,7 @@ ROOT = Path(__file__).parent.parent
 TRAIN = ROOT / "train.py"
 TINY = (
     "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 "
-    "--global_batch_size 8 --sample_tokens 0"
+    "--global_batch_size 8 --sample_tokens 0 --wrap block"
 )
 QUIET = (
     "--device cpu --eval_sequences 10 --eval_interval 0 --save_interval 0 --log_interval 1 "

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 import config
-from config import Config, blocks_per_unit, model_config, parse, profile_window
+from config import Config, model_config, parse, profile_window
 from layout import split_batch
 from runtime.cli import UsageError
 
@@ -77,16 +77,14 @@ def test_the_reference_has_every_flag_and_tells_which_may_not_change():
     assert {*re.findall(r"--(\w+)", of_numbers)} == refused
 
 
-def test_a_profile_window_lies_within_the_run_and_wrap_is_a_number_of_blocks():
+def test_a_profile_window_lies_within_the_run_and_wrap_is_one_of_four():
     assert profile_window(Config()) is None
     assert profile_window(Config(profile="10:13")) == (10, 13)
     for text in ("3", "3:3", "a:b", "-1:3", "3:600"):
         with pytest.raises(UsageError, match="give START:STOP"):
             profile_window(Config(profile=text))
-    for wrap, blocks in {"block": 1, "block_group:3": 3, "none": None}.items():
-        assert blocks_per_unit(Config(wrap=wrap)) == blocks
-    for wrap in ("blocks", "block_group", "block_group:0", "block:2", "none:2"):
-        with pytest.raises(UsageError, match=f"--wrap {wrap}: choose block, block_group:K"):
+    for wrap in ("blocks", "block_group", "block_group:0", "block:2", "none:2", "auto:2"):
+        with pytest.raises(UsageError, match=f"--wrap {wrap}: choose auto, block, block_group"):
             parse(["--wrap", wrap])
 
 

@@ -21,7 +21,7 @@ import layout
 import model
 import optim
 import train
-from config import model_config
+from config import model_config, parse
 from runtime import memory
 
 
@@ -253,3 +253,20 @@ def test_torch_finds_expandable_segments_unless_the_allocator_is_configured(tmp_
             [sys.executable, "train.py"], env=environment, cwd=ROOT, stdout=subprocess.PIPE
         )
         assert done.stdout.decode() == f"{found}\n"
+
+
+@pytest.mark.parametrize(
+    "wrap, size, blocks",
+    [
+        ("block", "tiny", 1),
+        ("block_group:3", "tiny", 3),
+        ("none", "llama3-8b", None),
+        ("auto", "tiny", None),  # 3.4 MB of float32 weights: one unit
+        # 4 x 256 x 256 + 3 x 256 x 512 weights and 2 norms: 2.6 MB a block, 21 MB in all
+        ("auto", "tiny --n_layer 8 --d_model 256 --n_kv_head 4 --d_ff 512", 3),
+        ("auto", "llama3-8b", 1),  # 872 MB a block
+    ],
+)
+def test_wrap_is_a_number_of_blocks_of_8_mb_by_default(wrap, size, blocks):
+    shape = model_config(parse(["--model", *size.split()]), vocab_size=257)
+    assert layout.blocks_per_unit(wrap, shape) == blocks

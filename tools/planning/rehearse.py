@@ -41,7 +41,7 @@ import layout
 import model
 import optim
 import train
-from config import Config, blocks_per_unit
+from config import Config
 from layout import Setup
 from model import ModelConfig
 from runtime.profiling import CommunicationCounter, Traffic
@@ -231,7 +231,7 @@ def run_layers(c: Config, setup: Setup, world: dist.World) -> Rehearsal:
         return run_step(c, dataclasses.replace(setup, model=model_config), mesh)
 
     n_layer = setup.model.n_layer
-    unit = blocks_per_unit(c) or 1
+    unit = setup.blocks_per_unit or 1
     more = n_layer // unit - REHEARSED_UNITS  # units
     few = n_layer - more * unit
     found = None
