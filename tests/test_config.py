@@ -78,17 +78,10 @@ def test_a_flag_of_a_fork_can_be_true_false_or_not_given(monkeypatch):
     assert values == [None, True, False]
 
 
-def test_the_reference_has_every_flag_and_tells_which_may_not_change():
-    reference = (ROOT / "docs/reference.md").read_text()
-    tables, _, resuming = reference.partition("## Flags of train.py")[2].partition(
-        "### Model sizes"
-    )
-    first_columns = re.findall(r"^\| (`--.*?) \|", tables, re.M)
-    listed = re.findall(r"--(\w+)", " ".join(first_columns))
-    fields = dataclasses.fields(Config)
-    assert sorted(listed) == sorted(["config", *(f.name for f in fields)])
+def test_the_reference_tells_which_flags_may_not_change():
+    resuming = (ROOT / "docs/reference.md").read_text().partition("## Resuming")[2]
     (of_numbers,) = re.findall(r"^\| (`--lr`.*?) \| Refused without", resuming, re.M)
-    refused = {f.name for f in fields if f.metadata["resume"] == "refused"}
+    refused = {f.name for f in dataclasses.fields(Config) if f.metadata["resume"] == "refused"}
     # which make another run, as the row before says
     others = {"seed", "global_batch_size", "optimizer"}
     assert {*re.findall(r"--(\w+)", of_numbers)} | others == refused
