@@ -28,7 +28,7 @@ FLAGS_OF_OTHERS += ["--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit", 
 FLAGS_OF_OTHERS += ["--logdir", "--model_args", "--tasks"]
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
 # Of Hugging Face
-NAMES_OF_OTHERS = {"AutoModelForCausalLM"}
+NAMES_OF_OTHERS = {"AutoModelForCausalLM", "AutoTokenizer"}
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
