@@ -56,7 +56,7 @@ once = functools.partial(flag, resume="not compared")
 
 @dataclass(frozen=True)
 class Config:
-    """The flags. To add one, add a field here and a row to docs/reference.md.
+    """The flags. To add one, add a field here; --help prints it.
 
     A field named like one of ModelConfig overrides it unless it is None. Resuming refuses a changed
     value unless the field is `free` or `once`.
@@ -202,7 +202,7 @@ examples:
   torchrun --standalone --nproc_per_node 8 train.py --config configs/gpt2-124m.json
   python train.py --eval_only --out runs/mine
 
-docs/reference.md explains all flags, and the other commands.
+docs/reference.md has the log's fields, exit statuses, file formats and guarantees.
 """
 
 

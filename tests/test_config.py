@@ -63,17 +63,10 @@ def test_a_flag_can_be_true_false_or_not_given(monkeypatch):
         parse(["--async_save", "no"])
 
 
-def test_the_reference_has_every_flag_and_tells_which_may_not_change():
-    reference = (ROOT / "docs/reference.md").read_text()
-    tables, _, resuming = reference.partition("## Flags of train.py")[2].partition(
-        "### Model sizes"
-    )
-    first_columns = re.findall(r"^\| (`--.*?) \|", tables, re.M)
-    listed = re.findall(r"--(\w+)", " ".join(first_columns))
-    fields = dataclasses.fields(Config)
-    assert sorted(listed) == sorted(["config", *(f.name for f in fields)])
+def test_the_reference_tells_which_flags_may_not_change():
+    resuming = (ROOT / "docs/reference.md").read_text().partition("## Resuming")[2]
     (of_numbers,) = re.findall(r"^\| (`--lr`.*?) \| Refused without", resuming, re.M)
-    refused = {f.name for f in fields if f.metadata["resume"] == "refused"}
+    refused = {f.name for f in dataclasses.fields(Config) if f.metadata["resume"] == "refused"}
     assert {*re.findall(r"--(\w+)", of_numbers)} == refused
 
 
