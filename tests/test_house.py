@@ -91,13 +91,13 @@ def test_no_public_name_is_defined_twice_outside_tools():
 # Lines of a room at most. Whoever adds takes something away, or raises a number in a commit of its
 # own that says what it buys.
 ROOMS = {
-    "train.py model.py data.py dist.py optim.py checkpoint.py": 3140,
-    "*.py": 4960,
-    "runtime/*.py": 2290,
-    "text/*.py": 1030,
-    "tools/**/*.py": 4430,
+    "train.py model.py data.py dist.py optim.py checkpoint.py": 2990,
+    "*.py": 4640,
+    "runtime/*.py": 1910,
+    "text/*.py": 930,
+    "tools/**/*.py": 3950,
     "docs/*.py": 200,
-    "tests/*.py": 15080,
+    "tests/*.py": 13250,
 }
 
 
