@@ -14,7 +14,6 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -24,7 +23,6 @@ from conftest import ROOT, Job, children, flags, free_port, rows, torchrun, wait
 import data
 import train
 from runtime import launcher, watchdog
-from runtime.saver import Saver
 
 
 def is_running(pid: int) -> bool:
@@ -329,47 +327,30 @@ def test_slow_work_may_take_ten_times_the_timeout_but_silence_not(seconds, slow,
     assert abort.call_args_list == ([mock.call(line)] if line else [])
 
 
-def watch_a_run(argv: list[str]) -> list[tuple[str, int, bool]]:
-    """(what, after how many steps, whether the watchdog takes it for slow)."""
+def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
+    """(steps done, what is done next, whether that may be slow), each once."""
     seen = []
-    build = train.build
-    now = SimpleNamespace()
 
-    def see(what: str) -> None:
-        seen.append((what, now.state.step, now.watchdog.slow))
+    def see(guard, step: int, doing: str, slow: bool = False) -> None:
+        seen.append((step, doing, slow))
 
-    def watched(*arguments):
-        now.state, forward = build(*arguments)
-        forward.register_forward_hook(lambda *_: see("forward"))
-        return now.state, forward
-
-    def make(*arguments):
-        now.watchdog = watchdog.Watchdog(*arguments)
-        return now.watchdog
-
-    with (
-        mock.patch.object(train, "Watchdog", make),
-        mock.patch.object(train, "build", watched),
-        mock.patch.object(Saver, "wait", lambda saver: see("save")),
-    ):
-        train.main(argv)
-    return seen
+    with mock.patch.object(watchdog.Watchdog, "progress", see):
+        assert train.main(argv) == 0
+    return [report for report in dict.fromkeys(seen) if report[1] != "reading data"]
 
 
 def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
-    text = "--max_steps 3 --save_interval 2 --micro_batch_size 2 --global_batch_size 2"
-    text += " --eval_sequences 3 --sample_tokens 1"
+    text = "--max_steps 3 --save_interval 2 --sample_tokens 1"
     (seen,) = pool(1, watch_a_run, flags(f"--data {tokens} --out {tmp_path}/run {text}"))
     assert seen == [
-        ("forward", 0, True),
-        ("forward", 1, False),
-        ("save", 2, True),
-        ("forward", 2, False),
-        ("forward", 3, True),  # the evaluation, whose first forward may compile
-        ("forward", 3, False),
-        ("save", 3, True),
-        ("save", 3, True),  # waits for the last one
-        ("forward", 3, True),  # the closing sample
+        (0, "computing", True),
+        (1, "computing", False),
+        (2, "saving", True),
+        (2, "computing", False),
+        (3, "evaluating", True),  # the first forward may compile
+        (3, "evaluating", False),
+        (3, "saving", True),
+        (3, "sampling", True),
     ]
 
 
