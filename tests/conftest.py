@@ -142,6 +142,24 @@ def pool():
     ranks.stop()
 
 
+def fork_ranks(size: int, function, *arguments) -> list[multiprocessing.Process]:
+    """Start processes that may be killed: forked, they need not import torch."""
+    port = free_port()
+
+    def play(rank: int) -> None:
+        names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        os.environ |= {name: str(number) for name, number in names.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        torch.set_num_threads(1)
+        sys.exit(function(*arguments))
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=play, args=(rank,)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    return processes
+
+
 def call_train(argv: list[str]) -> int:
     return train.main(argv)
 

@@ -79,14 +79,6 @@ def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(whole, small_disk, c
     assert not list(small_disk.glob("new/*"))
 
 
-def test_ctrl_c_leaves_nothing_of_consolidate(whole, tmp_path, command):
-    path = last_checkpoint(whole["hsdp --dp_shard 2"])
-    interrupted = mock.patch.object(consolidate, "read_full", side_effect=KeyboardInterrupt)
-    with interrupted:
-        assert command("consolidate", path, tmp_path / "one") == (130, "", "")
-    assert not file_names(tmp_path)
-
-
 # --------------------------------------------------------------------------------------------------
 # --checkpoint full
 
@@ -183,16 +175,6 @@ def test_a_consolidation_killed_at_any_moment_loses_nothing(shards):
         consolidate.replace_shards(kept)
         torch.testing.assert_close(one_file(kept), expected, rtol=0, atol=0, equal_nan=True)
         assert file_names(kept.parent) == [kept.name, shards.name]
-
-
-def test_an_io_error_leaves_the_shards(shards):
-    before = file_names(shards)
-    failing = mock.patch.object(os, "fsync", side_effect=OSError(5, "Input/output error"))
-    line = "Input/output error.* stays in the sharded format"
-    with failing, pytest.raises(checkpoint.CheckpointError, match=line):
-        consolidate.replace_shards(shards)
-    assert file_names(shards) == before and file_names(shards.parent) == [shards.name]
-    assert checkpoint.verify(shards) is None
 
 
 def test_files_that_a_host_sees_late_are_waited_for_but_not_forever(shards, tmp_path):

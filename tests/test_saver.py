@@ -250,20 +250,6 @@ def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async
         assert succeeded is None
 
 
-def save_interrupted(run: Path) -> None:
-    torch.distributed.init_process_group("gloo")
-    saver = Saver(run, False, 0, 0, timedelta(seconds=20))
-    for place in PLACES:
-        interrupted = mock.patch.object(checkpoint, place, side_effect=KeyboardInterrupt)
-        with interrupted, pytest.raises(KeyboardInterrupt):
-            saver.save({"weight": torch.ones(3)}, {"step": 1})
-
-
-def test_ctrl_c_in_a_save_that_training_waits_for_is_no_failed_save(pool, tmp_path):
-    pool(1, save_interrupted, tmp_path)
-    assert not checkpoint.list_checkpoints(tmp_path)
-
-
 def save_with_a_nan_on_rank_1(argv: list[str]) -> tuple[bool, bool, str | None]:
     """Whether all is finite before and after, and why the save was refused, if the ranks agree."""
     run = build_run(argv)

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import pickle
 import re
@@ -14,17 +13,15 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, Job, children, flags, free_port, rows, torchrun, wait_until
+from conftest import ROOT, Job, children, flags, fork_ranks, rows, torchrun, wait_until
 
 import data
 import train
 from runtime import launcher, watchdog
-from runtime.saver import Saver
 
 
 def is_running(pid: int) -> bool:
@@ -77,33 +74,29 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tokens, tmp_path):
     wait_until(lambda: not is_running(worker), 10)
 
 
-def train_and_hang(argv: list[str], rank: int, port: int, folder: Path) -> None:
-    """Play a rank of two; rank 1 never gets its 40th micro-batch."""
+def train_and_hang(argv: list[str], folder: Path) -> int:
+    """Rank 1 never gets its 40th micro-batch."""
     read = data.TokenDataset.__getitem__
     reads = 0
 
     def hang(dataset, indices):
         nonlocal reads
         reads += dataset.split == "train"
-        if reads == 40 and rank == 1:
+        if reads == 40 and os.environ["RANK"] == "1":
             time.sleep(1000)
         return read(dataset, indices)
 
     data.TokenDataset.__getitem__ = hang
     sys.argv[0] = "train.py"
-    torch.set_num_threads(1)
-    names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
-    os.environ |= {name: str(number) for name, number in names.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with open(folder / "stderr", "a") as file, contextlib.redirect_stderr(file):
-        train.main(argv)
+        return train.main(argv)
 
 
 def test_a_rank_that_hangs_ends_the_job_and_is_named(tokens, tmp_path):
     out = tmp_path / "run"
     text = f"--data {tokens} --out {out} --strategy fsdp --max_steps 1000000 --save_interval 20"
-    argv, port = flags(f"{text} --timeout 4"), free_port()
-    assert exit_statuses(2, train_and_hang, argv, port, tmp_path) == [1, 1]
+    ranks = fork_ranks(2, train_and_hang, flags(f"{text} --timeout 4"), tmp_path)
+    assert exit_statuses(ranks) == [1, 1]
     assert (tmp_path / "stderr").read_text() == (
         "train.py: error: rank 1 did not arrive within 4 s: still after step 39, reading data; "
         "rank 0 is after step 39, computing; the same command continues from step 20\n"
@@ -174,12 +167,12 @@ def dump_that_fails() -> bytes:
     raise OSError("no space left")
 
 
-def print_last_words(folder: Path, rank: int, dump, device: str) -> None:
+def print_last_words(folder: Path, dump, device: str) -> None:
     """With the recorders of a CUDA build."""
     recorders = {"cuda": "_dump_nccl_trace", "cpu": "_dump_fr_trace"}
     used = recorders.pop(device)
     (other,) = recorders.values()
-    guard = watchdog.Watchdog(torch.distributed.HashStore(), rank, 3, timeout=60)
+    guard = watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60)
     guard.dump_folder = folder / "flight"
     guard.saved_step = 40
     with (
@@ -193,13 +186,8 @@ def print_last_words(folder: Path, rank: int, dump, device: str) -> None:
         guard.abort("rank 1 stopped or died")
 
 
-def exit_statuses(size: int, function, first, *arguments) -> list[int | None]:
-    """Of processes that call function(first, rank, ...); None where one does not end in 60 s."""
-    context = multiprocessing.get_context("fork")  # no second start of torch
-    processes = []
-    for rank in range(size):
-        processes.append(context.Process(target=function, args=(first, rank, *arguments)))
-        processes[-1].start()
+def exit_statuses(processes: list) -> list[int | None]:
+    """None for one that does not end in 60 seconds."""
     for process in processes:
         process.join(60)
     statuses = [process.exitcode for process in processes]
@@ -210,19 +198,19 @@ def exit_statuses(size: int, function, first, *arguments) -> list[int | None]:
 
 @pytest.mark.parametrize("dump, device", [(dump_that_hangs, "cuda"), (dump_that_fails, "cpu")])
 def test_a_rank_ends_after_its_last_words_even_if_the_dump_hangs(tmp_path, dump, device):
-    assert exit_statuses(1, print_last_words, tmp_path, dump, device) == [1]
+    assert exit_statuses(fork_ranks(1, print_last_words, tmp_path, dump, device)) == [1]
     line = "error: rank 1 stopped or died; the same command continues from step 40\n"
     assert (tmp_path / "stderr").read_text().endswith(f": {line}")
     assert not list((tmp_path / "flight").iterdir())  # the other recorder would have written one
 
 
-def fail_alone(store, rank: int) -> None:
+def fail_alone() -> None:
     """What happens on a rank with an error, up to the destructors of torch's groups."""
     atexit._clear()  # what pytest has registered
     with (
         mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5),
         contextlib.suppress(ValueError),
-        watchdog.Watchdog(store, rank, 3, timeout=60),
+        watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60),
     ):
         raise ValueError("which no other rank has")
     with mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5):
@@ -231,7 +219,7 @@ def fail_alone(store, rank: int) -> None:
 
 
 def test_a_rank_that_fails_alone_ends_although_nccl_waits_for_others():
-    assert exit_statuses(1, fail_alone, torch.distributed.HashStore()) == [1]
+    assert exit_statuses(fork_ranks(1, fail_alone)) == [1]
 
 
 @pytest.mark.slow
@@ -316,47 +304,30 @@ def test_slow_work_may_take_ten_times_the_timeout_but_silence_not(seconds, slow,
     assert abort.call_args_list == ([mock.call(line)] if line else [])
 
 
-def watch_a_run(argv: list[str]) -> list[tuple[str, int, bool]]:
-    """(what, after how many steps, whether the watchdog takes it for slow)."""
+def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
+    """(steps done, what is done next, whether that may be slow), each once."""
     seen = []
-    build = train.build
-    now = SimpleNamespace()
 
-    def see(what: str) -> None:
-        seen.append((what, now.state.step, now.watchdog.slow))
+    def see(guard, step: int, doing: str, slow: bool = False) -> None:
+        seen.append((step, doing, slow))
 
-    def watched(*arguments):
-        now.state, forward = build(*arguments)
-        forward.register_forward_hook(lambda *_: see("forward"))
-        return now.state, forward
-
-    def make(*arguments):
-        now.watchdog = watchdog.Watchdog(*arguments)
-        return now.watchdog
-
-    with (
-        mock.patch.object(train, "Watchdog", make),
-        mock.patch.object(train, "build", watched),
-        mock.patch.object(Saver, "wait", lambda saver: see("save")),
-    ):
-        train.main(argv)
-    return seen
+    with mock.patch.object(watchdog.Watchdog, "progress", see):
+        assert train.main(argv) == 0
+    return [report for report in dict.fromkeys(seen) if report[1] != "reading data"]
 
 
 def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
-    text = "--max_steps 3 --save_interval 2 --micro_batch_size 2 --global_batch_size 2"
-    text += " --eval_sequences 3 --sample_tokens 1"
+    text = "--max_steps 3 --save_interval 2 --sample_tokens 1"
     (seen,) = pool(1, watch_a_run, flags(f"--data {tokens} --out {tmp_path}/run {text}"))
     assert seen == [
-        ("forward", 0, True),
-        ("forward", 1, False),
-        ("save", 2, True),
-        ("forward", 2, False),
-        ("forward", 3, True),  # the evaluation, whose first forward may compile
-        ("forward", 3, False),
-        ("save", 3, True),
-        ("save", 3, True),  # waits for the last one
-        ("forward", 3, True),  # the closing sample
+        (0, "computing", True),
+        (1, "computing", False),
+        (2, "saving", True),
+        (2, "computing", False),
+        (3, "evaluating", True),  # the first forward may compile
+        (3, "evaluating", False),
+        (3, "saving", True),
+        (3, "sampling", True),
     ]
 
 
