@@ -178,7 +178,7 @@ def test_selective_checkpointing_keeps_no_part_of_a_sum_over_tp(pool):
 
 # Two and three units of each are rehearsed, and the remainder of a block_group.
 LAYERS = "--micro_batch_size 1 --dtype bfloat16 --n_head 8 --n_kv_head 8 --d_model 32 --d_ff 64"
-LAYERS += " --seq_len 32 --strategy"
+LAYERS += " --seq_len 32 --wrap block --strategy"
 EXTENDED = [
     "fsdp --tp 2 --activation_checkpointing selective --n_layer 8 --global_batch_size 4",
     "fsdp --wrap block_group:2 --n_layer 17 --global_batch_size 16 --reshard_after_forward false",

@@ -231,7 +231,7 @@ def run_layers(c: Config, setup: Setup, world: dist.World) -> Rehearsal:
         return run_step(c, dataclasses.replace(setup, model=model_config), mesh)
 
     n_layer = setup.model.n_layer
-    unit = setup.blocks_per_unit or 1
+    unit = setup.blocks_per_unit or n_layer  # one unit: nothing repeats
     more = n_layer // unit - REHEARSED_UNITS  # units
     few = n_layer - more * unit
     found = None
