@@ -463,7 +463,8 @@ def on_each_rank(work: Callable, group: torch.distributed.ProcessGroup | None) -
     try:
         result = work()
     except Exception as error:  # no rank may wait for another
-        problem = f"rank {rank}: {reason(error)}"  # text can always be sent
+        where = "" if isinstance(error, CheckpointError) else f"rank {rank}: "
+        problem = f"{where}{reason(error)}"  # text can always be sent
     answers = [(result, problem)] * size
     if torch.distributed.is_initialized():
         torch.distributed.all_gather_object(answers, (result, problem), group=group)
