@@ -34,7 +34,7 @@ from config import Config, parse
 from layout import Setup
 from metrics import is_due
 from model import ModelConfig, Transformer
-from runtime import consolidate, memory, preflight, run_folder
+from runtime import consolidate, launcher, memory, preflight, run_folder
 from runtime.watchdog import Watchdog
 from tools import checkpoint as commands
 
@@ -66,6 +66,7 @@ def free_port() -> int:
 
 def work(pipe) -> None:
     torch.set_num_threads(1)
+    launcher.PARENT = os.getppid()  # not that of the process from which this one is forked
     while True:
         environment, function, arguments = pipe.recv()
         os.environ.update(environment)
