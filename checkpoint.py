@@ -29,7 +29,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -112,17 +112,15 @@ def load_state(path: Path, state: dict) -> None:
     is changed.
     """
     reader = Reader(path)
-    copies = []
-    for name, tensor in flatten(state):
-        if name not in reader.tensors or reader.tensors[name].full.shape != tensor.shape:
-            shape = tuple(tensor.shape)
-            raise CheckpointError(f"cannot read {path}: it has no tensor {name} of shape {shape}")
-        local = part_of(tensor)
-        for place, saved in reader.overlaps(name, start_of(tensor), local.shape):
-            copies.append((local[place], saved))
-    for target, saved in copies:
-        target.copy_(saved)
-        reader.release(saved.nbytes)
+    for is_checked in (False, True):  # all of it, before anything is changed
+        for name, tensor in flatten(state):
+            if name not in reader.tensors or reader.tensors[name].full.shape != tensor.shape:
+                needed = f"{name} of shape {tuple(tensor.shape)}"
+                raise CheckpointError(f"cannot read {path}: it has no tensor {needed}")
+            local = part_of(tensor)
+            for place, saved in reader.overlaps(name, start_of(tensor), local.shape):
+                if is_checked:
+                    local[place].copy_(saved)
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -141,12 +139,6 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"cannot read {path}: {reason(error)}") from None
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it; follow no link, and do not wait for a pipe."""
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK
-    return open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags))
-
-
 class Entry(NamedTuple):
     """A tensor of index.json."""
 
@@ -155,20 +147,21 @@ class Entry(NamedTuple):
     grid: np.ndarray  # the number of each chunk's file
 
 
-def parse_entry(value: dict) -> Entry | dict:
-    """Check the entry of a tensor. As arrays, it takes a fifth of the memory that lists take."""
-    if not value.keys() >= {"shape", "dtype", "cuts", "grid"}:
-        return value  # the index itself
+def parse_entry(name: str, value: dict, num_files: int) -> Entry:
     full = torch.empty(value["shape"], dtype=DTYPES[value["dtype"]], device="meta")
-    edges = [np.array([*cut, size]) for cut, size in zip(value["cuts"], full.shape, strict=True)]
-    grid = np.array(value["grid"]).reshape([len(edge) - 1 for edge in edges])
-    is_cover = all(array.dtype.kind == "i" for array in (*edges, grid))
-    for edge in edges:  # ascending from 0 to the size
-        is_cover = is_cover and edge[0] == 0 and (np.diff(edge) >= min(edge[-1], 1)).all()
+    edges = []
+    is_whole = True
+    for cut, size in zip(value["cuts"], full.shape, strict=True):
+        edge = np.array([*cut, size], dtype=np.int64)
+        steps = np.diff(edge)
+        is_whole &= edge[0] == 0 and steps.min() >= min(size, 1)  # ascending from 0 to the size
+        edges.append(edge)
+    files = np.array(value["grid"], dtype=np.int64)
+    is_known = 0 <= files.min() <= files.max() < num_files
     # Each file has one chunk at most, so that no tensor is larger than all files.
-    if not is_cover or len(set(value["grid"])) < grid.size or grid.min() < 0:
-        raise ValueError(f"chunks do not make up a whole tensor of shape {tuple(full.shape)}")
-    return Entry(full, edges, grid)
+    if not is_whole or not is_known or len(np.unique(files)) < len(files):
+        raise ValueError(f"the chunks of {name} do not make up a whole tensor")
+    return Entry(full, edges, files.reshape([len(edge) - 1 for edge in edges]))
 
 
 class Reader:
@@ -176,19 +169,15 @@ class Reader:
 
     def __init__(self, path: Path):
         self.path = path
-        self.mapped: dict[Path, tuple[dict[str, Tensor], mmap.mmap]] = {}  # file -> its chunks
-        self.used = 0  # bytes read since the last release
-        with reading(path / "index.json"), open_regular(path / "index.json") as file:
-            # Entries become arrays one by one, while the file is parsed.
-            index = json.load(file, object_hook=parse_entry)
+        self.mapped: dict[str, tuple[dict[str, Tensor], mmap.mmap]] = {}  # file -> its chunks
+        self.tensors: dict[str, Entry] = {}
+        with reading(path / "index.json"):
+            index = json.loads((path / "index.json").read_bytes())
             self.files: list[str] = index["files"]
-            self.tensors: dict[str, Entry] = dict(index["tensors"].items())
-            for name in self.files:
-                if Path(name).name != name or not name.endswith(".safetensors"):
-                    raise ValueError(f"it points to {name}")
-            for name, entry in self.tensors.items():
-                if not isinstance(entry, Entry) or entry.grid.max() >= len(self.files):
-                    raise ValueError(f"the entry of {name} is damaged")
+            if any(Path(name).name != name for name in self.files):
+                raise ValueError("it points to a file outside the checkpoint")
+            for name, value in index["tensors"].items():
+                self.tensors[name] = parse_entry(name, value, len(self.files))
 
     def overlaps(
         self, name: str, start: Sequence[int], shape: Sequence[int]
@@ -197,37 +186,29 @@ class Reader:
 
         The part begins at the indices `start` of the full tensor.
         """
-        _, edges, grid = self.tensors[name]
-        start = np.array(start, dtype=int)
-        end = start + np.array(shape, dtype=int)
-        first = map(np.searchsorted, edges, start + 1)  # - 1: the first chunk, for each dimension
-        last = map(np.searchsorted, edges, end)
-        for position in itertools.product(*[range(i - 1, j) for i, j in zip(first, last)]):
-            low = np.array([edge[i] for edge, i in zip(edges, position)], dtype=int)
-            high = np.array([edge[i + 1] for edge, i in zip(edges, position)], dtype=int)
-            chunk = self.chunk(name, self.files[grid[position]], (high - low).tolist())
-            begins, ends = np.maximum(low, start), np.minimum(high, end)
-            in_part = tuple(map(slice, begins - start, ends - start))
-            yield in_part, chunk[tuple(map(slice, begins - low, ends - low))]
-
-    def chunk(self, name: str, file: str, shape: list[int]) -> Tensor:
-        """The chunk of a tensor in one file, mapped into memory."""
-        path = self.path / file
-        if path not in self.mapped:
-            self.mapped[path] = map_safetensors(path)
-        chunk = self.mapped[path][0].get(name)
-        dtype = self.tensors[name].full.dtype
-        if chunk is None or ([*chunk.shape], chunk.dtype) != (shape, dtype):
-            raise CheckpointError(f"cannot read {path}: it has no {name} of {shape}, {dtype}")
-        return chunk
-
-    def release(self, used: int) -> None:
-        """Count `used` bytes as copied; now and then, take mapped pages out of this process."""
-        self.used += used
-        if self.used > 32e6:
-            self.used = 0
-            for _, buffer in self.mapped.values():
-                buffer.madvise(mmap.MADV_DONTNEED)
+        full, edges, grid = self.tensors[name]
+        numbers = []  # of the chunks that overlap, in each dimension
+        for edge, begin, size in zip(edges, start, shape):
+            first = np.searchsorted(edge, begin, side="right") - 1
+            numbers.append(range(first, np.searchsorted(edge, begin + size)))
+        for position in itertools.product(*numbers):
+            in_part, in_chunk, expected = [], [], []
+            for edge, i, begin, size in zip(edges, position, start, shape):
+                low, high = edge[i : i + 2].tolist()
+                first, last = max(low, begin), min(high, begin + size)
+                in_part.append(slice(first - begin, last - begin))
+                in_chunk.append(slice(first - low, last - low))
+                expected.append(high - low)
+            file = self.files[grid[position]]
+            if file not in self.mapped:
+                self.mapped[file] = map_safetensors(self.path / file)
+            chunks, buffer = self.mapped[file]
+            chunk = chunks.get(name)
+            if chunk is None or [*chunk.shape] != expected or chunk.dtype != full.dtype:
+                needed = f"{name} of {expected}, {full.dtype}"
+                raise CheckpointError(f"cannot read {self.path / file}: it has no {needed}")
+            yield tuple(in_part), chunk[tuple(in_chunk)]
+            buffer.madvise(mmap.MADV_DONTNEED)  # what was copied leaves this process's memory
 
 
 def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
@@ -237,11 +218,12 @@ def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
     the file, and all have as many bytes as the file.
     """
     tensors = {}
-    with reading(path), open_regular(path) as file:
+    with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
+        damage = ValueError(f"its header does not describe its {size:,} bytes")
         start = end = 8 + int.from_bytes(file.read(8), "little")
         if start > min(size, HEADER_LIMIT):
-            raise ValueError(f"its header ends at byte {start:,} of {size:,}")
+            raise damage
         header = json.loads(file.read(start - 8))
         header.pop("__metadata__", None)
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -250,13 +232,13 @@ def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
             like = torch.empty(entry["shape"], dtype=dtype, device="meta")  # refuses absurd shapes
             begin, end = end, end + like.nbytes
             if entry["data_offsets"] != [begin - start, end - start] or end > size:
-                raise ValueError(f"{name} is not at bytes {begin:,} to {end:,} of {size:,}")
+                raise damage
             tensors[name] = torch.empty_like(like, device="cpu")
             if like.numel():
                 values = torch.frombuffer(buffer, dtype=dtype, count=like.numel(), offset=begin)
                 tensors[name] = values.view(like.shape)
         if end != size:
-            raise ValueError(f"its tensors end at byte {end:,} of {size:,}")
+            raise damage
     return tensors, buffer
 
 
@@ -288,14 +270,12 @@ def read_manifest(path: Path) -> dict:
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         files = manifest["files"]
-        sizes = [file["bytes"] for file in files.values()]
-        for number in (manifest["step"], manifest.get("tokens", 0), *sizes):
-            if not isinstance(number, int) or number < 0:
-                raise ValueError(f"{number!r} must be an integer of at least 0")
-        if not files or any(Path(name).name != name for name in files):
-            raise ValueError("it names no file, or a file outside the checkpoint")
-        if step_of(path) not in (None, manifest["step"]):
-            raise ValueError(f"it is that of step {manifest['step']}")
+        numbers = [manifest["step"], manifest.get("tokens", 0)]
+        numbers += [file["bytes"] for file in files.values()]
+        is_valid = all(isinstance(number, int) and number >= 0 for number in numbers)
+        is_valid = is_valid and files and all(Path(name).name == name for name in files)
+        if not is_valid or step_of(path) not in (None, manifest["step"]):
+            raise ValueError("a step, a size or the name of a file is wrong")
         version = manifest.get("format", 1)
     except Exception as error:
         problem = "missing" if isinstance(error, FileNotFoundError) else f"damaged: {error!r}"
@@ -326,7 +306,7 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
             if number % parts != part:
                 continue
             crc = 0
-            with open_regular(path / name) as file:
+            with open(path / name, "rb") as file:
                 while block := file.read(1 << 20):
                     crc = zlib.crc32(block, crc)
             if f"{crc:08x}" != expected.get("crc32"):
@@ -354,14 +334,12 @@ def sync(path: Path) -> None:
 def write_file(path: Path, blocks: Iterable) -> dict:
     """Write bytes, or arrays of them, to a file and to disk; return its entry in the manifest."""
     crc = 0
-    with open(path, "wb", buffering=0) as file:
+    with open(path, "wb") as file:
         for block in blocks:
-            rest = memoryview(block)
-            while rest:
-                written = file.write(rest[: 1 << 20])
-                crc = zlib.crc32(rest[:written], crc)
-                rest = rest[written:]
-            del block, rest  # before the next one is read
+            file.write(block)
+            crc = zlib.crc32(block, crc)
+            del block  # before the next one is read
+        file.flush()
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "crc32": f"{crc:08x}"}
 
@@ -370,12 +348,10 @@ def write_safetensors(
     path: Path,
     layout: dict[str, Tensor],
     read: Callable[[str], Tensor] | None = None,
-    report: Callable[[float], None] = lambda share: None,
 ) -> dict:
     """Write the tensors `layout` to a file, from where they lie; return its entry in the manifest.
 
-    With `read`, `layout` has meta tensors, and read(name) returns the values of one. Calls `report`
-    with the share that is done.
+    With `read`, `layout` has meta tensors, and read(name) returns the values of one.
     """
     # By falling element size, behind a header padded to 8 bytes, each tensor is aligned.
     layout = dict(sorted(layout.items(), key=lambda item: -item[1].itemsize))
@@ -387,8 +363,6 @@ def write_safetensors(
         header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > HEADER_LIMIT:
-        raise CheckpointError(f"{len(layout):,} tensors are too many for one safetensors file")
 
     def blocks() -> Iterator:
         yield len(text).to_bytes(8, "little") + text
@@ -396,7 +370,6 @@ def write_safetensors(
             values = (read(name) if read else tensor).cpu().contiguous()
             yield values.view(-1).view(torch.uint8).numpy()
             del values  # before the next one is read
-            report(header[name]["data_offsets"][1] / max(end, 1))
 
     return write_file(path, blocks())
 
@@ -445,9 +418,10 @@ def save_state(
     rank, size = rank_and_size()
     tensors = dict(flatten(state))
     work = path.with_name(f".{path.name}.tmp")
+    names = [f"rank-{rank:05d}.safetensors" for rank in range(size)]
     files, parts = {}, {}
 
-    def begin() -> int:
+    def begin() -> None:
         if isinstance(local, Exception):
             raise local
         parts.update(local or local_parts(state))
@@ -456,8 +430,6 @@ def save_state(
             work.mkdir(parents=True)
             for name, contents in (extra_files or {}).items():
                 files[name] = write_file(work / name, [contents])
-        described = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        return zlib.crc32(repr(described).encode())
 
     def write_chunks() -> dict:
         mine = {name: parts[name] for name, entry in index.items() if rank in entry["grid"]}
@@ -472,10 +444,8 @@ def save_state(
         complete(work, path, manifest | {"files": files})
         return total_bytes({"files": files})
 
-    if len({*on_each_rank(begin, group)}) > 1:
-        raise CheckpointError("ranks differ in the names, shapes or dtypes of tensors")
+    on_each_rank(begin, group)
     index = choose_writers(tensors, gather_bounds(tensors, group))
-    names = [f"rank-{rank:05d}.safetensors" for rank in range(size)]
     files |= dict(zip(names, on_each_rank(write_chunks, group)))
     return on_each_rank(end, group)[0]
 
@@ -492,10 +462,9 @@ def on_each_rank(work: Callable, group: torch.distributed.ProcessGroup | None) -
     result = problem = None
     try:
         result = work()
-    except KeyboardInterrupt:  # ends the run
-        raise
-    except BaseException as error:  # of any other kind: no rank may wait for another
-        problem = f"rank {rank}: {reason(error)}"  # text can always be sent
+    except Exception as error:  # no rank may wait for another
+        where = "" if isinstance(error, CheckpointError) else f"rank {rank}: "
+        problem = f"{where}{reason(error)}"  # text can always be sent
     answers = [(result, problem)] * size
     if torch.distributed.is_initialized():
         torch.distributed.all_gather_object(answers, (result, problem), group=group)
@@ -515,11 +484,9 @@ def local_parts(state: dict) -> dict[str, Tensor]:
     """This rank's parts of the tensors in nested dicts. Raises CheckpointError."""
     parts = {}
     for name, value in flatten(state):
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        if isinstance(value, Tensor) and value.layout != torch.strided:
-            kind = value.layout
-        if kind not in DTYPE_NAMES:
-            raise CheckpointError(f"{name} cannot be saved: it is a {kind}, not in safetensors")
+        kind = getattr(value, "dtype", type(value).__name__)
+        if kind not in DTYPE_NAMES or value.layout != torch.strided:
+            raise CheckpointError(f"{name} cannot be saved: safetensors holds no such {kind}")
         parts[name] = part_of(value)
     return parts
 
@@ -527,14 +494,16 @@ def local_parts(state: dict) -> dict[str, Tensor]:
 def gather_bounds(
     tensors: dict[str, Tensor], group: torch.distributed.ProcessGroup | None
 ) -> np.ndarray:
-    """Where the parts of each rank begin and end, one tensor after the other: (ranks, numbers)."""
-    numbers = []
-    for tensor in tensors.values():
-        start = start_of(tensor)
-        numbers += start
-        numbers += [begin + size for begin, size in zip(start, part_of(tensor).shape)]
-    local = torch.tensor(numbers, dtype=torch.int64)
-    gathered = local.repeat(rank_and_size()[1], 1)
+    """Where each rank's part of each tensor begins, and its size: (ranks, tensors, 2, dims).
+
+    Tensors of fewer dimensions have size 1 in the others.
+    """
+    dims = max((tensor.dim() for tensor in tensors.values()), default=0)
+    local = torch.tensor([[0] * dims, [1] * dims]).repeat(len(tensors), 1, 1)
+    for bounds, tensor in zip(local, tensors.values()):
+        bounds[0, : tensor.dim()] = torch.tensor(start_of(tensor))
+        bounds[1, : tensor.dim()] = torch.tensor(part_of(tensor).shape)
+    gathered = local.repeat(rank_and_size()[1], 1, 1, 1)
     if torch.distributed.is_initialized():
         torch.distributed.all_gather(list(gathered), local, group=group)
     return gathered.numpy()
@@ -546,28 +515,26 @@ def choose_writers(tensors: dict[str, Tensor], bounds: np.ndarray) -> dict[str, 
     Returns the tensors of index.json, the same on all ranks. The loop is over tensors only: Llama-3
     70B has 1.1 million chunks on 512 ranks.
     """
-    ends = np.cumsum([2 * tensor.dim() for tensor in tensors.values()])
-    bounds_of = dict(zip(tensors, np.split(bounds, ends[:-1], axis=1)))
     index = dict.fromkeys(tensors)
+    bounds_of = dict(zip(tensors, bounds.swapaxes(0, 1)))
     load = np.zeros(len(bounds))  # bytes to write, of each rank
     for name in sorted(tensors, key=lambda name: -tensors[name].numel()):  # the largest first
         shape, dtype = tensors[name].shape, tensors[name].dtype
-        begin, end = np.hsplit(bounds_of[name], 2)  # (ranks, dims)
-        holders = np.flatnonzero((begin < end).all(1) | (0 in shape))
-        cuts = []
-        position = np.zeros(len(holders), dtype=int)  # of each holder's part in the grid
-        is_cover = True
-        for dim, size in enumerate(shape):
-            cut, i = np.unique(begin[holders, dim], return_inverse=True)
-            is_cover &= cut[0] == 0 and (np.append(cut[1:], size)[i] == end[holders, dim]).all()
-            position = position * len(cut) + i
-            cuts.append(cut.tolist())
-        order = np.argsort(load[holders], kind="stable")
-        _, first = np.unique(position[order], return_index=True)  # the least load of each chunk
-        writers = holders[order[first]]
-        if not is_cover or len(writers) != math.prod(map(len, cuts)):
+        begin, sizes = bounds_of[name].swapaxes(0, 1)  # (ranks, dims)
+        volumes = sizes.prod(axis=1)
+        holders = np.argsort(load, kind="stable")
+        if 0 not in shape:
+            holders = holders[volumes[holders] > 0]
+        # The first of each chunk has the least load. Chunks are known by where they begin.
+        strides = np.array(torch.empty(shape, device="meta").stride())
+        places = begin[holders, : len(shape)] @ strides
+        _, first = np.unique(places, return_index=True)
+        writers = holders[first]  # of the chunks in the order of the grid
+        cuts = [np.unique(begin[writers, dim]).tolist() for dim in range(len(shape))]
+        is_whole = volumes[writers].sum() == math.prod(shape)
+        if not is_whole or len(writers) != math.prod(map(len, cuts)):
             raise CheckpointError(f"the ranks' parts do not make up the whole of {name}")
-        load[writers] += dtype.itemsize * math.prod(shape) / len(writers)
+        load[writers] += volumes[writers] * dtype.itemsize
         entry = {"dtype": DTYPE_NAMES[dtype], "shape": [*shape], "cuts": cuts}
         index[name] = entry | {"grid": writers.tolist()}
     return index

@@ -30,13 +30,13 @@ def flag(
     least: float | None = None,
     below: float = math.inf,
     metavar: str | None = None,
-    resume: Literal["refused", "allowed", "not compared"] = "refused",
+    resume: Literal["never", "refused", "allowed", "not compared"] = "refused",
     new_run=None,
 ):
     """A field of Config: its group in --help, default, help text and, for numbers, limits.
 
     Numbers must be in least <= value < below. `resume` is what happens if the value changes when a
-    run continues: by default it is refused without --allow_changes, since results may change.
+    run continues: by default it is refused without --allow_changes, "never" in any case.
     A flag with `new_run`, its value in a new run, holds in the run until it is given again; its
     default is None (see preflight.settle).
     """
@@ -45,8 +45,10 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
-# May change: results stay the same, or preflight.resume_key compares what the flag stands for
-# (model, data), or the run reports the change at start (max_steps).
+# It would be another run.
+fixed = functools.partial(flag, resume="never")
+# May change: results stay the same, or preflight.properties has what the flag stands for (model,
+# data), or the run reports the change at start (max_steps).
 free = functools.partial(flag, resume="allowed")
 # Applies to one start and is not compared with earlier ones.
 once = functools.partial(flag, resume="not compared")
@@ -54,7 +56,7 @@ once = functools.partial(flag, resume="not compared")
 
 @dataclass(frozen=True)
 class Config:
-    """The flags. To add one, add a field here and a row to docs/reference.md.
+    """The flags. To add one, add a field here; --help prints it.
 
     A field named like one of ModelConfig overrides it unless it is None. Resuming refuses a changed
     value unless the field is `free` or `once`.
@@ -66,7 +68,7 @@ class Config:
     out: str | None = once(
         "basics", None, "run folder (default: runs/MODEL or runs/INIT_FROM)", metavar="DIR"
     )
-    seed: int = flag("data", 0, "seed of the initial weights and of the data order", 0, 2**32)
+    seed: int = fixed("data", 0, "seed of the initial weights and of the data order", 0, 2**32)
 
     model: Literal[tuple(SIZES)] = free(
         "basics", "tiny", "named size; --n_layer ... --seq_len override its parts"
@@ -84,7 +86,9 @@ class Config:
     dp_replicate: int | None = free("mesh", None, "number of replicas (hsdp: one per host)", 1)
     dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: those of a host)", 1)
     tp: int = free("mesh", 1, "tensor parallelism: ranks that compute one forward together", 1)
-    wrap: str = free("mesh", "block", "FSDP unit: block, block_group:K or none", metavar="UNIT")
+    wrap: str = free(
+        "mesh", "auto", "FSDP unit: auto, block, block_group:K or none", metavar="UNIT"
+    )
     reshard_after_forward: bool = free(
         "mesh", True, "drop gathered weights after forward, gather them again; false: SHARD_GRAD_OP"
     )
@@ -93,7 +97,7 @@ class Config:
     )
 
     # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
-    global_batch_size: int = flag("basics", 32, "sequences per optimizer step, over all ranks", 1)
+    global_batch_size: int = fixed("basics", 32, "sequences per optimizer step, over all ranks", 1)
     micro_batch_size: int | None = free(
         "basics", None, "sequences per rank and forward (default: its share of the global batch)", 1
     )
@@ -111,7 +115,7 @@ class Config:
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
         "optimizer", "cosine", "decay to min_lr; wsd: only in the last fifth after warm-up"
     )
-    optimizer: Literal[tuple(optim.OPTIMIZERS)] = flag(
+    optimizer: Literal[tuple(optim.OPTIMIZERS)] = fixed(
         "optimizer", "adamw", "muon: for the matrices of the blocks, AdamW for the rest"
     )
     weight_decay: float = flag("optimizer", 0.1, "not applied to norms and the embedding", 0)
@@ -183,14 +187,9 @@ class Config:
     peak_tflops: float | None = free("hardware", None, "dense TFLOP/s of a device, for MFU", 1e-9)
 
     @property
-    def continues(self) -> str | None:
-        """The checkpoint or run that --resume names."""
-        return None if self.resume in ("auto", "never") else self.resume
-
-    @property
     def source(self) -> str | None:
         """The checkpoint or run that --init_from or --resume names: it has the model."""
-        return self.init_from or self.continues
+        return self.init_from or (None if self.resume in ("auto", "never") else self.resume)
 
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -203,7 +202,7 @@ examples:
   torchrun --standalone --nproc_per_node 8 train.py --config configs/gpt2-124m.json
   python train.py --eval_only --out runs/mine
 
-docs/reference.md explains all flags, and the other commands.
+docs/reference.md has the log's fields, exit statuses, file formats and guarantees.
 """
 
 
@@ -236,12 +235,20 @@ def to_config(flags: dict) -> Config:
     if flags["data"] is None and not flags["eval_only"]:  # the checkpoint has the default
         flags["data"] = BUILTIN
     config = Config(**flags)
-    check_pairs(config)
+    if config.warmup_steps is not None and config.warmup_steps > config.max_steps:
+        raise UsageError(
+            f"--warmup_steps {config.warmup_steps} is more than --max_steps {config.max_steps}: "
+            "the learning rate would never reach --lr"
+        )
+    if config.init_from and config.resume not in ("auto", "never"):
+        raise UsageError(
+            "--init_from begins a new run and --resume PATH continues one: give only one of them"
+        )
     # Fail early on flags that cannot fit together, whatever the data and the number of processes.
     if not (config.source or config.eval_only):  # the checkpoint has the model
         model_config(config, vocab_size=64 * config.tp)
         resolve(config)
-    blocks_per_unit(config)
+    check_wrap(config.wrap)
     profile_window(config)
     return config
 
@@ -326,23 +333,6 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
     return flags
 
 
-def check_pairs(c: Config) -> None:
-    """Refuse pairs of flags where one makes the other meaningless."""
-    if not c.out:
-        raise UsageError("--out is empty: name a folder, or leave --out out")
-    if c.warmup_steps is not None and c.warmup_steps > c.max_steps:
-        raise UsageError(
-            f"--warmup_steps {c.warmup_steps} is more than --max_steps {c.max_steps}: the learning "
-            "rate would never reach --lr"
-        )
-    if c.dry_run and c.eval_only:
-        raise UsageError("--dry_run ends before training and --eval_only trains nothing: drop one")
-    if c.init_from and c.continues:
-        raise UsageError(
-            "--init_from begins a new run and --resume PATH continues one: give only one of them"
-        )
-
-
 # --------------------------------------------------------------------------------------------------
 # What follows from the flags
 
@@ -403,14 +393,12 @@ def model_config(config: Config, vocab_size: int, base: ModelConfig | None = Non
     return model
 
 
-def blocks_per_unit(config: Config) -> int | None:
-    """--wrap as blocks per FSDP unit; None: the whole model. Raises UsageError."""
-    match = re.fullmatch(r"none|block|block_group:(\d*[1-9]\d*)", config.wrap)
-    if not match:
+def check_wrap(wrap: str) -> None:
+    """Raises UsageError."""
+    if not re.fullmatch(r"auto|none|block|block_group:\d*[1-9]\d*", wrap):
         raise UsageError(
-            f"--wrap {config.wrap}: choose block, block_group:K (K blocks at a time) or none"
+            f"--wrap {wrap}: choose auto, block, block_group:K (K blocks at a time) or none"
         )
-    return None if config.wrap == "none" else int(match[1] or 1)
 
 
 def profile_window(config: Config) -> tuple[int, int] | None:

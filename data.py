@@ -48,7 +48,7 @@ class TokenFolder:
     fingerprint: str  # changes when the tokens do
     # The tokenizer's file, {name: contents}, to copy into checkpoints; empty for a built-in one
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
-    val_bytes: int = 0  # of val.bin's text; 0 if token ids tell it
+    val_bytes: int = 0  # of val.bin's text; 0: unknown
     share: int = 1000  # of a mixture's sequences, in thousandths
 
     @property
@@ -81,10 +81,6 @@ def open_folders(data: str) -> list[TokenFolder]:
     folders = []
     for item, share in zip(items, shares):
         folder = open_folder(Path(item[1]))
-        if any(folder.path.samefile(other.path) for other in folders):
-            raise DataError(
-                f"--data {data}: {folder.path} appears twice; name it once, with both shares added"
-            )
         mark = f"{share}/1000 of {folder.fingerprint}"
         folders.append(dataclasses.replace(folder, share=share, fingerprint=mark))
         if folder.vocabulary != folders[0].vocabulary:

@@ -55,14 +55,6 @@ class World:
     timeout: timedelta  # of collectives
     store: torch.distributed.Store  # a second connection to the rendezvous store
 
-    @property
-    def is_rank0(self) -> bool:
-        return self.rank == 0
-
-
-class JoinError(ConnectionError):
-    """The ranks do not find one another. The message is one line."""
-
 
 def start(
     device: str = "auto",
@@ -74,93 +66,84 @@ def start(
     There is always a group, so that no code needs a second case for one process. gloo carries CPU
     tensors and objects, nccl carries CUDA tensors. `timeout` applies to collectives, `join_timeout`
     (default: the same) to the meeting of the ranks. Raises MeshError if the variables are
-    incomplete or the device does not exist or is shared with another process, JoinError if ranks
-    are missing.
+    incomplete or there are too few devices, ConnectionError if ranks are missing.
     """
     rank, size, local_rank, local_size = read_variables()
     local_device = set_device(device, local_rank, local_size)
-    raise_open_file_limit()
-    if "RANK" in os.environ:
-        store = find_store(join_timeout or timeout)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun --max-restarts keeps its store, with the addresses of ranks that died, so
-            # each attempt uses its own prefix. Agents that joined later count fewer attempts:
-            # where hosts come and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each.
-            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-            store = torch.distributed.PrefixStore(f"attempt {attempt}", store)
-    else:
-        store = torch.distributed.HashStore()
-    # Cloned now: later, rank 0 and its store might be gone.
-    second_connection = store.clone() if size > 1 else store
-    world = World(rank, size, local_rank, local_size, local_device, timeout, second_connection)
+    # gloo connects each rank of a group to every other: three groups of the whole world take
+    # 3 x (N - 1) sockets, and the usual limit of 1,024 is reached at about 340 ranks.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     try:
+        store = find_store(join_timeout or timeout)
+        # Cloned now: later, rank 0 and its store might be gone.
+        second_connection = store.clone() if size > 1 else store
+        world = World(rank, size, local_rank, local_size, local_device, timeout, second_connection)
         if size > 1:
-            meet(world, store, join_timeout or timeout)
+            await_ranks(world, store, join_timeout or timeout)
         join_group(world, store)
-    except torch.distributed.DistNetworkError:
-        raise JoinError(
-            "the store in which the ranks meet has gone: rank 0 or its torchrun was lost"
-        ) from None
+    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConnectionError(f"the ranks do not meet: {reason}") from None
     return world
 
 
-# What torchrun sets, for `rendezvous` too, and what one process without it takes instead
-VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-
-
-def read_variables() -> list[int]:
+def read_variables() -> tuple[int, int, int, int]:
     """Return rank, world size, local rank and local size. Raises MeshError.
 
     Checks all variables before this process waits for ranks that do not exist.
     """
     env = os.environ
-    required = ["RANK", "WORLD_SIZE", *ADDRESS]
     if "RANK" not in env and env.get("WORLD_SIZE", "1") == "1":  # as some schedulers leave it
-        required = []
-    values = {name: env.get(name, default) for name, default in (VARIABLES | ADDRESS).items()}
-    numbers = [values[name] for name in (*VARIABLES, "MASTER_PORT")]
-    is_complete = all(map(env.get, required)) and all(map(str.isdecimal, numbers))
-    if not is_complete or int(values["RANK"]) >= int(values["WORLD_SIZE"]):
-        found = ", ".join(f"{name}={env[name]}" for name in values if name in env)
-        raise MeshError(
-            f"{found} in the environment is no rank of a run: unset these for one process, or "
-            "start the ranks with torchrun --nproc_per_node N, which sets all"
-        )
-    return [int(values[name]) for name in VARIABLES]
+        return 0, 1, 0, 1
+    needed = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    with suppress(KeyError, ValueError):
+        rank, size, _ = (int(env[name]) for name in needed[:3])
+        if 0 <= rank < size and env["MASTER_ADDR"]:
+            return rank, size, int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    found = ", ".join(f"{name}={env[name]}" for name in needed if name in env)
+    raise MeshError(
+        f"{found} in the environment is no rank of a run: unset these for one process, or "
+        "start the ranks with torchrun --nproc_per_node N, which sets all"
+    )
 
 
 def find_store(timeout: timedelta) -> torch.distributed.Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT; without torchrun, rank 0 keeps it."""
+    if "RANK" not in os.environ:
+        return torch.distributed.HashStore()
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_agents or os.environ["RANK"] != "0":
         await_listener(timeout)
-    try:
-        store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
-        return store
-    except torch.distributed.DistError as error:
-        raise JoinError(f"the ranks do not meet: {str(error).splitlines()[0]}") from None
+    store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    if is_agents:
+        # torchrun --max-restarts keeps its store, with the addresses of ranks that died, so each
+        # attempt uses its own prefix. Agents that joined later count fewer attempts: where hosts
+        # come and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each.
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        store = torch.distributed.PrefixStore(f"attempt {attempt}", store)
+    return store
 
 
 def await_listener(timeout: timedelta) -> None:
-    """Wait until the store listens. TCPStore would wait as well, for longer, and log much."""
+    """Wait until the store listens. TCPStore would wait as well, and then print a stack."""
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            socket.create_connection(place, timeout=timeout.total_seconds()).close()
+    seconds = timeout.total_seconds()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            socket.create_connection(place, timeout=seconds).close()
             return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise JoinError(
-                    f"nobody listens at MASTER_ADDR:MASTER_PORT, {place[0]}:{place[1]}, after "
-                    f"{timeout.total_seconds():g} s: rank 0 or its torchrun is missing ({error})"
-                ) from None
         time.sleep(0.2)
+    raise ConnectionError(
+        f"nobody listens at MASTER_ADDR:MASTER_PORT, {place[0]}:{place[1]}, after {seconds:g} s: "
+        "rank 0 or its torchrun is missing"
+    )
 
 
-def meet(world: World, store: torch.distributed.Store, timeout: timedelta) -> None:
-    """Wait for all ranks, each with a few messages. Raises JoinError, which names a missing one."""
+def await_ranks(world: World, store: torch.distributed.Store, timeout: timedelta) -> None:
+    """Wait for all ranks, each with a few messages. Raises ConnectionError naming a missing one."""
     store.set(f"joined {world.rank}", "")
     if store.add("joined", 1) == world.size:
         store.set("all joined", "")
@@ -169,7 +152,7 @@ def meet(world: World, store: torch.distributed.Store, timeout: timedelta) -> No
     while not store.check(["all joined"]):  # not wait, which holds Ctrl-C back and logs
         if time.monotonic() > deadline:
             missing = [rank for rank in range(world.size) if not store.check([f"joined {rank}"])]
-            raise JoinError(
+            raise ConnectionError(
                 f"{len(missing)} of {world.size} ranks did not join within "
                 f"{timeout.total_seconds():g} s, first rank {missing[0]}"
             )
@@ -225,11 +208,6 @@ def join_group(world: World, store: torch.distributed.Store) -> None:
             device_id=world.device if is_cuda else None,
         )
     except RuntimeError as error:
-        if "Duplicate GPU" in str(error):
-            raise MeshError(
-                f"{world.local_size} processes were started on this host, and some share a GPU: "
-                "start one for each (srun: --gpus-per-task=1 or --gpus-per-node)"
-            ) from None
         if not any(name in str(error) for name in ("Gloo connect", "Connect: ")):  # gloo, NCCL
             raise
         # gloo publishes the address that this host's name resolves to: on Debian, 127.0.1.1.
@@ -245,14 +223,14 @@ def stop() -> None:
     torch.distributed.destroy_process_group()
 
 
-def on_all_ranks(function: Callable[[], Result]) -> list[Result]:
+def on_all_ranks(function: Callable[..., Result], *arguments) -> list[Result]:
     """Call `function` on each rank; return the results of all, by rank.
 
     If one raises, raises its exception on all, so that none waits.
     """
     result = error = None
     try:
-        result = function()
+        result = function(*arguments)
     except Exception as exception:
         error = exception
     outcomes: list = [None] * torch.distributed.get_world_size()
@@ -264,10 +242,11 @@ def on_all_ranks(function: Callable[[], Result]) -> list[Result]:
     return [result for result, _ in outcomes]
 
 
-def on_rank0(function: Callable[[], Result]) -> Result:
+def on_rank0(function: Callable[..., Result], *arguments) -> Result:
     """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
-    is_rank0 = torch.distributed.get_rank() == 0
-    return on_all_ranks(function if is_rank0 else lambda: None)[0]
+    if torch.distributed.get_rank() != 0:
+        return on_all_ranks(lambda: None)[0]
+    return on_all_ranks(function, *arguments)[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -376,7 +355,7 @@ def parallelize(
     if tp > 1:
         parallelize_module(model, mesh["tp"], tp_plan)
         distribute_module(model, mesh["tp"])  # replicates what the plan does not split
-    if uses_fsdp(strategy, tp):
+    if strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1):  # no DTensors in DDP
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
         shard(model, axes, dtype, fsdp_units, reshard_after_forward)
@@ -387,11 +366,6 @@ def parallelize(
     if strategy == "ddp" and tp == 1:
         return replicate(model, mesh, keep_gradients)
     return model
-
-
-def uses_fsdp(strategy: str, tp: int) -> bool:
-    """Whether FSDP lays the model out. ddp with tp does too: DDP does not support DTensors."""
-    return strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1)
 
 
 @contextmanager
@@ -438,17 +412,16 @@ def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Mo
     )
 
 
-def settle_buckets(model: nn.Module, *inputs: Tensor) -> None:
+def settle_buckets(model: DistributedDataParallel, *inputs: Tensor) -> None:
     """Make DDP choose its final buckets now, by a forward and backward pass without effect.
 
     DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived.
     On three ranks or more, buckets decide the order in which the parts of a gradient are added:
     after this pass it is the same in every step, even the first ones after a restart.
     """
-    if isinstance(model, DistributedDataParallel):
-        keep_gradients = any(p.grad is not None for p in model.parameters())
-        model(*inputs).backward()
-        model.zero_grad(set_to_none=not keep_gradients)
+    keep_gradients = any(p.grad is not None for p in model.parameters())
+    model(*inputs).backward()
+    model.zero_grad(set_to_none=not keep_gradients)
 
 
 def shard(

@@ -10,7 +10,7 @@ from torch import nn
 
 import dist
 import optim
-from config import Config, blocks_per_unit
+from config import Config
 from model import (
     ModelConfig,
     Transformer,
@@ -23,6 +23,8 @@ from runtime.cli import UsageError
 # --------------------------------------------------------------------------------------------------
 # The setup of a run
 
+UNIT_BYTES = 8_000_000  # of float32 weights in an FSDP unit at most, under --wrap auto
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -30,89 +32,54 @@ class Setup:
 
     device_type: str
     strategy: str
-    reason: str  # the calculation behind --strategy auto
     mesh_shape: tuple[int, int, int]  # dp_replicate, dp_shard, tp
     micro_batch_size: int
     grad_accum_steps: int
     dtype: torch.dtype  # of the forward pass
     model: ModelConfig
+    blocks_per_unit: int | None  # of FSDP; None: the whole model is one unit
 
     @property
     def dp_size(self) -> int:
-        dp_replicate, dp_shard, _ = self.mesh_shape
-        return dp_replicate * dp_shard
+        return self.mesh_shape[0] * self.mesh_shape[1]
 
     @property
     def tokens_per_step(self) -> int:
-        sequences = self.micro_batch_size * self.grad_accum_steps * self.dp_size
-        return sequences * self.model.seq_len
-
-    @property
-    def uses_fsdp(self) -> bool:
-        return dist.uses_fsdp(self.strategy, self.mesh_shape[2])
+        return self.micro_batch_size * self.grad_accum_steps * self.dp_size * self.model.seq_len
 
 
 def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int) -> Setup:
     """Check that flags, ranks and model fit together. Raises UsageError and MeshError.
 
-    `device_memory` is the bytes that one rank may fill, for --strategy auto.
+    `device_memory` is the bytes that one rank may fill. --strategy auto takes the first that fits
+    of ddp, which communicates least, hsdp across hosts, and fsdp.
     """
-    strategy, reason = c.strategy, ""
-    if strategy == "auto":
-        strategy, reason = choose_strategy(c, world, model, device_memory)
+    if c.strategy != "auto":
+        return make_setup(c, world, model, c.strategy)
+    if world.size == c.tp:
+        return make_setup(c, world, model, "single")
+    if c.dp_replicate or c.dp_shard or c.grad_sync == "shard":
+        return make_setup(c, world, model, "hsdp")
+    for strategy in ("ddp", "hsdp") if world.size > world.local_size else ("ddp",):
+        setup = make_setup(c, world, model, strategy)
+        if estimate_memory(c, setup).fits(device_memory):
+            return setup
+    return make_setup(c, world, model, "fsdp")
+
+
+def make_setup(c: Config, world: dist.World, model: ModelConfig, strategy: str) -> Setup:
+    """Raises UsageError, as for a batch that cannot be split, and MeshError."""
     if c.grad_sync == "shard" and strategy != "hsdp":
         raise UsageError(
             f"--grad_sync shard is for --strategy hsdp, not {strategy}: use batch or micro_batch"
         )
-    mesh_shape = dist.mesh_shape(
+    shape = dist.mesh_shape(
         strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard, c.tp
     )
-    return make_setup(c, world.device, model, strategy, mesh_shape, reason)
-
-
-def choose_strategy(
-    c: Config, world: dist.World, model: ModelConfig, device_memory: int
-) -> tuple[str, str]:
-    """Choose for --strategy auto, with the calculation behind the choice.
-
-    The first that fits of ddp, which communicates least, hsdp across hosts, and fsdp.
-    """
-    if world.size == c.tp:
-        return "single", ""
-    if c.dp_replicate or c.dp_shard or c.grad_sync == "shard":
-        return "hsdp", ""
-    reasons = []
-    for strategy in ("ddp", "hsdp") if world.size > world.local_size else ("ddp",):
-        shape = dist.mesh_shape(strategy, world.size, world.local_size, tp=c.tp)
-        need = estimate_memory(c, make_setup(c, world.device, model, strategy, shape))
-        fits = need.fits(device_memory)
-        relation = "at most" if fits else "more than"
-        reasons.append(f"with {strategy}, {need}: {relation} 80% of {device_memory / 1e9:,.1f} GB")
-        if fits:
-            return strategy, "; ".join(reasons)
-    return "fsdp", "; ".join(reasons)
-
-
-def make_setup(
-    c: Config,
-    device: torch.device,
-    model: ModelConfig,
-    strategy: str,
-    mesh_shape: tuple[int, int, int],
-    reason: str = "",
-) -> Setup:
-    """Raises UsageError if the batch cannot be split."""
-    micro_batch_size, grad_accum_steps = split_batch(c, mesh_shape[0] * mesh_shape[1])
-    return Setup(
-        device_type=device.type,
-        strategy=strategy,
-        reason=reason,
-        mesh_shape=mesh_shape,
-        micro_batch_size=micro_batch_size,
-        grad_accum_steps=grad_accum_steps,
-        dtype=compute_dtype(c.dtype, device),
-        model=model,
-    )
+    batch = split_batch(c, shape[0] * shape[1])
+    dtype = compute_dtype(c.dtype, world.device)
+    blocks = blocks_per_unit(c.wrap, model)
+    return Setup(world.device.type, strategy, shape, *batch, dtype, model, blocks)
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -127,14 +94,9 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if supported else torch.float32
 
 
-def micro_batch_size(c: Config, dp_size: int) -> int:
-    """--micro_batch_size, or by default the whole share of one of `dp_size` ranks."""
-    return c.micro_batch_size or max(1, c.global_batch_size // dp_size)
-
-
 def split_batch(c: Config, dp_size: int) -> tuple[int, int]:
     """Return (micro_batch_size, grad_accum_steps) for `dp_size` ranks. Raises UsageError."""
-    size = micro_batch_size(c, dp_size)
+    size = c.micro_batch_size or max(1, c.global_batch_size // dp_size)
     if c.eval_only:  # no global batch
         return size, 1
     per_forward = size * dp_size  # sequences of all ranks
@@ -157,6 +119,24 @@ def empty_model(c: Config, setup: Setup) -> Transformer:
         return Transformer(setup.model, setup.dtype, c.loss_chunks)
 
 
+def blocks_per_unit(wrap: str, model: ModelConfig) -> int | None:
+    """--wrap as a number of blocks; None: the whole model is one unit.
+
+    auto: as many as have UNIT_BYTES of float32 weights. A message costs time whatever its size, so
+    small blocks go together; a model that fits into one unit is gathered once a micro-batch.
+    """
+    if wrap == "auto":
+        with torch.device("meta"):
+            net = Transformer(model)
+        if 4 * net.parameter_count() <= UNIT_BYTES:
+            return None
+        block_bytes = 4 * sum(p.numel() for p in net.blocks[0].parameters())
+        return max(1, UNIT_BYTES // block_bytes)
+    if wrap == "none":
+        return None
+    return int(wrap.removeprefix("block").removeprefix("_group:") or 1)
+
+
 def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.Module]]:
     """The modules that FSDP gathers together; the rest of the model, its root, is one more unit.
 
@@ -165,9 +145,8 @@ def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.
     """
     if blocks_per_unit is None:
         return []
-    units = []
-    for start in range(0, len(model.blocks), blocks_per_unit):
-        units.append(list(model.blocks[start : start + blocks_per_unit]))
+    starts = range(0, len(model.blocks), blocks_per_unit)
+    units = [list(model.blocks[start : start + blocks_per_unit]) for start in starts]
     return units if model.config.tied else [[model.embed], *units, [model.head]]
 
 
@@ -195,12 +174,12 @@ def place(
         init=functools.partial(model.init_tensor, seed=c.seed),
         dtype=setup.dtype,
         tp_plan=model.tensor_parallel_plan(),
-        fsdp_units=fsdp_units(model, blocks_per_unit(c)),
+        fsdp_units=fsdp_units(model, setup.blocks_per_unit),
         reshard_after_forward=c.reshard_after_forward,
         keep_gradients=c.grad_sync == "batch" and setup.grad_accum_steps > 1,
         init_weights=init_weights,
     )
-    if not c.eval_only:
+    if forward is not model and not c.eval_only:  # DDP
         shape = (setup.micro_batch_size, setup.model.seq_len + 1)  # as in train_step
         tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
         dist.settle_buckets(forward, tokens[:, :-1], tokens[:, 1:])
@@ -215,13 +194,15 @@ def place(
 class Memory:
     """The least that a rank needs at its peak, in bytes.
 
-    Weights, gradients and optimizer are exact. Gathered weights, communication buffers and the
-    process itself come on top: tools.plan rehearses a step and counts them.
+    Weights, gradients and optimizer are exact. The weights of a unit that FSDP drops after use,
+    communication buffers and the process itself come on top: tools.plan rehearses a step and counts
+    them.
     """
 
     weights: int
     gradients: int
     optimizer: int
+    gathered: int  # of the whole model, if it is one FSDP unit, which stays through the step
     activations: int
     logits: int
 
@@ -234,48 +215,44 @@ class Memory:
         return self.total <= 0.8 * device_memory
 
     def __str__(self) -> str:
-        """One line of arithmetic."""
         unit, name, digits = (1e9, "GB", 2) if self.total >= 1e9 else (1e6, "MB", 1)
-        parts = [f"{part} {size / unit:,.{digits}f}" for part, size in vars(self).items()]
+        parts = [f"{part} {size / unit:,.{digits}f}" for part, size in vars(self).items() if size]
         return f"{' + '.join(parts)} = {self.total / unit:,.{digits}f} {name}"
 
 
 def estimate_memory(c: Config, setup: Setup) -> Memory:
     """The least that a rank needs. Adds all parts: activations are largest before gradients."""
     m = setup.model
-    weights = optimizer = 0
+    _, dp_shard, tp = setup.mesh_shape
+    weights = optimizer = gathered = 0
     model = empty_model(c, setup)
     for name, parameter in model.named_parameters():
-        local = local_numel(parameter, setup.mesh_shape)
+        # FSDP splits the rows of all parameters, and pads the last shards to the size of the first;
+        # tp splits those of matrices.
+        parts = dp_shard * (tp if parameter.dim() > 1 else 1)
+        local = math.ceil(len(parameter) / parts) * (parameter.numel() // len(parameter))
         weights += 4 * local
+        if dp_shard > 1 and setup.blocks_per_unit is None:
+            gathered += setup.dtype.itemsize * dp_shard * local
         updater = optim.updater(c.optimizer, name, parameter.shape, model.is_hidden(name))
         for shape in updater.slots(parameter.shape).values():
             # A slot with the shape of its parameter is sharded like it
             optimizer += 4 * (local if shape == parameter.shape else shape.numel())
     # A logit and its gradient in float32, and once in the compute dtype
     logit_size = 4 + 4 + (setup.dtype.itemsize if setup.dtype != torch.float32 else 0)
-    logits = setup.micro_batch_size * m.seq_len * m.vocab_size // c.loss_chunks // c.tp
-    return Memory(weights, weights, optimizer, activation_bytes(c, setup), logit_size * logits)
-
-
-def local_numel(parameter: nn.Parameter, mesh_shape: tuple[int, int, int]) -> int:
-    """Elements on one rank. FSDP splits the rows of all parameters, tp those of matrices.
-
-    FSDP pads the last shards, so every rank has as many as the first.
-    """
-    _, dp_shard, tp = mesh_shape
-    ranks = dp_shard * (tp if parameter.dim() > 1 else 1)
-    return math.ceil(len(parameter) / ranks) * (parameter.numel() // len(parameter))
+    logits = setup.micro_batch_size * m.seq_len * m.vocab_size // c.loss_chunks // tp
+    activations = activation_bytes(c, setup)
+    return Memory(weights, weights, optimizer, gathered, activations, logit_size * logits)
 
 
 def activation_bytes(c: Config, setup: Setup) -> int:
     """Bytes that all blocks save for backward in one micro-batch."""
     m, tp = setup.model, c.tp
-    size = setup.dtype.itemsize
     block = activation_bytes_of_block(m, setup.dtype, setup.device_type, tp)  # per token
     kept = {
         "none": m.n_layer * block,
         "selective": m.n_layer * block // 2,  # about
-        "full": m.n_layer * size * m.d_model // tp + block,  # inputs, and a recomputed block
+        # Inputs, and a recomputed block
+        "full": m.n_layer * setup.dtype.itemsize * m.d_model // tp + block,
     }
     return setup.micro_batch_size * m.seq_len * kept[c.activation_checkpointing]

@@ -1,6 +1,5 @@
 """The log: rows of metrics.jsonl and optim.jsonl, and lines on the console."""
 
-import functools
 import importlib
 import json
 import math
@@ -98,30 +97,6 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     }
 
 
-class DeviceEvent:
-    """A point in the device's queue of work, after everything the host has queued so far."""
-
-    def __init__(self, device: torch.device):
-        self.host_time = time.perf_counter()
-        self.event = None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-
-    def has_passed(self) -> bool:
-        return self.event is None or self.event.query()
-
-    def wait(self) -> None:
-        if self.event:
-            self.event.synchronize()
-
-    def since(self, earlier: "DeviceEvent") -> float:
-        """Seconds on the device between two events that have passed."""
-        if self.event:
-            return earlier.event.elapsed_time(self.event) / 1e3
-        return self.host_time - earlier.host_time
-
-
 # --------------------------------------------------------------------------------------------------
 # Files
 
@@ -146,72 +121,29 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, object]]:
         yield line, value
 
 
-# What each kind of row has; any may have more
-KINDS = [
-    "step time tokens loss grad_norm lr clipped skipped_steps step_time tokens_per_second",
-    "step time val_loss",
-    "step time event path",
-    "step parameter",
-]
-
-
-def is_of_log(row) -> bool:
-    """Whether a Log wrote it: it is no note of yours, and no event of other code."""
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return False
-    is_timed = isinstance(row.get("time", ""), str)
-    return is_timed and any(row.keys() >= {*kind.split()} for kind in KINDS)
-
-
 def read_log(path: Path, warn: Callable[[str], None] = lambda line: None) -> list[dict]:
-    """The rows of metrics.jsonl or optim.jsonl; `warn` gets a line that counts all others.
+    """The rows of metrics.jsonl or optim.jsonl: JSON objects with a `step`.
 
-    Such as a row that a kill or a full disk cut short.
+    `warn` gets a line that counts all others, such as a row that a full disk cut short.
     """
     values = [value for _, value in read_lines(path)]
-    rows = [value for value in values if is_of_log(value)]
+    rows = [value for value in values if is_row(value)]
     if skipped := len(values) - len(rows):
         warn(f"{path}: skipped {skipped} line{'s' * (skipped > 1)} not written by the log")
     return rows
 
 
-def drop_rows_after(path: Path, step: int, warn: Callable[[str], None]) -> list[dict]:
-    """Drop the rows after `step`, where a run resumes; return the others of the log.
-
-    Rows that were cut short go as well. What else is there stays as it is.
-    """
-    kept = []
-    for line, row in read_lines(path):
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            is_kept = row["step"] <= step
-        else:
-            is_kept = not line.startswith(b'{"step"')
-        kept += [line + b"\n"] * is_kept
-    if path.exists():
-        replace_file(path, b"".join(kept))
-    return read_log(path, warn)
+def is_row(value: object) -> bool:
+    return isinstance(value, dict) and type(value.get("step")) is int
 
 
-def seconds_in_steps(rows: list[dict]) -> float:
-    """The time that the steps of a log's training rows took."""
-    total = 0.0
-    previous_step = None
-    for row in rows:
-        if "loss" in row:
-            # step_time is the mean since the previous row. The first row of a run has one step.
-            steps = 1 if previous_step is None else row["step"] - previous_step
-            total += steps * row["step_time"]
-            previous_step = row["step"]
-    return total
-
-
-def json_line(row: dict) -> bytes:
-    """Writes nan and inf, which JSON lacks, as null."""
-    finite = {}
-    for key, value in row.items():
-        is_finite = not isinstance(value, float) or math.isfinite(value)
-        finite[key] = value if is_finite else None
-    return json.dumps(finite).encode() + b"\n"
+def drop_rows_after(path: Path, step: int) -> list[dict]:
+    """Drop the rows after `step`, where a run resumes; return the others."""
+    if not path.exists():
+        return []
+    kept = [line for line, row in read_lines(path) if not is_row(row) or row["step"] <= step]
+    replace_file(path, b"".join(line + b"\n" for line in kept))
+    return read_log(path)
 
 
 def is_due(step: int, interval: int) -> bool:
@@ -257,38 +189,26 @@ def check_tracker(name: str) -> None:
         raise TrackerError(f"--tracker {name}: pip install {name} ({error})") from None
 
 
-@dataclass(frozen=True)
-class Tracker:
-    """wandb or TensorBoard, writing to a folder in `out`; opens on first access to `send`."""
+def open_tracker(
+    name: str, out: Path, run_id: str, last_step: int, config: dict
+) -> Callable[[int, dict[str, float]], None]:
+    """Open wandb or TensorBoard, writing to a folder in `out`; return send(step, numbers).
 
-    name: str
-    out: Path
-    run_id: str  # wandb continues the run with this id
-    last_step: int  # before this start
-    config: dict
+    wandb continues the run with the id `run_id`; TensorBoard drops what follows `last_step`.
+    """
+    module = importlib.import_module(TRACKERS[name])
+    if name == "wandb":
+        options = {"project": "nanoshard", "name": out.name, "dir": out, "config": config}
+        run = module.init(id=run_id, resume="allow", **options)
+        return lambda step, numbers: run.log(numbers, step=step)
+    writer = module.SummaryWriter(out / "tensorboard", purge_step=last_step + 1)
 
-    @functools.cached_property
-    def send(self) -> Callable[[int, dict[str, float]], None]:
-        """send(step, numbers)"""
-        module = importlib.import_module(TRACKERS[self.name])
-        if self.name == "wandb":
-            run = module.init(
-                project="nanoshard",
-                name=self.out.name,
-                id=self.run_id,
-                resume="allow",
-                dir=self.out,
-                config=self.config,
-            )
-            return lambda step, numbers: run.log(numbers, step=step)
-        writer = module.SummaryWriter(self.out / "tensorboard", purge_step=self.last_step + 1)
+    def send(step: int, numbers: dict[str, float]) -> None:
+        for field, value in numbers.items():
+            writer.add_scalar(field, value, step)
+        writer.flush()  # a kill loses nothing
 
-        def send(step: int, numbers: dict[str, float]) -> None:
-            for field, value in numbers.items():
-                writer.add_scalar(field, value, step)
-            writer.flush()  # a kill loses nothing
-
-        return send
+    return send
 
 
 # --------------------------------------------------------------------------------------------------
@@ -297,7 +217,7 @@ class Tracker:
 
 # A row has the mean of all ranks: for a loss, that over the global batch. Of these columns it has
 # the largest, of counts as an integer.
-LARGEST = {"grad_norm", "data_wait"}
+LARGEST = {"lr", "grad_norm", "data_wait"}
 COUNTS = {"clipped", "skipped_steps", "skipped_in_a_row", "peak_device_memory"}
 COUNTS |= {"peak_reserved_memory", "allocation_retries", "peak_host_memory"}
 
@@ -312,13 +232,30 @@ class Rates:
     peak_flops: float | None  # of a device; None: unknown
 
 
-@dataclass(frozen=True)
 class Mark:
-    """The start or end of a row's interval."""
+    """The start or end of a row's interval: now, or on a GPU after all work queued so far."""
 
-    step: int
-    event: DeviceEvent
-    data_wait: float  # seconds so far
+    def __init__(self, device: torch.device, step: int, data_wait: float):
+        self.step = step
+        self.data_wait = data_wait  # seconds so far
+        self.host_time = time.perf_counter()
+        self.event = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def has_passed(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        if self.event:
+            self.event.synchronize()
+
+    def since(self, earlier: "Mark") -> float:
+        """Seconds between two marks that have passed."""
+        if self.event:
+            return earlier.event.elapsed_time(self.event) / 1e3
+        return self.host_time - earlier.host_time
 
 
 @dataclass(frozen=True)
@@ -326,9 +263,7 @@ class PendingRow:
     """A row on its way from the devices to the log."""
 
     began: Mark
-    ended: Mark
-    arrived: DeviceEvent
-    known: dict[str, float]  # on the host already, such as lr
+    ended: Mark  # `values` have arrived
     names: list[str]
     values: Tensor  # (world_size, len(names)), float64, in host memory
 
@@ -364,24 +299,27 @@ class Log:
         self.is_rank0 = torch.distributed.get_rank() == 0
         self.skipped_in_a_row = 0
         self.loss = math.nan  # last row: mean over the global batch
-        self.step_time = 0.0  # seconds, last row
         self.pending: PendingRow | None = None
         self.mark = self.mark_now(last_step)
-        self.unwritten: dict[str, bytes] = {}
         self.is_gone = False  # the folder: renamed or removed
         self.useful_time = 0.0  # seconds in steps so far, lost ones excluded
-        self.tracker = None
-        if self.is_rank0:
-            drop_rows_after(self.out / "optim.jsonl", self.last_step, self.say)
-            rows = drop_rows_after(self.out / "metrics.jsonl", self.last_step, self.say)
-            self.useful_time = seconds_in_steps(rows)
-            if c.tracker != "none":
-                run_id = f"{out.name}-{first_start:%Y%m%d-%H%M%S}"
-                self.tracker = Tracker(c.tracker, out, run_id, last_step, vars(c))
-                self.track({})  # opens it now: wandb takes seconds
+        self.tracker = None  # send(step, numbers)
+        if not self.is_rank0:
+            return
+        drop_rows_after(out / "optim.jsonl", last_step)
+        rows = [row for row in drop_rows_after(out / "metrics.jsonl", last_step) if "loss" in row]
+        if rows:
+            age = datetime.fromisoformat(rows[-1]["time"]).timestamp() - self.first_start
+            self.useful_time = rows[-1]["goodput"] * age
+        if c.tracker != "none":
+            run_id = f"{out.name}-{first_start:%Y%m%d-%H%M%S}"
+            try:
+                self.tracker = open_tracker(c.tracker, out, run_id, last_step, vars(c))
+            except Exception as error:
+                self.drop_tracker(error)
 
     def mark_now(self, step: int) -> Mark:
-        return Mark(step, DeviceEvent(self.rates.device), self.data_wait())
+        return Mark(self.rates.device, step, self.data_wait())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -399,42 +337,42 @@ class Log:
         `stops`: the run stops here. Raises Diverged on all ranks in the same step if training no
         longer makes progress.
         """
-        if self.pending and self.pending.arrived.has_passed():
+        if self.pending and self.pending.ended.has_passed():
             self.write()
         table = values.pop("parameters", None)  # an optim.ParameterTable
         if table and self.is_rank0:
             self.append("optim.jsonl", [{"step": step, **row} for row in table.rows()])
         c = self.c
-        intervals = (c.log_interval, c.eval_interval, c.save_interval)
-        always = stops or step in (self.last_step + 1, c.max_steps)
-        if always or any(is_due(step, interval) for interval in intervals):
+        due = stops or step in (self.last_step + 1, c.max_steps)
+        for interval in (c.log_interval, c.eval_interval, c.save_interval):
+            due = due or is_due(step, interval)
+        if due:
             self.flush()  # waits only if the previous row has not arrived
-            self.pending = self.send(step, values)
-            self.mark = self.pending.ended
+            self.send(step, values)
             if self.rates.device.type == "cpu":  # it is already here
                 self.flush()
 
-    def send(self, step: int, values: dict) -> PendingRow:
-        """One small all_gather and an asynchronous copy to the host."""
-        now = self.mark_now(step)
-        known = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
-        on_device = {name: value for name, value in values.items() if name not in known}
-        on_host = {"data_wait": now.data_wait - self.mark.data_wait}
-        on_host |= peak_memory(self.rates.device)
-        columns = torch.tensor(list(on_host.values()), dtype=torch.float64)
-        if self.rates.device.type == "cuda":
-            columns = columns.pin_memory().to(self.rates.device, non_blocking=True)
-        columns = torch.cat((*(value.double()[None] for value in on_device.values()), columns))
+    def send(self, step: int, values: dict) -> None:
+        """Make the pending row: one small all_gather and an asynchronous copy to the host."""
+        device = self.rates.device
+        tensors, numbers = {}, {}
+        for name, value in values.items():
+            (tensors if isinstance(value, Tensor) else numbers)[name] = value
+        numbers |= {"data_wait": self.data_wait() - self.mark.data_wait, **peak_memory(device)}
+        columns = torch.tensor(list(numbers.values()), dtype=torch.float64)
+        if device.type == "cuda":
+            columns = columns.pin_memory().to(device, non_blocking=True)
+        columns = torch.cat((*(value.double()[None] for value in tensors.values()), columns))
         ranks = columns.new_empty(torch.distributed.get_world_size() * len(columns))
         all_gather_single(ranks, columns)
         ranks = ranks.view(-1, len(columns)).to("cpu", non_blocking=True)
-        arrived = DeviceEvent(self.rates.device)
-        return PendingRow(self.mark, now, arrived, known, [*on_device, *on_host], ranks)
+        began, self.mark = self.mark, self.mark_now(step)
+        self.pending = PendingRow(began, self.mark, [*tensors, *numbers], ranks)
 
     def flush(self) -> None:
         """Wait for the pending row and write it. Raises Diverged as `step` does."""
         if self.pending:
-            self.pending.arrived.wait()
+            self.pending.ended.wait()
             self.write()
         if self.c.max_skipped and self.skipped_in_a_row >= self.c.max_skipped:
             raise Diverged(
@@ -447,28 +385,25 @@ class Log:
         row, self.pending = self.pending, None
         steps = row.ended.step - row.began.step
         world_size = len(row.values)
-        ranks = row.values  # (world_size, number of columns)
-        combined = torch.stack((ranks.mean(0), ranks.amax(0), ranks.amin(0)), dim=1).tolist()
         columns = {}
-        for name, (mean, largest, smallest) in zip(row.names, combined):
-            columns[name] = largest if name in LARGEST else mean
+        for name, ranks in zip(row.names, row.values.T.tolist()):
+            columns[name] = max(ranks) if name in LARGEST else sum(ranks) / world_size
             if name in COUNTS:
-                columns[name] = int(largest)
+                columns[name] = int(max(ranks))
             if name == "data_wait":
-                columns["data_wait_min"] = smallest
+                columns["data_wait_min"] = min(ranks)
         self.skipped_in_a_row = columns.pop("skipped_in_a_row")
         self.loss = columns["loss"]
-        self.step_time = row.ended.event.since(row.began.event) / steps
-        self.useful_time += steps * self.step_time
-        tokens_per_second = self.rates.tokens_per_step / self.step_time
+        step_time = row.ended.since(row.began) / steps
+        self.useful_time += steps * step_time
+        tokens_per_second = self.rates.tokens_per_step / step_time
         flops = tokens_per_second / world_size * self.rates.flops_per_token
         peak_flops = self.rates.peak_flops
         line = {
             "step": row.ended.step,
             "tokens": row.ended.step * self.rates.tokens_per_step,
             **columns,
-            **row.known,
-            "step_time": self.step_time,
+            "step_time": step_time,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / world_size,
             "mfu": flops / peak_flops if peak_flops else None,
@@ -508,24 +443,23 @@ class Log:
         """Append a row to metrics.jsonl; unless it is a save, send it to the tracker."""
         self.append("metrics.jsonl", [{**row, "time": datetime.now().astimezone().isoformat()}])
         if self.tracker and "event" not in row:
-            self.track({name: value for name, value in row.items() if value is not None})
+            numbers = {name: value for name, value in row.items() if value is not None}
+            try:
+                self.tracker(numbers.pop("step"), numbers)
+            except Exception as error:
+                self.drop_tracker(error)
 
-    def track(self, numbers: dict) -> None:
-        """Send a row's numbers to the tracker; if there are none, just open it."""
-        try:
-            send = self.tracker.send
-            if numbers:
-                send(numbers.pop("step"), numbers)
-        except Exception as error:
-            self.tracker = None
-            self.say(f"--tracker failed and is off until the next start: {error!r}")
+    def drop_tracker(self, error: Exception) -> None:
+        self.tracker = None
+        self.say(f"--tracker failed and is off until the next start: {error!r}")
 
     def say(self, line: str, step: int | None = None) -> None:
         if not self.is_rank0:
             return
         if step is not None:
             line = f"step {step:>{len(str(self.c.max_steps))}}/{self.c.max_steps}  {line}"
-        print(line, flush=True)
+        with suppress(OSError):  # a run goes on without its terminal, pipe or full disk
+            print(line, flush=True)
 
     def goodput(self) -> str:
         """The share of time since the first start that made progress, in words."""
@@ -536,22 +470,22 @@ class Log:
         )
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Append rows to a file; if the disk is full, keep them for the next call.
+        """Append rows to a file. Training goes on without those that cannot be written.
 
         If the folder is gone, only says so, in `is_gone`: the run must end.
         """
         if not self.is_rank0 or self.is_gone:
             return
-        content = self.unwritten.pop(name, b"") + b"".join(map(json_line, rows))
+        lines = []
+        for row in rows:
+            for field, value in row.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    row = row | {field: None}  # JSON has no nan
+            lines.append(json.dumps(row) + "\n")
         try:
-            # Open for each write, unbuffered: the kernel has each row at once.
-            with open(self.out / name, "ab", buffering=0) as file:
-                size = file.seek(0, os.SEEK_END)
-                if file.write(content) < len(content):
-                    file.truncate(size)
-                    raise OSError("no room for a whole row")
+            with open(self.out / name, "a") as file:  # closed, the kernel has each row at once
+                file.write("".join(lines))
         except FileNotFoundError:
             self.is_gone = True
         except OSError as error:
-            self.unwritten[name] = content
-            self.say(f"cannot write {self.out / name} now: {error}")
+            self.say(f"cannot write {self.out / name}: {error}")

@@ -39,14 +39,6 @@ class RopeScaling:
     high_freq_factor: float  # fast: at least this many turns
     original_seq_len: int
 
-    def __post_init__(self):
-        factors_rise = 0 < self.low_freq_factor < self.high_freq_factor < math.inf
-        if not (factors_rise and 0 < self.factor < math.inf):
-            raise ValueError(
-                f"RoPE scaling by {self.factor} between {self.low_freq_factor} and "
-                f"{self.high_freq_factor} turns: it needs 0 < factor and 0 < low < high"
-            )
-
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -170,33 +162,9 @@ def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
     CPUs sum in the dtype of the weight, and so does CUDA for up to 3,072 tokens. In bfloat16, which
     FSDP gathers, a sum stops growing at 256 times its addend.
     """
-    if weight.dtype == torch.float32 or (is_gpu(weight.device) and tokens.numel() > 3072):
+    if is_gpu(weight.device) and tokens.numel() > 3072:
         return F.embedding(tokens, weight)
-    return SelectRows.apply(tokens, weight)
-
-
-class SelectRows(torch.autograd.Function):
-    """F.embedding, with sums of a row per token, not of a row per word of the vocabulary."""
-
-    @staticmethod
-    def forward(context, tokens: Tensor, weight: Tensor) -> Tensor:
-        context.save_for_backward(tokens)
-        context.vocab_size = len(weight)
-        return F.embedding(tokens, weight)
-
-    @staticmethod
-    def backward(context, grad: Tensor) -> tuple[None, Tensor]:
-        tokens = context.saved_tensors[0].flatten()  # (n,)
-        grad = grad.flatten(0, -2)  # (n, d_model)
-        n = len(tokens)
-        # Equal tokens are summed at one of their places, whichever scatter_ writes last.
-        place_of = tokens.new_empty(context.vocab_size)
-        place_of.scatter_(0, tokens, torch.arange(n, device=tokens.device))
-        places = place_of.gather(0, tokens)
-        sums = torch.ops.aten.embedding_dense_backward(grad.float(), places, n, -1, False)
-        # At their other places the sums are 0.
-        grad_of_weight = grad.new_zeros(context.vocab_size, grad.size(1))
-        return None, grad_of_weight.index_add_(0, tokens, sums.to(grad.dtype))
+    return F.embedding(tokens, weight.float()).to(weight.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -404,7 +372,7 @@ class Transformer(nn.Module):
 
     Logits are float32, activations `dtype`; the loss is in nats. Build a distributed model under
     torch.device("meta") and fill it parameter by parameter with `init_tensor`, so that a rank holds
-    its shards and one full tensor at a time. On one device, use `build_model`.
+    its shards and one full tensor at a time.
     """
 
     def __init__(
@@ -507,22 +475,6 @@ class Transformer(nn.Module):
         keys = seq_len / 2  # that a token attends to, on average: the causal mask hides the others
         attention = 2 * self.config.n_layer * self.config.d_model * keys  # scores, then values
         return 6 * (weights + attention)
-
-
-def build_model(
-    config: ModelConfig,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    loss_chunks: int = 1,
-) -> Transformer:
-    """Build a whole decoder on one device, with its initial weights in float32."""
-    with torch.device("meta"):
-        model = Transformer(config, dtype, loss_chunks)
-    model.to_empty(device=device)
-    for name, parameter in model.named_parameters():
-        model.init_tensor(name, parameter, seed)
-    return model
 
 
 def full_tensor(x: Tensor) -> Tensor:

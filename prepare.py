@@ -14,10 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from pathlib import Path
-
-import numpy as np
 
 from runtime import cli
 from runtime.cli import UsageError
@@ -45,31 +42,7 @@ def fill_empty_split(folder: Path, val_fraction: float, itemsize: int) -> None:
         shutil.copyfileobj(head, tail)
         head.seek(-size, os.SEEK_END)
         head.truncate()
-    last = f"the last {percent(val_fraction)} of the tokens"
-    print(f"too few documents to split: validation gets {last}")
-
-
-def percent(fraction: float) -> str:
-    """Three digits, without an exponent."""
-    digits = np.format_float_positional(100 * fraction, 3, unique=False, fractional=False, trim="-")
-    return f"{digits}%"
-
-
-def check_out(out: Path, sources: list[str]) -> None:
-    """Raise UsageError unless `out`, an absolute path, can become the new token folder."""
-    parent = next(parent for parent in out.parents if parent.exists())
-    if not (parent.is_dir() and os.access(parent, os.W_OK)):
-        raise UsageError(f"--out {out}: {parent} is not a folder that can be written to")
-    if os.path.ismount(out) or out == Path.cwd():
-        raise UsageError(f"--out {out} is in use: name a new folder in it")
-    for source in sources:
-        pattern = os.path.realpath(source)
-        folders = map(str, (out, *out.parents))
-        if any(folder == pattern or fnmatch(folder, pattern) for folder in folders):
-            raise UsageError(
-                f"--out {out} is in --source {source}, where it would be read as text next time: "
-                "choose a folder outside it"
-            )
+    print(f"too few documents to split: validation gets the last {val_fraction:.3g} of the tokens")
 
 
 @contextmanager
@@ -86,7 +59,7 @@ def unfinished(out: Path) -> Iterator[Path]:
     if lock is None:
         raise UsageError(f"another process is writing --out {out}: wait until it has finished")
     try:
-        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        if os.path.lexists(out):
             raise UsageError(f"--out {out} exists: remove it or choose another folder")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -114,7 +87,6 @@ def prepare(
     """
     encoding = tokenizer.load_encoding(name, pattern)
     new_folder = Path(os.path.realpath(out))
-    check_out(new_folder, sources or [])
     corpus = find_files(sources, takes_binary=name == "bytes", text_field=field)
     with unfinished(new_folder) as folder:
         if name not in ("bytes", "gpt2"):
@@ -130,17 +102,16 @@ def prepare(
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         os.rename(folder, new_folder)
-    report_what_was_read(corpus, splitter)
-    report_what_was_written(out, meta, val_fraction)
+    report(out, corpus, splitter, meta)
 
 
 def keep_tokenizer(name: str, pattern: str | None, folder: Path) -> str:
     """Copy a tokenizer's file into the token folder; return its name there.
 
-    The name keeps what the file lacks: the pattern, or that it is Llama 3's.
+    The name keeps what a .tiktoken file lacks: the pattern.
     """
     suffix = Path(name).suffix
-    if suffix not in tokenizer.SELF_CONTAINED:
+    if suffix != ".json":
         pattern = pattern or tokenizer.pattern_of(name)
         print(f"{name} is used with the pattern of {pattern} (--pattern names another)")
         suffix = f".{pattern}.tiktoken"
@@ -160,27 +131,19 @@ def describe_tokens(name: str, encoder: Encoder, splitter: Splitter, folder: Pat
         with open(folder / f"{split}.bin", "rb") as tokens:
             meta[f"{split}_tokens"] = os.fstat(tokens.fileno()).st_size // encoder.dtype.itemsize
             meta[f"{split}_sha256"] = hashlib.file_digest(tokens, "sha256").hexdigest()
-    if isinstance(encoding, tokenizer.JsonEncoding) and not encoding.keeps_words:
-        meta["val_bytes"] = splitter.val_size
-        if not all(splitter.documents.values()):  # val.bin got a tail of the tokens
-            meta["val_bytes"] = int(splitter.size * val_share(meta))
+    meta["val_bytes"] = splitter.val_size
+    if not all(splitter.documents.values()):  # val.bin got a tail of the tokens
+        n_tokens = meta["train_tokens"] + meta["val_tokens"]
+        meta["val_bytes"] = splitter.size * meta["val_tokens"] // n_tokens
     return meta
 
 
-def val_share(meta: dict) -> float:
-    return meta["val_tokens"] / (meta["train_tokens"] + meta["val_tokens"])
-
-
-def report_what_was_read(corpus: Corpus, splitter: Splitter) -> None:
+def report(out: Path, corpus: Corpus, splitter: Splitter, meta: dict) -> None:
     files = plural(len(corpus.files), "file")
     documents = plural(sum(splitter.documents.values()), "document")
     print(f"read {files}: {documents}, {plural(splitter.size, 'byte')} of text")
     if corpus.skipped:
         print(f"skipped {corpus.describe_skipped()}")
-    if corpus.repeated:
-        print(f"{plural(len(corpus.repeated), 'file')} read twice or more: {corpus.repeated[0]}")
-    if corpus.binary:
-        print(f"{plural(corpus.binary, 'binary file')} read as bytes")
     if corpus.first_broken:
         print(f"the first broken line is {corpus.first_broken}")
     if corpus.replaced:
@@ -188,19 +151,11 @@ def report_what_was_read(corpus: Corpus, splitter: Splitter) -> None:
             f"{plural(corpus.replaced, 'byte')} not in UTF-8 became U+FFFD, the first in "
             f"{corpus.first_replaced}: convert such files, as with iconv -f latin1 -t utf-8"
         )
-
-
-def report_what_was_written(out: Path, meta: dict, val_fraction: float) -> None:
-    share = val_share(meta)
+    train, val = meta["train_tokens"], meta["val_tokens"]
     print(
-        f"{out}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} "
-        f"({percent(share)}) to validate, vocabulary {meta['vocab_size']:,} ({meta['tokenizer']})"
+        f"{out}: {train:,} tokens to train on, {val:,} ({100 * val / (train + val):.3g}%) to "
+        f"validate, vocabulary {meta['vocab_size']:,} ({meta['tokenizer']})"
     )
-    if abs(share - val_fraction) > val_fraction / 2:
-        print(
-            f"validation has {percent(share)} of the tokens, not {percent(val_fraction)}: whole "
-            "documents are drawn; <|endoftext|> separates the parts of long ones"
-        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -224,9 +179,9 @@ def build_parser() -> cli.Parser:
         help="text, .jsonl, .ndjson, .json or .csv (also .gz, .bz2, .xz), .parquet, folders, "
         "quoted globs, or - for standard input (default: the library of the installed Python)",
     )
-    field_help = "JSON field or column with the text; a.b if nested (default: text)"
+    field_help = "JSON field or column with the text (default: text)"
     add("--field", default="text", metavar="NAME", help=field_help)
-    name_help = "bytes, gpt2, PATH.tiktoken, tokenizer.model or tokenizer.json (default: bytes)"
+    name_help = "bytes, gpt2, PATH.tiktoken or tokenizer.json (default: bytes)"
     add("--tokenizer", dest="name", default="bytes", metavar="NAME", help=name_help)
     pattern_help = "how text is cut, with PATH.tiktoken (default: as its name says, else llama3)"
     add("--pattern", choices=tokenizer.PATTERNS, help=pattern_help)

@@ -12,11 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime import launcher
-
-if __name__ == "__main__":
-    launcher.end_quietly()
-
 import torch
 from torch import Tensor, nn
 
@@ -152,7 +147,7 @@ def closing_sample(
     )
     try:
         tokens = [*prompt, *new]
-        return "".join(tokenizer.decode(folder.tokenizer, tokens)) if world.is_rank0 else ""
+        return "".join(tokenizer.decode(folder.tokenizer, tokens)) if world.rank == 0 else ""
     except (tokenizer.TokenizerError, NotFinite) as error:  # the run itself has succeeded
         return f"no text: {error}"
 
@@ -171,10 +166,10 @@ def build_parser() -> cli.Parser:
     add("--run", required=True, type=Path, metavar="DIR", help="a run folder, or a checkpoint")
     add(
         "--prompt",
-        action="append",
+        default="",
         metavar="TEXT",
-        help="text to continue, or token ids if the tokenizer is unknown; may be repeated "
-        "(default: the start of a document)",
+        help="text to continue, or token ids if the tokenizer is unknown (default: the start of a "
+        "document)",
     )
 
     def add_number(flag: str, default: float, help: str, least: float = 0) -> None:
@@ -185,7 +180,7 @@ def build_parser() -> cli.Parser:
     add_number("--temperature", 0.8, "0 takes the most likely token")
     add_number("--top_k", 0, "sample only from the N most likely tokens; 0: from all")
     add_number("--top_p", 1.0, "and only from the fewest whose probabilities reach N", 1e-9)
-    add_number("--seed", 0, "the same seed gives the same text; prompt i, from 0, uses N + i")
+    add_number("--seed", 0, "the same seed gives the same text")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
     return parser
 
@@ -197,41 +192,40 @@ def encode_prompt(prompt: str, trained: Trained) -> list[int]:
         raise cli.UsageError(f"--prompt: token ids are 0 to {trained.vocab_size - 1}")
     seq_len = trained.config.seq_len
     if len(tokens) > seq_len:
-        warning = f"a prompt has {len(tokens):,} tokens: the model sees the last {seq_len:,}"
+        warning = f"the prompt has {len(tokens):,} tokens: the model sees the last {seq_len:,}"
         print(f"sample.py: {warning}", file=sys.stderr)
     return tokens
 
 
 def sample(args: argparse.Namespace, device: torch.device) -> None:
-    """Print each prompt and its continuation, token by token."""
+    """Print the prompt and its continuation, token by token."""
     path = run_folder.choose_checkpoint(args.run, "sample.py")
     trained = describe(path)
     name = trained.tokenizer
-    prompts = [encode_prompt(prompt, trained) for prompt in args.prompt]
+    prompt = encode_prompt(args.prompt, trained)
     model = load_model(path, trained.config, device)
-    new: list[int] = []  # of all prompts
     began = time.perf_counter()
-    for i, prompt in enumerate(prompts):
-        tokens = generate(
-            model,
-            prompt,
-            args.max_new_tokens,
-            seq_len=trained.config.seq_len,
-            vocab_size=trained.vocab_size,
-            device=device,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            stop=tokenizer.load_encoding(name).eot_token if name else None,
-            seed=args.seed + i,
-        )
-        shown = args.prompt[i] if name else "".join(tokenizer.decode(None, prompt))
-        texts = tokenizer.decode(name, keep(tokens, new), prompt if args.prompt[i] else [])
-        beginning = next(texts, "")  # before printing the prompt: the model may prove broken
-        print(f"{'-' * 80}\n" if i else "", shown, beginning, sep="", end="", flush=True)
-        for text in texts:
-            print(text, end="", flush=True)
-        print()
+    new = []
+    tokens = generate(
+        model,
+        prompt,
+        args.max_new_tokens,
+        seq_len=trained.config.seq_len,
+        vocab_size=trained.vocab_size,
+        device=device,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        stop=tokenizer.load_encoding(name).eot_token if name else None,
+        seed=args.seed,
+    )
+    texts = tokenizer.decode(name, keep(tokens, new), prompt if args.prompt else [])
+    beginning = next(texts, "")  # before printing the prompt: the model may prove broken
+    shown = args.prompt if name else "".join(tokenizer.decode(None, prompt))
+    print(shown, beginning, sep="", end="", flush=True)
+    for text in texts:
+        print(text, end="", flush=True)
+    print()
     seconds = time.perf_counter() - began
     speed = f"{len(new):,} tokens in {seconds:.1f} s: {len(new) / seconds:,.0f} tokens/s"
     print(f"sample.py: {speed}", file=sys.stderr)
@@ -246,7 +240,6 @@ def keep(tokens: Iterator[int], kept: list[int]) -> Iterator[int]:
 def main(argv: list[str]) -> int:
     def command() -> None:
         args = build_parser().parse_args(argv)
-        args.prompt = args.prompt or [""]
         device = dist.start(args.device).device
         if device.type == "cpu":
             memory.keep_freed_memory()  # each token takes the same activations

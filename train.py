@@ -5,11 +5,11 @@ torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import math
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +20,6 @@ from pathlib import Path
 from runtime import launcher
 
 if __name__ == "__main__":
-    launcher.end_quietly()
     # torch reads these on import. They silence the profiler's log, and C++ warnings about failed
     # collectives, which tell less than the watchdog's line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -61,18 +60,19 @@ def command(argv: list[str]) -> int:
     timeout = timedelta(seconds=SLOW_FACTOR * flags.timeout)
     take_over_nccl_errors(timeout)
     world = dist.start(flags.device, timeout, join_timeout=timedelta(seconds=flags.timeout))
-    console.is_quiet = flags.quiet or not world.is_rank0
+    console.is_quiet = flags.quiet or world.rank != 0
     # A rank that dies or hangs ends all ranks. torchrun --max-restarts or a scheduler starts them
     # again, and they continue from the last checkpoint.
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
-    with contextlib.ExitStack() as lock:  # rank 0 keeps it until the checkpoint is one file
+    lock = run_folder.hold_lock(Path(flags.out), flags.timeout)
+    with contextlib.ExitStack() as stack:  # rank 0 keeps the lock until the checkpoint is one file
         # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
         with watchdog, loss_parallel(), no_garbage_collection():
             if not flags.eval_only:  # which only reads
-                lock.enter_context(run_folder.locked(Path(flags.out), flags.timeout))
+                dist.on_rank0(stack.enter_context, lock)
             status = run(flags, world, watchdog)
         dist.stop()
-        if flags.checkpoint == "full" and world.is_rank0 and not flags.dry_run:
+        if flags.checkpoint == "full" and world.rank == 0 and not flags.dry_run:
             consolidate_last(Path(flags.out), watchdog.saved_step)
     return status
 
@@ -95,17 +95,16 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     latest, passed_over = None, []
     if not flags.eval_only:
         latest, passed_over = run_folder.latest_valid(Path(flags.out))
-    start = dist.on_rank0(lambda: preflight.check(flags, world, latest, passed_over))
+    start = dist.on_rank0(preflight.check, flags, world, latest, passed_over)
     c = start.config  # the flags, with the values that the run has for those not given
     watchdog.saved_step = start.step or None
-    if start.is_finished:
-        report.say(world, report.describe_finished(start))
+    if start.step >= c.max_steps:
+        finished = f"{c.out} is finished, step {start.step} of {c.max_steps}: "
+        report.say(world, [finished + "raise --max_steps, or choose another --out"])
         return 0
 
     # From flags and ranks to a model on the mesh, with its weights
     setup = layout.choose(c, world, start.model, start.device_memory)
-    if world.device.type == "cpu":
-        preflight.warn_of_short_memory(c, setup, world)
     mesh = dist.make_mesh(world, setup.mesh_shape)
     state, forward = build(c, setup, mesh)
     load(state, start)
@@ -126,23 +125,15 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     # From here on the run writes
     out = Path(c.out)
     watchdog.dump_folder = out / "flight"
-    manifest = start.manifest | {"micro_batch_size": setup.micro_batch_size}
-    first_start = dist.on_rank0(
-        lambda: run_folder.create(out, manifest, setup.strategy, world, start.step, this_start)
-    )
-    console.keep_transcript(out / "console.log")
+    chosen = {"strategy": setup.strategy, "micro_batch_size": setup.micro_batch_size}
+    manifest = start.manifest | chosen
+    first_start = dist.on_rank0(run_folder.create, out, manifest, world, state.step, this_start)
     stop_request = agreement.StopRequest(world.timeout, handle_signals)  # from here on
+    tokenizer_file = folders[0].tokenizer_file
     saver = Saver(
-        out,
-        c.async_save,
-        c.keep_last,
-        c.keep_every,
-        world.timeout,
-        folders[0].tokenizer_file,
-        start_step=start.step,
+        out, c.async_save, c.keep_last, c.keep_every, world.timeout, tokenizer_file, state.step
     )
-    dp_rank = dist.dp_rank(mesh)
-    batches = MicroBatches(c, setup, world, dp_rank, train_data, watchdog, start.step)
+    batches = MicroBatches(c, setup, mesh, train_data, watchdog, start.step)
     flops_per_token = state.model.flops_per_token(setup.model.seq_len)
     peak_flops = metrics.peak_flops(world.device, setup.dtype, c.peak_tflops)
     rates = metrics.Rates(world.device, setup.tokens_per_step, flops_per_token, peak_flops)
@@ -161,22 +152,23 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
                 values = train_step(forward, state.optimizer, batches, step, n, grad_sync, measure)
             state.step = step
             is_last = step == c.max_steps
+            is_late = c.time_limit and time_limit.is_near(seconds_to_save(c, saver))
             # Whether any rank asked a step ago: all ranks stop after the same step.
-            stop = stop_request(log.is_gone or time_limit.is_near(seconds_to_save(c, saver)))
-            stop = stop and not is_last
+            stop = stop_request(log.is_gone or is_late) and not is_last
             log.step(step, values, stops=stop)  # a row if one is due
             evaluates = is_last or is_due(step, c.eval_interval)
-            saves = is_last or stop or is_due(step, c.save_interval)
+            saves = c.checkpoint != "none" and (is_last or stop or is_due(step, c.save_interval))
             if evaluates or saves:
                 with log.pause():
-                    if stop:  # save first: torchrun kills the ranks 30 s after a signal
-                        save(c, setup, state, manifest, saver, log.loss, watchdog)
+                    if saves and stop:  # save first: torchrun kills the ranks 30 s after a signal
+                        save(setup, state, manifest, saver, log.loss, watchdog)
                     if evaluates:
                         log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
                     # After the evaluation: a kill between the two repeats both, and loses no row.
                     if saves and not stop:
-                        save(c, setup, state, manifest, saver, log.loss, watchdog)
-            report_saves(saver, log, watchdog)
+                        save(setup, state, manifest, saver, log.loss, watchdog)
+            if saver.rows:
+                report_saves(saver, log, watchdog)
             if stop:
                 break
             if step % 100 == 0:
@@ -188,7 +180,8 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
         report_saves(saver, log, watchdog)
         if saver.failure:
             raise checkpoint.CheckpointError(saver.failure)
-        dist.on_all_ranks(lambda: run_folder.check_is_there(out, log.is_gone, c, state.step))
+        if dist.on_rank0(lambda: log.is_gone):
+            raise cli.RunError(f"{out} was renamed or removed: later saves are in a new one")
         log.say(log.goodput())
         if stop:
             return report_stop(c, state.step, log)
@@ -264,12 +257,13 @@ def agree(
     (B, T + 1)), read once, so that a damaged file ends the run before its first step. Raises
     RankMismatch and DataError on all ranks.
     """
-    dp_rank = dist.dp_rank(mesh)
-    n_val, n = min(c.eval_sequences, len(val_data)), len(val_data)
-    val_indices = [*data.val_indices(n_val, n, setup.micro_batch_size, dp_rank, setup.dp_size)]
-    first_indices = step_indices(c, setup, dp_rank, state.step + 1, state.step + 1)
-    if c.eval_only:
-        first_indices = val_indices
+    share = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
+    n_val = min(c.eval_sequences, len(val_data))
+    val_indices = list(data.val_indices(n_val, len(val_data), *share))
+    first_indices = val_indices
+    if not c.eval_only:
+        first_step = range(state.step + 1, state.step + 2)
+        first_indices = data.train_indices(first_step, c.global_batch_size, *share)
     must_match = {f"--{name}": value for name, value in dataclasses.asdict(flags).items()}
     folders = [part.folder for part in val_data.parts]
     must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
@@ -290,16 +284,6 @@ def agree(
 # One step
 
 
-def step_indices(
-    c: Config, setup: Setup, dp_rank: int, first_step: int, last_step: int
-) -> Iterator[list[int]]:
-    """The sequence indices of a dp_rank's micro-batches, first_step through last_step."""
-    steps = range(first_step, last_step + 1)
-    return data.train_indices(
-        steps, c.global_batch_size, setup.micro_batch_size, dp_rank, setup.dp_size
-    )
-
-
 class MicroBatches:
     """This rank's micro-batches (B, T + 1) on its device, of the steps after `resumed_step`.
 
@@ -310,29 +294,27 @@ class MicroBatches:
         self,
         c: Config,
         setup: Setup,
-        world: dist.World,
-        dp_rank: int,
+        mesh: dist.DeviceMesh,
         train_data: data.TokenDataset | data.Mixture,
         watchdog: Watchdog,
         resumed_step: int,
     ):
-        is_cuda = world.device.type == "cuda"
+        is_cuda = mesh.device_type == "cuda"
         workers = c.num_workers
         if workers is None:
             workers = 2 if is_cuda else 0
-        indices = step_indices(c, setup, dp_rank, resumed_step + 1, c.max_steps)
+        share = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
+        steps = range(resumed_step + 1, c.max_steps + 1)
+        indices = data.train_indices(steps, c.global_batch_size, *share)
         self.batches = data.loader(train_data, indices, workers, pin=is_cuda)
         if is_cuda:
-            self.batches = data.prefetch(self.batches, world.device)
+            self.batches = data.prefetch(self.batches, torch.device(mesh.device_type))
         self.watchdog = watchdog
         self.resumed_step = resumed_step
         self.per_step = setup.grad_accum_steps
         self.first_doing = "compiling" if c.compile else "computing"
         self.read = 0
         self.waited = 0.0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return self
 
     def __next__(self) -> Tensor:
         step = self.resumed_step + self.read // self.per_step  # steps done
@@ -376,7 +358,7 @@ def train_step(
 
 
 # --------------------------------------------------------------------------------------------------
-# Evaluation and saving
+# Evaluation, saving and the end
 
 
 @torch.no_grad()
@@ -403,17 +385,9 @@ def evaluate(
 
 
 def save(
-    c: Config,
-    setup: Setup,
-    state: State,
-    manifest: dict,
-    saver: Saver,
-    loss: float,
-    watchdog: Watchdog,
+    setup: Setup, state: State, manifest: dict, saver: Saver, loss: float, watchdog: Watchdog
 ) -> None:
     """Save a checkpoint, or start saving it with --async_save; refuse if it is not finite."""
-    if c.checkpoint == "none":
-        return
     watchdog.progress(state.step, "saving", slow=True)
     if is_finite(state.tensors["model"], loss):
         tokens = state.step * setup.tokens_per_step
@@ -443,10 +417,6 @@ def report_saves(saver: Saver, log: metrics.Log, watchdog: Watchdog) -> None:
             watchdog.saved_step = row["step"]
 
 
-# --------------------------------------------------------------------------------------------------
-# The process
-
-
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """A collection on one rank delays all of them: the loop collects on all at once."""
@@ -458,7 +428,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def report_stop(c: Config, step: int, log: metrics.Log) -> int:
-    """Say that a run stopped before its end; return its exit status."""
+    """Say that a run stopped before its end; return the exit status."""
     continues = "" if c.checkpoint == "none" else "; the same command continues"
     line = f"stopped after step {step}{continues}"
     log.say(line)
@@ -469,16 +439,13 @@ def report_stop(c: Config, step: int, log: metrics.Log) -> int:
     return 0 if will_restart else os.EX_TEMPFAIL
 
 
-CTRL_C = "stopped at once by Ctrl-C, without a save"
-
-
 def main(argv: list[str]) -> int:
     slurm.read_slurm()
     launcher.watch()
-    started = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z}"
-    heading = f"--- {started} train.py {shlex.join(argv)}\n"
-    with console.Transcript(heading if os.environ.get("RANK", "0") == "0" else ""):
-        return cli.execute("train.py", lambda: command(argv), CTRL_C)
+    ctrl_c = "stopped at once by Ctrl-C, without a save"
+    status = cli.execute("train.py", functools.partial(command, argv), ctrl_c)
+    cli.drop_unprinted()
+    return status
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ class StopRequest:
 
     def __call__(self, is_late: bool) -> bool:
         """Send whether this rank must stop; return whether any rank had to a step ago."""
-        self.wait()
+        if self.in_flight:
+            self.in_flight.wait()
         any_rank = self.flag.numpy()[0] > 0  # not .item(), which --profile counts as a host sync
         self.flag = torch.tensor([float(self.signalled or is_late)])
         self.in_flight = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
@@ -70,7 +71,7 @@ class TimeLimit:
     """--time_limit: when to stop, so that a last save ends in time."""
 
     def __init__(self, seconds: float):
-        self.deadline = time.monotonic() + (seconds or math.inf)
+        self.deadline = time.monotonic() + seconds
         self.last_call = math.inf  # the first step may compile
         self.longest = 0.0  # seconds from call to call
 
@@ -140,19 +141,21 @@ def source_hash() -> str:
 
 
 def sum_weights(weights: Iterable[Tensor]) -> dict[str, int]:
-    """Sum the bits of the local weights as integers: exact in any order of summation."""
-    sums: Counter = Counter()  # one for each way to cut a parameter: only dp_shard cuts norms
+    """Sum the bits of the local weights as integers: exact in any order of summation.
+
+    One sum for each way to cut a parameter, with the name of this rank's part, such as " of
+    dp_shard 1, tp 0": only dp_shard cuts norms.
+    """
+    sums: Counter = Counter()
     for weight in weights:
+        cuts = []
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            axes = zip(mesh.mesh_dim_names, mesh.get_coordinate(), weight.placements)
+            cuts = [
+                f"{axis} {rank}" for axis, rank, placement in axes if not placement.is_replicate()
+            ]
+        part = f" of {', '.join(cuts)}" if cuts else ""
         bits = optim.local(weight).detach().view(torch.int32)
-        sums[f"the sum of the weights{shard_name(weight)}"] += int(bits.sum(dtype=torch.int64))
+        sums[f"the sum of the weights{part}"] += int(bits.sum(dtype=torch.int64))
     return dict(sums)
-
-
-def shard_name(weight: Tensor) -> str:
-    """Which part of a weight this rank holds, such as " of dp_shard 1, tp 0"; "" for all of it."""
-    if not isinstance(weight, DTensor):
-        return ""
-    mesh = weight.device_mesh
-    axes = zip(mesh.mesh_dim_names, mesh.get_coordinate(), weight.placements)
-    parts = [f"{axis} {rank}" for axis, rank, placement in axes if not placement.is_replicate()]
-    return f" of {', '.join(parts)}" if parts else ""

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from runtime import console, launcher
+from runtime import console
 
 VERSION = "0.2.0"
 
@@ -69,27 +68,12 @@ class Parser(argparse.ArgumentParser):
             f"Python {platform.python_version()}",
         )
 
-    def flags(self) -> dict[str, str]:
-        """All flags and their help texts, including subcommands'."""
-        found = {}
-        for action in self._actions:
-            found |= dict.fromkeys(action.option_strings, action.help or "")
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    found |= parser.flags()
-        return found
-
     def error(self, message: str) -> NoReturn:
         """Raises, where argparse would print many lines of usage and exit."""
         _, is_unknown, rest = message.partition("unrecognized arguments: ")
         if is_unknown:
             name = rest.split()[0].split("=")[0]
-            others = self.flags()
-            others.pop(name, None)  # may belong to another subcommand
-            words = re.sub("[-_]+", " ", name).strip()
-            nearest = difflib.get_close_matches(name, others, n=1)
-            if " " in words:  # --learning_rate: the help text of --lr has these words
-                nearest += [flag for flag, text in others.items() if words in text]
+            nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
             message += f"; did you mean {nearest[0]}?" if nearest else ""
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
@@ -135,7 +119,6 @@ def execute(program: str, command: Callable[[], int | None], ctrl_c: str = "") -
         # Print \u1234 for characters that the encoding, such as ASCII, lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        launcher.take_ctrl_c()
         return command() or 0
     except KeyboardInterrupt:
         if ctrl_c and os.environ.get("RANK", "0") == "0":
@@ -153,12 +136,23 @@ def execute(program: str, command: Callable[[], int | None], ctrl_c: str = "") -
         return fail(program, message, status)
 
 
+def drop_unprinted() -> None:
+    """Forget what stdout and stderr did not take: Python would end with status 120 for it."""
+    for name in ("stdout", "stderr"):
+        try:
+            print(end="", file=getattr(sys, name), flush=True)
+        except OSError:
+            setattr(sys, name, None)
+
+
 def explain(error: Exception) -> str | None:
     """One line for an error of torch that has a remedy: out of memory, or from torch.compile."""
     inner = getattr(error, "inner_exception", None)  # in torch.compile's errors
     first_line = str(inner or error).partition("\n")[0]
+    if isinstance(error, MemoryError):
+        first_line = "out of memory"
     for text in ("out of memory", "allocate memory", "calculation overflowed"):  # CUDA, CPU, both
-        if isinstance(error, RuntimeError) and text in str(error):
+        if isinstance(error, RuntimeError | MemoryError) and text in first_line:
             need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
             return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
     if inner:

@@ -23,22 +23,21 @@ BYTES_PER_SECOND = 100e6  # of a conversion, at least
 LATE_FILES_SECONDS = 90  # how late another host's files may appear: NFS can cache for a minute
 
 
-def consolidate(path: Path, out: Path, report: Callable[[float], None]) -> None:
+def consolidate(path: Path, out: Path) -> None:
     """Write the checkpoint `path` as the checkpoint `out` in the full format.
 
     A new `out` appears complete or not at all. If `out` is `path`, replaces its files so that it
-    verifies at any time. Calls `report` with the share that is done. Raises CheckpointError.
+    verifies at any time. Raises CheckpointError.
     """
     manifest = checkpoint.read_manifest(path)
-    # An upper bound: one file has smaller headers than many.
-    with new_folder(out, checkpoint.total_bytes(manifest), replaces=out == path) as work:
+    with new_folder(out, replaces=out == path) as work:
         if problem := checkpoint.verify(path):
             raise CheckpointError(f"{path}: {problem}")
         reader = checkpoint.Reader(path)
         layout = {name: entry.full for name, entry in reader.tensors.items()}
         replaced = (".safetensors", "index.json")
         kept = {k: file for k, file in manifest["files"].items() if not k.endswith(replaced)}
-        files = kept | write_full(work, layout, lambda name: read_full(reader, name), report)
+        files = kept | write_full(work, layout, lambda name: read_full(reader, name))
         if out == path:
             replace_files(path, work, manifest, files)
             return
@@ -51,18 +50,14 @@ def read_full(reader: checkpoint.Reader, name: str) -> Tensor:
     """A full tensor of a checkpoint. Raises CheckpointError."""
     full = reader.tensors[name].full
     pieces = list(reader.overlaps(name, (0,) * full.dim(), full.shape))
-    full = torch.empty_like(full, device="cpu")  # the files have as many bytes
+    full = torch.empty_like(full, device="cpu")  # not before: the files have as many bytes
     for place, saved in pieces:
         full[place] = saved
-        reader.release(saved.nbytes)
     return full
 
 
 def write_full(
-    folder: Path,
-    layout: dict[str, Tensor],
-    read: Callable[[str], Tensor],
-    report: Callable[[float], None],
+    folder: Path, layout: dict[str, Tensor], read: Callable[[str], Tensor]
 ) -> dict[str, dict]:
     """Write the one file and its index; return their entries in the manifest.
 
@@ -72,7 +67,7 @@ def write_full(
     for name, tensor in layout.items():
         dtype, cuts = checkpoint.DTYPE_NAMES[tensor.dtype], [[0]] * tensor.dim()
         index[name] = {"dtype": dtype, "shape": [*tensor.shape], "cuts": cuts, "grid": [0]}
-    full = checkpoint.write_safetensors(folder / FULL, layout, read, report)
+    full = checkpoint.write_safetensors(folder / FULL, layout, read)
     return {FULL: full, "index.json": checkpoint.write_index(folder, [FULL], index)}
 
 
@@ -104,54 +99,49 @@ def consolidate_last(run: Path, step: int | None) -> None:
         return
     began = time.perf_counter()
     path = checkpoint.step_path(run, step)
-    with console.live(console.Progress("consolidating")) as progress:
-        is_new = replace_shards(path, progress.report)
+    with console.live(lambda: "consolidating"):
+        is_new = replace_shards(path)
     if is_new:
         seconds = time.perf_counter() - began
-        print(f"consolidated {path} in {FULL} in {seconds:.2f} s", flush=True)
+        with contextlib.suppress(OSError):  # nobody takes the line
+            print(f"consolidated {path} in {FULL} in {seconds:.2f} s", flush=True)
 
 
-def replace_shards(path: Path, report: Callable[[float], None]) -> bool:
+def replace_shards(path: Path) -> bool:
     """Replace the shards of the checkpoint `path` by one file; return whether there were any.
 
     Call it again to complete what a killed process left. Raises CheckpointError.
     """
+
+    def is_shard(name: str) -> bool:
+        return name.endswith(".safetensors") and name != FULL
+
     try:
         names = checkpoint.read_manifest(path)["files"]
-        is_sharded = any(is_shard(name) for name in names)
+        is_sharded = any(map(is_shard, names))
         if is_sharded:
             for _ in range(LATE_FILES_SECONDS):
                 if all((path / name).exists() for name in names):
                     break
                 time.sleep(1)
-            consolidate(path, path, report)
+            consolidate(path, path)
         shutil.rmtree(path.with_name(f".{path.name}.tmp"), ignore_errors=True)
-        for file in path.iterdir():
-            if is_shard(file.name):
-                file.unlink()
+        for file in filter(is_shard, os.listdir(path)):
+            (path / file).unlink()
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{error}; {path} stays in the sharded format") from None
     return is_sharded
 
 
-def is_shard(name: str) -> bool:
-    return name.endswith(".safetensors") and name != FULL
-
-
 @contextlib.contextmanager
-def new_folder(out: Path, size: int, replaces: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder beside `out`, for the block to fill with `size` bytes and rename.
+def new_folder(out: Path, replaces: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside `out`, for the block to fill and to rename.
 
-    Removes it if the block fails. Raises PathError if `out` exists, unless the block `replaces`
-    what it holds, and CheckpointError, at once if the disk has no room.
+    Removes it if the block fails, which raises CheckpointError. Raises PathError if `out` exists,
+    unless the block `replaces` what it holds.
     """
     if out.exists() and not replaces:
         raise PathError(f"{out} exists: remove it or choose another name")
-    free = shutil.disk_usage(next(p for p in out.absolute().parents if p.exists())).free
-    if size > free:
-        raise CheckpointError(
-            f"{out} needs {size / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB free"
-        )
     work = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(work, ignore_errors=True)  # left by a killed process

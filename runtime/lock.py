@@ -39,7 +39,7 @@ def is_at(path: Path, descriptor: int) -> bool:
 def is_locked(path: Path) -> bool:
     """Whether another process holds the lock of `try_lock`.
 
-    Briefly takes a shared lock, which `run_folder.locked` waits for.
+    Briefly takes a shared lock, which `run_folder.hold_lock` waits for.
     """
     try:
         with open(path) as file:

@@ -1,10 +1,9 @@
-"""The memory of this host and of this process, and what glibc does with freed memory."""
+"""The memory of this host, and what glibc does with freed memory."""
 
 import contextlib
 import ctypes
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -33,20 +32,6 @@ def available_memory() -> int:
         cache = read_fields(cgroup / "memory.stat").get("inactive_file", 0)
         available = min(available, max(0, limit - used + cache))
     return available
-
-
-class HostMemory(NamedTuple):
-    """Bytes; resident and peak are 0 if the system does not report them."""
-
-    resident: int  # of this process
-    peak: int  # of this process so far
-    available: int  # on this host
-
-
-def host_memory() -> HostMemory:
-    fields = read_fields(Path("/proc/self/status"))
-    resident, peak = (1024 * fields.get(name, 0) for name in ("VmRSS:", "VmHWM:"))
-    return HostMemory(resident, peak, available_memory())
 
 
 def read_fields(path: Path) -> dict[str, int]:

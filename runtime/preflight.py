@@ -5,10 +5,6 @@ form one run is asked later: see train.agree.
 """
 
 import dataclasses
-import re
-import socket
-import sys
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,18 +31,14 @@ class Start:
     config: Config  # with the values that the run or its model has for flags not given
     model: ModelConfig
     manifest: dict  # goes into every checkpoint
-    device_memory: int  # bytes that a rank may fill
+    device_memory: int  # bytes that a rank may fill, for --strategy auto
     step: int = 0
     checkpoint: Path | None = None
     init_from: Path | None = None  # weights for a new run, or for --eval_only
     new_parameters: list[str] = field(default_factory=list)  # which init_from lacks
     other_tokenizer: str = ""  # how the data's differs from that of init_from
-    changes: list[str] = field(default_factory=list)  # changed flags, as "--NAME OLD -> NEW"
+    changes: list[str] = field(default_factory=list)  # such as "--max_steps 100 -> 200"
     passed_over: list[str] = field(default_factory=list)  # newer checkpoints and their problems
-
-    @property
-    def is_finished(self) -> bool:
-        return not self.config.eval_only and self.step >= self.config.max_steps
 
 
 def check(flags: Config, world: dist.World, latest: Path | None, passed_over: list[str]) -> Start:
@@ -76,7 +68,9 @@ def check(flags: Config, world: dist.World, latest: Path | None, passed_over: li
         "tokenizer": first.tokenizer_name,
         "tokens_in_vocabulary": first.vocab_size,
     }
-    device_memory = memory.device_memory(world.device, world.local_size)
+    device_memory = 0
+    if c.strategy == "auto":
+        device_memory = memory.device_memory(world.device, world.local_size)
     start = Start(c, model, manifest, device_memory, passed_over=passed_over)
     return begin(start, origin, latest)
 
@@ -84,21 +78,6 @@ def check(flags: Config, world: dist.World, latest: Path | None, passed_over: li
 def prepare_builtin() -> None:
     if not Path(BUILTIN).exists():
         prepare.prepare(None, Path(BUILTIN))
-
-
-def warn_of_short_memory(c: Config, setup: layout.Setup, world: dist.World) -> None:
-    """Warn if this host lacks memory for its CPU ranks, before they build their models."""
-    need = layout.estimate_memory(c, setup).total
-    available = memory.available_memory()
-    if world.local_rank == 0 and world.local_size * need > available:
-        print(
-            f"train.py: warning: on {socket.gethostname()} this run needs at least "
-            f"{world.local_size * need / 1e9:,.1f} GB more ({world.local_size} x {need / 1e9:,.1f} "
-            f"a rank), and {available / 1e9:,.1f} GB are available: lower --micro_batch_size, "
-            "shard with --strategy fsdp, or start fewer ranks on a host",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -118,26 +97,25 @@ class Origin:
 def check_folder(c: Config, latest: Path | None, passed_over: list[str]) -> None:
     """Refuse a folder whose contents a run would overwrite. Raises UsageError, CheckpointError."""
     out = Path(c.out)
-    if c.resume == "never" and any(path.name != "lock" for path in out.glob("*")):
-        raise UsageError(
-            f"--out {out} is not empty, and --resume never would overwrite it: choose another --out"
-        )
-    if latest:
-        return
     rows = read_log(out / "metrics.jsonl")
     saved = [row["step"] for row in rows if row.get("event") == "checkpoint"]
-    if passed_over or saved:
-        reason = passed_over[0] if passed_over else f"its checkpoint of step {saved[-1]} is gone"
-        raise checkpoint.CheckpointError(
-            f"cannot continue --out {out}: {reason}; restore a checkpoint, or choose another --out"
-        )
     starts = run_folder.read_starts(out)
-    if (out / "config.json").exists() and not starts:
-        raise UsageError(f"--out {out} holds files that are not train.py's: choose another --out")
-    if rows and starts and starts[-1]["config"].get("checkpoint") == "none":
-        raise UsageError(
-            f"cannot continue --out {out}: its run has --checkpoint none; choose another --out"
+    reason = None
+    if c.resume == "never" and any(path.name != "lock" for path in out.glob("*")):
+        reason = "it is not empty, and --resume never would overwrite it"
+    elif latest:
+        return
+    elif passed_over or saved:
+        damage = passed_over[0] if passed_over else f"its checkpoint of step {saved[-1]} is gone"
+        raise checkpoint.CheckpointError(
+            f"cannot continue --out {out}: {damage}; restore a checkpoint, or choose another --out"
         )
+    elif not starts and (out / "config.json").exists():
+        reason = "it holds files that are not train.py's"
+    elif starts and rows and starts[-1]["config"].get("checkpoint") == "none":
+        reason = "its run has --checkpoint none"
+    if reason:
+        raise UsageError(f"cannot continue --out {out}: {reason}; choose another --out")
 
 
 def find_origin(config: Config, latest: Path | None = None) -> Origin:
@@ -148,7 +126,10 @@ def find_origin(config: Config, latest: Path | None = None) -> Origin:
     """
     starts = run_folder.read_starts(Path(config.out))
     so_far = starts[-1]["config"] if starts else {}
-    path = latest or find_source(config)
+    named = config.source or (config.out if config.eval_only else None)
+    path = latest
+    if named and not latest:
+        path = run_folder.choose_checkpoint(Path(named), "train.py")
     if path is None:
         return Origin(flags=so_far)
     manifest = checkpoint.read_manifest(path)
@@ -157,19 +138,7 @@ def find_origin(config: Config, latest: Path | None = None) -> Origin:
         flags = so_far or flags
     elif config.init_from and not config.eval_only:
         flags = {}  # a new run
-    model = None
-    if config.source or config.eval_only:
-        model = read_model(path, manifest)
-    return Origin(path, manifest, model, flags)
-
-
-def find_source(config: Config) -> Path | None:
-    """The checkpoint that --init_from or --resume stands for, of a run its latest that verifies.
-
-    With --eval_only by default that of --out. Raises PathError and CheckpointError.
-    """
-    named = config.source or (config.out if config.eval_only else None)
-    return run_folder.choose_checkpoint(Path(named), "train.py") if named else None
+    return Origin(path, manifest, read_model(path, manifest) if named else None, flags)
 
 
 def settle(config: Config, origin: Origin) -> Config:
@@ -208,7 +177,7 @@ def begin(start: Start, origin: Origin, latest: Path | None) -> Start:
         new = check_weights(path, origin.manifest, start)
         other = compare_tokenizers(origin.manifest, start.manifest)
         return dataclasses.replace(start, init_from=path, new_parameters=new, other_tokenizer=other)
-    check_same_run(path, origin.manifest, start.manifest)
+    changes = check_changes(path, origin.manifest, start.manifest)
     step = origin.manifest["step"]
     # A new folder must have steps left to train.
     if step > c.max_steps or (latest is None and step == c.max_steps):
@@ -216,28 +185,29 @@ def begin(start: Start, origin: Origin, latest: Path | None) -> Start:
             f"{path} is at step {step}, and --max_steps {c.max_steps} leaves nothing to train: "
             "raise --max_steps or choose another --out"
         )
-    changes = check_changes(origin.manifest, start.manifest)
     return dataclasses.replace(start, step=step, checkpoint=path, changes=changes)
 
 
 def check_weights(path: Path, saved: dict, start: Start) -> list[str]:
     """Check that saved weights fit the model; return the parameters that the checkpoint lacks.
 
-    Raises UsageError and CheckpointError. Shapes are checked when the weights are loaded.
+    A changed model must have new parameters, or it would use the saved ones differently. Raises
+    UsageError and CheckpointError. Shapes are checked when the weights are loaded.
     """
+    with torch.device("meta"):
+        names = [name for name, _ in Transformer(start.model).named_parameters()]
+    there = checkpoint.tensor_shapes(path)
+    new = [name for name in names if f"model.{name}" not in there]
+    if new and start.config.eval_only:
+        raise UsageError(
+            f"{path} lacks {new[0]}: evaluate it with the code and flags that trained it"
+        )
     for key, before in vars(read_model(path, saved)).items():
         value = getattr(start.model, key)
-        is_same = key == "seq_len" or value == before
-        if not is_same and not adds_parameters(start.model, key, before):
+        if value != before and key != "seq_len" and not new:
             raise UsageError(
                 f"{path} has {key} {before}, and this run has {value}: its weights do not fit"
             )
-    there = checkpoint.tensor_shapes(path)
-    new = [name for name in parameter_names(start.model) if f"model.{name}" not in there]
-    if new and start.config.eval_only:
-        raise UsageError(
-            f"{path} lacks {in_short(new)}: evaluate it with the code and flags that trained it"
-        )
     return new
 
 
@@ -251,91 +221,51 @@ def compare_tokenizers(saved: dict, now: dict) -> str:
     return f"{new_name} with {new_tokens} tokens, not the checkpoint's, {name} with {tokens}"
 
 
-def adds_parameters(model: ModelConfig, key: str, before) -> bool:
-    """Whether a changed field of the model adds parameters to those it had with `before`."""
-    try:
-        fewer = parameter_names(dataclasses.replace(model, **{key: before}))
-    except ValueError:  # its numbers do not fit together
-        return False
-    return set(parameter_names(model)) > set(fewer)
-
-
-def parameter_names(model: ModelConfig) -> list[str]:
-    with torch.device("meta"):
-        return [name for name, _ in Transformer(model).named_parameters()]
-
-
-def in_short(parameters: list[str]) -> str:
-    """Such as "blocks.*.attention.q_norm.weight (4)"."""
-    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in parameters)
-    return ", ".join(f"{name} ({n})" if "*" in name else name for name, n in counts.items())
-
-
-def resume_key(path: Path, manifest: dict) -> dict:
-    """What must not change within a run: model, optimizer, the data and its order."""
-    try:
-        return {
-            **dataclasses.asdict(read_model(path, manifest)),
-            "the data's fingerprint": manifest["data"],
-            "global_batch_size": manifest["config"]["global_batch_size"],
-            "seed": manifest["config"]["seed"],
-            "optimizer": manifest["config"].get("optimizer", Config.optimizer),
-        }
-    except (KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path} is not a checkpoint of train.py: its manifest.json lacks {error}"
-        ) from None
-
-
-def check_same_run(path: Path, saved: dict, manifest: dict) -> None:
-    """Refuse another model, other data, another batch size, seed or optimizer: another run."""
-    before = resume_key(path, saved)
-    changed = []
-    for key, value in resume_key(path, manifest).items():
-        if value != before[key]:
-            changed.append(f"{key} was {before[key]} and is now {value}")
-    if changed:
-        raise UsageError(
-            f"cannot continue from {path}: {', '.join(changed)}; change that back, or begin a new "
-            f"run with its weights: --init_from {path} and another --out"
-        )
-
-
 # --------------------------------------------------------------------------------------------------
-# Flags that changed between two starts
+# What changed between two starts
 
 
-def check_changes(saved: dict, manifest: dict) -> list[str]:
-    """Return each flag that differs between two manifests, as text.
+def check_changes(path: Path, saved: dict, manifest: dict) -> list[str]:
+    """Return what differs between the checkpoint `path` and this start, as text.
 
-    Raises UsageError for one that may change results, unless --allow_changes is given.
+    Raises UsageError for what may not change, or not without --allow_changes (see config.flag).
     """
-    policies = {f.name: f.metadata["resume"] for f in dataclasses.fields(Config)}
-    now = effective_flags(manifest)
-    changes, refused = [], []
-    for name, old in effective_flags(saved).items():
+    policies = {f"--{f.name}": f.metadata["resume"] for f in dataclasses.fields(Config)}
+    now = properties(path, manifest)
+    changes, refused = [], {}
+    for name, old in properties(path, saved).items():
         new = now.get(name, "unknown to this code")
-        policy = policies.get(name, "refused")
+        policy = policies.get(name, "refused" if name.startswith("--") else "never")
         if new == old or policy == "not compared":
             continue
-        changes.append(f"--{name} {old} -> {new}")
-        if policy == "refused":
-            refused.append(changes[-1])
-    if refused and not now["allow_changes"]:
+        changes.append(f"{name} {old} -> {new}")
+        if policy == "never" or (policy == "refused" and not now["--allow_changes"]):
+            refused[changes[-1]] = policy
+    if refused:
+        remedy = "choose another --out, or give --allow_changes"
+        if "never" in refused.values():
+            remedy = f"or begin a new run with its weights: --init_from {path} and another --out"
         raise UsageError(
-            f"{', '.join(refused)} would change the results of {now['out']}: change that back, "
-            "choose another --out, or give --allow_changes"
+            f"cannot continue from {path}: {', '.join(refused)}; change that back, {remedy}"
         )
     return changes
 
 
-def effective_flags(manifest: dict) -> dict:
-    """The flags of a manifest with their defaults resolved, and with the sizes of its model."""
-    flags = manifest["config"]
+def properties(path: Path, manifest: dict) -> dict:
+    """What a manifest says of a run: its flags with defaults resolved, its model and its data."""
+    try:
+        flags, fingerprint = manifest["config"], manifest["data"]
+    except KeyError as error:
+        raise UsageError(
+            f"{path} is not a checkpoint of train.py: its manifest.json lacks {error}"
+        ) from None
+    model = vars(read_model(path, manifest))
     names = {f.name for f in dataclasses.fields(Config)}
     known = {name: flags[name] for name in names & flags.keys()}  # newer flags have their defaults
-    sizes = {name: manifest["model"][name] for name in names & manifest["model"].keys()}
-    config = Config(**known | sizes)
-    dtype = manifest.get("dtype", config.dtype)  # what --dtype auto chose
-    unknown = {name: flags[name] for name in flags.keys() - names}
-    return dataclasses.asdict(resolve(config)) | {"dtype": dtype} | unknown
+    resolved = vars(resolve(Config(**known | {"d_model": model["d_model"]})))
+    dtype = {"dtype": manifest.get("dtype", resolved["dtype"])}  # what --dtype auto chose
+    found = {f"--{name}": value for name, value in (flags | resolved | dtype).items()}
+    for name, value in model.items():
+        found.pop(f"--{name}", None)
+        found[name] = value
+    return found | {"the data's fingerprint": fingerprint}

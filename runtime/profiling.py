@@ -163,16 +163,6 @@ def covered_seconds(events: Iterable) -> float:
     return total / 1e6  # from microseconds
 
 
-def gpu_work(events: Iterable) -> list:
-    """The profiler's events that are GPU work: kernels, copies and fills.
-
-    Not ranges annotated by the host, such as "FSDP::all_gather" or "nccl:all_reduce", which cover
-    idle time between their kernels; nor CPU operations, whose time repeats that of their kernels.
-    """
-    cuda = torch.autograd.DeviceType.CUDA
-    return [event for event in events if event.device_type == cuda and not event.is_user_annotation]
-
-
 def clocks(data_wait: float) -> np.ndarray:
     """Seconds so far: wall clock, main thread running, main thread waiting for data."""
     return np.array([time.perf_counter(), time.thread_time(), data_wait])
@@ -210,7 +200,11 @@ class Profiler:
     def step(self, step: int, data_wait: float) -> Iterator[None]:
         """Wrap step number `step`; `data_wait` is the seconds waited for data so far."""
         if step == self.start + 1:
-            self.begin(data_wait)
+            self.settle()
+            cuda = [ProfilerActivity.CUDA] if self.is_cuda else []
+            self.trace = profile(activities=[ProfilerActivity.CPU, *cuda])
+            self.trace.start()
+            self.began = clocks(data_wait)
         if not self.trace or step != self.stop + 1:
             yield
             return
@@ -226,18 +220,10 @@ class Profiler:
         self.describe(figures)
 
     def settle(self) -> None:
-        """Wait until no collective is in flight."""
-        for each in self.in_flight:
-            each.wait()
-
-    def begin(self, data_wait: float) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
-        self.settle()
-        cuda = [ProfilerActivity.CUDA] if self.is_cuda else []
-        self.trace = profile(activities=[ProfilerActivity.CPU, *cuda])
-        self.trace.start()
-        self.began = clocks(data_wait)
+        for each in self.in_flight:
+            each.wait()
 
     def end(self, data_wait: float) -> dict:
         """Write the trace; return the figures of the window."""
@@ -265,17 +251,18 @@ class Profiler:
     def busy_and_exposed(self, wall: float, thread: float, data_wait: float) -> tuple[float, float]:
         """Seconds of work, and of communication beside which there was none."""
         events = self.trace.events()
-        if self.is_cuda:
-            work = gpu_work(events)
-            # Communication is named like ncclDevKernel_AllGather_RING_LL(...).
-            compute = [event for event in work if not event.name.startswith("nccl")]
-            busy = covered_seconds(work)
-            return busy, busy - covered_seconds(compute)
-        if torch.distributed.get_world_size() == 1:
-            return thread, 0.0
-        # While the thread does not run it waits for data, or for a collective, or it sleeps.
-        sent = covered_seconds(event for event in events if event.name.startswith("gloo:"))
-        return thread, min(sent, max(0.0, wall - thread - data_wait))
+        if not self.is_cuda:
+            # While the thread does not run it waits for data, or for a collective, or it sleeps.
+            sent = covered_seconds(event for event in events if event.name.startswith("gloo:"))
+            return thread, min(sent, max(0.0, wall - thread - data_wait))
+        # Kernels, copies and fills. Not ranges that the host annotates, such as "FSDP::all_gather",
+        # which cover idle time; nor CPU operations, whose time repeats that of their kernels.
+        cuda = torch.autograd.DeviceType.CUDA
+        work = [each for each in events if each.device_type == cuda and not each.is_user_annotation]
+        # Communication is named like ncclDevKernel_AllGather_RING_LL(...).
+        compute = [event for event in work if not event.name.startswith("nccl")]
+        busy = covered_seconds(work)
+        return busy, busy - covered_seconds(compute)
 
     def describe(self, f: dict) -> None:
         """Say the figures of this rank, and which rank is the slowest."""
@@ -285,16 +272,14 @@ class Profiler:
             f"communication, {f['data_wait']:.0%} waiting for data"
         )
         syncs = [f"{times} x {place}" for place, times in f["host_syncs"].items()]
-        lines = [f"host syncs: {', '.join(syncs) or 'none'}"]
-        waited = f["waited"]
-        if len(waited) > 1:
-            slow = waited.index(min(waited))
-            lines.append(
-                f"slowest is rank {slow}: it waited {waited[slow] * 1e3:,.1f} ms a step for the "
-                f"others, who waited up to {max(waited) * 1e3:,.1f} ms"
+        self.say(f"        host syncs: {', '.join(syncs) or 'none'}")
+        least, most = min(f["waited"]), max(f["waited"])
+        if len(f["waited"]) > 1:
+            self.say(
+                f"        slowest is rank {f['waited'].index(least)}: it waited {least * 1e3:,.1f} "
+                f"ms a step for the others, who waited up to {most * 1e3:,.1f} ms"
             )
         for row in f["communicated"]:
-            megabytes = f"{row['bytes'] / 1e6:,.2f} MB a step"
-            lines.append(f"{row['calls']:.0f} x {row['kind']} over {row['axis']}: {megabytes}")
-        for line in [*lines, f"operations: {self.path}.txt, trace: {self.path}.trace.json"]:
-            self.say(f"        {line}")
+            total = f"{row['bytes'] / 1e6:,.2f} MB a step"
+            self.say(f"        {row['calls']} x {row['kind']} over {row['axis']}: {total}")
+        self.say(f"        operations: {self.path}.txt, trace: {self.path}.trace.json")

@@ -2,7 +2,6 @@
 
 OUT/config.json      the flags of the last start
     starts.jsonl     one row per start: when, where, from which step, with which flags
-    console.log      what all ranks of all starts printed
     metrics.jsonl    one row per log_interval, evaluation and checkpoint
     optim.jsonl      one row per parameter, with --optim_metrics_interval
     checkpoints/     see checkpoint.py
@@ -19,27 +18,29 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 import checkpoint
 import dist
 from checkpoint import CheckpointError, PathError
 from metrics import device_name, read_lines, read_log, replace_file
-from runtime import console
-from runtime.cli import RunError, UsageError
+from runtime.cli import UsageError
 from runtime.lock import is_at, try_lock
 
 
 @contextlib.contextmanager
-def hold_lock(out: Path, patience: float = 0.0) -> Iterator[None]:
+def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
     """Hold OUT/lock, which names the run that writes in OUT; the owner's death releases it.
 
     Creates the folder if needed, and removes it again if the run writes nothing to it. Waits up to
-    `patience` seconds for another run to end. Raises UsageError.
+    3 seconds for another run to end: a killed process keeps its lock until its last thread has
+    ended. After a restart by torchrun, waits up to `timeout` seconds, since a shared file system
+    may release the lock of a lost host late. Raises UsageError.
     """
     path = out / "lock"
-    deadline = time.monotonic() + patience
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    deadline = time.monotonic() + (timeout if is_restart else min(timeout, 3.0))
     while True:
         try:
             new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
@@ -70,23 +71,6 @@ def hold_lock(out: Path, patience: float = 0.0) -> Iterator[None]:
         with contextlib.suppress(OSError):  # not empty
             for folder in new_folders:  # innermost first
                 folder.rmdir()
-
-
-@contextlib.contextmanager
-def locked(out: Path, timeout: float) -> Iterator[None]:
-    """Keep other runs out of the run folder. A collective: rank 0 holds the lock.
-
-    A killed process keeps its lock until its last thread has ended, so rank 0 waits a moment. After
-    a restart by torchrun it waits up to `timeout` seconds, since a shared file system may release
-    the lock of a lost host late. Raises UsageError.
-    """
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    patience = timeout if is_restart else 3.0
-    with contextlib.ExitStack() as stack:
-        dist.on_rank0(lambda: stack.enter_context(hold_lock(out, patience)))
-        if is_restart and (out / "console.log").exists():  # errors before step 1 go there, too
-            console.keep_transcript(out / "console.log")
-        yield
 
 
 # --------------------------------------------------------------------------------------------------
@@ -125,11 +109,11 @@ def last_that_verifies(
 def latest_valid(out: Path) -> tuple[Path | None, list[str]]:
     """`last_that_verifies` for a run. A collective: ranks share the reading and agree."""
     # Hosts may see a shared disk in different states.
-    paths = dist.on_rank0(lambda: checkpoint.list_checkpoints(out))
+    paths = dist.on_rank0(checkpoint.list_checkpoints, out)
     part = checkpoint.rank_and_size()
 
     def verify_together(path: Path) -> str | None:
-        problems = dist.on_all_ranks(lambda: checkpoint.verify(path, *part))
+        problems = dist.on_all_ranks(checkpoint.verify, path, *part)
         return next(filter(None, problems), None)
 
     return last_that_verifies(paths, verify_together)
@@ -158,9 +142,7 @@ def read_starts(out: Path) -> list[dict]:
     return [row for row in rows if isinstance(row["config"], dict)]
 
 
-def create(
-    out: Path, manifest: dict, strategy: str, world: dist.World, step: int, started: datetime
-) -> datetime:
+def create(out: Path, manifest: dict, world: dist.World, step: int, started: datetime) -> datetime:
     """Make `out` this run's folder and add this start; return the time of its first start."""
     logged = read_log(out / "metrics.jsonl")  # before the rows of lost steps are dropped
     start = {
@@ -168,29 +150,13 @@ def create(
         "time": started.isoformat(),
         "last_logged": logged[-1]["time"] if logged else None,
         "host": socket.gethostname(),
-        "process": os.getpid(),
         "ranks": world.size,
         "ranks_per_host": world.local_size,
         "device": device_name(world.device),
-        "strategy": strategy,
         "step": step,
     }
     out.mkdir(parents=True, exist_ok=True)
     starts = [*read_starts(out), start]
     replace_file(out / "starts.jsonl", "".join(json.dumps(start) + "\n" for start in starts))
     replace_file(out / "config.json", json.dumps(manifest["config"], indent=2) + "\n")
-    first = datetime.fromisoformat(starts[0]["time"])
-    for row in logged[:1]:  # whose start may have been deleted from starts.jsonl
-        step_time = timedelta(seconds=row.get("step_time", 0))
-        first = min(first, datetime.fromisoformat(row["time"]) - step_time)
-    return first
-
-
-def check_is_there(out: Path, is_gone: bool, c, step: int) -> None:
-    """Raises RunError if the log found no run folder: it was renamed or removed."""
-    if is_gone:
-        saved = ""
-        if c.checkpoint != "none":
-            path = checkpoint.step_path(out, step)
-            saved = f"; {path} is new: move it into the run's checkpoints/, and continue there"
-        raise RunError(f"{out} was renamed or removed while the run wrote there{saved}")
+    return datetime.fromisoformat(starts[0]["time"])

@@ -14,7 +14,7 @@ import torch.distributed
 from torch import Tensor
 
 import checkpoint
-from checkpoint import CheckpointError, PathError, step_of
+from checkpoint import CheckpointError, step_of
 
 
 def pinned(size: int) -> Tensor:
@@ -62,10 +62,8 @@ class Saver:
         self.bytes = 0  # of all ranks, in that
         self.kept: list[Path] = []  # the checkpoints that count, oldest first
         for path in checkpoint.list_checkpoints(self.run):
-            if step_of(path) <= self.start_step:
-                with contextlib.suppress(CheckpointError, PathError):  # damaged: does not count
-                    checkpoint.read_manifest(path)
-                    self.kept.append(path)
+            if step_of(path) <= self.start_step and (path / "manifest.json").exists():
+                self.kept.append(path)
 
     def save(self, state: dict, manifest: dict) -> None:
         """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"].
@@ -80,19 +78,17 @@ class Saver:
                 local = self.copy_to_host(local)
         except Exception as error:
             local = error  # save_state tells all ranks
-        row = {"step": manifest["step"]}
         if not self.async_save:
-            self.finish(state, local, manifest, row, began)
+            self.finish(state, local, manifest, began)
             return
-        row["blocking_seconds"] = time.perf_counter() - began
-        arguments = (state, local, manifest, row, began)
+        arguments = (state, local, manifest, began, time.perf_counter() - began)
         self.thread = threading.Thread(target=self.finish, args=arguments, daemon=True)
         self.thread.start()
 
     def refuse(self, step: int, why: str) -> None:
         """Report the save of `step` as failed without trying: earlier checkpoints are better."""
         self.wait()
-        self.report({"step": step}, 0.0, why)
+        self.finish({}, CheckpointError(why), {"step": step}, time.perf_counter())
 
     def wait(self) -> None:
         """Wait for the save in progress, if any."""
@@ -130,34 +126,28 @@ class Saver:
         state: dict,
         local: dict[str, Tensor] | Exception,
         manifest: dict,
-        row: dict,
         began: float,
+        blocking: float | None = None,
     ) -> None:
         """Write the checkpoint and report it. Runs in the saving thread if async_save."""
-        path = checkpoint.step_path(self.run, row["step"])
-        why = None
+        path = checkpoint.step_path(self.run, manifest["step"])
+        row = {"step": manifest["step"], "event": "checkpoint", "path": str(path)}
+        self.failure = None
         try:
             row["bytes"] = checkpoint.save_state(
                 path, state, manifest, self.extra_files, self.group, local
             )
             if self.rank == 0:
                 self.remove_old(path)
+            self.bytes, self.seconds = row["bytes"], time.perf_counter() - began
         except Exception as error:
             why = checkpoint.reason(error)
+            self.failure = f"cannot write {path}: {why}"
+            row |= {"event": "checkpoint_failed", "error": why}
             if self.rank == 0:
                 checkpoint.remove_leftovers(path)
-        self.report(row, time.perf_counter() - began, why)
-
-    def report(self, row: dict, seconds: float, why: str | None) -> None:
-        """Append the log row of a save that has ended, and `why` it failed."""
-        path = checkpoint.step_path(self.run, row["step"])
-        row |= {"event": "checkpoint", "path": str(path), "seconds": seconds}
-        row.setdefault("blocking_seconds", seconds)
-        self.failure = f"cannot write {path}: {why}" if why else None
-        if why:
-            row |= {"event": "checkpoint_failed", "error": why}
-        else:
-            self.seconds, self.bytes = seconds, row["bytes"]
+        row["seconds"] = time.perf_counter() - began
+        row["blocking_seconds"] = row["seconds"] if blocking is None else blocking
         self.rows.append(row)
 
     def remove_old(self, latest: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -47,8 +48,8 @@ class Watchdog:
     - makes no progress itself for that long, or SLOW_FACTOR times as long in slow places,
     - or leaves the context because a collective failed,
 
-    reads the heartbeats of all ranks twice, CONFIRM_INTERVALS apart, and publishes which ranks are
-    to blame. Every rank then writes its part of torch's flight recorder to `dump_folder` (the
+    reads the heartbeats of all ranks for CONFIRM_INTERVALS. The first that finds ranks to blame
+    prints them. Every rank then writes its part of torch's flight recorder to `dump_folder` (the
     last collectives, their state and call sites) and exits with 1.
     """
 
@@ -64,11 +65,10 @@ class Watchdog:
         self.reports = 0  # calls of `progress`
         self.place = "before the first step"
         self.slow = True
-        self.collective_failed = False
         self.stopped = threading.Event()
-        self.others_are_alive = threading.Event()  # a failed collective was this rank's own
+        self.ending = threading.Lock()
         self.send_heartbeat()  # now, so that no reader waits for the first
-        store.compare_set("verdict", "", "")
+        store.add("verdicts", 0)
 
     def progress(self, step: int, doing: str, slow: bool = False) -> None:
         """Report that this rank has done `step` steps and is `doing` something, perhaps `slow`."""
@@ -91,10 +91,8 @@ class Watchdog:
             # torch's destructors wait for NCCL, whose other ranks may never answer.
             atexit.register(end_process_soon)
         if kind is RuntimeError or isinstance(error, torch.distributed.DistError):
-            # Perhaps a collective failed because another rank was lost. If so, the thread reports
-            # that and ends this process.
-            self.collective_failed = True
-            self.others_are_alive.wait(10 * CONFIRM_INTERVALS * self.interval)
+            # Perhaps a collective failed because another rank was lost: then this does not return.
+            self.investigate(collective_failed=True)
         self.stopped.set()
         self.thread.join(2 * self.interval)  # not forever: it may wait for a store that is gone
 
@@ -107,19 +105,15 @@ class Watchdog:
         stalled_for = 0  # heartbeats since this rank's last report of progress
         last_heard = None
         last_reports = 0
+        next_rank = (self.rank + 1) % self.world_size
         while not self.stopped.wait(self.interval):
-            heard = self.exchange()
+            heard = self.exchange([next_rank])
             silent_for = silent_for + 1 if heard == last_heard else 0
             stalled_for = stalled_for + 1 if self.reports == last_reports else 0
             last_heard = heard
             last_reports = self.reports
-
             patience = SLOW_FACTOR if self.slow else 1
-            overdue = max(silent_for, stalled_for / patience) - limit
-            if not self.collective_failed and overdue <= 0:
-                continue
-            # The first rank to ask investigates, or others if it does not conclude.
-            if self.store.add("looking", 1) == 1 or overdue > 5 * CONFIRM_INTERVALS:
+            if max(silent_for, stalled_for / patience) > limit:
                 self.investigate()
 
     def send_heartbeat(self) -> None:
@@ -127,54 +121,45 @@ class Watchdog:
         self.store.set(f"heartbeat {self.rank}", json.dumps(heartbeat))
         self.count += 1
 
-    def exchange(self) -> bytes:
-        """Send a heartbeat and return the next rank's; abort if there is a verdict."""
-        next_rank = (self.rank + 1) % self.world_size
+    def exchange(self, ranks: Iterable[int]) -> list[Heartbeat]:
+        """Send a heartbeat and return those of `ranks`; abort if there is a verdict."""
+        names = [f"heartbeat {rank}" for rank in ranks]
         try:
             self.send_heartbeat()
-            heard, verdict = self.store.multi_get([f"heartbeat {next_rank}", "verdict"])
+            *texts, verdicts = self.store.multi_get([*names, "verdicts"])
         except RuntimeError:
             # Without torchrun, rank 0 keeps the store and may just have finished.
             if self.stopped.wait(2 * CONFIRM_INTERVALS * self.interval):
                 sys.exit()  # this thread
             self.abort("the store in which the ranks meet is gone: rank 0 or its host was lost")
-        if verdict:
-            self.abort()  # the rank that investigated has printed why
-        return heard
-
-    def investigate(self) -> None:
-        """Abort with what the heartbeats of all ranks show; if nothing, let others look next."""
-        before = self.read_all()
-        for _ in range(CONFIRM_INTERVALS):
-            if self.stopped.wait(self.interval):
-                sys.exit()  # this thread
-            self.exchange()
-        if verdict := self.diagnose(before, self.read_all()):
-            is_first = self.store.compare_set("verdict", "", verdict).decode() == verdict
-            self.abort(verdict if is_first else None)
-        self.collective_failed = False
-        self.store.set("looking", "0")
-        self.others_are_alive.set()
-
-    def read_all(self) -> list[Heartbeat]:
-        texts = self.store.multi_get([f"heartbeat {rank}" for rank in range(self.world_size)])
+        if int(verdicts):
+            self.abort()  # the first rank to find out has printed why
         return [Heartbeat(*json.loads(text)) for text in texts]
 
-    def diagnose(self, before: list[Heartbeat], after: list[Heartbeat]) -> str | None:
+    def investigate(self, collective_failed: bool = False) -> None:
+        """Abort with what the heartbeats of all ranks show, if they show anything."""
+        before = self.exchange(range(self.world_size))
+        for _ in range(CONFIRM_INTERVALS):
+            if self.stopped.wait(self.interval):
+                return
+            after = self.exchange(range(self.world_size))
+        if line := self.diagnose(before, after, collective_failed):
+            self.abort(line if self.store.add("verdicts", 1) == 1 else None)
+
+    def diagnose(
+        self, before: list[Heartbeat], after: list[Heartbeat], collective_failed: bool
+    ) -> str | None:
         """Name the ranks to blame, from the heartbeats of all ranks at two times.
 
         None if a collective failed and every other rank is alive: then the error is this rank's.
         """
-        silent = []
-        for rank in range(self.world_size):
-            if rank != self.rank and before[rank].count == after[rank].count:
-                silent.append(rank)
+        silent = [rank for rank, last in enumerate(before) if last.count == after[rank].count]
         if silent:
             return (
                 f"{format_ranks(silent)} stopped or died, last seen {after[silent[0]].place}; "
                 f"rank {self.rank} is {after[self.rank].place}"
             )
-        if self.collective_failed:
+        if collective_failed:
             return None
         reports = [heartbeat.reports for heartbeat in after]
         behind = [rank for rank, count in enumerate(reports) if count == min(reports)]
@@ -188,9 +173,10 @@ class Watchdog:
 
     def abort(self, line: str | None = None) -> None:
         """End this process with status 1, whatever its main thread hangs in."""
+        self.ending.acquire()  # only once: another thread waits here for the end
         try:
             end_process_soon()  # the dump may hang in CUDA with the GIL held, or on the disk
-            console.close()
+            console.ended.set()
             if line:
                 if self.saved_step is not None:
                     line += f"; the same command continues from step {self.saved_step}"
@@ -214,14 +200,14 @@ def take_over_nccl_errors(timeout: timedelta) -> None:
 
     `timeout` is that of collectives.
     """
-    # NCCL's own watchdog ends a rank when a collective fails (torchrun sets 1, torch's default is
-    # 3), before ours has found out which rank is to blame. With 0 it only logs the error.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    # Its monitor would still end all ranks, through a key that an error leaves in torchrun's store,
-    # outside our prefix, where the next attempt finds it.
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
-    # A CUDA error would call std::terminate on NCCL's thread before the main thread raises it.
-    os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
+    os.environ |= {
+        # NCCL's own watchdog would end a rank before ours knows whom to blame; 0: it only logs.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        # Its monitor would end all, through a key that the next attempt finds in torchrun's store.
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        # A CUDA error would call std::terminate on NCCL's thread before the main thread raises it.
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    }
     # The monitor is left one task, which needs no GIL: ending a process that hangs in CUDA.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder

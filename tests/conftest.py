@@ -1,7 +1,7 @@
 """Shared by the tests: a small corpus, processes that play the ranks, and real jobs.
 
-Starting torch takes seconds, so four workers start once and form a new gloo group for every case.
-Tests that need torchrun, signals or kills start a job.
+Importing torch takes seconds, so one process imports it for all workers, which are forked from it.
+They form a new gloo group for every case. Tests that need torchrun, signals or kills start a job.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -32,7 +33,8 @@ import train
 from config import Config, parse
 from layout import Setup
 from metrics import is_due
-from runtime import consolidate, preflight, run_folder
+from model import ModelConfig, Transformer
+from runtime import consolidate, launcher, memory, preflight, run_folder
 from runtime.watchdog import Watchdog
 from tools import checkpoint as commands
 
@@ -40,7 +42,7 @@ ROOT = Path(__file__).parent.parent
 TRAIN = ROOT / "train.py"
 TINY = (
     "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 "
-    "--global_batch_size 8 --sample_tokens 0"
+    "--global_batch_size 8 --sample_tokens 0 --wrap block"
 )
 QUIET = (
     "--device cpu --eval_sequences 10 --eval_interval 0 --save_interval 0 --log_interval 1 "
@@ -64,7 +66,7 @@ def free_port() -> int:
 
 def work(pipe) -> None:
     torch.set_num_threads(1)
-    pipe.send("torch is imported")
+    launcher.PARENT = os.getppid()  # not that of the process from which this one is forked
     while True:
         environment, function, arguments = pipe.recv()
         os.environ.update(environment)
@@ -80,18 +82,22 @@ def work(pipe) -> None:
 class Pool:
     """pool(n, function, *arguments): what n ranks return from calling `function` together."""
 
+    start_method = "forkserver"
+
     def __init__(self):
         self.workers = []
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for _ in range(4):
-            here, there = context.Pipe()
-            process = context.Process(target=work, args=(there,), daemon=False)
-            process.start()
-            self.workers.append((process, here))
-        for _, pipe in self.workers:
-            pipe.recv()  # on a busy machine after minutes, which are not the first case's
+        # The process from which the workers are forked does not take over sys.path.
+        paths = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+        context = multiprocessing.get_context(self.start_method)
+        context.set_forkserver_preload(["conftest"])
+        with mock.patch.dict(os.environ, paths):
+            for _ in range(4):
+                here, there = context.Pipe()
+                process = context.Process(target=work, args=(there,), daemon=False)
+                process.start()
+                self.workers.append((process, here))
 
     def stop(self) -> None:
         for process, _ in self.workers:
@@ -137,6 +143,24 @@ def pool():
     ranks.stop()
 
 
+def fork_ranks(size: int, function, *arguments) -> list[multiprocessing.Process]:
+    """Start processes that may be killed: forked, they need not import torch."""
+    port = free_port()
+
+    def play(rank: int) -> None:
+        names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        os.environ |= {name: str(number) for name, number in names.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        torch.set_num_threads(1)
+        sys.exit(function(*arguments))
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=play, args=(rank,)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    return processes
+
+
 def call_train(argv: list[str]) -> int:
     return train.main(argv)
 
@@ -168,10 +192,9 @@ class Built:
 
     def batches(self) -> train.MicroBatches:
         """This rank's micro-batches, from its next step on."""
-        c, seq_len = self.c, self.setup.model.seq_len
-        dataset = data.open_dataset(self.folders, "train", seq_len, c.seed)
-        place = (self.world, dist.dp_rank(self.mesh), dataset, self.watchdog, self.start.step)
-        return train.MicroBatches(c, self.setup, *place)
+        c, setup = self.c, self.setup
+        dataset = data.open_dataset(self.folders, "train", setup.model.seq_len, c.seed)
+        return train.MicroBatches(c, setup, self.mesh, dataset, self.watchdog, self.start.step)
 
 
 def build_run(argv: list[str]) -> Built:
@@ -179,7 +202,7 @@ def build_run(argv: list[str]) -> Built:
     world = dist.start(flags.device)
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
     latest = run_folder.latest_valid(Path(flags.out))
-    start = dist.on_rank0(lambda: preflight.check(flags, world, *latest))
+    start = dist.on_rank0(preflight.check, flags, world, *latest)
     c = start.config
     setup = layout.choose(c, world, start.model, start.device_memory)
     mesh = dist.make_mesh(world, setup.mesh_shape)
@@ -198,6 +221,15 @@ def train_step(run: Built, batches, step: int) -> dict:
     return train.train_step(
         run.forward, run.state.optimizer, batches, step, n, c.grad_sync, measure
     )
+
+
+def memory_taken(task: Callable[[], None]) -> int:
+    """By how many bytes this process grows at most while it runs the task."""
+    status = Path("/proc/self/status")
+    Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak
+    before = memory.read_fields(status)["VmRSS:"]
+    task()
+    return 1024 * (memory.read_fields(status)["VmHWM:"] - before)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -396,3 +428,13 @@ def command(capsys):
         return commands.main(list(map(str, arguments))), *capsys.readouterr()
 
     return call
+
+
+def build_model(config: ModelConfig, seed: int = 0, **options) -> Transformer:
+    """A model on the CPU with its initial weights in float32."""
+    with torch.device("meta"):
+        model = Transformer(config, **options)
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        model.init_tensor(name, parameter, seed)
+    return model

@@ -21,7 +21,6 @@ FLAGS = (
     "--seq_len 16 --global_batch_size 8 --sample_tokens 0 --eval_sequences 1 --device cpu "
     "--dtype float32 --lr 3e-3 --warmup_steps 1 --clip adaptive --log_interval 1"
 )
-LOSS_OF_STEP_3 = 5.719810485839844
 
 
 def load_all(argv: list[str]) -> dict[str, dict[str, torch.Tensor]]:
@@ -45,15 +44,6 @@ def test_a_checkpoint_of_every_mesh_loads(pool, tokens, tmp_path, ranks, mesh):
     for found in pool(ranks, load_all, argv):
         for state in found.values():
             torch.testing.assert_close(state, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", ["fsdp_2", "fsdp_2_tp_2", "full"])
-def test_a_run_of_another_mesh_goes_on(pool, tokens, tmp_path, name):
-    text = f"{FLAGS} --data {tokens} --out {tmp_path}/run --max_steps 3 --resume {SAVED / name}"
-    assert pool(1, call_train, [*text.split(), "--allow_changes"]) == [0]
-    (row,) = rows(tmp_path / "run")
-    assert row["step"] == 3
-    assert row["loss"] == pytest.approx(LOSS_OF_STEP_3, rel=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -29,25 +29,21 @@ def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):
     assert dataset[[len(dataset) - 1]].shape == (1, 9)
 
 
-def test_the_tokenizer_file_comes_with_the_folder_and_must_be_there(tokens, tmp_path):
+def test_the_tokenizer_file_comes_with_the_folder(tokens, tmp_path):
     folder = shutil.copytree(tokens, tmp_path / "tokens")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "my.tiktoken"}))
-    with pytest.raises(data.DataError, match=r"is damaged: .*No such file.*my.tiktoken"):
-        data.open_folder(folder)
     (folder / "my.tiktoken").write_bytes(b"IQ== 0")
     opened = data.open_folder(folder)
     assert opened.tokenizer_file == {"my.tiktoken": b"IQ== 0"}
     assert opened.tokenizer_name == "my.tiktoken"
     assert opened.tokenizer == str(folder / "my.tiktoken")
-    assert data.open_folder(tokens).tokenizer_name == "bytes"
 
 
-HOSTILE = [{"dtype": name} for name in ("O", "int16", "float64", [["a", "u2"]], 5)]
-HOSTILE += [{"vocab_size": float("inf")}, {"vocab_size": "many"}, {"train_tokens": None}]
+HOSTILE = [{"dtype": "O"}, {"vocab_size": float("inf")}, {"train_tokens": None}]
 # The last two are not the names of files in the folder.
-HOSTILE += [{"tokenizer": name} for name in (5, ["bytes"], "..", "a\0b", "../secret", "/secret")]
-HOSTILE += ["", "[]", "5", "{}", "[" * 100_000, "\udcff"]
+HOSTILE += [{"tokenizer": name} for name in (["bytes"], "a\0b", "../secret", "/secret")]
+HOSTILE += ["", "[]", "{}", "[" * 100_000, "\udcff"]
 
 
 @pytest.mark.parametrize("change", HOSTILE)
@@ -79,32 +75,27 @@ def test_permute_is_a_permutation_and_a_good_one():
     assert 0 <= data.permute(10**14 - 1, 10**14, b"key") < 10**14  # 10^14 windows: no table
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("ranks, micro_batch", [(1, 2), (2, 1), (4, 2)])
 def test_each_sequence_is_read_once_per_epoch_by_one_rank(tokens, ranks, micro_batch):
     dataset = data.TokenDataset(data.open_folder(tokens), "train", 16, seed=5)
     count, batch = len(dataset), 8
     steps = range(1, 2 * count // batch + 2)
-    read: dict[int, list] = {step: [] for step in steps}
+    read = {step: [] for step in steps}
     for rank in range(ranks):
         indices = list(data.train_indices(steps, batch, micro_batch, rank, ranks))
         per_step = batch // ranks // micro_batch
         for i, part in enumerate(indices):
             assert len(part) == micro_batch
             read[1 + i // per_step] += part
+        # resumed after step 3: what a run that was never stopped reads from there
+        rest = data.train_indices(range(4, len(steps) + 1), batch, micro_batch, rank, ranks)
+        assert list(rest) == indices[3 * per_step :]
     # step s reads (s - 1) * B ... s * B - 1, whatever the number of ranks
-    assert all(
-        sorted(part) == list(range((step - 1) * batch, step * batch)) for step, part in read.items()
-    )
+    for step, part in read.items():
+        assert sorted(part) == list(range((step - 1) * batch, step * batch))
     order = [dataset.window(n) for n in range(2 * count)]
     assert sorted(order[:count]) == sorted(order[count:]) == list(range(count))
     assert order[:count] != order[count:]
-    # resumed after step 3: what a run that was never stopped reads from there
-    whole = list(data.train_indices(steps, batch, micro_batch, 0, ranks))
-    assert (
-        list(data.train_indices(range(4, len(steps) + 1), batch, micro_batch, 0, ranks))
-        == whole[3 * per_step :]
-    )
 
 
 def test_workers_do_not_change_the_batches(tokens):
@@ -161,11 +152,9 @@ def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
     tokens[SURVEY + 5] = 257  # the second of a run of blocks is not read
     write_large(tmp_path, tokens)
     dataset = data.TokenDataset(data.open_folder(tmp_path), "train", 8, None)
+    line = r"^\S+train.bin holds token 257, above its vocabulary of 257[^\n]*$"
     for workers in (0, 1):
-        with pytest.raises(
-            data.DataError,
-            match=r"^\S+train.bin holds token 257, above its vocabulary of 257[^\n]*$",
-        ):
+        with pytest.raises(data.DataError, match=line):
             list(data.loader(dataset, [[0], [SURVEY // 8]], workers))
 
 
@@ -193,7 +182,7 @@ def mixture(tmp_path) -> str:
 
 
 @pytest.mark.parametrize(
-    "shares", [[700, 300], [334, 333, 333], [1, 999], [500] + [10] * 50, [331, 2, 89, 17, 561]]
+    "shares", [[334, 333, 333], [1, 999], [500] + [10] * 50, [331, 2, 89, 17, 561]]
 )
 def test_the_folders_of_a_mixture_take_turns_in_exact_shares(shares, tmp_path):
     items = []
@@ -223,19 +212,6 @@ def test_a_mixture_reads_no_sequence_of_a_part_twice_in_an_epoch(mixture):
     assert code == alone[list(range(60))][:, 0].tolist()
 
 
-def test_which_sequence_of_a_mixture_is_number_n_depends_on_n_alone(mixture):
-    """Not on the number of ranks or workers, on the micro-batch size, or on where a run resumed."""
-    folders = data.open_folders(mixture)
-    expected = data.open_dataset(folders, "train", 16, seed=5)[list(range(96))]
-    for ranks, micro_batch, workers, start_step in ((1, 8, 0, 1), (2, 2, 1, 1), (4, 1, 0, 7)):
-        dataset = data.open_dataset(folders, "train", 16, seed=5)
-        for rank in range(ranks):
-            steps = range(start_step, 13)
-            indices = list(data.train_indices(steps, 8, micro_batch, rank, ranks))
-            for numbers, batch in zip(indices, data.loader(dataset, indices, workers), strict=True):
-                assert batch.equal(expected[numbers])
-
-
 def test_the_order_of_a_mixture_is_that_of_2026_11_22(mixture):
     """A run that continues reads on where it stopped."""
     folders = data.open_folders(mixture)
@@ -245,9 +221,17 @@ def test_the_order_of_a_mixture_is_that_of_2026_11_22(mixture):
     val = data.open_dataset(folders, "val", 16, seed=None)
     (chosen,) = data.val_indices(9, len(val), 9, 0, 1)
     assert val[chosen][:, 0].tolist() == [0, 9, 19, 28, 38, 47, 57, 106, 115]
+    # Not on the number of ranks or workers, on the micro-batch size, or on where a run resumed
+    expected = train[list(range(96))]
+    for ranks, micro_batch, workers, start_step in ((2, 2, 1, 1), (4, 1, 0, 7)):
+        for rank in range(ranks):
+            steps = range(start_step, 13)
+            indices = list(data.train_indices(steps, 8, micro_batch, rank, ranks))
+            for numbers, batch in zip(indices, data.loader(train, indices, workers), strict=True):
+                assert batch.equal(expected[numbers])
 
 
-@pytest.mark.parametrize("share, count", [(0.7, 10), (0.7, 50), (0.7, 77), (0.99, 2500)])
+@pytest.mark.parametrize("share, count", [(0.7, 10), (0.7, 77), (0.99, 2500)])
 def test_validation_of_a_mixture_keeps_its_shares_spread_evenly(mixture, share, count):
     """Also where a part has more windows than thousandths, as code has at a share of 0.01."""
     mixture = mixture.replace("0.7", f"{share}").replace("0.3", f"{1 - share:g}")
@@ -289,4 +273,4 @@ def test_a_run_on_a_mixture_says_its_epochs_and_keeps_its_shares(pool, mixture, 
     assert f"{tmp_path}/code: 25 sequences; 20 steps read 1.92 epochs at a share of 0.3" in out
     other = mixture.replace("0.7", "0.6").replace("0.3", "0.4")
     ((status, _, err),) = pool(1, listen, flags(f"--data {other} --out {tmp_path}/run"))
-    assert status == 2 and "the data's fingerprint was " in err
+    assert status == 2 and "the data's fingerprint " in err

@@ -22,14 +22,13 @@ DOCUMENTS += sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 CODE = [*MODULES.values()]
 COMMANDS = ["train.py", "prepare.py", "sample.py"]
 COMMANDS += [f"tools.{path.stem}" for path in ROOT.glob("tools/[a-z]*.py")]
-# Of sbatch and srun, torchfrtrace, tensorboard
-FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--requeue", "--open-mode", "--gpus-per-task"]
-FLAGS_OF_OTHERS += ["--cpus-per-task", "--mem", "--gpus-per-node"]
-FLAGS_OF_OTHERS += ["--kill-on-bad-exit", "--prefix", "--logdir", "--headless", "--no-sandbox"]
-FLAGS_OF_OTHERS += ["--hide-scrollbars", "--window-size", "--screenshot", "--blink-settings"]
+# Of sbatch and srun, torchfrtrace, tensorboard, lm_eval
+FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--gpus-per-task", "--requeue"]
+FLAGS_OF_OTHERS += ["--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit", "--prefix"]
+FLAGS_OF_OTHERS += ["--logdir", "--model_args", "--tasks"]
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
-# Of Hugging Face and Slurm
-NAMES_OF_OTHERS = {"AutoTokenizer", "SlurmdTimeout", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+# Of Hugging Face
+NAMES_OF_OTHERS = {"AutoModelForCausalLM", "AutoTokenizer"}
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -117,6 +116,26 @@ def test_the_fields_and_names_that_a_document_names_occur_in_the_code(path):
         if re.fullmatch(r"[A-Za-z]+_\w+|[A-Z]+[a-z]\w*[A-Z]\w*", text):
             known = {text, text.removesuffix("_norm")} & (words_of_the_code() | NAMES_OF_OTHERS)
             assert known or re.search(rf"\b{text}\b", own_code(path)), text
+
+
+def test_error_lines_that_a_page_explains_are_those_of_the_code():
+    """The code of docs/when-it-goes-wrong.md before an explanation; ... stands for a value."""
+    printed = []
+    for file in CODE:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts = [getattr(part, "value", "") for part in node.values]
+                printed.append("".join(t if isinstance(t, str) else "..." for t in texts))
+            elif isinstance(node, ast.Constant):
+                printed.append(str(node.value))
+    page = (ROOT / "docs/when-it-goes-wrong.md").read_text()
+    explained = re.findall(r"^- (`[^`]+`(?:(?:,| or)\s`[^`]+`)*)", page, re.M)
+    lines = [
+        " ".join(line.split()) for part in explained for line in re.findall("`(.*?)`", part, re.S)
+    ]
+    assert len(lines) > 20
+    for line in lines:
+        assert any(line in text for text in printed), line
 
 
 @documents

@@ -255,6 +255,8 @@ def store_connections() -> int:
 
 
 class Gpus(Pool):
+    start_method = "spawn"  # a library is preloaded when a process starts
+
     def start(self) -> None:
         preload = {"LD_PRELOAD": str(fake_cuda.library()), "OMP_NUM_THREADS": "1"}
         with mock.patch.dict(os.environ, preload):

@@ -62,6 +62,7 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize("mesh", ["ddp", "hsdp --dp_shard 2 --optimizer muon"])
 def test_faults_on_one_rank_of_four_are_skipped_on_all(pool, tokens, tmp_path, mesh):
     text = f"--strategy {mesh} --dtype float32 --skip_spikes 6 --clip adaptive"
+    text += " --global_batch_size 4 --n_layer 1"
     argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
     never = pool(4, faulty_run, argv, None)
     faulty = pool(4, faulty_run, argv, 2)

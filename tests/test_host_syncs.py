@@ -25,7 +25,7 @@ CALLS = [(torch.Tensor, "tolist"), (torch.Tensor, "cpu"), (torch.Tensor, "numpy"
 CALLS += [(torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor")]
 
 # The two kinds of a step, with and without statistics, and all that an update can do besides
-FLAGS = "--micro_batch_size 1 --skip_spikes 3 --optim_metrics_interval 3"
+FLAGS = "--micro_batch_size 1 --global_batch_size 4 --skip_spikes 3 --optim_metrics_interval 3"
 
 
 def clip_in_every_way():
@@ -85,15 +85,10 @@ def count_host_syncs(argv: list[str]) -> dict[str, int]:
     return dict(syncs.counts)
 
 
-@pytest.mark.parametrize(
-    "mesh, ranks",
-    [
-        ("single", 1),
-        ("ddp", 2),
-        ("fsdp --optimizer muon", 2),
-        ("hsdp --dp_shard 2 --dp_replicate 2", 4),
-    ],
-)
+MESHES = [("single", 1), ("ddp", 2), ("fsdp --optimizer muon", 2), ("hsdp --dp_shard 2", 4)]
+
+
+@pytest.mark.parametrize("mesh, ranks", MESHES)
 def test_the_host_reads_from_the_device_for_log_rows_only(pool, tokens, tmp_path, mesh, ranks):
     """Steps 1, 5 and 6 of 6 are logged; steps 3 and 6 have statistics, which rank 0 reads."""
     text = f"--data {tokens} --out {tmp_path}/run --strategy {mesh} {FLAGS}"
@@ -102,11 +97,8 @@ def test_the_host_reads_from_the_device_for_log_rows_only(pool, tokens, tmp_path
     at_start = {"data.py _local_scalar_dense": 1}  # a seed of torch's DataLoader, on the host
     flag = {"agreement.py tensor": 6, "agreement.py numpy": 6}  # of a stop: stays on the host
     # After the loop the ranks exchange objects, on the host: is the run folder still there?
-    at_end = {
-        "dist.py _local_scalar_dense": 2 * ranks,
-        "dist.py cpu": ranks,
-        "dist.py numpy": ranks,
-    }
+    at_end = {"dist.py _local_scalar_dense": 2 * ranks, "dist.py cpu": ranks}
+    at_end["dist.py numpy"] = ranks
     expected = of_rows | at_start | flag | at_end
     rank_0, *others = pool(ranks, count_host_syncs, argv)
     assert rank_0 == expected | {"optim.py tolist": 2}
@@ -125,7 +117,7 @@ def cuda_steps(argv: list[str]) -> int:
         for step in (4, 5, 6):
             values = train_step(run, batches, step)
             values.pop("parameters", None)  # whose rows wait
-            log.step(step, values, is_last=True)
+            log.step(step, values, stops=True)
     torch.cuda.set_sync_debug_mode("default")
     with log.pause():  # which waits for the row
         return 0

@@ -1,6 +1,7 @@
 """Imports point one way, and a leaf can be lifted into another project by copying one file."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -43,10 +44,16 @@ PATHS += ROOT.glob("tools/**/*.py")
 MODULES = {module_name(path): path for path in PATHS if path.name != "__init__.py"}
 
 
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     """Such as {"torch", "runtime.cli"}."""
     modules = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -70,7 +77,7 @@ def test_a_leaf_imports_only_torch_numpy_and_the_standard_library(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_importing_a_file_does_not_change_the_environment(name):
-    for node in ast.parse(MODULES[name].read_text()).body:
+    for node in parse(MODULES[name]).body:
         is_run = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.If)
         assert is_run or "environ" not in ast.unparse(node)
         assert not isinstance(node, ast.If) or ast.unparse(node.test) == "__name__ == '__main__'"
@@ -79,7 +86,7 @@ def test_importing_a_file_does_not_change_the_environment(name):
 def test_no_public_name_is_defined_twice_outside_tools():
     seen = {}
     for name, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in parse(path).body:
             is_public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
             # What every command has
             if not is_public or node.name in ("build_parser", "run_command", "main"):
@@ -91,13 +98,13 @@ def test_no_public_name_is_defined_twice_outside_tools():
 # Lines of a room at most. Whoever adds takes something away, or raises a number in a commit of its
 # own that says what it buys.
 ROOMS = {
-    "train.py model.py data.py dist.py optim.py checkpoint.py": 3140,
-    "*.py": 4960,
-    "runtime/*.py": 2290,
-    "text/*.py": 1030,
-    "tools/**/*.py": 4430,
+    "train.py model.py data.py dist.py optim.py checkpoint.py": 2990,
+    "*.py": 4640,
+    "runtime/*.py": 1910,
+    "text/*.py": 930,
+    "tools/**/*.py": 3950,
     "docs/*.py": 200,
-    "tests/*.py": 15080,
+    "tests/*.py": 13250,
 }
 
 

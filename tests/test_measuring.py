@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -18,6 +19,7 @@ import torch
 from conftest import ROOT, flags
 
 import dist
+from runtime.cli import RunError
 from tools import bench
 from tools.measuring import harness, hosts
 
@@ -48,66 +50,44 @@ def test_a_rank_that_is_always_slow_is_named_and_no_other(names):
     assert not harness.slow_ones(lambda: measured(generator, next(once), names))
 
 
-@pytest.mark.parametrize("hosts, local_size", [(1, 8), (2, 4), (3, 2), (4, 3), (5, 1)])
-def test_every_rank_meets_its_neighbours_once_and_one_at_a_time(hosts, local_size):
-    size = hosts * local_size
-    for between in (False, True):
-        met = set()
-        for pairs in harness.neighbours(hosts, local_size, between):
-            ranks = [rank for pair in pairs for rank in pair]
-            assert len(set(ranks)) == len(ranks)
-            met |= {frozenset(pair) for pair in pairs}
-        expected = set()
-        for rank in range(size):
-            if not between and rank % local_size:
-                expected.add(frozenset((rank - 1, rank)))
-            if between and hosts > 1:
-                expected.add(frozenset((rank, (rank + local_size) % size)))
-        assert met == expected
-
-
-def named(slow: set[tuple[int, int]], ranks: int, local_size: int) -> list[str]:
-    """What harness.slow_links says, with the transfers of `slow` twice as long."""
-
-    def transfers(rounds, size, device):
-        generator = random.Random(1)
-        pairs = [pair for pairs in rounds for pair in pairs]
-        pairs += [(b, a) for a, b in pairs]
-        return measured(generator, dict.fromkeys(slow, 2), pairs)
-
-    with mock.patch.object(harness, "transfers", transfers):
-        names = [f"rank {rank}" for rank in range(ranks)]
-        lines = harness.slow_links(names, local_size, 4, torch.device("cpu"))
-    return [line.partition(",")[0] for line in lines]
-
-
-def test_a_slow_link_is_named_and_a_slow_host_where_its_links_meet():
-    assert not named(set(), 8, 2)
-    assert named({(1, 0)}, 2, 1) == ["slow: the link from rank 1 to rank 0"]
-    of_rank_5 = {(4, 5), (5, 4), (5, 6), (6, 5)}
-    assert named(of_rank_5, 8, 8) == ["slow: all links of rank 5"]
-    of_host_1 = {(0, 2), (2, 0), (2, 4), (4, 2), (1, 3), (3, 1), (3, 5), (5, 3)}
-    assert named(of_host_1, 8, 2) == ["slow: all links of the host of rank 2"]
-    assert named({(2, 4)}, 8, 2) == ["slow: the link from rank 2 to rank 4"]
-
-
-def test_the_rate_of_a_link_is_of_more_than_a_burst(pool):
-    sent = sum(pool(2, bytes_in_an_all_reduce))
-    assert sent > 40 * 256 * 1024  # what the link lets pass at once
-
-
-def bytes_in_an_all_reduce() -> int:
-    """What a rank of two hands to all_reduce in one measurement of `harness.measure_links`."""
+def find_slow_links(local_size: int, slow: set[tuple[int, int]], latency: float) -> list[str]:
+    """What is found on a rank of hosts of `local_size`; receiving over some links takes longer."""
     dist.start("cpu")
-    sent = []
-    count = mock.patch.object(
-        torch.distributed, "all_reduce", lambda tensor, group: sent.append(tensor.nbytes)
-    )
-    with count, mock.patch.object(harness, "times", lambda function: [function() or 0.5]):
-        group = torch.distributed.group.WORLD
-        seconds = harness.collectives(harness.LINK_BYTES, group, torch.device("cpu"))
-    assert seconds["all_reduce"] == 0.5 / len(sent)
-    return sum(sent)
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    receive = torch.distributed.irecv
+
+    class Late:
+        def __init__(self, work, sender):
+            self.work, self.sender = work, sender
+
+        def wait(self):
+            self.work.wait()
+            time.sleep(latency * (4 if (self.sender, rank) in slow else 1))
+
+    def irecv(tensor, sender):
+        return Late(receive(tensor, sender), sender)
+
+    def batch(operations):
+        return [operation.op(operation.tensor, operation.peer) for operation in operations]
+
+    with (
+        mock.patch.object(torch.distributed, "irecv", irecv),
+        mock.patch.object(torch.distributed, "batch_isend_irecv", batch),
+        mock.patch.object(harness, "P2POp", lambda *parts: Namespace(**dict(zip(PARTS, parts)))),
+    ):
+        names = [f"rank {number}" for number in range(size)]
+        return harness.slow_links(names, local_size, 4, torch.device("cpu"))
+
+
+PARTS = ("op", "tensor", "peer")
+
+
+@pytest.mark.parametrize("ranks, local_size, slow", [(3, 1, [(2, 0)]), (4, 2, [(3, 2), (1, 3)])])
+def test_a_slow_link_is_named_and_no_other(pool, ranks, local_size, slow):
+    """On a ring of three hosts; on two hosts of two ranks, within one and between them."""
+    expected = [f"slow: the link from rank {a} to rank {b}" for a, b in slow]
+    for lines in pool(ranks, find_slow_links, local_size, set(slow), 0.008):
+        assert [line.partition(",")[0] for line in lines] == expected
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():
@@ -178,16 +158,6 @@ def table(folder: Path, *options: str) -> dict[str, dict]:
 
 
 @pytest.mark.slow
-def test_ddp_across_hosts_is_faster_with_one_reduction_as_predicted(box):
-    options = ("--hosts=2", "--nproc=1", "--only", "ddp", "--steps=1", "--predict")
-    once, often = table(box, *options).values()
-    assert median(once["tokens/s/device"]) > 1.5 * median(often["tokens/s/device"])
-    assert once["predicted"][0] > 1.5 * often["predicted"][0] > 0
-    assert once["error"] == "+0%" and often["error"].endswith("%")
-    assert once["MB communicated a step"].startswith("dp_replicate ")
-
-
-@pytest.mark.slow
 def test_all_strategies_across_hosts(box):
     rows = table(box, "--hosts=2", "--steps=2")
     found = {name: median(row["tokens/s/device"]) for name, row in rows.items()}
@@ -195,12 +165,11 @@ def test_all_strategies_across_hosts(box):
     assert found["ddp"] > 2 * found["ddp, micro_batch"]
     assert found["ddp"] > 1.5 * found["fsdp"]
     assert found["hsdp"] > found["fsdp, micro_batch"]
+    assert rows["ddp"]["MB communicated a step"].startswith("dp_replicate ")
 
 
-@pytest.mark.parametrize(
-    "number, status",
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_nothing_behind(box, number, status):
     process = start(box, "--hosts=2", "--only", "ddp")
     until = time.monotonic() + 120
@@ -215,20 +184,14 @@ def test_a_signal_leaves_nothing_behind(box, number, status):
     assert "Traceback" not in process.stderr.read()
 
 
-@pytest.mark.parametrize(
-    "path, user, problem",
-    [
-        (None, 0, "ip and tc not found: install iproute2"),
-        ("/sbin/ip", 1000, "network namespaces need root: run with sudo"),
-    ],
-)
-def test_what_namespaces_lack_is_one_line(monkeypatch, capsys, path, user, problem):
-    monkeypatch.setattr(shutil, "which", lambda tool: path)
-    monkeypatch.setattr(os, "geteuid", lambda: user)
+def test_what_namespaces_lack_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
     assert bench.main(["strategies", "--hosts", "2"]) == 2
     out, errors = capsys.readouterr()
-    assert errors.startswith(f"tools.bench: error: {problem}")
-    assert (out, errors.count("\n")) == ("", 1)
+    assert (
+        errors == "tools.bench: error: hosts need root, and ip and tc: apt-get install iproute2\n"
+    )
+    assert out == ""
 
 
 def check_hosts(folder: Path, tokens: Path, count: int, slow: dict[str, int]) -> dict:
@@ -243,9 +206,9 @@ def check_hosts(folder: Path, tokens: Path, count: int, slow: dict[str, int]) ->
                 switch = names[0].replace("host0", "switch")
                 where = f"-n {switch} qdisc replace dev port{number}"
             hosts.ip(f"{where} root tbf rate 50mbit burst 256kb latency 50ms", tool="tc")
-        argv = ["-m", "tools.check", "devices", "links", *flags(f"--data {tokens} --json {file}")]
+        argv = ["-m", "tools.check", "links", *flags(f"--data {tokens} --json {file}")]
         job = hosts.torchrun(names, 1, [*argv, f"--out={folder}"])
-        with contextlib.suppress(harness.RunFailed):  # its status, where a check fails
+        with contextlib.suppress(RunError):  # its status, where a check fails
             harness.run_all(job, folder / "job", TMPDIR=str(folder))
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -257,11 +220,10 @@ def check_hosts(folder: Path, tokens: Path, count: int, slow: dict[str, int]) ->
 @pytest.mark.slow
 def test_the_host_with_a_slow_link_is_named(box, tokens):
     found = check_hosts(box / "clean", tokens, 4, {})
-    assert found["devices"]["figures"]["hosts"] == 4
     assert found["links"]["status"] == "pass", found["links"]
     found = check_hosts(box / "slow", tokens, 4, {"sends": 2, "gets": 2})
-    (problem,) = found["links"]["problems"]
-    assert problem.startswith("slow: all links of the host of rank 2 (") and "host 2)" in problem
+    said = [problem.split(" (")[0] for problem in found["links"]["problems"]]
+    assert said == ["slow: the link from rank 1", "slow: the link from rank 2"]
     found = check_hosts(box / "oneway", tokens, 2, {"sends": 1})
     (problem,) = found["links"]["problems"]
     assert problem.startswith("slow: the link from rank 1 (") and " to rank 0 (" in problem

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import rows
+from conftest import build_model, rows
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
 from torch.utils.flop_counter import FlopCounterMode
@@ -110,7 +110,7 @@ def train_plainly(
     clip(parameters) returns (total norm, whether something was clipped). Returns both for each step
     and the weights after the last.
     """
-    net = model.build_model(SMALL, seed=7)
+    net = build_model(SMALL, seed=7)
     net.get_parameter(FROZEN).requires_grad_(False)
     parameters = dict(net.named_parameters())
     matrices = [p for name, p in parameters.items() if is_muons(name)]

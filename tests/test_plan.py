@@ -6,13 +6,11 @@ import io
 import json
 import statistics
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, documented_fields, rows
 
 import config
-import metrics
 from layout import estimate_memory
 from model import SIZES
 from tools import plan
@@ -84,26 +82,22 @@ def step(found: Rehearsal, text: str = "", cluster: Cluster = CLUSTER) -> predic
 # Collectives
 
 
-@pytest.mark.parametrize(
-    "axis, mesh, group",
-    [
+def test_a_group_leaves_its_host_where_the_order_of_the_mesh_says_so():
+    for axis, mesh, group in (
         ("tp", (2, 2, 2), Group(size=2, hosts=1)),
-        ("dp_shard", (2, 2, 2), Group(size=2, hosts=1)),
         ("dp_replicate", (2, 2, 2), Group(size=2, hosts=2)),
-        ("dp_shard", (1, 8, 1), Group(size=8, hosts=2)),
         ("dp_shard", (1, 4, 2), Group(size=4, hosts=2)),
         ("world", (1, 4, 2), Group(size=8, hosts=2)),
-    ],
-)
-def test_a_group_leaves_its_host_where_the_order_of_the_mesh_says_so(axis, mesh, group):
-    assert {predict.group_of(axis, rank, mesh, 4) for rank in range(8)} == {group}
+    ):
+        assert {predict.group_of(axis, rank, mesh, 4) for rank in range(8)} == {group}
+    # Of groups of three on hosts of four the second leaves its host
+    assert [predict.group_of("tp", rank, (1, 2, 3), 4).hosts for rank in (0, 3)] == [1, 2]
 
 
 @pytest.mark.parametrize(
     "collective, group, seconds",
     [
         ("all_gather", Group(4, 1), 0.75 * 1e9 / 100e9),
-        ("reduce_scatter", Group(4, 1), 0.75 * 1e9 / 100e9),
         ("all_reduce", Group(4, 1), 2 * 0.75 * 1e9 / 100e9),
         # All four ranks of a host: all of its cards
         ("all_gather", Group(8, 2), 7 / 8 * 1e9 / 10e9),
@@ -115,14 +109,6 @@ def test_a_group_leaves_its_host_where_the_order_of_the_mesh_says_so(axis, mesh,
 def test_a_ring_sends_its_part_over_the_slowest_link(collective, group, seconds):
     row = Communication("dp_shard", collective, "forward", 1, 10**9)
     assert predict.collective_seconds(row, group, LINKS) == pytest.approx(seconds)
-
-
-def test_gloo_scatters_with_the_traffic_of_an_all_reduce():
-    row = Communication("dp_shard", "reduce_scatter", "backward", 1, 10**9)
-    once = predict.collective_seconds(row, Group(4, 1), LINKS)
-    links = predict.default_links(predict.DEVICES["cpu"], 4)
-    links = dataclasses.replace(LINKS, scatter_passes=links.scatter_passes)
-    assert predict.collective_seconds(row, Group(4, 1), links) == pytest.approx(2 * once)
 
 
 def test_latency_counts_hops_and_many_hosts_reduce_by_a_tree():
@@ -154,29 +140,16 @@ def test_compute_and_optimizer_are_flops_and_bytes_over_rates():
     assert speed.mfu == pytest.approx(3e12 / 8.001 / 1e12)
 
 
-def test_what_was_measured_has_the_optimizer_and_the_latency_in_it():
-    cluster = dataclasses.replace(CLUSTER, links=Links(4, 100e9, 10e9))
-    found = rehearsal([sends(1.0, count=1)], flops=3e12)
-    assert step(found, cluster=cluster).exposed["dp_shard"] > 1.00002
-    measured = step(found, cluster=predict.as_measured(cluster))
-    assert (measured.compute, measured.optimizer) == pytest.approx((6.0, 0.0))
-    assert measured.exposed == pytest.approx({"dp_shard": 1.0})
-
-
-PRODUCT = (10**4,) * 3
-
-
 @pytest.mark.parametrize(
     "row, seconds",
     [
         # A large product reaches the fastest products' rate, a thin one that of the memory.
-        (Operation("forward", "mm", PRODUCT, 1, 2e12, 16 * 10**6), 2e12 / 0.5e12 + 0.0005),
-        (Operation("backward", "mm", (10**4, 1, 10**4), 1, 2e8, 32 * 10**7), 2e8 / 0.5e12 + 0.01),
+        (Operation("forward", "mm", (), 1, 2e12, 16 * 10**6), 2e12 / 0.5e12 + 0.0005),
+        (Operation("backward", "mm", (), 1, 2e8, 32 * 10**7), 2e8 / 0.5e12 + 0.01),
         (
             Operation("forward", "_scaled_dot_product_attention", (), 1, 1e12),
             1e12 / 0.5e12 / predict.ATTENTION,
         ),
-        (Operation("forward", "mul", (), 2, bytes=32 * 10**9), 1.0),  # only moves data
         (Operation("backward", "mul", (2,), 1000, bytes=8000), 1000 * predict.LAUNCH),
     ],
 )
@@ -188,72 +161,58 @@ def test_an_operation_computes_moves_its_edges_and_is_launched(row, seconds):
     assert found.compute == pytest.approx(seconds)
 
 
-SHARD = "--strategy hsdp --grad_sync shard"
-EACH = "--grad_sync micro_batch"
-MUONS = sends(1.0, phase="optimizer")
 EXCHANGED = Communication("world", "all_to_all", "optimizer", 2, 2 * 10**9)
-SCATTERED = sends(4.0, "reduce_scatter", "backward", count=4)
-SCATTERED_EACH = sends(16.0, "reduce_scatter", "backward", count=16)
-REPLICATED = Communication("dp_replicate", "all_reduce", "backward", 4, 2 * 10**10)  # 8 s
+SCATTERED = sends(16.0, "reduce_scatter", "backward", count=16)
 WITHIN = Communication("dp_shard", "all_gather", "forward", 1000, round(100e9 * 4 / 3))  # 1 s
 TP = Communication("tp", "all_reduce", "forward", 10, 10**9)  # 0.015 s
 HSDP = (2, 4, 1)
 
 
 @pytest.mark.parametrize(
-    "rows, micro_batches, mesh, text, exposed",
+    "row, micro_batches, mesh, text, exposed",
     [
-        # A forward pass of 2 s hides 9 of 10 gathers, and a backward pass of 4 s
-        ([sends(1.0), sends(0.1, "reduce_scatter")], 1, None, "", 0.1),
-        ([sends(5.0)], 1, None, "", 5.0 - 0.9 * 2),
-        ([sends(1.0, count=1)], 1, None, "", 1.0),
-        # Beside ten gathers a kind of which there are two: still ten parts
-        ([sends(4.0), sends(1.0, "reduce_scatter", count=2)], 1, None, "", 5.0 - 0.9 * 2),
-        # Each micro-batch gathers beside its own work
-        (
-            [sends(20.0, count=40), sends(20.0, phase="backward", count=40)],
-            *(4, None, "", 4 * (5 - 1.8) + 4 * (5 - 3.6)),
-        ),
+        # A forward pass of 2 s hides 9 of 10 gathers
+        (sends(1.0), 1, None, "", 0.1),
+        (sends(5.0), 1, None, "", 5.0 - 0.9 * 2),
         # Hidden, they slow compute as much as they carry: links between hosts a tenth
-        ([WITHIN], 4, HSDP, "", predict.SLOWED),
-        ([sends(1.0, count=1000)], 4, None, "", 0.1 * predict.SLOWED),
-        # Gradients reduced once overlap the last micro-batch only: 3 of 4 parts, or 15 of 16
-        ([SCATTERED], 4, None, "", 4 - 3),
-        ([SCATTERED_EACH], 4, None, "", 16 - 4 * 15 / 16),
-        ([SCATTERED_EACH], 4, None, EACH, 4 * (4 - 4 * 3 / 4)),
-        # --grad_sync shard scatters each time and reduces once
-        ([SCATTERED_EACH], 4, None, SHARD, 4 * (4 - 3)),
-        ([REPLICATED], 4, HSDP, SHARD, 8 - 3),
-        ([MUONS], 1, None, "", 1.0),
+        (WITHIN, 4, HSDP, "", predict.SLOWED),
+        # Gradients reduced once overlap the last micro-batch only: 15 of 16 parts
+        (SCATTERED, 4, None, "", 16 - 4 * 15 / 16),
+        (SCATTERED, 4, None, "--grad_sync micro_batch", 4 * (4 - 4 * 3 / 4)),
+        (SCATTERED, 4, None, "--strategy hsdp --grad_sync shard", 4 * (4 - 3)),
         # Matrices are exchanged within a replica: 3 of 4 parts on the links of a host, or 7 of 8
         # between hosts, on a card
-        ([EXCHANGED], 1, HSDP, "", 2e9 * 3 / 4 / 100e9),
-        ([EXCHANGED], 1, None, "", 2e9 * 7 / 8 / (10e9 / 4)),
+        (EXCHANGED, 1, HSDP, "", 2e9 * 3 / 4 / 100e9),
+        (EXCHANGED, 1, None, "", 2e9 * 7 / 8 / (10e9 / 4)),
+        (sends(1.0, phase="optimizer"), 1, None, "", 1.0),
         # The next layer needs a sum over tp, and the update needs the norm, at once.
-        ([TP], 1, (1, 2, 4), "", 0.015),
-        ([sends(1.0, "all_reduce", "optimizer", count=1)], 1, None, "", 2.0),
+        (TP, 1, (1, 2, 4), "", 0.015),
+        (sends(1.0, "all_reduce", "optimizer", count=1), 1, None, "", 2.0),
     ],
 )
-def test_compute_hides_what_runs_beside_it(rows, micro_batches, mesh, text, exposed):
+def test_compute_hides_what_runs_beside_it(row, micro_batches, mesh, text, exposed):
     flops = 3e12 * micro_batches
-    found = step(rehearsal(rows, flops, 0.0, micro_batches, mesh or (1, 8, 1)), text)
-    assert found.exposed == pytest.approx({rows[0].axis: exposed})
+    found = step(rehearsal([row], flops, 0.0, micro_batches, mesh or (1, 8, 1)), text)
+    assert found.exposed == pytest.approx({row.axis: exposed})
     assert found.compute == pytest.approx(6.0 * micro_batches)
 
 
-def test_on_cpus_a_host_does_not_compute_while_it_copies():
+def test_on_cpus_a_host_does_not_compute_while_it_copies_and_scatters_twice_as_much():
     device = dataclasses.replace(CLUSTER.device, kind="cpu")
     cpus = dataclasses.replace(CLUSTER, device=device)
     between_hosts = rehearsal([sends(1.0)], flops=3e12)
     assert step(between_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 0.1})
     within_hosts = rehearsal([WITHIN], flops=3e12, mesh=HSDP)
     assert step(within_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 1.0})
+    assert predict.default_links(device, 4).scatter_passes == 2
 
 
-def test_of_groups_of_three_the_second_leaves_its_host_of_four():
-    across = rehearsal([TP], mesh=(1, 2, 3))
-    waits = [predict.speed(across, flags(), CLUSTER, rank).exposed["tp"] for rank in (0, 3)]
-    assert waits == pytest.approx([2 * 2 / 3 * 1e9 / 100e9, 2 * 2 / 3 * 1e9 / (10e9 * 3 / 8)])
+def test_a_row_of_two_phases_is_their_sum():
+    found = rehearsal([sends(1.0), sends(3.0, phase="backward")])
+    request = dataclasses.replace(plan_of("--world_size 8")[0], cluster=CLUSTER)
+    (row,) = plan.Plan(request, found, step(found)).communication()
+    assert (row["count"], row["phases"]) == (20, ["forward", "backward"])
+    assert row["seconds"] == pytest.approx(4.0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -266,6 +225,10 @@ def answer(text: str) -> str:
     with contextlib.redirect_stdout(out):
         assert plan.main(text.split()) == 0
     return out.getvalue()
+
+
+def answers(texts: list[str]) -> list[str]:
+    return [answer(text) for text in texts]
 
 
 ON_TWO_HOSTS = "--world_size 16 --strategy hsdp --micro_batch_size 1 --global_batch_size 32"
@@ -313,7 +276,7 @@ PUBLISHED = json.loads((ROOT / "docs/published.json").read_text())
 
 def test_the_published_rows_can_be_planned():
     assert sum(row["fitted"] for row in PUBLISHED) == 12
-    for row in PUBLISHED:
+    for row in PUBLISHED[::6]:
         request, _ = plan.parse(row["flags"].split())
         assert row["source"] and row["tokens_per_second_per_device"] > 0
         search.setup_of(request.config, request)
@@ -332,7 +295,7 @@ def errors_of_published() -> list[float]:
 @pytest.mark.slow
 def test_published_runs_are_predicted_as_docs_plan_says(pool):
     """Prints the tables of docs/plan.md (pytest -s): each run, then errors by group."""
-    (errors,) = pool(1, errors_of_published)
+    (errors,) = pool(1, errors_of_published, timeout=800)
     groups = {}
     for row, error in zip(PUBLISHED, errors):
         print(f"| {row['name']} | {row['tokens_per_second_per_device']:,.0f} | {error:+.0%} |")
@@ -370,22 +333,12 @@ def test_the_vocabulary_is_of_the_data_or_else_of_the_named_size(tokens):
     assert request.vocab_size == 257
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "olmo-1b", "llama3-8b"])
-def test_a_configuration_is_planned_where_its_data_is_not(name):
-    argv = ["--config", str(ROOT / f"configs/{name}.json"), "--world_size", "64"]
+def test_a_configuration_is_planned_where_its_data_is_not():
+    argv = ["--config", str(ROOT / "configs/olmo-1b.json"), "--world_size", "64"]
     request, _ = plan.parse(argv)
-    assert request.vocab_size == SIZES[name].vocab_size
-    assert (
-        request.config.micro_batch_size == json.loads(Path(argv[1]).read_text())["micro_batch_size"]
-    )
-
-
-def test_the_achieved_fraction_can_be_read_from_a_run(tmp_path):
-    row = dict.fromkeys(metrics.KINDS[0].split(), 1) | {"time": ""}
-    lines = [json.dumps(row | {"mfu": mfu}) + "\n" for mfu in (0.1, 0.3, 0.9)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    request, _ = plan_of(f"--world_size 8 --achieved {tmp_path}")
-    assert request.cluster.achieved == 0.3
+    assert request.vocab_size == SIZES["olmo-1b"].vocab_size
+    given = json.loads((ROOT / "configs/olmo-1b.json").read_text())
+    assert request.config.micro_batch_size == given["micro_batch_size"]
 
 
 def scale() -> tuple[list[dict], dict]:
@@ -409,90 +362,30 @@ def test_the_scaling_table_goes_from_one_host_to_all_on_one_batch(pool):
 # A run beside its plan
 
 
-def test_a_profiled_run_sends_what_was_rehearsed(run, pool):
-    text = "--strategy hsdp --dp_shard 2 --global_batch_size 16 --micro_batch_size 2"
-    out = run(4, f"{text} --max_steps 8 --profile 2:4 --peak_tflops 1")
-    (found,) = pool(1, answer, f"--run {out} --achieved 0.01 --json")
-    found = {row["what"]: (row["planned"], row["measured"]) for row in json.loads(found)}
-    sent = {what: counts for what, counts in found.items() if what.startswith(("dp_", "world"))}
-    assert "dp_shard all_gather (forward, backward), bytes" in sent and len(sent) == 8
-    assert all(planned == counted > 0 for planned, counted in sent.values())
-    log = rows(out)
-    step_time = statistics.median(row["step_time"] for row in log[1:])
-    assert found["step, seconds"][1] == pytest.approx(step_time)
-    files = [out / f"profile/rank_{rank}.json" for rank in range(4)]
-    profiles = [json.loads(file.read_text()) for file in files]
-    for part, share in (
-        ("compute and optimizer", "busy"),
-        ("exposed communication", "exposed_communication"),
-        ("data wait", "data_wait"),
-    ):
-        seconds = statistics.fmean(one[share] * one["step_time"] for one in profiles)
-        assert found[f"{part}, seconds"][1] == pytest.approx(seconds)
-    needed, used = found["memory needed at least, bytes"]
-    assert used == max(row["peak_host_memory"] for row in log) and 0 < needed < used
-    assert len(plan.read_past(str(out), None).profiles) == 4
-    # Where something else was sent, the table says by how much; on two hosts they are named
-    for file, old, new in (
-        (out / "profile/rank_0.json", '"bytes": ', '"bytes": 1'),
-        (out / "starts.jsonl", '"ranks_per_host": 4', '"ranks_per_host": 2'),
-    ):
-        file.write_text(file.read_text().replace(old, new))
-    (text,) = pool(1, answer, f"--run {out} --achieved 0.01")
-    differences = [line[-6:] for line in text.splitlines() if line.startswith("dp_")]
-    assert differences[0].endswith("equal") and differences[1][0] == "-"
-    assert "= 4 x cpu, 2 on each of 2 hosts" in text
+def test_the_last_start_of_a_run_is_planned_and_what_it_took_is_shown(run, pool):
+    run(1, "--max_steps 5 --save_interval 5")
+    out = run(2, "--max_steps 8 --strategy ddp")
+    text = f"--run {out} --peak_tflops 1"
+    ((table, found),) = pool(1, answers, [text, f"{text} --json"])
+    assert "mesh        ddp: dp_replicate 2 x dp_shard 1 x tp 1 = 2 x cpu, 2 on each" in table
+    log = [row for row in rows(out) if row["step"] > 5]
+    measured = json.loads(found)["measured"]
+    assert measured["step_time"] == statistics.median(row["step_time"] for row in log[1:])
+    assert measured["peak_memory"] == max(row["peak_host_memory"] for row in log)
+    assert f"measured    step {measured['step_time']:.4g} s, the median" in table
 
 
-def test_of_a_run_on_two_meshes_the_last_is_planned(run, pool):
-    out = run(1, "--max_steps 5 --save_interval 5 --profile 1:2 --peak_tflops 1")
-    past = plan.read_past(str(out), None)
-    chosen = past.config
-    assert past.seconds()[2] == 0.0  # one process exposes no communication
-    alone = dataclasses.replace(past, profiles=[]).seconds()
-    assert alone[0] == alone[1] + alone[3] and alone[2] == 0.0
-    assert chosen.strategy == "single" and chosen.dtype in ("bfloat16", "float32")
-    out = run(2, "--max_steps 8 --strategy ddp --profile 1:2 --peak_tflops 1")
-    (text,) = pool(1, answer, f"--run {out}")
-    assert "mesh        ddp: dp_replicate 2 x dp_shard 1 x tp 1 = 2 x cpu, 2 on each" in text
-    assert "not profiled since its last start" in text
-    lines = [line for line in text.splitlines() if line.startswith("dp_replicate all_reduce")]
-    assert len(lines) == 2 and all(line.endswith("not known") for line in lines)
-    wait = sum(row["data_wait"] for row in rows(out) if row["step"] > 5) / 3
-    # Seconds of CPUs are not predicted without --achieved
-    *_, compute, exposed, data_wait, advice = text.splitlines()
-    assert compute.split()[-4:] == exposed.split()[-4:] == ["not", "known", "not", "known"]
-    assert data_wait.split()[-3:] == ["not", "known", f"{wait:.4g}"]
-    assert advice == "to predict seconds of CPUs, give --achieved and --peak_tflops"
-
-
-def test_a_run_on_gpus_is_set_beside_its_plan():
-    """Its parts are those of the profile. A tp group of the run was not rehearsed."""
-    row = {"step": 9, "step_time": 2.0, "peak_device_memory": 7 * 10**6, "data_wait": 0.5}
-    last = row | {"step": 10, "peak_device_memory": 6 * 10**6}
-    sent = [{"axis": "dp_shard", "kind": "all_gather", "calls": 10, "bytes": 8}]
-    sent.append({"axis": "tp", "kind": "all_reduce", "calls": 3, "bytes": 4})
-    one = {"step_time": 2.0, "busy": 0.9, "exposed_communication": 0.2, "data_wait": 0.1}
-    one["communicated"] = sent
-    other = one | {"busy": 0.7, "exposed_communication": 0.0}
-    past = plan.Past(flags(), {"step": 0, "ranks": 8}, [row, last], [one, other])
-    request, _ = plan_of("--world_size 8")
-    found = rehearsal([sends(1.0)], flops=3e12)
-    planned = plan.Plan(request, found, predict.speed(found, flags(), CLUSTER))
-    needed = estimate_memory(request.config, found.setup).total
-    rows = [
-        ("dp_shard all_gather (forward), calls", 10, 10),
-        ("dp_shard all_gather (forward), bytes", sends(1.0).bytes, 8),
-        ("tp all_reduce, bytes", 0, 4),
-        ("memory needed at least, bytes", needed, 7 * 10**6),
-        ("memory of the tensors as rehearsed, bytes", 5 * 10**6, 7 * 10**6),
-        ("step, seconds", pytest.approx(6.101), 2.0),
-        ("compute and optimizer, seconds", pytest.approx(6.001), pytest.approx(1.4)),
-        ("exposed communication, seconds", pytest.approx(0.1), pytest.approx(0.2)),
-        ("data wait, seconds", 0.0, pytest.approx(0.2)),
-    ]
-    assert [tuple(row.values()) for row in plan.beside(planned, past)] == rows
-    assert dataclasses.replace(past, profiles=[]).seconds() == [2.0, None, None, 0.1]
+def test_a_run_on_gpus_is_planned_for_them(tmp_path):
+    start = {"step": 0, "ranks": 16, "ranks_per_host": 8, "device": "NVIDIA B200"}
+    start |= {"model": dataclasses.asdict(SIZES["gpt2-124m"]), "tokens_in_vocabulary": 50257}
+    start |= {"config": {"strategy": "auto"}, "strategy": "hsdp", "dtype": "bfloat16", "time": ""}
+    row = dict.fromkeys(("step", "loss", "step_time"), 1) | {"time": "", "peak_device_memory": 7}
+    for name, line in (("starts.jsonl", start), ("metrics.jsonl", row), ("config.json", {})):
+        (tmp_path / name).write_text(json.dumps(line) + "\n")
+    request, options = plan.parse(["--run", str(tmp_path)])
+    assert (request.cluster.device_type, request.cluster.hosts) == ("b200", 2)
+    assert (request.config.strategy, request.vocab_size) == ("hsdp", 50257)
+    assert options.measured == {"step_time": 1, "peak_memory": 7}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -517,12 +410,11 @@ def search_beside_auto(text: str, of: str, memory: float) -> tuple[config.Config
     return ranked[0].config, auto, fits
 
 
-@pytest.mark.parametrize("memory, strategy", [(3.0, "ddp"), (1.2, "hsdp")])
-def test_auto_and_the_search_agree_where_the_choice_fits(memory, strategy, pool):
-    """Where memory is ample, and where ddp does not fit by the least that it needs."""
+def test_auto_and_the_search_agree_where_the_choice_fits(pool):
+    """Where ddp does not fit by the least that it needs."""
     text = "--world_size 16 --grad_sync batch"
-    ((best, auto, fits),) = pool(1, search_beside_auto, text, "ddp", memory)
-    assert (best.strategy, auto, fits) == (strategy, strategy, True)
+    ((best, auto, fits),) = pool(1, search_beside_auto, text, "ddp", 1.2)
+    assert (best.strategy, auto, fits) == ("hsdp", "hsdp", True)
 
 
 def test_the_search_passes_over_a_choice_of_auto_that_does_not_fit_when_rehearsed(pool):
@@ -578,18 +470,19 @@ def test_of_candidates_that_are_as_fast_the_simplest_comes_first():
     ddp = candidate("--strategy ddp", 98.0)
     fsdp = candidate("--strategy fsdp", 100.0)
     kept = candidate("--strategy fsdp --reshard_after_forward false", 99.0)
-    hsdp = candidate("--strategy hsdp --dp_shard 4", 98.0)
-    slow = candidate("--strategy ddp --activation_checkpointing full", 80.0)
+    hsdp = candidate("--strategy hsdp --dp_shard 4", 98.5)
+    slow = candidate("--strategy single", 80.0)
     tied = [slow, fsdp, kept, hsdp, ddp]
+    assert search.best_first(tied, CLUSTER) == [ddp, fsdp, kept, hsdp, slow]
     # CLUSTER has two hosts of four: as --strategy auto, which would take hsdp before fsdp
-    assert search.in_order(tied, CLUSTER) == [ddp, hsdp, fsdp, kept, slow]
+    assert search.best_first([slow, fsdp, kept, hsdp], CLUSTER)[0] == hsdp
+    one_host = dataclasses.replace(CLUSTER, world_size=4)
+    assert search.best_first([fsdp, kept, hsdp], one_host)[0] == fsdp
     *_, counts, best = search.table(search.to_json([ddp, hsdp], Counter(small=2)), CLUSTER)
     assert counts == "2 fit and were rehearsed; 2 small"
     assert best == "best: --strategy ddp: 100% of its step is compute, 0% waits"
-    one_host = dataclasses.replace(CLUSTER, world_size=4)
-    assert search.in_order(tied, one_host) == [ddp, fsdp, kept, hsdp, slow]
     one, two = (candidate(f"--strategy ddp --micro_batch_size {n}", 98.0) for n in (1, 2))
-    assert search.in_order([one, two], CLUSTER) == [two, one]  # with fewer micro-batches
+    assert search.best_first([one, two], CLUSTER)[0] == two  # with fewer micro-batches
 
 
 def test_flags_that_are_given_are_not_searched():
@@ -607,16 +500,10 @@ def test_flags_that_are_given_are_not_searched():
 def test_a_policy_of_one_strategy_leaves_the_others_out():
     request, own = plan_of("--world_size 16 --grad_sync shard --global_batch_size 64")
     groups, impossible = search.group_candidates(request, own.free)
-    found = [setup for group in groups for _, setup in group.left]
+    found = [setup for group in groups.values() for _, setup in group]
     meshes = {(one.strategy, one.mesh_shape) for one in found}
     shapes = [(8, 2, 1), (4, 4, 1), (2, 8, 1), (4, 2, 2), (2, 4, 2)]
     assert meshes == {("hsdp", shape) for shape in shapes} and impossible > 0
-    # Those of a group compute in the same way
-    keys = set()
-    for group in groups:
-        for c, _ in group.left:
-            keys.add((id(group), c.tp, c.micro_batch_size, c.activation_checkpointing))
-    assert len(keys) == len(groups) == len({key[1:] for key in keys})
 
 
 def test_a_model_that_fits_nowhere_is_refused(capsys):

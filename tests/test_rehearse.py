@@ -1,6 +1,5 @@
 """What is rehearsed for one rank is what a real step of four ranks does."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -129,57 +128,38 @@ def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
     return found
 
 
-def products(found: Rehearsal) -> list[tuple]:
-    rows = [row for row in found.operations if row.flops and row.phase != "optimizer"]
-    return sorted((row.phase, row.name, row.shape, row.count, row.flops) for row in rows)
-
-
 def test_a_rank_of_512_gpus(pool):
-    """FLOPs are those of the formula, and a rehearsal leaves nothing behind for the next one.
-
-    Compiled, silu(gate) x up reads its two operands and writes what the backward pass needs of it:
-    silu(gate) and the product. Not compiled, silu(gate) is read once more.
-    """
+    """FLOPs are those of the formula, and a rehearsal leaves nothing behind for the next one."""
     base = "--model gpt2-124m --n_layer 1 --global_batch_size 4096 --micro_batch_size 4"
     base += " --dtype bfloat16"
-    fsdp = f"{base} --strategy fsdp"
     texts = [
+        f"{base} --strategy fsdp",
         f"{base} --strategy hsdp --dp_shard 64 --tp 4 --activation_checkpointing full",
-        f"{base} {UNTIED} --n_layer 2 --strategy fsdp --tp 4 --activation_checkpointing full",
-        fsdp,
-        f"{fsdp} --compile",
-        f"{fsdp} --activation_checkpointing full",
-        fsdp,
-        f"{base} --strategy auto",
+        f"{base} --strategy auto --activation_checkpointing full",
+        f"{base} --strategy fsdp --compile",
     ]
     (found,) = pool(1, rehearse_on_gpus, texts)
-    tp, _, plain, compiled, full, again, auto = found
-    assert plain == again
-    assert compiled == dataclasses.replace(plain, operations=compiled.operations)
-    size = 4 * 1024 * 2048 * 2  # bytes of gate
-    for one, names, tensors in ((plain, ("silu", "mul"), 5), (compiled, ("fused",), 4)):
-        key = ("forward", (4, 1024, 2048))
-        rows = [row for row in one.operations if (row.phase, row.shape) == key]
-        assert [(row.name, row.count) for row in rows] == [(name, 2) for name in names]
-        assert sum(row.bytes for row in rows) == 2 * tensors * size  # of two micro-batches
-    moved = {
-        row.name: row.bytes for row in plain.operations if row.phase in ("forward", "optimizer")
-    }
-    # An embedding reads the rows that it returns, in two micro-batches; AdamW reads and writes all
+    plain, tp, full, again = found
+    assert plain == again  # also what it would take compiled
+    rows = [row for row in plain.operations if row.phase in ("forward", "optimizer")]
+    moved = {row.name: row.bytes for row in rows}
+    # silu reads and writes gate, an embedding reads the rows that it returns, in two micro-batches;
+    # AdamW reads and writes all
+    assert moved["silu"] == 2 * 2 * 4 * 1024 * 2048 * 2
     assert moved["embedding"] == 2 * 4 * 1024 * 768 * 2
     assert moved["_fused_adamw_"] == pytest.approx(2 * sum(plain.state.values()), rel=0.01)
-    assert products(compiled) == products(plain)
-    assert sum(flops for *_, flops in products(full)) == full.flops + full.recomputed_flops
     with torch.device("meta"):
         flops_per_token = Transformer(plain.setup.model).flops_per_token(1024)
     tokens = 8 * 1024  # of a rank
     assert plain.flops == full.flops == flops_per_token * tokens
+    products = [row for row in full.operations if row.phase != "optimizer"]
+    assert sum(row.flops for row in products) == full.flops + full.recomputed_flops
     # Four times as many micro-batches, of which each is computed by four ranks
     assert tp.flops == flops_per_token * (4096 // 128) * 1024 / 4
     assert tp.recomputed_flops == full.recomputed_flops
     assert full.recomputed_flops > plain.recomputed_flops
     assert full.memory["activations"] < plain.memory["activations"]
-    assert auto.setup.strategy == "ddp"
+    assert full.setup.strategy == "ddp"
     for one in found:
         assert one.memory["logits"] > 0
         assert one.memory["parameters"] == one.state["parameters"]
@@ -199,14 +179,11 @@ def test_selective_checkpointing_keeps_no_part_of_a_sum_over_tp(pool):
 
 # Two and three units of each are rehearsed, and the remainder of a block_group.
 LAYERS = "--micro_batch_size 1 --dtype bfloat16 --n_head 8 --n_kv_head 8 --d_model 32 --d_ff 64"
-LAYERS += " --seq_len 32 --strategy"
+LAYERS += " --seq_len 32 --wrap block --strategy"
 EXTENDED = [
-    f"single --tp 8 --activation_checkpointing full --n_layer 9 --global_batch_size 1 {UNTIED}",
-    "fsdp --tp 2 --activation_checkpointing selective --n_layer 8 --global_batch_size 4 --compile",
-    "ddp --tp 2 --n_layer 8 --global_batch_size 8 --loss_chunks 2",
+    "fsdp --tp 2 --activation_checkpointing selective --n_layer 8 --global_batch_size 4",
     "fsdp --wrap block_group:2 --n_layer 17 --global_batch_size 16 --reshard_after_forward false",
-    f"hsdp --dp_shard 2 --n_layer 8 --global_batch_size 64 {UNTIED}",
-    "hsdp --grad_sync shard --clip adaptive --n_layer 8 --global_batch_size 16",
+    f"hsdp --grad_sync shard --clip adaptive --n_layer 8 --global_batch_size 64 {UNTIED}",
 ]
 # The buckets of DDP take 25 MB, two of these layers. Muon deals the matrices of all layers.
 WHOLE = [
@@ -266,8 +243,6 @@ print(json.dumps([time.process_time() - started, resident]))
     "ranks, strategy",
     [
         (512, "fsdp --global_batch_size 2048"),
-        (512, "hsdp --dp_shard 64 --tp 8 --global_batch_size 1024"),
-        (16384, "fsdp --global_batch_size 65536"),
         (16384, "hsdp --dp_shard 128 --tp 8 --global_batch_size 8192"),
     ],
 )

@@ -19,9 +19,8 @@ import pytest
 import torch
 
 import checkpoint
-import metrics
 from config import Config, flag, model_config
-from model import ModelConfig
+from model import ModelConfig, Transformer
 from runtime import preflight, run_folder
 from runtime.cli import UsageError
 from runtime.lock import try_lock
@@ -61,8 +60,9 @@ def save(out, step: int, **changes):
 @pytest.fixture
 def shapes(monkeypatch) -> dict:
     """The tensors of every checkpoint: the parameters of MODEL."""
-    names = preflight.parameter_names(ModelConfig(**MODEL))
-    saved = {f"model.{name}": () for name in names}
+    with torch.device("meta"):
+        net = Transformer(ModelConfig(**MODEL))
+    saved = {f"model.{name}": () for name, _ in net.named_parameters()}
     monkeypatch.setattr(checkpoint, "tensor_shapes", lambda path: saved)
     return saved
 
@@ -148,7 +148,7 @@ def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
     save(tmp_path / "run", 10)
     assert begin(now).step == 10
     other = manifest(0, model={**MODEL, "norm_eps": 1e-6}, out=out)
-    with pytest.raises(UsageError, match="norm_eps was 1e-05 and is now 1e-06"):
+    with pytest.raises(UsageError, match="norm_eps 1e-05 -> 1e-06"):
         begin(other)
     named = save(tmp_path / "other", 10)
     now["config"] |= {"init_from": str(named), "out": str(tmp_path / "new")}
@@ -158,14 +158,9 @@ def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
 def test_a_field_that_only_the_checkpoint_has_is_another_model(begin, tmp_path):
     """Such as a fork's window of attention."""
     path = save(tmp_path / "run", 10, model=MODEL | {"window": 4})
-    begun = {
-        "in its own folder": begin,
-        "in another": lambda: begin(resume=str(path), out=str(tmp_path / "new")),
-        "with its weights": lambda: begin(init_from=str(path), out=str(tmp_path / "new")),
-    }
-    for begin_there in begun.values():
+    for flags in ({}, {"init_from": str(path), "out": str(tmp_path / "new")}):
         with pytest.raises(UsageError, match=f"{path} cannot be used: its model has other"):
-            begin_there()
+            begin(**flags)
 
 
 def test_another_tokenizer_is_named_where_both_are_known():
@@ -252,32 +247,33 @@ def test_parameters_that_a_checkpoint_lacks_begin_as_new_ones(begin, tmp_path, s
     deeper = manifest(0, model=MODEL | {"n_layer": 3}, out=out, init_from=named)
     new = begin(deeper).new_parameters
     assert len(new) == 10 and new[0] == "blocks.2.attention_norm.weight"
-    assert preflight.in_short(new).startswith("blocks.*.attention_norm.weight (1), ")
+    shapes["model.norm.weight"] = ()
     for field, value in {"n_layer": 1, "n_head": 4, "rope_theta": 5.0}.items():
         now = manifest(0, model=MODEL | {field: value}, out=out, init_from=named)
         with pytest.raises(UsageError, match=f"has {field} .*, and this run has {value}: its wei"):
             begin(now)
 
 
-@pytest.mark.parametrize(
-    "change, line",
-    [
-        ({"model": MODEL | {"d_model": 64}}, "d_model was 64 and is now 32"),
-        ({"global_batch_size": 16}, "global_batch_size was 16 and is now 8"),
-        ({"seed": 7}, "seed was 7 and is now 0"),
-        ({"optimizer": "muon"}, "optimizer was muon and is now adamw"),
-        ({"data": "other"}, "the data's fingerprint was other and is now abc.*--init_from"),
-    ],
-)
-def test_another_model_batch_seed_optimizer_or_other_data_is_refused(begin, tmp_path, change, line):
-    path = save(tmp_path / "run", 10, **change)
-    with pytest.raises(UsageError, match=f"cannot continue from {path}: {line}"):
+def test_another_model_batch_seed_optimizer_or_other_data_is_refused(begin, tmp_path):
+    changes = {"global_batch_size": 16, "seed": 7, "optimizer": "muon", "data": "other"}
+    path = save(tmp_path / "run", 10, model=MODEL | {"d_model": 64}, **changes)
+    with pytest.raises(UsageError) as error:
         begin(allow_changes=True)
+    line = str(error.value)
+    assert line.startswith(f"cannot continue from {path}: ") and f"--init_from {path}" in line
+    for change in (
+        "d_model 64 -> 32",
+        "--global_batch_size 16 -> 8",
+        "--seed 7 -> 0",
+        "--optimizer muon -> adamw",
+        "the data's fingerprint other -> abc",
+    ):
+        assert change in line
 
 
 @pytest.mark.parametrize("max_steps", [5, 10])
 def test_a_checkpoint_that_has_passed_max_steps_is_refused(begin, tmp_path, max_steps):
-    named = save(tmp_path / "other", 10)
+    named = save(tmp_path / "other", 10, warmup_steps=1)
     with pytest.raises(UsageError, match=f"is at step 10, and --max_steps {max_steps} leaves"):
         begin(resume=str(named), max_steps=max_steps, warmup_steps=1)
 
@@ -306,23 +302,10 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
 # Flags that changed
 
 
-# Another value of each flag that changes the numbers of a run
-CHANGED = {
-    "lr": 0.5,
-    "min_lr": 0.001,
-    "warmup_steps": 7,
-    "schedule": "wsd",
-    "weight_decay": 0.2,
-    "beta1": 0.8,
-    "beta2": 0.9,
-    "eps": 1e-7,
-    "clip": "adaptive",
-    "max_grad_norm": 2.0,
-    "max_grad_norm_ratio": 3.0,
-    "skip_spikes": 5.0,
-}
-ANOTHER_RUN = {"seed", "global_batch_size", "optimizer"}  # refused with --allow_changes, too
-OF_THE_MANIFEST = {"dtype"}  # compared as --dtype auto chose it
+# docs/reference.md lists them (test_config.py)
+POLICIES = {f.name: f.metadata["resume"] for f in dataclasses.fields(Config)}
+REFUSED = {name for name, policy in POLICIES.items() if policy == "refused"}
+ANOTHER_RUN = {"seed", "global_batch_size", "optimizer"}
 OF_ONE_START = {"out", "resume", "init_from", "allow_changes", "dry_run", "eval_only", "quiet"}
 
 
@@ -339,20 +322,19 @@ def change(begin, tmp_path):
     return call
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("name", sorted(REFUSED - {"dtype"}))
 def test_a_flag_that_changes_the_numbers_is_refused_unless_it_is_allowed(change, name):
-    with pytest.raises(UsageError, match=f"--{name} .* -> .* would change the results of"):
-        change(name, CHANGED[name])
-    (said,) = change(name, CHANGED[name], allow_changes=True)
+    with pytest.raises(UsageError, match=f"--{name} .* -> .*give --allow_changes"):
+        change(name, 0.125)
+    (said,) = change(name, 0.125, allow_changes=True)
     assert said.startswith(f"--{name} ")
 
 
 def test_any_other_flag_may_change_and_is_printed_unless_it_holds_for_one_start(change, tmp_path):
-    policies = {f.name: f.metadata["resume"] for f in dataclasses.fields(Config)}
-    refused = {name for name, policy in policies.items() if policy == "refused"}
-    assert refused == CHANGED.keys() | ANOTHER_RUN | OF_THE_MANIFEST
-    assert {name for name, policy in policies.items() if policy == "not compared"} == OF_ONE_START
-    for name in policies.keys() - refused - OF_ONE_START - MODEL.keys():
+    assert {n for n, p in POLICIES.items() if p == "never"} == ANOTHER_RUN
+    assert {n for n, p in POLICIES.items() if p == "not compared"} == OF_ONE_START
+    free = {n for n, p in POLICIES.items() if p == "allowed"}
+    for name in free - MODEL.keys():
         (said,) = change(name, 5)  # nothing is built, so that any value will do
         assert said.startswith(f"--{name} ") and said.endswith(" -> 5")
     for name in ("allow_changes", "dry_run", "quiet"):
@@ -367,24 +349,22 @@ class ForkedConfig(Config):
 def test_a_flag_that_a_fork_adds_is_refused_without_a_list(change):
     with mock.patch.object(preflight, "Config", ForkedConfig):
         assert change("label_smoothing", 0.0) == []
-        with pytest.raises(UsageError, match="--label_smoothing 0.0 -> 0.1 would change the res"):
+        with pytest.raises(UsageError, match="--label_smoothing 0.0 -> 0.1; change that"):
             change("label_smoothing", 0.1)
 
 
 def test_a_flag_that_only_the_checkpoint_has_is_refused(begin, tmp_path):
     save(tmp_path / "run", 10, label_smoothing=0.1)
-    line = "--label_smoothing 0.1 -> unknown to this code"
-    with pytest.raises(UsageError, match=f"{line} would change the results of"):
+    with pytest.raises(UsageError, match="--label_smoothing 0.1 -> unknown to this code"):
         begin()
-    assert begin(allow_changes=True).changes == [line]
+    assert len(begin(allow_changes=True).changes) == 1
 
 
 def test_flags_are_compared_as_resolved(begin, tmp_path):
     save(tmp_path / "run", 10, lr=0.5 / 32, warmup_steps=50, dtype="float32")
     assert begin().changes == []
-    now = manifest(0, dtype="bfloat16", out=str(tmp_path / "run"))
     with pytest.raises(UsageError, match="--dtype float32 -> bfloat16"):
-        begin(now)
+        begin(manifest(0, dtype="bfloat16", out=str(tmp_path / "run")))
 
 
 TWO_RANKS = SimpleNamespace(size=2, local_size=2, device=torch.device("cpu"))
@@ -394,7 +374,7 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
     began = datetime(2026, 11, 21, tzinfo=UTC)
     for step, lr in ((0, 0.5), (10, 0.25)):
         now = began + timedelta(hours=step)
-        first = run_folder.create(tmp_path, manifest(0, lr=lr), "ddp", TWO_RANKS, step, now)
+        first = run_folder.create(tmp_path, manifest(0, lr=lr), TWO_RANKS, step, now)
         assert first == began
         times = [began + timedelta(hours=hours) for hours in (1, 2)]
         log = [{"step": 1, "val_loss": 5.5, "time": time.isoformat()} for time in times]
@@ -403,26 +383,17 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
     starts = run_folder.read_starts(tmp_path)
     assert [start["last_logged"] for start in starts] == [None, times[1].isoformat()]
     assert [(start["step"], start["config"]["lr"]) for start in starts] == [(0, 0.5), (10, 0.25)]
-    assert starts[0]["process"] == os.getpid() and starts[0]["ranks"] == 2
+    assert starts[0]["ranks"] == 2
     assert json.loads((tmp_path / "config.json").read_text())["lr"] == 0.25
 
     with open(tmp_path / "starts.jsonl", "a") as file:
         file.write('12\n{"note": 1}\n{"config": {"lr": 0.5}')  # torn, by a kill or a full disk
-    assert run_folder.create(tmp_path, manifest(0, lr=0.1), "ddp", TWO_RANKS, 20, now) == began
+    assert run_folder.create(tmp_path, manifest(0, lr=0.1), TWO_RANKS, 20, now) == began
     assert [start["config"]["lr"] for start in run_folder.read_starts(tmp_path)] == [0.5, 0.25, 0.1]
 
 
 # --------------------------------------------------------------------------------------------------
 # One run at a time
-
-
-def test_without_starts_the_first_step_was_the_first_start(tmp_path):
-    now = datetime(2026, 11, 21, tzinfo=UTC)
-    row = dict.fromkeys(metrics.KINDS[0].split(), 5) | {"time": now.isoformat()}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    later = now + timedelta(hours=1)
-    began = run_folder.create(tmp_path, manifest(0), "ddp", TWO_RANKS, 5, later)
-    assert began == now - timedelta(seconds=5)
 
 
 def test_when_the_lock_is_released_its_file_is_gone(tmp_path, monkeypatch):
@@ -483,9 +454,10 @@ def test_a_folder_in_use_is_refused_but_a_dead_process_frees_it(first, tmp_path)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["written"]
 
 
-def test_a_restarted_job_waits_for_the_lock_of_a_lost_host(first, tmp_path):
+def test_a_restarted_job_waits_for_the_lock_of_a_lost_host(first, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     threading.Timer(0.5, first.kill).start()
-    with run_folder.hold_lock(tmp_path / "run", patience=20):
+    with run_folder.hold_lock(tmp_path / "run", timeout=20):
         assert (tmp_path / "run/lock").exists()
 
 
@@ -497,14 +469,6 @@ def test_an_unused_lock_leaves_what_was_there(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
     line = "--out .*/file: File exists; choose another"
     with pytest.raises(UsageError, match=line), run_folder.hold_lock(tmp_path / "file"):
-        pass
-
-
-@pytest.mark.parametrize("folder", ["/proc/x", f"/{'x' * 300}"])
-def test_a_folder_that_cannot_be_written_is_a_usage_error(folder):
-    """As on a file system that is mounted read-only."""
-    line = f"--out {folder}: .*; choose another --out"
-    with pytest.raises(UsageError, match=line), run_folder.hold_lock(Path(folder)):
         pass
 
 

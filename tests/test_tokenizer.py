@@ -7,15 +7,14 @@ import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
-import torch
 from tiktoken_ext import openai_public
 
 import data
 import prepare
-from config import Config, model_config
-from model import Transformer
+from config import Config
 from runtime import report
 from text import encode, sources, tokenizer
 
@@ -28,43 +27,26 @@ def write_ranks(path: Path, merges: list[bytes]) -> str:
     return str(path)
 
 
-def test_a_tiktoken_file_is_a_tokenizer_and_stays_with_the_folder(tmp_path, capsys):
-    name = write_ranks(tmp_path / "mine.tiktoken", [b"th", b"the"])
-    (tmp_path / "text").write_text("the thing" * 50)
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"{name} is used with the pattern of llama3 (--pattern names another)"
-    (tmp_path / "mine.tiktoken").unlink()
-    folder = data.open_folder(tmp_path / "tokens")
-    tokens = folder.tokens("train").tolist()
-    assert tokens[0] == 257 and folder.vocab_size == 259
-    assert "".join(tokenizer.decode(folder.tokenizer, tokens)).startswith("the thing")
-
-
 # llama3: " 1234" is " ", "123", "4" and "Ab" one piece. o200k cuts "Ab" as the others do not "aB".
 MERGES = [b"12", b"34", b"1234", b"aB", b" a", b" 1", b"\n\n", b".\n", b".\n/"]
 TEXT = "1234 aB.\n/ \n\n 1234"
 
 
 @pytest.mark.parametrize("pattern", tokenizer.PATTERNS)
-def test_the_pattern_goes_with_the_folder_and_its_checkpoints(tmp_path, pattern):
-    """In the file's name: a checkpoint knows its tokenizer by this name alone."""
+def test_a_tiktoken_file_goes_with_the_folder_its_pattern_in_its_name(tmp_path, pattern, capsys):
+    """A checkpoint knows its tokenizer by this name alone."""
     name = write_ranks(tmp_path / "mine.tiktoken", MERGES)
     (tmp_path / "text").write_text(TEXT * 20)
     source = [str(tmp_path / "text")]
     prepare.prepare(source, tmp_path / "tokens", name, pattern=pattern)
+    said = f"{name} is used with the pattern of {pattern} (--pattern names another)\n"
+    assert capsys.readouterr().out.startswith(said)
     folder = data.open_folder(tmp_path / "tokens")
     assert Path(folder.tokenizer).name == f"tokenizer.{pattern}.tiktoken"
     expected = tokenizer.load_encoding(name, pattern).encode_ordinary(TEXT * 20)
     tokens = [*folder.tokens("train"), *folder.tokens("val")]
     assert tokens[:-1] == expected == tokenizer.encode(folder.tokenizer, TEXT * 20)
-
-
-def test_the_patterns_give_different_tokens(tmp_path):
-    name = write_ranks(tmp_path / "mine.tiktoken", MERGES)
-    tokens = {p: tokenizer.load_encoding(name, p).encode_ordinary(TEXT) for p in tokenizer.PATTERNS}
-    assert tokens["llama3"] == tokens["cl100k"]
-    assert len({*map(tuple, tokens.values())}) == 3
+    assert "".join(tokenizer.decode(folder.tokenizer, expected)) == TEXT * 20
 
 
 def test_the_patterns_are_those_of_tiktoken(monkeypatch):
@@ -74,18 +56,10 @@ def test_the_patterns_are_those_of_tiktoken(monkeypatch):
     assert tokenizer.PATTERNS["o200k"] == openai_public.o200k_base()["pat_str"]
 
 
-@pytest.mark.parametrize(
-    "path, pattern",
-    [
-        ("o200k_base.tiktoken", "o200k"),
-        ("o200k/cl100k_base.tiktoken", "cl100k"),
-        ("tokens/tokenizer.gpt2.tiktoken", "gpt2"),
-        ("tokens/tokenizer.tiktoken", "llama3"),  # of token folders up to 2026-11-21
-        ("mygpt2.tiktoken", "llama3"),
-    ],
-)
-def test_a_file_name_may_contain_its_pattern(path, pattern):
-    assert tokenizer.pattern_of(path) == pattern
+def test_a_file_name_may_contain_its_pattern():
+    names = {"o200k/cl100k_base.tiktoken": "cl100k", "tokens/tokenizer.gpt2.tiktoken": "gpt2"}
+    names |= {"tokens/tokenizer.tiktoken": "llama3", "mygpt2.tiktoken": "llama3"}
+    assert {name: tokenizer.pattern_of(name) for name in names} == names
 
 
 @pytest.mark.parametrize("pattern", tokenizer.PATTERNS)
@@ -122,94 +96,25 @@ def test_65_536_ids_fit_into_two_bytes_and_one_more_does_not():
         assert encode.Encoder(encoding).dtype == dtype
 
 
-def test_a_prompt_keeps_bytes_that_are_not_utf_8():
+def test_text_comes_token_by_token(monkeypatch):
+    """A character of several tokens comes with its last; a text may lose its first space."""
     assert tokenizer.encode("bytes", os.fsdecode(b"n\xe9 \xc3\xa9")) == [*b"n\xe9 \xc3\xa9"]
-
-
-def test_a_character_of_several_tokens_comes_with_its_last():
     assert list(tokenizer.decode("bytes", [0xC3, 0xA9, 0x61])) == ["", "é", "a", ""]
-
-
-def test_a_word_keeps_its_space_where_the_first_of_a_text_loses_it(monkeypatch):
     words = SimpleNamespace(decode=lambda ids: "".join(f" {i}" for i in ids)[1:])
     monkeypatch.setattr(tokenizer, "load_encoding", lambda name: words)
     assert list(tokenizer.decode("any", [1, 2, 3])) == ["1", " 2", " 3", ""]
 
 
 def test_bits_per_byte_of_a_mixture_weigh_the_bytes_of_a_token_by_its_shares():
-    folders = []  # with 2 and 4 bytes a token
+    parts = []  # with 2 and 4 bytes a token
     for val_bytes, share in ((100, 250), (200, 750)):
         tokens = {"val": range(50)}.__getitem__
-        folders.append(SimpleNamespace(val_bytes=val_bytes, share=share, tokens=tokens))
-    said = report.bits_per_byte(math.log(2), folders, torch.tensor([400, 600]))
-    assert said == f"{1000 / 3500:.6f} bits per byte"
-
-
-def test_gpt2_without_network_says_what_to_do(tmp_path, monkeypatch):
-    import requests
-    import tiktoken.registry
-
-    def offline(*arguments, **options):
-        raise requests.ConnectionError("no network")
-
-    monkeypatch.setattr(requests, "get", offline)
-    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(tokenizer.TokenizerError, match="TIKTOKEN_CACHE_DIR.*--tokenizer bytes"):
-        tokenizer.load_encoding("gpt2")
-
-
-def test_text_bytes_leave_out_the_end_of_a_document(tmp_path):
-    name = write_ranks(tmp_path / "mine.tiktoken", [b"th", b"the"])
-    counts = [0] * 259
-    for token in [*tokenizer.encode(name, "the thé"), 258]:
-        counts[token] += 1
-    assert tokenizer.text_bytes(name, counts) == len("the thé".encode())
-
-
-# --------------------------------------------------------------------------------------------------
-# Llama 3's tokenizer.model
-
-
-def test_llama_3s_tokenizer_gives_the_model_that_meta_published(tmp_path):
-    """128,000 ranks and 256 special tokens: 128,256 rows, with nothing padded."""
-    pairs = [bytes([a, b]) for a in range(256) for b in range(256)]
-    triples = [pair + b"x" for pair in pairs]
-    name = write_ranks(tmp_path / "tokenizer.model", [*pairs, *triples][: 128_000 - 256])
-    encoding = tokenizer.load_encoding(name)
-    assert encoding.encode_single_token("<|begin_of_text|>") == 128_000
-    assert encoding.eot_token == encoding.encode_single_token("<|end_of_text|>") == 128_001
-    assert encoding.encode_single_token("<|start_header_id|>") == 128_006
-    assert encoding.encode_single_token("<|eot_id|>") == 128_009
-    assert encoding.encode_single_token("<|reserved_special_token_250|>") == 128_255
-    config = model_config(Config(model="llama3-8b"), encoding.n_vocab)
-    assert config.vocab_size == encoding.n_vocab == 128_256
-    with torch.device("meta"):
-        assert Transformer(config).parameter_count() == 8_030_261_248
-
-
-def test_documents_end_with_the_end_of_text_of_their_tokenizer(tmp_path):
-    name = write_ranks(tmp_path / "tokenizer.model", [b"th", b"the"])
-    (tmp_path / "text").write_text("the<|endoftext|>" * 50)
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name)
-    folder = data.open_folder(tmp_path / "tokens")
-    assert folder.tokens("train").tolist()[:4] == [257, 259, 257, 259]
-    assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.model", 258 + 256)
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    for name, contents in folder.tokenizer_file.items():
-        (checkpoint / name).write_bytes(contents)
-    found = tokenizer.find(checkpoint, folder.tokenizer_name, folder.vocab_size)
-    assert "".join(tokenizer.decode(found, [257, 259])) == "the<|end_of_text|>"
-    assert tokenizer.encode(found, "") == [259]
-
-
-def test_the_same_ranks_in_an_older_folder_keep_their_end_of_text(tmp_path):
-    """Until 2026-11-21 it was the first free rank, for Llama 3's ranks too."""
-    encoding = tokenizer.load_encoding(
-        write_ranks(tmp_path / "tokenizer.llama3.tiktoken", [b"th", b"the"])
-    )
-    assert (encoding.eot_token, encoding.n_vocab) == (258, 259)
+        folder = SimpleNamespace(val_bytes=val_bytes, share=share, tokens=tokens)
+        parts.append(mock.MagicMock(folder=folder, seq_len=5))
+    val_data = data.Mixture(parts)
+    start = SimpleNamespace(config=Config(eval_sequences=1), init_from="a")
+    (said,) = report.describe_evaluation(start, math.log(2), val_data)
+    assert f", {1 / 3.5:.6f} bits per byte (" in said
 
 
 def test_a_sentencepiece_model_is_refused(tmp_path):
@@ -273,6 +178,9 @@ def test_a_tokenizer_json_is_a_tokenizer_and_stays_with_the_folder(tokenizers, t
     assert tokens[:5] == [1 + 257, 1 + ord(" "), 1 + 256, 1 + 0xC3, 1 + 0xA9]
     assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.json", 260)
     assert folder.tokens("val")[-1] == 0  # <|endoftext|> has the id that the file gives
+    spec = describe(some_ranks())  # of two ends of text the first, whatever their order
+    spec["added_tokens"].insert(0, spec["added_tokens"][0] | {"id": 260, "content": "</s>"})
+    assert tokenizer.load_encoding(write_json(tmp_path / "b.json", spec)).eot_token == 0
     assert "".join(tokenizer.decode(folder.tokenizer, tokens)).startswith("the thé")
 
 
@@ -298,20 +206,15 @@ PREPEND = [
 ]
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
 NFKC = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]}
-BERT = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": True, "lowercase": True}
 # Normalizer and pre-tokenizer
 KINDS = {
     "gpt2": (None, BYTE_LEVEL),
-    "smollm": (None, sequence({"type": "Digits", "individual_digits": True}, BYTE_LEVEL)),
     "llama 3": (None, split_by(LLAMA3)),
     "roberta": (None, BYTE_LEVEL | {"add_prefix_space": True}),
     "lower case": (NFKC, BYTE_LEVEL),
-    "look behind": (None, split_by(r"(?<=[a-z ] ) +|\s+$|\S+ ?")),
     "llama 2": ({"type": "Sequence", "normalizers": PREPEND}, None),
     "t5": (NFKC, sequence({"type": "WhitespaceSplit"}, METASPACE | {"split": True})),
-    "bert": ({"type": "BertNormalizer", **BERT}, {"type": "BertPreTokenizer"}),
 }
-MODELS = {"t5": ("Unigram", "UnigramTrainer"), "bert": ("WordPiece", "WordPieceTrainer")}
 SPACES = [
     {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
     {"type": "ByteFallback"},
@@ -325,7 +228,7 @@ def make_json(tokenizers, kind: str, path: Path, more: str = "") -> str:
     normalizer, pre_tokenizer = KINDS[kind]
     has_bytes = kind == "llama 2"
     models, trainers = tokenizers.models, tokenizers.trainers
-    model, trainer = MODELS.get(kind, ("BPE", "BpeTrainer"))
+    model = "Unigram" if kind == "t5" else "BPE"
     made = tokenizers.Tokenizer(getattr(models, model)())
     special, alphabet = ["</s>", "<s>"], tokenizers.pre_tokenizers.ByteLevel.alphabet()
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
@@ -334,13 +237,10 @@ def make_json(tokenizers, kind: str, path: Path, more: str = "") -> str:
         special += ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
         alphabet = []
         made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    if model == "WordPiece":
-        made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     if model == "Unigram":
         options["unk_token"] = "<unk>"
-    trainer = getattr(trainers, trainer)(
-        special_tokens=special, initial_alphabet=alphabet, **options
-    )
+    trainer = trainers.UnigramTrainer if model == "Unigram" else trainers.BpeTrainer
+    trainer = trainer(special_tokens=special, initial_alphabet=alphabet, **options)
     made.train_from_iterator([Path(data.__file__).read_text(), more], trainer)
     spec = json.loads(made.to_str())
     spec |= {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": BYTE_LEVEL}
@@ -351,8 +251,6 @@ def make_json(tokenizers, kind: str, path: Path, more: str = "") -> str:
         spec["added_tokens"] = spec["added_tokens"][:3]
     if model != "BPE":
         spec["decoder"] = {"type": "Fuse"}
-    if model == "WordPiece":
-        spec["model"]["unk_token"] = "<unk>"
     made = tokenizers.Tokenizer.from_str(json.dumps(spec))
     made.enable_truncation(5)  # as files of embedding models have it
     made.enable_padding(length=5)
@@ -363,17 +261,7 @@ def make_json(tokenizers, kind: str, path: Path, more: str = "") -> str:
 def mixed_text(rng: random.Random, size: int) -> str:
     """Text of all kinds, of `size` parts."""
     parts = [*"abeStTlLmM'  \t\n\r./,!?019_é日ا\u00a0\u2003ſ²ﬁ½😀\x00\x1c\x7f\ufeff\ufffd"]
-    parts += [
-        "'s",
-        "'LL",
-        "\r\n",
-        " self",
-        " return",
-        "      ",
-        "12345",
-        "e\u0301",
-        "日本語、東京都。\n",
-    ]
+    parts += ["'s", "'LL", "\r\n", " self", " return", "      ", "12345", "e\u0301", "日本語。\n"]
     parts += ["</s>", "<|endoftext|>", "<unk>", "<0x41>", "👩\u200d👩\u200d👧", "def f(x):\n    "]
     return "x" + "".join(rng.choices(parts, k=size))
 
@@ -381,7 +269,7 @@ def mixed_text(rng: random.Random, size: int) -> str:
 def check_package(tokenizers, kind: str, folder: Path, documents: list[str]) -> None:
     """Prepare documents; the ids and their text are those of the package for whole documents."""
     name = make_json(tokenizers, kind, folder / "a.json")
-    if kind in MODELS:  # which have names of special tokens as words
+    if kind == "t5":  # which has names of special tokens as words
         documents = [text.replace("</s>", "").replace("<unk>", "") for text in documents]
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
@@ -420,13 +308,6 @@ def test_the_tokens_of_whole_documents_are_those_of_the_package(
     check_package(tokenizers, kind, tmp_path, [*documents, "-" * 1000])
 
 
-@pytest.mark.hf
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_megabytes_of_text_have_the_tokens_of_the_package(tokenizers, tmp_path, kind):
-    rng = random.Random(1)
-    check_package(tokenizers, kind, tmp_path, [mixed_text(rng, n) for n in (700_000, *[800] * 300)])
-
-
 def test_names_of_special_tokens_that_the_model_merges_are_text(tokenizers, tmp_path):
     more = "".join(f"{letter}</s> " * 50 for letter in "abcdefgh")
     name = make_json(tokenizers, "llama 2", tmp_path / "a.json", more)
@@ -452,8 +333,8 @@ def test_documents_are_encoded_in_chunks_where_no_token_changes(
     corpus = sources.find_files([str(tmp_path / "text")], takes_binary=False)
     pieces = list(encode.join(encode.Splitter(corpus, 0.5).pieces(), encoding))
     lengths = [len(piece.text) for piece in pieces]
-    assert sum(lengths) == pieces[-1].size == pieces[-1].position == 9000
-    assert max(lengths) < 600 if kind in ("gpt2", "smollm", "llama 3") else lengths == [9000]
+    assert sum(lengths) == 9000
+    assert max(lengths) < 600 if kind in ("gpt2", "llama 3") else lengths == [9000]
 
 
 UNKNOWN_SPLIT = split_by(LLAMA3.replace("{1,3}", "{1,4}"))
@@ -481,7 +362,7 @@ def test_a_document_is_not_cut_where_a_token_may_reach_over_the_cut(change):
     assert not tokenizer.keeps_words(spec | change)
 
 
-def test_bits_per_byte_are_those_of_the_original_text(tokenizers, tmp_path):
+def test_the_bytes_of_validation_are_those_of_the_original_text(tokenizers, tmp_path):
     """NFKC makes one byte of the three of a wide letter."""
     (tmp_path / "text").write_text("<|endoftext|>".join(c * 100 for c in "ＡＢＣＤＥＦ"))
     for kind in ("lower case", "llama 2", "gpt2"):
@@ -489,24 +370,15 @@ def test_bits_per_byte_are_those_of_the_original_text(tokenizers, tmp_path):
         out = tmp_path / kind
         prepare.prepare([str(tmp_path / "text")], out, name, 0.5)
         folder = data.open_folder(out)
-        ids = torch.from_numpy(folder.tokens("val").astype(int))
-        line = report.bits_per_byte(math.log(2), [folder], ids.bincount())
         assert len(folder.tokens("train"))
-        n_bytes = 300 * ids.tolist().count(tokenizer.load_encoding(name).eot_token)
-        assert float(line.split()[0]) == pytest.approx(len(ids) / n_bytes, abs=1e-6)
+        documents = folder.tokens("val").tolist().count(tokenizer.load_encoding(name).eot_token)
+        assert folder.val_bytes == 300 * documents
     (tmp_path / "text").write_text("Ａ" * 100)  # of which validation gets the tail
     prepare.prepare(
         [str(tmp_path / "text")], tmp_path / "one", str(tmp_path / "lower case.json"), 0.5
     )
     meta = json.loads((tmp_path / "one" / "meta.json").read_text())
     assert meta["val_bytes"] == 300 * meta["val_tokens"] // 101
-
-
-def test_a_document_ends_with_the_first_end_of_text_of_its_tokenizer(tmp_path):
-    spec = describe(some_ranks())
-    end = spec["added_tokens"][0]
-    spec["added_tokens"].append(end | {"id": 260, "content": "</s>"})
-    assert tokenizer.load_encoding(write_json(tmp_path / "a.json", spec)).eot_token == 0
 
 
 PANIC = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
@@ -520,7 +392,6 @@ CHANGES = {
 }
 CHANGES_THAT_THE_PACKAGE_REFUSES = {
     "cannot be used: Precompiled: Error(": PANIC,
-    "cannot be used: Cannot instantiate Tokenizer from buffer: ": {"pre_tokenizer": {"type": "X"}},
     "cannot be used: <|im_end|> gets the id 260, not 300": {
         "added_tokens": [*describe(some_ranks())["added_tokens"], ADDED]
     },
@@ -551,10 +422,3 @@ def test_text_that_the_package_cannot_encode_is_named(tokenizers, tmp_path):
     line = "cannot encode the 2 characters that begin with 'ab': Encountered an unknown"
     with pytest.raises(tokenizer.TokenizerError, match=line):
         tokenizer.encode(name, "ab")
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"model": 5}', "\x00", '{"model": {"type": "BPE"}}'])
-def test_other_json_is_refused(tmp_path, text):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(tokenizer.TokenizerError, match="cannot be used as a tokenizer.json"):
-        tokenizer.load_encoding(str(tmp_path / "a.json"))

@@ -3,74 +3,31 @@
 import atexit
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import pickle
 import re
 import signal
 import subprocess
+import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TRAIN, Job, children, flags, rows, torchrun, wait_until
+from conftest import ROOT, Job, children, flags, fork_ranks, rows, torchrun, wait_until
 
+import data
 import train
 from runtime import launcher, watchdog
-from runtime.saver import Saver
-
-# Scripts that start train.py with a fault. Here rank 1 never gets its 40th micro-batch.
-HANGS = """
-import data
-reads = 0
-read = data.TokenDataset.__getitem__
-def hang(dataset, indices):
-    global reads
-    reads += dataset.split == "train"
-    if reads == 40 and os.environ["RANK"] == "1":
-        time.sleep(1000)
-    return read(dataset, indices)
-data.TokenDataset.__getitem__ = hang
-"""
-
-# Rank 1 stops before the first step, where ranks may be slow.
-STOPS_AT_START = """
-import data, signal
-open_folder = data.open_folder
-def stop(path):
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return open_folder(path)
-data.open_folder = stop
-"""
-
-
-# Rank 1 never meets the others.
-NEVER_JOINS = """
-import dist
-if os.environ["RANK"] == "1":
-    dist.start = lambda *arguments, **options: time.sleep(1000)
-"""
 
 
 def is_running(pid: int) -> bool:
     """Whether the process exists, and is no zombie whose parent has not read its status yet."""
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and ") Z " not in status.read_text()
-
-
-def script(folder: Path, name: str, text: str) -> Path:
-    path = folder / f"{name}.py"
-    # The launcher's module before torch, as in train.py
-    imports = (
-        f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nfrom runtime import launcher"
-    )
-    path.write_text(f"{imports}\n{text}\nimport train\nsys.exit(train.main(sys.argv[1:]))")
-    return path
 
 
 def trains(out: Path) -> bool:
@@ -96,75 +53,102 @@ def assert_over(job: Job, seconds: float) -> None:
     wait_until(lambda: not subprocess.run(of_its_session, capture_output=True).stdout, 5)
 
 
-def last_collective(out: Path, rank: int) -> dict:
-    return pickle.loads((out / "flight" / f"rank_{rank}").read_bytes())["entries"][-1]
-
-
-def said_by_ranks(job: Job) -> list[str]:
-    """The lines of stderr without torchrun's log and report."""
-    before_report = job.err.split("Traceback (most recent call last)")[0]
-    return [line for line in before_report.splitlines() if not re.match(r"[WE]\d{4} ", line)]
-
-
-def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path):
-    """Two jobs at once, each with a timeout of 6 seconds."""
-    argv = flags(f"--data {tokens} --strategy fsdp --max_steps 1000000 --timeout 6")
-    scripts = {
-        "killed": TRAIN,
-        "hung": script(tmp_path, "hangs", HANGS),
-    }
-    more = {"killed": ["--num_workers", 1], "hung": ["--save_interval", 20]}
-    jobs = {}
-    for name, path in scripts.items():
-        arguments = ["--out", tmp_path / name, *argv, *more[name]]
-        jobs[name] = torchrun(2, arguments, tmp_path / f"{name} job", script=path)
-    killed = jobs["killed"]
-    killed.wait_until(lambda: trains(tmp_path / "killed"), 60)
-    victim = killed.ranks()[1]
-    workers = children(victim)
+def test_a_rank_that_dies_ends_the_job_and_is_named(tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1000000")
+    job = torchrun(2, [*argv, "--timeout", 6, "--num_workers", 1], tmp_path / "job")
+    job.wait_until(lambda: trains(tmp_path / "run"), 60)
+    victim = job.ranks()[1]
+    (worker,) = children(victim)
     os.kill(victim, signal.SIGKILL)
-    wait_for_line(killed, 6 + 2)
-    wait_for_line(jobs["hung"], 60)
-    for job in jobs.values():
-        assert_over(job, 6 + 5)
-        assert last_line(job) in job.err.split(" FAILED\n")[1]  # in torchrun's report, too
-        assert len(said_by_ranks(job)) == 1
+    line = wait_for_line(job, 6 + 2)
+    assert_over(job, 6 + 5)
+    said, report = job.err.split("Traceback")  # torchrun's
+    assert said.count("error: ") == 1 and line in report
     pattern = (
         r"rank 1 stopped or died, last seen after step (\d+), \D+; "
         r"rank 0 is after step (\d+), \D+"
     )
-    last_seen, step = map(int, re.fullmatch(pattern, last_line(killed)).groups())
-    assert last_seen <= step and abs(step - len(rows(tmp_path / "killed"))) < 2
-    assert last_line(jobs["hung"]) == (
-        "rank 1 did not arrive within 6 s: still after step 39, reading data; "
-        "rank 0 is after step 39, computing; the same command continues from step 20"
-    )
-    # Rank 0 waits for weights; rank 1 is behind.
-    assert last_collective(tmp_path / "hung", 0)["profiling_name"] == "gloo:all_gather"
-    assert (tmp_path / "hung/flight/rank_1").exists()
+    last_seen, step = map(int, re.fullmatch(pattern, line).groups())
+    assert last_seen <= step and abs(step - len(rows(tmp_path / "run"))) < 2
     # The worker of the rank that was killed, which nobody else ends, looks for it every 5 seconds.
-    (worker,) = workers
     wait_until(lambda: not is_running(worker), 10)
 
 
-def test_ranks_whose_torchrun_is_killed_end_in_every_phase(tokens, tmp_path):
-    argv = flags(f"--data {tokens} --strategy ddp --max_steps 1000000")
-    path = script(tmp_path, "never_joins", NEVER_JOINS)
-    meeting = torchrun(2, [*argv, "--out", tmp_path / "x"], tmp_path / "meeting", script=path)
-    training = torchrun(2, [*argv, "--out", tmp_path / "run"], tmp_path / "training")
-    training.wait_until(lambda: trains(tmp_path / "run"), 60)
-    meeting.wait_until(lambda: len(meeting.ranks()) == 2, 60)
-    ranks = [*meeting.ranks(), *training.ranks()]
-    for job in (meeting, training):
-        os.kill(job.pid, signal.SIGKILL)
-        job.wait(5)
+def train_and_hang(argv: list[str], folder: Path) -> int:
+    """Rank 1 never gets its 40th micro-batch."""
+    read = data.TokenDataset.__getitem__
+    reads = 0
+
+    def hang(dataset, indices):
+        nonlocal reads
+        reads += dataset.split == "train"
+        if reads == 40 and os.environ["RANK"] == "1":
+            time.sleep(1000)
+        return read(dataset, indices)
+
+    data.TokenDataset.__getitem__ = hang
+    sys.argv[0] = "train.py"
+    with open(folder / "stderr", "a") as file, contextlib.redirect_stderr(file):
+        return train.main(argv)
+
+
+def test_a_rank_that_hangs_ends_the_job_and_is_named(tokens, tmp_path):
+    out = tmp_path / "run"
+    text = f"--data {tokens} --out {out} --strategy fsdp --max_steps 1000000 --save_interval 20"
+    ranks = fork_ranks(2, train_and_hang, flags(f"{text} --timeout 4"), tmp_path)
+    assert exit_statuses(ranks) == [1, 1]
+    assert (tmp_path / "stderr").read_text() == (
+        "train.py: error: rank 1 did not arrive within 4 s: still after step 39, reading data; "
+        "rank 0 is after step 39, computing; the same command continues from step 20\n"
+    )
+    # Rank 0 waits for weights; rank 1 is behind.
+    assert (out / "flight/rank_1").exists()
+    last = pickle.loads((out / "flight/rank_0").read_bytes())["entries"][-1]
+    assert last["profiling_name"] == "gloo:all_gather"
+
+
+LAUNCHED = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from runtime import launcher
+if os.fork():
+    print(os.getpid(), flush=True)
+    time.sleep(1000)
+launcher.PARENT = os.getppid()
+launcher.watch()
+print(os.getpid(), flush=True)
+time.sleep(1000)
+"""
+
+
+def test_ranks_end_when_their_launcher_has_gone():
+    script = LAUNCHED.format(root=str(ROOT))
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=-1, stderr=-1, text=True
+    )
+    pids = {int(process.stdout.readline()) for _ in range(2)}
+    (rank,) = pids - {process.pid}
+    process.kill()
+    wait_until(lambda: not is_running(rank), 10)
+    line = f"the launcher of the ranks on this host, process {process.pid}, has gone: they end, too"
+    assert line in process.communicate()[1]
+
+
+@pytest.mark.slow
+def test_ranks_whose_torchrun_is_killed_end(tokens, tmp_path):
+    text = f"--data {tokens} --out {tmp_path}/run --strategy ddp --max_steps 1000000"
+    job = torchrun(2, flags(text), tmp_path / "job")
+    job.wait_until(lambda: trains(tmp_path / "run"), 60)
+    ranks = job.ranks()
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait(5)
     wait_until(lambda: not any(map(is_running, ranks)), 20)  # of 20 minutes
-    for job in (meeting, training):
-        line = f"the launcher of the ranks on this host, process {job.pid}, has gone: they end, too"
-        # Or the rank itself was faster to notice
-        store = "the store in which the ranks meet has gone: rank 0 or its torchrun was lost"
-        assert last_line(job) in (line, store)
-        assert "most recent call last" not in job.err
+    line = f"the launcher of the ranks on this host, process {job.pid}, has gone: they end, too"
+    # Or the rank itself was faster to notice
+    store = "the store in which the ranks meet is gone: rank 0 or its host was lost"
+    assert last_line(job).startswith((line, store))
+    assert "most recent call last" not in job.err
 
 
 def test_a_process_that_a_shell_started_may_outlive_it(monkeypatch):
@@ -173,19 +157,6 @@ def test_a_process_that_a_shell_started_may_outlive_it(monkeypatch):
     before = threading.active_count()
     launcher.watch()
     assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
-def test_ctrl_c_ends_the_import_of_torch_unless_a_shell_has_it_ignored(before):
-    handler = signal.signal(signal.SIGINT, before)
-    try:
-        launcher.end_quietly()
-        during = signal.getsignal(signal.SIGINT)
-        launcher.take_ctrl_c()
-        after = signal.getsignal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert after == before and (during == before) == (before == signal.SIG_IGN)
 
 
 def dump_that_hangs() -> bytes:
@@ -215,20 +186,19 @@ def print_last_words(folder: Path, dump, device: str) -> None:
         guard.abort("rank 1 stopped or died")
 
 
-def exit_status(function, *arguments) -> int | None:
-    """Of a process that calls the function; None where it does not end within 20 seconds."""
-    context = multiprocessing.get_context("fork")  # no second start of torch
-    process = context.Process(target=function, args=arguments)
-    process.start()
-    process.join(20)
-    status = process.exitcode
-    process.kill()
-    return status
+def exit_statuses(processes: list) -> list[int | None]:
+    """None for one that does not end in 60 seconds."""
+    for process in processes:
+        process.join(60)
+    statuses = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return statuses
 
 
 @pytest.mark.parametrize("dump, device", [(dump_that_hangs, "cuda"), (dump_that_fails, "cpu")])
 def test_a_rank_ends_after_its_last_words_even_if_the_dump_hangs(tmp_path, dump, device):
-    assert exit_status(print_last_words, tmp_path, dump, device) == 1
+    assert exit_statuses(fork_ranks(1, print_last_words, tmp_path, dump, device)) == [1]
     line = "error: rank 1 stopped or died; the same command continues from step 40\n"
     assert (tmp_path / "stderr").read_text().endswith(f": {line}")
     assert not list((tmp_path / "flight").iterdir())  # the other recorder would have written one
@@ -249,12 +219,11 @@ def fail_alone() -> None:
 
 
 def test_a_rank_that_fails_alone_ends_although_nccl_waits_for_others():
-    assert exit_status(fail_alone) == 1
+    assert exit_statuses(fork_ranks(1, fail_alone)) == [1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("rank, number", [(0, signal.SIGSTOP), (2, signal.SIGKILL)])
 def test_the_line_comes_within_the_timeout_the_end_30_s_later(tokens, tmp_path, rank, number):
     out = tmp_path / "run"
     argv = flags(f"--data {tokens} --out {out} --strategy ddp --max_steps 1000000 --timeout 10")
@@ -264,21 +233,6 @@ def test_the_line_comes_within_the_timeout_the_end_30_s_later(tokens, tmp_path, 
     line = wait_for_line(job, 10)
     assert line.startswith(f"rank {rank} stopped or died")
     assert_over(job, 30 + 5)  # torchrun waits 30 seconds for a rank that has stopped
-
-
-@pytest.mark.slow
-def test_a_rank_that_stops_before_the_first_step_is_named(tokens, tmp_path):
-    path = script(tmp_path, "stops_at_start", STOPS_AT_START)
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp --timeout 6")
-    job = torchrun(2, argv, tmp_path / "job", script=path)
-    job.wait_until(lambda: len(job.ranks()) == 2, 30)
-    stopped = job.ranks()[1]
-    line = wait_for_line(job, 60)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(stopped, signal.SIGKILL)  # as torchrun does after 30 seconds
-    where = "before the first step"
-    assert line == f"rank 1 stopped or died, last seen {where}; rank 0 is {where}"
-    assert_over(job, 6 + 5)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +252,11 @@ def test_a_rank_that_stops_before_the_first_step_is_named(tokens, tmp_path):
 def test_who_is_to_blame(after, collective_failed, line):
     store = torch.distributed.HashStore()
     guard, *_ = (watchdog.Watchdog(store, rank, 3, timeout=60) for rank in range(3))
-    guard.collective_failed = collective_failed
     looks = []
     for text in ("2 9 a|4 9 a|4 9 b", after):
         beats = [beat.split(" ", 2) for beat in text.split("|")]
         looks.append([watchdog.Heartbeat(int(n), int(m), place) for n, m, place in beats])
-    assert guard.diagnose(*looks) == line
+    assert guard.diagnose(*looks, collective_failed) == line
 
 
 class Beats:
@@ -351,56 +304,31 @@ def test_slow_work_may_take_ten_times_the_timeout_but_silence_not(seconds, slow,
     assert abort.call_args_list == ([mock.call(line)] if line else [])
 
 
-def watch_a_run(argv: list[str]) -> list[tuple[str, int, bool]]:
-    """(what, after how many steps, whether the watchdog takes it for slow)."""
+def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
+    """(steps done, what is done next, whether that may be slow), each once."""
     seen = []
-    build = train.build
-    now = SimpleNamespace()
 
-    def see(what: str) -> None:
-        seen.append((what, now.state.step, now.watchdog.slow))
+    def see(guard, step: int, doing: str, slow: bool = False) -> None:
+        seen.append((step, doing, slow))
 
-    def watched(*arguments):
-        now.state, forward = build(*arguments)
-        forward.register_forward_hook(lambda *_: see("forward"))
-        return now.state, forward
-
-    def make(*arguments):
-        now.watchdog = watchdog.Watchdog(*arguments)
-        return now.watchdog
-
-    with (
-        mock.patch.object(train, "Watchdog", make),
-        mock.patch.object(train, "build", watched),
-        mock.patch.object(Saver, "wait", lambda saver: see("save")),
-    ):
-        train.main(argv)
-    return seen
+    with mock.patch.object(watchdog.Watchdog, "progress", see):
+        assert train.main(argv) == 0
+    return [report for report in dict.fromkeys(seen) if report[1] != "reading data"]
 
 
 def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
-    text = "--max_steps 3 --save_interval 2 --micro_batch_size 2 --global_batch_size 2"
-    text += " --eval_sequences 3 --sample_tokens 1"
+    text = "--max_steps 3 --save_interval 2 --sample_tokens 1"
     (seen,) = pool(1, watch_a_run, flags(f"--data {tokens} --out {tmp_path}/run {text}"))
     assert seen == [
-        ("forward", 0, True),
-        ("forward", 1, False),
-        ("save", 2, True),
-        ("forward", 2, False),
-        ("forward", 3, True),  # the evaluation, whose first forward may compile
-        ("forward", 3, False),
-        ("save", 3, True),
-        ("save", 3, True),  # waits for the last one
-        ("forward", 3, True),  # the closing sample
+        (0, "computing", True),
+        (1, "computing", False),
+        (2, "saving", True),
+        (2, "computing", False),
+        (3, "evaluating", True),  # the first forward may compile
+        (3, "evaluating", False),
+        (3, "saving", True),
+        (3, "sampling", True),
     ]
-
-
-def nccl_settings() -> dict[str, str]:
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-    os.environ.pop("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", None)
-    watchdog.take_over_nccl_errors(timedelta(seconds=1200))
-    return {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
 
 
 def test_nccl_leaves_it_to_the_watchdog_to_end_a_rank():

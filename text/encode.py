@@ -32,8 +32,6 @@ class Piece(NamedTuple):
     split: str
     text: str
     ends_document: bool
-    size: int  # bytes of text up to its end, of all documents
-    position: int  # bytes of the files up to there
 
 
 class Splitter:
@@ -60,7 +58,7 @@ class Splitter:
                 self.documents[split] += 1
             self.size += len(raw)
             self.val_size += len(raw) if split == "val" else 0
-            yield Piece(split, *chunk, self.size, self.corpus.position)
+            yield Piece(split, *chunk)
             if chunk.ends_document:
                 split = None
 
@@ -149,30 +147,20 @@ def tokenize(
     if isinstance(encoder.encoding, JsonEncoding):
         pieces = join(pieces, encoder.encoding)
     began = time.monotonic()
-    last = None  # piece that was encoded
-
-    def progress() -> str:
-        return describe_progress(corpus, last, time.monotonic() - began)
-
-    def encode(batch: list[Piece]) -> tuple[dict[str, bytes], Piece]:
-        return encoder(batch), batch[-1]
-
     with (
         open(folder / "train.bin", "wb") as train,
         open(folder / "val.bin", "wb") as val,
-        console.live(progress),
+        console.live(lambda: describe_progress(splitter, time.monotonic() - began)),
     ):
-        for tokens, piece in map_in_order(encode, batches(pieces), num_threads):
+        for tokens in map_in_order(encoder, batches(pieces), num_threads):
             train.write(tokens["train"])
             val.write(tokens["val"])
-            last = piece
     return splitter
 
 
-def describe_progress(corpus: Corpus, last: Piece | None, seconds: float) -> str:
-    """Such as "tokenizing: 52.4 MB of text, 13.1 MB/s, 25%"; `last` is done."""
-    size = last.size / 1e6 if last else 0
-    line = f"tokenizing: {size:,.1f} MB of text, {size / seconds:,.1f} MB/s"
-    if STDIN in corpus.files or not last or not last.position:
-        return line
-    return f"{line}, {min(1, last.position / corpus.size):.0%}"
+def describe_progress(splitter: Splitter, seconds: float) -> str:
+    """Such as "tokenizing: 52.4 MB of text read, 13.1 MB/s, 25%"; no share of a pipe."""
+    corpus = splitter.corpus
+    size = splitter.size / 1e6
+    line = f"tokenizing: {size:,.1f} MB of text read, {size / seconds:,.1f} MB/s"
+    return line if STDIN in corpus.files else f"{line}, {corpus.position / corpus.size:.0%}"

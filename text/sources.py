@@ -4,7 +4,6 @@ Skipped and replaced text is counted; what cannot be read is an error.
 """
 
 import bz2
-import codecs
 import csv
 import glob
 import gzip
@@ -50,10 +49,9 @@ class SourceError(ValueError):
 
 
 def unreadable(path: str | Path, error: Exception) -> SourceError:
-    link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     return SourceError(
-        f"--source {path}{link} cannot be read ({reason}): fix that, or name sources without it"
+        f"--source {path} cannot be read ({reason}): fix that, or name sources without it"
     )
 
 
@@ -74,7 +72,6 @@ def source_errors(path: Path) -> Iterator[None]:
 # Files that are skipped in a folder, and the reason to refuse one that is named
 REFUSED = {
     "special file": "is neither a file nor a folder; --source - reads a pipe",
-    "zstd file": "needs decompressing: zstd -dc FILE | python prepare.py --source -",
     "binary file": f"is binary (a NUL byte in its first {PROBE:,}): leave it out; only --tokenizer "
     "bytes reads binary files",
 }
@@ -88,7 +85,7 @@ class NoField(SourceError):
     def __init__(self, path: Path, text_field: str, fields: Iterable[str]):
         super().__init__(
             f"--source {path} has no field {text_field}: give --field one of its own "
-            f"({', '.join(map(str, fields))}), or a.b for the b in an object a"
+            f"({', '.join(map(str, fields))})"
         )
 
 
@@ -121,10 +118,8 @@ def expand(source: str) -> list[Path]:
         if not os.path.isdir(match):
             found.add(Path(match))
             continue
-        for folder, subfolders, names in os.walk(match, onerror=fail):
-            # os.walk does not follow links to folders
-            links = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
-            found |= {Path(folder, name) for name in names + links}
+        for folder, _, names in os.walk(match, onerror=fail):
+            found |= {Path(folder, name) for name in names}
     return sorted(found)
 
 
@@ -143,9 +138,6 @@ class Corpus:
     files: list[Path] = field(default_factory=list)
     size: int = 0  # bytes of `files` without standard input
     skipped: Counter[str] = field(default_factory=Counter)
-    skipped_size: int = 0  # bytes
-    repeated: list[str] = field(default_factory=list)  # files that are read more than once
-    binary: int = 0  # files read as bytes
     first_broken: str = ""  # "FILE, line N: REASON"
     replaced: int = 0  # bytes that are not UTF-8
     first_replaced: Path | None = None
@@ -174,13 +166,11 @@ class Corpus:
         takes = kind == "binary file" and is_named and self.takes_binary
         if is_named and kind in REFUSED and not takes:
             raise refused(path, kind)
-        size = path.stat().st_size
         if takes or kind in ("text", *ROWS):
             self.files.append(path)
-            self.size += size
+            self.size += path.stat().st_size
         else:
             self.skipped[kind] += 1
-            self.skipped_size += size if kind == "binary file" else 0
 
     def skip_line(self, place: str, reason: str) -> None:
         self.skipped[f"broken line ({reason})"] += 1
@@ -197,10 +187,8 @@ class Corpus:
         return text
 
     def describe_skipped(self) -> str:
-        """Such as "1 binary file, 2 empty files (300 bytes)"."""
-        counts = [plural(count, kind) for kind, count in sorted(self.skipped.items())]
-        size = f" ({plural(self.skipped_size, 'byte')})" if self.skipped_size else ""
-        return ", ".join(counts) + size
+        """Such as "1 binary file, 2 empty files"."""
+        return ", ".join(plural(count, kind) for kind, count in sorted(self.skipped.items()))
 
 
 def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = "text") -> Corpus:
@@ -219,8 +207,6 @@ def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = 
                 corpus.add(path)
         else:
             corpus.add(Path(source), is_named=True)
-    times = Counter(map(os.path.realpath, corpus.files))
-    corpus.repeated = [path for path, count in times.items() if count > 1]
     if not corpus.files:
         found = corpus.describe_skipped() or "no files"
         raise SourceError(f"--source {' '.join(sources or ())} holds no text ({found})")
@@ -233,10 +219,7 @@ def classify(path: Path, text_field: str) -> str:
     Raises SourceError, also if the rows lack the text field.
     """
     with source_errors(path):
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            return "linked folder"
-        if not stat.S_ISREG(mode):  # a pipe, a socket or a device
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe, a socket or a device
             return "special file"
         with open(path, "rb") as file:
             kind, contents = detect(path, file)
@@ -263,7 +246,7 @@ def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
     """Return what a file holds, and its contents: decompressed and, except for parquet, as text.
 
     That is one of ROWS, "text", "empty file" or a key of REFUSED. The first bytes tell compressed
-    files, parquet and UTF-16, whatever the name.
+    files and parquet, whatever the name.
     """
     # A BufferedReader, unlike a pipe, fills each read but the last, so a peek sees enough.
     contents = io.BufferedReader(file, BLOCK)
@@ -274,17 +257,12 @@ def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
         if re.match(beginning, magic):
             contents = io.BufferedReader(decompress(contents), BLOCK)
     beginning = contents.peek(PROBE)[:PROBE]
-    encoding = "utf-8-sig"  # drops a byte order mark
-    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        encoding = "utf-16"
-    start = beginning.decode(encoding, "replace")
+    start = beginning.decode("utf-8-sig", "replace")  # drops a byte order mark
     kind = "text"
     if not beginning:
         kind = "empty file"
-    elif beginning.startswith(b"\x28\xb5\x2f\xfd"):
-        kind = "zstd file"
     elif "\0" in start:
-        kind, encoding = "binary file", "utf-8-sig"
+        kind = "binary file"
     elif path == STDIN:
         kind = "JSON lines" if re.match(r'\s*\{\s*"', start) else "text"
     else:
@@ -293,7 +271,7 @@ def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
         if name.endswith(".json") and start.lstrip().startswith("["):
             kind = "JSON array"
     # Bytes that are not UTF-8 are read as surrogates.
-    return kind, io.TextIOWrapper(contents, encoding, errors="surrogateescape", newline="")
+    return kind, io.TextIOWrapper(contents, "utf-8-sig", errors="surrogateescape", newline="")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -311,10 +289,8 @@ def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
     if kind in ROWS:
         yield from cut_rows(corpus, path, read_rows(corpus, path, kind, contents))
         return
-    if kind in REFUSED:  # standard input, a file that has changed, or taken
-        if not (kind == "binary file" and corpus.takes_binary):
-            raise refused(path, kind)
-        corpus.binary += 1
+    if kind == "binary file" and not corpus.takes_binary:  # from standard input, or changed since
+        raise refused(path, kind)
     if kind == "empty file":
         corpus.skipped[kind] += 1
         return
@@ -367,10 +343,10 @@ def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) ->
         if not isinstance(row, dict):
             corpus.skip_line(place, "not a JSON object")
             continue
-        text = look_up(row, name)
-        if text is MISSING and is_first:
+        if name not in row and is_first:
             raise NoField(path, name, row)
         is_first = False
+        text = row.get(name, MISSING)
         if isinstance(text, bytes):  # of parquet
             text = text.decode("utf-8", "surrogateescape")
         if text is None or isinstance(text, str):
@@ -380,24 +356,13 @@ def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) ->
 
 
 EMPTY = object()
-MISSING = object()  # the value of a missing field
+MISSING = object()
 
 
 def parse_line(line: str) -> object:
     """The value of a line, EMPTY for a blank one, None for a broken one."""
     with suppress(ValueError, RecursionError):
         return EMPTY if line.isspace() else json.loads(line)
-
-
-def look_up(row: dict, text_field: str) -> object:
-    """Return row["a.b"] or, if there is none, row["a"]["b"] for a.b; None if a is null."""
-    if text_field in row:
-        return row[text_field]
-    value = row
-    for name in text_field.split("."):
-        if value is not None:
-            value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
-    return value
 
 
 def read_csv(path: Path, file: TextIO, name: str) -> Iterator[dict]:
@@ -417,10 +382,8 @@ def read_parquet(path: Path, file: BinaryIO, name: str) -> Iterator[dict]:
     except ImportError:
         raise SourceError(f"--source {path} needs pyarrow: pip install pyarrow") from None
     table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BLOCK)
-    columns = [table.schema.column(i) for i in range(len(table.schema))]
-    columns = [column.path for column in columns if not column.max_repetition_level]  # no lists
-    if name not in columns:
-        raise NoField(path, name, columns)
+    if name not in table.schema_arrow.names:
+        raise NoField(path, name, table.schema_arrow.names)
     for batch in table.iter_batches(PARQUET_ROWS, columns=[name], use_threads=False):
         yield from batch.to_pylist()
 

@@ -8,16 +8,13 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
-# The first of these that a tokenizer has ends a document.
+# The first of these that a tokenizer.json has ends a document.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
-# Suffixes of files that contain their pattern and special tokens.
-SELF_CONTAINED = (".model", ".json")
 
 # How text is cut into pieces before byte-pair merging, for PATH.tiktoken. llama3 is from Meta's
 # llama3/tokenizer.py, the others from tiktoken_ext/openai_public.py, copied because two of them are
@@ -51,14 +48,6 @@ class TokenizerError(ValueError):
     exit_status = 2
 
 
-class Encoding(tiktoken.Encoding):
-    @property
-    def eot_token(self) -> int:
-        """The token that ends a document (in tiktoken always <|endoftext|>)."""
-        ends = [name for name in ENDS_OF_TEXT if name in self.special_tokens_set]
-        return self.encode_single_token(ends[0])
-
-
 # --------------------------------------------------------------------------------------------------
 # Loading
 
@@ -67,26 +56,32 @@ def load_encoding(name: str, pattern: str | None = None) -> "tiktoken.Encoding |
     """Return the encoding `bytes` (256 bytes and end-of-text), `gpt2`, or that of a file.
 
     PATH.tiktoken has a line per token: base64 and rank. Only such a file takes a `pattern`, one of
-    PATTERNS, by default the one in its name. PATH.model is Llama 3's tokenizer.model, PATH.json
-    Hugging Face's tokenizer.json.
+    PATTERNS, by default the one in its name. PATH.json is Hugging Face's tokenizer.json.
     Executes nothing. Raises TokenizerError.
     """
     path = Path(name)
-    if pattern and (name in ("bytes", "gpt2") or path.suffix in SELF_CONTAINED):
+    if pattern and (name in ("bytes", "gpt2") or path.suffix == ".json"):
         raise TokenizerError(f"--pattern {pattern} is for --tokenizer PATH.tiktoken, not {name}")
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
-        return Encoding(
+        return tiktoken.Encoding(
             "bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
         )
     if name == "gpt2":
-        return load_gpt2()
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except OSError as error:  # requests' exceptions are OSErrors
+            raise TokenizerError(
+                f"the merges of the gpt2 tokenizer cannot be downloaded ({type(error).__name__}): "
+                "run once with network access, set TIKTOKEN_CACHE_DIR to a copy of a filled cache, "
+                "or use --tokenizer bytes"
+            ) from None
     try:
         contents = path.read_bytes()
     except OSError as error:
         raise TokenizerError(
-            f"--tokenizer {path}: {error.strerror}; choose bytes, gpt2 or PATH (a .tiktoken, "
-            ".model or .json file)"
+            f"--tokenizer {path}: {error.strerror}; choose bytes, gpt2 or PATH (a .tiktoken "
+            "or .json file)"
         ) from None
     if path.suffix != ".json":
         return load_ranks(path, contents, pattern or pattern_of(name))
@@ -129,46 +124,25 @@ def pattern_of(path: str) -> str:
     return next((word for word in words if word in PATTERNS), "llama3")
 
 
-def load_gpt2() -> tiktoken.Encoding:
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except OSError as error:  # requests' exceptions are OSErrors
-        raise TokenizerError(
-            "the merges of the gpt2 tokenizer are not in tiktoken's cache and cannot be downloaded "
-            f"({type(error).__name__}): run once with network access, set TIKTOKEN_CACHE_DIR to a "
-            "copy of a filled cache, or use --tokenizer bytes"
-        ) from None
-
-
 # --------------------------------------------------------------------------------------------------
 # Rank files
 
 
-RESERVED = [f"<|reserved_special_token_{i}|>" for i in range(251)]
-# The 256 tokens after the 128,000 ranks, from Meta's llama3/tokenizer.py. Llama 3.1 renames four of
-# the reserved ones, with the same ids. <|eot_id|> ends a turn in a chat.
-LLAMA3_SPECIAL_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", *RESERVED[:4]]
-LLAMA3_SPECIAL_TOKENS += ["<|start_header_id|>", "<|end_header_id|>", RESERVED[4], "<|eot_id|>"]
-LLAMA3_SPECIAL_TOKENS += RESERVED[5:]
-
-
 def load_ranks(path: Path, contents: bytes, pattern: str) -> tiktoken.Encoding:
-    """Load a .tiktoken file, or Llama 3's tokenizer.model. Special tokens follow the ranks."""
-    is_llama3 = path.suffix == ".model"
+    """Load a .tiktoken file. <|endoftext|> follows the ranks."""
     try:
         ranks = read_ranks(contents)
     except ValueError as error:
         raise TokenizerError(
-            f"--tokenizer {path} is not a .tiktoken or Llama 3 file ({error}): it needs lines of a "
-            "base64 token and its rank, with a token for each of the 256 bytes; SentencePiece "
-            "models, as Llama 2 has, are not supported"
+            f"--tokenizer {path} is not a .tiktoken file ({error}): it needs lines of a base64 "
+            "token and its rank, with a token for each of the 256 bytes; SentencePiece models, "
+            "as Llama 2 has, are not supported"
         ) from None
-    names = LLAMA3_SPECIAL_TOKENS if is_llama3 else [END_OF_TEXT]
-    return Encoding(
+    return tiktoken.Encoding(
         path.name,
-        pat_str=LLAMA3 if is_llama3 else PATTERNS[pattern],
+        pat_str=PATTERNS[pattern],
         mergeable_ranks=ranks,
-        special_tokens={name: len(ranks) + i for i, name in enumerate(names)},
+        special_tokens={END_OF_TEXT: len(ranks)},
     )
 
 
@@ -223,14 +197,17 @@ class JsonEncoding:
         # Byte fallback: `decode` waits for the last byte of a character.
         self.byte_tokens = {vocab.get(f"<0x{byte:02X}>") for byte in range(256)}
         self.keeps_words = keeps_words(spec)
-        # If it does, a character stands for a byte; otherwise prepare.py counts val_bytes.
-        words = vocab.keys() - self.special_tokens_set
-        self.token_bytes = {vocab[word]: len(word) for word in words}
 
     @functools.cached_property
     def package(self):
         """The file as a tokenizers.Tokenizer that finds no special tokens in text."""
-        tokenizers = require_tokenizers(f"--tokenizer {self.path}")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare.py has its own threads
+        try:
+            import tokenizers
+        except ImportError:
+            raise TokenizerError(
+                f"--tokenizer {self.path} needs the tokenizers package: pip install tokenizers"
+            ) from None
         with package_errors(f"--tokenizer {self.path} cannot be used"):
             package = tokenizers.Tokenizer.from_buffer(self.contents)
             for name, token in self.added_tokens.items():
@@ -260,21 +237,7 @@ class JsonEncoding:
             return ids
 
     def decode(self, ids: list[int]) -> str:
-        package = self.package
-        with package_errors(f"--tokenizer {self.path} cannot decode {len(ids):,} tokens"):
-            return package.decode(ids, skip_special_tokens=False)
-
-
-def require_tokenizers(what: str) -> ModuleType:
-    """Import the package tokenizers. Raises TokenizerError."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare.py has its own threads
-    try:
-        import tokenizers
-    except ImportError:
-        raise TokenizerError(
-            f"{what} needs the tokenizers package: pip install tokenizers"
-        ) from None
-    return tokenizers
+        return self.package.decode(ids, skip_special_tokens=False)
 
 
 @contextmanager
@@ -395,21 +358,3 @@ def decode(name: str | None, tokens: Iterable[int], before: Iterable[int] = ()) 
             yield whole
             before, new = new, []
     yield text()
-
-
-def text_bytes(name: str | None, counts: list[int]) -> int:
-    """Bytes of text in counts[i] tokens of each id i; special tokens have none.
-
-    Raises TokenizerError.
-    """
-    if name is None:
-        raise TokenizerError("the tokenizer of this data is unknown, and ids have no text")
-    encoding = load_encoding(name)
-    if isinstance(encoding, JsonEncoding):
-        sizes = encoding.token_bytes
-        return sum(count * sizes.get(token, 0) for token, count in enumerate(counts))
-    total = 0
-    for token, count in enumerate(counts):
-        if count and not encoding.is_special_token(token):
-            total += count * len(encoding.decode_single_token_bytes(token))
-    return total

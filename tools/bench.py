@@ -1,7 +1,7 @@
 """Benchmarks. Each prints one table in Markdown, or with --json its numbers.
 
 python -m tools.bench strategies --nproc 2
-python -m tools.bench strategies --hosts 2 --link 200mbit --predict
+python -m tools.bench strategies --hosts 2 --link 200mbit
 python -m tools.bench nanogpt --path ~/nanoGPT
 """
 
@@ -13,23 +13,17 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-import config
-import data
 import metrics
 from model import SIZES
-from runtime import cli, preflight
+from runtime import cli
 from tools.compare import markdown_table
-from tools.measuring.harness import TRAIN, CannotMeasure, RunFailed, run_all, training_rows
-from tools.measuring.hosts import hosts, inside, torchrun
-from tools.planning import predict
-from tools.planning.predict import Cluster, Links, Request
+from tools.measuring.harness import TRAIN, run_all, training_rows
+from tools.measuring.hosts import hosts, torchrun
 
 # Flags of a run that only trains and logs every step
 ONLY_STEPS = [
@@ -49,7 +43,8 @@ ONE_HOST = dict(model="tiny", micro_batch_size=16, steps=10, rounds=3)
 ACROSS_HOSTS = dict(model="tiny --d_model 192 --d_ff 768 --seq_len 64", micro_batch_size=1)
 ACROSS_HOSTS |= dict(steps=3, rounds=1, device="cpu")
 GRAD_ACCUM_STEPS = 8  # across hosts
-ALONE_STEPS = 24  # 5 to 15 s, while processes start within 2 s of each other
+# nanoGPT's flags of size. Defaults: the CPU command in its README, with fewer steps.
+NANOGPT = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12)
 
 Table = tuple[str, list[dict]]  # what was measured; rows: column -> text, number, or measurements
 
@@ -80,18 +75,13 @@ def strategies(args: Namespace) -> Table:
     for name, value in (ACROSS_HOSTS if args.hosts > 1 else ONE_HOST).items():
         if getattr(args, name) in (None, "auto"):
             setattr(args, name, value)
-    if args.predict and args.hosts == 1:
-        raise cli.UsageError("--predict goes with --hosts of two or more")
     runs = flags_of_runs(args)
-    found: dict[str, list[dict]] = {name: [] for name in runs}
-    predicted = {}
+    found = {name: [] for name in runs}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         namespaces = []
         if args.hosts > 1:
             namespaces = stack.enter_context(hosts(args.hosts, args.link))
-        if args.predict:
-            predicted = predict_speeds(args, runs, namespaces, folder)
         for number, name in enumerate(take_turns(runs, args.rounds)):
             nproc = 1 if name == "single" else args.nproc
             measured = measure(runs[name], nproc, folder / str(number), args.steps, namespaces)
@@ -100,15 +90,13 @@ def strategies(args: Namespace) -> Table:
     baseline, *_ = found
     rows = []
     for name, rounds in found.items():
-        processes = 1 if name == "single" else args.hosts * args.nproc
-        row = {"strategy": name, "processes": processes}
-        row |= speeds(rounds, f"ratio to {baseline}", found[baseline])
-        if predicted:
-            ratio = predicted[name] / predicted[baseline]
-            error = ratio / statistics.median(row[f"ratio to {baseline}"]) - 1
-            row |= {"predicted": [predicted[name]], "predicted ratio": [ratio]}
-            row["error"] = f"{error:+.0%}"
-        rows.append(row | rounds[0].columns)
+        row = {"strategy": name, "processes": 1 if name == "single" else args.hosts * args.nproc}
+        row |= {"tokens/s/device": [], f"ratio to {baseline}": []}
+        for (speeds, _), (units, _) in zip(rounds, found[baseline]):
+            unit = statistics.median(units)  # of the same round
+            row["tokens/s/device"] += speeds
+            row[f"ratio to {baseline}"] += [speed / unit for speed in speeds]
+        rows.append(row | rounds[0][1])
     subject = f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process"
     if args.hosts > 1:
         subject += f", {args.hosts} hosts, {args.link} each way, accumulation {GRAD_ACCUM_STEPS}"
@@ -121,7 +109,8 @@ def flags_of_runs(args: Namespace) -> dict[str, str]:
     """The flags of train.py for each row of the table. Raises UsageError if no row is left."""
     runs = {}
     for name in args.only or STRATEGIES:
-        flags = f"{common_flags(args)} {STRATEGIES[name]}"
+        flags = f"--model {args.model} --micro_batch_size {args.micro_batch_size} "
+        flags += f"--device {args.device} {STRATEGIES[name]}"
         processes = 1 if name == "single" else args.hosts * args.nproc
         sequences = args.micro_batch_size * processes
         if "hsdp" in flags:
@@ -139,30 +128,13 @@ def flags_of_runs(args: Namespace) -> dict[str, str]:
     return runs
 
 
-def common_flags(args: Namespace) -> str:
-    size = f"--micro_batch_size {args.micro_batch_size}"
-    return f"--model {args.model} {size} --device {args.device}"
-
-
-@dataclass
-class Measurement:
-    """What one run of train.py logged in its counted steps."""
-
-    speeds: list[float]  # tokens/s/device of each step
-    columns: dict  # the rest of the table
-
-    @property
-    def speed(self) -> float:
-        return statistics.median(self.speeds)
-
-
 def measure(
-    flags: str, nproc: int, out: Path, steps: int, namespaces: Sequence[str] = ()
-) -> Measurement:
-    """Run train.py once, with `steps` counted steps, here or across hosts. Raises RunFailed.
+    flags: str, nproc: int, out: Path, steps: int, namespaces: list[str]
+) -> tuple[list[float], dict]:
+    """Run train.py; return tokens/s/device of `steps` counted steps, and the other columns.
 
     The first step, which sets up buckets and buffers, is not counted, nor the last two, which
-    profiling slows down: one is traced, the other's bytes are counted.
+    profiling slows down: one is traced, the other's bytes are counted. Raises RunError.
     """
     last = 1 + steps
     window = [f"--max_steps={last + 2}", f"--profile={last}:{last + 1}", f"--out={out}"]
@@ -178,16 +150,7 @@ def measure(
         "MB communicated a step": ", ".join(f"{axis} {n:,.2f}" for axis, n in megabytes.items()),
         "peak memory of a rank, MB": f"{peak / 1e6:,.0f}",
     }
-    return Measurement([row["tokens_per_second_per_device"] for row in rows], columns)
-
-
-def speeds(rounds: list[Measurement], ratio: str, baselines: list[Measurement]) -> dict:
-    """The columns of speed: of all steps, and in units of the same round's baseline."""
-    found = {"tokens/s/device": [], ratio: []}
-    for one, baseline in zip(rounds, baselines):
-        found["tokens/s/device"] += one.speeds
-        found[ratio] += [speed / baseline.speed for speed in one.speeds]
-    return found
+    return [row["tokens_per_second_per_device"] for row in rows], columns
 
 
 def steps_and_rounds(args: Namespace) -> str:
@@ -196,61 +159,6 @@ def steps_and_rounds(args: Namespace) -> str:
 
 def device(args: Namespace) -> str:
     return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
-
-
-# --------------------------------------------------------------------------------------------------
-# What tools.plan predicts, from links and cores measured in the same hosts
-
-
-def predict_speeds(
-    args: Namespace, runs: dict[str, str], namespaces: list[str], folder: Path
-) -> dict[str, float]:
-    """Tokens/s/device of each run."""
-    print("links and cores ...", file=sys.stderr, flush=True)
-    preflight.prepare_builtin()  # here, since several ranks will start alone
-    vocab_size = data.open_folders(config.BUILTIN)[0].vocab_size
-    file = folder / "links.json"
-    script = ["-m", "tools.measuring.harness", str(file)]
-    run_all(torchrun(namespaces, args.nproc, script), folder / "links", TMPDIR=str(folder))
-    links = Links(args.nproc, *json.loads(file.read_text()), scatter_passes=2)
-
-    places = [inside(namespace) for namespace in namespaces * args.nproc]
-    alone = f"{common_flags(args)} --global_batch_size {GRAD_ACCUM_STEPS * args.micro_batch_size}"
-    alone += f" {args.flags} --max_steps {ALONE_STEPS} --peak_tflops 1"  # so that MFU is TFLOP/s
-    machines = {}
-    for strategy in ("single", "fsdp"):  # FSDP's copies and its Python take the same cores
-        flags = [*alone.split(), f"--strategy={strategy}"]
-        achieved = mfu_alone(places, flags, folder / strategy)
-        box = Cluster(len(places), "cpu", predict.DEVICES["cpu"], 1 << 60, links, achieved)
-        machines[strategy] = predict.as_measured(box)
-
-    found = {}
-    for name, flags in runs.items():
-        machine = machines["single" if name.startswith("ddp") else "fsdp"]
-        c = config.parse([*flags.split(), "--peak_tflops=1"])
-        rehearsal = Request(c, machine, vocab_size, rank=0).rehearse()
-        found[name] = predict.speed(rehearsal, c, machine).tokens_per_second_per_device
-    return found
-
-
-def mfu_alone(prefixes: list[list[str]], flags: list[str], out: Path) -> float:
-    """The mean MFU of ranks that train concurrently and send nothing, one per prefix.
-
-    Where ranks share cores, one may take twice the time of another, and each is faster while others
-    start or have ended. So it is the work that all have done while all trained, over that time.
-    """
-    outs = [out.with_name(f"{out.name}-rank-{rank}") for rank in range(len(prefixes))]
-    train = [sys.executable, TRAIN, *ONLY_STEPS, *flags]
-    commands = [[*prefix, *train, f"--out={one}"] for prefix, one in zip(prefixes, outs)]
-    run_all(commands, out, **ONE_THREAD)
-    runs = [training_rows(one)[1:] for one in outs]
-    began = max(rows[0]["time"] for rows in runs)
-    ended = min(rows[-1]["time"] for rows in runs)
-    counted = [row for rows in runs for row in rows if began < row["time"] <= ended]
-    if not counted:  # they did not overlap
-        return statistics.median(row["mfu"] for rows in runs for row in rows)
-    seconds = (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()
-    return sum(row["mfu"] * row["step_time"] for row in counted) / len(runs) / seconds
 
 
 # --------------------------------------------------------------------------------------------------
@@ -267,7 +175,7 @@ def nanogpt(args: Namespace) -> Table:
     """
     dataset = args.path / "data" / args.dataset
     if not (args.path / "train.py").exists() or not (dataset / "train.bin").exists():
-        raise CannotMeasure(
+        raise cli.UsageError(
             f"--path {args.path}: no nanoGPT with data/{args.dataset}/train.bin there: "
             "clone it and run its prepare.py"
         )
@@ -293,8 +201,7 @@ def nanogpt(args: Namespace) -> Table:
 
 def run_nanogpt(args: Namespace, out: Path, compile: bool) -> list[float]:
     """Tokens/s of each step, from lines like "iter 7: loss 4.2000, time 250.00ms"."""
-    sizes = ("n_layer", "n_head", "n_embd", "block_size", "batch_size")
-    given = [f"--{name}={getattr(args, name)}" for name in sizes]
+    given = [f"--{name}={getattr(args, name)}" for name in NANOGPT]
     # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters, here 100.
     flags = (
         f"--max_iters={args.steps} --lr_decay_iters={args.steps + 1} --dropout=0.0 "
@@ -326,17 +233,10 @@ def run_nanoshard(args: Namespace, out: Path, compile: bool) -> list[float]:
 # The command line
 
 
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
 def count(default: int | None, what: str) -> dict:
     """Options of a flag that takes a positive integer. `what` names a default that is None."""
     help = what if default is None else f"{what} (default: {default})"
-    return dict(type=positive, default=default, metavar="N", help=help)
+    return dict(type=cli.number(int, 1), default=default, metavar="N", help=help)
 
 
 COMMON = {
@@ -361,27 +261,18 @@ FLAGS = {
             metavar="RATE",
             help="of each host, in each direction, as tc writes it (default: 200mbit)",
         ),
-        "predict": dict(
-            action="store_true",
-            help="with --hosts: measure links and cores, and print what tools.plan predicts",
-        ),
         "model": dict(choices=SIZES, help="(default: tiny; across hosts wider)"),
         "micro_batch_size": count(None, "sequences (default: 16; across hosts 1)"),
         "steps": count(None, "counted steps of each run (default: 10; across hosts 3)"),
         "rounds": count(None, "rounds (default: 3; across hosts 1)"),
         **COMMON,
     },
-    # Defaults: the CPU command in nanoGPT's README, with fewer steps
     "nanogpt": {
         "path": dict(type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"),
         "dataset": dict(
             default="shakespeare_char", help="a folder of its data/ (default: shakespeare_char)"
         ),
-        "n_layer": count(4, "layers"),
-        "n_head": count(4, "attention heads"),
-        "n_embd": count(128, "width"),
-        "block_size": count(64, "tokens of a sequence"),
-        "batch_size": count(12, "sequences of a step"),
+        **{name: count(size, "as in nanoGPT") for name, size in NANOGPT.items()},
         "steps": count(200, "steps of each run"),
         "rounds": count(3, "rounds"),
         **COMMON,
@@ -403,19 +294,14 @@ def bench(argv: list[str]) -> None:
         summary = table.__doc__.splitlines()[0]
         add_flags(tables.add_parser(name, help=summary, description=table.__doc__), FLAGS[name])
     args = parser.parse_args(argv)
-    try:
-        subject, rows = TABLES[args.table](args)
-    except RunFailed as error:
-        print(error.output, file=sys.stderr)
-        raise
-    version = torch.__version__
+    subject, rows = TABLES[args.table](args)
+    subject = f"{subject}, torch {torch.__version__}"
     if args.json:
-        head = {"table": args.table, "subject": subject, "torch": version}
-        print(json.dumps(head | {"rows": rows}))
-    else:
-        print(f"{args.table}: {subject}, torch {version}; median (smallest ... largest)\n")
-        cells = [[cell(value) for value in row.values()] for row in rows]
-        print(markdown_table(list(rows[0]), cells))
+        print(json.dumps({"table": args.table, "subject": subject, "rows": rows}))
+        return
+    print(f"{args.table}: {subject}; median (smallest ... largest)\n")
+    cells = [[cell(value) for value in row.values()] for row in rows]
+    print(markdown_table([*rows[0]], cells))
 
 
 def cell(value) -> str:

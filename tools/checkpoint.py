@@ -9,7 +9,6 @@ runs/tiny/checkpoints/step-00000600.
 """
 
 import argparse
-import functools
 import sys
 from pathlib import Path
 
@@ -20,10 +19,7 @@ from runtime.run_folder import checkpoints_at
 
 
 def report(path: Path, verifies: bool) -> None:
-    """Print a line for each checkpoint that `path` names. Raises CheckpointError and PathError.
-
-    A damaged checkpoint of a run does not hide the others.
-    """
+    """Print a line for each checkpoint that `path` names. Raises CheckpointError and PathError."""
     paths = checkpoints_at(path)
     damaged = 0
     for each in paths:
@@ -31,7 +27,7 @@ def report(path: Path, verifies: bool) -> None:
             manifest = checkpoint.read_manifest(each)
             if verifies and (problem := checkpoint.verify(each)):
                 raise CheckpointError(f"{each}: {problem}")
-        except CheckpointError as error:
+        except CheckpointError as error:  # which does not hide the others
             if paths == [path]:
                 raise
             damaged += 1
@@ -47,15 +43,6 @@ def report(path: Path, verifies: bool) -> None:
         raise CheckpointError(f"{path}: {damaged} of {len(paths)} checkpoints damaged")
 
 
-def write_one_file(path: Path, out: Path) -> None:
-    """Consolidate a checkpoint, or a run's latest. Raises CheckpointError and PathError."""
-    with console.live(console.Progress("consolidating")) as progress:
-        share = functools.partial(setattr, progress, "share")
-        consolidate.consolidate(checkpoints_at(path)[-1], out, share)
-    size = checkpoint.total_bytes(checkpoint.read_manifest(out))
-    print(f"{out}: one file, {size / 1e6:,.1f} MB")
-
-
 def build_parser() -> cli.Parser:
     parser = cli.Parser(
         prog="tools.checkpoint",
@@ -64,25 +51,25 @@ def build_parser() -> cli.Parser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("list", help="list the checkpoints of a run: step, tokens and size")
-    add.add_argument("path", metavar="RUN", type=Path)
-    add = commands.add_parser(
-        "verify", help="compare a checkpoint, or all of a run, with their manifests"
-    )
     add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
-    add = commands.add_parser(
-        "consolidate", quiet=True, help="convert a sharded checkpoint to the full format"
-    )
-    add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path, help="a run's is its latest")
+    add = commands.add_parser("verify", help="compare checkpoints with their manifests")
+    add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
+    text = "convert a sharded checkpoint, by default a run's latest, to the full format"
+    add = commands.add_parser("consolidate", quiet=True, help=text)
+    add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
     add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
     return parser
 
 
 def run(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
-    if args.command == "consolidate":
-        write_one_file(args.path, args.out)
-    else:
+    if args.command != "consolidate":
         report(args.path, verifies=args.command == "verify")
+        return
+    with console.live(lambda: "consolidating"):
+        consolidate.consolidate(checkpoints_at(args.path)[-1], args.out)
+    size = checkpoint.total_bytes(checkpoint.read_manifest(args.out))
+    print(f"{args.out}: one file, {size / 1e6:,.1f} MB")
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,6 @@ python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
@@ -17,7 +16,6 @@ from statistics import fmean, median, stdev, variance
 
 import numpy as np
 
-import config as train_config
 from metrics import read_log
 from runtime import cli
 from runtime.cli import UsageError
@@ -40,7 +38,7 @@ class Log:
     """
 
     name: str
-    config: dict  # the flags; {} if config.json is damaged
+    config: dict  # the flags, as given
     training: list[dict]  # training rows, each with its "time" since the start of the run
     val: list[dict]  # evaluations, each with the "time" of its step
     values: dict[str, dict]  # {"loss" or "parameter": {step: {name: {column: value}}}}
@@ -72,9 +70,11 @@ class Log:
         times = [row["time"] for row in self.finite_val() if row["val_loss"] <= loss]
         return times[0] if times else "never"
 
-    def logged(self, name: str) -> list[float]:
-        """A column of the training rows."""
-        return [row[name] for row in self.training]
+    def speed(self) -> float:
+        return median(row["tokens_per_second"] for row in self.training)
+
+    def clipped(self) -> float:
+        return fmean(row["clipped"] for row in self.training)
 
     def ended_loss(self) -> float | None:
         """The final validation loss if the run has ended and the loss is finite."""
@@ -96,26 +96,17 @@ def read(folder: str, name: str, warn: Callable[[str], None] = warn) -> Log:
     training, val = with_times(rows)
     if not training:
         raise UsageError(f"{folder} has no training row yet: let it run until its first one")
-    losses = {row["step"]: {"training": {"loss": row["loss"]}} for row in training}
+    losses = {}
+    for row in training:
+        losses[row["step"]] = {"training": {"loss": row["loss"]}}
     parameters = {}
     for row in map(with_nan, read_log(run / "optim.jsonl", warn)):
         parameters.setdefault(row.pop("step"), {})[row.pop("parameter")] = row
-    config = read_flags(run / "config.json", warn)
-    return Log(name, config, training, val, {"loss": losses, "parameter": parameters}, rows)
-
-
-def read_flags(file: Path, warn: Callable[[str], None]) -> dict:
-    """The flags of a run, with the learning rate and warm-up in use where they were not given."""
     try:
-        given = json.loads(file.read_bytes())
-        known = {f.name for f in dataclasses.fields(train_config.Config)}
-        c = train_config.Config(**{name: given[name] for name in known & given.keys()})
-        resolved = train_config.resolve(c)
-        in_use = {"lr": resolved.lr, "warmup_steps": resolved.warmup_steps}
-        return given | {name: in_use[name] for name in in_use.keys() & given.keys()}
-    except (AttributeError, TypeError, ValueError) as error:
-        warn(f"{file} is damaged, so that its flags are not known: {error}")
-        return {}
+        config = json.loads((run / "config.json").read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{run}/config.json is damaged: {error}") from None
+    return Log(name, config, training, val, {"loss": losses, "parameter": parameters}, rows)
 
 
 def with_nan(row: dict) -> dict:
@@ -153,72 +144,49 @@ def table(logs: list[Log], loss: float | None, tolerance: float, turned: bool = 
     Has the time to validation loss `loss`, and the first training losses and statistics of
     parameters that differ by more than `tolerance`, relatively; last the flags that differ.
     """
-    rows = [["", *(log.name for log in logs)]]
-    rows += [[column.name, *column.cells()] for column in quantities(logs, loss)]
+    rows = [["", *(log.name for log in logs)], *quantities(logs, loss)]
     if len(logs) > 1:
-        logged = [what for what, found in logs[0].values.items() if found]
-        rows += [differences(logs, what, tolerance) for what in logged]
-    rows += [[column.name, *column.cells()] for column in flag_columns(logs)]
+        rows += differences(logs, tolerance)
+    rows += flag_rows(logs)
     header, *rows = zip(*rows) if turned else rows
     return markdown_table(header, rows)
 
 
-@dataclass(frozen=True)
-class Column:
-    """A quantity of every run; a row in the table of a few runs."""
-
-    name: str
-    values: list  # numbers, or text if a run has none; for a flag, as given
-    spec: str = ""  # format of a number
-    best: Callable | None = None  # min or max, in bold unless all are equal
-
-    def cells(self) -> list[str]:
-        texts = [v if isinstance(v, str) else format(v, self.spec) for v in self.values]
-        numbers = [value for value in self.values if is_finite(value)]
-        if self.best and numbers and len(set(texts)) > 1:
-            best = self.best(numbers)
-            texts = [f"**{t}**" if value == best else t for t, value in zip(texts, self.values)]
-        return texts
-
-
-def is_finite(value) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def quantities(logs: list[Log], loss: float | None) -> list[Column]:
-    """What each run reached; `loss` as in `table`."""
+def quantities(logs: list[Log], loss: float | None) -> list[list[str]]:
+    """Rows of what each run reached; `loss` as in `table`."""
     tokens = min(log.training[-1]["tokens"] for log in logs)
-
-    def column(name: str, value_of: Callable[[Log], float | str], *more) -> Column:
-        return Column(name, [value_of(log) for log in logs], *more)
-
-    columns = [
-        column("final validation loss", Log.final_val_loss, ".4f", min),
-        column("best validation loss", Log.best_val_loss, ".4f", min),
-        column(f"training loss at {tokens:,} tokens", lambda log: log.loss_at(tokens), ".4f", min),
-        column(
-            "tokens per second, median",
-            lambda log: median(log.logged("tokens_per_second")),
-            ",.0f",
-            max,
-        ),
-        column("steps clipped, of those logged", lambda log: fmean(log.logged("clipped")), ".1%"),
-        column("steps skipped", lambda log: log.logged("skipped_steps")[-1], ","),
-    ]
     reached = [log.best_val_loss() for log in logs if log.finite_val()]
     loss = loss or max(reached, default=None)  # the lowest that all runs reached
+    found = {
+        "final validation loss": (Log.final_val_loss, ".4f"),
+        "best validation loss": (Log.best_val_loss, ".4f"),
+        f"training loss at {tokens:,} tokens": (lambda log: log.loss_at(tokens), ".4f"),
+    }
     if loss is not None:
-        name = f"seconds to validation loss {loss:.4f}"
-        columns.insert(3, column(name, lambda log: log.time_to(loss), ",.1f", min))
-    return columns
+        found[f"seconds to validation loss {loss:.4f}"] = (lambda log: log.time_to(loss), ",.1f")
+    found |= {
+        "tokens per second, median": (Log.speed, ",.0f"),
+        "steps clipped, of those logged": (Log.clipped, ".1%"),
+        "steps skipped": (lambda log: log.training[-1]["skipped_steps"], ","),
+    }
+    rows = []
+    for name, (value_of, spec) in found.items():
+        values = [value_of(log) for log in logs]
+        rows.append([name, *(v if isinstance(v, str) else format(v, spec) for v in values)])
+    return rows
 
 
-def differences(logs: list[Log], what: str, limit: float) -> list[str]:
-    """A row: where the values of each run first differ from the first run's."""
-    reference, *others = (log.values[what] for log in logs)
-    growth = GROWTH if what == "parameter" else 0
-    name = f"first {what} difference from {logs[0].name} over {limit:g} (--tolerance)"
-    return [name, "-", *(first_difference(reference, other, limit, growth) for other in others)]
+def differences(logs: list[Log], limit: float) -> list[list[str]]:
+    """Rows of where losses, and parameters, of each run first differ from the first run's."""
+    rows = []
+    for what, reference in logs[0].values.items():
+        growth = GROWTH if what == "parameter" else 0
+        if reference:
+            name = f"first {what} difference from {logs[0].name} over {limit:g} (--tolerance)"
+            rows.append([name, "-"])
+            for log in logs[1:]:
+                rows[-1].append(first_difference(reference, log.values[what], limit, growth))
+    return rows
 
 
 def first_difference(reference: dict, other: dict, limit: float, growth: float) -> str:
@@ -237,7 +205,8 @@ def first_difference(reference: dict, other: dict, limit: float, growth: float) 
             more = len({name for *_, name, _ in beyond}) - 1
             also = f", and {more:,} more" if more else ""
             return f"step {step:,}: {name} {column} by {difference:.1g}{also}"
-        largest = max([largest, *(difference for _, difference, *_ in found)])
+        for _, difference, *_ in found:
+            largest = max(largest, difference)
     if not common:
         return "no logged step in common"
     how = f"by at most {largest:.1g}" if largest else "equal"
@@ -248,12 +217,14 @@ def differences_of_step(a_rows: dict, b_rows: dict) -> Iterator[tuple[int, float
     """(place in the step, relative difference, name, column) of each value in both runs."""
     for name in a_rows.keys() & b_rows.keys():
         a, b = a_rows[name], b_rows[name]
+        # Weights that differ by more than their updates come first, then gradients.
+        updates = a.get("update_ratio", math.inf) + b.get("update_ratio", math.inf)
         for column in a.keys() & b.keys() - {"clipped"}:  # near the limit, rounding decides it
             difference = relative_difference(a, b, column)
-            # Weights that differ by more than their updates come first, then gradients.
-            updates = sum(row.get("update_ratio", math.inf) for row in (a, b))
-            is_old = column == "weight_norm" and difference > updates
-            yield 2 * is_old + column.startswith("grad"), difference, name, column
+            place = 1 if column.startswith("grad") else 0
+            if column == "weight_norm" and difference > updates:
+                place = 2
+            yield place, difference, name, column
 
 
 def relative_difference(a: dict, b: dict, column: str) -> float:
@@ -263,18 +234,22 @@ def relative_difference(a: dict, b: dict, column: str) -> float:
         is_one = math.isnan(x) != math.isnan(y) and column in ("loss", "grad_norm")
         return math.inf if is_one else 0.0
     kind, _, statistic = column.rpartition("_")
-    is_element = statistic in ("mean", "max", "min")
-    sizes = {column, f"{kind}_max", f"{kind}_min"} if is_element else {column}
-    scale = max(abs(row[size]) for row in (a, b) for size in sizes & row.keys())
+    columns = [column]
+    if statistic in ("mean", "max", "min"):
+        columns += [f"{kind}_max", f"{kind}_min"]
+    scale = max(abs(row.get(name, 0.0)) for row in (a, b) for name in columns)
     return abs(x - y) / scale if scale else 0.0
 
 
-def flag_columns(logs: list[Log], *left_out: str) -> list[Column]:
-    """The flags that differ between runs, except --out, which always does."""
-    flags = set().union(*(log.config for log in logs)) - {"out", *left_out}
-    columns = [Column(f"`--{flag}`", [log.config.get(flag) for log in logs]) for flag in flags]
-    different = [column for column in columns if len(set(map(str, column.values))) > 1]
-    return sorted(different, key=lambda column: column.name)
+def flag_rows(logs: list[Log], *left_out: str) -> list[list[str]]:
+    """Rows of the flags that differ between runs, except --out, which always does."""
+    rows = []
+    flags = set().union(*(log.config for log in logs))
+    for flag in sorted(flags - {"out", *left_out}):
+        values = [str(log.config.get(flag)) for log in logs]
+        if len(set(values)) > 1:
+            rows.append([f"`--{flag}`", *values])
+    return rows
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
@@ -301,18 +276,21 @@ def seeds_table(logs: list[Log]) -> str:
     losses = [{log.config.get("seed"): log.ended_loss() for log in each} for each in settings]
     if max(map(len, losses)) < 2:
         return ""
-    flags = flag_columns([setting[0] for setting in settings], "seed")
-    header = ["seeds", "final validation loss, mean", "standard deviation", "from the first"]
+    columns = flag_rows([setting[0] for setting in settings], "seed")
+    columns += [["seeds"], ["final validation loss, mean"], ["standard deviation"]]
+    columns += [["from the first"]]
     comparisons = sum(len(found) > 1 for found in losses[1:])
-    rows = []
-    for i, setting in enumerate(settings):
-        found = [loss for loss in losses[i].values() if loss is not None]
-        count = f"{len(found)}" if len(found) == len(setting) else f"{len(found)} of {len(setting)}"
-        mean = format(fmean(found), ".4f") if found else "none yet"
-        spread = format(stdev(found), ".4f") if len(found) > 1 else "-"
-        word = verdict(losses[0], losses[i], comparisons) if i else "-"
-        rows.append([*(column.cells()[i] for column in flags), count, mean, spread, word])
-    return markdown_table([*(column.name for column in flags), *header], rows)
+    for setting, by_seed in zip(settings, losses):
+        found = [loss for loss in by_seed.values() if loss is not None]
+        *_, counts, means, spreads, words = columns
+        ended = "" if len(found) == len(setting) else f" of {len(setting)}"
+        counts.append(f"{len(found)}{ended}")
+        means.append(f"{fmean(found):.4f}" if found else "none yet")
+        spreads.append(f"{stdev(found):.4f}" if len(found) > 1 else "-")
+        is_first = by_seed is losses[0]
+        words.append("-" if is_first else verdict(losses[0], by_seed, comparisons))
+    header, *rows = zip(*columns)
+    return markdown_table(header, rows)
 
 
 def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) -> str:
@@ -321,10 +299,9 @@ def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) 
     Means of n losses are nearly normal, so Student's t works even with three seeds. `comparisons`
     share LEVEL (Bonferroni).
     """
-    if None in (*first.values(), *other.values()):
-        return "no word: a run has not ended, or not with a finite loss"
-    if first.keys() != other.keys() or len(first) < 2:
-        return "no word: it takes the same seeds of both, two or more"
+    has_ended = None not in (*first.values(), *other.values())
+    if not has_ended or first.keys() != other.keys() or len(first) < 2:
+        return "no word: it takes runs that ended, with the same seeds, two or more"
     n = len(first)
     pairs = [other[seed] - first[seed] for seed in first]
     difference = fmean(pairs)
@@ -343,10 +320,9 @@ def p_value(difference: float, squared_error: float, df: int) -> float:
     if squared_error == 0:
         return float(difference == 0)
     start = math.atan(abs(difference) / math.sqrt(squared_error * df))
-    width = math.pi / 2 - start
-    x = start + width * (np.arange(1000) + 0.5) / 1000
-    whole = math.sqrt(math.pi) * math.exp(math.lgamma(df / 2) - math.lgamma((df + 1) / 2))
-    return float(2 * width * np.mean(np.cos(x) ** (df - 1)) / whole)
+    x = np.linspace(0, math.pi / 2, 1_000_000)
+    density = np.cos(x) ** (df - 1)
+    return float(density[x >= start].sum() / density.sum())
 
 
 # --------------------------------------------------------------------------------------------------

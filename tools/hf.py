@@ -85,7 +85,7 @@ def export_model(source: Path, out: Path) -> None:
     size = float32_bytes(shapes)
     encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
     config = to_hf(trained.config, encoding)
-    with consolidate.new_folder(out, size) as work:
+    with consolidate.new_folder(out) as work:
         write_json(work / "config.json", config)
         # As in sample.py, never draw ids that only pad the head.
         padding = list(range(trained.vocab_size, trained.config.vocab_size))
@@ -125,8 +125,8 @@ def write_weights(path: Path, shapes: dict[str, torch.Size], file: Path) -> None
     def read(name: str) -> torch.Tensor:
         return consolidate.read_full(reader, ours[name]).float()
 
-    with console.live(console.Progress("exporting")) as progress:
-        checkpoint.write_safetensors(file, layout, read, progress.report)
+    with console.live(lambda: "exporting"):
+        checkpoint.write_safetensors(file, layout, read)
 
 
 def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
@@ -206,7 +206,7 @@ def import_model(source: Path, out: Path) -> None:
     shapes = parameter_shapes(config)
     check_weights(source, found, shapes)
     size = float32_bytes(shapes)
-    with consolidate.new_folder(out, size) as work:
+    with consolidate.new_folder(out) as work:
         entries = copy_weights(found, buffers, shapes, work)
         encoding = import_tokenizer(source, work, config.vocab_size)
         for copied in work.glob("tokenizer.json"):
@@ -239,8 +239,8 @@ def copy_weights(
             buffer.madvise(mmap.MADV_DONTNEED)
         return found[hf_name(name.removeprefix("model."))].float()
 
-    with console.live(console.Progress("importing")) as progress:
-        return consolidate.write_full(work, layout, read, progress.report)
+    with console.live(lambda: "importing"):
+        return consolidate.write_full(work, layout, read)
 
 
 def read_json(file: Path) -> dict:
@@ -348,17 +348,15 @@ def check_weights(
 ) -> None:
     """Raise UsageError unless `found` has exactly the tensors of the model."""
     expected = {hf_name(name): list(shape) for name, shape in shapes.items()}
-    for name, shape in expected.items():
-        if name not in found:
-            raise UsageError(f"{folder} lacks the tensor {name}")
-        its_shape = list(found[name].shape)
-        if its_shape != shape:
-            raise UsageError(
-                f"{folder}: {name} has the shape {its_shape}, config.json gives {shape}"
-            )
-    for name in found:
-        if name not in expected and not name.endswith(REDUNDANT):
-            raise UsageError(f"{folder} holds {name}, which this decoder does not have")
+    given = {}
+    for name, tensor in found.items():
+        if name in expected or not name.endswith(REDUNDANT):
+            given[name] = list(tensor.shape)
+    for name in expected | given:
+        theirs, ours = given.get(name), expected.get(name)
+        if theirs != ours:
+            shapes = f"has the shape {theirs}, by config.json {ours} (None: absent)"
+            raise UsageError(f"{folder}: {name} {shapes}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 python -m tools.plan --model llama3-70b --world_size 512 --strategy hsdp --dp_shard 64 --tp 8 \
     --micro_batch_size 1 --global_batch_size 1024 --device_type h200
-python -m tools.plan --run runs/tiny
+python -m tools.plan --run runs/tiny --peak_tflops 0.1
 
 Takes train.py's flags, rehearses one optimizer step of one rank with train.py's code, and predicts
 the step time from what that did: see planning/rehearse.py and planning/predict.py.
@@ -23,54 +23,35 @@ import torch
 import config
 import data
 import dist
-from layout import compute_dtype, estimate_memory
-from metrics import read_log
+from layout import compute_dtype
 from model import SIZES, ModelConfig
 from runtime import cli, memory, preflight, run_folder
 from runtime.cli import UsageError
-from tools.bench import add_flags, count, positive
+from tools.bench import add_flags, count
 from tools.compare import positive_number, read
 from tools.planning import predict, search
-from tools.planning.predict import DEVICES, Cluster, Links, Request
+from tools.planning.predict import DEVICES, Cluster, Request
 from tools.planning.rehearse import Rehearsal
 
 # --------------------------------------------------------------------------------------------------
 # Flags
 
 
-def fraction(text: str) -> float:
-    """A number, or the median MFU of a one-device run, given its folder."""
-    if Path(text).is_dir():
-        rows = read_log(Path(text, "metrics.jsonl"))
-        values = [row["mfu"] for row in rows if row.get("mfu")]
-        if not values:
-            raise argparse.ArgumentTypeError(
-                f"the log of {text} has no MFU: it needs --peak_tflops, or a GPU that is known"
-            )
-        return statistics.median(values)
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
-    return number
-
-
-def number(metavar: str, help: str, kind=positive_number, default: float | None = None) -> dict:
-    return dict(metavar=metavar, help=help, type=kind, default=default)
+def number(metavar: str, help: str, default: float | None = None) -> dict:
+    return dict(metavar=metavar, help=help, type=positive_number, default=default)
 
 
 # This command's flags beyond train.py's: name -> argparse options
 FLAGS = {
-    "world_size": number("N", "devices in all; required", positive),
+    "world_size": count(None, "devices in all; required"),
     "nproc_per_node": count(8, "devices of a host"),
-    "rank": number("N", "the rank to rehearse (default: 0)", int, 0),
+    "rank": dict(metavar="N", type=int, default=0, help="the rank to rehearse (default: 0)"),
     "device_type": dict(
         choices=DEVICES, default="h100", help="memory, speed and links (default: h100)"
     ),
     "achieved": number(
-        "X|RUN",
-        "share of its peak that your device reaches while it computes, or a run on one device to "
-        "read it from (default: by operation)",
-        fraction,
+        "X",
+        "share of its peak that your device reaches while it computes (default: by operation)",
     ),
     "intra_host_bandwidth": number(
         "GB/s",
@@ -87,7 +68,7 @@ FLAGS = {
     "search": dict(action="store_true", help="rank the meshes and policies that fit"),
     "search_seconds": number("S", "of --search (default: 120)", default=120.0),
     "scaling": dict(action="store_true", help="also plan the run on 1, 2, 4, ... hosts"),
-    "run": dict(metavar="DIR", help="a run: what was rehearsed and predicted beside what it took"),
+    "run": dict(metavar="DIR", help="plan a run that has trained, and show what it took"),
     "json": dict(action="store_true", help="print one JSON object; takes no file, as others do"),
 }
 
@@ -117,8 +98,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
     if options.run:
         if others := given & flags.keys() - {"peak_tflops"}:
             raise UsageError(f"--run takes the flags of the run: leave out --{min(others)}")
-        options.past = read_past(options.run, flags["peak_tflops"])
-        return request_of(options.past, options), options
+        return read_run(options, flags["peak_tflops"]), options
     folders = flags["data"]
     c = config.to_config(flags)
     cluster = make_cluster(options)
@@ -147,24 +127,48 @@ def make_cluster(options: argparse.Namespace) -> Cluster:
     if not 0 <= options.rank < world_size:
         raise UsageError(f"--rank {options.rank}: the ranks are 0 to {world_size - 1}")
     device = DEVICES[options.device_type]
+    bandwidths = {
+        "intra_bandwidth": options.intra_host_bandwidth,
+        "host_bandwidth": options.inter_host_bandwidth,
+    }
+    given = {name: 1e9 * value for name, value in bandwidths.items() if value}
     return Cluster(
         world_size=world_size,
         device_type=options.device_type,
         device=device,
         device_memory=device.memory or memory.device_memory(torch.device("cpu"), local_size),
-        links=make_links(options, predict.default_links(device, local_size)),
+        links=dataclasses.replace(predict.default_links(device, local_size), **given),
         achieved=options.achieved,
         host_memory=int(options.host_memory * 1e9) if options.host_memory else None,
     )
 
 
-def make_links(options: argparse.Namespace, links: Links) -> Links:
-    """The table's links, overridden by flags."""
-    if within := options.intra_host_bandwidth:
-        links = dataclasses.replace(links, intra_bandwidth=1e9 * within)
-    if between := options.inter_host_bandwidth:
-        links = dataclasses.replace(links, host_bandwidth=1e9 * between)
-    return links
+def read_run(options: argparse.Namespace, peak_tflops: float | None) -> Request:
+    """The last start of --run; sets `measured`. Raises UsageError if it has logged no step."""
+    folder = options.run
+    rows = read(folder, folder).training
+    starts = run_folder.read_starts(Path(folder))
+    rows = [row for row in rows if starts and row["step"] > starts[-1]["step"]]
+    if not rows:
+        raise UsageError(f"{folder} has no training row of its last start yet: let it run on")
+    start = starts[-1]
+    chosen = {name: start[name] for name in ("strategy", "dtype") if name in start}
+    chosen |= {"peak_tflops": peak_tflops} if peak_tflops else {}
+    try:
+        c = config.Config(**start["config"] | chosen)
+    except TypeError as error:
+        raise UsageError(f"{folder} was trained by other code: {error}") from None
+    options.world_size = start["ranks"]
+    options.nproc_per_node = start.get("ranks_per_host", options.nproc_per_node)
+    on_device = max(row["peak_device_memory"] for row in rows)
+    names = {device.name: name for name, device in DEVICES.items()}
+    options.device_type = names.get(start["device"], options.device_type) if on_device else "cpu"
+    options.measured = {
+        "step_time": statistics.median(row["step_time"] for row in rows[1:] or rows),
+        "peak_memory": on_device or max(row["peak_host_memory"] for row in rows),
+    }
+    model = ModelConfig.from_dict(start["model"])
+    return Request(c, make_cluster(options), start["tokens_in_vocabulary"], options.rank, model)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,117 +264,6 @@ def make_plan(request: Request, tokens: float | None = None) -> Plan:
 
 
 # --------------------------------------------------------------------------------------------------
-# A run that has been trained
-
-
-@dataclass(frozen=True)
-class Past:
-    """The last start of a run, read from its folder."""
-
-    config: config.Config  # with the strategy and the dtype that auto chose
-    start: dict  # its row of starts.jsonl
-    rows: list[dict]  # of training
-    profiles: list[dict]  # of the ranks; none without --profile
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.rows[-1]["peak_device_memory"] > 0
-
-    def seconds(self) -> list[float | None]:
-        """The step, its compute, exposed communication and wait for data; None: unknown.
-
-        The parts are those of the profile, the mean over the ranks. Without one only the log is
-        known, where what ranks wait for one another is part of the step.
-        """
-        step = statistics.median(row["step_time"] for row in self.rows[1:] or self.rows)
-        if not self.profiles:
-            waits = sum(row["data_wait"] for row in self.rows)
-            waits /= self.rows[-1]["step"] - self.start["step"]
-            if self.start["ranks"] == 1:
-                return [step, step - waits, 0.0, waits]
-            return [step, None, None, waits]
-        busy, exposed, waits = (
-            statistics.fmean(one[share] * one["step_time"] for one in self.profiles)
-            for share in ("busy", "exposed_communication", "data_wait")
-        )
-        # On a GPU `busy` has communication, on a CPU it is the thread's time.
-        return [step, busy - exposed if self.is_cuda else busy, exposed, waits]
-
-
-def read_past(folder: str, peak_tflops: float | None) -> Past:
-    """Raises UsageError if this code has logged no step there."""
-    rows = read(folder, folder).training
-    starts = run_folder.read_starts(Path(folder))
-    rows = [row for row in rows if starts and row["step"] > starts[-1]["step"]]
-    if not rows:
-        raise UsageError(f"{folder} has no training row of its last start yet: let it run on")
-    start = starts[-1]
-    if unknown := start["config"].keys() - {f.name for f in dataclasses.fields(config.Config)}:
-        raise UsageError(
-            f"{folder} was trained by other code, with --{min(unknown)}, which this one does not "
-            "know: plan it with that code"
-        )
-    files = sorted(Path(folder).glob("profile/rank_*[0-9].json"))
-    profiles = [json.loads(file.read_text()) for file in files]
-    profiles = [one for one in profiles if one["steps"][0] > start["step"]]
-    chosen = {"strategy": start["strategy"]} if "strategy" in start else {}
-    chosen |= {"peak_tflops": peak_tflops} if peak_tflops else {}
-    c = config.Config(**start["config"] | chosen | {"dtype": start["dtype"]})
-    return Past(c, start, rows, profiles)
-
-
-def request_of(past: Past, options: argparse.Namespace) -> Request:
-    """The run on its cluster. The speed of CPUs is known only with --achieved."""
-    options.world_size = past.start["ranks"]
-    options.nproc_per_node = past.start.get("ranks_per_host", options.nproc_per_node)
-    c = past.config
-    if past.is_cuda:
-        names = {device.name: name for name, device in DEVICES.items() if device.name}
-        options.device_type = names.get(past.start.get("device"), options.device_type)
-        cluster = make_cluster(options)
-    else:
-        options.device_type = "cpu"
-        if options.achieved is None:
-            c = dataclasses.replace(c, peak_tflops=1.0)  # no seconds are shown
-        cluster = predict.as_measured(make_cluster(options))
-    model = ModelConfig.from_dict(past.start["model"])
-    return Request(c, cluster, past.start["tokens_in_vocabulary"], options.rank, model)
-
-
-def beside(plan: Plan, past: Past) -> list[dict]:
-    """Rows of `what`, `planned` and `measured` (None: unknown).
-
-    Seconds of CPUs are planned from --achieved only.
-    """
-    speed = plan.speed
-    c, setup = plan.request.config, plan.rehearsal.setup
-    counted = {}  # in the step that rank 0 counted
-    for row in past.profiles[0]["communicated"] if past.profiles else []:
-        counted[row["axis"], row["kind"]] = (row["calls"], row["bytes"])
-    rows = []
-    for row in plan.communication():
-        where = f"{row['axis']} {row['collective']} ({', '.join(row['phases'])})"
-        nothing = (0, 0) if past.profiles else (None, None)
-        calls, size = counted.pop((row["axis"], row["collective"]), nothing)
-        rows += [(f"{where}, calls", row["count"], calls), (f"{where}, bytes", row["bytes"], size)]
-    for (axis, collective), (_, size) in counted.items():
-        rows.append((f"{axis} {collective}, bytes", 0, size))
-    used = "peak_device_memory" if past.is_cuda else "peak_host_memory"
-    used = max(row[used] for row in past.rows)
-    rows.append(("memory needed at least, bytes", estimate_memory(c, setup).total, used))
-    if past.is_cuda:  # on CPUs the whole process is measured, not only tensors
-        rows.append(("memory of the tensors as rehearsed, bytes", plan.rehearsal.peak, used))
-    exposed = sum(speed.exposed.values(), 0.0)
-    predicted = [speed.step_time, speed.compute + speed.optimizer, exposed, 0.0]
-    if not (past.is_cuda or plan.request.cluster.achieved):
-        predicted = [None] * 4
-    parts = ("step", "compute and optimizer", "exposed communication", "data wait")
-    for part, seconds, measured in zip(parts, predicted, past.seconds()):
-        rows.append((f"{part}, seconds", seconds, measured))
-    return [dict(zip(("what", "planned", "measured"), row)) for row in rows]
-
-
-# --------------------------------------------------------------------------------------------------
 # JSON
 
 
@@ -437,8 +330,6 @@ def describe_run(plan: Plan) -> Iterator[str]:
         f"mesh        {setup.strategy}: {axes} = {cluster.world_size} x {cluster.device_type}, "
         f"{cluster.links.local_size} on each of {cluster.hosts} hosts"
     )
-    if setup.reason:
-        yield f"            --strategy auto: {setup.reason}"
     yield (
         f"batch       {c.global_batch_size:,} sequences = micro_batch_size "
         f"{setup.micro_batch_size} x grad_accum_steps {setup.grad_accum_steps} x dp_size "
@@ -514,9 +405,10 @@ def describe_step(plan: Plan) -> Iterator[str]:
     if multiplied:  # by Muon
         share = speed.optimizer / speed.step_time
         yield f"optimizer   {multiplied / 1e12:,.1f} TFLOP, {share:.1%} of the step"
+    eager = ", not compiled: at least" if plan.request.config.compile else ""
     yield (
         f"speed       {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "
-        f"MFU {speed.mfu:.1%}"
+        f"MFU {speed.mfu:.1%}{eager}"
     )
     if plan.tokens:
         devices = plan.request.cluster.world_size
@@ -541,30 +433,11 @@ def describe_scaling(rows: list[dict]) -> Iterator[str]:
         )
 
 
-def report_beside(plan: Plan, past: Past, rows: list[dict]) -> Iterator[str]:
-    """The lines for people, from rows of `beside`."""
-    _, mesh, *_ = describe_run(plan)
-    yield mesh
-    if not past.profiles:
-        yield "            not profiled since its last start (--profile 10:13): nothing was counted"
-    yield f"{'':60}  {'planned':>15}  {'measured':>15}"
-    for row in rows:
-        planned, measured = row["planned"], row["measured"]
-        difference = ""
-        if planned is not None and measured is not None:
-            difference = "equal" if planned == measured else "differs"
-            if planned != measured and measured:
-                difference = f"{planned / measured - 1:+.1%}"
-        line = f"{row['what']:60}  {figure(planned)}  {figure(measured)}  {difference}"
-        yield line.rstrip()
-    if rows[-1]["planned"] is None:
-        yield "to predict seconds of CPUs, give --achieved and --peak_tflops"
-
-
-def figure(number: float | None) -> str:
-    if number is None:
-        return f"{'not known':>15}"
-    return f"{number:15,.4g}" if isinstance(number, float) else f"{number:15,}"
+def describe_measured(step_time: float, peak_memory: int) -> Iterator[str]:
+    yield (
+        f"measured    step {step_time:.4g} s, the median; peak memory {gigabytes(peak_memory)} GB, "
+        "on CPUs of the whole process"
+    )
 
 
 def gigabytes(size: int) -> str:
@@ -580,11 +453,7 @@ def gigabytes(size: int) -> str:
 
 def run(argv: list[str]) -> None:
     request, options = parse(argv)
-    if options.run:
-        plan = make_plan(request)
-        found = beside(plan, options.past)
-        lines = report_beside(plan, options.past, found)
-    elif options.search:
+    if options.search:
         found = search.to_json(*search.search(request, options.free, options.search_seconds))
         lines = search.table(found, request.cluster)
     else:
@@ -594,6 +463,9 @@ def run(argv: list[str]) -> None:
         if options.scaling:
             found["scaling"] = [*plan.scaling()]
             lines += describe_scaling(found["scaling"])
+        if options.run:
+            found["measured"] = options.measured
+            lines += describe_measured(**options.measured)
     if options.json:
         print(json.dumps(found, indent=2))
     else:

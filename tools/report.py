@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from datetime import datetime
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -28,11 +28,10 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 # uPlot 1.6.32 from npm. It draws thousands of points on a canvas, where SVG needs an element for
 # each, and brings zoom and the values under the pointer, in 51 kB.
 UPLOT = Path(__file__).parent / "uplot"
-MAX_POINTS = 2000  # of a series
-MAX_BYTES = 1_000_000  # of the page
+MAX_POINTS = 2000  # of a series; with several runs, of theirs together
 FOLLOW_SECONDS = 5  # between updates of --follow
 # Fields of training rows drawn unchanged
-FIELDS = ["loss", "lr", "grad_norm", "step_time", "tokens_per_second", "mfu"]
+FIELDS = ["loss", "lr", "grad_norm", "tokens_per_second", "mfu"]
 FIELDS += ["peak_device_memory", "peak_host_memory", "time"]
 
 # --------------------------------------------------------------------------------------------------
@@ -62,16 +61,14 @@ def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """A moving mean of the finite values, over about a thirtieth of the series."""
-    finite = [value if math.isfinite(value) else 0.0 for value in values]
-    sums = list(accumulate(finite, initial=0.0))
-    counts = list(accumulate(map(math.isfinite, values), initial=0))
+    """A moving mean of the finite values, weighted towards the last thirtieth of the series."""
+    weight = 1 / max(1, len(values) / 30)
     smoothed = []
-    for i in range(len(values)):
-        reach = min(max(1, len(values) // 60), i, len(values) - 1 - i)  # symmetric
-        low, high = i - reach, i + reach + 1
-        count = counts[high] - counts[low]
-        smoothed.append((sums[high] - sums[low]) / count if count else math.nan)
+    mean = next(filter(math.isfinite, values), math.nan)
+    for value in values:
+        if math.isfinite(value):
+            mean += weight * (value - mean)
+        smoothed.append(mean)
     return smoothed
 
 
@@ -129,8 +126,7 @@ def phases(rows: list[dict], starts: list[dict]) -> list[tuple[float, str]]:
         if "config" in event:  # a start: drops the rows after its checkpoint
             if lost_until := event.get("last_logged"):
                 ends.append((seconds(lost_until), "lost steps"))
-            is_known = "last_logged" in event  # since 2026-11-22
-            ends.append((ended, "waiting" if is_known else "lost steps or waiting"))
+            ends.append((ended, "waiting"))
             compiles, previous, pause = event["config"]["compile"], None, "starting"
             continue
         # What follows a saved step; --async_save logs the save at a later one
@@ -161,26 +157,17 @@ def merged(ends: list[tuple[float, str]]) -> list[tuple[float, str]]:
     return found
 
 
-def lengths(ends: list[tuple[float, str]]) -> dict[str, float]:
-    """Seconds of each cause."""
-    found = {}
-    for (began, _), (ended, cause) in pairwise(ends):
-        found[cause] = found.get(cause, 0.0) + ended - began
-    return found
-
-
 # --------------------------------------------------------------------------------------------------
 # The page
 
 
 def describe(folder: str, log: compare.Log) -> dict:
     """All that the page shows for one run, before it is thinned."""
-    rows = log.rows
     starts = read_starts(Path(folder))
-    ends = phases(rows, starts)
+    ends = phases(log.rows, starts)
     series = series_of(log)
     last = log.training[-1]
-    saves = [row for row in rows if "event" in row]
+    saves = [row for row in log.rows if "event" in row]
     return {
         "name": log.name,
         "rows": len(log.training),
@@ -188,9 +175,8 @@ def describe(folder: str, log: compare.Log) -> dict:
         "series": {name: s for name, s in series.items() if any(map(math.isfinite, s[1]))},
         "saved": [row["step"] for row in saves if row["event"] == "checkpoint"],
         "phases": ends,
-        "lengths": lengths(ends),
         "config": log.config,
-        "starts": starts[-50:],
+        "starts": starts,
         "saves": saves[-20:],
     }
 
@@ -198,17 +184,15 @@ def describe(folder: str, log: compare.Log) -> dict:
 def thinned(run: dict, max_points: int) -> dict:
     """A run of `describe` as the page holds it, with at most max_points of each series."""
     ends = run["phases"]
-    kept = ends[-10 * max_points :]
     return run | {
         "series": {name: encode(*series, max_points) for name, series in run["series"].items()},
-        "saved": run["saved"][-max_points:],
-        "phasesFrom": round(kept[0][0] - ends[0][0], 2),
-        "phases": [[round(b - a, 2), cause] for (a, _), (b, cause) in pairwise(kept)],
+        "phases": [[round(b - a, 2), cause] for (a, _), (b, cause) in pairwise(ends)],
     }
 
 
-def render(runs: list[dict], compared: list[list[str]], max_points: int, follow: bool) -> str:
+def render(runs: list[dict], compared: list[list[str]], follow: bool) -> str:
     """The page, in ASCII."""
+    max_points = MAX_POINTS // len(runs)
     data = {
         "made": datetime.now().astimezone().isoformat(" ", "seconds"),
         "reloadSeconds": FOLLOW_SECONDS if follow else 0,
@@ -225,33 +209,15 @@ def render(runs: list[dict], compared: list[list[str]], max_points: int, follow:
 
 def write(folders: list[str], out: Path, follow: bool, warn=compare.warn) -> None:
     """Write the page atomically. Raises UsageError if a run cannot be read."""
-    try:
-        logs = [compare.read(*run, warn) for run in zip(folders, compare.names(folders))]
-        runs = list(map(describe, folders, logs))
-        table = compare.table(logs, loss=None, tolerance=1e-2).splitlines()
-        compared = [line.split(" | ") for line in table if "| --- |" not in line]
-        for divisor in (1, 2, 4, 8, 16):
-            page = render(runs, compared, MAX_POINTS // divisor, follow)
-            if len(page) <= MAX_BYTES:
-                replace_file(out, page)
-                return
-    except UsageError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"{', '.join(folders)}: not a log that train.py wrote: {error!r}"
-        ) from None
-    raise UsageError(f"{len(folders)} runs make a page of over {MAX_BYTES:,} bytes: give fewer")
+    logs = [compare.read(*run, warn) for run in zip(folders, compare.names(folders))]
+    runs = [describe(folder, log) for folder, log in zip(folders, logs)]
+    table = compare.table(logs, loss=None, tolerance=1e-2).splitlines()
+    compared = [line.split(" | ") for line in table if "| --- |" not in line]
+    replace_file(out, render(runs, compared, follow))
 
 
 # --------------------------------------------------------------------------------------------------
 # The command line
-
-
-def page_file(text: str) -> Path:
-    if not text.endswith(".html"):
-        raise argparse.ArgumentTypeError(f"{text} must end in .html")
-    return Path(text)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -260,20 +226,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
-    parser.add_argument(
-        "--out",
-        type=page_file,
-        default=Path("report.html"),
-        metavar="FILE.html",
-        help="the page (default: report.html)",
-    )
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="write the page anew every few seconds until the runs end, or Ctrl-C; in a browser it "
-        "loads itself again",
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
+    help = "the page (default: report.html)"
+    add("--out", type=Path, default=Path("report.html"), metavar="FILE", help=help)
+    help = "write the page anew every few seconds until the runs end, or Ctrl-C; in a browser it "
+    add("--follow", action="store_true", help=f"{help}loads itself again")
     return parser.parse_args(argv)
 
 

@@ -1,10 +1,5 @@
-"""Shared by bench and check: commands that run at the same time, and the links between ranks.
+"""Shared by bench and check: commands that run at the same time, and the links between ranks."""
 
-torchrun ... -m tools.measuring.harness FILE writes the bandwidth within and between hosts, as JSON.
-"""
-
-import json
-import math
 import os
 import statistics
 import subprocess
@@ -15,28 +10,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed
+from torch.distributed import P2POp
 
 import metrics
+from runtime.cli import RunError
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
-
-class CannotMeasure(RuntimeError):
-    """This machine lacks something that the measurement needs."""
-
-    exit_status = 2
-
-
-class RunFailed(RuntimeError):
-    """A measured command failed; `output` is the end of what it printed."""
-
-    exit_status = 1
-
-    def __init__(self, message: str, output: str):
-        super().__init__(message)
-        self.output = output[-4000:]
 
 
 def run_all(
@@ -44,8 +25,8 @@ def run_all(
 ) -> list[str]:
     """Run commands at the same time; return what each printed. Number i prints to `out`-i.txt.
 
-    If one fails, or at a signal, the others are terminated: they might wait for it forever. Raises
-    RunFailed.
+    If one fails, or at a signal, the others are terminated: they might wait for it forever. Prints
+    the end of what a failed one printed, and raises RunError.
     """
     files = [out.with_name(f"{out.name}-{number}.txt") for number in range(len(commands))]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables  # for -m tools....
@@ -78,7 +59,8 @@ def run_all(
     printed = [file.read_text(errors="replace") for file in files]
     for command, status, text in zip(commands, statuses, printed):
         if status:
-            raise RunFailed(f"{' '.join(command)} failed", text)
+            print(text[-4000:], file=sys.stderr)
+            raise RunError(f"{' '.join(command)} failed")
     return printed
 
 
@@ -89,14 +71,12 @@ def training_rows(out: Path) -> list[dict]:
 # --------------------------------------------------------------------------------------------------
 # The ranks of a process group, and the links between them
 
-# Slow means more than 1 + SPREADS x the spread of repeated measurements times as long as the faster
-# ones, in each of ATTEMPTS measurements.
-SPREADS = 4
-LEAST_SPREAD = 0.05
+# Slow means that the best time is more than SLOW times that of the faster ones, in each of ATTEMPTS
+# measurements.
+SLOW = 1.4
 ATTEMPTS = 3
 REPEATS = 10  # at most; fewer if they take more than two seconds
 BURST = 4  # collectives in a row: an idle link lets 256 kB through at once
-LINK_BYTES = 1 << 21  # FSDP gathers units of about 1 MB
 
 
 def exchange(value) -> list:
@@ -126,76 +106,57 @@ def slow_ones(measure: Callable[[], dict[Hashable, list[float]]]) -> dict[Hashab
     """Those slow in every attempt, with the ratio of their time to the faster ones'."""
     found = None
     for _ in range(ATTEMPTS):
-        seconds = measure()
-        best = {name: min(values) for name, values in seconds.items()}
+        best = {name: min(seconds) for name, seconds in measure().items()}
         reference = sorted(best.values())[len(best) // 4]  # one slow host slows many links
-        spreads = [statistics.median(values) / min(values) - 1 for values in seconds.values()]
-        limit = 1 + SPREADS * max(LEAST_SPREAD, statistics.median(spreads))
         ratios = {name: value / reference for name, value in best.items()}
-        found = {name: ratios[name] for name in found or ratios if ratios[name] > limit}
+        found = {name: ratios[name] for name in found or ratios if ratios[name] > SLOW}
         if not found:
             break
     return found
 
 
-def neighbours(hosts: int, local_size: int, between: bool) -> list[list[tuple[int, int]]]:
-    """Pairs of ranks, in rounds that use each rank at most once.
-
-    Neighbours on a host, or ranks in the same place on hosts that are neighbours on a ring.
-    """
-    size = hosts * local_size
-    rounds: list[list] = [[], [], []]
-    for rank in range(size):
-        host, place = divmod(rank, local_size)
-        if not between and place + 1 < local_size:
-            rounds[place % 2].append((rank, rank + 1))
-        if between and (hosts > 2 or host + 1 < hosts):
-            closes_odd_ring = host == hosts - 1 and hosts % 2 == 1
-            number = 2 if closes_odd_ring else host % 2
-            rounds[number].append((rank, (rank + local_size) % size))
-    return [pairs for pairs in rounds if pairs]
-
-
 def transfers(
-    rounds: list[list[tuple[int, int]]], size: int, device: torch.device
+    ring: list[int], size: int, device: torch.device
 ) -> dict[tuple[int, int], list[float]]:
-    """Seconds for `size` bytes to reach the other rank of a pair and be answered."""
-    payload = torch.zeros(size // 4, device=device)
-    answer = torch.zeros(1, device=device)
-    local = {}
-    for pairs in rounds:
-        for turn in (pairs, [(b, a) for a, b in pairs]):
-            mine = [pair for pair in turn if torch.distributed.get_rank() in pair]
+    """Seconds for `size` bytes from each rank of a ring to the next: (sender, receiver) -> times.
 
-            def transfer(mine=mine) -> None:
-                for sender, receiver in mine:
-                    if sender == torch.distributed.get_rank():
-                        torch.distributed.send(payload, receiver)
-                        torch.distributed.recv(answer, receiver)
-                    else:
-                        torch.distributed.recv(payload, sender)
-                        torch.distributed.send(answer, sender)
+    All ranks of the world call it, each with its ring. Every second rank of a ring sends, then the
+    others, so that a slow link holds up no other.
+    """
+    rank = torch.distributed.get_rank()
+    place = ring.index(rank)
+    sender, receiver = ring[place - 1], ring[(place + 1) % len(ring)]
+    payload, received = torch.zeros(2, size // 4, device=device)
+    found = {}
+    for turn in range(2):
+        operations = []
+        if place % 2 == turn:
+            operations.append(P2POp(torch.distributed.isend, payload, receiver))
+        if ring.index(sender) % 2 == turn:
+            operations.append(P2POp(torch.distributed.irecv, received, sender))
 
-            seconds = times(transfer)
-            local |= {pair: seconds for pair in mine if pair[0] == torch.distributed.get_rank()}
-    return {pair: seconds for found in exchange(local) for pair, seconds in found.items()}
+        def transfer(operations=operations) -> None:
+            for work in torch.distributed.batch_isend_irecv(operations) if operations else []:
+                work.wait()
+
+        seconds = times(transfer)
+        if ring.index(sender) % 2 == turn:
+            found[sender, rank] = seconds
+    return {link: seconds for each in exchange(found) for link, seconds in each.items()}
 
 
 def slow_links(names: list[str], local_size: int, size: int, device: torch.device) -> list[str]:
-    """Send `size` bytes; return lines that name slow links, or the end that they all share.
+    """Send `size` bytes around the ranks of each host, and around the hosts; name slow links.
 
-    Links within hosts and links between hosts are judged separately.
+    The two kinds of links are judged separately.
     """
+    host, place = divmod(torch.distributed.get_rank(), local_size)
+    on_host = range(host * local_size, (host + 1) * local_size)
     lines = []
-    for between, unit in ((False, 1), (True, local_size)):
-        rounds = neighbours(len(names) // local_size, local_size, between)
-        slow = slow_ones(lambda rounds=rounds: transfers(rounds, size, device)) if rounds else {}
-        ends = [{rank // unit for rank in pair} for pair in slow]
-        common = set.intersection(*ends) if ends else set()
-        if len(common) == 1:
-            end = f"{'the host of ' if between else ''}{names[common.pop() * unit]}"
-            lines.append(f"slow: all links of {end}, {max(slow.values()):.1f} x as long as others")
+    for ring in (on_host, range(place, len(names), local_size)):
+        if len(ring) == 1:
             continue
+        slow = slow_ones(lambda ring=ring: transfers([*ring], size, device))
         for (sender, receiver), ratio in slow.items():
             link = f"the link from {names[sender]} to {names[receiver]}"
             lines.append(f"slow: {link}, {ratio:.1f} x as long as others")
@@ -228,25 +189,6 @@ def collectives(
 
 
 def bus_bandwidth(kind: str, size: int, seconds: float, ranks: int) -> float:
-    """Bytes per second that a rank sends, as nccl-tests defines it; inf for a single rank."""
-    if ranks == 1:
-        return math.inf
+    """Bytes per second that a rank sends, as nccl-tests defines it."""
     passes = 2 if kind == "all_reduce" else 1
     return passes * (ranks - 1) / ranks * size / seconds
-
-
-def measure_links(out: str) -> None:
-    """Write the bus bandwidth of gloo's all_reduce, [within a host, between hosts], as JSON."""
-    torch.distributed.init_process_group("gloo")
-    within, _ = torch.distributed.new_subgroups(int(os.environ["LOCAL_WORLD_SIZE"]))
-    found = []
-    for group in (within, torch.distributed.group.WORLD):
-        seconds = collectives(LINK_BYTES, group, torch.device("cpu"))["all_reduce"]
-        found.append(bus_bandwidth("all_reduce", LINK_BYTES, seconds, group.size()))
-    if torch.distributed.get_rank() == 0:
-        Path(out).write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    measure_links(sys.argv[1])

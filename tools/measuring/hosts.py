@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Iterator
 
-from tools.measuring.harness import TORCHRUN, CannotMeasure
+from runtime.cli import UsageError
+from tools.measuring.harness import TORCHRUN
 
 SUBNET = "10.0.0"  # host 0 is 10.0.0.1; invisible to other networks
 PORTS = itertools.count(29500)  # for the rendezvous, one for each job
@@ -20,10 +21,11 @@ PORTS = itertools.count(29500)  # for the rendezvous, one for each job
 def hosts(count: int, link: str) -> Iterator[list[str]]:
     """Yield the names of `count` namespaces; each sends and receives `link`, as tc writes a rate.
 
-    The end of the block kills their processes and deletes them. Raises CannotMeasure if namespaces
+    The end of the block kills their processes and deletes them. Raises UsageError if namespaces
     cannot be created.
     """
-    check_requirements()
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        raise UsageError("hosts need root, and ip and tc: apt-get install iproute2")
     prefix = f"bench-{os.getpid()}"
     switch = f"{prefix}-switch"
     names = [f"{prefix}-host{number}" for number in range(count)]
@@ -44,18 +46,6 @@ def hosts(count: int, link: str) -> Iterator[list[str]]:
         for name in existing.intersection((switch, *names)):
             kill_all(name)
             ip(f"netns delete {name}")  # deletes its links too
-
-
-def check_requirements() -> None:
-    missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
-    if missing:
-        raise CannotMeasure(
-            f"{' and '.join(missing)} not found: install iproute2 (apt-get install iproute2)"
-        )
-    if os.geteuid() != 0:
-        raise CannotMeasure(
-            "network namespaces need root: run with sudo, or in a container with --privileged"
-        )
 
 
 def add_host(name: str, number: int, switch: str, link: str) -> None:
@@ -80,13 +70,13 @@ def address(number: int) -> str:
 
 
 def ip(words: str, tool: str = "ip") -> str:
-    """Run `ip` or `tc` of iproute2 and return what it prints. Raises CannotMeasure if it fails."""
+    """Run `ip` or `tc` of iproute2 and return what it prints. Raises UsageError if it fails."""
     answer = subprocess.run([tool, *words.split()], capture_output=True, text=True)
     if answer.returncode != 0:
         message = " ".join(answer.stderr.split())
         if "not permitted" in message:
             message += ": a container needs --privileged for this"
-        raise CannotMeasure(f"{tool} {words}: {message}")
+        raise UsageError(f"{tool} {words}: {message}")
     return answer.stdout
 
 

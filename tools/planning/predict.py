@@ -7,7 +7,7 @@ All constants are here, with their sources; two are assumptions, marked as such.
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import dist
 import metrics
@@ -116,13 +116,6 @@ class Cluster:
     @property
     def hosts(self) -> int:
         return math.ceil(self.world_size / self.links.local_size)
-
-
-def as_measured(cluster: Cluster) -> Cluster:
-    """With measured rates, which include the optimizer and the latency of collectives."""
-    device = replace(cluster.device, memory_bandwidth=math.inf)
-    links = replace(cluster.links, intra_latency=0.0, inter_latency=0.0, launch_latency=0.0)
-    return replace(cluster, device=device, links=links)
 
 
 @dataclass(frozen=True)

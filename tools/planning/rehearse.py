@@ -41,7 +41,7 @@ import layout
 import model
 import optim
 import train
-from config import Config, blocks_per_unit
+from config import Config
 from layout import Setup
 from model import ModelConfig
 from runtime.profiling import CommunicationCounter, Traffic
@@ -66,7 +66,7 @@ class Operation:
     """Identical operations of one rank in one optimizer step."""
 
     phase: str  # forward, backward, optimizer
-    name: str  # torch's operator; "fused": a chain that --compile fuses
+    name: str  # torch's operator
     shape: tuple[int, ...]  # of the result; matrix products: (..., m, n, k); lists: ()
     count: int = 0
     flops: float = 0.0  # of all, in matrix products
@@ -127,7 +127,7 @@ def rehearse(
 
     `device_memory` is the bytes one rank may fill, for --strategy auto. With `device_type` "cuda"
     the step allocates as on a GPU, and `config` must name the dtype, since auto would ask this
-    machine. Memory ignores --compile. Raises UsageError and MeshError if flags and ranks do not fit
+    machine. The step is not compiled. Raises UsageError and MeshError if flags and ranks do not fit
     together, as train.py does.
     """
     c = dataclasses.replace(config, compile=False)
@@ -138,7 +138,7 @@ def rehearse(
         world = dataclasses.replace(world, device=torch.device("cpu"))
         with as_on(device_type), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run shows them
-            return run_layers(c, setup, world, config.compile)
+            return run_layers(c, setup, world)
 
 
 def make_world(
@@ -175,10 +175,10 @@ def leave_group() -> None:
     debug._clear_fast_path_sharding_prop_cache()
 
 
-def run_step(c: Config, setup: Setup, mesh: dist.DeviceMesh, fuses: bool) -> Rehearsal:
+def run_step(c: Config, setup: Setup, mesh: dist.DeviceMesh) -> Rehearsal:
     """Build the model and the optimizer, run a step and sum up."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fakes, fuses)
+    recorder = Recorder(fakes)
     net = layout.empty_model(c, setup)  # outside: a parameter that is followed cannot move
     with fakes, recorder, loss_parallel(), train.no_garbage_collection():
         state, forward = train.build(c, setup, mesh, net, init_weights=False)
@@ -218,7 +218,7 @@ class NotRepeated(ValueError):
     """Two steps differ by more than repeated layers."""
 
 
-def run_layers(c: Config, setup: Setup, world: dist.World, fuses: bool) -> Rehearsal:
+def run_layers(c: Config, setup: Setup, world: dist.World) -> Rehearsal:
     """The step of `setup`, extended from a few layers if that is exact.
 
     Units between the first and the last do the same, in the same places of the step. What one unit
@@ -229,14 +229,14 @@ def run_layers(c: Config, setup: Setup, world: dist.World, fuses: bool) -> Rehea
 
     def run(n_layer: int) -> Rehearsal:
         model_config = dataclasses.replace(setup.model, n_layer=n_layer)
-        return run_step(c, dataclasses.replace(setup, model=model_config), mesh, fuses)
+        return run_step(c, dataclasses.replace(setup, model=model_config), mesh)
 
     n_layer = setup.model.n_layer
-    unit = blocks_per_unit(c) or 1
+    unit = setup.blocks_per_unit or n_layer  # one unit: nothing repeats
     more = n_layer // unit - REHEARSED_UNITS  # units
     few = n_layer - more * unit
     found = None
-    repeats = c.optimizer != "muon" and (setup.strategy != "ddp" or setup.uses_fsdp)
+    repeats = c.optimizer != "muon" and (setup.strategy != "ddp" or c.tp > 1)
     if more > REHEARSED_UNITS + 1 and repeats:
         with suppress(NotRepeated):
             found = extend(run(few), run(few + unit), more)
@@ -369,10 +369,9 @@ class Recorder(TorchDispatchMode):
     found at the end. Memory that one operation both allocates and frees is not seen.
     """
 
-    def __init__(self, fakes: FakeTensorMode, fuses: bool = False):
+    def __init__(self, fakes: FakeTensorMode):
         super().__init__()
         self.fakes = fakes
-        self.fuses = fuses  # --compile
         self.phase = "build"
         self.times = 1  # micro-batches that the current one stands for
         self.live: dict[int, Block] = {}  # by storage id
@@ -381,8 +380,6 @@ class Recorder(TorchDispatchMode):
         self.collectives: Collectives | None = None
         self.flops: Counter[str] = Counter()
         self.operations: dict[tuple, Operation] = {}
-        self.chain: Operation | None = None  # fused by --compile
-        self.touched: dict[Block, bool] = {}  # by the chain: did it make them
         self.state: dict[str, int] = {}
         self.empty = torch.empty(0, device="meta")
 
@@ -538,47 +535,16 @@ class Recorder(TorchDispatchMode):
         name = function._schema.name
         if function.is_view or any(word in name for word in ("prim", "empty", "view", "copy_in")):
             return  # FSDP's copy_in of its own shard overlaps the rest
-        shape = tuple(results[0].shape) if results else ()
-        is_compiled = self.fuses and self.phase != "optimizer" and function.namespace == "aten"
-        if is_compiled and not flops:
-            self.fuse(operands, results, shape)
-            return
-        if any(self.touched.get(self.block_of(tensor)) for tensor in operands):
-            self.end_chain()  # it waits for the chain
         if function.namespace in ("c10d", "_c10d_functional"):
             return
+        shape = tuple(results[0].shape) if results else ()
         if flops:
             shape += (round(flops / 2 / results[0].numel()),)  # k of a matrix product
-        operation = self.operation(name.partition("::")[2], shape)
+        new = Operation(self.phase, name.partition("::")[2], shape)
+        operation = self.operations.setdefault((new.phase, new.name, shape), new)
+        operation.count += self.times
         operation.flops += self.times * flops
         operation.bytes += self.times * sum(map(size_of, moved_by(function, operands, results)))
-
-    def operation(self, name: str, shape: tuple[int, ...]) -> Operation:
-        """The row of an operation, counted once more."""
-        new = Operation(self.phase, name, shape)
-        operation = self.operations.setdefault((self.phase, name, shape), new)
-        operation.count += self.times
-        return operation
-
-    def fuse(self, operands: list[Tensor], results: list[Tensor], shape: tuple[int, ...]) -> None:
-        """Count the chain's inputs; the rest stays in registers."""
-        self.chain = self.chain or self.operation("fused", shape)
-        for tensor in operands:
-            block = self.block_of(tensor)
-            if block and block not in self.touched:
-                self.touched[block] = False
-                self.chain.bytes += self.times * size_of(tensor)
-        for tensor in results:
-            if block := self.block_of(tensor):
-                self.touched.setdefault(block, True)
-
-    def end_chain(self) -> None:
-        """Count the chain's outputs: what it made and something still needs."""
-        if self.chain:
-            made = [block.size for block, is_made in self.touched.items() if is_made]
-            self.chain.bytes += self.times * sum(made)  # freed ones have size 0
-        self.chain = None
-        self.touched = {}
 
     def forget_counts(self) -> None:
         self.collectives.counts.clear()
@@ -618,7 +584,6 @@ class Recorder(TorchDispatchMode):
         optimizer.step = step
 
     def begin(self, phase: str) -> None:
-        self.end_chain()
         self.phase = phase
         self.phases += 1
         if phase == "optimizer":

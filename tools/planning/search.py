@@ -100,14 +100,6 @@ class Candidate:
         return self.speed.tokens_per_second_per_device
 
 
-@dataclass
-class Group:
-    """Candidates that differ only in their communication, simplest first."""
-
-    left: list[tuple[Config, Setup]]
-    speed: float = math.inf  # of the last one rehearsed, tokens/s/device
-
-
 def search(
     request: Request, free: frozenset[str], seconds: float
 ) -> tuple[list[Candidate], Counter]:
@@ -118,16 +110,17 @@ def search(
     began = time.monotonic()
     cluster = request.cluster
     groups, impossible = group_candidates(request, free)
+    speeds = dict.fromkeys(groups, math.inf)  # of the last one rehearsed, tokens/s/device
     passed_over = Counter({"are impossible": impossible})
     found = []
-    while groups := [group for group in groups if group.left]:
-        left = seconds - (time.monotonic() - began)
-        waiting = sum(len(group.left) for group in groups)
-        if left <= 0 and found:
-            passed_over["had no time left"] = waiting
+    while groups:
+        if found and time.monotonic() - began >= seconds:
+            passed_over["had no time left"] = sum(map(len, groups.values()))
             break
-        group = max(groups, key=lambda group: group.speed)
-        c, setup = group.left.pop(0)
+        fastest = max(groups, key=speeds.get)
+        c, setup = groups[fastest].pop(0)
+        if not groups[fastest]:
+            del groups[fastest]
         if not estimate_memory(c, setup).fits(cluster.device_memory):
             passed_over["are too large by the estimate"] += 1
             continue
@@ -135,19 +128,18 @@ def search(
         if not predict.fits(rehearsal.peak, cluster):
             passed_over["are too large when rehearsed"] += 1
             continue
-        speed = predict.speed(rehearsal, c, cluster, request.rank)
-        found.append(Candidate(c, rehearsal, speed))
-        group.speed = found[-1].tokens_per_second()
+        found.append(Candidate(c, rehearsal, predict.speed(rehearsal, c, cluster, request.rank)))
+        speeds[fastest] = found[-1].tokens_per_second()
     if not found:
         raise UsageError(
             f"nothing fits on {cluster.world_size} x {cluster.device_type}: take more devices, a "
             "smaller model or a shorter --seq_len"
         )
-    return in_order(found, cluster), passed_over
+    return best_first(found, cluster), passed_over
 
 
-def group_candidates(request: Request, free: frozenset[str]) -> tuple[list[Group], int]:
-    """The candidates in the order to try them, and how many are impossible.
+def group_candidates(request: Request, free: frozenset[str]) -> tuple[dict[tuple, list], int]:
+    """Lists of those that compute alike, simplest first, and how many candidates are impossible.
 
     If all are, raises the UsageError or MeshError of the last.
     """
@@ -162,22 +154,19 @@ def group_candidates(request: Request, free: frozenset[str]) -> tuple[list[Group
             problems.append(error)
             continue
         key = (c.tp, setup.micro_batch_size, c.activation_checkpointing)
-        groups.setdefault(key, Group([])).left.append((c, setup))
+        groups.setdefault(key, []).append((c, setup))
     if problems and not groups:
         raise problems[-1]
-    return list(groups.values()), len(problems)
+    return groups, len(problems)
 
 
-def in_order(possible: list[Candidate], cluster: Cluster) -> list[Candidate]:
-    """Fastest first; among candidates within TIE of each other, simplest first."""
-    left = sorted(possible, key=Candidate.tokens_per_second, reverse=True)
-    ordered = []
-    while left:
-        limit = (1 - TIE) * left[0].tokens_per_second()
-        tied = [one for one in left if one.tokens_per_second() >= limit]
-        ordered += sorted(tied, key=lambda one: complexity(one.config, cluster))
-        left = left[len(tied) :]
-    return ordered
+def best_first(found: list[Candidate], cluster: Cluster) -> list[Candidate]:
+    """The simplest of those within TIE of the fastest, then the others, fastest first."""
+    ranked = sorted(found, key=Candidate.tokens_per_second, reverse=True)
+    limit = (1 - TIE) * ranked[0].tokens_per_second()
+    tied = [one for one in ranked if one.tokens_per_second() >= limit]
+    best = min(tied, key=lambda one: complexity(one.config, cluster))
+    return [best, *(one for one in ranked if one is not best)]
 
 
 def complexity(c: Config, cluster: Cluster) -> tuple:
