@@ -183,7 +183,6 @@ def test_killed_twenty_times_while_it_consolidates(pool, tokens, tmp_path):
     assert unfinished >= 5
 
 
-
 @pytest.mark.slow
 def test_max_restarts_continues_by_itself(whole, tokens, tmp_path):
     out = tmp_path / "out"
