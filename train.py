@@ -44,7 +44,7 @@ from layout import Setup
 from metrics import is_due
 from model import Transformer
 from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
-from runtime.consolidate import BYTES_PER_SECOND, consolidate_last
+from runtime.consolidate import consolidate_last
 from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog, take_over_nccl_errors
 from sample import closing_sample
@@ -88,7 +88,6 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     --log_interval 1, the previous row.
     """
     this_start = datetime.now().astimezone()
-    time_limit = agreement.TimeLimit(flags.time_limit)
 
     # What needs no weights is refused before they exist. Rank 0 looks for all; together they only
     # read the checkpoints in --out, to verify them.
@@ -152,9 +151,8 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
                 values = train_step(forward, state.optimizer, batches, step, n, grad_sync, measure)
             state.step = step
             is_last = step == c.max_steps
-            is_late = c.time_limit and time_limit.is_near(seconds_to_save(c, saver))
             # Whether any rank asked a step ago: all ranks stop after the same step.
-            stop = stop_request(log.is_gone or is_late) and not is_last
+            stop = stop_request(log.is_gone) and not is_last
             log.step(step, values, stops=stop)  # a row if one is due
             evaluates = is_last or is_due(step, c.eval_interval)
             saves = c.checkpoint != "none" and (is_last or stop or is_due(step, c.save_interval))
@@ -405,11 +403,6 @@ def save(
         )
     tokens = state.step * setup.tokens_per_step
     saver.save(state.tensors, {"step": state.step, "tokens": tokens, **manifest})
-
-
-def seconds_to_save(c: Config, saver: Saver) -> float:
-    """The time of the last save; with --checkpoint full, and of the one file at the end."""
-    return saver.seconds + (saver.bytes / BYTES_PER_SECOND if c.checkpoint == "full" else 0)
 
 
 def is_finite(weights: dict[str, Tensor], loss: float) -> bool:

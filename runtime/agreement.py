@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +27,7 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 class StopRequest:
-    """Whether any rank got a signal to stop, or is late; all ranks learn it one step later.
+    """Whether any rank must stop, such as by a signal; all ranks learn it one step later.
 
     Construction installs signal handlers, unless told not to; they only set a flag. The all_reduce
     of a step runs during the next step, on CPU tensors and a gloo group of its own: devices take no
@@ -55,12 +54,12 @@ class StopRequest:
             # Without torchrun, a second Ctrl-C ends the run at once.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def __call__(self, is_late: bool) -> bool:
+    def __call__(self, must_stop: bool) -> bool:
         """Send whether this rank must stop; return whether any rank had to a step ago."""
         if self.in_flight:
             self.in_flight.wait()
         any_rank = self.flag.numpy()[0] > 0  # not .item(), which --profile counts as a host sync
-        self.flag = torch.tensor([float(self.signalled or is_late)])
+        self.flag = torch.tensor([float(self.signalled or must_stop)])
         self.in_flight = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
         return any_rank
 
@@ -68,26 +67,6 @@ class StopRequest:
         """Wait until no all_reduce is in flight."""
         if self.in_flight:
             self.in_flight.wait()
-
-
-class TimeLimit:
-    """--time_limit: when to stop, so that a last save ends in time."""
-
-    def __init__(self, seconds: float):
-        self.deadline = time.monotonic() + seconds
-        self.last_call = math.inf  # the first step may compile
-        self.longest = 0.0  # seconds from call to call
-
-    def is_near(self, save_seconds: float) -> bool:
-        """Whether to stop after this step. Call it after each.
-
-        Leaves twice the longest time that a step has taken, with its evaluation and save, and twice
-        what a save takes that goes on beside the steps.
-        """
-        now = time.monotonic()
-        self.longest = max(self.longest, now - self.last_call)
-        self.last_call = now
-        return now + 2 * (self.longest + save_seconds) > self.deadline
 
 
 class RankMismatch(ValueError):

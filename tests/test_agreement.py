@@ -1,6 +1,5 @@
 """Ranks that were not started alike are refused; a flag of one rank reaches all."""
 
-import itertools
 import os
 import signal
 from pathlib import Path
@@ -135,10 +134,3 @@ def test_a_signal_to_one_rank_stops_all_in_the_same_step(pool, number):
 def test_a_flag_of_any_rank_reaches_all_in_the_next_step(pool):
     answers = pool(3, raise_flags, {2: 1, 5: 2}, 7)
     assert answers == [[False, False, False, True, False, False, True]] * 3
-
-
-def test_a_time_limit_leaves_time_for_two_steps_and_two_saves():
-    now = itertools.count(0, 10).__next__  # at the start of the run, and after each step
-    with mock.patch.object(agreement, "time", mock.Mock(monotonic=now)):
-        limit = agreement.TimeLimit(100)
-        assert [limit.is_near(save_seconds=10) for _ in range(8)] == 6 * [False] + 2 * [True]

@@ -180,10 +180,8 @@ HSDP = (2, 4, 1)
         (SCATTERED, 4, None, "", 16 - 4 * 15 / 16),
         (SCATTERED, 4, None, "--grad_sync micro_batch", 4 * (4 - 4 * 3 / 4)),
         (SCATTERED, 4, None, "--strategy hsdp --grad_sync shard", 4 * (4 - 3)),
-        # Matrices are exchanged within a replica: 3 of 4 parts on the links of a host, or 7 of 8
-        # between hosts, on a card
-        (EXCHANGED, 1, HSDP, "", 2e9 * 3 / 4 / 100e9),
-        (EXCHANGED, 1, None, "", 2e9 * 7 / 8 / (10e9 / 4)),
+        # Of matrices 7 of 8 parts, each rank of a host on its share of the card
+        (EXCHANGED, 1, HSDP, "", 2e9 * 7 / 8 / (10e9 / 4)),
         (sends(1.0, phase="optimizer"), 1, None, "", 1.0),
         # The next layer needs a sum over tp, and the update needs the norm, at once.
         (TP, 1, (1, 2, 4), "", 0.015),

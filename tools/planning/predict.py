@@ -340,10 +340,7 @@ def overlap(
     beside = {work: Queue() for work in ("forward", "backward", "last backward")}
     alone, total = Counter(), Counter()  # axis -> seconds per step
     for row in rehearsal.communication:
-        shape = setup.mesh_shape
-        if row.collective == "all_to_all":  # Muon's, within a replica
-            shape = (1, *shape[1:])
-        group = group_of(row.axis, rank, shape, links.local_size)
+        group = group_of(row.axis, rank, setup.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds
