@@ -166,7 +166,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
                     if saves and not stop:
                         save(setup, state, manifest, saver, log.loss, watchdog)
             if saver.rows:
-                report_saves(saver, log.loss, watchdog)
+                report_saves(saver, log, watchdog)
             if stop:
                 break
             if step % 100 == 0:
@@ -175,7 +175,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
         # The end
         watchdog.progress(state.step, "saving", slow=True)
         saver.wait()
-        report_saves(saver, log.loss, watchdog)
+        report_saves(saver, log, watchdog)
         if saver.failure:
             raise checkpoint.CheckpointError(saver.failure)
         if dist.on_rank0(lambda: log.is_gone):
@@ -413,7 +413,7 @@ def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
     return math.isfinite(loss) and finite.item() == 1
 
 
-def report_saves(saver: Saver, loss: float, watchdog: Watchdog) -> None:
+def report_saves(saver: Saver, log: metrics.Log, watchdog: Watchdog) -> None:
     """Log the saves that have finished."""
     for row in saver.done():
         log.checkpoint(row)
