@@ -165,7 +165,6 @@ def report(out: Path, corpus: Corpus, splitter: Splitter, meta: dict) -> None:
 def build_parser() -> cli.Parser:
     """Flags with the names of the parameters of `prepare`."""
     parser = cli.Parser(
-        quiet=True,
         prog="prepare.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

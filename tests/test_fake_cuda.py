@@ -24,7 +24,7 @@ from conftest import Pool, flags, free_port
 
 import train
 from config import model_config
-from runtime import console, watchdog
+from runtime import watchdog
 from tools import check
 from tools.planning.rehearse import make_world, rehearse
 
@@ -46,7 +46,7 @@ CASES = [
     ("single --activation_checkpointing selective", 1, 1),
     ("single --loss_chunks 2", 1, 1),
     ("single --model tinyllama-1.1b --sample_tokens 2", 1, 1),
-    ("single --checkpoint full", 1, 1),
+    ("single --checkpoint sharded", 1, 1),
     ("single --checkpoint sharded --async_save", 1, 1),
     ("single --tp 2 --model tinyllama-1.1b", 2, 1),
     ("ddp --skip_spikes 3", 2, 2),
@@ -167,12 +167,8 @@ def run_case(report: Report, argv: list[str], ports: list[int]) -> None:
         report.connections = store_connections()
         return state, forward
 
-    @contextlib.contextmanager
-    def the_loop(line):  # in place of the live line
-        with mock.patch.object(gpu, "part", "loop"):
-            yield line
-
     def step(forward, optimizer, batches, step, n, grad_sync, measure):
+        gpu.part = "loop"
         gpu.forget_counts()
         batches = gpu.batches(batches, [1] * n)
         values = train_step(forward, optimizer, batches, step, n, grad_sync, measure)
@@ -187,13 +183,12 @@ def run_case(report: Report, argv: list[str], ports: list[int]) -> None:
         evaluate=within("beside", train.evaluate),
         save=within("beside", train.save),
         closing_sample=within("beside", train.closing_sample),
-        consolidate_last=fake_cuda.without_fakes(train.consolidate_last),
     )
     starts = 1 if train.parse(argv).checkpoint == "none" else 2
     for max_steps, port in [(2, ports[0]), (3, ports[1])][:starts]:
         os.environ["MASTER_PORT"] = str(port)
-        loop = mock.patch.object(console, "live", the_loop)
-        with patches, loop, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
+        gpu.part = "start"
+        with patches, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
             assert train.command([*argv, "--max_steps", str(max_steps)]) == 0
 
 

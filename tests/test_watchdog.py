@@ -3,13 +3,12 @@
 import atexit
 import contextlib
 import ctypes
+import multiprocessing
 import os
-import pickle
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,11 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, Job, children, flags, fork_ranks, rows, torchrun, wait_until
+from conftest import Job, children, flags, fork_ranks, rows, torchrun, wait_until
 
 import data
 import train
-from runtime import launcher, watchdog
+from runtime import watchdog
 
 
 def is_running(pid: int) -> bool:
@@ -101,89 +100,34 @@ def test_a_rank_that_hangs_ends_the_job_and_is_named(tokens, tmp_path):
         "train.py: error: rank 1 did not arrive within 4 s: still after step 39, reading data; "
         "rank 0 is after step 39, computing; the same command continues from step 20\n"
     )
-    # Rank 0 waits for weights; rank 1 is behind.
-    assert (out / "flight/rank_1").exists()
-    last = pickle.loads((out / "flight/rank_0").read_bytes())["entries"][-1]
-    assert last["profiling_name"] == "gloo:all_gather"
 
 
-LAUNCHED = """
-import os, sys, time
-sys.path.insert(0, {root!r})
-from runtime import launcher
-if os.fork():
-    print(os.getpid(), flush=True)
+FORK = multiprocessing.get_context("fork")
+
+
+def wait_for_the_end(folder: Path) -> None:
+    watchdog.end_with_launcher()
+    (folder / str(os.getpid())).touch()
     time.sleep(1000)
-launcher.PARENT = os.getppid()
-launcher.watch()
-print(os.getpid(), flush=True)
-time.sleep(1000)
-"""
 
 
-def test_ranks_end_when_their_launcher_has_gone():
-    script = LAUNCHED.format(root=str(ROOT))
-    environment = os.environ | {"TORCHELASTIC_RUN_ID": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stdout=-1, stderr=-1, text=True
-    )
-    pids = {int(process.stdout.readline()) for _ in range(2)}
-    (rank,) = pids - {process.pid}
-    process.kill()
+def launch_two(folder: Path) -> None:
+    """Start a rank as torchrun does, and another process as a shell does; then die."""
+    for environment in ({"TORCHELASTIC_RUN_ID": "1"}, {}):
+        with mock.patch.dict(os.environ, environment):
+            FORK.Process(target=wait_for_the_end, args=[folder]).start()
+    wait_until(lambda: len(list(folder.iterdir())) == 2, 20)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_ranks_end_when_their_launcher_has_gone_but_may_outlive_a_shell(tmp_path):
+    launcher = FORK.Process(target=launch_two, args=[tmp_path])
+    launcher.start()
+    launcher.join()
+    rank, other = sorted(int(path.name) for path in tmp_path.iterdir())
     wait_until(lambda: not is_running(rank), 10)
-    line = f"the launcher of the ranks on this host, process {process.pid}, has gone: they end, too"
-    assert line in process.communicate()[1]
-
-
-@pytest.mark.slow
-def test_ranks_whose_torchrun_is_killed_end(tokens, tmp_path):
-    text = f"--data {tokens} --out {tmp_path}/run --strategy ddp --max_steps 1000000"
-    job = torchrun(2, flags(text), tmp_path / "job")
-    job.wait_until(lambda: trains(tmp_path / "run"), 60)
-    ranks = job.ranks()
-    os.kill(job.pid, signal.SIGKILL)
-    job.wait(5)
-    wait_until(lambda: not any(map(is_running, ranks)), 20)  # of 20 minutes
-    line = f"the launcher of the ranks on this host, process {job.pid}, has gone: they end, too"
-    # Or the rank itself was faster to notice
-    store = "the store in which the ranks meet is gone: rank 0 or its host was lost"
-    assert last_line(job).startswith((line, store))
-    assert "most recent call last" not in job.err
-
-
-def test_a_process_that_a_shell_started_may_outlive_it(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
-    before = threading.active_count()
-    launcher.watch()
-    assert threading.active_count() == before
-
-
-def dump_that_hangs() -> bytes:
-    ctypes.PyDLL(None).sleep(1000)  # with Python's lock held
-
-
-def dump_that_fails() -> bytes:
-    raise OSError("no space left")
-
-
-def print_last_words(folder: Path, dump, device: str) -> None:
-    """With the recorders of a CUDA build."""
-    recorders = {"cuda": "_dump_nccl_trace", "cpu": "_dump_fr_trace"}
-    used = recorders.pop(device)
-    (other,) = recorders.values()
-    guard = watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60)
-    guard.dump_folder = folder / "flight"
-    guard.saved_step = 40
-    with (
-        open(folder / "stderr", "w") as file,
-        contextlib.redirect_stderr(file),
-        mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5),
-        mock.patch.object(watchdog.c10d, used, dump, create=True),
-        mock.patch.object(watchdog.c10d, other, lambda: b"empty", create=True),
-        mock.patch.object(torch.cuda, "is_initialized", lambda: device == "cuda"),
-    ):
-        guard.abort("rank 1 stopped or died")
+    assert is_running(other)
+    os.kill(other, signal.SIGKILL)
 
 
 def exit_statuses(processes: list) -> list[int | None]:
@@ -194,14 +138,6 @@ def exit_statuses(processes: list) -> list[int | None]:
     for process in processes:
         process.kill()
     return statuses
-
-
-@pytest.mark.parametrize("dump, device", [(dump_that_hangs, "cuda"), (dump_that_fails, "cpu")])
-def test_a_rank_ends_after_its_last_words_even_if_the_dump_hangs(tmp_path, dump, device):
-    assert exit_statuses(fork_ranks(1, print_last_words, tmp_path, dump, device)) == [1]
-    line = "error: rank 1 stopped or died; the same command continues from step 40\n"
-    assert (tmp_path / "stderr").read_text().endswith(f": {line}")
-    assert not list((tmp_path / "flight").iterdir())  # the other recorder would have written one
 
 
 def fail_alone() -> None:
@@ -215,7 +151,7 @@ def fail_alone() -> None:
         raise ValueError("which no other rank has")
     with mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5):
         atexit._run_exitfuncs()
-    dump_that_hangs()  # as NCCL's communicators may, with Python's lock held
+    ctypes.PyDLL(None).sleep(1000)  # as NCCL's communicators may, with Python's lock held
 
 
 def test_a_rank_that_fails_alone_ends_although_nccl_waits_for_others():
