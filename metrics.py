@@ -182,8 +182,7 @@ class TrackerError(ImportError):
 def check_tracker(name: str) -> None:
     """Raises TrackerError if a tracker's package is missing."""
     try:
-        if name != "none":
-            importlib.import_module(name)
+        importlib.import_module(name)
     except Exception as error:  # importing a package can raise anything
         raise TrackerError(f"--tracker {name}: pip install {name} ({error})") from None
 
@@ -261,7 +260,7 @@ class Log:
     rates       of this device and model
     last_step   the run resumes after it
     first_start when the run first started
-    data_wait   data_wait(): seconds that this rank has waited for data so far
+    batches     its `waited` is the seconds that this rank has waited for data so far
 
     A training row goes step -> send -> write -> append.
     """
@@ -273,19 +272,19 @@ class Log:
         rates: Rates,
         last_step: int,
         first_start: datetime,
-        data_wait: Callable[[], float] = lambda: 0.0,
+        batches,
     ):
         self.out = out
         self.c = c
         self.rates = rates
         self.last_step = last_step
         self.first_start = first_start.timestamp()
-        self.data_wait = data_wait
+        self.batches = batches
         self.is_rank0 = torch.distributed.get_rank() == 0
         self.skipped_in_a_row = 0
         self.loss = math.nan  # last row: mean over the global batch
         self.pending: PendingRow | None = None
-        self.mark = self.mark_now(last_step)
+        self.mark = Mark(rates.device, last_step, batches.waited)
         self.useful_time = 0.0  # seconds in steps so far, lost ones excluded
         self.tracker = None  # send(row)
         if not self.is_rank0:
@@ -302,15 +301,12 @@ class Log:
             except Exception as error:
                 self.drop_tracker(error)
 
-    def mark_now(self, step: int) -> Mark:
-        return Mark(self.rates.device, step, self.data_wait())
-
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Excludes its block from the step time; first writes the pending row."""
         self.flush()
         yield
-        self.mark = self.mark_now(self.mark.step)
+        self.mark = Mark(self.rates.device, self.mark.step, self.batches.waited)
 
     # Training rows
 
@@ -342,7 +338,8 @@ class Log:
         tensors, numbers = {}, {}
         for name, value in values.items():
             (tensors if isinstance(value, Tensor) else numbers)[name] = value
-        numbers |= {"data_wait": self.data_wait() - self.mark.data_wait, **peak_memory(device)}
+        data_wait = self.batches.waited - self.mark.data_wait
+        numbers |= {"data_wait": data_wait, **peak_memory(device)}
         columns = torch.tensor(list(numbers.values()), dtype=torch.float64)
         if device.type == "cuda":
             columns = columns.pin_memory().to(device, non_blocking=True)
@@ -350,7 +347,7 @@ class Log:
         ranks = columns.new_empty(torch.distributed.get_world_size() * len(columns))
         all_gather_single(ranks, columns)
         ranks = ranks.view(-1, len(columns)).to("cpu", non_blocking=True)
-        began, self.mark = self.mark, self.mark_now(step)
+        began, self.mark = self.mark, Mark(device, step, self.batches.waited)
         self.pending = PendingRow(began, self.mark, [*tensors, *numbers], ranks)
 
     def flush(self) -> None:

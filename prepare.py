@@ -210,7 +210,7 @@ def run_command(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("prepare.py", lambda: run_command(argv))
+    return cli.execute("prepare.py", run_command, argv)
 
 
 def exit_on_signal(number: int, frame) -> None:

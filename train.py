@@ -88,7 +88,6 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
         latest, passed_over = run_folder.latest_valid(Path(flags.out))
     start = dist.on_rank0(preflight.check, flags, world, latest, passed_over)
     c = start.config  # the flags, with the values that the run has for those not given
-    watchdog.saved_step = start.step or None
     if start.step >= c.max_steps:
         finished = f"{c.out} is finished, step {start.step} of {c.max_steps}: "
         report.say(world, [finished + "raise --max_steps, or choose another --out"])
@@ -127,17 +126,18 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     flops_per_token = state.model.flops_per_token(setup.model.seq_len)
     peak_flops = metrics.peak_flops(world.device, setup.dtype, c.peak_tflops)
     rates = metrics.Rates(world.device, setup.tokens_per_step, flops_per_token, peak_flops)
-    log = metrics.Log(out, c, rates, start.step, first_start, lambda: batches.waited)
-    profiler = profiling.Profiler(
-        profile_window(c), out / "profile", mesh, log.say, [stop_request, saver]
-    )
+    log = metrics.Log(out, c, rates, start.step, first_start, batches)
+    profiler = None
+    if window := profile_window(c):
+        in_flight = [stop_request, saver]
+        profiler = profiling.Profiler(window, out / "profile", mesh, log.say, in_flight)
 
     if world.device.type == "cpu":
         memory.keep_freed_memory()
     n, grad_sync = setup.grad_accum_steps, c.grad_sync
     for step in range(start.step + 1, c.max_steps + 1):
         measure = is_due(step, c.optim_metrics_interval)
-        with profiler.step(step, batches.waited):  # does nothing without --profile
+        with profiler.step(step, batches.waited) if profiler else contextlib.nullcontext():
             values = train_step(forward, state.optimizer, batches, step, n, grad_sync, measure)
         state.step = step
         is_last = step == c.max_steps
@@ -155,8 +155,8 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
                 # After the evaluation: a kill between the two repeats both, and loses no row.
                 if saves and not stop:
                     save(setup, state, manifest, saver, log.loss, watchdog)
-        if saver.rows:
-            report_saves(saver, log, watchdog)
+        while saver.rows:
+            log.checkpoint(saver.rows.pop(0))
         if stop:
             break
         if step % 100 == 0:
@@ -165,7 +165,8 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     # The end
     watchdog.progress(state.step, "saving", slow=True)
     saver.wait()
-    report_saves(saver, log, watchdog)
+    while saver.rows:
+        log.checkpoint(saver.rows.pop(0))
     if saver.failure:
         raise checkpoint.CheckpointError(saver.failure)
     log.say(log.goodput())
@@ -399,15 +400,6 @@ def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
     return math.isfinite(loss) and finite.item() == 1
 
 
-def report_saves(saver: Saver, log: metrics.Log, watchdog: Watchdog) -> None:
-    """Log the saves that have finished."""
-    while saver.rows:
-        row = saver.rows.pop(0)
-        log.checkpoint(row)
-        if row["event"] == "checkpoint":
-            watchdog.saved_step = row["step"]
-
-
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """A collection on one rank delays all of them: the loop collects on all at once."""
@@ -433,7 +425,7 @@ def report_stop(c: Config, step: int, log: metrics.Log) -> int:
 def main(argv: list[str]) -> int:
     slurm.read_slurm()
     end_with_launcher()
-    return cli.execute("train.py", lambda: command(argv))
+    return cli.execute("train.py", command, argv)
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ def fail(program: str, message: str, status: int) -> int:
     return status
 
 
-def execute(program: str, command: Callable[[], int | None]) -> int:
-    """Call `command` and return the exit status: its result, or that of the error it raises.
+def execute(program: str, command: Callable, *arguments) -> int:
+    """Call the command and return the exit status: its result, or that of the error it raises.
 
     Prints expected errors in one line: those whose class has an `exit_status` (2 for usage, 1 at
     run time), OSError (1), and those that `explain` knows. Ctrl-C and a closed pipe return 130.
@@ -107,7 +107,7 @@ def execute(program: str, command: Callable[[], int | None]) -> int:
         # Print \u1234 for characters that the encoding, such as ASCII, lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return command() or 0
+        return command(*arguments) or 0
     except (KeyboardInterrupt, BrokenPipeError):
         return 130
     except Exception as error:

@@ -44,7 +44,8 @@ def check(flags: Config, world: dist.World, latest: Path | None, passed_over: li
     Writes only the built-in data. Raises UsageError, CheckpointError, DataError, TokenizerError and
     TrackerError.
     """
-    metrics.check_tracker(flags.tracker)
+    if flags.tracker != "none":
+        metrics.check_tracker(flags.tracker)
     if not flags.eval_only:
         check_folder(flags, latest, passed_over)
     origin = find_origin(flags, latest)

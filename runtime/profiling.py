@@ -173,8 +173,7 @@ class Profiler:
 
     Counting slows a step down, so it stays out of the trace. Each rank writes
     `folder`/rank_N.trace.json, for chrome://tracing or ui.perfetto.dev, and the figures to
-    rank_N.json; `say` gets them in words. Does nothing without a window, or if the run resumed
-    inside it.
+    rank_N.json; `say` gets them in words. Does nothing if the run resumed inside the window.
 
     torch's profiler corrupts memory if it starts or stops while a collective runs on a gloo thread.
     Before it does, `wait` of each object `in_flight` is called; the step's own have ended by then.
@@ -182,13 +181,13 @@ class Profiler:
 
     def __init__(
         self,
-        window: tuple[int, int] | None,
+        window: tuple[int, int],
         folder: Path,
         mesh: DeviceMesh,
         say: Callable[[str], None],
         in_flight: Iterable,
     ):
-        self.start, self.stop = window or (math.inf, math.inf)
+        self.start, self.stop = window
         self.path = folder / f"rank_{torch.distributed.get_rank()}"
         self.mesh = mesh
         self.is_cuda = mesh.device_type == "cuda"

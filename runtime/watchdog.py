@@ -59,7 +59,6 @@ class Watchdog:
         self.world_size = world_size
         self.timeout = timeout  # seconds
         self.interval = min(1.0, timeout / 20)  # seconds
-        self.saved_step: int | None = None  # the step that the run can continue from
         self.count = 0  # heartbeats sent
         self.reports = 0  # calls of `progress`
         self.place = "before the first step"
@@ -175,8 +174,6 @@ class Watchdog:
         self.ending.acquire()  # only once: another thread waits here for the end
         try:
             if line:
-                if self.saved_step is not None:
-                    line += f"; the same command continues from step {self.saved_step}"
                 cli.report_error(Path(sys.argv[0]).name, line)
             if self.rank == 0:
                 # It may keep the store, where the others read the verdict once per interval.

@@ -6,13 +6,11 @@ import math
 import platform
 import re
 import resource
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, build_model, build_run, flags, listen, train_step
+from conftest import build_model, build_run, flags, listen, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
@@ -210,24 +208,6 @@ def page_faults_of_a_large_tensor() -> int:
 def test_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
     (faults,) = pool(1, page_faults_of_a_large_tensor)
     assert faults < 100
-
-
-def test_torch_finds_expandable_segments_unless_the_allocator_is_configured(tmp_path):
-    """On its import, when the allocator reads the variable."""
-    (tmp_path / "torch.py").write_text(
-        "import os\nprint(os.environ.get('PYTORCH_ALLOC_CONF'))\nraise SystemExit\n"
-    )
-    new, old = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-    for given, found in (
-        ({}, "expandable_segments:True"),
-        ({new: "a:1"}, "a:1"),
-        ({old: "a:1"}, "None"),
-    ):
-        environment = {"PYTHONPATH": str(tmp_path), **given}
-        done = subprocess.run(
-            [sys.executable, "train.py"], env=environment, cwd=ROOT, stdout=subprocess.PIPE
-        )
-        assert done.stdout.decode() == f"{found}\n"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,11 +17,13 @@ import metrics
 from config import Config
 from model import ModelConfig
 
+NO_DATA = SimpleNamespace(waited=0.0)
 
-def make_log(out, data_wait=lambda: 0.0, last_step: int = 0) -> metrics.Log:
+
+def make_log(out, batches=NO_DATA, last_step: int = 0) -> metrics.Log:
     c = Config(max_steps=100, max_skipped=3)
     rates = metrics.Rates(torch.device("cpu"), 1000, flops_per_token=2e6, peak_flops=1e12)
-    return metrics.Log(out, c, rates, last_step, datetime.fromtimestamp(1000, UTC), data_wait)
+    return metrics.Log(out, c, rates, last_step, datetime.fromtimestamp(1000, UTC), batches)
 
 
 def log_step(the_log: metrics.Log, step: int, loss: float = 2.5, **changes: float) -> None:
@@ -78,12 +81,12 @@ def log_of_a_rank(out) -> float:
     rank = dist.start("cpu").rank
     memory = {"peak_device_memory": 500 - rank, "peak_host_memory": 700 + rank}
     memory |= {"peak_reserved_memory": 600 - rank, "allocation_retries": 2 + rank}
-    waited = [0.0]
-    the_log = make_log(out, data_wait=lambda: sum(waited))
-    waited.append(30 - 20 * rank)
+    batches = SimpleNamespace(waited=0.0)
+    the_log = make_log(out, batches)
+    batches.waited += 30 - 20 * rank
     with mock.patch.object(metrics, "peak_memory", lambda device: memory):
         log_step(the_log, 1, 2.0 + rank, grad_norm=3.0 + rank)
-        waited.append(1)
+        batches.waited += 1
         log_step(the_log, 2, 5.0 + rank)
     return the_log.loss
 

@@ -20,7 +20,6 @@ from conftest import (
     QUIET,
     ROOT,
     TINY,
-    Job,
     build_run,
     call_train,
     documented_fields,
@@ -59,11 +58,6 @@ def test_the_command_of_the_readme(tmp_path):
     (evaluation,) = rows(tmp_path / "runs/tiny", "val_loss")
     fields = documented_fields("reference.md", "rows | fields", "evaluation")
     assert evaluation.keys() == fields | {"time"}
-
-    argv = ["--run", tmp_path / "runs/tiny", "--prompt", "import", "--max_new_tokens", 20]
-    sample = Job([ROOT / "sample.py", *argv, "--seed", 3], tmp_path / "sample")
-    assert sample.wait(60) == 0
-    assert sample.out.startswith("import") and len(sample.out) > 20
 
 
 def test_a_folder_in_use_is_refused_on_every_rank_and_only_an_evaluation_may_read(

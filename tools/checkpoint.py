@@ -72,7 +72,7 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.checkpoint", lambda: run(argv))
+    return cli.execute("tools.checkpoint", run, argv)
 
 
 if __name__ == "__main__":
