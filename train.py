@@ -413,9 +413,7 @@ def no_garbage_collection() -> Iterator[None]:
 def report_stop(c: Config, step: int, log: metrics.Log) -> int:
     """Say that a run stopped before its end; return the exit status."""
     continues = "" if c.checkpoint == "none" else "; the same command continues"
-    line = f"stopped after step {step}{continues}"
-    log.say(line)
-    cli.tell_torchrun(line)
+    log.say(f"stopped after step {step}{continues}")
     # 75 tells a scheduler to try again. With torchrun --max-restarts, which would retry at once,
     # return 0.
     will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0

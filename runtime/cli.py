@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import difflib
-import json
 import math
 import os
 import platform
@@ -11,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import NoReturn
 
 VERSION = "0.2.0"
@@ -65,22 +63,10 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 
-def tell_torchrun(line: str) -> None:
-    """Put the reason why this rank ends under "Root Cause" in torchrun's report.
-
-    Writes the file that torchrun reads, as its ErrorHandler does, but without a traceback.
-    """
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        details = {"timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
-
-
-def report_error(program: str, message: str, where: str = "") -> None:
-    """Print an error in one line, if stderr still takes it, and pass it to torchrun."""
-    line = f"{program}: error{where}: {message}"
+def print_error(program: str, message: str, where: str = "") -> None:
+    """Print an error in one line, if stderr still takes it."""
     with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
-    tell_torchrun(line)
+        print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)
 
 
 def fail(program: str, message: str, status: int) -> int:
@@ -92,7 +78,7 @@ def fail(program: str, message: str, status: int) -> int:
     rank = int(os.environ.get("RANK", 0))
     if rank:
         time.sleep(3)
-    report_error(program, message, f" on rank {rank}" if rank else "")
+    print_error(program, message, f" on rank {rank}" if rank else "")
     return status
 
 

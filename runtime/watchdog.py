@@ -174,7 +174,7 @@ class Watchdog:
         self.ending.acquire()  # only once: another thread waits here for the end
         try:
             if line:
-                cli.report_error(Path(sys.argv[0]).name, line)
+                cli.print_error(Path(sys.argv[0]).name, line)
             if self.rank == 0:
                 # It may keep the store, where the others read the verdict once per interval.
                 time.sleep(2 * self.interval)

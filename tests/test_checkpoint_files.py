@@ -52,7 +52,7 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, com
     assert [line.startswith("DAMAGED: ") for line in said.splitlines()] == [False] * 2 + [True] * 7
     for line, problem in zip(said.splitlines()[2:], DAMAGE):
         assert problem in line
-    argv = flags(f"--data {tokens} --out {out} {text} 1 --save_interval 4")
+    argv = flags(f"--data {tokens} --out {out} {text} 1 --save_interval 4 --allow_changes")
     ((status, said, _), _) = pool(2, listen, argv)
     assert status == 0
     for path, problem in zip(damaged, DAMAGE):

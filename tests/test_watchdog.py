@@ -52,50 +52,40 @@ def assert_over(job: Job, seconds: float) -> None:
     wait_until(lambda: not subprocess.run(of_its_session, capture_output=True).stdout, 5)
 
 
-def test_a_rank_that_dies_ends_the_job_and_is_named(tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1000000")
-    job = torchrun(2, [*argv, "--timeout", 6], tmp_path / "job")
-    job.wait_until(lambda: trains(tmp_path / "run"), 60)
-    os.kill(job.ranks()[1], signal.SIGKILL)
-    line = wait_for_line(job, 6 + 2)
-    assert_over(job, 6 + 5)
-    said, report = job.err.split("Traceback")  # torchrun's
-    assert said.count("error: ") == 1 and line in report
-    pattern = (
-        r"rank 1 stopped or died, last seen after step (\d+), \D+; "
-        r"rank 0 is after step (\d+), \D+"
-    )
-    last_seen, step = map(int, re.fullmatch(pattern, line).groups())
-    assert last_seen <= step and abs(step - len(rows(tmp_path / "run"))) < 2
-
-
-def train_and_hang(argv: list[str], folder: Path) -> int:
-    """Rank 1 never gets its 40th micro-batch."""
+def train_without_batch_40(argv: list[str], folder: Path, fate: str) -> int:
+    """Rank 1 hangs or dies where it would read its 40th micro-batch."""
     read = data.TokenDataset.__getitem__
     reads = 0
 
-    def hang(dataset, indices):
+    def stay_away(dataset, indices):
         nonlocal reads
         reads += dataset.split == "train"
         if reads == 40 and os.environ["RANK"] == "1":
+            if fate == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)
         return read(dataset, indices)
 
-    data.TokenDataset.__getitem__ = hang
+    data.TokenDataset.__getitem__ = stay_away
     sys.argv[0] = "train.py"
     with open(folder / "stderr", "a") as file, contextlib.redirect_stderr(file):
         return train.main(argv)
 
 
-def test_a_rank_that_hangs_ends_the_job_and_is_named(tokens, tmp_path):
-    out = tmp_path / "run"
-    text = f"--data {tokens} --out {out} --strategy fsdp --max_steps 1000000 --save_interval 20"
-    ranks = fork_ranks(2, train_and_hang, flags(f"{text} --timeout 4"), tmp_path)
-    assert exit_statuses(ranks) == [1, 1]
-    assert (tmp_path / "stderr").read_text() == (
-        "train.py: error: rank 1 did not arrive within 4 s: still after step 39, reading data; "
-        "rank 0 is after step 39, computing\n"
-    )
+FATES = {
+    "hangs": (1, "did not arrive within 4 s: still after step 39, reading data"),
+    "dies": (-9, "stopped or died, last seen (before the first|after) step.*"),
+}
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path, fate):
+    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1000000 --timeout 4"
+    ranks = fork_ranks(2, train_without_batch_40, flags(text), tmp_path, fate)
+    status, said = FATES[fate]
+    assert exit_statuses(ranks) == [1, status]
+    line = f"train.py: error: rank 1 {said}; rank 0 is after step 39, computing\n"
+    assert re.fullmatch(line, (tmp_path / "stderr").read_text())
 
 
 FORK = multiprocessing.get_context("fork")
