@@ -69,9 +69,6 @@ CASES = [
     ("fsdp --tp 2 --checkpoint sharded --async_save --profile 0:1", 4, 1),
     ("hsdp --dp_shard 2 --grad_sync shard", 4, 2),
 ]
-# On two ranks; the other checks compare values, or need a launcher.
-CHECKS = "devices matmul links parity --strategy fsdp"
-
 BLOCKS = "to cuda, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
 # What the host waits for beside the steps, by (function, what)
@@ -192,37 +189,6 @@ def run_case(report: Report, argv: list[str], ports: list[int]) -> None:
             assert train.command([*argv, "--max_steps", str(max_steps)]) == 0
 
 
-def play_checks(argv: list[str]) -> dict[str, list[str]]:
-    """The problems that each check of tools.check has found."""
-    fake_cuda.install()
-    fakes = fake_cuda.Fakes()
-    found = {}
-    run_check = check.run_check
-
-    def keep(name, ranks) -> check.Check:
-        result = run_check(name, ranks)
-        found[name] = result.problems
-        return result
-
-    def seconds(call) -> list[float]:
-        call()
-        return [1.0]  # of this machine, any would do
-
-    few_steps = f"{check.SHORT} --max_steps 4 --warmup_steps 1 "
-    rehearse_really = fake_cuda.without_fakes(check.rehearse.rehearse)
-    with (
-        mock.patch.object(check.rehearse, "rehearse", rehearse_really),
-        mock.patch.object(check.harness, "times", seconds),
-        mock.patch.multiple(check, run_check=keep, SHORT=few_steps),
-        mock.patch.object(torch.version, "cuda", "13.0"),
-        fakes,
-        fake_cuda.Gpu(fakes),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        check.check_ranks(argv)
-    return found
-
-
 def describe(group: torch.distributed.ProcessGroup) -> tuple:
     timeout = group._get_backend(torch.device("cuda")).options._timeout
     ranks = torch.distributed.get_process_group_ranks(group)
@@ -318,9 +284,3 @@ def test_make_mesh_names_the_groups_and_gives_them_the_timeout(reports):
         ranks_of = {"dp_replicate": replicas, "dp_shard": shards, "tp": [rank]}
         assert report.groups == [(name, ranks, seconds) for name, ranks in ranks_of.items()]
         assert report.connections <= 8  # torchrun's limit of open files is theirs
-
-
-def test_the_checks_run_on_gpus(gpus, tokens, tmp_path):
-    argv = flags(f"{CHECKS} --device cuda --data {tokens} --out {tmp_path}/checks")
-    for found in gpus(2, play_checks, argv, timeout=120):
-        assert found == {"devices": [], "matmul": [], "links": [], "parity": []}
