@@ -16,6 +16,7 @@ from runtime.cli import RunError
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
+PRODUCTS = str(ROOT / "tools/measuring/products.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 

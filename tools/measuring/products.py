@@ -1,0 +1,88 @@
+"""Run a training script, and time the matrix products of its second micro-batch alone.
+
+python tools/measuring/products.py SCRIPT [FLAG ...]
+
+That is the least time a micro-batch can take on this machine, with the same shapes, dtypes and
+threads. Attention's products are one kernel with the rest of attention and not counted.
+"""
+
+import itertools
+import runpy
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see all operations
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+REPEATS, SECONDS = 5, 0.02  # of each repeat
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by operator and operands, each (shape, stride, dtype, device)."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # decomposes into products of local tensors
+        if function.overloadpacket in PRODUCTS:
+            operands = tuple((a.shape, a.stride(), a.dtype, a.device) for a in args)
+            self.counts[function.overloadpacket, operands] += 1
+        return function(*args, **(kwargs or {}))
+
+    def seconds(self) -> float:
+        """Of all that were counted, one after the other."""
+        return sum(count * seconds_of(*product) for product, count in self.counts.items())
+
+
+def seconds_of(function, operands: tuple) -> float:
+    """The median of repeated products of random numbers."""
+    tensors = []
+    for shape, stride, dtype, device in operands:
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        tensors.append(torch.randn_like(empty))  # keeps strides
+
+    def mean(count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            function(*tensors)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return (time.perf_counter() - began) / count
+
+    mean(1)  # allocates
+    count = max(1, int(SECONDS / mean(1)))
+    return statistics.median(mean(count) for _ in range(REPEATS))
+
+
+def main(argv: list[str]) -> None:
+    """Run the script `argv` as Python would. Its second call of backward ends the count."""
+    products = Products()
+    backward = torch.Tensor.backward
+    calls = itertools.count(1)
+
+    def counted_backward(*arguments, **options) -> None:
+        backward(*arguments, **options)
+        number = next(calls)
+        if number == 1:
+            products.__enter__()
+        elif number == 2:
+            products.__exit__(None, None, None)
+            print(f"matrix products of a micro-batch: {products.seconds()} s", flush=True)
+
+    torch.Tensor.backward = counted_backward
+    sys.argv = argv
+    sys.path[0] = str(Path(argv[0]).resolve().parent)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
