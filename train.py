@@ -272,9 +272,11 @@ def agree(
             # A rank with none left reads any: it takes part in the forward, with weight 0.
             val_batches.append((len(indices), val_data[indices or [0]]))
         indices = itertools.chain.from_iterable(first_indices)
-        return agreement.local_claims(mesh, must_match, state.model.parameters(), indices)
+        return agreement.local_claims(mesh, must_match, indices)
 
     agreement.compare_claims(dist.on_all_ranks(read_and_claim))
+    if difference := agreement.compare_replicas(state.tensors["model"]):
+        raise agreement.RankMismatch(f"{difference}: {agreement.REMEDY}")
     return val_batches
 
 
@@ -385,13 +387,22 @@ def evaluate(
 def save(
     setup: Setup, state: State, manifest: dict, saver: Saver, loss: float, watchdog: Watchdog
 ) -> None:
-    """Save a checkpoint, or start saving it with --async_save; refuse if it is not finite."""
+    """Save a checkpoint, or start saving it with --async_save; refuse if it is not finite.
+
+    Raises ReplicasDiffer on all ranks if their weights have drifted apart.
+    """
     watchdog.progress(state.step, "saving", slow=True)
-    if is_finite(state.tensors["model"], loss):
-        tokens = state.step * setup.tokens_per_step
-        saver.save(state.tensors, {"step": state.step, "tokens": tokens, **manifest})
-    else:
+    if not is_finite(state.tensors["model"], loss):
         saver.refuse(state.step, "the loss or a weight is not finite")
+        return
+    if difference := agreement.compare_replicas(state.tensors["model"]):
+        saver.wait()  # for the previous checkpoint
+        raise agreement.ReplicasDiffer(
+            f"step {state.step} is not saved: {difference}. Check these devices: the same command "
+            "continues from the last checkpoint"
+        )
+    tokens = state.step * setup.tokens_per_step
+    saver.save(state.tensors, {"step": state.step, "tokens": tokens, **manifest})
 
 
 def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
