@@ -301,7 +301,7 @@ def check_package(tokenizers, kind: str, folder: Path, documents: list[str]) -> 
 def test_the_tokens_of_whole_documents_are_those_of_the_package(
     tokenizers, tmp_path, monkeypatch, kind
 ):
-    """Although documents are read, and some encoded, in chunks."""
+    """Although documents are read in chunks."""
     monkeypatch.setattr(sources, "CHUNK", 300)
     rng = random.Random(0)
     documents = [mixed_text(rng, 3 * i * i) for i in range(16)]
@@ -321,45 +321,6 @@ def test_names_of_special_tokens_that_the_model_merges_are_text(tokenizers, tmp_
     assert end not in ids and "".join(tokenizer.decode(name, ids)) == text
     n = len(tokenizer.encode(name, "x"))
     assert "".join(tokenizer.decode(name, ids[n:], ids[:n])) == text[1:]  # with its first space
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_documents_are_encoded_in_chunks_where_no_token_changes(
-    tokenizers, tmp_path, monkeypatch, kind
-):
-    monkeypatch.setattr(sources, "CHUNK", 300)
-    (tmp_path / "text").write_text("a word\na " * 1000)
-    encoding = tokenizer.load_encoding(make_json(tokenizers, kind, tmp_path / "a.json"))
-    corpus = sources.find_files([str(tmp_path / "text")], takes_binary=False)
-    pieces = list(encode.join(encode.Splitter(corpus, 0.5).pieces(), encoding))
-    lengths = [len(piece.text) for piece in pieces]
-    assert sum(lengths) == 9000
-    assert max(lengths) < 600 if kind in ("gpt2", "llama 3") else lengths == [9000]
-
-
-UNKNOWN_SPLIT = split_by(LLAMA3.replace("{1,3}", "{1,4}"))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"normalizer": {"type": "NFC"}},
-        {"added_tokens": [{"content": "a b", "special": False}]},
-        {"pre_tokenizer": None},
-        {"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}},
-        {"pre_tokenizer": sequence({"type": "Digits"}, BYTE_LEVEL | {"use_regex": False})},
-        {"pre_tokenizer": sequence({"type": "Metaspace"}, BYTE_LEVEL)},
-        {"pre_tokenizer": UNKNOWN_SPLIT},
-        {"model": {"type": "Unigram", "vocab": []}},
-        {"model": {"type": "BPE", "vocab": {"a": 0}}},
-        {"model": {"type": "BPE", "vocab": tokenizer.ALPHABET, "end_of_word_suffix": "</w>"}},
-    ],
-)
-def test_a_document_is_not_cut_where_a_token_may_reach_over_the_cut(change):
-    spec = describe(some_ranks())
-    assert tokenizer.keeps_words(spec)
-    assert tokenizer.keeps_words(spec | {"pre_tokenizer": split_by(LLAMA3)})
-    assert not tokenizer.keeps_words(spec | change)
 
 
 def test_the_bytes_of_validation_are_those_of_the_original_text(tokenizers, tmp_path):

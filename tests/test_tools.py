@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import random
-import re
 import statistics
 import time
 from argparse import Namespace
@@ -415,7 +414,7 @@ def test_the_test_has_the_p_of_a_published_one():
 SEEDS = ROOT / "docs/runs/seeds"
 
 
-@pytest.mark.parametrize("n", [3, 5, 10])
+@pytest.mark.parametrize("n", [3, 10])
 def test_equal_runs_are_told_apart_as_seldom_as_the_level_says(n):
     """Random halves, of n runs each, of twenty runs that differ in the seed alone."""
     folders = [*SEEDS.glob("lr-0.008-*"), *SEEDS.glob("equal-*")]
@@ -424,12 +423,11 @@ def test_equal_runs_are_told_apart_as_seldom_as_the_level_says(n):
     assert len(losses) == 20
     draws = random.Random(0)
     alarms = 0
-    for _ in range(1000):
+    for _ in range(500):
         drawn = draws.sample(losses, 2 * n)
         one, other = dict(enumerate(drawn[:n])), dict(enumerate(drawn[n:]))
         alarms += "larger" in compare.verdict(one, other, comparisons=1)
-    print(f"n = {n}: {alarms / 1000:.1%}")
-    assert 0.03 < alarms / 1000 < 0.07
+    assert 0.03 < alarms / 500 < 0.07
 
 
 # --------------------------------------------------------------------------------------------------
@@ -495,17 +493,14 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_bench_strategies_has_all_of_them_and_what_they_communicate(capsys):
+def test_bench_strategies_has_all_of_them_and_their_limits(capsys):
     found = {row["strategy"]: row for row in bench_rows(capsys, "strategies", "--nproc=2", *SMALL)}
     assert list(found) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP", "hsdp"]
     assert [row["processes"] for row in found.values()] == [1, 2, 2, 2, 2]
-    assert statistics.median(found["single"]["ratio to single"]) == 1.0
-    sent = {name: row["MB communicated a step"] for name, row in found.items()}
-    assert sent["single"] == ""
-    assert sent["ddp"].startswith("dp_replicate ") and sent["hsdp"].startswith("dp_replicate ")
-    # gathers the weights of the first of two blocks once, not twice
-    less, more = (re.search(r"dp_shard ([\d.]+)", sent[n])[1] for n in ("SHARD_GRAD_OP", "fsdp"))
-    assert float(less) < float(more)
+    assert found["single"]["ratio to single"] == [1.0]
+    for row in found.values():
+        assert row["of the limit"] == [row["tokens/s/device"][0] / row["limit"][0]]
+        assert 0 < row["of the limit"][0] < 1
 
 
 def test_bench_runs_only_the_strategies_that_the_processes_can_form():
@@ -528,10 +523,13 @@ def test_measurements_are_shown_as_median_and_range():
 
 NANOGPT = """
 import sys
+import torch
 assert "--n_embd=128" in sys.argv
 print("step 0: train loss 4.2, val loss 4.1")
 speed = 2 if "--compile=True" in sys.argv else 1
+weight = torch.zeros(128, 128, requires_grad=True)
 for step, time in enumerate([1000, 500, 250, 125, 100]):
+    (torch.randn(768, 128) @ weight).sum().backward()
     print(f"iter {step}: loss 4.2, time {time / speed:.2f}ms, mfu -100.00%")
 """
 
@@ -546,16 +544,19 @@ def nanogpt(tmp_path, tokens) -> Path:
 
 
 @pytest.mark.slow
-def test_bench_nanogpt_has_the_speed_of_either_trainer(nanogpt, capsys):
-    """The first fifth of the steps is left out; a step of nanoGPT has 12 x 64 tokens."""
+def test_bench_nanogpt_has_speed_and_limit_of_either_trainer(nanogpt, capsys):
+    """The first steps are left out; a step of nanoGPT has 12 x 64 tokens."""
     sizes = ("--n_layer=1", "--steps=3", "--rounds=1", "--device=cpu")
     found = bench_rows(capsys, "nanogpt", f"--path={nanogpt}", *sizes)
-    theirs = 768 * (1 / 0.25 + 1 / 0.125) / 2
+    theirs = 768 / 0.125
     assert [row["tokens/s"] for row in found[:2]] == [[theirs], [2 * theirs]]
-    for row in found:  # to the faster mode
-        assert row["ratio"] == [row["tokens/s"][0] / (2 * theirs)]
     names = ["nanoGPT", "nanoGPT compiled", "nanoshard", "nanoshard compiled"]
     assert [row["trainer"] for row in found] == names
+    for row in found:  # to the faster mode
+        assert row["ratio to nanoGPT compiled"] == [row["tokens/s"][0] / (2 * theirs)]
+        assert row["of the limit"] == [row["tokens/s"][0] / row["limit"][0]]
+    limits = [row["limit"] for row in found]  # the fake nanoGPT has two products, of one layer
+    assert limits[0] == limits[1] and limits[2] == limits[3] and limits[0][0] > 4 * limits[2][0]
 
 
 def test_bench_shows_the_error_of_a_trainer_that_failed(nanogpt, capsys):

@@ -85,19 +85,14 @@ class Encoder:
         return tokens
 
 
-def join(pieces: Iterable[Piece], encoding: JsonEncoding) -> Iterator[Piece]:
-    """Join the pieces of a document where their tokens might differ from those of the whole."""
-    before = None  # the beginning of a document
+def join(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Join the pieces of a document: tokens of the whole may differ from those of its pieces."""
+    texts = []
     for piece in pieces:
-        if before:
-            is_word_end = before.text[-1:].isalnum() and piece.text[:1] in (" ", "\n")
-            if encoding.keeps_words and is_word_end:
-                yield before
-            else:
-                piece = piece._replace(text=before.text + piece.text)
-        before = None if piece.ends_document else piece
+        texts.append(piece.text)
         if piece.ends_document:
-            yield piece
+            yield piece._replace(text="".join(texts))
+            texts = []
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -145,7 +140,7 @@ def tokenize(
     splitter = Splitter(corpus, val_fraction)
     pieces = splitter.pieces()
     if isinstance(encoder.encoding, JsonEncoding):
-        pieces = join(pieces, encoder.encoding)
+        pieces = join(pieces)
     began = time.monotonic()
     with (
         open(folder / "train.bin", "wb") as train,

@@ -12,7 +12,6 @@ import statistics
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -56,13 +55,13 @@ def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
             yield name
 
 
-def compare_rounds(found: dict[str, list[tuple]], baseline: str) -> dict[str, dict]:
+def compare_rounds(found: dict[str, list[tuple]], baseline: str, unit: str) -> dict[str, dict]:
     """Name -> columns, from the tokens/s of each round and those of its matrix products alone."""
     rows = {}
     units = [speed for speed, _ in found[baseline]]
     for name, rounds in found.items():
         rows[name] = {
-            "tokens/s/device": [speed for speed, _ in rounds],
+            unit: [speed for speed, _ in rounds],
             "limit": [limit for _, limit in rounds],
             "of the limit": [speed / limit for speed, limit in rounds],
             f"ratio to {baseline}": [speed / unit for (speed, _), unit in zip(rounds, units)],
@@ -81,7 +80,7 @@ def products_limit(printed: list[str], tokens: int) -> float:
 
 
 def strategies(args: Namespace) -> Table:
-    """Speed, communication and memory of each strategy on one host, or across several.
+    """Speed of each strategy on one host, or across several.
 
     --hosts lays the ranks in network namespaces of this machine, joined by --link, on CPUs. There
     a step has eight micro-batches, after each of which the second row of a strategy averages
@@ -95,7 +94,6 @@ def strategies(args: Namespace) -> Table:
             setattr(args, name, value)
     runs = flags_of_runs(args)
     found = {name: [] for name in runs}
-    columns = {}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         namespaces = []
@@ -104,14 +102,13 @@ def strategies(args: Namespace) -> Table:
         for number, name in enumerate(take_turns(runs, args.rounds)):
             nproc = 1 if name == "single" else args.nproc
             out = folder / str(number)
-            speeds, columns[name] = measure(runs[name], nproc, out, args.steps, namespaces)
-            found[name].append(speeds)
+            found[name].append(measure(runs[name], nproc, out, args.steps, namespaces))
 
     baseline, *_ = found
     rows = []
-    for name, row in compare_rounds(found, baseline).items():
+    for name, row in compare_rounds(found, baseline, "tokens/s/device").items():
         processes = 1 if name == "single" else args.hosts * args.nproc
-        rows.append({"strategy": name, "processes": processes} | row | columns[name])
+        rows.append({"strategy": name, "processes": processes} | row)
     subject = f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process"
     if args.hosts > 1:
         subject += f", {args.hosts} hosts, {args.link} each way, accumulation {GRAD_ACCUM_STEPS}"
@@ -143,32 +140,20 @@ def flags_of_runs(args: Namespace) -> dict[str, str]:
 
 def measure(
     flags: str, nproc: int, out: Path, steps: int, namespaces: list[str]
-) -> tuple[tuple[float, float], dict]:
-    """Run train.py; return tokens/s/device and their limit, and the other columns.
+) -> tuple[float, float]:
+    """Run train.py; return the median tokens/s/device of `steps` steps, and their limit.
 
-    The speed is the median of `steps` steps. The first two are not counted, which set up buffers
-    and time products, nor the last two: one is traced, the other's bytes are counted. Raises
-    RunError.
+    The first two steps, which set up buffers and time products, do not count. Raises RunError.
     """
-    last = 2 + steps
-    window = [f"--max_steps={last + 2}", f"--profile={last}:{last + 1}", f"--out={out}"]
-    script = [PRODUCTS, TRAIN, *ONLY_STEPS, *window, *flags.split()]
-    commands = torchrun(namespaces, nproc, script)
+    run = [f"--max_steps={2 + steps}", f"--out={out}", *flags.split()]
+    commands = torchrun(namespaces, nproc, [PRODUCTS, TRAIN, *ONLY_STEPS, *run])
     variables = ONE_THREAD | {"TMPDIR": str(out.parent)}  # torchrun leaves folders there
     printed = run_all(commands, out, **variables)
-    rows = training_rows(out)[2:last]
-    megabytes = Counter()
-    for row in json.loads((out / "profile" / "rank_0.json").read_text())["communicated"]:
-        megabytes[row["axis"]] += row["bytes"] / 1e6
-    peak = max(row["peak_device_memory"] or row["peak_host_memory"] for row in rows)
-    columns = {
-        "MB communicated a step": ", ".join(f"{axis} {n:,.2f}" for axis, n in megabytes.items()),
-        "peak memory of a rank, MB": f"{peak / 1e6:,.0f}",
-    }
+    rows = training_rows(out)
     c = json.loads((out / "config.json").read_text())
-    speed = statistics.median(row["tokens_per_second_per_device"] for row in rows)
-    limit = products_limit(printed, c["micro_batch_size"] * c["seq_len"])
-    return (speed, limit), columns
+    tokens = c["micro_batch_size"] * rows[0]["tokens"] // c["global_batch_size"]
+    speed = statistics.median(row["tokens_per_second_per_device"] for row in rows[2:])
+    return speed, products_limit(printed, tokens)
 
 
 def steps_and_rounds(args: Namespace) -> str:
@@ -184,9 +169,8 @@ def nanogpt(args: Namespace) -> Table:
 
     Both read the same data, with the same layers, width, heads and tokens per step, and as many
     parameters in their blocks: SwiGLU's d_ff is 8/3 of the width, a multiple of 8. Ratios are to
-    the faster of nanoGPT's two modes. Each trainer's limit is the speed of its matrix products
-    alone, without attention's, in the same process. Needs a checkout of github.com/karpathy/nanoGPT with a
-    prepared data set.
+    the faster of nanoGPT's two modes, limits as in `strategies`. Needs a checkout of
+    github.com/karpathy/nanoGPT with a prepared data set.
     """
     dataset = args.path / "data" / args.dataset
     if not (args.path / "train.py").exists() or not (dataset / "train.bin").exists():
@@ -205,14 +189,19 @@ def nanogpt(args: Namespace) -> Table:
         speed = statistics.median(speeds[max(2, len(speeds) // 5) :])
         found.setdefault(mode, []).append((speed, limit))
 
-    baseline = max(found["nanoGPT"], found["nanoGPT compiled"], key=statistics.median)
-    baseline = "nanoGPT" if baseline is found["nanoGPT"] else "nanoGPT compiled"
-    rows = [{"trainer": mode} | row for mode, row in compare_rounds(found, baseline).items()]
+    theirs = ("nanoGPT", "nanoGPT compiled")
+    baseline = max(theirs, key=lambda mode: statistics.median(speed for speed, _ in found[mode]))
+    columns = compare_rounds(found, baseline, "tokens/s")
+    rows = [{"trainer": mode} | columns[mode] for mode in MODES]
     subject = (
         f"{args.n_layer} layers x {args.n_embd}, {args.n_head} heads, block {args.block_size}, "
         f"batch {args.batch_size}, {steps_and_rounds(args)}, {args.dataset} {args.flags}"
     )
     return subject.rstrip(), rows
+
+
+def device(args: Namespace) -> str:
+    return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def run_nanogpt(args: Namespace, out: Path, compile: bool) -> tuple[list[float], list[str]]:
@@ -221,7 +210,7 @@ def run_nanogpt(args: Namespace, out: Path, compile: bool) -> tuple[list[float],
     # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters, here 100.
     flags = (
         f"--max_iters={args.steps + 1} --lr_decay_iters={args.steps + 1} --dropout=0.0 "
-        f"--eval_interval={10**9} --eval_iters=1 --log_interval=1 --device={args.device} "
+        f"--eval_interval={10**9} --eval_iters=1 --log_interval=1 --device={device(args)} "
         f"--compile={compile} --dataset={args.dataset} --out_dir={out}"
     )
     script = ["train.py", "config/train_shakespeare_char.py", *given, *flags.split()]
@@ -282,9 +271,7 @@ FLAGS = {
         "nproc": count(2, "processes on each host"),
         "hosts": count(1, "hosts; several need Linux, root and iproute2"),
         "link": dict(
-            default="200mbit",
-            metavar="RATE",
-            help="of each host, in each direction, as tc writes it (default: 200mbit)",
+            default="200mbit", metavar="RATE", help="of each host, each way (default: 200mbit)"
         ),
         "model": dict(choices=SIZES, help="(default: tiny; across hosts wider)"),
         "micro_batch_size": count(None, "sequences (default: 16; across hosts 1)"),

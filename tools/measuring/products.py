@@ -2,20 +2,18 @@
 
 python tools/measuring/products.py SCRIPT [FLAG ...]
 
-That is the least time a micro-batch can take on this machine, with the same shapes, dtypes and
-threads. Attention's products are one kernel with the rest of attention and not counted.
+A micro-batch cannot take less on this machine. Attention's products, which are one kernel with the
+rest of attention, are not among them.
 """
 
 import itertools
 import runpy
-import statistics
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see all operations
 
 aten = torch.ops.aten
@@ -31,24 +29,18 @@ class Products(TorchDispatchMode):
         self.counts = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # decomposes into products of local tensors
         if function.overloadpacket in PRODUCTS:
             operands = tuple((a.shape, a.stride(), a.dtype, a.device) for a in args)
             self.counts[function.overloadpacket, operands] += 1
         return function(*args, **(kwargs or {}))
 
-    def seconds(self) -> float:
-        """Of all that were counted, one after the other."""
-        return sum(count * seconds_of(*product) for product, count in self.counts.items())
-
 
 def seconds_of(function, operands: tuple) -> float:
-    """The median of repeated products of random numbers."""
+    """The least seconds of repeated products of random numbers, with these operands."""
     tensors = []
     for shape, stride, dtype, device in operands:
         empty = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        tensors.append(torch.randn_like(empty))  # keeps strides
+        tensors.append(torch.randn_like(empty))  # with the same strides
 
     def mean(count: int) -> float:
         began = time.perf_counter()
@@ -59,12 +51,12 @@ def seconds_of(function, operands: tuple) -> float:
         return (time.perf_counter() - began) / count
 
     mean(1)  # allocates
-    count = max(1, int(SECONDS / mean(1)))
-    return statistics.median(mean(count) for _ in range(REPEATS))
+    count = 1 + int(SECONDS / mean(1))
+    return min(mean(count) for _ in range(REPEATS))
 
 
 def main(argv: list[str]) -> None:
-    """Run the script `argv` as Python would. Its second call of backward ends the count."""
+    """Run the script `argv`; what it multiplies between two ends of backward is a micro-batch."""
     products = Products()
     backward = torch.Tensor.backward
     calls = itertools.count(1)
@@ -76,7 +68,8 @@ def main(argv: list[str]) -> None:
             products.__enter__()
         elif number == 2:
             products.__exit__(None, None, None)
-            print(f"matrix products of a micro-batch: {products.seconds()} s", flush=True)
+            seconds = sum(n * seconds_of(*product) for product, n in products.counts.items())
+            print(f"matrix products of a micro-batch: {seconds} s", flush=True)
 
     torch.Tensor.backward = counted_backward
     sys.argv = argv
