@@ -179,7 +179,6 @@ HSDP = (2, 4, 1)
         # Gradients reduced once overlap the last micro-batch only: 15 of 16 parts
         (SCATTERED, 4, None, "", 16 - 4 * 15 / 16),
         (SCATTERED, 4, None, "--grad_sync micro_batch", 4 * (4 - 4 * 3 / 4)),
-        (SCATTERED, 4, None, "--strategy hsdp --grad_sync shard", 4 * (4 - 3)),
         # Of matrices 7 of 8 parts, each rank of a host on its share of the card
         (EXCHANGED, 1, HSDP, "", 2e9 * 7 / 8 / (10e9 / 4)),
         (sends(1.0, phase="optimizer"), 1, None, "", 1.0),
@@ -315,27 +314,18 @@ def test_published_runs_are_predicted_as_docs_plan_says(pool):
     assert set(table) <= set(documented)
 
 
-def test_links_are_those_of_the_flags():
-    text = "--intra_host_bandwidth 100 --inter_host_bandwidth 10"
-    request, _ = plan_of(f"--world_size 8 --nproc_per_node 4 {text}")
+def test_links_are_those_of_the_flags_and_the_vocabulary_that_of_the_data(tokens):
+    text = "--world_size 8 --nproc_per_node 4 --model gpt2-124m"
+    bandwidths = "--intra_host_bandwidth 100 --inter_host_bandwidth 10"
+    request, _ = plan.parse(f"{text} {bandwidths} --data {tokens}".split())
     links = request.cluster.links
     assert (links.intra_bandwidth, links.host_bandwidth) == (100e9, 10e9)
-
-
-def test_the_vocabulary_is_of_the_data_or_else_of_the_named_size(tokens):
-    argv = ["--world_size=8", "--model=gpt2-124m"]
-    request, _ = plan.parse(argv)
-    assert request.vocab_size == 50257
-    request, _ = plan.parse([*argv, f"--data={tokens}"])
     assert request.vocab_size == 257
-
-
-def test_a_configuration_is_planned_where_its_data_is_not():
+    assert plan.parse(text.split())[0].vocab_size == 50257
+    # A configuration is planned where its data is not.
     argv = ["--config", str(ROOT / "configs/olmo-1b.json"), "--world_size", "64"]
     request, _ = plan.parse(argv)
     assert request.vocab_size == SIZES["olmo-1b"].vocab_size
-    given = json.loads((ROOT / "configs/olmo-1b.json").read_text())
-    assert request.config.micro_batch_size == given["micro_batch_size"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -395,14 +385,6 @@ def test_auto_and_the_search_agree_where_the_choice_fits(pool):
     text = "--world_size 16 --grad_sync batch"
     ((best, auto, fits),) = pool(1, search_beside_auto, text, "ddp", 1.2)
     assert (best.strategy, auto, fits) == ("hsdp", "hsdp", True)
-
-
-def test_the_search_passes_over_a_choice_of_auto_that_does_not_fit_when_rehearsed(pool):
-    """auto compares the least that a rank needs, the search what it takes."""
-    text = "--world_size 16 --n_layer 8 --dp_shard 8"
-    ((best, auto, fits),) = pool(1, search_beside_auto, text, "hsdp", 2.5)
-    assert (auto, fits) == ("hsdp", False)
-    assert best.grad_sync != "batch"  # which accumulates whole gradients
 
 
 def test_what_computes_alike_is_tried_in_turns_then_the_fastest(monkeypatch):
