@@ -225,8 +225,7 @@ class Plan:
 
 def make_plan(request: Request, tokens: float | None = None) -> Plan:
     rehearsal = request.rehearse()
-    speed = predict.speed(rehearsal, request.config, request.cluster, request.rank)
-    return Plan(request, rehearsal, speed, tokens)
+    return Plan(request, rehearsal, predict.speed(rehearsal, request), tokens)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -268,8 +267,6 @@ def to_json(plan: Plan) -> dict:
 # --------------------------------------------------------------------------------------------------
 # The report
 
-VERDICT = {True: "fits", False: "DOES NOT FIT"}
-
 
 def report(plan: Plan) -> Iterator[str]:
     """The lines for people: one screen, with the arithmetic."""
@@ -306,11 +303,12 @@ def describe_run(plan: Plan) -> Iterator[str]:
 def describe_memory(plan: Plan) -> Iterator[str]:
     found = plan.rehearsal
     available = plan.request.cluster.device_memory
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield f"memory      rank {plan.request.rank}, in GB: {parts_of(found.state)} at the update"
     yield f"            at its peak: {parts_of(found.memory)}"
     yield (
         f"            = {gigabytes(found.peak)} GB of {gigabytes(available)} GB, "
-        f"{found.peak / available:.0%}: {VERDICT[plan.fits]} (limit {predict.USABLE:.0%})"
+        f"{found.peak / available:.0%}: {verdict} (limit {predict.USABLE:.0%})"
     )
 
 
