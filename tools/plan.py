@@ -214,11 +214,12 @@ class Plan:
         for entry in self.rehearsal.communication:
             group = predict.group_of(entry.axis, self.request.rank, shape, links.local_size)
             row = {"axis": entry.axis, "collective": entry.collective, "count": 0, "bytes": 0}
-            row |= {"inter_host": group.hosts > 1, "seconds": 0.0, "phases": []}
+            row |= {"wire_bytes": 0.0, "inter_host": group.hosts > 1, "seconds": 0.0, "phases": []}
             row = rows.setdefault((entry.axis, entry.collective), row)
             row["phases"].append(entry.phase)
             row["count"] += entry.count
             row["bytes"] += entry.bytes
+            row["wire_bytes"] += predict.wire_bytes(entry, group, links)
             row["seconds"] += predict.collective_seconds(entry, group, links)
         return list(rows.values())
 
@@ -327,9 +328,10 @@ def describe_communication(plan: Plan) -> Iterator[str]:
         yield f"{title}nothing"
     for row in rows:
         where = "between hosts" if row["inter_host"] else "within a host"
+        handed, sent = gigabytes(row["bytes"]), gigabytes(row["wire_bytes"])
         yield (
-            f"{title}{row['axis']:12} {row['count']:6,} x {row['collective']:14} "
-            f"{gigabytes(row['bytes']):>9} GB  {where}  {row['seconds']:8.4f} s"
+            f"{title}{row['axis']:12} {row['count']:6,} x {row['collective']:14} handed to torch "
+            f"{handed:>6} GB, on the wire {sent:>6} GB  {where}  {row['seconds']:8.4f} s"
         )
         title = "            "
 

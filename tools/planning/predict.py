@@ -201,6 +201,16 @@ def group_of(axis: str, rank: int, mesh_shape: tuple[int, int, int], local_size:
     return Group(size, len(hosts))
 
 
+def passes(collective: str, links: Links) -> int:
+    """How often a ring passes a tensor around."""
+    return {"all_reduce": 2, "reduce_scatter": links.scatter_passes}.get(collective, 1)
+
+
+def wire_bytes(row: Communication, group: Group, links: Links) -> float:
+    """Bytes that a rank sends for a row, of row.bytes handed to torch."""
+    return passes(row.collective, links) * row.bytes * (group.size - 1) / group.size
+
+
 def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     """Seconds of a row's collectives, run one after the other.
 
@@ -210,12 +220,7 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     """
     if group.size == 1:
         return 0.0
-    passes = 1
-    if row.collective == "all_reduce":
-        passes = 2
-    elif row.collective == "reduce_scatter":
-        passes = links.scatter_passes
-    sent = passes * row.bytes * (group.size - 1) / group.size
+    sent = wire_bytes(row, group, links)
     if row.collective == "all_to_all" and group.hosts > 1:
         sent *= group.size / group.hosts  # no ring: all ranks of a host send theirs to other hosts
     bandwidth = links.intra_bandwidth
@@ -228,7 +233,8 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     if row.collective == "all_reduce":
         inner = (group.size / group.hosts - 1) * links.intra_latency
         hops = min(hops, inner + math.log2(group.hosts) * links.inter_latency)
-    return sent / bandwidth + row.count * (links.launch_latency + passes * hops)
+    hops *= passes(row.collective, links)
+    return sent / bandwidth + row.count * (links.launch_latency + hops)
 
 
 # --------------------------------------------------------------------------------------------------
