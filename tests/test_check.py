@@ -128,7 +128,7 @@ def test_clean_ranks_pass_and_the_file_has_the_figures(checked, tmp_path):
     assert figures["resumed loss"] == figures["resumed grad_norm"] == figures["host syncs"] == 0
     # The gradients of two blocks of the three
     weights = 320 * 32 + 2 * (3 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
-    assert figures["MB sent"] == 4 * weights / 1e6
+    assert figures["MB handed to torch"] == 4 * weights / 1e6
 
 
 def test_each_fault_is_a_problem_of_its_own(checked, tmp_path):

@@ -177,7 +177,7 @@ def test_all_strategies_across_hosts(box):
     assert found["ddp"] > 2 * found["ddp, micro_batch"]
     assert found["ddp"] > 1.5 * found["fsdp"]
     assert found["hsdp"] > found["fsdp, micro_batch"]
-    assert rows["ddp"]["MB communicated a step"].startswith("dp_replicate ")
+    assert rows["ddp"]["MB a step handed to torch"].startswith("dp_replicate ")
 
 
 @pytest.mark.slow

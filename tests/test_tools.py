@@ -500,7 +500,7 @@ def test_bench_strategies_has_all_of_them_and_what_they_communicate(capsys):
     assert list(found) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP", "hsdp"]
     assert [row["processes"] for row in found.values()] == [1, 2, 2, 2, 2]
     assert statistics.median(found["single"]["ratio to single"]) == 1.0
-    sent = {name: row["MB communicated a step"] for name, row in found.items()}
+    sent = {name: row["MB a step handed to torch"] for name, row in found.items()}
     assert sent["single"] == ""
     assert sent["ddp"].startswith("dp_replicate ") and sent["hsdp"].startswith("dp_replicate ")
     # gathers the weights of the first of two blocks once, not twice

@@ -35,6 +35,7 @@ def bytes_of_a_step(argv: list[str], file: Path) -> None:
     with loss_parallel():
         for step in (1, 2):  # DDP rebuilds its buckets
             train_step(run, batches, step)
+        torch.distributed.barrier()  # until all have sent all of step 2
         counts = [payload()]
         torch.distributed.barrier()
         counts.append(payload())  # of a barrier

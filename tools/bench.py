@@ -147,7 +147,7 @@ def measure(
     peak = max(row["peak_device_memory"] or row["peak_host_memory"] for row in rows)
     columns = {
         "MFU": [row["mfu"] for row in rows if row["mfu"] is not None],
-        "MB communicated a step": ", ".join(f"{axis} {n:,.2f}" for axis, n in megabytes.items()),
+        "MB a step handed to torch": ", ".join(f"{axis} {n:,.2f}" for axis, n in megabytes.items()),
         "peak memory of a rank, MB": f"{peak / 1e6:,.0f}",
     }
     return [row["tokens_per_second_per_device"] for row in rows], columns

@@ -292,7 +292,7 @@ def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication
     extra = Counter()
     for row in profile["communicated"]:
         extra[row["kind"], row["axis"]] += row["bytes"]
-    check.figures["MB sent"] = extra.total() / 1e6
+    check.figures["MB handed to torch"] = extra.total() / 1e6
     for row in sent:
         extra[row.collective, row.axis] -= row.bytes
     for (kind, axis), size in extra.items():

@@ -36,6 +36,17 @@ LAUNCH = 5e-6
 # protocol (github.com/NVIDIA/nccl-tests, issues 212 and 326).
 LINK_EFFICIENCY = 0.8
 
+# Bytes per second of a rank: to write a save, and to copy an async save to the host. Both assumed
+WRITE, COPY = 1e9, 10e9
+
+# Half of the 54 rows of docs/published.json to which nothing was fitted took between so many times
+# the predicted seconds; of the others, as many took longer as less.
+TOOK = (1.00, 1.23)
+
+# Device-hours from one interruption to the next. Llama 3: 419 unexpected ones in 54 days of 16,384
+# GPUs (arXiv 2407.21783, section 3.3.4)
+INTERRUPTION = 54 * 24 * 16_384 / 419
+
 # Share of a device's memory that tensors may fill. The rest is for the CUDA context, NCCL's buffers
 # and gaps in torch's caching allocator. --strategy auto fills 80%, by an estimate.
 USABLE = 0.9
@@ -366,3 +377,9 @@ def is_last_only(row: Communication, c: Config) -> bool:
     if row.collective == "all_gather" or c.grad_sync == "micro_batch":
         return False
     return c.grad_sync == "batch" or row.collective == "all_reduce"
+
+
+def training_share(interval: float, save: float, restart: float, between: float) -> float:
+    """The share of the time that trains what is kept (Daly 2006, equation 20). All in seconds."""
+    saves = (interval + save) / between
+    return interval / between * math.exp(-restart / between - saves) / -math.expm1(-saves)
