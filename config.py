@@ -171,7 +171,6 @@ class Config:
     allow_changes: bool = once("checkpoints", False, "continue a run even if its results change")
 
     dry_run: bool = once("stops", False, "build and check all up to the first step; write nothing")
-    time_limit: float = free("stops", 0.0, "save and stop within this many seconds; 0: no limit", 0)
     timeout: float = free(
         "stops", 120.0, "seconds without progress that end the run; 10 x to start or save", 1, 1e9
     )

@@ -183,18 +183,6 @@ def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
     return device
 
 
-def raise_open_file_limit() -> None:
-    """Raise the limit on open files, and so on sockets, to the system's maximum.
-
-    gloo connects each rank of a group to every other: three groups of the whole world take
-    3 x (N - 1) sockets, and the usual limit of 1,024 is reached at about 340 ranks. A rank 0 that
-    keeps the store also holds up to 8 connections from each rank.
-    """
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-
-
 def join_group(world: World, store: torch.distributed.Store) -> None:
     """Form torch's default group of all ranks, which meet in `store`."""
     is_cuda = world.device.type == "cuda"

@@ -6,11 +6,9 @@ strategy one function and one entry in CLIPS, a schedule one entry in SCHEDULES.
 are in config.py.
 """
 
-import heapq
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -18,11 +16,6 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.optim.adamw import adamw
-
-# The name since torch 2.13, which warns of the older one
-all_gather_single = getattr(
-    torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
-)
 
 SPIKE_HISTORY = 128  # updates whose loss and gradient norm a new one is compared with
 
@@ -171,25 +164,6 @@ class Sharding:
         self.numels = torch.tensor([p.numel() for p in parameters], device=device)  # (n,)
 
 
-def parts_of_ranks(matrix: DTensor) -> list[list[range]]:
-    """The rows and columns that each rank of a matrix's mesh holds; some are empty."""
-    parts = [[*map(range, matrix.shape)]]
-    # From the last axis: FSDP, whose axis is before tp's, splits what tp has left.
-    for placement, size in reversed([*zip(matrix.placements, matrix.device_mesh.shape)]):
-        parts = [chunk(part, placement, size, i) for i in range(size) for part in parts]
-    return parts
-
-
-def chunk(part: list[range], placement: Placement, size: int, i: int) -> list[range]:
-    """What rank i of `size` holds of a part, in chunks like torch.chunk's."""
-    part = list(part)
-    if not placement.is_replicate():
-        side = part[placement.dim]
-        length = math.ceil(len(side) / size)
-        part[placement.dim] = side[i * length : (i + 1) * length]
-    return part
-
-
 # --------------------------------------------------------------------------------------------------
 # Optimizers
 #
@@ -266,8 +240,8 @@ class Muon:
     """Orthogonalized momentum (Jordan et al. 2024), for the matrices of hidden layers.
 
     Updates have the size of AdamW's (Liu et al. 2025), so that one learning rate and one weight
-    decay serve both. Each rank orthogonalizes its share of the matrices. torch.optim.Muon
-    multiplies the shards of DTensors, and no tensor can skip or clip its step.
+    decay serve both. Each matrix is orthogonalized by one rank. torch.optim.Muon multiplies the
+    shards of DTensors, and no tensor can skip or clip its step.
     """
 
     MOMENTUM = 0.95  # as in both papers; --beta1 applies to AdamW's parameters
@@ -282,111 +256,84 @@ class Muon:
 
     @staticmethod
     def update(optimizer: "Optimizer", names: list[str], u: Update) -> None:
-        matrices = [optimizer.parameters[name] for name in names]
-        directions = (Muon.direction(optimizer, name, u) for name in names)
-        parts = orthogonalize_shares(matrices, directions, optimizer.sharding.world_size)
-        for matrix, orthogonal in zip(matrices, parts):
-            # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side), that of an
-            # AdamW update 0.2 to 0.4.
-            scale = 0.2 * math.sqrt(max(matrix.shape))
-            weight = local(matrix)
-            decayed = weight * (1 - u.lr * u.weight_decay)
-            write(weight, decayed.add_(orthogonal, alpha=-u.lr * scale), u.skip)
+        world_size = optimizer.sharding.world_size
+        matrices = {name: optimizer.parameters[name] for name in names}
+        # The largest first, about by their FLOPs
+        names = sorted(names, key=lambda name: -matrices[name].numel() * min(matrices[name].shape))
+        for start in range(0, len(names), world_size):  # a turn: one matrix for each rank
+            turn = names[start : start + world_size]
+            directions = [Muon.direction(optimizer, name, u) for name in turn]
+            parts = orthogonalize_turn([matrices[name] for name in turn], directions, world_size)
+            for name, orthogonal in zip(turn, parts):
+                # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side), that of
+                # an AdamW update 0.2 to 0.4.
+                scale = 0.2 * math.sqrt(max(matrices[name].shape))
+                weight = local(matrices[name])
+                decayed = weight * (1 - u.lr * u.weight_decay)
+                write(weight, decayed.add_(orthogonal, alpha=-u.lr * scale), u.skip)
 
     @staticmethod
     def direction(optimizer: "Optimizer", name: str, u: Update) -> Tensor:
-        """Nesterov momentum, this rank's part."""
+        """Nesterov momentum, this rank's part in bfloat16."""
         grad = local(optimizer.parameters[name].grad) / u.divisor
         buffer = local(optimizer.slots["momentum_buffer"][name])
         momentum = buffer.lerp(grad, 1 - Muon.MOMENTUM)
         write(buffer, momentum, u.skip)
-        return grad.lerp_(momentum, Muon.MOMENTUM)
+        return grad.lerp_(momentum, Muon.MOMENTUM).bfloat16()
 
 
-def orthogonalize_shares(
-    matrices: list[Tensor], directions: Iterable[Tensor], world_size: int
+def orthogonalize_turn(
+    matrices: list[Tensor], directions: list[Tensor], world_size: int
 ) -> list[Tensor]:
-    """Orthogonalize n directions, distributed like `matrices`, each on one rank of the world.
+    """Orthogonalize directions that are distributed like `matrices`, the k-th by rank k.
 
-    Takes and returns this rank's parts. The ranks that together hold each matrix once, a replica,
-    exchange the parts of their shares; then replicas gather one another's results.
+    Takes and returns this rank's parts. A rank collects its matrix from its replica, the ranks that
+    together hold it once, and sends to all ranks their parts. One collective after the other: two
+    in flight under gloo corrupt the heap.
     """
-    replicas, group = world_size, None
-    if isinstance(matrices[0], DTensor):
-        mesh = matrices[0].device_mesh  # replicas first, as FSDP has them
-        group = mesh.get_group(0)
-        replicates = all(matrix.placements[0].is_replicate() for matrix in matrices)
-        replicas = mesh.size(0) if replicates else 1
-    ranks = world_size // replicas  # of a replica
-    rank = torch.distributed.get_rank() if world_size > 1 else 0
-    shares = deal(matrices, world_size, ranks)
+    if world_size == 1:
+        return [orthogonalize(directions[0])]
+    rank = torch.distributed.get_rank()
+    like = matrices[rank % len(matrices)]
+    full = directions[0].new_empty(like.shape if rank < len(matrices) else (0, 0))
+    views = parts_of_ranks(full, like) if isinstance(like, DTensor) else [full] * world_size
+    ranks = max(map(num_shards, matrices))  # of a replica
+    first = rank // ranks * ranks
+    replica = slice(first, first + ranks)
 
-    # This rank's parts in bfloat16: a row for each replica, all of one length, which a gather needs
-    numels = [local(matrix).numel() for matrix in matrices]
-    orders = [[*chain(*shares[first : first + ranks])] for first in range(0, world_size, ranks)]
-    length = max(sum(numels[i] for i in order) for order in orders)
-    rows = local(matrices[0]).new_empty((replicas, length), dtype=torch.bfloat16)
-    parts = {}
-    for row, order in zip(rows, orders):
-        for i in order:
-            parts[i] = row[: numels[i]].view(local(matrices[i]).shape)
-            row = row[numels[i] :]
-    for i, direction in enumerate(directions):
-        parts[i].copy_(direction)
-
-    row = rows[rank // ranks]
+    flat = torch.cat([direction.flatten() for direction in directions])
+    numels = [direction.numel() for direction in directions]  # of this rank's parts, by rank
+    numels += [0] * (world_size - len(numels))
+    full_numels = [view.numel() for view in views]  # of the parts of this rank's matrix, by rank
+    collected = flat[sum(numels[:first]) :][: sum(numels[replica])]
     if ranks > 1:
-        elements = [sum(numels[i] for i in share) for share in shares]
-        exchange(row, elements, [matrices[i] for i in shares[rank]], ranks)
-    else:
-        for i in shares[rank]:
-            parts[i].copy_(orthogonalize(parts[i]))
-    if replicas > 1:
-        all_gather_single(rows.view(-1), row, group)
-    return [parts[i] for i in range(len(matrices))]
+        sent, received = [0] * world_size, [0] * world_size
+        sent[replica], received[replica] = numels[replica], full_numels[replica]
+        outgoing, collected = collected, flat.new_empty(sum(received))
+        torch.distributed.all_to_all_single(collected, outgoing, received, sent)
+    for view, part in zip(views[replica], collected.split(full_numels[replica])):
+        view.copy_(part.view_as(view))
+    full.copy_(orthogonalize(full))
+    outgoing = torch.cat([view.flatten() for view in views])
+    torch.distributed.all_to_all_single(flat, outgoing, numels, full_numels)
+    return [part.view_as(direction) for part, direction in zip(flat.split(numels), directions)]
 
 
-def deal(matrices: list[Tensor], world_size: int, ranks: int) -> list[list[int]]:
-    """Which matrices each rank orthogonalizes: the largest first, each goes where FLOPs are fewest.
-
-    Of ranks with as many, first to one of each replica, for rows of similar length.
-    """
-    flops = [min(m.shape) ** 2 * (2 * max(m.shape) + min(m.shape)) for m in matrices]
-    turns = [first + i for i in range(ranks) for first in range(0, world_size, ranks)]
-    loads = [(0, turn) for turn in range(world_size)]  # a heap
-    shares = [[] for _ in turns]
-    for i in sorted(range(len(matrices)), key=lambda i: -flops[i]):
-        load, turn = loads[0]
-        heapq.heapreplace(loads, (load + flops[i], turn))
-        shares[turns[turn]].append(i)
-    return shares
+def parts_of_ranks(full: Tensor, like: DTensor) -> list[Tensor]:
+    """Views of what each rank holds of a matrix that is distributed `like` another; some empty."""
+    views = [full]
+    # From the last axis: FSDP, whose axis is before tp's, splits what tp has left.
+    for placement, size in reversed([*zip(like.placements, like.device_mesh.shape)]):
+        views = [chunk(view, placement, i, size) for i in range(size) for view in views]
+    return views
 
 
-def exchange(row: Tensor, elements: list[int], matrices: list[Tensor], ranks: int) -> None:
-    """Collect this rank's share of the matrices, orthogonalize them, and send the parts back.
-
-    Of `row`, elements[j] are parts of the share of rank j of the world. One collective after the
-    other: two in flight under gloo corrupt the heap.
-    """
-    first = torch.distributed.get_rank() // ranks * ranks  # of this replica
-    sent, received, sizes = [0] * len(elements), [0] * len(elements), []
-    places = [parts_of_ranks(matrix)[first : first + ranks] for matrix in matrices]
-    for i in range(ranks):
-        of_rank = [math.prod(map(len, place[i])) for place in places]
-        sent[first + i] = elements[first + i]
-        received[first + i] = sum(of_rank)
-        sizes += of_rank
-    outgoing, incoming = row[: sum(sent)], row.new_empty(sum(received))
-    torch.distributed.all_to_all_single(incoming, outgoing, received, sent)
-    pieces = incoming.split(sizes)  # by rank, then matrix
-    for k, matrix in enumerate(matrices):
-        full = row.new_empty(matrix.shape)
-        views = [full[r.start : r.stop, c.start : c.stop] for r, c in places[k]]
-        of_matrix = [p.view(v.shape) for p, v in zip(pieces[k :: len(matrices)], views)]
-        torch._foreach_copy_(views, of_matrix)
-        full.copy_(orthogonalize(full))
-        torch._foreach_copy_(of_matrix, views)
-    torch.distributed.all_to_all_single(outgoing, incoming, sent, received)
+def chunk(x: Tensor, placement: Placement, i: int, size: int) -> Tensor:
+    """What rank i of `size` holds of a tensor: all of it, or a chunk like torch.chunk's."""
+    if placement.is_replicate():
+        return x
+    dim, length = placement.dim, math.ceil(x.size(placement.dim) / size)
+    return x.movedim(dim, 0)[i * length : (i + 1) * length].movedim(0, dim)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -433,21 +380,9 @@ class ParameterTable:
         return rows
 
 
-def tensor_stats(tensors: list[Tensor]) -> Tensor:
-    """Of this rank's parts of n tensors: sums of squares, sums, maxima, negated minima: (4, n).
-
-    An empty part adds nothing to a sum or a maximum.
-    """
-    smallest = []
-    largest = []
-    for tensor in tensors:
-        nothing = (tensor.new_full((), math.inf), tensor.new_full((), -math.inf))
-        low, high = tensor.aminmax() if tensor.numel() else nothing
-        smallest.append(low)
-        largest.append(high)
-    square_sums = torch.stack(torch._foreach_norm(tensors)).square()
-    sums = torch.stack([tensor.sum() for tensor in tensors])
-    return torch.stack((square_sums, sums, torch.stack(largest), -torch.stack(smallest)))
+def square_sums(tensors: list[Tensor]) -> Tensor:
+    """The sums of squares of n tensors: (n,)."""
+    return torch.stack(torch._foreach_norm(tensors)).square()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -491,10 +426,6 @@ class Optimizer:
         self.sharding = Sharding(list(self.parameters.values()))
         device = self.sharding.replicas.device
         self.allocate_slots(updaters, device)
-        self.columns = []  # of a ParameterTable
-        for kind in ("grad", "weight", *self.measured):
-            self.columns += [f"{kind}_{statistic}" for statistic in ("norm", "mean", "max", "min")]
-        self.columns += ["update_norm", "update_ratio", "clipped"]
 
         # Gradients that exist already are views of DDP's buckets: zero them, never free them.
         self.keep_gradients = any(p.grad is not None for p in self.parameters.values())
@@ -539,20 +470,19 @@ class Optimizer:
         `step` is counted from 1, `loss` is this rank's, 0-d. Returns lr, a float, and 0-d tensors
         on the device: grad_norm of the full gradient before clipping; clipped, 1 if any gradient
         was; skipped_steps so far; skipped_in_a_row, the most so far. `measure` adds "parameters", a
-        ParameterTable, for two more collectives where weights are sharded.
+        ParameterTable, for one more collective where weights are sharded.
         """
         s = self.settings
         grads = self.local_gradients()
-        square_sums, loss = self.sum_over_ranks(grads, loss)
-        grad_norm = square_sums.sum().sqrt()
+        sums, loss = self.sum_over_ranks(grads, loss)
+        grad_norm = sums.sum().sqrt()
         skip = ~grad_norm.isfinite()
         if s.skip_spikes:
             skip |= self.is_spike(loss, grad_norm)
 
         if measure:
-            grad_stats = tensor_stats(grads)  # before clipping
             old_weights = [local(p).clone() for p in self.parameters.values()]
-        norms, sharding = square_sums.sqrt(), self.sharding
+        norms, sharding = sums.sqrt(), self.sharding
         divisor, clipped = CLIPS[s.clip](
             s, Gradients(grads, norms, sharding.numels, self.norm_average, skip)
         )
@@ -580,7 +510,7 @@ class Optimizer:
             "skipped_in_a_row": self.most_skipped_in_a_row,
         }
         if measure:
-            values["parameters"] = self.parameter_stats(grad_stats, old_weights, clipped)
+            values["parameters"] = self.parameter_stats(norms, old_weights, clipped)
         return values
 
     def local_gradients(self) -> list[Tensor]:
@@ -600,13 +530,13 @@ class Optimizer:
         One collective if weights are sharded or several ranks look for spikes. Otherwise none: then
         the loss stays this rank's.
         """
-        square_sums = torch.stack(torch._foreach_norm(grads)).square()  # (n,), of this rank's parts
+        local_sums = square_sums(grads)  # (n,), of this rank's parts
         world_size = self.sharding.world_size
         if self.sharding.is_sharded or (self.settings.skip_spikes and world_size > 1):
-            sums = torch.cat((square_sums / self.sharding.replicas, loss[None] / world_size))
+            sums = torch.cat((local_sums / self.sharding.replicas, loss[None] / world_size))
             torch.distributed.all_reduce(sums)
             return sums[:-1], sums[-1]
-        return square_sums, loss
+        return local_sums, loss
 
     def is_spike(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Whether the loss or gradient norm is a spike; never before half of the history is known.
@@ -626,39 +556,29 @@ class Optimizer:
         return spike
 
     def parameter_stats(
-        self, grad_stats: Tensor, old_weights: list[Tensor], clipped: Tensor
+        self, grad_norms: Tensor, old_weights: list[Tensor], clipped: Tensor
     ) -> ParameterTable:
         """One row per full parameter, the same on all ranks.
 
-        Gradients before clipping, weights and slots after the update; nan for a slot that a
-        parameter does not have.
+        Norms of gradients before clipping, of weights and slots after the update; nan for a slot
+        that a parameter does not have.
         """
         weights = [local(p) for p in self.parameters.values()]
-        stats = [grad_stats, tensor_stats(weights)]  # in the order of the columns
+        measured = [square_sums(weights), square_sums(torch._foreach_sub(weights, old_weights))]
         for slots in self.measured.values():
             parts = [local(slots.get(name, self.no_slot)) for name in self.parameters]
-            stats.append(tensor_stats(parts))
-        k = len(stats)
-        updates = torch._foreach_sub(weights, old_weights)
-        update_square_sums = torch.stack(torch._foreach_norm(updates)).square()
-
-        # One collective for the sums, one for the maxima: a minimum is a negated maximum.
-        sums, maxima = torch.stack(stats, dim=1).flatten(0, 1).split(2 * k)  # of (4 * k, n)
-        sums = torch.cat((sums, update_square_sums[None]))  # (k + k + 1, n)
+            measured.append(square_sums(parts))
+        sums = torch.stack(measured)  # (2 + slots, n)
         if self.sharding.is_sharded:
             sums /= self.sharding.replicas
             torch.distributed.all_reduce(sums)
-            torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
-
-        square_sums, element_sums, update_square_sums = sums.split((k, k, 1))
-        largest, negated_smallest = maxima.split(k)
-        norms = square_sums.sqrt()
-        means = element_sums / self.sharding.numels
-        update_norms = update_square_sums.sqrt()  # (1, n)
-        update_ratios = update_norms / norms[1]  # relative to the norms of the weights
-        by_kind = torch.stack((norms, means, largest, -negated_smallest), dim=1)  # (k, 4, n)
-        rows = torch.cat((by_kind.flatten(0, 1), update_norms, update_ratios, clipped[None]))
-        return ParameterTable(list(self.parameters), self.columns, rows.mT)  # (n, 4 * k + 3)
+        weight_norms, update_norms, *slot_norms = sums.sqrt()
+        columns = {"grad_norm": grad_norms, "weight_norm": weight_norms}
+        columns |= {f"{slot}_norm": norms for slot, norms in zip(self.measured, slot_norms)}
+        columns |= {"update_norm": update_norms, "update_ratio": update_norms / weight_norms}
+        columns["clipped"] = clipped.float()
+        values = torch.stack(list(columns.values()), dim=1)  # (n, len(columns))
+        return ParameterTable(list(self.parameters), list(columns), values)
 
     def state(self) -> dict:
         """The live tensors by their names in a checkpoint, to save or to load in place."""

@@ -44,7 +44,7 @@ from layout import Setup
 from metrics import is_due
 from model import Transformer
 from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
-from runtime.consolidate import BYTES_PER_SECOND, consolidate_last
+from runtime.consolidate import consolidate_last
 from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog, take_over_nccl_errors
 from sample import closing_sample
@@ -88,7 +88,6 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     --log_interval 1, the previous row.
     """
     this_start = datetime.now().astimezone()
-    time_limit = agreement.TimeLimit(flags.time_limit)
 
     # What needs no weights is refused before they exist. Rank 0 looks for all; together they only
     # read the checkpoints in --out, to verify them.
@@ -152,9 +151,8 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
                 values = train_step(forward, state.optimizer, batches, step, n, grad_sync, measure)
             state.step = step
             is_last = step == c.max_steps
-            is_late = c.time_limit and time_limit.is_near(seconds_to_save(c, saver))
             # Whether any rank asked a step ago: all ranks stop after the same step.
-            stop = stop_request(log.is_gone or is_late) and not is_last
+            stop = stop_request(log.is_gone) and not is_last
             log.step(step, values, stops=stop)  # a row if one is due
             evaluates = is_last or is_due(step, c.eval_interval)
             saves = c.checkpoint != "none" and (is_last or stop or is_due(step, c.save_interval))
@@ -274,9 +272,11 @@ def agree(
             # A rank with none left reads any: it takes part in the forward, with weight 0.
             val_batches.append((len(indices), val_data[indices or [0]]))
         indices = itertools.chain.from_iterable(first_indices)
-        return agreement.local_claims(mesh, must_match, state.model.parameters(), indices)
+        return agreement.local_claims(mesh, must_match, indices)
 
     agreement.compare_claims(dist.on_all_ranks(read_and_claim))
+    if difference := agreement.compare_replicas(state.tensors["model"]):
+        raise agreement.RankMismatch(f"{difference}: {agreement.REMEDY}")
     return val_batches
 
 
@@ -387,18 +387,22 @@ def evaluate(
 def save(
     setup: Setup, state: State, manifest: dict, saver: Saver, loss: float, watchdog: Watchdog
 ) -> None:
-    """Save a checkpoint, or start saving it with --async_save; refuse if it is not finite."""
+    """Save a checkpoint, or start saving it with --async_save; refuse if it is not finite.
+
+    Raises ReplicasDiffer on all ranks if their weights have drifted apart.
+    """
     watchdog.progress(state.step, "saving", slow=True)
-    if is_finite(state.tensors["model"], loss):
-        tokens = state.step * setup.tokens_per_step
-        saver.save(state.tensors, {"step": state.step, "tokens": tokens, **manifest})
-    else:
+    if not is_finite(state.tensors["model"], loss):
         saver.refuse(state.step, "the loss or a weight is not finite")
-
-
-def seconds_to_save(c: Config, saver: Saver) -> float:
-    """The time of the last save; with --checkpoint full, and of the one file at the end."""
-    return saver.seconds + (saver.bytes / BYTES_PER_SECOND if c.checkpoint == "full" else 0)
+        return
+    if difference := agreement.compare_replicas(state.tensors["model"]):
+        saver.wait()  # for the previous checkpoint
+        raise agreement.ReplicasDiffer(
+            f"step {state.step} is not saved: {difference}. Check these devices: the same command "
+            "continues from the last checkpoint"
+        )
+    tokens = state.step * setup.tokens_per_step
+    saver.save(state.tensors, {"step": state.step, "tokens": tokens, **manifest})
 
 
 def is_finite(weights: dict[str, Tensor], loss: float) -> bool:

@@ -1,11 +1,10 @@
-"""The ranks agree: at start on flags, code, data, weights and sequences, later on a stop."""
+"""The ranks agree: on flags, code, data, sequences and weights, and later on a stop."""
 
 import hashlib
 import math
 import os
 import signal
-import time
-from collections import Counter
+import socket
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import dist
 import optim
+
+REMEDY = "start all ranks with the same flags, code and data"
 
 
 def format_ranks(ranks: list[int]) -> str:
@@ -25,7 +27,7 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 class StopRequest:
-    """Whether any rank got a signal to stop, or is late; all ranks learn it one step later.
+    """Whether any rank must stop, such as by a signal; all ranks learn it one step later.
 
     Construction installs signal handlers, unless told not to; they only set a flag. The all_reduce
     of a step runs during the next step, on CPU tensors and a gloo group of its own: devices take no
@@ -52,12 +54,12 @@ class StopRequest:
             # Without torchrun, a second Ctrl-C ends the run at once.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def __call__(self, is_late: bool) -> bool:
+    def __call__(self, must_stop: bool) -> bool:
         """Send whether this rank must stop; return whether any rank had to a step ago."""
         if self.in_flight:
             self.in_flight.wait()
         any_rank = self.flag.numpy()[0] > 0  # not .item(), which --profile counts as a host sync
-        self.flag = torch.tensor([float(self.signalled or is_late)])
+        self.flag = torch.tensor([float(self.signalled or must_stop)])
         self.in_flight = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
         return any_rank
 
@@ -67,48 +69,33 @@ class StopRequest:
             self.in_flight.wait()
 
 
-class TimeLimit:
-    """--time_limit: when to stop, so that a last save ends in time."""
-
-    def __init__(self, seconds: float):
-        self.deadline = time.monotonic() + seconds
-        self.last_call = math.inf  # the first step may compile
-        self.longest = 0.0  # seconds from call to call
-
-    def is_near(self, save_seconds: float) -> bool:
-        """Whether to stop after this step. Call it after each.
-
-        Leaves twice the longest time that a step has taken, with its evaluation and save, and twice
-        what a save takes that goes on beside the steps.
-        """
-        now = time.monotonic()
-        self.longest = max(self.longest, now - self.last_call)
-        self.last_call = now
-        return now + 2 * (self.longest + save_seconds) > self.deadline
-
-
 class RankMismatch(ValueError):
     """Ranks differ in flags, code or data, in a shard, or in who reads what."""
 
     exit_status = 2
 
 
+class ReplicasDiffer(RuntimeError):
+    """Ranks that should hold the same weights no longer do."""
+
+    exit_status = 1
+
+
 def local_claims(
     mesh: DeviceMesh,
     must_match: dict[str, object],
-    weights: Iterable[Tensor],
     first_indices: Iterable[int],
 ) -> dict[str, object]:
     """What this rank says of itself: by name, values that all ranks with the name must share.
 
-    All ranks must have equal values in `must_match`, and the same code. Ranks with the same part of
-    `weights`, the parameters, must have the same bits. The ranks of a tp group must read the same
-    `first_indices`, the sequences of their first step, and no other rank may read any of them.
+    All ranks must have equal values in `must_match`, and the same code. The ranks of a tp group
+    must read the same `first_indices`, the sequences of their first step, and no other rank may
+    read any of them.
     """
     *dp_coordinates, _ = mesh.get_coordinate()
     reader = f"dp_replicate {dp_coordinates[0]}, dp_shard {dp_coordinates[1]}"
     first_indices = list(first_indices)
-    claims = must_match | {"the code": source_hash()} | sum_weights(weights)
+    claims = must_match | {"the code": source_hash()}
     claims[f"the first sequences of {reader}"] = first_indices
     return claims | {f"the reader of sequence {index}": reader for index in first_indices}
 
@@ -126,7 +113,7 @@ def compare_claims(claims: list[dict]) -> None:
                 others = [other for other, one in enumerate(claims) if one.get(name) == value]
                 raise RankMismatch(
                     f"{name} is {claims[first][name]} on rank {first} and {value} on "
-                    f"{format_ranks(others)}: start all ranks with the same flags, code and data"
+                    f"{format_ranks(others)}: {REMEDY}"
                 )
 
 
@@ -140,22 +127,40 @@ def source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def sum_weights(weights: Iterable[Tensor]) -> dict[str, int]:
-    """Sum the bits of the local weights as integers: exact in any order of summation.
+def compare_replicas(weights: dict[str, Tensor]) -> str | None:
+    """Say which rank holds other bits of a weight than the ranks with the same part of it.
 
-    One sum for each way to cut a parameter, with the name of this rank's part, such as " of
-    dp_shard 1, tp 0": only dp_shard cuts norms.
+    All ranks call it and get the same answer; None if there is no difference. A rank sends one
+    integer for each weight, the sum of its bits, taken on its device: exact in any order, and
+    another one after any single bit has changed.
     """
-    sums: Counter = Counter()
-    for weight in weights:
-        cuts = []
-        if isinstance(weight, DTensor):
-            mesh = weight.device_mesh
-            axes = zip(mesh.mesh_dim_names, mesh.get_coordinate(), weight.placements)
-            cuts = [
-                f"{axis} {rank}" for axis, rank, placement in axes if not placement.is_replicate()
-            ]
-        part = f" of {', '.join(cuts)}" if cuts else ""
-        bits = optim.local(weight).detach().view(torch.int32)
-        sums[f"the sum of the weights{part}"] += int(bits.sum(dtype=torch.int64))
-    return dict(sums)
+    sums = []
+    for weight in weights.values():
+        bits = optim.local(weight).view(torch.int32)
+        sums.append(bits.sum(dtype=torch.int32))  # modulo 2^32; int64 would copy the weight
+    local_sums = torch.stack(sums)
+    gathered = local_sums.repeat(torch.distributed.get_world_size(), 1)
+    torch.distributed.all_gather(list(gathered), local_sums)
+    for name, sums in zip(weights, gathered.cpu().T):
+        ranks = replicas(weights[name])
+        of_parts = sums[ranks]
+        usual = of_parts.mode(keepdim=True).values
+        for part, odd in zip(ranks, of_parts != usual):
+            if odd.any():
+                hosts = dist.on_all_ranks(socket.gethostname)
+                few, first = part[odd].tolist(), int(part[~odd][0])
+                return (
+                    f"{name} has other bits on {format_ranks(few)} ({hosts[few[0]]}) than on rank "
+                    f"{first} ({hosts[first]}), which holds the same part of it"
+                )
+    return None
+
+
+def replicas(weight: Tensor) -> Tensor:
+    """The ranks that hold the same part of a weight: (parts, ranks of a part)."""
+    if not isinstance(weight, DTensor):
+        return torch.arange(torch.distributed.get_world_size())[None]
+    ranks, placements = weight.device_mesh.mesh, weight.placements
+    cut = [axis for axis in range(ranks.ndim) if not placements[axis].is_replicate()]
+    kept = [axis for axis in range(ranks.ndim) if placements[axis].is_replicate()]
+    return ranks.permute(*cut, *kept).reshape(-1, math.prod(ranks.shape[axis] for axis in kept))

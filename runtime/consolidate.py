@@ -19,7 +19,6 @@ from checkpoint import CheckpointError, PathError
 from runtime import console
 
 FULL = "full.safetensors"
-BYTES_PER_SECOND = 100e6  # of a conversion, at least
 LATE_FILES_SECONDS = 90  # how late another host's files may appear: NFS can cache for a minute
 
 

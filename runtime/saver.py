@@ -58,8 +58,6 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.rows: list[dict] = []
         self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
-        self.seconds = 0.0  # of the last save that succeeded
-        self.bytes = 0  # of all ranks, in that
         self.kept: list[Path] = []  # the checkpoints that count, oldest first
         for path in checkpoint.list_checkpoints(self.run):
             if step_of(path) <= self.start_step and (path / "manifest.json").exists():
@@ -139,7 +137,6 @@ class Saver:
             )
             if self.rank == 0:
                 self.remove_old(path)
-            self.bytes, self.seconds = row["bytes"], time.perf_counter() - began
         except Exception as error:
             why = checkpoint.reason(error)
             self.failure = f"cannot write {path}: {why}"

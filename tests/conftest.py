@@ -6,14 +6,18 @@ They form a new gloo group for every case. Tests that need torchrun, signals or 
 
 import contextlib
 import io
+import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -53,6 +57,64 @@ QUIET = (
 # not five.
 os.environ["RES_OPTIONS"] = "timeout:1"
 
+torch.set_num_threads(1)  # in the workers, too: other processes have the other cores
+
+
+# --------------------------------------------------------------------------------------------------
+# Two processes
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session):
+    """Run tests that take no workers in a second process, beside the others, if they are many."""
+    config = session.config
+    alone = [item for item in session.items if "pool" not in item.fixturenames]
+    is_simple = sys.platform == "linux" and not hasattr(config, "workerinput")  # of pytest-xdist
+    if len(alone) < 200 or config.option.collectonly or not is_simple:
+        return (yield)
+    config._tmp_path_factory.getbasetemp()  # one folder for both
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()  # into a file of each process
+    with tempfile.TemporaryFile() as reports:
+        arguments = (session, alone, reports)
+        second = multiprocessing.get_context("fork").Process(target=run_beside, args=arguments)
+        second.start()
+        capture.start_global_capturing()
+        session.items = [item for item in session.items if "pool" in item.fixturenames]
+        try:
+            result = yield
+        except BaseException:  # Ctrl-C, or --maxfail
+            os.kill(second.pid, signal.SIGINT)
+            raise
+        finally:
+            second.join()
+            reports.seek(0)
+            for data in iter(lambda: pickle.load(reports), None):
+                report = config.hook.pytest_report_from_serializable(config=config, data=data)
+                config.hook.pytest_runtest_logreport(report=report)
+    assert second.exitcode == 0, "the second process has ended"
+    return result
+
+
+def run_beside(session, items: list, reports) -> None:
+    """Run the tests, and write what pytest reports of them to the file."""
+    config = session.config
+    config.pluginmanager.getplugin("capturemanager").start_global_capturing()
+    config.pluginmanager.unregister(name="terminalreporter")
+
+    class Writer:
+        def pytest_runtest_logreport(self, report):
+            data = config.hook.pytest_report_to_serializable(config=config, report=report)
+            pickle.dump(data, reports)
+
+    config.pluginmanager.register(Writer())
+    try:
+        for item, following in itertools.zip_longest(items, items[1:]):
+            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    finally:
+        pickle.dump(None, reports)
+        reports.flush()
+
 
 # --------------------------------------------------------------------------------------------------
 # Workers that play the ranks
@@ -65,7 +127,6 @@ def free_port() -> int:
 
 
 def work(pipe) -> None:
-    torch.set_num_threads(1)
     launcher.PARENT = os.getppid()  # not that of the process from which this one is forked
     while True:
         environment, function, arguments = pipe.recv()

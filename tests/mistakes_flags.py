@@ -52,7 +52,7 @@ MISTAKES = {
         Mistake("strategies --model huge", "argument --model: invalid choice: 'huge' (choose"),
     ],
     "tools.check": [
-        Mistake("--rank=2", "unrecognized arguments: --rank=2; did you mean --ranks?"),
+        Mistake("--jsn=2", "unrecognized arguments: --jsn=2; did you mean --json?"),
     ],
     "tools.hf": [
         Mistake("exprot {other} {root}/new", "invalid choice: 'exprot'"),

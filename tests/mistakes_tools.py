@@ -23,7 +23,6 @@ MISTAKES = {
         Mistake("--device cuda", "PyTorch finds no CUDA device here; use --device cpu"),
         Mistake("links pairity", "no check is named pairity: choose from matmul, links, "),
         Mistake("--json {root}/nowhere/check.json", "check.json: there is no folder "),
-        Mistake("--ranks 3 --tp 2", "x tp 2 takes 2 processes, but 3 were started"),
     ],
     "tools.plan": [
         Mistake("", "--world_size is missing: give the number of devices in all"),

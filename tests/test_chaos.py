@@ -183,17 +183,6 @@ def test_killed_twenty_times_while_it_consolidates(pool, tokens, tmp_path):
     assert unfinished >= 5
 
 
-def test_a_time_limit_saves_before_it_and_the_run_goes_on(run):
-    text = "--strategy ddp --max_steps 100000 --save_interval 0 --log_interval 50 --time_limit"
-    began = time.monotonic()
-    out = run(2, f"{text} 2", status=75)
-    assert time.monotonic() - began < 10
-    step = newest_step(out)
-    assert 10 < step < 100000
-    run(2, f"{text} 1", status=75)
-    assert newest_step(out) > step
-
-
 @pytest.mark.slow
 def test_max_restarts_continues_by_itself(whole, tokens, tmp_path):
     out = tmp_path / "out"

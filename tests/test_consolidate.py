@@ -10,7 +10,6 @@ import weakref
 import zlib
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -30,7 +29,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
-import train
 from runtime import consolidate
 from runtime.saver import Saver
 
@@ -217,17 +215,3 @@ def test_loading_and_converting_take_little_memory(tmp_path):
     path = last_checkpoint(tmp_path)
     assert memory_taken(lambda: checkpoint.load_state(path, state)) < 90e6
     assert memory_taken(lambda: consolidate.consolidate(path, tmp_path / "one")) < 90e6
-
-
-def save_once(folder: Path) -> int:
-    torch.distributed.init_process_group("gloo")
-    saver = Saver(folder, False, 0, 0, timedelta(seconds=20))
-    saver.save({"weight": torch.ones(1_000_000)}, {"step": 1})
-    return saver.bytes
-
-
-@pytest.mark.parametrize("format, seconds", [("sharded", 2.0), ("full", 1e3 + 2.0)])
-def test_a_time_limit_leaves_time_to_consolidate(pool, tmp_path, format, seconds):
-    assert all(4e6 < size < 4.1e6 for size in pool(2, save_once, tmp_path))
-    saver = SimpleNamespace(seconds=2.0, bytes=1e3 * consolidate.BYTES_PER_SECOND)
-    assert train.seconds_to_save(SimpleNamespace(checkpoint=format), saver) == seconds

@@ -26,7 +26,7 @@ import train
 from config import model_config
 from runtime import console, watchdog
 from tools import check
-from tools.planning.rehearse import rehearse
+from tools.planning.rehearse import make_world, rehearse
 
 pytestmark = [
     pytest.mark.slow,
@@ -125,7 +125,8 @@ def play(flags_of: dict, ports_of: dict) -> dict[tuple, Report]:
                 if size > 1 and rank == size - 1:
                     config = train.parse(flags_of[case])
                     decoder = model_config(config, 257)
-                    found = rehearse(config, rank, size, size, decoder, "cuda", 80 << 30)
+                    world = make_world(rank, size, size, "cuda")
+                    found = rehearse(config, world, decoder, 80 << 30)
                     report.rehearsed = [sorted(found.communication, key=repr), found.state]
                     if config.profile:
                         profiled = check.Check("profile")
@@ -212,15 +213,11 @@ def play_checks(argv: list[str]) -> dict[str, list[str]]:
         call()
         return [1.0]  # of this machine, any would do
 
-    def slow_ones(measure) -> dict:
-        measure()
-        return {}
-
     few_steps = f"{check.SHORT} --max_steps 4 --warmup_steps 1 "
     rehearse_really = fake_cuda.without_fakes(check.rehearse.rehearse)
     with (
         mock.patch.object(check.rehearse, "rehearse", rehearse_really),
-        mock.patch.multiple(check.harness, times=seconds, slow_ones=slow_ones),
+        mock.patch.object(check.harness, "times", seconds),
         mock.patch.multiple(check, run_check=keep, SHORT=few_steps),
         mock.patch.object(torch.version, "cuda", "13.0"),
         fakes,

@@ -20,7 +20,7 @@ from conftest import ROOT, flags
 
 import dist
 from runtime.cli import RunError
-from tools import bench
+from tools import bench, check
 from tools.measuring import harness, hosts
 
 # --------------------------------------------------------------------------------------------------
@@ -38,61 +38,73 @@ def measured(generator: random.Random, slow: dict[object, float], names=range(8)
 
 def test_of_a_thousand_clean_measurements_none_is_slow():
     generator = random.Random(1)
-    assert not any(harness.slow_ones(lambda: measured(generator, {})) for _ in range(1000))
+    assert not any(harness.slow_ones(lambda: measured(generator, {}))[1] for _ in range(1000))
 
 
 @pytest.mark.parametrize("names", [range(2), range(3), range(8)])
 def test_a_rank_that_is_always_slow_is_named_and_no_other(names):
     generator = random.Random(1)
-    found = harness.slow_ones(lambda: measured(generator, {1: 2}, names))
-    assert found == {1: pytest.approx(2, rel=0.1)}
+    best, slow = harness.slow_ones(lambda: measured(generator, {1: 2}, names))
+    assert slow == {1: pytest.approx(2, rel=0.1)} and best.keys() == set(names)
     once = iter([{1: 2}, {}, {1: 2}])
-    assert not harness.slow_ones(lambda: measured(generator, next(once), names))
+    assert not harness.slow_ones(lambda: measured(generator, next(once), names))[1]
 
 
-def find_slow_links(local_size: int, slow: set[tuple[int, int]], latency: float) -> list[str]:
-    """What is found on a rank of hosts of `local_size`; receiving over some links takes longer."""
+def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
+    """What is found on a rank of hosts of `local_size`; some links take longer."""
     dist.start("cpu")
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    receive = torch.distributed.irecv
+    size = torch.distributed.get_world_size()
+    transfer = harness.transfer
 
-    class Late:
-        def __init__(self, work, sender):
-            self.work, self.sender = work, sender
+    def late(sender: int, receiver: int, size: int, device: torch.device) -> list[float]:
+        seconds = transfer(sender, receiver, size, device)
+        assert len(seconds) >= 3 and min(seconds) > 0
+        return [1.0 + 0.5 * ((sender, receiver) in slow)]
 
-        def wait(self):
-            self.work.wait()
-            time.sleep(latency * (4 if (self.sender, rank) in slow else 1))
-
-    def irecv(tensor, sender):
-        return Late(receive(tensor, sender), sender)
-
-    def batch(operations):
-        return [operation.op(operation.tensor, operation.peer) for operation in operations]
-
-    with (
-        mock.patch.object(torch.distributed, "irecv", irecv),
-        mock.patch.object(torch.distributed, "batch_isend_irecv", batch),
-        mock.patch.object(harness, "P2POp", lambda *parts: Namespace(**dict(zip(PARTS, parts)))),
-    ):
-        names = [f"rank {number}" for number in range(size)]
-        return harness.slow_links(names, local_size, 4, torch.device("cpu"))
-
-
-PARTS = ("op", "tensor", "peer")
+    ranks = Namespace(names=[f"rank {number}" for number in range(size)])
+    ranks.world = Namespace(size=size, local_size=local_size)
+    ranks.device = torch.device("cpu")
+    found = check.Check("links")
+    with mock.patch.object(harness, "transfer", late):
+        check.links(ranks, found)
+    return found.problems
 
 
 @pytest.mark.parametrize("ranks, local_size, slow", [(3, 1, [(2, 0)]), (4, 2, [(3, 2), (1, 3)])])
 def test_a_slow_link_is_named_and_no_other(pool, ranks, local_size, slow):
     """On a ring of three hosts; on two hosts of two ranks, within one and between them."""
     expected = [f"slow: the link from rank {a} to rank {b}" for a, b in slow]
-    for lines in pool(ranks, find_slow_links, local_size, set(slow), 0.008):
+    for lines in pool(ranks, find_slow_links, local_size, set(slow)):
         assert [line.partition(",")[0] for line in lines] == expected
 
 
-def test_bus_bandwidth_is_that_of_nccl_tests():
-    assert harness.bus_bandwidth("all_reduce", 100, 0.5, 4) == 2 * 3 / 4 * 100 / 0.5
-    assert harness.bus_bandwidth("all_gather", 100, 0.5, 4) == 3 / 4 * 100 / 0.5
+def seconds_of_a_late_link() -> list[list[float]]:
+    """Two links of three ranks, of which rank 1 is late to send."""
+    dist.start("cpu")
+    send = torch.distributed.isend
+
+    def late(tensor, receiver):
+        time.sleep(0.05 * (torch.distributed.get_rank() == 1))
+        return send(tensor, receiver)
+
+    def batch(operations):
+        return [operation.op(operation.tensor, operation.peer) for operation in operations]
+
+    with (
+        mock.patch.object(torch.distributed, "isend", late),
+        mock.patch.object(torch.distributed, "batch_isend_irecv", batch),
+        mock.patch.object(harness, "P2POp", lambda *parts: Namespace(**dict(zip(PARTS, parts)))),
+    ):
+        links = harness.neighbours(3, 1)["across hosts"]
+        return [harness.transfer(*link, 4, torch.device("cpu")) for link in links]
+
+
+PARTS = ("op", "tensor", "peer")
+
+
+def test_a_transfer_is_timed_where_it_arrives(pool):
+    for answer in pool(3, seconds_of_a_late_link):
+        assert [min(seconds) > 0.05 for seconds in answer] == [False, True, False]
 
 
 # --------------------------------------------------------------------------------------------------

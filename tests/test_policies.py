@@ -93,11 +93,6 @@ class Step:
     total: int
 
 
-def matrix_bytes(step: Step) -> int:
-    """Of the matrices of a block in bfloat16: all of it but two norms."""
-    return 2 * (step.block - 2 * 32)
-
-
 def count(argv: list[str]) -> Step:
     run = build_run(argv)
     batches = run.batches()
@@ -144,8 +139,8 @@ def test_bytes_of_fsdp(traffic, sync, times, reshard, dtype, size, optimizer):
     """Each micro-batch gathers the two blocks and the rest of the model (embedding, norm) once.
 
     The first block is gathered again for backward if it was dropped after forward. The last unit,
-    here the second block, never is. Under Muon each rank multiplies the matrices of one block, or
-    as many: it gets one half of them in bfloat16, and sends the results back.
+    here the second block, never is. Under Muon each rank multiplies seven matrices, as many as one
+    block has: it gets the other half of each in bfloat16, and sends the result back.
     """
     text = f"--strategy fsdp --grad_sync {sync} --reshard_after_forward {reshard} --dtype {dtype}"
     text += f" --optimizer {optimizer}"
@@ -159,7 +154,8 @@ def test_bytes_of_fsdp(traffic, sync, times, reshard, dtype, size, optimizer):
             WORLD_REDUCE: OPTIMIZER,
         }
         if optimizer == "muon":
-            expected["all_to_all", "world"] = Traffic(2, 2 * matrix_bytes(step))
+            matrices = 2 * (step.block - 2 * 32)  # bytes, of a block without its two norms
+            expected["all_to_all", "world"] = Traffic(2 * 7, 2 * matrices)
         assert step.counts == expected
 
 
@@ -225,7 +221,8 @@ def test_bytes_of_tensor_parallelism(
     ranks = 2 if strategy == "single" else 4
     n = A * 2 // ranks
     tensor_bytes = 4 * 2 * 16 * 32
-    for step in traffic(ranks, f"{text} --activation_checkpointing {checkpointing}"):
+    steps = traffic(ranks, f"{text} --activation_checkpointing {checkpointing}")
+    for step in steps:
         gathers = Traffic(n * (2 * (4 + gathers_again) + 2))
         gathers.bytes = gathers.calls * tensor_bytes
         scatters = n * (2 * (4 + scatters_again) + 2)
@@ -236,10 +233,10 @@ def test_bytes_of_tensor_parallelism(
             ("all_reduce", "tp"): Traffic(n * 3 + 5, n * 3 * 4 * 2 * 16 + 5 * 4 * 32),
         }
         assert step.counts[WORLD_REDUCE] == OPTIMIZER
-        if optimizer == "muon" and strategy == "ddp":
-            # Each replica multiplies one block's matrices, or as many, of which a rank has a half.
-            gathered = Traffic(1, matrix_bytes(step))
-            assert step.counts["all_gather", "dp_replicate"] == gathered
+    if optimizer == "muon" and strategy == "ddp":
+        # Of 14 matrices, dealt by size, rank 0 collects four and sends them to two replicas.
+        matrices = 2 * (2 * 64 * 32 + 32 * 32 + 16 * 32)
+        assert steps[0].counts["all_to_all", "world"] == Traffic(2 * 4, 3 * matrices)
 
 
 # --------------------------------------------------------------------------------------------------

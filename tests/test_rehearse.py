@@ -27,6 +27,7 @@ from tools.planning.rehearse import (
     Rehearsal,
     at_peak,
     extend,
+    make_world,
     rehearse,
 )
 
@@ -94,7 +95,7 @@ def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
     if run.world.rank < 3:
         return real, None
     dist.stop()
-    return real, rehearse(run.c, 3, 4, 4, run.setup.model, "cpu", device_memory=10**9)
+    return real, rehearse(run.c, make_world(3, 4, 4, "cpu"), run.setup.model, device_memory=10**9)
 
 
 def operations(found: Step | Rehearsal) -> list[str]:
@@ -123,7 +124,8 @@ def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
     for text in texts:
         config = train.parse(text.split())
         decoder = model_config(config, 50257)
-        found.append(rehearse(config, 77, 512, 8, decoder, "cuda", device_memory=80 * 10**9))
+        world = make_world(77, 512, 8, "cuda")
+        found.append(rehearse(config, world, decoder, device_memory=80 * 10**9))
         assert not torch.distributed.is_initialized()
     return found
 
@@ -195,7 +197,8 @@ WHOLE = [
 def rehearse_by_layers(text: str) -> tuple[list[int], Rehearsal, Rehearsal]:
     """The numbers of layers that are rehearsed, what comes of them, and the whole rehearsal."""
     config = train.parse(f"{LAYERS} {text}".split())
-    arguments = (config, 3, 8, 4, model_config(config, 257), "cuda", 80 * 10**9)
+    world = make_world(3, 8, 4, "cuda")
+    arguments = (config, world, model_config(config, 257), 80 * 10**9)
     numbers = []
     run_step = rehearsing.run_step
 
@@ -227,12 +230,13 @@ def test_a_step_that_lacks_something_is_not_extended():
 LLAMA3_70B = """
 import json, resource, sys, time
 import config as flags, train
-from tools.planning.rehearse import rehearse
+from tools.planning.rehearse import make_world, rehearse
 started = time.process_time()
 base = "--dtype bfloat16 --model llama3-70b --micro_batch_size 1 --activation_checkpointing full"
 config = train.parse([*base.split(), *sys.argv[2:]])
 decoder = flags.model_config(config, 128256)
-rehearse(config, 0, int(sys.argv[1]), 8, decoder, "cuda", device_memory=80 * 10**9)
+world = make_world(0, int(sys.argv[1]), 8, "cuda")
+rehearse(config, world, decoder, device_memory=80 * 10**9)
 resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps([time.process_time() - started, resident]))
 """

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import socket
 import subprocess
 import threading
 from datetime import timedelta
@@ -15,6 +17,7 @@ import torch
 from conftest import build_run, file_names, flags, last_checkpoint, listen, rows, tensors
 
 import checkpoint
+import optim
 import train
 from runtime.saver import Saver
 
@@ -272,6 +275,47 @@ def test_one_weight_of_one_rank_that_is_not_finite_refuses_the_save(pool, tokens
     for _, _, failure in answers:
         assert failure.endswith("step-00000001: the loss or a weight is not finite")
     assert not checkpoint.list_checkpoints(tmp_path / "run")
+
+
+def listen_with_a_flipped_bit(argv: list[str], odd: int, name: str) -> tuple[int, str, str]:
+    """train.py, where one bit of a weight flips on rank `odd` in step 3."""
+    train_step = train.train_step
+
+    def flip_later(forward, optimizer, batches, step, *rest):
+        values = train_step(forward, optimizer, batches, step, *rest)
+        if step == 3 and int(os.environ["RANK"]) == odd:
+            bits = optim.local(optimizer.parameters[name]).detach().view(torch.int32)
+            bits[(0,) * bits.dim()] ^= 1
+        return values
+
+    with mock.patch.object(train, "train_step", flip_later):
+        return listen(argv)
+
+
+# mesh and how it saves -> the rank and the weight with a flipped bit, ranks that hold the same part
+FLIPS = {
+    "ddp": (2, "layers.1.attention.wq.weight", [0, 1, 3]),
+    "hsdp --dp_shard 2 --async_save": (3, "layers.0.mlp.w2.weight", [1]),
+    "fsdp --tp 2": (1, "layers.0.attention_norm.weight", [0]),
+    "ddp --tp 2": (2, "norm.weight", [0, 1, 3]),
+}
+
+
+@pytest.mark.parametrize("mesh", FLIPS)
+def test_one_flipped_bit_in_one_replica_ends_the_run_at_the_next_save(pool, tokens, tmp_path, mesh):
+    odd, name, others = FLIPS[mesh]
+    out = tmp_path / "run"
+    text = f"--strategy {mesh} --max_steps 6 --save_interval 2 --global_batch_size 4"
+    argv = flags(f"--data {tokens} --out {out} {text}")
+    answers = pool(4, listen_with_a_flipped_bit, argv, odd, name)
+    assert [status for status, _, _ in answers] == [1] * 4
+    error = answers[0][2]
+    assert error.startswith(f"train.py: error: step 4 is not saved: {name} has other bits on rank ")
+    named = [int(rank) for rank in re.findall(r"rank (\d) \(", error)]
+    assert odd == named[0] or named == [*others, odd]  # of two, either may be the odd one
+    assert set(named) <= {odd, *others} and error.count("\n") == 1
+    assert socket.gethostname() in error
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(out)] == [2]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ import pytest
 import torch
 from conftest import rows
 from test_optim import MESHES, settings
-from torch.distributed.tensor import Shard, distribute_tensor
 
-import dist
 import optim
 
 
@@ -51,32 +49,7 @@ def test_statistics_are_of_raw_gradients_and_updated_weights():
         nothing = torch.full((1,), math.nan)
         for slot in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
             tensors[slot] = optimizer.slots[slot].get(name, nothing)
-        for kind, tensor in tensors.items():
-            for statistic in ("norm", "mean", "max", "min"):
-                want[f"{kind}_{statistic}"] = getattr(tensor, statistic)()
+        want |= {f"{kind}_norm": tensor.norm() for kind, tensor in tensors.items()}
         assert row.pop("parameter") == name and row["update_norm"] > 0
         want = {column: float(value) for column, value in want.items()}
         assert row == pytest.approx(want, rel=1e-5, abs=1e-9, nan_ok=True)
-
-
-def statistics_of_one_row() -> dict[str, dict]:
-    """Those of two parameters, each a single row, on two ranks that shard rows: one has none."""
-    world = dist.start("cpu")
-    mesh = dist.make_mesh(world, (1, 2, 1))["dp_shard"]
-    parameters = {}
-    for name, value in (("positive", 2.0), ("negative", -2.0)):
-        parameter = torch.nn.Parameter(
-            distribute_tensor(torch.full((1, 3), value), mesh, [Shard(0)])
-        )
-        parameter.grad = torch.zeros_like(parameter)
-        parameters[name] = parameter
-    optimizer = optim.Optimizer(parameters.items(), lambda name: False, settings())
-    table = optimizer.step(1, torch.tensor(1.0), measure=True)["parameters"]
-    return {row["parameter"]: row for row in table.rows()}
-
-
-def test_a_rank_with_an_empty_shard_changes_no_statistics(pool):
-    for answer in pool(2, statistics_of_one_row):
-        for name, value in (("positive", 2.0), ("negative", -2.0)):
-            row = answer[name]
-            assert (row["weight_min"], row["weight_mean"], row["weight_max"]) == (value,) * 3

@@ -211,9 +211,6 @@ def test_compare_says_where_two_runs_first_differ(tmp_path, compared, losses, to
 # Those of a parameter, of three steps
 STATISTICS = {
     "grad_norm": 2.0,
-    "grad_mean": 0.0,
-    "grad_max": 1.0,
-    "grad_min": -1.0,
     "weight_norm": 10.0,
     "exp_avg_norm": 1.0,
     "exp_avg_sq_norm": 0.0,  # too small for float32
@@ -248,8 +245,6 @@ def statistics_of(changes: dict[tuple[int, str], dict]) -> list[dict]:
             {(1, "b"): {"grad_norm": 1.998}, (3, "a"): {"grad_norm": 1.0}},
             "step 3: a grad_norm by 0.5",
         ),
-        # A mean may be near 0: it is measured by the largest element.
-        ({(1, "a"): {"grad_mean": 1e-3}}, "never, by at most 0.001 in 3 logged steps in common"),
         ({(2, "a"): {"grad_norm": None}}, "step 2: a grad_norm by inf"),
         ({(2, "a"): {"exp_avg_norm": None}}, "never, equal in 3 logged steps in common"),
         (  # more than its updates: the weight was another one before
@@ -271,7 +266,7 @@ def test_compare_names_the_first_parameter_that_differs(tmp_path, compared, chan
 
 def test_runs_with_other_columns_or_parameters_are_compared(tmp_path, compared):
     a = write_run(tmp_path / "a", LOSSES, statistics=statistics_of({}))
-    other = [{"step": 1, "parameter": name, "grad_mean": 0.0, "weight_norm": 10.0} for name in "bc"]
+    other = [{"step": 1, "parameter": name, "weight_norm": 10.0} for name in "bc"]
     b = write_run(tmp_path / "b", LOSSES, statistics=other)
     c = write_run(tmp_path / "c", LOSSES)
     equal = "never, equal in 1 logged steps in common"

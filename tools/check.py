@@ -1,9 +1,9 @@
 """Does everything work on these ranks, and how fast? The first hour on a machine, or on a cluster.
 
-python -m tools.check --model gpt2-124m --strategy fsdp --json check.json
+torchrun --standalone --nproc_per_node 2 -m tools.check --json check.json
 torchrun --nnodes 4 --nproc_per_node 8 ... -m tools.check --model llama3-8b --strategy hsdp
 
-Takes train.py's flags, those of the planned run. On its own it starts torchrun on this host.
+Takes train.py's flags, those of the planned run, and is started as train.py is.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import shlex
 import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -32,6 +31,7 @@ if __name__ == "__main__":
     # As train.py allocates
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own log
 
 import torch
 import torch.distributed
@@ -47,14 +47,15 @@ import train
 from config import Config
 from runtime import agreement, cli, memory, preflight, slurm, watchdog
 from runtime.watchdog import Watchdog
-from tools.bench import count, three_digits
+from tools.bench import three_digits
 from tools.measuring import harness
-from tools.measuring.harness import ROOT, TORCHRUN, exchange, training_rows
+from tools.measuring.harness import ROOT, exchange, training_rows
 from tools.planning import rehearse
 
 STEPS = 20
 LEAST_STEPS = 4  # the second half is profiled
-SECONDS = 60  # for one rank, which computes the micro-batches of all ranks
+MICRO_BATCHES = 1000  # about as many for one rank, which computes those of all ranks
+LINK_BYTES = 1 << 24  # sent over a link: more than a switch may pass at once
 # Relative differences between a mesh and one rank: loss, gradient norm
 TOLERANCE = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2)}
 # Flags of every run; they override the planned run's. At a high learning rate two runs in bfloat16
@@ -62,7 +63,7 @@ TOLERANCE = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2)}
 SHORT = (
     f"--max_steps {STEPS} --warmup_steps 10 --schedule constant --log_interval 1 --save_interval 0 "
     "--keep_last 1 --eval_interval 0 --eval_sequences 1 --sample_tokens 0 --profile 0:1 "
-    "--optim_metrics_interval 0 --tracker none --resume auto --allow_changes false --time_limit 0 "
+    "--optim_metrics_interval 0 --tracker none --resume auto --allow_changes false "
     "--dry_run false --eval_only false --lr 1e-3 --min_lr 0 "
 )
 
@@ -115,13 +116,12 @@ class Ranks:
         vocab_size = data.open_folders(c.data)[0].vocab_size
         base = dist.on_rank0(lambda: preflight.find_origin(c)).model
         available = dist.on_rank0(lambda: memory.device_memory(self.device, world.local_size))
-        self.device_memory = available
         self.config, self.setup = short_run(c, world, vocab_size, available, base)
         model = config.model_config(self.config, vocab_size, base)
-        place = (world.rank, world.size, world.local_size, model, world.device.type, available)
         with self.each_alone("to rehearse"):
             rehearse.leave_group()
-            self.rehearsed = rehearse.rehearse(self.config, *place).communication
+            rehearsed = rehearse.rehearse(self.config, world, model, available)
+            self.rehearsed = rehearsed.communication
 
     @contextlib.contextmanager
     def each_alone(self, purpose: str) -> Iterator[dist.World]:
@@ -144,19 +144,15 @@ class Ranks:
             train.run(c, world, self.watchdog, handle_signals=False)
         return exchange(training_rows(out) if world.rank == 0 else [])[0]
 
-    def train_alone(self) -> tuple[list[dict], str]:
-        """The rows of the run on one rank, and why there may be too few."""
+    def train_alone(self) -> list[dict]:
+        """The rows of the run on one rank."""
         one = dict(strategy="single", tp=1, dp_replicate=None, dp_shard=None, grad_sync="batch")
-        one |= dict(compile=False, checkpoint="none", async_save=False, time_limit=SECONDS)
-        c = dataclasses.replace(self.config, **one)
+        one |= dict(compile=False, checkpoint="none", async_save=False)
+        steps = max(LEAST_STEPS, MICRO_BATCHES // self.world.size)
+        one |= dict(max_steps=min(self.config.max_steps, steps))
         with self.each_alone("after one rank's run") as world:
-            setup = layout.choose(c, world, self.setup.model, self.device_memory)
-            need = layout.estimate_memory(c, setup)
-            if not need.fits(self.device_memory):
-                room = f"more than 80% of {self.device_memory / 1e9:,.1f} GB"
-                return [], f"one rank cannot hold the run: {need}, {room}"
-            rows = self.train(c, world, f"alone on rank {self.world.rank}")
-        return rows, f"one rank does not train {LEAST_STEPS} steps in {SECONDS} s"
+            c = dataclasses.replace(self.config, **one)
+            return self.train(c, world, f"alone on rank {self.world.rank}")
 
 
 def short_run(
@@ -184,7 +180,6 @@ def matmul(ranks: Ranks, check: Check) -> None:
     tokens = ranks.setup.micro_batch_size * m.seq_len
     side = 8192 if ranks.is_cuda else 512
     shapes = [(side, side, side), (tokens, m.d_model, m.d_ff), (tokens, m.d_ff, m.d_model)]
-    peak = metrics.peak_flops(ranks.device, dtype, ranks.config.peak_tflops)
     for rows, inner, columns in shapes:
         a = torch.randn(rows, inner, device=ranks.device, dtype=dtype)
         b = torch.randn(inner, columns, device=ranks.device, dtype=dtype)
@@ -192,43 +187,37 @@ def matmul(ranks: Ranks, check: Check) -> None:
         def measure(a=a, b=b) -> dict[int, list[float]]:
             return dict(enumerate(exchange(harness.times(lambda: a @ b))))
 
-        rates = [2 * rows * inner * columns / min(times) for times in measure().values()]
         label = f"{rows} x {inner} x {columns}"
-        check.figures[f"{label} TFLOP/s"] = min(rates) / 1e12
-        if peak:
-            check.limit(f"{label} of peak", max(rates) / peak, 1)
-        for rank, ratio in harness.slow_ones(measure).items():
+        best, slow = harness.slow_ones(measure)
+        rate = 2 * rows * inner * columns / max(best.values())
+        check.figures[f"{label} TFLOP/s"] = rate / 1e12
+        for rank, ratio in slow.items():
             check.problems.append(f"slow: {ranks.names[rank]}, {ratio:.2f} x the time for {label}")
 
 
 def links(ranks: Ranks, check: Check) -> None:
-    """collectives of each axis, of the sizes that the run sends; a slow link is named"""
-    if ranks.world.size == 1:
+    """transfers between neighbours, on a host and across hosts; a slow link is named"""
+    world = ranks.world
+    if world.size == 1:
         check.status, check.not_checked = "skip", "it takes two ranks"
-    mesh = dist.make_mesh(ranks.world, ranks.setup.mesh_shape)
-    largest = 1 << 20  # more than a switch may pass at once
-    for axis in dist.AXES:
-        sizes = {row.bytes // row.count for row in ranks.rehearsed if row.axis == axis}
-        group = mesh.get_group(axis)
-        for size in sorted(sizes | {4}) if group.size() > 1 else []:
-            for kind, seconds in harness.collectives(size, group, ranks.device).items():
-                if size == 4:
-                    check.figures[f"{axis} {kind} us"] = seconds * 1e6
-                    continue
-                rate = harness.bus_bandwidth(kind, size, seconds, group.size())
-                check.figures[f"{axis} {kind} {size / 1e6:.3g} MB GB/s"] = rate / 1e9
-            largest = max(largest, min(size, 1 << 26))
-    size_of_host = ranks.world.local_size
-    check.problems += harness.slow_links(ranks.names, size_of_host, largest, ranks.device)
+    for kind, pairs in harness.neighbours(world.size, world.local_size).items():
+
+        def measure(size=LINK_BYTES, pairs=pairs) -> dict[tuple[int, int], list[float]]:
+            return {pair: harness.transfer(*pair, size, ranks.device) for pair in pairs}
+
+        latencies = [min(seconds) for seconds in measure(size=4).values()]
+        best, slow = harness.slow_ones(measure)
+        check.figures[f"{kind} us"] = max(latencies) * 1e6
+        check.figures[f"{kind} GB/s"] = LINK_BYTES / max(best.values()) / 1e9
+        for (sender, receiver), ratio in slow.items():
+            link = f"the link from {ranks.names[sender]} to {ranks.names[receiver]}"
+            check.problems.append(f"slow: {link}, {ratio:.1f} x as long as others")
 
 
 def parity(ranks: Ranks, check: Check) -> None:
     """a run on the mesh is that of one rank, sends what is rehearsed, no host waits, and resumes"""
-    alone, reason = ranks.train_alone()
-    steps = min(exchange(len(alone)))
-    if steps < LEAST_STEPS:
-        check.not_checked = f"one rank's losses: {reason}"
-        steps, alone = LEAST_STEPS, []
+    alone = ranks.train_alone()
+    steps = len(alone)
     half = steps // 2
     c = dataclasses.replace(ranks.config, max_steps=steps, checkpoint="none", async_save=False)
     profiled = dataclasses.replace(c, profile=f"{half}:{steps - 1}")
@@ -239,10 +228,9 @@ def parity(ranks: Ranks, check: Check) -> None:
     check.figures["tokens/s/device"] = statistics.median(speeds)
     if rows[-1]["mfu"] is not None:
         check.limit("MFU", statistics.median(row["mfu"] for row in rows), 1)
-    if alone:
-        compare(check, "one rank's", alone, rows, TOLERANCE[c.dtype])
+    compare(check, "one rank's", alone, rows, TOLERANCE[c.dtype])
     if not ranks.is_shared:
-        check.not_checked += " save and resume: --out is no folder that all hosts share"
+        check.not_checked = "save and resume: --out is no folder that all hosts share"
         return
     for last in (half, steps):
         part = dataclasses.replace(c, max_steps=last, checkpoint="sharded")
@@ -289,19 +277,20 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """This command's own flags, and the planned run. Raises UsageError."""
     parser = config.build_parser()
     parser.prog = "tools.check"
-    parser.usage = "[torchrun ... -m | python -m] tools.check [CHECK ...] [--FLAG VALUE ...]"
+    parser.usage = "torchrun ... -m tools.check [CHECK ...] [--FLAG VALUE ...]"
     parser.description = "Check the ranks, with the flags of the run that is planned: train.py's."
     lines = [f"  {name:10} {check.__doc__}" for name, check in CHECKS.items()]
     parser.epilog = "\n".join(["checks, in this order:", *lines])
     group = parser.add_argument_group("the checks")
     group.add_argument("checks", nargs="*", metavar="CHECK", help="(default: all)")
-    group.add_argument("--ranks", **count(None, "(default: all GPUs; 2 on CPUs)"))
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     flags = config.parse_flags(parser, [*argv, *SHORT.split()])
-    options = {name: flags.pop(name) for name in ("checks", "ranks", "json")}
+    options = {name: flags.pop(name) for name in ("checks", "json")}
     options = argparse.Namespace(**options, out=flags["out"], argv=argv)
     if unknown := [name for name in options.checks if name not in CHECKS]:
         raise cli.UsageError(f"no check is named {unknown[0]}: choose from {', '.join(CHECKS)}")
+    if options.json and not options.json.absolute().parent.is_dir():
+        raise cli.UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
     return options, config.to_config(flags)
 
 
@@ -368,28 +357,9 @@ def write_json(ranks: Ranks, options: argparse.Namespace, checks: list[Check]) -
     metrics.replace_file(options.json, json.dumps(found, indent=2) + "\n")
 
 
-def check_host(argv: list[str]) -> int:
-    """Start torchrun on this host, which runs this command on the ranks."""
-    options, c = parse(argv)
-    if options.json and not options.json.absolute().parent.is_dir():
-        raise cli.UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
-    # Raises MeshError if there is no such device, or too few GPUs.
-    device = dist.set_device(c.device, 0, options.ranks or 1).type
-    size = options.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
-    world = rehearse.make_world(0, size, size, device)
-    short_run(c, world, 64 * c.tp, memory.device_memory(world.device, size))  # raises early
-    launcher = [*TORCHRUN, "--standalone", f"--nproc_per_node={size}", "-m", "tools.check"]
-    quiet = os.environ | {"KINETO_LOG_LEVEL": "6"}  # the profiler's own log
-    # Not subprocess.run: on Ctrl-C it kills torchrun before that can end its ranks.
-    with subprocess.Popen([*launcher, *argv], env=quiet) as process:
-        return int(process.wait() != 0)
-
-
 def main(argv: list[str]) -> int:
     slurm.read_slurm()
-    if "RANK" in os.environ:
-        return cli.execute("tools.check", lambda: check_ranks(argv))
-    return cli.execute("tools.check", lambda: check_host(argv))
+    return cli.execute("tools.check", lambda: check_ranks(argv))
 
 
 if __name__ == "__main__":

@@ -228,16 +228,11 @@ def differences_of_step(a_rows: dict, b_rows: dict) -> Iterator[tuple[int, float
 
 
 def relative_difference(a: dict, b: dict, column: str) -> float:
-    """A mean or an extreme, which may be near 0, is compared to the largest element."""
     x, y = a[column], b[column]
     if math.isnan(x) or math.isnan(y):  # elsewhere nan is a slot the optimizer lacks
         is_one = math.isnan(x) != math.isnan(y) and column in ("loss", "grad_norm")
         return math.inf if is_one else 0.0
-    kind, _, statistic = column.rpartition("_")
-    columns = [column]
-    if statistic in ("mean", "max", "min"):
-        columns += [f"{kind}_max", f"{kind}_min"]
-    scale = max(abs(row.get(name, 0.0)) for row in (a, b) for name in columns)
+    scale = max(abs(x), abs(y))
     return abs(x - y) / scale if scale else 0.0
 
 

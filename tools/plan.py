@@ -63,11 +63,9 @@ FLAGS = {
         "of a host to others, in one direction, all its network cards together, which its devices "
         "share (default: 80%% of the data sheet's)",
     ),
-    "host_memory": number("GB", "of a host, to compare checkpoints with"),
     "tokens": number("N", "tokens to train on, such as 15e12: hours"),
     "search": dict(action="store_true", help="rank the meshes and policies that fit"),
     "search_seconds": number("S", "of --search (default: 120)", default=120.0),
-    "scaling": dict(action="store_true", help="also plan the run on 1, 2, 4, ... hosts"),
     "run": dict(metavar="DIR", help="plan a run that has trained, and show what it took"),
     "json": dict(action="store_true", help="print one JSON object; takes no file, as others do"),
 }
@@ -139,7 +137,6 @@ def make_cluster(options: argparse.Namespace) -> Cluster:
         device_memory=device.memory or memory.device_memory(torch.device("cpu"), local_size),
         links=dataclasses.replace(predict.default_links(device, local_size), **given),
         achieved=options.achieved,
-        host_memory=int(options.host_memory * 1e9) if options.host_memory else None,
     )
 
 
@@ -224,37 +221,6 @@ class Plan:
             row["bytes"] += entry.bytes
             row["seconds"] += predict.collective_seconds(entry, group, links)
         return list(rows.values())
-
-    def scaling(self) -> Iterator[dict]:
-        """The run on 1, 2, 4, ... hosts, each rehearsed, with the same batch and micro-batch.
-
-        With fewer ranks dp_shard shrinks, and dp_replicate follows.
-        """
-        cluster, setup = self.request.cluster, self.rehearsal.setup
-        _, dp_shard, tp = setup.mesh_shape
-        hosts = 1
-        while hosts < cluster.hosts:
-            size = hosts * cluster.links.local_size
-            c = dataclasses.replace(
-                self.request.config,
-                strategy=setup.strategy,
-                dp_replicate=None,
-                dp_shard=min(dp_shard, max(1, size // tp)) if setup.strategy == "hsdp" else None,
-                micro_batch_size=setup.micro_batch_size,
-            )
-            smaller = dataclasses.replace(cluster, world_size=size)
-            row = {"hosts": hosts, "world_size": size}
-            try:
-                request = dataclasses.replace(self.request, config=c, cluster=smaller, rank=0)
-                yield row | make_plan(request).summary()
-            except (UsageError, dist.MeshError) as error:
-                yield row | {"fits": False, "problem": str(error)}
-            hosts *= 2
-        yield {"hosts": cluster.hosts, "world_size": cluster.world_size} | self.summary()
-
-    def summary(self) -> dict:
-        shape = self.rehearsal.setup.mesh_shape
-        return {"fits": self.fits, "mesh_shape": shape} | self.speed.to_json()
 
 
 def make_plan(request: Request, tokens: float | None = None) -> Plan:
@@ -369,17 +335,11 @@ def describe_communication(plan: Plan) -> Iterator[str]:
 
 
 def describe_checkpoint(plan: Plan) -> Iterator[str]:
-    saved = plan.checkpoint()
-    sharded, in_async = saved["host_bytes_sharded"], saved["host_bytes_async"]
+    saved = {name: gigabytes(size) for name, size in plan.checkpoint().items()}
     yield (
-        f"checkpoint  sharded: {gigabytes(saved['bytes_per_rank'])} GB a rank, on a host at most "
-        f"{gigabytes(sharded)} GB; async_save: {gigabytes(in_async)} GB"
+        f"checkpoint  sharded: {saved['bytes_per_rank']} GB a rank, on a host at most "
+        f"{saved['host_bytes_sharded']} GB; async_save: {saved['host_bytes_async']} GB"
     )
-    if available := plan.request.cluster.host_memory:
-        yield (
-            f"            of {gigabytes(available)} GB a host: "
-            f"sharded {VERDICT[sharded <= available]}, async_save {VERDICT[in_async <= available]}"
-        )
 
 
 def describe_step(plan: Plan) -> Iterator[str]:
@@ -418,21 +378,6 @@ def describe_step(plan: Plan) -> Iterator[str]:
         )
 
 
-def describe_scaling(rows: list[dict]) -> Iterator[str]:
-    yield "scaling     hosts  devices  mesh           step, s  tokens/s/device     MFU"
-    for row in rows:
-        begin = f"            {row['hosts']:5}  {row['world_size']:7}"
-        if "problem" in row:
-            yield f"{begin}  {row['problem']:.60}"
-            continue
-        shape = " x ".join(map(str, row["mesh_shape"]))
-        note = "" if row["fits"] else "  does not fit"
-        yield (
-            f"{begin}  {shape:13}  {row['step_time']:7.4g}  "
-            f"{row['tokens_per_second_per_device']:15,.0f}  {row['mfu']:6.1%}{note}"
-        )
-
-
 def describe_measured(step_time: float, peak_memory: int) -> Iterator[str]:
     yield (
         f"measured    step {step_time:.4g} s, the median; peak memory {gigabytes(peak_memory)} GB, "
@@ -460,9 +405,6 @@ def run(argv: list[str]) -> None:
         plan = make_plan(request, options.tokens)
         found = to_json(plan)
         lines = [*report(plan)]
-        if options.scaling:
-            found["scaling"] = [*plan.scaling()]
-            lines += describe_scaling(found["scaling"])
         if options.run:
             found["measured"] = options.measured
             lines += describe_measured(**options.measured)

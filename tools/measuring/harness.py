@@ -1,7 +1,6 @@
-"""Shared by bench and check: commands that run at the same time, and the links between ranks."""
+"""Shared by bench and check: commands that run at the same time, and what is slow among ranks."""
 
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -76,7 +75,6 @@ def training_rows(out: Path) -> list[dict]:
 SLOW = 1.4
 ATTEMPTS = 3
 REPEATS = 10  # at most; fewer if they take more than two seconds
-BURST = 4  # collectives in a row: an idle link lets 256 kB through at once
 
 
 def exchange(value) -> list:
@@ -102,8 +100,8 @@ def times(function: Callable[[], object]) -> list[float]:
     return [measure() for _ in range(repeats)]
 
 
-def slow_ones(measure: Callable[[], dict[Hashable, list[float]]]) -> dict[Hashable, float]:
-    """Those slow in every attempt, with the ratio of their time to the faster ones'."""
+def slow_ones(measure: Callable[[], dict[Hashable, list[float]]]) -> tuple[dict, dict]:
+    """The best seconds of each, and of those slow in every attempt the ratio to the faster ones."""
     found = None
     for _ in range(ATTEMPTS):
         best = {name: min(seconds) for name, seconds in measure().items()}
@@ -112,83 +110,31 @@ def slow_ones(measure: Callable[[], dict[Hashable, list[float]]]) -> dict[Hashab
         found = {name: ratios[name] for name in found or ratios if ratios[name] > SLOW}
         if not found:
             break
-    return found
+    return best, found
 
 
-def transfers(
-    ring: list[int], size: int, device: torch.device
-) -> dict[tuple[int, int], list[float]]:
-    """Seconds for `size` bytes from each rank of a ring to the next: (sender, receiver) -> times.
-
-    All ranks of the world call it, each with its ring. Every second rank of a ring sends, then the
-    others, so that a slow link holds up no other.
-    """
-    rank = torch.distributed.get_rank()
-    place = ring.index(rank)
-    sender, receiver = ring[place - 1], ring[(place + 1) % len(ring)]
-    payload, received = torch.zeros(2, size // 4, device=device)
-    found = {}
-    for turn in range(2):
-        operations = []
-        if place % 2 == turn:
-            operations.append(P2POp(torch.distributed.isend, payload, receiver))
-        if ring.index(sender) % 2 == turn:
-            operations.append(P2POp(torch.distributed.irecv, received, sender))
-
-        def transfer(operations=operations) -> None:
-            for work in torch.distributed.batch_isend_irecv(operations) if operations else []:
-                work.wait()
-
-        seconds = times(transfer)
-        if ring.index(sender) % 2 == turn:
-            found[sender, rank] = seconds
-    return {link: seconds for each in exchange(found) for link, seconds in each.items()}
+def neighbours(size: int, local_size: int) -> dict[str, list[tuple[int, int]]]:
+    """Links (sender, receiver): around the ranks of each host, and around the hosts."""
+    on_host, across = [], []
+    for rank in range(size):
+        host, place = divmod(rank, local_size)
+        on_host.append((rank, host * local_size + (place + 1) % local_size))
+        across.append((rank, (rank + local_size) % size))
+    found = {"on a host": on_host} if local_size > 1 else {}
+    return found | ({"across hosts": across} if size > local_size else {})
 
 
-def slow_links(names: list[str], local_size: int, size: int, device: torch.device) -> list[str]:
-    """Send `size` bytes around the ranks of each host, and around the hosts; name slow links.
+def transfer(sender: int, receiver: int, size: int, device: torch.device) -> list[float]:
+    """Seconds of repeated transfers of `size` bytes over a link. All ranks of the world call it."""
+    tensor = torch.zeros(size // 4, device=device)
+    operations = []
+    if torch.distributed.get_rank() == sender:
+        operations.append(P2POp(torch.distributed.isend, tensor, receiver))
+    elif torch.distributed.get_rank() == receiver:
+        operations.append(P2POp(torch.distributed.irecv, tensor, sender))
 
-    The two kinds of links are judged separately.
-    """
-    host, place = divmod(torch.distributed.get_rank(), local_size)
-    on_host = range(host * local_size, (host + 1) * local_size)
-    lines = []
-    for ring in (on_host, range(place, len(names), local_size)):
-        if len(ring) == 1:
-            continue
-        slow = slow_ones(lambda ring=ring: transfers([*ring], size, device))
-        for (sender, receiver), ratio in slow.items():
-            link = f"the link from {names[sender]} to {names[receiver]}"
-            lines.append(f"slow: {link}, {ratio:.1f} x as long as others")
-    return lines
+    def send_or_receive() -> None:
+        for work in torch.distributed.batch_isend_irecv(operations) if operations else []:
+            work.wait()
 
-
-def collectives(
-    size: int, group: torch.distributed.ProcessGroup, device: torch.device
-) -> dict[str, float]:
-    """Seconds of each collective of `size` bytes, the median of several bursts.
-
-    All ranks of the world call it, each with its group.
-    """
-    part = torch.zeros(max(1, size // 4 // group.size()), device=device)
-    full = part.repeat(group.size())
-    calls = {
-        "all_gather": lambda: torch.distributed.all_gather_into_tensor(full, part, group=group),
-        "reduce_scatter": lambda: torch.distributed.reduce_scatter_tensor(part, full, group=group),
-        "all_reduce": lambda: torch.distributed.all_reduce(full, group=group),
-    }
-    found = {}
-    for kind, call in calls.items():
-
-        def burst(call=call) -> None:
-            for _ in range(BURST):
-                call()
-
-        found[kind] = statistics.median(times(burst)) / BURST
-    return found
-
-
-def bus_bandwidth(kind: str, size: int, seconds: float, ranks: int) -> float:
-    """Bytes per second that a rank sends, as nccl-tests defines it."""
-    passes = 2 if kind == "all_reduce" else 1
-    return passes * (ranks - 1) / ranks * size / seconds
+    return exchange(times(send_or_receive))[receiver]

@@ -14,7 +14,7 @@ import metrics
 from config import Config, model_config
 from model import ModelConfig
 from runtime.cli import UsageError
-from tools.planning.rehearse import Communication, Operation, Rehearsal, rehearse
+from tools.planning.rehearse import Communication, Operation, Rehearsal, make_world, rehearse
 
 # Speed of attention relative to large matrix products. FlashAttention-2 forward: 178 to 187 of 271
 # TFLOP/s on an A100 (github.com/liangan1/GPU_travel, performance/flash-attn); backward: less.
@@ -111,7 +111,6 @@ class Cluster:
     links: Links
     # Measured share of its peak that a device reaches while computing; None: by operation
     achieved: float | None = None
-    host_memory: int | None = None  # None: unknown
 
     @property
     def hosts(self) -> int:
@@ -128,22 +127,20 @@ class Request:
     rank: int  # to rehearse
     base: ModelConfig | None = None  # the model of --init_from or --resume
 
+    def world(self) -> dist.World:
+        cluster = self.cluster
+        return make_world(
+            self.rank, cluster.world_size, cluster.links.local_size, cluster.device.kind
+        )
+
     def model(self, c: Config) -> ModelConfig:
         """The model, with the parts that flags override."""
         return model_config(c, self.vocab_size, self.base)
 
     def rehearse(self) -> Rehearsal:
         """Raises UsageError and MeshError."""
-        cluster = self.cluster
-        return rehearse(
-            self.config,
-            self.rank,
-            cluster.world_size,
-            cluster.links.local_size,
-            self.model(self.config),
-            cluster.device.kind,
-            cluster.device_memory,
-        )
+        model = self.model(self.config)
+        return rehearse(self.config, self.world(), model, self.cluster.device_memory)
 
 
 def fits(peak: int, cluster: Cluster) -> bool:
@@ -340,10 +337,7 @@ def overlap(
     beside = {work: Queue() for work in ("forward", "backward", "last backward")}
     alone, total = Counter(), Counter()  # axis -> seconds per step
     for row in rehearsal.communication:
-        shape = setup.mesh_shape
-        if row.collective == "all_to_all":  # Muon's, within a replica
-            shape = (1, *shape[1:])
-        group = group_of(row.axis, rank, shape, links.local_size)
+        group = group_of(row.axis, rank, setup.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds

@@ -115,35 +115,28 @@ class Rehearsal:
 
 
 def rehearse(
-    config: Config,
-    rank: int,
-    world_size: int,
-    local_size: int,
-    model_config: ModelConfig,
-    device_type: str,
-    device_memory: int,
+    config: Config, world: dist.World, model_config: ModelConfig, device_memory: int
 ) -> Rehearsal:
-    """Run one optimizer step of rank `rank` of `world_size`, with `local_size` ranks per host.
+    """Run one optimizer step of a rank of `world`, which `make_world` describes.
 
-    `device_memory` is the bytes one rank may fill, for --strategy auto. With `device_type` "cuda"
-    the step allocates as on a GPU, and `config` must name the dtype, since auto would ask this
-    machine. The step is not compiled. Raises UsageError and MeshError if flags and ranks do not fit
-    together, as train.py does.
+    `device_memory` is the bytes one rank may fill, for --strategy auto. On a "cuda" device the step
+    allocates as on a GPU, and `config` must name the dtype, since auto would ask this machine. The
+    step is not compiled. Raises UsageError and MeshError if flags and ranks do not fit together, as
+    train.py does.
     """
     c = dataclasses.replace(config, compile=False)
-    with fake_group(rank, world_size) as store:
-        world = make_world(rank, world_size, local_size, device_type, store)
+    with fake_group(world.rank, world.size) as store:
         setup = layout.choose(c, world, model_config, device_memory)
+        device_type = world.device.type
         # On "cuda" FSDP would need a GPU's streams.
-        world = dataclasses.replace(world, device=torch.device("cpu"))
+        world = dataclasses.replace(world, device=torch.device("cpu"), store=store)
         with as_on(device_type), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run shows them
             return run_layers(c, setup, world)
 
 
-def make_world(
-    rank: int, world_size: int, local_size: int, device_type: str, store: FakeStore | None = None
-) -> dist.World:
+def make_world(rank: int, world_size: int, local_size: int, device_type: str) -> dist.World:
+    """Rank `rank` of `world_size`, with `local_size` ranks per host, which need not exist."""
     return dist.World(
         rank=rank,
         size=world_size,
@@ -151,7 +144,7 @@ def make_world(
         local_size=local_size,
         device=torch.device(device_type),
         timeout=timedelta(minutes=1),
-        store=store,
+        store=None,
     )
 
 

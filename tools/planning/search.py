@@ -19,7 +19,7 @@ from layout import Setup, choose, estimate_memory
 from runtime.cli import UsageError
 from tools.planning import predict
 from tools.planning.predict import Cluster, Request, Speed
-from tools.planning.rehearse import Rehearsal, make_world
+from tools.planning.rehearse import Rehearsal
 
 # Predictions closer than this are a tie: the simplest candidate wins.
 TIE = 0.03
@@ -37,10 +37,7 @@ SYNCS = ("batch", "shard", "micro_batch")
 
 def setup_of(c: Config, request: Request) -> Setup:
     """The setup on a cluster. Raises UsageError and MeshError."""
-    cluster = request.cluster
-    local_size = cluster.links.local_size
-    world = make_world(0, cluster.world_size, local_size, cluster.device.kind)
-    return choose(c, world, request.model(c), cluster.device_memory)
+    return choose(c, request.world(), request.model(c), request.cluster.device_memory)
 
 
 # --------------------------------------------------------------------------------------------------
