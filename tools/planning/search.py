@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import dist
 from config import Config
-from layout import Setup, choose, estimate_memory
+from layout import Setup, choose, fits
 from runtime.cli import UsageError
 from tools.planning import predict
 from tools.planning.predict import Cluster, Request, Speed
@@ -116,7 +116,7 @@ def search(
         c, setup = groups[fastest].pop(0)
         if not groups[fastest]:
             del groups[fastest]
-        if not estimate_memory(c, setup).fits(cluster.device_memory):
+        if not fits(c, setup, cluster.device_memory):
             passed_over["are too large by the estimate"] += 1
             continue
         one = dataclasses.replace(request, config=c)
