@@ -40,7 +40,7 @@ from config import Config, parse, profile_window, resolve
 from layout import Setup
 from metrics import is_due
 from model import Transformer
-from runtime import agreement, cli, memory, preflight, profiling, report, run_folder, slurm
+from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
 from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog, end_with_launcher, take_over_nccl_errors
 from sample import closing_sample
@@ -62,6 +62,8 @@ def command(argv: list[str]) -> int:
     lock = run_folder.hold_lock(Path(flags.out), flags.timeout)
     # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
     with contextlib.ExitStack() as stack, watchdog, loss_parallel(), no_garbage_collection():
+        if world.rank == 0:
+            stack.enter_context(console.live(lambda: watchdog.place))
         if not flags.eval_only:  # which only reads
             dist.on_rank0(stack.enter_context, lock)
         status = run(flags, world, watchdog)
