@@ -74,12 +74,12 @@ def command(argv: list[str]) -> int:
 def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bool = True) -> int:
     """What happens, from the first look at the disk to the last line; returns the exit status.
 
-    In a step the host queues work and does not wait for the device: batches are copied ahead on a
-    side stream (data.prefetch), tensors decide on clipping and skipping (optim.Optimizer), ranks
-    agree to stop with CPU tensors one step late (StopRequest), and a log row is an asynchronous
-    copy (metrics.Log). An .item(), a print or an `if` on a tensor would break that. The host waits
-    only for an evaluation, a save, the end, optim.jsonl, a host more than a step behind and, with
-    --log_interval 1, the previous row.
+    In a step the host queues work and does not wait for the device: batches are copied from pinned
+    memory, tensors decide on clipping and skipping (optim.Optimizer), ranks agree to stop with CPU
+    tensors one step late (StopRequest), and a log row is an asynchronous copy (metrics.Log). An
+    .item(), a print or an `if` on a tensor would break that. The host waits only for an evaluation,
+    a save, the end, optim.jsonl, a host more than a step behind and, with --log_interval 1, the
+    previous row.
     """
     this_start = datetime.now().astimezone()
 
@@ -296,8 +296,7 @@ class MicroBatches:
         steps = range(resumed_step + 1, c.max_steps + 1)
         indices = data.train_indices(steps, c.global_batch_size, *share)
         self.batches = data.loader(train_data, indices, workers, pin=is_cuda)
-        if is_cuda:
-            self.batches = data.prefetch(self.batches, torch.device(mesh.device_type))
+        self.device = mesh.device_type
         self.watchdog = watchdog
         self.resumed_step = resumed_step
         self.per_step = setup.grad_accum_steps
@@ -310,7 +309,7 @@ class MicroBatches:
         is_first = step == self.resumed_step  # it allocates its memory and may compile
         self.watchdog.progress(step, "reading data")
         began = time.perf_counter()
-        tokens = next(self.batches)
+        tokens = next(self.batches).to(self.device, non_blocking=True)  # from pinned memory
         self.waited += time.perf_counter() - began
         self.read += 1
         self.watchdog.progress(step, self.first_doing if is_first else "computing", slow=is_first)
