@@ -21,7 +21,6 @@ MISTAKES = {
     ],
     "tools.check": [
         Mistake("--device cuda", "PyTorch finds no CUDA device here; use --device cpu"),
-        Mistake("links pairity", "no check is named pairity: choose from matmul, links, "),
         Mistake("--json {root}/nowhere/check.json", "check.json: there is no folder "),
     ],
     "tools.plan": [

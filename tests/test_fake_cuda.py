@@ -39,7 +39,7 @@ pytestmark = [
 CASES = [
     ("single", 1, 2),
     ("single --dtype float32 --n_kv_head 4", 1, 1),
-    ("single --clip none", 1, 1),
+    ("single", 1, 1),
     ("single --optim_metrics_interval 2", 1, 1),
     ("single --clip adaptive --skip_spikes 3", 1, 1),
     ("single --activation_checkpointing full", 1, 1),
@@ -51,7 +51,7 @@ CASES = [
     ("single --tp 2 --model tinyllama-1.1b", 2, 1),
     ("ddp --skip_spikes 3", 2, 2),
     ("ddp --grad_sync micro_batch --clip adaptive", 2, 2),
-    ("fsdp --clip none --sample_tokens 1", 2, 1),
+    ("fsdp --sample_tokens 1", 2, 1),
     ("fsdp --clip adaptive --optim_metrics_interval 2 --loss_chunks 2", 2, 1),
     ("fsdp --reshard_after_forward false --model tinyllama-1.1b", 2, 2),
     ("fsdp --activation_checkpointing selective", 2, 1),

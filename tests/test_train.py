@@ -110,7 +110,7 @@ def test_a_new_run_begins_with_the_weights_of_another(run, pool, tokens, tmp_pat
     path = checkpoint.list_checkpoints(first)[0]
     out = run(2, f"--max_steps 2 --strategy fsdp --dtype float32 --init_from {path}", "second")
     # Step 1 of the new run trains on the data of step 1, with the weights after step 1.
-    again = run(1, f"--max_steps 2 --dtype float32 --init_from {path} --clip none", "third")
+    again = run(1, f"--max_steps 2 --dtype float32 --init_from {path} --max_grad_norm 1e9", "third")
     assert rows(out)[0]["loss"] == pytest.approx(rows(again)[0]["loss"], rel=1e-6)
     assert rows(out)[0]["loss"] < rows(first)[0]["loss"] - 1e-3
     assert [row["step"] for row in rows(out)] == [1, 2]

@@ -86,19 +86,14 @@ class Encoder:
         return tokens
 
 
-def join(pieces: Iterable[Piece], encoding: JsonEncoding) -> Iterator[Piece]:
-    """Join the pieces of a document where their tokens might differ from those of the whole."""
-    before = None  # the beginning of a document
+def join(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Join the pieces of a document: tokens of the whole may differ from those of its pieces."""
+    texts = []
     for piece in pieces:
-        if before:
-            is_word_end = before.text[-1:].isalnum() and piece.text[:1] in (" ", "\n")
-            if encoding.keeps_words and is_word_end:
-                yield before
-            else:
-                piece = piece._replace(text=before.text + piece.text)
-        before = None if piece.ends_document else piece
+        texts.append(piece.text)
         if piece.ends_document:
-            yield piece
+            yield piece._replace(text="".join(texts))
+            texts = []
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -146,7 +141,7 @@ def tokenize(
     splitter = Splitter(corpus, val_fraction)
     pieces = splitter.pieces()
     if isinstance(encoder.encoding, JsonEncoding):
-        pieces = join(pieces, encoder.encoding)
+        pieces = join(pieces)
     began = told = time.monotonic()
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for tokens in map_in_order(encoder, batches(pieces), num_threads):
