@@ -12,7 +12,6 @@ import checkpoint
 import data
 import dist
 import layout
-import metrics
 import prepare
 from config import BUILTIN, EVAL_SEQUENCES, Config, fill_sizes, model_config, read_model, resolve
 from metrics import read_log
@@ -41,11 +40,8 @@ def check(flags: Config, world: dist.World, latest: Path | None, passed_over: li
     """Check what needs no weights, on rank 0; find where the run begins and with what model.
 
     `latest` is the latest valid checkpoint of --out, `passed_over` has the problems of newer ones.
-    Writes only the built-in data. Raises UsageError, CheckpointError, DataError, TokenizerError and
-    TrackerError.
+    Writes only the built-in data. Raises UsageError, CheckpointError, DataError and TokenizerError.
     """
-    if flags.tracker != "none":
-        metrics.check_tracker(flags.tracker)
     if not flags.eval_only:
         check_folder(flags, latest, passed_over)
     origin = find_origin(flags, latest)
