@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import shutil
 import signal
 import threading
 import time
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import (
     assert_same,
     call_train,
@@ -19,7 +17,6 @@ from conftest import (
     fork_ranks,
     newest_step,
     rows,
-    tensors,
     torchrun,
     wait_until,
 )
@@ -116,9 +113,7 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, pool, whole,
     stop_torchrun(out, unsaved)
     steps = [0, newest_step(out)]
     for number, victim in ((signal.SIGINT, 1), (signal.SIGUSR1, 0)):
-        full = [*unsaved, "--checkpoint", "full"]
-        assert pool(2, train_until_signalled, out, full, number, victim) == [75, 75]
-        assert (checkpoint.list_checkpoints(out)[-1] / "full.safetensors").exists()
+        assert pool(2, train_until_signalled, out, unsaved, number, victim) == [75, 75]
         steps.append(newest_step(out))
     assert steps == sorted(set(steps)) and steps[-1] < STEPS
     ranks = fork_ranks(2, call_train, argv)
@@ -132,11 +127,9 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, pool, whole,
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(
-    "checkpoints, times", [("sharded", 40), ("sharded --async_save", 40), ("full", 20)]
-)
+@pytest.mark.parametrize("checkpoints, times", [("sharded", 50), ("sharded --async_save", 50)])
 def test_killed_a_hundred_times(pool, tokens, tmp_path, checkpoints, times):
-    text = f"{RUN} 1000"  # time for 40 kills at 25 steps each
+    text = f"{RUN} 1250"  # time for 50 kills at 25 steps each
     whole = never_killed(pool, tokens, tmp_path, text)
     out = tmp_path / "out"
     argv = flags(f"--data {tokens} --out {out} {text} --checkpoint {checkpoints}")
@@ -146,41 +139,6 @@ def test_killed_a_hundred_times(pool, tokens, tmp_path, checkpoints, times):
         job = torchrun(2, argv, tmp_path / "job")
         assert job.wait(400) == 0, job.err
         assert_same_run(whole, out)
-
-
-@pytest.mark.chaos
-def test_killed_twenty_times_while_it_consolidates(pool, tokens, tmp_path):
-    """kill -9 of rank 0, or of all ranks, at random moments: some hit the last operations."""
-    out = tmp_path / "out"
-    path = out / "checkpoints/step-00000003"
-    argv = flags(f"--data {tokens} --out {out} {RUN} 3 --n_layer 12")
-    assert pool(2, call_train, argv) == [0, 0]
-    sharded = shutil.copytree(path, tmp_path / "sharded")
-    expected = tensors(sharded)
-    argv += ["--checkpoint", "full"]
-    unfinished = 0
-    with drawn_with(seed=0) as rng:
-        for _ in range(20):
-            shutil.rmtree(path)
-            shutil.copytree(sharded, path)
-            job = torchrun(2, argv, tmp_path / "job")
-            job.wait_until(lambda: list(out.glob("checkpoints/.*tmp")), 120)
-            time.sleep(rng.uniform(0, 0.3))
-            for pid in rng.choice([job.ranks(), job.ranks()[:1]]):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            job.wait(60)
-            unfinished += len(list(path.iterdir())) > 3
-            assert checkpoint.verify(path) is None
-            torch.testing.assert_close(tensors(path), expected, rtol=0, atol=0, equal_nan=True)
-            assert pool(2, call_train, argv) == [0, 0]
-            assert sorted(file.name for file in path.iterdir()) == [
-                "full.safetensors",
-                "index.json",
-                "manifest.json",
-            ]
-            torch.testing.assert_close(tensors(path), expected, rtol=0, atol=0, equal_nan=True)
-    assert unfinished >= 5
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Documents -> the tokens of two splits, in threads and in order."""
 
 import hashlib
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import tiktoken
 
-from runtime import console
 from text import tokenizer
 from text.sources import STDIN, Corpus
 from text.tokenizer import JsonEncoding
 
 BATCH = 1 << 18  # characters that a thread encodes at a time
+PROGRESS_INTERVAL = 30.0  # seconds between lines of progress
 
 
 def choose_split(beginning: bytes, val_fraction: float) -> str:
@@ -141,15 +142,14 @@ def tokenize(
     pieces = splitter.pieces()
     if isinstance(encoder.encoding, JsonEncoding):
         pieces = join(pieces)
-    began = time.monotonic()
-    with (
-        open(folder / "train.bin", "wb") as train,
-        open(folder / "val.bin", "wb") as val,
-        console.live(lambda: describe_progress(splitter, time.monotonic() - began)),
-    ):
+    began = told = time.monotonic()
+    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for tokens in map_in_order(encoder, batches(pieces), num_threads):
             train.write(tokens["train"])
             val.write(tokens["val"])
+            if time.monotonic() > told + PROGRESS_INTERVAL:
+                told = time.monotonic()
+                print(describe_progress(splitter, told - began), file=sys.stderr)
     return splitter
 
 

@@ -328,7 +328,7 @@ def three_digits(number: float) -> str:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.bench", lambda: bench(argv))
+    return cli.execute("tools.bench", bench, argv)
 
 
 if __name__ == "__main__":

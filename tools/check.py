@@ -363,7 +363,7 @@ def write_json(ranks: Ranks, options: argparse.Namespace, checks: list[Check]) -
 
 def main(argv: list[str]) -> int:
     slurm.read_slurm()
-    return cli.execute("tools.check", lambda: check_ranks(argv))
+    return cli.execute("tools.check", check_ranks, argv)
 
 
 if __name__ == "__main__":

@@ -365,7 +365,7 @@ def names(folders: list[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.compare", lambda: compare(argv))
+    return cli.execute("tools.compare", compare, argv)
 
 
 if __name__ == "__main__":

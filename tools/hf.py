@@ -22,7 +22,7 @@ import torch
 
 import checkpoint
 from model import ModelConfig, RopeScaling, Transformer
-from runtime import cli, console, consolidate, run_folder
+from runtime import cli, consolidate, run_folder
 from runtime.cli import UsageError
 from sample import describe
 from text import tokenizer
@@ -125,8 +125,7 @@ def write_weights(path: Path, shapes: dict[str, torch.Size], file: Path) -> None
     def read(name: str) -> torch.Tensor:
         return consolidate.read_full(reader, ours[name]).float()
 
-    with console.live(lambda: "exporting"):
-        checkpoint.write_safetensors(file, layout, read)
+    checkpoint.write_safetensors(file, layout, read)
 
 
 def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
@@ -239,8 +238,7 @@ def copy_weights(
             buffer.madvise(mmap.MADV_DONTNEED)
         return found[hf_name(name.removeprefix("model."))].float()
 
-    with console.live(lambda: "importing"):
-        return consolidate.write_full(work, layout, read)
+    return consolidate.write_full(work, layout, read)
 
 
 def read_json(file: Path) -> dict:
@@ -433,7 +431,6 @@ CONVERT = {"export": export_model, "import": import_model}
 
 def build_parser() -> cli.Parser:
     parser = cli.Parser(
-        quiet=True,
         prog="tools.hf",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,

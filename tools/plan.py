@@ -413,7 +413,7 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.plan", lambda: run(argv))
+    return cli.execute("tools.plan", run, argv)
 
 
 if __name__ == "__main__":
