@@ -276,6 +276,6 @@ class Profiler:
                 f"ms a step for the others, who waited up to {most * 1e3:,.1f} ms"
             )
         for row in f["communicated"]:
-            total = f"{row['bytes'] / 1e6:,.2f} MB a step"
+            total = f"{row['bytes'] / 1e6:,.2f} MB a step handed to torch"
             self.say(f"        {row['calls']} x {row['kind']} over {row['axis']}: {total}")
         self.say(f"        trace: {self.path}.trace.json")

@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
+import random
 import statistics
 from collections import Counter
 
@@ -237,6 +239,12 @@ def test_json_has_the_fields_that_are_promised(pool):
     assert found.keys() == documented_fields("plan.md", "field | meaning")
     kinds = documented_fields("plan.md", "field | meaning", "`memory`")
     assert {"gradients", "activations", "peak"} <= found["memory"].keys() <= kinds
+    goodput = found["goodput"]
+    assert goodput["between"] == pytest.approx(3600 * 50_700 / 16, rel=1e-3)  # the default
+    assert goodput["interruptions"] == pytest.approx(3600 * found["hours"] / goodput["between"])
+    assert goodput["chosen_interval"] == 250 * found["step_time"]  # --save_interval's default
+    assert 0 < goodput["chosen_share"] < goodput["best_share"] < 1
+    assert all(0 < row["wire_bytes"] <= 2 * row["bytes"] for row in found["communication"])
     assert all(isinstance(size, int) for size in found["memory"].values())
     assert found["memory"]["optimizer"] >= 8 * found["parameters_per_rank"]
     assert found["fits"] is True
@@ -310,6 +318,9 @@ def test_published_runs_are_predicted_as_docs_plan_says(pool):
         for name, group in groups.items()
     ]
     print("\n".join(table))
+    ratios = [1 + error for row, error in zip(PUBLISHED, errors) if not row["fitted"]]
+    low, _, high = statistics.quantiles(ratios, method="inclusive")
+    assert (low, high) == pytest.approx(predict.TOOK, abs=0.005)
     documented = (ROOT / "docs/plan.md").read_text().splitlines()
     assert set(table) <= set(documented)
 
@@ -326,6 +337,37 @@ def test_links_are_those_of_the_flags_and_the_vocabulary_that_of_the_data(tokens
     argv = ["--config", str(ROOT / "configs/olmo-1b.json"), "--world_size", "64"]
     request, _ = plan.parse(argv)
     assert request.vocab_size == SIZES["olmo-1b"].vocab_size
+
+
+def simulate(interval: float, save: float, restart: float, between: float) -> float:
+    """The share of the time that trains, where interruptions come at random."""
+    rng = random.Random(0)
+    now, trained, kept = 0.0, 0.0, 400 * between
+    next_stop = rng.expovariate(1 / between)
+    while trained < kept:
+        end = now + interval + save
+        if end < next_stop:
+            now, trained = end, trained + interval
+            continue
+        now = next_stop
+        while True:  # until a restart is not interrupted
+            next_stop = now + rng.expovariate(1 / between)
+            if now + restart < next_stop:
+                break
+            now = next_stop
+        now += restart
+    return trained / now
+
+
+@pytest.mark.parametrize("save, restart", [(1, 10), (60, 300), (600, 1800)])
+def test_goodput_is_that_of_a_simulation_and_no_interval_is_better(save, restart):
+    between = 11_000.0
+    best = math.sqrt(2 * save * between)
+    shares = []
+    for interval in (best / 4, best, 4 * best):
+        shares.append(predict.training_share(interval, save, restart, between))
+        assert shares[-1] == pytest.approx(simulate(interval, save, restart, between), abs=0.02)
+    assert shares[1] > max(shares[0], shares[2])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -294,9 +294,9 @@ def listen_with_a_flipped_bit(argv: list[str], odd: int, name: str) -> tuple[int
 
 # mesh and how it saves -> the rank and the weight with a flipped bit, ranks that hold the same part
 FLIPS = {
-    "ddp": (2, "layers.1.attention.wq.weight", [0, 1, 3]),
-    "hsdp --dp_shard 2 --async_save": (3, "layers.0.mlp.w2.weight", [1]),
-    "fsdp --tp 2": (1, "layers.0.attention_norm.weight", [0]),
+    "ddp": (2, "blocks.1.attention.q.weight", [0, 1, 3]),
+    "hsdp --dp_shard 2 --async_save": (3, "blocks.0.mlp.down.weight", [1]),
+    "fsdp --tp 2": (1, "blocks.0.attention_norm.weight", [0]),
     "ddp --tp 2": (2, "norm.weight", [0, 1, 3]),
 }
 

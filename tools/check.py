@@ -53,6 +53,7 @@ from tools.measuring.harness import ROOT, training_rows
 from tools.planning import rehearse
 
 STEPS = 20
+LEARNED = 0.995  # the most that is left of the loss in the second half of the steps
 LEAST_STEPS = 4  # the second half is profiled
 MICRO_BATCHES = 1000  # about as many for one rank, which computes those of all ranks
 # A link is slow if its best time exceeds SLOW times that of the faster ones after each attempt.
@@ -236,19 +237,24 @@ def parity(ranks: Ranks, check: Check) -> None:
     if rows[-1]["mfu"] is not None:
         check.limit("MFU", statistics.median(row["mfu"] for row in rows), 1)
     compare(check, "one rank's", alone, rows, TOLERANCE[c.dtype])
-    if not ranks.is_shared or any(exchange(check.problems)):
-        reason = (
-            "the run is wrong" if ranks.is_shared else "--out is no folder that all hosts share"
-        )
-        check.not_checked = f"save and resume: {reason}"
+    if not ranks.is_shared:
+        check.not_checked = "save and resume: --out is no folder that all hosts share"
         return
-    for last in (half, steps):
-        part = dataclasses.replace(c, max_steps=last, checkpoint="sharded")
-        resumed = ranks.train(part, ranks.world, "resumed")
+    c = dataclasses.replace(c, checkpoint="sharded", optim_metrics_interval=1)
+    try:
+        for last in (half, steps):
+            part = dataclasses.replace(c, max_steps=last)
+            resumed = ranks.train(part, ranks.world, "resumed")
+    except agreement.ReplicasDiffer as error:
+        check.problems.append(str(error))
+        return
     # Bit for bit on CPUs. On GPUs attention's backward is not deterministic, and the step that the
     # profile counts is not compiled.
     limits = TOLERANCE[c.dtype] if ranks.is_cuda or c.compile else (0.0, 0.0)
     compare(check, "resumed", rows, resumed, limits)
+    if ranks.world.rank == 0:
+        of_parameters = metrics.read_log(ranks.folder / "resumed/optim.jsonl")
+        check_learning(check, resumed, of_parameters, c)
 
 
 def compare(check: Check, label: str, expected: list, found: list, limits: tuple) -> None:
@@ -257,6 +263,31 @@ def compare(check: Check, label: str, expected: list, found: list, limits: tuple
         pairs = zip([row[name] for row in expected], [row[name] for row in found])
         differences = torch.tensor([(b - a) / a for a, b in pairs], dtype=torch.float64)
         check.limit(f"{label} {name}", differences.abs().max().item(), limit)
+
+
+def check_learning(check: Check, rows: list[dict], of_parameters: list[dict], c: Config) -> None:
+    """Limit the loss of the second half by the first half's, and look at each parameter.
+
+    Two dead models agree. Each tensor needs a gradient after the first step, when a block may not
+    get one yet, and an update larger than weight decay alone could make it.
+    """
+    half = len(rows) // 2
+    halves = [statistics.mean(row["loss"] for row in part) for part in (rows[:half], rows[-half:])]
+    check.limit("loss, second half / first", halves[1] / halves[0], LEARNED)
+    decay = 2 * c.lr * config.resolve(c).weight_decay  # twice, since weights may shrink
+    names, with_gradient, updated = set(), set(), set()
+    for row in of_parameters:
+        names.add(row["parameter"])
+        if row["step"] > 1 and row["grad_norm"] > 0:
+            with_gradient.add(row["parameter"])
+        if row["update_norm"] > decay * row["weight_norm"]:
+            updated.add(row["parameter"])
+    for fault, found in (
+        ("no gradient", names - with_gradient),
+        ("no update beside weight decay", names - updated),
+    ):
+        if found:
+            check.problems.append(f"{fault}: {len(found)} parameters, such as {min(found)}")
 
 
 def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication]) -> None:
@@ -268,7 +299,7 @@ def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication
     extra = Counter()
     for row in profile["communicated"]:
         extra[row["kind"], row["axis"]] += row["bytes"]
-    check.figures["MB sent"] = extra.total() / 1e6
+    check.figures["MB handed to torch"] = extra.total() / 1e6
     for row in sent:
         extra[row.collective, row.axis] -= row.bytes
     for (kind, axis), size in extra.items():

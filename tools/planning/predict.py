@@ -36,6 +36,17 @@ LAUNCH = 5e-6
 # protocol (github.com/NVIDIA/nccl-tests, issues 212 and 326).
 LINK_EFFICIENCY = 0.8
 
+# Bytes per second of a rank: to write a save, and to copy an async save to the host. Both assumed
+WRITE, COPY = 1e9, 10e9
+
+# Half of the 54 rows of docs/published.json to which nothing was fitted took between so many times
+# the predicted seconds; of the others, as many took longer as less.
+TOOK = (1.00, 1.23)
+
+# Device-hours from one interruption to the next. Llama 3: 419 unexpected ones in 54 days of 16,384
+# GPUs (arXiv 2407.21783, section 3.3.4)
+INTERRUPTION = 54 * 24 * 16_384 / 419
+
 # Share of a device's memory that tensors may fill. The rest is for the CUDA context, NCCL's buffers
 # and gaps in torch's caching allocator. --strategy auto fills 80%, by an estimate.
 USABLE = 0.9
@@ -201,6 +212,16 @@ def group_of(axis: str, rank: int, mesh_shape: tuple[int, int, int], local_size:
     return Group(size, len(hosts))
 
 
+def passes(collective: str, links: Links) -> int:
+    """How often a ring passes a tensor around."""
+    return {"all_reduce": 2, "reduce_scatter": links.scatter_passes}.get(collective, 1)
+
+
+def wire_bytes(row: Communication, group: Group, links: Links) -> float:
+    """Bytes that a rank sends for a row, of row.bytes handed to torch."""
+    return passes(row.collective, links) * row.bytes * (group.size - 1) / group.size
+
+
 def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     """Seconds of a row's collectives, run one after the other.
 
@@ -210,12 +231,7 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     """
     if group.size == 1:
         return 0.0
-    passes = 1
-    if row.collective == "all_reduce":
-        passes = 2
-    elif row.collective == "reduce_scatter":
-        passes = links.scatter_passes
-    sent = passes * row.bytes * (group.size - 1) / group.size
+    sent = wire_bytes(row, group, links)
     if row.collective == "all_to_all" and group.hosts > 1:
         sent *= group.size / group.hosts  # no ring: all ranks of a host send theirs to other hosts
     bandwidth = links.intra_bandwidth
@@ -228,7 +244,8 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     if row.collective == "all_reduce":
         inner = (group.size / group.hosts - 1) * links.intra_latency
         hops = min(hops, inner + math.log2(group.hosts) * links.inter_latency)
-    return sent / bandwidth + row.count * (links.launch_latency + passes * hops)
+    hops *= passes(row.collective, links)
+    return sent / bandwidth + row.count * (links.launch_latency + hops)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -358,3 +375,9 @@ def is_last_only(row: Communication, c: Config) -> bool:
     if row.collective == "all_gather" or c.grad_sync == "micro_batch":
         return False
     return c.grad_sync == "batch" or row.collective == "all_reduce"
+
+
+def training_share(interval: float, save: float, restart: float, between: float) -> float:
+    """The share of the time that trains what is kept (Daly 2006, equation 20). All in seconds."""
+    saves = (interval + save) / between
+    return interval / between * math.exp(-restart / between - saves) / -math.expm1(-saves)
