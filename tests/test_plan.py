@@ -7,7 +7,6 @@ import json
 import math
 import random
 import statistics
-from collections import Counter
 
 import pytest
 from conftest import ROOT, TINY, documented_fields, rows
@@ -418,8 +417,8 @@ def search_beside_auto(text: str, of: str, memory: float) -> tuple[config.Config
     request = dataclasses.replace(request, cluster=cluster)
     auto = search.setup_of(request.config, request).strategy
     fits = predict.fits(request.rehearse().peak, cluster)
-    ranked, _ = search.search(request, own.free, 60)
-    return ranked[0].config, auto, fits
+    best = search.search(request, own.free, 60)["ranked"][0]
+    return flags(best["flags"]), auto, fits
 
 
 def test_auto_and_the_search_agree_where_the_choice_fits(pool):
@@ -450,25 +449,24 @@ def test_what_computes_alike_is_tried_in_turns_then_the_fastest(monkeypatch):
 
     monkeypatch.setattr(predict.Request, "rehearse", rehearse)
     monkeypatch.setattr(predict, "speed", speed)
-    ranked, passed_over = search.search(request, own.free, 60)
+    found = search.search(request, own.free, 60)
+    ranked, passed_over = found["ranked"], found["passed_over"]
     modes = [c.activation_checkpointing for c in tried]
     assert modes[:3] == ["none", "selective", "full"]
     # The fastest group until it is no longer: gathers kept are slow
     assert modes[3:6] == ["selective", "none", "none"]
     assert len(tried) == len(ranked) + 2 == 3 * 2 * 2
     assert passed_over["are too large when rehearsed"] == 2
-    assert search.flags_of(ranked[0].config) == (
+    assert ranked[0]["flags"] == (
         "--strategy fsdp --micro_batch_size 1 --activation_checkpointing selective"
     )
-    hurried, passed_over = search.search(request, own.free, 0)
-    assert len(hurried) == 1 and passed_over["had no time left"] == 11
-
-
-def test_the_table_has_the_fastest_first_and_says_why_others_are_missing():
-    found = search.Candidate(flags("--strategy ddp"), rehearsal(), step(rehearsal(flops=3e12)))
-    *_, counts, best = search.table(search.to_json([found], Counter(small=2)), CLUSTER)
-    assert counts == "1 fit and were rehearsed; 2 small"
-    assert best == "best: --strategy ddp: 100% of its step is compute, 0% waits"
+    hurried = search.search(request, own.free, 0)
+    assert len(hurried["ranked"]) == 1 and hurried["passed_over"]["had no time left"] == 11
+    *_, counts, best = search.table(hurried, CLUSTER)
+    assert counts == "1 fit and were rehearsed; 11 had no time left"
+    assert (
+        best == "best: --strategy fsdp --micro_batch_size 1: 100% of its step is compute, 0% waits"
+    )
 
 
 def test_flags_that_are_given_are_not_searched():

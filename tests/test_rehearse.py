@@ -79,7 +79,7 @@ def both(argv: list[str]) -> tuple[Step, Rehearsal | None]:
     for block in recorder.live.values():
         assert block.size == block.reference().nbytes()  # also of storages that were resized
     real = Step(
-        memory=at_peak(recorder.changes(), recorder.state["gradients"]),
+        memory=at_peak(recorder.changes()),
         state=recorder.state,
         communication=recorder.communication(),
         operations=list(recorder.operations.values()),

@@ -448,7 +448,7 @@ def gigabytes(size: int) -> str:
 def run(argv: list[str]) -> None:
     request, options = parse(argv)
     if options.search:
-        found = search.to_json(*search.search(request, options.free, options.search_seconds))
+        found = search.search(request, options.free, options.search_seconds)
         lines = search.table(found, request.cluster)
     else:
         plan = make_plan(request, options.tokens)
