@@ -123,11 +123,6 @@ def load_state(path: Path, state: dict) -> None:
                     local[place].copy_(saved)
 
 
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The full shape of each saved tensor, such as "model.norm.weight". Raises CheckpointError."""
-    return {name: tuple(entry.full.shape) for name, entry in Reader(path).tensors.items()}
-
-
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn any exception into a CheckpointError: damaged JSON can raise most of them."""

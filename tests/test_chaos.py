@@ -5,7 +5,6 @@ import ctypes
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import (
     assert_same,
     call_train,
@@ -24,7 +22,6 @@ from conftest import (
     fork_ranks,
     newest_step,
     rows,
-    tensors,
     torchrun,
     wait_until,
 )
@@ -123,9 +120,7 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, pool, whole,
     stop_torchrun(out, unsaved)
     steps = [0, newest_step(out)]
     for number, victim in ((signal.SIGINT, 1), (signal.SIGUSR1, 0)):
-        full = [*unsaved, "--checkpoint", "full"]
-        assert pool(2, train_until_signalled, out, full, number, victim) == [75, 75]
-        assert (checkpoint.list_checkpoints(out)[-1] / "full.safetensors").exists()
+        assert pool(2, train_until_signalled, out, unsaved, number, victim) == [75, 75]
         steps.append(newest_step(out))
     assert steps == sorted(set(steps)) and steps[-1] < STEPS
     ranks = fork_ranks(2, call_train, argv)
@@ -139,11 +134,10 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, pool, whole,
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(
-    "checkpoints, times", [("sharded", 20), ("sharded --async_save", 20), ("full", 20)]
-)
-def test_killed_twenty_times(pool, tokens, tmp_path, checkpoints, times):
-    text = f"{RUN} 500"  # time for 20 kills at 25 steps each
+@pytest.mark.parametrize("checkpoints", ["sharded", "sharded --async_save"])
+def test_killed_thirty_times(pool, tokens, tmp_path, checkpoints):
+    times = 30
+    text = f"{RUN} 750"  # time for 30 kills at 25 steps each
     whole = never_killed(pool, tokens, tmp_path, text)
     out = tmp_path / "out"
     argv = flags(f"--data {tokens} --out {out} {text} --checkpoint {checkpoints}")
@@ -153,41 +147,6 @@ def test_killed_twenty_times(pool, tokens, tmp_path, checkpoints, times):
         job = torchrun(2, argv, tmp_path / "job")
         assert job.wait(400) == 0, job.err
         assert_same_run(whole, out)
-
-
-@pytest.mark.chaos
-def test_killed_twenty_times_while_it_consolidates(pool, tokens, tmp_path):
-    """kill -9 of rank 0, or of all ranks, at random moments: some hit the last operations."""
-    out = tmp_path / "out"
-    path = out / "checkpoints/step-00000003"
-    argv = flags(f"--data {tokens} --out {out} {RUN} 3 --n_layer 12")
-    assert pool(2, call_train, argv) == [0, 0]
-    sharded = shutil.copytree(path, tmp_path / "sharded")
-    expected = tensors(sharded)
-    argv += ["--checkpoint", "full"]
-    unfinished = 0
-    with drawn_with(seed=0) as rng:
-        for _ in range(20):
-            shutil.rmtree(path)
-            shutil.copytree(sharded, path)
-            job = torchrun(2, argv, tmp_path / "job")
-            job.wait_until(lambda: list(out.glob("checkpoints/.*tmp")), 120)
-            time.sleep(rng.uniform(0, 0.3))
-            for pid in rng.choice([job.ranks(), job.ranks()[:1]]):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            job.wait(60)
-            unfinished += len(list(path.iterdir())) > 3
-            assert checkpoint.verify(path) is None
-            torch.testing.assert_close(tensors(path), expected, rtol=0, atol=0, equal_nan=True)
-            assert pool(2, call_train, argv) == [0, 0]
-            assert sorted(file.name for file in path.iterdir()) == [
-                "full.safetensors",
-                "index.json",
-                "manifest.json",
-            ]
-            torch.testing.assert_close(tensors(path), expected, rtol=0, atol=0, equal_nan=True)
-    assert unfinished >= 5
 
 
 # --------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ FAULTS = {
     "update": lambda: mock.patch.object(optim.AdamW, "update", only_decays),
     "block": lambda: mock.patch.object(model.MLP, "forward", is_dead),
     "frozen": lambda: mock.patch.object(layout, "empty_model", freezes_the_embedding),
-    "alone": lambda: mock.patch.dict(check.CHECKS, matmul=finds_alone),
+    "alone": lambda: mock.patch.dict(check.CHECKS, links=finds_alone),
 }
 
 
@@ -97,7 +97,7 @@ def on_rank(argv: list[str], faults: list[str]) -> tuple[int, str]:
 
 @pytest.fixture
 def checked(pool, tokens, tmp_path):
-    """checked(2, "devices ...", "fault", ...): status, lines, and the checks by name."""
+    """checked(2, "--strategy ...", "fault", ...): status, lines, and the checks by name."""
 
     def call(ranks: int, text: str, *faults: str) -> tuple[int, str, dict]:
         file = tmp_path / "check.json"
@@ -112,7 +112,7 @@ def checked(pool, tokens, tmp_path):
 
 
 def test_clean_ranks_pass_and_the_file_has_the_figures(checked, tmp_path):
-    status, printed, found = checked(2, f"links parity {SMALL}")
+    status, printed, found = checked(2, SMALL)
     assert status == 0 and printed.endswith("pass\n"), printed
     assert not list((tmp_path / "work").iterdir())
     facts = found.pop("")
@@ -120,7 +120,7 @@ def test_clean_ranks_pass_and_the_file_has_the_figures(checked, tmp_path):
     assert [name.partition(" (")[0] for name in facts["ranks"]] == ["rank 0", "rank 1"]
     assert facts.keys() >= {"date", "commit", "code"} and facts["host"]["torch_version"]
     assert facts["command"].startswith("python -m tools.check ")
-    assert found["links"]["figures"].keys() == {"on a host us", "on a host GB/s"}
+    assert found["links"]["figures"]["on a host GB/s"] > 0
 
     figures = found["parity"]["figures"]
     for name in ("one rank's loss", "one rank's grad_norm"):
@@ -133,11 +133,11 @@ def test_clean_ranks_pass_and_the_file_has_the_figures(checked, tmp_path):
 
 def test_each_fault_is_a_problem_of_its_own(checked, tmp_path):
     faults = ("step", "load", "alone")
-    status, printed, found = checked(2, f"matmul parity {SMALL}", *faults)
+    status, printed, found = checked(2, SMALL, *faults)
     assert status == 1
     (folder,) = (tmp_path / "work").iterdir()
-    assert printed.endswith(f"FAIL: matmul, parity; see {folder}\n")
-    (problem,) = found["matmul"]["problems"]  # which only one rank found
+    assert printed.endswith(f"FAIL: links, parity; see {folder}\n")
+    (problem,) = found["links"]["problems"]  # which only one rank found
     assert (
         problem.startswith("rank 1 (")
         and ", host 0, " in problem
@@ -194,15 +194,8 @@ def test_a_difference_of_either_sign_in_any_row_fails(losses, largest):
     assert len(result.problems) == 1
 
 
-@pytest.mark.slow
-def test_twenty_clean_checks_name_no_rank_and_no_link(checked):
-    for _ in range(20):
-        status, printed, _ = checked(2, "matmul links")
-        assert status == 0, printed
-
-
 def test_one_rank_is_checked_without_links(checked):
-    status, _, found = checked(1, f"links parity {SMALL}".replace("ddp", "single"))
+    status, _, found = checked(1, SMALL.replace("ddp", "single"))
     assert status == 0 and found["links"]["status"] == "skip"
     assert found["parity"]["figures"]["resumed loss"] == 0
 

@@ -22,10 +22,10 @@ DOCUMENTS += sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 CODE = [*MODULES.values()]
 COMMANDS = ["train.py", "prepare.py", "sample.py"]
 COMMANDS += [f"tools.{path.stem}" for path in ROOT.glob("tools/[a-z]*.py")]
-# Of sbatch and srun, torchfrtrace, tensorboard, lm_eval
+# Of sbatch and srun, lm_eval
 FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--gpus-per-task", "--requeue"]
-FLAGS_OF_OTHERS += ["--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit", "--prefix"]
-FLAGS_OF_OTHERS += ["--logdir", "--model_args", "--tasks"]
+FLAGS_OF_OTHERS += ["--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit"]
+FLAGS_OF_OTHERS += ["--model_args", "--tasks"]
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
 # Of Hugging Face
 NAMES_OF_OTHERS = {"AutoModelForCausalLM", "AutoTokenizer"}
@@ -57,7 +57,7 @@ def own_code(path: Path) -> str:
     """Python in the document, and lines that its patches add."""
     text = path.read_text()
     lines = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    for name in {path.stem, *re.findall(r"examples/([\w-]+)\.patch", text)}:
+    for name in {path.stem, *re.findall(r"examples/([\w-]+)\.(?:patch|md)", text)}:
         for patch in ROOT.glob(f"examples/{name}.patch"):
             lines += re.findall(r"^\+(.*)", patch.read_text(), re.M)
     return "\n".join(lines)
@@ -245,3 +245,68 @@ def test_the_flags_that_a_document_names_exist(path):
     for text in inline_code(path):
         if text.startswith("--"):
             check_flags(text.split(), flags, path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Shells
+
+
+def unquoted_words(block: str) -> list[str]:
+    """Unquoted $variables whose value has several words: bash splits them, zsh does not."""
+    several = re.findall(r"\b(\w+)=(?:\"[^\"\n]* [^\"\n]*\"|'[^'\n]* [^'\n]*')", block)
+    for name, words in re.findall(r"\bfor (\w+) in ((?:[^;\n])*)", block):
+        if re.search(r"\"[^\"]* [^\"]*\"|'[^']* [^']*'", words):
+            several.append(name)
+    bare = re.sub(r"\"[^\"\n]*\"|'[^'\n]*'", "", block)
+    return [name for name in several if re.search(rf"\$\{{?{name}\b", bare)]
+
+
+def test_an_unquoted_variable_of_several_words_is_found():
+    assert unquoted_words('    more="--a --b"\n    train $more\n') == ["more"]
+    assert unquoted_words('    for mesh in "ddp" "hsdp --tp 2"; do train $mesh; done\n') == ["mesh"]
+    assert (
+        unquoted_words('    for mesh in ddp fsdp; do train $mesh --out "runs/$mesh"; done\n') == []
+    )
+    assert unquoted_words('    out="my runs"\n    train --out "$out"\n') == []
+
+
+@documents
+def test_commands_have_no_unquoted_variable_of_several_words(path):
+    for block in re.findall(r"(?:^ {4}.*\n)+", path.read_text(), re.M):
+        assert unquoted_words(block) == [], block
+
+
+# --------------------------------------------------------------------------------------------------
+# Figures
+
+# What several pages say: a pattern with one group, which finds the same text in each page
+FACTS = [
+    r"validation\s+loss is (\d\.\d+) after 600|step 600/600  val_loss (\d\.\d+)",
+    r"median error is\s+(\d+%)|^\| not seen \| 54 \| (\d+%)",
+    r"where DDP reaches ([\d,]+)|DDP trained at\s+([\d,]+) tokens|fitted \| (8,\d+) \|",
+    r"takes (\d+) s where|It took (\d+) s on",
+    r"and (\d+) s\s+where it does not|and (\d+) s on two cores",
+    r"within (0\.\d+%) in\s+\[26|was within (0\.\d+%)\.",
+    r"differed\]\(reference\.md#parity\) by (3e-5)|\| float32, 4e-3 \| (\S+),",
+]
+
+
+@pytest.mark.parametrize("pattern", FACTS)
+def test_a_figure_that_several_pages_give_is_the_same(pattern):
+    found = {}
+    for path in DOCUMENTS:
+        for groups in re.findall(pattern, path.read_text(), re.M):
+            found.setdefault("".join(groups), []).append(path.name)
+    assert len(found) == 1 and len({*found.popitem()[1]}) > 1, found
+
+
+def test_the_figures_of_the_last_table_occur_in_their_chapters():
+    text = (ROOT / "docs/lecture.md").read_text()
+    *chapters, last = re.split(r"^## ", text, flags=re.M)
+    chapter = {part.split(".")[0]: " ".join(part.split()) for part in chapters}
+    rows = re.findall(r"^\| (\d+) \|(.*)\|$", last, re.M)
+    assert len(rows) > 20
+    for number, row in rows:
+        what, _, *cells = row.split("|")
+        for figure in re.findall(r"\d[\d,.]*(?:e-?\d+)?", " ".join(cells)):
+            assert figure.strip(",.") in chapter[number], f"chapter {number}, {what}: {figure}"

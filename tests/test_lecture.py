@@ -3,14 +3,18 @@
 Each chapter (## heading) of a document runs in its own copy of the project. Marks:
 
     <!-- run -->            before an indented block: commands; the next ``` block is their output
-    <!-- bug N -->          before a ```diff block: a bug to plant with git apply
+    <!-- ask Q | A | P -->  before run: a question for docs.play, the formula's answer, and a
+                            pattern that finds the measured one in the output
+    <!-- bug N PLACE -->    before a ```diff block: docs/bugs/N.patch, and the function it is in
     <!-- shows bug N -->    before an indented block: commands; the next ``` block has lines that
                             they print with bug N, and not without it
+    <!-- code FILE -->      before a ```python block: lines of FILE
 
 A line ... stands for any lines. Words must match; numbers may differ, except the bytes that a step
 sends. If a bug changes only the numbers of the lines shown, those must match too.
 """
 
+import ast
 import contextlib
 import os
 import re
@@ -19,18 +23,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
+from docs.play import Block, chapters
+
 DOCUMENTS = [ROOT / "README.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])]
 LECTURE = "lecture.md"
-MARK = re.compile(r"^<!-- (run|bug|shows bug)(?: (\w+))? -->\n", re.M)
-COMMAND = re.compile(r"(?: {4}.*\n|\n(?= {4}))+")
-DIFF = re.compile(r"```diff\n(.*?)^```", re.M | re.S)
-OUTPUT = re.compile(r"^```\n(.*?)^```", re.M | re.S)
 # Such as 1m20s, 1,234.5, 1e-5, 12%
 NUMBER = re.compile(r"(?<![A-Za-z_\d])(?:\d+[hm]\d+[ms]|[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?%?)")
 UNIT = re.compile(r"# ?(?:[kMGT]?B|us|ms|s|min|m|h)(?![A-Za-z])")
@@ -38,37 +39,6 @@ UNIT = re.compile(r"# ?(?:[kMGT]?B|us|ms|s|min|m|h)(?![A-Za-z])")
 TRAFFIC = re.compile(r"\d+ x \w+ over \w+: [\d.]+ MB a step")
 # Logged by torchrun or torch's C++
 LOG = re.compile(r"\[?[WIE]\d{3,4}[ :]|\*+$")
-
-
-@dataclass
-class Block:
-    kind: str  # run, bug, shows bug
-    bug: str | None  # its number
-    text: str  # commands or a diff
-    output: str | None
-
-
-def chapters(text: str) -> dict[str, list[Block]]:
-    """Heading -> its marked blocks. Raises ValueError if a mark has no block."""
-    found = {}
-    for chapter in re.split(r"^## ", text, flags=re.M):
-        marks = list(MARK.finditer(chapter))
-        if len(marks) != chapter.count("\n<!--"):
-            raise ValueError(f"a mark that is none of three: {chapter.splitlines()[0]}")
-        blocks = []
-        for mark, following in zip(marks, [*marks[1:], None]):
-            rest = chapter[mark.end() : following and following.start()]
-            body = (DIFF if mark[1] == "bug" else COMMAND).match(rest)
-            if body is None:
-                raise ValueError(f"{mark[0]}stands before something else: {rest[:50]}")
-            output = OUTPUT.search(rest, body.end())
-            block = Block(mark[1], mark[2], body[body.re.groups], output and output[1])
-            if mark[1] == "shows bug" and not output:
-                raise ValueError(f"{mark[0]}what it prints is missing")
-            blocks.append(block)
-        if blocks:
-            found[chapter.splitlines()[0]] = blocks
-    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -160,7 +130,7 @@ def run(command: str, folder: Path) -> tuple[int, str, float]:
 def run_chapter(blocks: list[Block], project: Path, tmp: Path) -> tuple[list[str], list[float]]:
     """Run the blocks in order, in a copy of the project. Return problems and seconds."""
     here = copy(project, tmp / "chapter")
-    bugs = {block.bug: block.text for block in blocks if block.kind == "bug"}
+    bugs = {block.name: block.text for block in blocks if block.kind == "bug"}
     wrong, seconds = [], []
     for block in blocks:
         if block.kind == "run":
@@ -170,9 +140,9 @@ def run_chapter(blocks: list[Block], project: Path, tmp: Path) -> tuple[list[str
             if status and not re.search("error|stopped", block.output or "", re.I):
                 problem = f"exit status {status}"
         elif block.kind == "shows bug":
-            planted = copy(here, tmp / f"bug-{block.bug}-{len(seconds)}")
-            clean = copy(here, tmp / f"clean-{block.bug}-{len(seconds)}")
-            plant(bugs[block.bug], planted)
+            planted = copy(here, tmp / f"bug-{block.name}-{len(seconds)}")
+            clean = copy(here, tmp / f"clean-{block.name}-{len(seconds)}")
+            plant(bugs[block.name], planted)
             _, out, took = run(block.text, planted)
             problem = shows_bug(block.output, out, run(block.text, clean)[1])
             shutil.rmtree(planted)
@@ -201,14 +171,100 @@ MARKED = [
 ]
 
 
-def test_each_bug_can_be_planted_and_is_shown():
-    for path in DOCUMENTS:
-        for blocks in chapters(path.read_text()).values():
-            bugs = [block for block in blocks if block.kind == "bug"]
-            shown = {block.bug for block in blocks if block.kind == "shows bug"}
-            assert {block.bug for block in bugs} == shown, path
-            for block in bugs:
-                plant(block.text, ROOT, "--check")
+LECTURE_BLOCKS = [
+    block for blocks in chapters((ROOT / "docs" / LECTURE).read_text()).values() for block in blocks
+]
+
+
+def test_each_bug_is_a_file_that_applies_and_is_shown():
+    bugs = [block for block in LECTURE_BLOCKS if block.kind == "bug"]
+    shown = [block.name for block in LECTURE_BLOCKS if block.kind == "shows bug"]
+    files = {path.stem: path.read_text() for path in ROOT.glob("docs/bugs/*.patch")}
+    assert [block.name for block in bugs] == shown
+    assert {block.name: block.text for block in bugs} == files
+    for block in bugs:
+        plant(block.text, ROOT, "--check")
+
+
+def span(file: str, name: str) -> range:
+    """The lines of a function, such as Head.__init__."""
+    node = ast.parse((ROOT / file).read_text())
+    for part in name.split("."):
+        (node,) = (child for child in node.body if getattr(child, "name", None) == part)
+    return range(node.lineno, node.end_lineno + 1)
+
+
+@pytest.mark.parametrize(
+    "bug", [b for b in LECTURE_BLOCKS if b.kind == "bug"], ids=lambda b: b.name
+)
+def test_a_bug_is_in_the_function_that_its_mark_names(bug, tmp_path):
+    file, name = bug.place.split(":")
+    shutil.copyfile(ROOT / file, tmp_path / Path(file).name)
+    plant(bug.text, tmp_path, f"-p{1 + file.count('/')}")
+    before = (ROOT / file).read_text().splitlines()
+    after = (tmp_path / Path(file).name).read_text().splitlines()
+    first = next(i for i, (a, b) in enumerate(zip(before, after), start=1) if a != b)
+    assert first in span(file, name)
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in LECTURE_BLOCKS if b.kind == "code"], ids=lambda b: b.name
+)
+def test_code_shown_is_that_of_the_file(block):
+    assert block.text in (ROOT / block.name).read_text()
+
+
+def test_the_numbers_asked_for_are_in_the_outputs_shown():
+    """docs.play finds the measured number in the output, and it is the formula's or near it."""
+    for block in LECTURE_BLOCKS:
+        for question, formula, pattern in block.questions:
+            assert re.search(r"\d|none", formula), question
+            assert block.output is None or re.findall(pattern, block.output), question
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Start docs.play with arguments; its temporary folder is tmp_path."""
+
+    def start(*arguments: str) -> subprocess.Popen:
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", "docs.play", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+            text=True,
+            **pipes,
+        )
+
+    return start
+
+
+def test_play_shows_your_number_the_formulas_and_the_measured_one(play, tmp_path):
+    out, _ = play("1").communicate("840,000\n235\n", timeout=120)
+    assert "you 840,000, the formula 844,928, measured 844,928" in out
+    assert "you 235, the formula 234.9, measured 234.9" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_play_plants_a_bug_and_asks_for_its_function(play, tmp_path):
+    runs = {*ROOT.glob("runs/*")}
+    out, _ = play("bug", "2").communicate("evaluate\ntrain_step\n", timeout=120)
+    before, solution = out.split("Which function is wrong?", 1)
+    assert "loss 5.1470" in before or "loss 5." in before
+    assert "train_step" not in before and "n * micro_loss" in solution
+    assert list(tmp_path.iterdir()) == [] and {*ROOT.glob("runs/*")} == runs
+    plant((ROOT / "docs/bugs/2.patch").read_text(), ROOT, "--check")  # still to be planted
+
+
+def test_play_leaves_nothing_after_ctrl_c(play, tmp_path):
+    process = play("bug", "3")
+    for line in process.stdout:
+        if line.startswith("(in "):
+            break
+    time.sleep(1)  # torchrun has begun
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +337,7 @@ Traceback (most recent call last):
 ValueError: invalid literal for int() with base 10: 'x'
 ```
 
-<!-- bug 1 -->
+<!-- bug 1 greet.py:greet -->
 ```diff
 --- a/greet.py
 +++ b/greet.py

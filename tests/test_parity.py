@@ -62,7 +62,7 @@ def case_flags(mesh: str, grad_accum_steps: int, dtype: str, steps: int) -> str:
     if "untied" in mesh:  # a size whose head is; its other parts are overridden
         text += " --model tinyllama-1.1b"
     if "tp" in mesh:
-        text += " --tp 2 --checkpoint full"
+        text += " --tp 2"
     return text
 
 

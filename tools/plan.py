@@ -261,8 +261,7 @@ def goodput(plan: Plan, options: argparse.Namespace) -> dict[str, float]:
 
 def make_plan(request: Request, tokens: float | None = None) -> Plan:
     rehearsal = request.rehearse()
-    speed = predict.speed(rehearsal, request.config, request.cluster, request.rank)
-    return Plan(request, rehearsal, speed, tokens)
+    return Plan(request, rehearsal, predict.speed(rehearsal, request), tokens)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -304,8 +303,6 @@ def to_json(plan: Plan) -> dict:
 # --------------------------------------------------------------------------------------------------
 # The report
 
-VERDICT = {True: "fits", False: "DOES NOT FIT"}
-
 
 def report(plan: Plan) -> Iterator[str]:
     """The lines for people: one screen, with the arithmetic."""
@@ -342,11 +339,12 @@ def describe_run(plan: Plan) -> Iterator[str]:
 def describe_memory(plan: Plan) -> Iterator[str]:
     found = plan.rehearsal
     available = plan.request.cluster.device_memory
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield f"memory      rank {plan.request.rank}, in GB: {parts_of(found.state)} at the update"
     yield f"            at its peak: {parts_of(found.memory)}"
     yield (
         f"            = {gigabytes(found.peak)} GB of {gigabytes(available)} GB, "
-        f"{found.peak / available:.0%}: {VERDICT[plan.fits]} (limit {predict.USABLE:.0%})"
+        f"{found.peak / available:.0%}: {verdict} (limit {predict.USABLE:.0%})"
     )
 
 
@@ -467,7 +465,7 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.plan", lambda: run(argv))
+    return cli.execute("tools.plan", run, argv)
 
 
 if __name__ == "__main__":

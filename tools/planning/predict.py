@@ -313,19 +313,19 @@ class Queue:
         return Counter({axis: seconds * part / total for axis, part in self.seconds.items()})
 
 
-def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> Speed:
-    """Predict a step of `rank`. Raises UsageError if the device's speed is unknown.
+def speed(rehearsal: Rehearsal, request: Request) -> Speed:
+    """Predict a step. Raises UsageError if the device's speed is unknown.
 
     docs/plan.md lists what overlaps and what is left out.
     """
     setup = rehearsal.setup
     n = setup.grad_accum_steps
-    peak = peak_flops(cluster, c)
+    peak = peak_flops(request.cluster, request.config)
     phases = Counter()  # phase -> seconds
     for row in rehearsal.operations:
-        phases[row.phase] += operation_seconds(row, peak, cluster)
+        phases[row.phase] += operation_seconds(row, peak, request.cluster)
     forward, backward = phases["forward"] / n, phases["backward"] / n  # of a micro-batch
-    beside, exposed, total = overlap(rehearsal, c, cluster, rank)
+    beside, exposed, total = overlap(rehearsal, request)
     for work, compute, times in (
         ("forward", forward, n),
         ("backward", backward, n - 1),
@@ -344,17 +344,15 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
     )
 
 
-def overlap(
-    rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int
-) -> tuple[dict[str, Queue], Counter, Counter]:
+def overlap(rehearsal: Rehearsal, request: Request) -> tuple[dict[str, Queue], Counter, Counter]:
     """Communication by the work it overlaps; seconds by axis that overlap none, and in total."""
     setup = rehearsal.setup
-    links = cluster.links
+    cluster, links = request.cluster, request.cluster.links
     n = setup.grad_accum_steps
     beside = {work: Queue() for work in ("forward", "backward", "last backward")}
     alone, total = Counter(), Counter()  # axis -> seconds per step
     for row in rehearsal.communication:
-        group = group_of(row.axis, rank, setup.mesh_shape, links.local_size)
+        group = group_of(row.axis, request.rank, setup.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds
@@ -364,7 +362,7 @@ def overlap(
             alone[row.axis] += seconds
         elif row.phase == "forward":
             beside["forward"].add(row, seconds, slowed, n)
-        elif is_last_only(row, c):
+        elif is_last_only(row, request.config):
             beside["last backward"].add(row, seconds, slowed, 1)
         else:
             beside["backward"].add(row, seconds, slowed, n)

@@ -207,10 +207,6 @@ def run_step(c: Config, setup: Setup, mesh: dist.DeviceMesh) -> Rehearsal:
 REHEARSED_UNITS = 2  # of FSDP: the first and the last
 
 
-class NotRepeated(ValueError):
-    """Two steps differ by more than repeated layers."""
-
-
 def run_layers(c: Config, setup: Setup, world: dist.World) -> Rehearsal:
     """The step of `setup`, extended from a few layers if that is exact.
 
@@ -231,7 +227,7 @@ def run_layers(c: Config, setup: Setup, world: dist.World) -> Rehearsal:
     found = None
     repeats = c.optimizer != "muon" and (setup.strategy != "ddp" or c.tp > 1)
     if more > REHEARSED_UNITS + 1 and repeats:
-        with suppress(NotRepeated):
+        with suppress(ValueError):  # they do not: see `extend`
             found = extend(run(few), run(few + unit), more)
     found = found or run(n_layer)
     memory = at_peak(found.changes, found.state["gradients"])
@@ -241,25 +237,23 @@ def run_layers(c: Config, setup: Setup, world: dist.World) -> Rehearsal:
 def extend(few, more, times: int):
     """`few` plus `times` times what `more` has beyond it, in all its numbers and lists.
 
-    Raises NotRepeated if the two differ otherwise.
+    Raises ValueError if the two differ otherwise.
     """
     if few == more:
         return few
-    if type(few) is not type(more):
-        raise NotRepeated
     if isinstance(few, int | float):
         return few + times * (more - few)
     if isinstance(few, list | tuple) and len(few) == len(more):
         return type(few)(extend(a, b, times) for a, b in zip(few, more))
     if isinstance(few, list) and isinstance(few[0], tuple):
         return extend_list(few, more, times)
-    if isinstance(few, dict) and few.keys() == more.keys():
+    if isinstance(few, dict):
         return {key: extend(few[key], more[key], times) for key in few}
     if dataclasses.is_dataclass(few):
         names = [f.name for f in dataclasses.fields(few)]
         values = {name: extend(getattr(few, name), getattr(more, name), times) for name in names}
         return dataclasses.replace(few, **values)
-    raise NotRepeated
+    raise ValueError(f"not repeated: {few} and {more}")
 
 
 def extend_list(few: list, more: list, times: int) -> list:
@@ -269,7 +263,7 @@ def extend_list(few: list, more: list, times: int) -> list:
     for _, i, i_end, j, j_end in matcher.get_opcodes():
         inserted = (j_end - j) - (i_end - i)
         if inserted < 0:
-            raise NotRepeated
+            raise ValueError("a longer model lacks what a shorter one does")
         found += times * more[j : j + inserted]
         found += extend(few[i:i_end], more[j + inserted : j_end], times)
     return found
