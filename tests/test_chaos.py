@@ -196,6 +196,7 @@ def train_on_host(argv: list[str], names: list[str], said: Path) -> int:
     for stream in (1, 2):
         os.dup2(printed, stream)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)  # not pytest's
+    sys.argv = ["train.py"]
     return call_train(argv)
 
 
