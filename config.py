@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-import metrics
 import optim
 from model import SIZES, ModelConfig
 from runtime import cli
@@ -21,6 +20,7 @@ from runtime.cli import UsageError
 
 BUILTIN = "tokens/python"
 WARMUP_STEPS = 50  # the default of --warmup_steps
+EVAL_SEQUENCES = 512  # that of --eval_sequences
 
 
 def flag(
@@ -31,17 +31,14 @@ def flag(
     below: float = math.inf,
     metavar: str | None = None,
     resume: Literal["never", "refused", "allowed", "not compared"] = "refused",
-    new_run=None,
 ):
     """A field of Config: its group in --help, default, help text and, for numbers, limits.
 
     Numbers must be in least <= value < below. `resume` is what happens if the value changes when a
     run continues: by default it is refused without --allow_changes, "never" in any case.
-    A flag with `new_run`, its value in a new run, holds in the run until it is given again; its
-    default is None (see preflight.settle).
     """
     metadata = {"group": group, "help": help, "least": least, "below": below}
-    metadata |= {"metavar": metavar, "resume": resume, "new_run": new_run}
+    metadata |= {"metavar": metavar, "resume": resume}
     return field(default=default, metadata=metadata)
 
 
@@ -133,16 +130,15 @@ class Config:
     max_skipped: int = free("optimizer", 100, "skipped updates in a row that end a run; 0: off", 0)
 
     log_interval: int = free("cadence", 10, "steps between log rows", 1)
-    tracker: Literal[("none", *metrics.TRACKERS)] = free(
-        "cadence", "none", "also send training and evaluation rows to this optional package"
+    tracker: Literal["none", "wandb"] = free(
+        "cadence", "none", "also send training and evaluation rows to wandb (pip install wandb)"
     )
     optim_metrics_interval: int = free(
         "cadence", 0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", 0
     )
-    quiet: bool = once("cadence", False, cli.QUIET)
     eval_interval: int = free("basics", 250, "steps between evaluations; 0: only at the end", 0)
     eval_sequences: int | None = free(
-        "cadence", None, "sequences per evaluation, always the same", 1, new_run=512
+        "cadence", None, f"per evaluation, always the same (default: {EVAL_SEQUENCES})", 1
     )
     eval_only: bool = once(
         "cadence", False, "print the validation loss of --out's latest checkpoint; write nothing"
@@ -151,12 +147,10 @@ class Config:
     profile: str | None = free("cadence", None, "steps to trace", metavar="START:STOP")
 
     save_interval: int = free("basics", 250, "steps between checkpoints; 0: only at the end", 0)
-    keep_last: int | None = free("checkpoints", None, "latest ones to keep; 0: all", 0, new_run=2)
-    keep_every: int | None = free(
-        "checkpoints", None, "also keep those of every N-th step; 0: none", 0, new_run=0
-    )
-    checkpoint: Literal["sharded", "full", "none"] = free(
-        "checkpoints", "sharded", "sharded: files per rank; full: one file when the run ends"
+    keep_last: int = flag("checkpoints", 2, "latest ones to keep; 0: all", 0)
+    keep_every: int = flag("checkpoints", 0, "also keep those of every N-th step; 0: none", 0)
+    checkpoint: Literal["sharded", "none"] = free(
+        "checkpoints", "sharded", "sharded: one file per rank; none: the run cannot be continued"
     )
     async_save: bool = free("checkpoints", False, "write while training continues")
     resume: str = once(
@@ -231,8 +225,9 @@ def to_config(flags: dict) -> Config:
     """Fill in defaults that depend on other flags, then check all. Raises UsageError."""
     if flags["out"] is None:
         flags["out"] = f"runs/{name_of(flags['init_from'] or flags['model'])}"
-    if flags["data"] is None and not flags["eval_only"]:  # the checkpoint has the default
-        flags["data"] = BUILTIN
+    if not flags["eval_only"]:  # for which the checkpoint has the defaults
+        flags["data"] = flags["data"] or BUILTIN
+        flags["eval_sequences"] = flags["eval_sequences"] or EVAL_SEQUENCES
     config = Config(**flags)
     if config.warmup_steps is not None and config.warmup_steps > config.max_steps:
         raise UsageError(
@@ -286,10 +281,8 @@ def build_parser() -> cli.Parser:
 
 def add_flag(group, f: dataclasses.Field) -> None:
     options = {"default": f.default, "help": f.metadata["help"]}
-    least, new_run = f.metadata["least"], f.metadata["new_run"]
-    if new_run is not None:
-        options["help"] += f" (default: the run's, {new_run} in a new one)"
-    elif f.default is not None:
+    least = f.metadata["least"]
+    if f.default is not None:
         options["help"] += f" (default: {str(f.default).lower()})"
     kind, *_ = get_args(f.type) or [f.type]  # int for int, and for int | None
     if get_origin(f.type) is Literal:

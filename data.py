@@ -353,22 +353,3 @@ def leave_process_group(worker: int) -> None:
     SIGTERM would kill it, and with it the parent, before the parent has saved.
     """
     os.setpgid(0, 0)
-
-
-def prefetch(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Yield pinned batches on a GPU, copying the next one on a side stream meanwhile."""
-    stream = torch.cuda.Stream(device)
-
-    def copy(batch: Tensor) -> Tensor:
-        with torch.cuda.stream(stream):
-            return batch.to(device, non_blocking=True)
-
-    copies = map(copy, batches)
-    ahead = next(copies, None)
-    while ahead is not None:
-        current = torch.cuda.current_stream(device)
-        current.wait_stream(stream)
-        ahead.record_stream(current)  # do not reuse its memory before `current` is done with it
-        batch = ahead
-        ahead = next(copies, None)
-        yield batch

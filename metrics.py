@@ -1,6 +1,5 @@
 """The log: rows of metrics.jsonl and optim.jsonl, and lines on the console."""
 
-import importlib
 import json
 import math
 import os
@@ -167,48 +166,13 @@ def console_line(row: dict, max_steps: int, is_first: bool) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# Trackers
+def open_wandb(out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
+    """Continue the run with the id `run_id`, in a folder in `out`; return send(row)."""
+    import wandb  # an optional package
 
-# Optional packages, each with the module to import
-TRACKERS = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
-
-
-class TrackerError(ImportError):
-    """A tracker's package is not installed or fails to import."""
-
-    exit_status = 2
-
-
-def check_tracker(name: str) -> None:
-    """Raises TrackerError if a tracker's package is missing."""
-    try:
-        if name != "none":
-            importlib.import_module(TRACKERS[name])
-    except Exception as error:  # importing a package can raise anything
-        raise TrackerError(f"--tracker {name}: pip install {name} ({error})") from None
-
-
-def open_tracker(
-    name: str, out: Path, run_id: str, last_step: int, config: dict
-) -> Callable[[int, dict[str, float]], None]:
-    """Open wandb or TensorBoard, writing to a folder in `out`; return send(step, numbers).
-
-    wandb continues the run with the id `run_id`; TensorBoard drops what follows `last_step`.
-    """
-    module = importlib.import_module(TRACKERS[name])
-    if name == "wandb":
-        options = {"project": "nanoshard", "name": out.name, "dir": out, "config": config}
-        run = module.init(id=run_id, resume="allow", **options)
-        return lambda step, numbers: run.log(numbers, step=step)
-    writer = module.SummaryWriter(out / "tensorboard", purge_step=last_step + 1)
-
-    def send(step: int, numbers: dict[str, float]) -> None:
-        for field, value in numbers.items():
-            writer.add_scalar(field, value, step)
-        writer.flush()  # a kill loses nothing
-
-    return send
+    options = {"project": "nanoshard", "name": out.name, "dir": out, "config": config}
+    run = wandb.init(id=run_id, resume="allow", **options)
+    return lambda row: run.log(row, step=row.pop("step"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -276,7 +240,7 @@ class Log:
     rates       of this device and model
     last_step   the run resumes after it
     first_start when the run first started
-    data_wait   data_wait(): seconds that this rank has waited for data so far
+    batches     its `waited` is the seconds that this rank has waited for data so far
 
     A training row goes step -> send -> write -> append.
     """
@@ -288,22 +252,21 @@ class Log:
         rates: Rates,
         last_step: int,
         first_start: datetime,
-        data_wait: Callable[[], float] = lambda: 0.0,
+        batches,
     ):
         self.out = out
         self.c = c
         self.rates = rates
         self.last_step = last_step
         self.first_start = first_start.timestamp()
-        self.data_wait = data_wait
+        self.batches = batches
         self.is_rank0 = torch.distributed.get_rank() == 0
         self.skipped_in_a_row = 0
         self.loss = math.nan  # last row: mean over the global batch
         self.pending: PendingRow | None = None
-        self.mark = self.mark_now(last_step)
-        self.is_gone = False  # the folder: renamed or removed
+        self.mark = Mark(rates.device, last_step, batches.waited)
         self.useful_time = 0.0  # seconds in steps so far, lost ones excluded
-        self.tracker = None  # send(step, numbers)
+        self.tracker = None  # send(row)
         if not self.is_rank0:
             return
         drop_rows_after(out / "optim.jsonl", last_step)
@@ -314,19 +277,16 @@ class Log:
         if c.tracker != "none":
             run_id = f"{out.name}-{first_start:%Y%m%d-%H%M%S}"
             try:
-                self.tracker = open_tracker(c.tracker, out, run_id, last_step, vars(c))
+                self.tracker = open_wandb(out, run_id, vars(c))
             except Exception as error:
                 self.drop_tracker(error)
-
-    def mark_now(self, step: int) -> Mark:
-        return Mark(self.rates.device, step, self.data_wait())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Excludes its block from the step time; first writes the pending row."""
         self.flush()
         yield
-        self.mark = self.mark_now(self.mark.step)
+        self.mark = Mark(self.rates.device, self.mark.step, self.batches.waited)
 
     # Training rows
 
@@ -358,7 +318,8 @@ class Log:
         tensors, numbers = {}, {}
         for name, value in values.items():
             (tensors if isinstance(value, Tensor) else numbers)[name] = value
-        numbers |= {"data_wait": self.data_wait() - self.mark.data_wait, **peak_memory(device)}
+        data_wait = self.batches.waited - self.mark.data_wait
+        numbers |= {"data_wait": data_wait, **peak_memory(device)}
         columns = torch.tensor(list(numbers.values()), dtype=torch.float64)
         if device.type == "cuda":
             columns = columns.pin_memory().to(device, non_blocking=True)
@@ -366,7 +327,7 @@ class Log:
         ranks = columns.new_empty(torch.distributed.get_world_size() * len(columns))
         all_gather_single(ranks, columns)
         ranks = ranks.view(-1, len(columns)).to("cpu", non_blocking=True)
-        began, self.mark = self.mark, self.mark_now(step)
+        began, self.mark = self.mark, Mark(device, step, self.batches.waited)
         self.pending = PendingRow(began, self.mark, [*tensors, *numbers], ranks)
 
     def flush(self) -> None:
@@ -411,16 +372,14 @@ class Log:
         }
         self.record(line)
         is_first = row.began.step == self.last_step
-        if not self.c.quiet:
-            self.say(console_line(line, self.c.max_steps, is_first), line["step"])
+        self.say(console_line(line, self.c.max_steps, is_first), line["step"])
 
     # Other rows
 
     def evaluation(self, step: int, val_loss: float) -> None:
         """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
         self.record({"step": step, "val_loss": val_loss})
-        if not self.c.quiet:
-            self.say(f"val_loss {val_loss:.4f}", step)
+        self.say(f"val_loss {val_loss:.4f}", step)
         if not math.isfinite(val_loss):
             raise Diverged(f"the validation loss of step {step} is {val_loss}. {REMEDY}")
 
@@ -434,8 +393,7 @@ class Log:
         line = f"saved {row['path']}: {row['bytes'] / 1e6:,.1f} MB in {row['seconds']:.2f} s"
         if row["blocking_seconds"] < row["seconds"]:
             line += f", of which training waited {row['blocking_seconds']:.2f} s"
-        if not self.c.quiet:
-            self.say(line, row["step"])
+        self.say(line, row["step"])
 
     # Output
 
@@ -443,9 +401,8 @@ class Log:
         """Append a row to metrics.jsonl; unless it is a save, send it to the tracker."""
         self.append("metrics.jsonl", [{**row, "time": datetime.now().astimezone().isoformat()}])
         if self.tracker and "event" not in row:
-            numbers = {name: value for name, value in row.items() if value is not None}
             try:
-                self.tracker(numbers.pop("step"), numbers)
+                self.tracker({name: value for name, value in row.items() if value is not None})
             except Exception as error:
                 self.drop_tracker(error)
 
@@ -470,11 +427,8 @@ class Log:
         )
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Append rows to a file. Training goes on without those that cannot be written.
-
-        If the folder is gone, only says so, in `is_gone`: the run must end.
-        """
-        if not self.is_rank0 or self.is_gone:
+        """Append rows to a file. Training goes on without those that cannot be written."""
+        if not self.is_rank0:
             return
         lines = []
         for row in rows:
@@ -485,7 +439,5 @@ class Log:
         try:
             with open(self.out / name, "a") as file:  # closed, the kernel has each row at once
                 file.write("".join(lines))
-        except FileNotFoundError:
-            self.is_gone = True
         except OSError as error:
             self.say(f"cannot write {self.out / name}: {error}")

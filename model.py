@@ -77,11 +77,6 @@ class ModelConfig:
                 raise ValueError(
                     f"{field.name} {size!r} must be a whole number from 1 to {limit:,}"
                 )
-        if not (0 < self.rope_theta < math.inf and 0 <= self.norm_eps < math.inf):
-            raise ValueError(
-                f"rope_theta {self.rope_theta} must be above 0, norm_eps {self.norm_eps} at least "
-                "0, and both finite"
-            )
         if self.d_model % self.n_head or self.d_model // self.n_head % 2:
             raise ValueError(
                 f"d_model {self.d_model} / n_head {self.n_head} must be a whole, even number "

@@ -120,12 +120,7 @@ def clip_adaptive(s: Settings, g: Gradients) -> Clipped:
     return Clipped(torch.ones_like(g.norms[0]), g.norms > limits)
 
 
-def clip_none(s: Settings, g: Gradients) -> Clipped:
-    """Change nothing."""
-    return Clipped(torch.ones_like(g.norms[0]), torch.zeros_like(g.norms, dtype=torch.bool))
-
-
-CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive, "none": clip_none}
+CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive}
 
 # --------------------------------------------------------------------------------------------------
 # Parameters on a mesh
@@ -147,21 +142,6 @@ def num_shards(parameter: Tensor) -> int:
         return 1
     axes = zip(parameter.placements, parameter.device_mesh.shape)
     return math.prod(size for placement, size in axes if not placement.is_replicate())
-
-
-class Sharding:
-    """How n parameters are distributed: what a sum over all ranks must know."""
-
-    def __init__(self, parameters: list[nn.Parameter]):
-        device = parameters[0].device
-        shards = [num_shards(parameter) for parameter in parameters]
-        self.world_size = (
-            torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        )
-        self.is_sharded = max(shards) > 1
-        # This many ranks hold each element: a sum over all ranks counts it that many times.
-        self.replicas = torch.tensor([self.world_size / n for n in shards], device=device)  # (n,)
-        self.numels = torch.tensor([p.numel() for p in parameters], device=device)  # (n,)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -256,7 +236,7 @@ class Muon:
 
     @staticmethod
     def update(optimizer: "Optimizer", names: list[str], u: Update) -> None:
-        world_size = optimizer.sharding.world_size
+        world_size = optimizer.world_size
         matrices = {name: optimizer.parameters[name] for name in names}
         # The largest first, about by their FLOPs
         names = sorted(names, key=lambda name: -matrices[name].numel() * min(matrices[name].shape))
@@ -423,8 +403,15 @@ class Optimizer:
                 f"optimizer {settings.optimizer} takes none of the {len(updaters)} parameters: "
                 "AdamW would update them all; is_hidden(name) says which are of hidden layers"
             )
-        self.sharding = Sharding(list(self.parameters.values()))
-        device = self.sharding.replicas.device
+        is_alone = not torch.distributed.is_initialized()
+        self.world_size = 1 if is_alone else torch.distributed.get_world_size()
+        device = parameter.device
+        shards = [num_shards(p) for p in self.parameters.values()]
+        self.is_sharded = max(shards) > 1
+        # This many ranks hold each element: a sum over all ranks counts it that many times.
+        self.holders = torch.tensor([self.world_size / n for n in shards], device=device)  # (n,)
+        numels = [p.numel() for p in self.parameters.values()]
+        self.numels = torch.tensor(numels, device=device)  # (n,)
         self.allocate_slots(updaters, device)
 
         # Gradients that exist already are views of DDP's buckets: zero them, never free them.
@@ -482,10 +469,9 @@ class Optimizer:
 
         if measure:
             old_weights = [local(p).clone() for p in self.parameters.values()]
-        norms, sharding = sums.sqrt(), self.sharding
-        divisor, clipped = CLIPS[s.clip](
-            s, Gradients(grads, norms, sharding.numels, self.norm_average, skip)
-        )
+        norms = sums.sqrt()
+        gradients = Gradients(grads, norms, self.numels, self.norm_average, skip)
+        divisor, clipped = CLIPS[s.clip](s, gradients)
         lr = learning_rate(step, s)
         for (chosen, weight_decay), names in self.groups.items():
             present = [name for name in names if self.parameters[name].grad is not None]
@@ -531,9 +517,8 @@ class Optimizer:
         the loss stays this rank's.
         """
         local_sums = square_sums(grads)  # (n,), of this rank's parts
-        world_size = self.sharding.world_size
-        if self.sharding.is_sharded or (self.settings.skip_spikes and world_size > 1):
-            sums = torch.cat((local_sums / self.sharding.replicas, loss[None] / world_size))
+        if self.is_sharded or (self.settings.skip_spikes and self.world_size > 1):
+            sums = torch.cat((local_sums / self.holders, loss[None] / self.world_size))
             torch.distributed.all_reduce(sums)
             return sums[:-1], sums[-1]
         return local_sums, loss
@@ -569,8 +554,8 @@ class Optimizer:
             parts = [local(slots.get(name, self.no_slot)) for name in self.parameters]
             measured.append(square_sums(parts))
         sums = torch.stack(measured)  # (2 + slots, n)
-        if self.sharding.is_sharded:
-            sums /= self.sharding.replicas
+        if self.is_sharded:
+            sums /= self.holders
             torch.distributed.all_reduce(sums)
         weight_norms, update_norms, *slot_norms = sums.sqrt()
         columns = {"grad_norm": grad_norms, "weight_norm": weight_norms}

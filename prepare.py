@@ -165,7 +165,6 @@ def report(out: Path, corpus: Corpus, splitter: Splitter, meta: dict) -> None:
 def build_parser() -> cli.Parser:
     """Flags with the names of the parameters of `prepare`."""
     parser = cli.Parser(
-        quiet=True,
         prog="prepare.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -211,7 +210,7 @@ def run_command(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("prepare.py", lambda: run_command(argv))
+    return cli.execute("prepare.py", run_command, argv)
 
 
 def exit_on_signal(number: int, frame) -> None:

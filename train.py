@@ -5,7 +5,6 @@ torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import itertools
 import math
@@ -16,8 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-
-from runtime import launcher
 
 if __name__ == "__main__":
     # torch reads these on import. They silence the profiler's log, and C++ warnings about failed
@@ -44,9 +41,8 @@ from layout import Setup
 from metrics import is_due
 from model import Transformer
 from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
-from runtime.consolidate import consolidate_last
 from runtime.saver import Saver
-from runtime.watchdog import SLOW_FACTOR, Watchdog, take_over_nccl_errors
+from runtime.watchdog import SLOW_FACTOR, Watchdog, end_with_launcher, take_over_nccl_errors
 from sample import closing_sample
 
 # --------------------------------------------------------------------------------------------------
@@ -60,32 +56,30 @@ def command(argv: list[str]) -> int:
     timeout = timedelta(seconds=SLOW_FACTOR * flags.timeout)
     take_over_nccl_errors(timeout)
     world = dist.start(flags.device, timeout, join_timeout=timedelta(seconds=flags.timeout))
-    console.is_quiet = flags.quiet or world.rank != 0
     # A rank that dies or hangs ends all ranks. torchrun --max-restarts or a scheduler starts them
     # again, and they continue from the last checkpoint.
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
     lock = run_folder.hold_lock(Path(flags.out), flags.timeout)
-    with contextlib.ExitStack() as stack:  # rank 0 keeps the lock until the checkpoint is one file
-        # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
-        with watchdog, loss_parallel(), no_garbage_collection():
-            if not flags.eval_only:  # which only reads
-                dist.on_rank0(stack.enter_context, lock)
-            status = run(flags, world, watchdog)
-        dist.stop()
-        if flags.checkpoint == "full" and world.rank == 0 and not flags.dry_run:
-            consolidate_last(Path(flags.out), watchdog.saved_step)
+    # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
+    with contextlib.ExitStack() as stack, watchdog, loss_parallel(), no_garbage_collection():
+        if world.rank == 0:
+            stack.enter_context(console.live(lambda: watchdog.place))
+        if not flags.eval_only:  # which only reads
+            dist.on_rank0(stack.enter_context, lock)
+        status = run(flags, world, watchdog)
+    dist.stop()
     return status
 
 
 def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bool = True) -> int:
     """What happens, from the first look at the disk to the last line; returns the exit status.
 
-    In a step the host queues work and does not wait for the device: batches are copied ahead on a
-    side stream (data.prefetch), tensors decide on clipping and skipping (optim.Optimizer), ranks
-    agree to stop with CPU tensors one step late (StopRequest), and a log row is an asynchronous
-    copy (metrics.Log). An .item(), a print or an `if` on a tensor would break that. The host waits
-    only for an evaluation, a save, the end, optim.jsonl, a host more than a step behind and, with
-    --log_interval 1, the previous row.
+    In a step the host queues work and does not wait for the device: batches are copied from pinned
+    memory, tensors decide on clipping and skipping (optim.Optimizer), ranks agree to stop with CPU
+    tensors one step late (StopRequest), and a log row is an asynchronous copy (metrics.Log). An
+    .item(), a print or an `if` on a tensor would break that. The host waits only for an evaluation,
+    a save, the end, optim.jsonl, a host more than a step behind and, with --log_interval 1, the
+    previous row.
     """
     this_start = datetime.now().astimezone()
 
@@ -96,7 +90,6 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
         latest, passed_over = run_folder.latest_valid(Path(flags.out))
     start = dist.on_rank0(preflight.check, flags, world, latest, passed_over)
     c = start.config  # the flags, with the values that the run has for those not given
-    watchdog.saved_step = start.step or None
     if start.step >= c.max_steps:
         finished = f"{c.out} is finished, step {start.step} of {c.max_steps}: "
         report.say(world, [finished + "raise --max_steps, or choose another --out"])
@@ -123,7 +116,6 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
 
     # From here on the run writes
     out = Path(c.out)
-    watchdog.dump_folder = out / "flight"
     chosen = {"strategy": setup.strategy, "micro_batch_size": setup.micro_batch_size}
     manifest = start.manifest | chosen
     first_start = dist.on_rank0(run_folder.create, out, manifest, world, state.step, this_start)
@@ -136,58 +128,57 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     flops_per_token = state.model.flops_per_token(setup.model.seq_len)
     peak_flops = metrics.peak_flops(world.device, setup.dtype, c.peak_tflops)
     rates = metrics.Rates(world.device, setup.tokens_per_step, flops_per_token, peak_flops)
-    log = metrics.Log(out, c, rates, start.step, first_start, lambda: batches.waited)
-    profiler = profiling.Profiler(
-        profile_window(c), out / "profile", mesh, log.say, [stop_request, saver]
-    )
+    log = metrics.Log(out, c, rates, start.step, first_start, batches)
+    profiler = None
+    if window := profile_window(c):
+        in_flight = [stop_request, saver]
+        profiler = profiling.Profiler(window, out / "profile", mesh, log.say, in_flight)
 
     if world.device.type == "cpu":
         memory.keep_freed_memory()
     n, grad_sync = setup.grad_accum_steps, c.grad_sync
-    with console.live(lambda: f"{state.step / c.max_steps:4.0%}  {watchdog.place}"):
-        for step in range(start.step + 1, c.max_steps + 1):
-            measure = is_due(step, c.optim_metrics_interval)
-            with profiler.step(step, batches.waited):  # does nothing without --profile
-                values = train_step(forward, state.optimizer, batches, step, n, grad_sync, measure)
-            state.step = step
-            is_last = step == c.max_steps
-            # Whether any rank asked a step ago: all ranks stop after the same step.
-            stop = stop_request(log.is_gone) and not is_last
-            log.step(step, values, stops=stop)  # a row if one is due
-            evaluates = is_last or is_due(step, c.eval_interval)
-            saves = c.checkpoint != "none" and (is_last or stop or is_due(step, c.save_interval))
-            if evaluates or saves:
-                with log.pause():
-                    if saves and stop:  # save first: torchrun kills the ranks 30 s after a signal
-                        save(setup, state, manifest, saver, log.loss, watchdog)
-                    if evaluates:
-                        log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
-                    # After the evaluation: a kill between the two repeats both, and loses no row.
-                    if saves and not stop:
-                        save(setup, state, manifest, saver, log.loss, watchdog)
-            if saver.rows:
-                report_saves(saver, log, watchdog)
-            if stop:
-                break
-            if step % 100 == 0:
-                gc.collect(1)  # on all ranks in the same step
-
-        # The end
-        watchdog.progress(state.step, "saving", slow=True)
-        saver.wait()
-        report_saves(saver, log, watchdog)
-        if saver.failure:
-            raise checkpoint.CheckpointError(saver.failure)
-        if dist.on_rank0(lambda: log.is_gone):
-            raise cli.RunError(f"{out} was renamed or removed: later saves are in a new one")
-        log.say(log.goodput())
+    for step in range(start.step + 1, c.max_steps + 1):
+        measure = is_due(step, c.optim_metrics_interval)
+        with profiler.step(step, batches.waited) if profiler else contextlib.nullcontext():
+            values = train_step(forward, state.optimizer, batches, step, n, grad_sync, measure)
+        state.step = step
+        is_last = step == c.max_steps
+        # Whether any rank asked a step ago: all ranks stop after the same step.
+        stop = stop_request() and not is_last
+        log.step(step, values, stops=stop)  # a row if one is due
+        evaluates = is_last or is_due(step, c.eval_interval)
+        saves = c.checkpoint != "none" and (is_last or stop or is_due(step, c.save_interval))
+        if evaluates or saves:
+            with log.pause():
+                if saves and stop:  # save first: torchrun kills the ranks 30 s after a signal
+                    save(setup, state, manifest, saver, log.loss, watchdog)
+                if evaluates:
+                    log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
+                # After the evaluation: a kill between the two repeats both, and loses no row.
+                if saves and not stop:
+                    save(setup, state, manifest, saver, log.loss, watchdog)
+        while saver.rows:
+            log.checkpoint(saver.rows.pop(0))
         if stop:
-            return report_stop(c, state.step, log)
-        if c.sample_tokens:
-            watchdog.progress(state.step, "sampling", slow=True)
-            seq_len = setup.model.seq_len
-            text = closing_sample(forward, folders[0], c.sample_tokens, seq_len, c.tp, world)
-            log.say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
+            break
+        if step % 100 == 0:
+            gc.collect(1)  # on all ranks in the same step
+
+    # The end
+    watchdog.progress(state.step, "saving", slow=True)
+    saver.wait()
+    while saver.rows:
+        log.checkpoint(saver.rows.pop(0))
+    if saver.failure:
+        raise checkpoint.CheckpointError(saver.failure)
+    log.say(log.goodput())
+    if stop:
+        return report_stop(c, state.step, log)
+    if c.sample_tokens:
+        watchdog.progress(state.step, "sampling", slow=True)
+        seq_len = setup.model.seq_len
+        text = closing_sample(forward, folders[0], c.sample_tokens, seq_len, c.tp, world)
+        log.say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
     return 0
 
 
@@ -236,9 +227,7 @@ def load(state: State, start: preflight.Start) -> None:
         checkpoint.load_state(start.checkpoint, state.tensors)
         state.step = start.step
     elif start.init_from:
-        weights = state.tensors["model"]
-        saved = {name: w for name, w in weights.items() if name not in start.new_parameters}
-        checkpoint.load_state(start.init_from, {"model": saved})
+        checkpoint.load_state(start.init_from, {"model": state.tensors["model"]})
 
 
 def agree(
@@ -307,8 +296,7 @@ class MicroBatches:
         steps = range(resumed_step + 1, c.max_steps + 1)
         indices = data.train_indices(steps, c.global_batch_size, *share)
         self.batches = data.loader(train_data, indices, workers, pin=is_cuda)
-        if is_cuda:
-            self.batches = data.prefetch(self.batches, torch.device(mesh.device_type))
+        self.device = mesh.device_type
         self.watchdog = watchdog
         self.resumed_step = resumed_step
         self.per_step = setup.grad_accum_steps
@@ -321,7 +309,7 @@ class MicroBatches:
         is_first = step == self.resumed_step  # it allocates its memory and may compile
         self.watchdog.progress(step, "reading data")
         began = time.perf_counter()
-        tokens = next(self.batches)
+        tokens = next(self.batches).to(self.device, non_blocking=True)  # from pinned memory
         self.waited += time.perf_counter() - began
         self.read += 1
         self.watchdog.progress(step, self.first_doing if is_first else "computing", slow=is_first)
@@ -413,14 +401,6 @@ def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
     return math.isfinite(loss) and finite.item() == 1
 
 
-def report_saves(saver: Saver, log: metrics.Log, watchdog: Watchdog) -> None:
-    """Log the saves that have finished."""
-    for row in saver.done():
-        log.checkpoint(row)
-        if row["event"] == "checkpoint":
-            watchdog.saved_step = row["step"]
-
-
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """A collection on one rank delays all of them: the loop collects on all at once."""
@@ -434,9 +414,7 @@ def no_garbage_collection() -> Iterator[None]:
 def report_stop(c: Config, step: int, log: metrics.Log) -> int:
     """Say that a run stopped before its end; return the exit status."""
     continues = "" if c.checkpoint == "none" else "; the same command continues"
-    line = f"stopped after step {step}{continues}"
-    log.say(line)
-    cli.tell_torchrun(line)
+    log.say(f"stopped after step {step}{continues}")
     # 75 tells a scheduler to try again. With torchrun --max-restarts, which would retry at once,
     # return 0.
     will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
@@ -445,11 +423,8 @@ def report_stop(c: Config, step: int, log: metrics.Log) -> int:
 
 def main(argv: list[str]) -> int:
     slurm.read_slurm()
-    launcher.watch()
-    ctrl_c = "stopped at once by Ctrl-C, without a save"
-    status = cli.execute("train.py", functools.partial(command, argv), ctrl_c)
-    cli.drop_unprinted()
-    return status
+    end_with_launcher()
+    return cli.execute("train.py", command, argv)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 class StopRequest:
-    """Whether any rank must stop, such as by a signal; all ranks learn it one step later.
+    """Whether any rank got a signal to stop; all ranks learn it one step later.
 
     Construction installs signal handlers, unless told not to; they only set a flag. The all_reduce
     of a step runs during the next step, on CPU tensors and a gloo group of its own: devices take no
@@ -54,12 +54,12 @@ class StopRequest:
             # Without torchrun, a second Ctrl-C ends the run at once.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def __call__(self, must_stop: bool) -> bool:
-        """Send whether this rank must stop; return whether any rank had to a step ago."""
+    def __call__(self) -> bool:
+        """Send whether this rank got a signal; return whether any rank had one a step ago."""
         if self.in_flight:
             self.in_flight.wait()
         any_rank = self.flag.numpy()[0] > 0  # not .item(), which --profile counts as a host sync
-        self.flag = torch.tensor([float(self.signalled or must_stop)])
+        self.flag = torch.tensor([float(self.signalled)])
         self.in_flight = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
         return any_rank
 

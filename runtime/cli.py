@@ -1,8 +1,8 @@
 """Shared by all commands: one-line usage errors, exit statuses, --version."""
 
 import argparse
+import contextlib
 import difflib
-import json
 import math
 import os
 import platform
@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import NoReturn
 
 from runtime import console
@@ -30,16 +29,6 @@ class RunError(RuntimeError):
     exit_status = 1
 
 
-QUIET = "no live line and no lines of progress; errors, warnings and results are printed"
-
-
-class Quiet(argparse.Action):
-    """--quiet of a command that may take minutes."""
-
-    def __call__(self, *_):
-        console.is_quiet = True
-
-
 def number(kind: type, least: float, below: float = math.inf) -> Callable[[str], float]:
     """An argparse type: an int or float in least <= value < below."""
 
@@ -57,10 +46,8 @@ def number(kind: type, least: float, below: float = math.inf) -> Callable[[str],
 class Parser(argparse.ArgumentParser):
     """argparse with --version, and errors raised as a one-line UsageError."""
 
-    def __init__(self, quiet: bool = False, **options):
+    def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
-        if quiet:
-            self.add_argument("--quiet", action=Quiet, nargs=0, dest=argparse.SUPPRESS, help=QUIET)
         self.add_argument(
             "--version",
             action="version",
@@ -78,21 +65,11 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 
-def tell_torchrun(line: str) -> None:
-    """Put the reason why this rank ends under "Root Cause" in torchrun's report.
-
-    Writes the file that torchrun reads, as its ErrorHandler does, but without a traceback.
-    """
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        details = {"timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
-
-
-def report_error(program: str, message: str, where: str = "") -> None:
-    """Print an error in one line, and pass it to torchrun."""
-    line = f"{program}: error{where}: {message}"
-    console.print_error(line)
-    tell_torchrun(line)
+def print_error(program: str, message: str, where: str = "") -> None:
+    """Print an error in one line, if stderr still takes it."""
+    with contextlib.suppress(OSError):
+        clear = console.CLEAR if sys.stderr.isatty() else ""  # of a live line
+        print(f"{clear}{program}: error{where}: {message}", file=sys.stderr, flush=True)
 
 
 def fail(program: str, message: str, status: int) -> int:
@@ -104,27 +81,23 @@ def fail(program: str, message: str, status: int) -> int:
     rank = int(os.environ.get("RANK", 0))
     if rank:
         time.sleep(3)
-    report_error(program, message, f" on rank {rank}" if rank else "")
+    print_error(program, message, f" on rank {rank}" if rank else "")
     return status
 
 
-def execute(program: str, command: Callable[[], int | None], ctrl_c: str = "") -> int:
-    """Call `command` and return the exit status: its result, or that of the error it raises.
+def execute(program: str, command: Callable, *arguments) -> int:
+    """Call the command and return the exit status: its result, or that of the error it raises.
 
     Prints expected errors in one line: those whose class has an `exit_status` (2 for usage, 1 at
-    run time), OSError (1), and those that `explain` knows. Ctrl-C, of which rank 0 says `ctrl_c`,
-    and a closed pipe return 130. Other exceptions are bugs and propagate.
+    run time), OSError (1), and those that `explain` knows. Ctrl-C and a closed pipe return 130.
+    Other exceptions are bugs and propagate.
     """
     if hasattr(sys.stdout, "reconfigure"):
         # Print \u1234 for characters that the encoding, such as ASCII, lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return command() or 0
-    except KeyboardInterrupt:
-        if ctrl_c and os.environ.get("RANK", "0") == "0":
-            print(f"{program}: {ctrl_c}", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
+        return command(*arguments) or 0
+    except (KeyboardInterrupt, BrokenPipeError):
         return 130
     except Exception as error:
         status = getattr(error, "exit_status", 1 if isinstance(error, OSError) else None)
@@ -134,15 +107,6 @@ def execute(program: str, command: Callable[[], int | None], ctrl_c: str = "") -
             if message is None:
                 raise
         return fail(program, message, status)
-
-
-def drop_unprinted() -> None:
-    """Forget what stdout and stderr did not take: Python would end with status 120 for it."""
-    for name in ("stdout", "stderr"):
-        try:
-            print(end="", file=getattr(sys, name), flush=True)
-        except OSError:
-            setattr(sys, name, None)
 
 
 def explain(error: Exception) -> str | None:
@@ -156,7 +120,5 @@ def explain(error: Exception) -> str | None:
             need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
             return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
     if inner:
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # set by Inductor, if it got so far
-        remedy = f"; if its cache is damaged, remove {cache}" if cache else ""
-        return f"--compile: {first_line}{remedy}"
+        return f"--compile: {first_line}"
     return None

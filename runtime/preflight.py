@@ -8,17 +8,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 import checkpoint
 import data
 import dist
 import layout
-import metrics
 import prepare
-from config import BUILTIN, Config, fill_sizes, model_config, read_model, resolve
+from config import BUILTIN, EVAL_SEQUENCES, Config, fill_sizes, model_config, read_model, resolve
 from metrics import read_log
-from model import ModelConfig, Transformer
+from model import ModelConfig
 from runtime import memory, run_folder
 from runtime.cli import UsageError
 from text import tokenizer
@@ -35,8 +32,6 @@ class Start:
     step: int = 0
     checkpoint: Path | None = None
     init_from: Path | None = None  # weights for a new run, or for --eval_only
-    new_parameters: list[str] = field(default_factory=list)  # which init_from lacks
-    other_tokenizer: str = ""  # how the data's differs from that of init_from
     changes: list[str] = field(default_factory=list)  # such as "--max_steps 100 -> 200"
     passed_over: list[str] = field(default_factory=list)  # newer checkpoints and their problems
 
@@ -45,10 +40,8 @@ def check(flags: Config, world: dist.World, latest: Path | None, passed_over: li
     """Check what needs no weights, on rank 0; find where the run begins and with what model.
 
     `latest` is the latest valid checkpoint of --out, `passed_over` has the problems of newer ones.
-    Writes only the built-in data. Raises UsageError, CheckpointError, DataError, TokenizerError and
-    TrackerError.
+    Writes only the built-in data. Raises UsageError, CheckpointError, DataError and TokenizerError.
     """
-    metrics.check_tracker(flags.tracker)
     if not flags.eval_only:
         check_folder(flags, latest, passed_over)
     origin = find_origin(flags, latest)
@@ -86,12 +79,11 @@ def prepare_builtin() -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a start takes over from a checkpoint and from the starts before it in its run folder."""
+    """The checkpoint that a start takes something over from, if any."""
 
     path: Path | None = None  # the latest checkpoint of --out, else that of --init_from or --resume
     manifest: dict = field(default_factory=dict)  # of that
     model: ModelConfig | None = None  # with --init_from or --resume; flags override its parts
-    flags: dict = field(default_factory=dict)  # of the run so far: those that hold until given
 
 
 def check_folder(c: Config, latest: Path | None, passed_over: list[str]) -> None:
@@ -124,40 +116,31 @@ def find_origin(config: Config, latest: Path | None = None) -> Origin:
     `latest`, of --out, takes precedence over --init_from and --resume, so that the same command can
     be repeated, even if what they named is gone.
     """
-    starts = run_folder.read_starts(Path(config.out))
-    so_far = starts[-1]["config"] if starts else {}
     named = config.source or (config.out if config.eval_only else None)
     path = latest
     if named and not latest:
         path = run_folder.choose_checkpoint(Path(named), "train.py")
     if path is None:
-        return Origin(flags=so_far)
+        return Origin()
     manifest = checkpoint.read_manifest(path)
-    flags = manifest.get("config") or {}
-    if latest:
-        flags = so_far or flags
-    elif config.init_from and not config.eval_only:
-        flags = {}  # a new run
-    return Origin(path, manifest, read_model(path, manifest) if named else None, flags)
+    return Origin(path, manifest, read_model(path, manifest) if named else None)
 
 
 def settle(config: Config, origin: Origin) -> Config:
-    """Fill in the flags whose values are the run's or its model's. Raises UsageError."""
+    """Fill in the flags whose values are the checkpoint's. Raises UsageError."""
     saved = origin.manifest
+    flags = saved.get("config") or {}
     values = {}
-    for f in dataclasses.fields(Config):
-        if f.metadata["new_run"] is not None and getattr(config, f.name) is None:
-            so_far = origin.flags.get(f.name)
-            values[f.name] = f.metadata["new_run"] if so_far is None else so_far
     if config.eval_only:  # by default on the checkpoint's data, in its dtype and batches
         values |= {"init_from": str(origin.path), "resume": "auto"}
-        values["data"] = config.data or origin.flags.get("data") or BUILTIN
+        for name, default in {"data": BUILTIN, "eval_sequences": EVAL_SEQUENCES}.items():
+            values[name] = getattr(config, name) or flags.get(name) or default
         values["dtype"] = saved.get("dtype", "auto") if config.dtype == "auto" else config.dtype
         values["micro_batch_size"] = config.micro_batch_size or saved.get("micro_batch_size")
     if origin.model:
         config = fill_sizes(config, origin.model)
         # The rest of the model is the named size's, if any: --config RUN/config.json needs both.
-        values["model"] = (saved.get("config") or {}).get("model", config.model)
+        values["model"] = flags.get("model", config.model)
     config = dataclasses.replace(config, **values)
     if not config.eval_only:
         resolve(config)  # refuses a --min_lr above the peak
@@ -174,9 +157,8 @@ def begin(start: Start, origin: Origin, latest: Path | None) -> Start:
     if path is None:
         return start
     if c.init_from and not latest:
-        new = check_weights(path, origin.manifest, start)
-        other = compare_tokenizers(origin.manifest, start.manifest)
-        return dataclasses.replace(start, init_from=path, new_parameters=new, other_tokenizer=other)
+        check_weights(path, origin.manifest, start)
+        return dataclasses.replace(start, init_from=path)
     changes = check_changes(path, origin.manifest, start.manifest)
     step = origin.manifest["step"]
     # A new folder must have steps left to train.
@@ -188,37 +170,17 @@ def begin(start: Start, origin: Origin, latest: Path | None) -> Start:
     return dataclasses.replace(start, step=step, checkpoint=path, changes=changes)
 
 
-def check_weights(path: Path, saved: dict, start: Start) -> list[str]:
-    """Check that saved weights fit the model; return the parameters that the checkpoint lacks.
+def check_weights(path: Path, saved: dict, start: Start) -> None:
+    """Check that the model uses saved weights as they were trained. Raises UsageError.
 
-    A changed model must have new parameters, or it would use the saved ones differently. Raises
-    UsageError and CheckpointError. Shapes are checked when the weights are loaded.
+    Names and shapes are checked when the weights are loaded.
     """
-    with torch.device("meta"):
-        names = [name for name, _ in Transformer(start.model).named_parameters()]
-    there = checkpoint.tensor_shapes(path)
-    new = [name for name in names if f"model.{name}" not in there]
-    if new and start.config.eval_only:
-        raise UsageError(
-            f"{path} lacks {new[0]}: evaluate it with the code and flags that trained it"
-        )
     for key, before in vars(read_model(path, saved)).items():
         value = getattr(start.model, key)
-        if value != before and key != "seq_len" and not new:
+        if value != before and key != "seq_len":
             raise UsageError(
                 f"{path} has {key} {before}, and this run has {value}: its weights do not fit"
             )
-    return new
-
-
-def compare_tokenizers(saved: dict, now: dict) -> str:
-    """How the tokenizers of two manifests differ, as far as is known."""
-    name, new_name = saved.get("tokenizer"), now.get("tokenizer")
-    tokens, new_tokens = saved.get("tokens_in_vocabulary"), now.get("tokens_in_vocabulary")
-    is_other = None not in (name, new_name) and name != new_name
-    if not is_other and tokens in (None, new_tokens):
-        return ""
-    return f"{new_name} with {new_tokens} tokens, not the checkpoint's, {name} with {tokens}"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -172,9 +172,8 @@ class Profiler:
     """Traces the steps start + 1 ... stop on each rank, and counts in the step after them.
 
     Counting slows a step down, so it stays out of the trace. Each rank writes
-    `folder`/rank_N.trace.json, for chrome://tracing or ui.perfetto.dev, torch's table of operations
-    to rank_N.txt, and the figures to rank_N.json; `say` gets them in words. Does nothing without a
-    window, or if the run resumed inside it.
+    `folder`/rank_N.trace.json, for chrome://tracing or ui.perfetto.dev, and the figures to
+    rank_N.json; `say` gets them in words. Does nothing if the run resumed inside the window.
 
     torch's profiler corrupts memory if it starts or stops while a collective runs on a gloo thread.
     Before it does, `wait` of each object `in_flight` is called; the step's own have ended by then.
@@ -182,13 +181,13 @@ class Profiler:
 
     def __init__(
         self,
-        window: tuple[int, int] | None,
+        window: tuple[int, int],
         folder: Path,
         mesh: DeviceMesh,
         say: Callable[[str], None],
         in_flight: Iterable,
     ):
-        self.start, self.stop = window or (math.inf, math.inf)
+        self.start, self.stop = window
         self.path = folder / f"rank_{torch.distributed.get_rank()}"
         self.mesh = mesh
         self.is_cuda = mesh.device_type == "cuda"
@@ -234,9 +233,6 @@ class Profiler:
         self.trace.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.trace.export_chrome_trace(f"{self.path}.trace.json")
-        sort_by = "self_device_time_total" if self.is_cuda else "self_cpu_time_total"
-        table = self.trace.key_averages().table(sort_by=sort_by, row_limit=40)
-        self.path.with_suffix(".txt").write_text(table)
         busy, exposed = self.busy_and_exposed(wall, thread, data_wait)
         steps = self.stop - self.start
         return {
@@ -280,6 +276,6 @@ class Profiler:
                 f"ms a step for the others, who waited up to {most * 1e3:,.1f} ms"
             )
         for row in f["communicated"]:
-            total = f"{row['bytes'] / 1e6:,.2f} MB a step"
+            total = f"{row['bytes'] / 1e6:,.2f} MB a step handed to torch"
             self.say(f"        {row['calls']} x {row['kind']} over {row['axis']}: {total}")
-        self.say(f"        operations: {self.path}.txt, trace: {self.path}.trace.json")
+        self.say(f"        trace: {self.path}.trace.json")

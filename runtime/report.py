@@ -35,9 +35,6 @@ def describe_start(
     )
     dtype = str(setup.dtype).removeprefix("torch.")
     yield f"dtype   {dtype}; weights, reductions and optimizer in float32"
-    peak_flops = metrics.peak_flops(world.device, setup.dtype, c.peak_tflops)
-    if world.device.type == "cuda" and peak_flops is None:
-        yield f"        no MFU: the peak of this GPU in {dtype} is not known; give --peak_tflops"
     yield (
         f"batch   {c.global_batch_size} sequences = micro_batch_size {setup.micro_batch_size} x "
         f"grad_accum_steps {setup.grad_accum_steps} x dp_size {setup.dp_size}; "
@@ -62,11 +59,6 @@ def describe_start(
     if start.init_from:
         beginning = f", a new run with the weights of {start.init_from}"
     yield f"out     {c.out}{beginning}"
-    if start.other_tokenizer:
-        yield f"        warning: the tokenizer is {start.other_tokenizer}"
-    if start.new_parameters:
-        n, example = len(start.new_parameters), start.new_parameters[0]
-        yield f"        with {n} new parameters, which it lacks, such as {example}"
     for change in start.changes:
         yield f"        changed: {change}"
     if c.dry_run:

@@ -6,8 +6,7 @@ OUT/config.json      the flags of the last start
     optim.jsonl      one row per parameter, with --optim_metrics_interval
     checkpoints/     see checkpoint.py
     profile/         with --profile
-    wandb/, tensorboard/  with --tracker
-    flight/          the last collectives, after a rank hung or was lost
+    wandb/           with --tracker wandb
     lock             while a run writes here
 """
 

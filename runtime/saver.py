@@ -33,7 +33,7 @@ def pinned(size: int) -> Tensor:
 class Saver:
     """Writes the checkpoints of a run. All ranks construct it and call its methods together.
 
-    A failed save raises nothing: done() and `failure` report it. A single process needs no process
+    A failed save raises nothing: `rows` and `failure` report it. A single process needs no process
     group.
     """
 
@@ -56,6 +56,8 @@ class Saver:
             self.group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
         self.host_copy = torch.empty(0, dtype=torch.uint8)
         self.thread: threading.Thread | None = None
+        # Of the saves that have finished, for the log: their event is "checkpoint", or
+        # "checkpoint_failed" with the reason as `error`.
         self.rows: list[dict] = []
         self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
         self.kept: list[Path] = []  # the checkpoints that count, oldest first
@@ -93,15 +95,6 @@ class Saver:
         if self.thread:
             self.thread.join()
             self.thread = None
-
-    def done(self) -> list[dict]:
-        """Log rows of the saves finished since the last call.
-
-        Their event is "checkpoint", or "checkpoint_failed" with the reason as `error`.
-        """
-        rows = list(self.rows)
-        del self.rows[: len(rows)]  # not all: the saving thread may have appended meanwhile
-        return rows
 
     def copy_to_host(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy to one block of host memory; allocating it, the slowest part, is done only once."""

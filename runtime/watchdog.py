@@ -1,9 +1,11 @@
 """If ranks hang or die, the job ends with one line that names them."""
 
 import atexit
+import ctypes
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,15 +15,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch._C._distributed_c10d as c10d  # for the flight recorder
 import torch.distributed
 
-from runtime import cli, console
+from runtime import cli
 from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
 CONFIRM_INTERVALS = 3  # between two reads that show which ranks are silent
-LAST_WORDS_SECONDS = 10  # for a rank that must end: to say why and write its dump
+STORE_GONE = "the store in which the ranks meet is gone: rank 0 or its host was lost"
+LAST_WORDS_SECONDS = 10  # for a rank that failed alone, to leave
 
 
 class Heartbeat(NamedTuple):
@@ -49,8 +51,7 @@ class Watchdog:
     - or leaves the context because a collective failed,
 
     reads the heartbeats of all ranks for CONFIRM_INTERVALS. The first that finds ranks to blame
-    prints them. Every rank then writes its part of torch's flight recorder to `dump_folder` (the
-    last collectives, their state and call sites) and exits with 1.
+    prints them. Every rank then exits with 1.
     """
 
     def __init__(self, store: torch.distributed.Store, rank: int, world_size: int, timeout: float):
@@ -59,8 +60,6 @@ class Watchdog:
         self.world_size = world_size
         self.timeout = timeout  # seconds
         self.interval = min(1.0, timeout / 20)  # seconds
-        self.dump_folder: Path | None = None
-        self.saved_step: int | None = None  # the step that the run can continue from
         self.count = 0  # heartbeats sent
         self.reports = 0  # calls of `progress`
         self.place = "before the first step"
@@ -80,6 +79,7 @@ class Watchdog:
         self.thread = threading.Thread(target=self.run, daemon=True)
         if self.world_size > 1:
             self.thread.start()
+            threading.Thread(target=self.guard, daemon=True).start()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -116,6 +116,18 @@ class Watchdog:
             if max(silent_for, stalled_for / patience) > limit:
                 self.investigate()
 
+    def guard(self) -> None:
+        """Abort if the store does not answer: a host that is gone closes no connection.
+
+        After its timeout the store's client asks once more, and waits forever.
+        """
+        waited, last_count = 0, -1
+        while not self.stopped.wait(self.interval):
+            waited = waited + 1 if self.count == last_count else 0
+            last_count = self.count
+            if waited > 1.5 * self.timeout / self.interval:
+                self.abort(STORE_GONE)
+
     def send_heartbeat(self) -> None:
         heartbeat = Heartbeat(self.count, self.reports, self.place)
         self.store.set(f"heartbeat {self.rank}", json.dumps(heartbeat))
@@ -131,7 +143,7 @@ class Watchdog:
             # Without torchrun, rank 0 keeps the store and may just have finished.
             if self.stopped.wait(2 * CONFIRM_INTERVALS * self.interval):
                 sys.exit()  # this thread
-            self.abort("the store in which the ranks meet is gone: rank 0 or its host was lost")
+            self.abort(STORE_GONE)
         if int(verdicts):
             self.abort()  # the first rank to find out has printed why
         return [Heartbeat(*json.loads(text)) for text in texts]
@@ -175,19 +187,8 @@ class Watchdog:
         """End this process with status 1, whatever its main thread hangs in."""
         self.ending.acquire()  # only once: another thread waits here for the end
         try:
-            end_process_soon()  # the dump may hang in CUDA with the GIL held, or on the disk
-            console.ended.set()
             if line:
-                if self.saved_step is not None:
-                    line += f"; the same command continues from step {self.saved_step}"
-                cli.report_error(Path(sys.argv[0]).name, line)
-            if self.dump_folder:
-                # Private: the public way, NCCL's own timeout, comes too late, and never for gloo.
-                # A CUDA build has one recorder for each.
-                is_cuda = torch.cuda.is_initialized()
-                dump = c10d._dump_nccl_trace if is_cuda else c10d._dump_fr_trace
-                self.dump_folder.mkdir(exist_ok=True)
-                (self.dump_folder / f"rank_{self.rank}").write_bytes(dump())
+                cli.print_error(Path(sys.argv[0]).name, line)
             if self.rank == 0:
                 # It may keep the store, where the others read the verdict once per interval.
                 time.sleep(2 * self.interval)
@@ -210,4 +211,13 @@ def take_over_nccl_errors(timeout: timedelta) -> None:
     }
     # The monitor is left one task, which needs no GIL: ending a process that hangs in CUDA.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
+
+
+def end_with_launcher() -> None:
+    """Have Linux kill this rank when torchrun or srun, which started it, has gone.
+
+    A process that a shell started may outlive the shell.
+    """
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
+    if is_launched and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -38,7 +38,7 @@ from config import Config, parse
 from layout import Setup
 from metrics import is_due
 from model import ModelConfig, Transformer
-from runtime import consolidate, launcher, memory, preflight, run_folder
+from runtime import consolidate, preflight, run_folder
 from runtime.watchdog import Watchdog
 from tools import checkpoint as commands
 
@@ -127,7 +127,6 @@ def free_port() -> int:
 
 
 def work(pipe) -> None:
-    launcher.PARENT = os.getppid()  # not that of the process from which this one is forked
     while True:
         environment, function, arguments = pipe.recv()
         os.environ.update(environment)
@@ -288,9 +287,13 @@ def memory_taken(task: Callable[[], None]) -> int:
     """By how many bytes this process grows at most while it runs the task."""
     status = Path("/proc/self/status")
     Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak
-    before = memory.read_fields(status)["VmRSS:"]
+
+    def kilobytes(name: str) -> int:
+        return int(re.search(rf"{name}:\s+(\d+)", status.read_text())[1])
+
+    before = kilobytes("VmRSS")
     task()
-    return 1024 * (memory.read_fields(status)["VmHWM:"] - before)
+    return 1024 * (kilobytes("VmHWM") - before)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -458,7 +461,7 @@ RANKS_OF_MESH = {"single": 1, "ddp": 4, "fsdp": 4, "hsdp --dp_shard 2": 4, "fsdp
 FORMAT_OF_MESH = {
     "single": "sharded",
     "ddp": "sharded --async_save",
-    "fsdp": "full",
+    "fsdp": "sharded",
     "hsdp --dp_shard 2": "sharded",
     "fsdp --tp 2": "sharded --async_save",
 }

@@ -20,54 +20,31 @@ MISTAKES = {
         Mistake("--data {secret}", "secret/my.tiktoken is not a .tiktoken file (line 1 is"),
         Mistake("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
         Mistake("--data {changed}:0.7,{high}:0.2", "of shares of at least 0.001 that add up to 1"),
-        Mistake(
-            "--data {changed}:0.5,{gpt2}:0.5",
-            "gpt2 and {changed} have different tokenizers; prepare",
-        ),
+        Mistake("--data {changed}:0.5,{gpt2}:0.5", "gpt2 and {changed} have different tokenizers;"),
     ],
     "prepare.py": [
         Mistake("--out {root}/new --val_fraction 0", "0.0 must be at least 1e-09 and below 1"),
         Mistake("--out {text}", "text exists: remove it or choose another folder"),
         Mistake("--out {root}/new --source ''", "--source '' is empty: name a file or a folder"),
-        Mistake(
-            "--out {root}/new --source {root}/nowhere", "cannot be read (No such file or directory"
-        ),
+        Mistake("--out {root}/new --source {root}/nowhere", "cannot be read (No such file or dire"),
         Mistake("--out {root}/new --source /dev/null", "/dev/null is neither a file nor a folder"),
-        Mistake(
-            "--out {root}/new --source {skipped}", "holds no text (1 binary file, 1 empty file"
-        ),
-        Mistake(
-            "--out {root}/new --source {text}/blank", "the sources hold no text (1 blank document)"
-        ),
+        Mistake("--out {root}/new --source {skipped}", "holds no text (1 binary file, 1 empty fil"),
+        Mistake("--out {root}/new --source {text}/blank", "the sources hold no text (1 blank docu"),
         Mistake("--out {root}/new --source {root}/*.nothing", "*.nothing matches no file"),
         Mistake(
             "--out {root}/new --source {broken}/rows.jsonl --field body",
             "rows.jsonl has no field body: give --field one of its own (id, text)",
         ),
-        Mistake(
-            "--out {root}/new --source {broken}/cut.gz",
-            "cut.gz cannot be read (Compressed file ended before",
-        ),
+        Mistake("--out {root}/new --source {broken}/cut.gz", "cut.gz cannot be read (Compressed f"),
         Mistake(
             "--out {root}/new --source {skipped}/binary --tokenizer {ranks}/o200k.tiktoken",
             "is binary (a NUL byte in its first 8,192): leave it out; only --tokenizer bytes reads",
         ),
-        Mistake(
-            "--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose bytes,"
-        ),
-        Mistake(
-            "--out {root}/new --pattern o200k",
-            "--pattern o200k is for --tokenizer PATH.tiktoken, not bytes",
-        ),
-        Mistake(
-            "--out {root}/new --tokenizer {text}/a",
-            "a is not a .tiktoken file (line 1 is not a token and a rank): it needs",
-        ),
+        Mistake("--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose byt"),
+        Mistake("--out {root}/new --pattern o200k", "--pattern o200k is for --tokenizer PATH.tikt"),
+        Mistake("--out {root}/new --tokenizer {text}/a", "a is not a .tiktoken file (line 1 is no"),
         Mistake("--out {root}/new --tokenizer {ranks}/short", "(no token for byte 255)"),
-        Mistake(
-            "--out {root}/new --tokenizer {ranks}/token",
-            "(its 257 lines are not 257 tokens with the ranks 0 to 256)",
-        ),
+        Mistake("--out {root}/new --tokenizer {ranks}/token", "(its 257 lines are not 257 tokens"),
         Mistake(
             "--out {root}/new --tokenizer {foreign}/config.json",
             "config.json cannot be used as a tokenizer.json of Hugging Face: it lacks 'model'",

@@ -59,11 +59,7 @@ MISTAKES = {
         Mistake("consolidate {ids} {foreign}", "exists: remove it or choose another name"),
         Mistake("consolidate {ids} {foreign}/config.json/new", "[Errno 20] Not a directory", 1),
         Mistake("consolidate {flipped} {root}/new", "rank-00000.safetensors has changed since", 1),
-        Mistake(
-            "consolidate {hostile} {root}/new",
-            "{hostile}/index.json: it points to a file outside",
-            1,
-        ),
+        Mistake("consolidate {hostile} {root}/new", "{hostile}/index.json: it points to a fil", 1),
         Mistake("consolidate {no_names} {root}/new", "cannot read {no_names}/index.json: ", 1),
     ],
 }

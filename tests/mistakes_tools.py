@@ -21,7 +21,6 @@ MISTAKES = {
     ],
     "tools.check": [
         Mistake("--device cuda", "PyTorch finds no CUDA device here; use --device cpu"),
-        Mistake("links pairity", "no check is named pairity: choose from matmul, links, "),
         Mistake("--json {root}/nowhere/check.json", "check.json: there is no folder "),
     ],
     "tools.plan": [
@@ -32,10 +31,7 @@ MISTAKES = {
         Mistake("--run {winged}", "winged was trained by other code: "),
         Mistake("--run {other} --tp=2", "--run takes the flags of the run: leave out --tp"),
         Mistake("--world_size 8 --achieved 0", "--achieved: 0 must be above 0 and finite"),
-        Mistake(
-            "--world_size 8 --dtype float32",
-            "the speed of --device_type h100 with --dtype float32 is not known: give --peak_tflops",
-        ),
+        Mistake("--world_size 8 --dtype float32", "the speed of --device_type h100 with --dtype f"),
         Mistake("--world_size 8 --data {root}/nowhere", "no train.bin there; create it with"),
         Mistake("--world_size 8 --tp 3", "n_kv_head 4 / tp 3 = 1.33, but each rank of a tp group"),
     ],

@@ -106,13 +106,6 @@ def test_one_shared_sequence_of_many_is_found(pool):
         )
 
 
-def raise_flags(rank_of_step: dict[int, int], steps: int) -> list[bool]:
-    """What this rank was told in each step, where a rank raises its flag in some."""
-    world = dist.start("cpu")
-    should_stop = agreement.StopRequest(world.timeout)
-    return [bool(should_stop(rank_of_step.get(step) == world.rank)) for step in range(steps)]
-
-
 def signal_one_rank(number: int, steps: int) -> list[bool]:
     """What this rank was told in each step, where rank 1 gets a signal before step 2."""
     world = dist.start("cpu")
@@ -121,16 +114,22 @@ def signal_one_rank(number: int, steps: int) -> list[bool]:
     for step in range(steps):
         if step == 2 and world.rank == 1:
             os.kill(os.getpid(), number)
-        told.append(bool(should_stop(False)))
+        told.append(bool(should_stop()))
     return told
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_one_rank_stops_all_in_the_same_step(pool, number):
     """Also the rank that got it goes on for the step that the others have begun."""
     assert pool(3, signal_one_rank, number, 5) == [[False, False, False, True, True]] * 3
 
 
-def test_a_flag_of_any_rank_reaches_all_in_the_next_step(pool):
-    answers = pool(3, raise_flags, {2: 1, 5: 2}, 7)
-    assert answers == [[False, False, False, True, False, False, True]] * 3
+def test_under_nohup_a_run_outlives_its_terminal(pool):
+    assert pool(1, start_under_nohup) == [True]
+
+
+def start_under_nohup() -> bool:
+    """Whether SIGHUP stays ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    agreement.StopRequest(dist.start("cpu").timeout)
+    return signal.signal(signal.SIGHUP, before) == signal.SIG_IGN

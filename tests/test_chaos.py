@@ -1,17 +1,20 @@
 """Runs that are killed or stopped at any moment, and started again."""
 
 import contextlib
+import ctypes
 import os
 import random
-import shutil
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import (
     assert_same,
     call_train,
@@ -19,12 +22,13 @@ from conftest import (
     fork_ranks,
     newest_step,
     rows,
-    tensors,
     torchrun,
     wait_until,
 )
 
 import checkpoint
+from runtime.cli import UsageError
+from tools.measuring import hosts
 
 RUN = "--strategy fsdp --save_interval 5 --dtype float32 --max_steps"
 STEPS = 80
@@ -116,9 +120,7 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, pool, whole,
     stop_torchrun(out, unsaved)
     steps = [0, newest_step(out)]
     for number, victim in ((signal.SIGINT, 1), (signal.SIGUSR1, 0)):
-        full = [*unsaved, "--checkpoint", "full"]
-        assert pool(2, train_until_signalled, out, full, number, victim) == [75, 75]
-        assert (checkpoint.list_checkpoints(out)[-1] / "full.safetensors").exists()
+        assert pool(2, train_until_signalled, out, unsaved, number, victim) == [75, 75]
         steps.append(newest_step(out))
     assert steps == sorted(set(steps)) and steps[-1] < STEPS
     ranks = fork_ranks(2, call_train, argv)
@@ -132,11 +134,10 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, pool, whole,
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(
-    "checkpoints, times", [("sharded", 40), ("sharded --async_save", 40), ("full", 20)]
-)
-def test_killed_a_hundred_times(pool, tokens, tmp_path, checkpoints, times):
-    text = f"{RUN} 1000"  # time for 40 kills at 25 steps each
+@pytest.mark.parametrize("checkpoints", ["sharded", "sharded --async_save"])
+def test_killed_thirty_times(pool, tokens, tmp_path, checkpoints):
+    times = 30
+    text = f"{RUN} 750"  # time for 30 kills at 25 steps each
     whole = never_killed(pool, tokens, tmp_path, text)
     out = tmp_path / "out"
     argv = flags(f"--data {tokens} --out {out} {text} --checkpoint {checkpoints}")
@@ -148,39 +149,174 @@ def test_killed_a_hundred_times(pool, tokens, tmp_path, checkpoints, times):
         assert_same_run(whole, out)
 
 
-@pytest.mark.chaos
-def test_killed_twenty_times_while_it_consolidates(pool, tokens, tmp_path):
-    """kill -9 of rank 0, or of all ranks, at random moments: some hit the last operations."""
-    out = tmp_path / "out"
-    path = out / "checkpoints/step-00000003"
-    argv = flags(f"--data {tokens} --out {out} {RUN} 3 --n_layer 12")
-    assert pool(2, call_train, argv) == [0, 0]
-    sharded = shutil.copytree(path, tmp_path / "sharded")
-    expected = tensors(sharded)
-    argv += ["--checkpoint", "full"]
-    unfinished = 0
-    with drawn_with(seed=0) as rng:
-        for _ in range(20):
-            shutil.rmtree(path)
-            shutil.copytree(sharded, path)
-            job = torchrun(2, argv, tmp_path / "job")
-            job.wait_until(lambda: list(out.glob("checkpoints/.*tmp")), 120)
-            time.sleep(rng.uniform(0, 0.3))
-            for pid in rng.choice([job.ranks(), job.ranks()[:1]]):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            job.wait(60)
-            unfinished += len(list(path.iterdir())) > 3
-            assert checkpoint.verify(path) is None
-            torch.testing.assert_close(tensors(path), expected, rtol=0, atol=0, equal_nan=True)
-            assert pool(2, call_train, argv) == [0, 0]
-            assert sorted(file.name for file in path.iterdir()) == [
-                "full.safetensors",
-                "index.json",
-                "manifest.json",
-            ]
-            torch.testing.assert_close(tensors(path), expected, rtol=0, atol=0, equal_nan=True)
-    assert unfinished >= 5
+# --------------------------------------------------------------------------------------------------
+# A weather of faults
+
+SILENCE = 4  # --timeout, seconds
+# Faults and their weights. Of Llama 3's 419 unexpected interruptions in 54 days of 16,384 GPUs
+# (arXiv 2407.21783, table 5) about three quarters ended a process (devices, memory, software), 10%
+# were of the network and 8% of a host; the rare ones are drawn more often here.
+WEATHER = {"kill": 50, "interface": 10, "gone": 10, "terminate": 10, "stop": 5, "slow": 5}
+WEATHER |= {"full": 5, "tear": 5}
+# What a rank that is left says; nothing where the run goes on by itself, or all ranks are killed.
+LOST = r"rank \d stopped or died|the store in which the ranks meet is gone|rank \d did not arrive"
+WEATHER_RUN = f"{RUN} 200 --keep_last 3"
+SAID = {
+    "interface": LOST,
+    "kill": LOST,
+    "gone": LOST,
+    "stop": LOST,
+    "terminate": r"stopped after step \d+",
+}
+SAID |= {"full": "NOT SAVED: cannot write .* No space left on device"}
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[list[str]]:
+    """Two network namespaces on one switch; none without root."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with hosts.hosts(2, "10gbit") as names:
+            yield names
+    except UsageError:
+        yield []
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def train_on_host(argv: list[str], names: list[str], said: Path) -> int:
+    """train.py on a host of its own, if there are any; prints to a file."""
+    rank = int(os.environ["RANK"])
+    if names:
+        libc, clone_newnet = ctypes.CDLL(None), 0x40000000
+        namespace = os.open(f"/var/run/netns/{names[rank]}", os.O_RDONLY)
+        assert libc.setns(namespace, clone_newnet) == 0
+        os.environ |= {"MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+    printed = os.open(f"{said}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(printed, stream)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)  # not pytest's
+    sys.argv = ["train.py"]
+    return call_train(argv)
+
+
+@dataclass
+class Storm:
+    """A run of two ranks, and what may happen to it."""
+
+    out: Path
+    names: list[str]  # of hosts, one for each rank
+    rng: random.Random
+    ranks: list
+
+    def strike(self, kind: str) -> None:
+        self.victim = self.rng.randrange(2)
+        getattr(self, kind)()
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.ranks[self.victim].pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        self.signal(signal.SIGSTOP)
+        self.ranks[1 - self.victim].join(15 * SILENCE)
+        self.signal(signal.SIGCONT)
+
+    def slow(self) -> None:
+        for _ in range(8):
+            self.signal(signal.SIGSTOP)
+            time.sleep(0.2)
+            self.signal(signal.SIGCONT)
+            time.sleep(0.05)
+
+    def link(self, state: str) -> None:
+        hosts.ip(f"-n {self.names[self.victim]} link set eth0 {state}")
+
+    def interface(self) -> None:
+        self.link("down")
+        time.sleep(self.rng.uniform(0.5, SILENCE / 2))
+        self.link("up")
+
+    def gone(self) -> None:
+        """The host sends nothing more, not even the end of a connection."""
+        self.link("down")
+        self.kill()
+        self.ranks[1 - self.victim].join(15 * SILENCE)
+        self.link("up")
+
+    def full(self) -> None:
+        filler = self.out.parent / "filler"
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+        time.sleep(0.5)
+        filler.unlink()
+
+    def tear(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.join()
+        newest = checkpoint.list_checkpoints(self.out)[-1]
+        file = next(newest.glob("rank-*"))
+        os.truncate(file, self.rng.randrange(file.stat().st_size))
+
+
+def end_of(process) -> int:
+    process.join(60)
+    assert process.exitcode is not None, "a rank hangs"
+    return process.exitcode
+
+
+@pytest.fixture(scope="module")
+def calm(pool, tokens, tmp_path_factory) -> Path:
+    return never_killed(pool, tokens, tmp_path_factory.mktemp("calm"), WEATHER_RUN)
+
+
+OFTEN = [pytest.param(seed, marks=pytest.mark.chaos) for seed in range(100)]
+
+
+@pytest.mark.parametrize("seed", [100, 103, 106, *OFTEN])
+def test_whatever_happens_the_run_says_so_and_ends_with_the_same_weights(
+    calm, two_hosts, tokens, tmp_path, request, seed
+):
+    rng = random.Random(seed)
+    (kind,) = rng.choices([*WEATHER], [*WEATHER.values()])
+    if kind in ("interface", "gone") and not two_hosts:
+        pytest.skip(f"{kind}: network namespaces need root")
+    disk = tmp_path
+    if kind == "full":
+        disk = request.getfixturevalue("small_disk")
+        subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
+    argv = flags(f"--data {tokens} --out {disk}/out {WEATHER_RUN} --timeout {SILENCE}")
+
+    def start(names: list[str]) -> list:
+        return fork_ranks(2, train_on_host, argv, names, tmp_path / "said")
+
+    storm = Storm(disk / "out", two_hosts, rng, start(two_hosts))
+    try:
+        wait_until(lambda: checkpoint.list_checkpoints(storm.out), 60)
+        time.sleep(rng.uniform(0, 0.5))
+        storm.strike(kind)
+        statuses = [end_of(process) for process in storm.ranks]
+    finally:
+        for process in storm.ranks:
+            process.kill()
+    said = "".join(file.read_text() for file in tmp_path.glob("said-*"))
+    errors = said.count("train.py: error")
+    print(f"\nseed {seed}: {kind} of rank {storm.victim}, statuses {statuses}, {errors} errors")
+    assert set(statuses) <= {-signal.SIGKILL, 0, 1, os.EX_TEMPFAIL}
+    assert errors <= statuses.count(1) and (errors > 0) == (1 in statuses), said
+    if statuses != [0, 0] or kind == "full":
+        assert re.search(SAID.get(kind, ""), said), said
+    assert [end_of(process) for process in start([])] == [0, 0]
+    assert ("passed over" in (tmp_path / "said-0").read_text()) == (kind == "tear")
+    assert_same(calm, storm.out)
 
 
 @pytest.mark.slow

@@ -84,8 +84,8 @@ def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize("mesh", ["hsdp --dp_shard 2", "fsdp --tp 2"])
 def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(pool, tokens, whole, tmp_path, mesh):
-    path = last_checkpoint(whole["fsdp"])
-    assert (path / "full.safetensors").exists()
+    path = tmp_path / "full"
+    consolidate.consolidate(last_checkpoint(whole["fsdp"]), path)
     argv = flags(f"--data {tokens} --out {tmp_path}/run --dtype float32 --strategy {mesh}")
     for copied, held in pool(4, load_and_count, argv, path):
         assert copied == held

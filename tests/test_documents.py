@@ -22,10 +22,10 @@ DOCUMENTS += sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 CODE = [*MODULES.values()]
 COMMANDS = ["train.py", "prepare.py", "sample.py"]
 COMMANDS += [f"tools.{path.stem}" for path in ROOT.glob("tools/[a-z]*.py")]
-# Of sbatch and srun, torchfrtrace, tensorboard, lm_eval
+# Of sbatch and srun, lm_eval
 FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--gpus-per-task", "--requeue"]
-FLAGS_OF_OTHERS += ["--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit", "--prefix"]
-FLAGS_OF_OTHERS += ["--logdir", "--model_args", "--tasks"]
+FLAGS_OF_OTHERS += ["--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit"]
+FLAGS_OF_OTHERS += ["--model_args", "--tasks"]
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
 # Of Hugging Face
 NAMES_OF_OTHERS = {"AutoModelForCausalLM", "AutoTokenizer"}

@@ -24,7 +24,7 @@ from conftest import Pool, flags, free_port
 
 import train
 from config import model_config
-from runtime import console, watchdog
+from runtime import watchdog
 from tools import check
 from tools.planning.rehearse import make_world, rehearse
 
@@ -39,39 +39,22 @@ pytestmark = [
 CASES = [
     ("single", 1, 2),
     ("single --dtype float32 --n_kv_head 4", 1, 1),
-    ("single --clip none", 1, 1),
-    ("single --optim_metrics_interval 2", 1, 1),
     ("single --clip adaptive --skip_spikes 3", 1, 1),
-    ("single --activation_checkpointing full", 1, 1),
     ("single --activation_checkpointing selective", 1, 1),
-    ("single --loss_chunks 2", 1, 1),
     ("single --model tinyllama-1.1b --sample_tokens 2", 1, 1),
-    ("single --checkpoint full", 1, 1),
     ("single --checkpoint sharded --async_save", 1, 1),
     ("single --tp 2 --model tinyllama-1.1b", 2, 1),
-    ("ddp --skip_spikes 3", 2, 2),
     ("ddp --grad_sync micro_batch --clip adaptive", 2, 2),
-    ("fsdp --clip none --sample_tokens 1", 2, 1),
     ("fsdp --clip adaptive --optim_metrics_interval 2 --loss_chunks 2", 2, 1),
     ("fsdp --reshard_after_forward false --model tinyllama-1.1b", 2, 2),
-    ("fsdp --activation_checkpointing selective", 2, 1),
-    ("fsdp --tp 2 --clip adaptive", 4, 1),
     ("single --optimizer muon --optim_metrics_interval 2", 1, 1),
-    ("single --num_workers 2", 1, 1),
-    ("single --profile 0:1", 1, 1),
     ("ddp --num_workers 1 --optimizer muon", 2, 2),
-    ("ddp --profile 0:1", 2, 2),
     ("fsdp --optimizer muon --clip adaptive", 2, 1),
-    ("fsdp --wrap none", 2, 1),
     ("fsdp --n_layer 3 --wrap block_group:2", 2, 1),
-    ("fsdp --profile 0:1", 2, 1),
     ("fsdp --tp 2 --optimizer muon", 4, 1),
     ("fsdp --tp 2 --checkpoint sharded --async_save --profile 0:1", 4, 1),
     ("hsdp --dp_shard 2 --grad_sync shard", 4, 2),
 ]
-# On two ranks; the other checks compare values, or need a launcher.
-CHECKS = "devices matmul links parity --strategy fsdp"
-
 BLOCKS = "to cuda, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
 # What the host waits for beside the steps, by (function, what)
@@ -167,12 +150,8 @@ def run_case(report: Report, argv: list[str], ports: list[int]) -> None:
         report.connections = store_connections()
         return state, forward
 
-    @contextlib.contextmanager
-    def the_loop(line):  # in place of the live line
-        with mock.patch.object(gpu, "part", "loop"):
-            yield line
-
     def step(forward, optimizer, batches, step, n, grad_sync, measure):
+        gpu.part = "loop"
         gpu.forget_counts()
         batches = gpu.batches(batches, [1] * n)
         values = train_step(forward, optimizer, batches, step, n, grad_sync, measure)
@@ -187,45 +166,13 @@ def run_case(report: Report, argv: list[str], ports: list[int]) -> None:
         evaluate=within("beside", train.evaluate),
         save=within("beside", train.save),
         closing_sample=within("beside", train.closing_sample),
-        consolidate_last=fake_cuda.without_fakes(train.consolidate_last),
     )
     starts = 1 if train.parse(argv).checkpoint == "none" else 2
     for max_steps, port in [(2, ports[0]), (3, ports[1])][:starts]:
         os.environ["MASTER_PORT"] = str(port)
-        loop = mock.patch.object(console, "live", the_loop)
-        with patches, loop, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
+        gpu.part = "start"
+        with patches, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
             assert train.command([*argv, "--max_steps", str(max_steps)]) == 0
-
-
-def play_checks(argv: list[str]) -> dict[str, list[str]]:
-    """The problems that each check of tools.check has found."""
-    fake_cuda.install()
-    fakes = fake_cuda.Fakes()
-    found = {}
-    run_check = check.run_check
-
-    def keep(name, ranks) -> check.Check:
-        result = run_check(name, ranks)
-        found[name] = result.problems
-        return result
-
-    def seconds(call) -> list[float]:
-        call()
-        return [1.0]  # of this machine, any would do
-
-    few_steps = f"{check.SHORT} --max_steps 4 --warmup_steps 1 "
-    rehearse_really = fake_cuda.without_fakes(check.rehearse.rehearse)
-    with (
-        mock.patch.object(check.rehearse, "rehearse", rehearse_really),
-        mock.patch.object(check.harness, "times", seconds),
-        mock.patch.multiple(check, run_check=keep, SHORT=few_steps),
-        mock.patch.object(torch.version, "cuda", "13.0"),
-        fakes,
-        fake_cuda.Gpu(fakes),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        check.check_ranks(argv)
-    return found
 
 
 def describe(group: torch.distributed.ProcessGroup) -> tuple:
@@ -294,8 +241,7 @@ def test_a_step_waits_for_nothing_and_each_kernel_takes_it(reports, case):
         assert not report.refusals and not report.problems
         steps = 3 if "--checkpoint" in text else 2
         in_loop = {
-            ("data.py copy", "to cuda, pinned, side stream"): steps * accum,
-            ("data.py prefetch", "record_stream"): steps * accum,
+            ("train.py __next__", "to cuda, pinned"): steps * accum,
             ("metrics.py send", "to cuda, pinned"): steps,
             ("metrics.py send", "to cpu, pinned"): steps,
         }
@@ -323,9 +269,3 @@ def test_make_mesh_names_the_groups_and_gives_them_the_timeout(reports):
         ranks_of = {"dp_replicate": replicas, "dp_shard": shards, "tp": [rank]}
         assert report.groups == [(name, ranks, seconds) for name, ranks in ranks_of.items()]
         assert report.connections <= 8  # torchrun's limit of open files is theirs
-
-
-def test_the_checks_run_on_gpus(gpus, tokens, tmp_path):
-    argv = flags(f"{CHECKS} --device cuda --data {tokens} --out {tmp_path}/checks")
-    for found in gpus(2, play_checks, argv, timeout=120):
-        assert found == {"devices": [], "matmul": [], "links": [], "parity": []}

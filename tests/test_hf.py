@@ -115,16 +115,6 @@ def test_an_exported_model_comes_in_again_bit_for_bit_and_trains_on(
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
-@pytest.mark.hf
-def test_a_run_goes_on_when_the_imported_folder_is_gone(transformers, pool, tokens, tmp_path):
-    """Its model has no name: the run's own checkpoints tell what it is."""
-    theirs = make_model(transformers, "llama 3.2", tmp_path / "theirs")
-    imported = convert("import", theirs, tmp_path / "imported")
-    train_from(pool, imported, tokens, tmp_path / "run")
-    shutil.rmtree(imported)
-    assert train_from(pool, imported, tokens, tmp_path / "run").name == "step-00000003"
-
-
 @dataclass(frozen=True)
 class Fork(ModelConfig):
     """The model of a fork, which tools/hf.py does not know."""
@@ -215,6 +205,9 @@ def test_a_llama_comes_in_trains_on_two_ranks_and_goes_out(
     assert (logits - expected).abs().max() > 0.01  # it has learned something
     out = convert("export", path, tmp_path / "exported")
     torch.testing.assert_close(their_logits(transformers, out), logits, rtol=0, atol=1e-4)
+    # Its model has no name: the run's own checkpoints tell what it is.
+    shutil.rmtree(imported)
+    assert train_from(pool, imported, tokens, tmp_path / "run") == path
 
 
 @pytest.mark.hf
@@ -339,14 +332,11 @@ def test_a_tokenizer_that_does_not_fit_is_left_out_with_the_reason(
     spec = json.loads((out / "tokenizer.json").read_text())
     (end,) = spec["added_tokens"]
     more = [end | {"id": i, "content": f"<{i}>"} for i in range(257, 321)]  # the model has 320
-    for number, (added, reason) in enumerate(
-        (([], f"none of its special tokens is {tokenizer.END_OF_TEXT}"), ([end, *more], "left out"))
-    ):
-        (out / "tokenizer.json").write_text(json.dumps(spec | {"added_tokens": added}))
-        imported = convert("import", out, tmp_path / f"in-{number}")
-        assert checkpoint.read_manifest(imported)["tokenizer"] is None
-        assert not (imported / "tokenizer.json").exists()
-        assert reason in capsys.readouterr().out
+    (out / "tokenizer.json").write_text(json.dumps(spec | {"added_tokens": [end, *more]}))
+    imported = convert("import", out, tmp_path / "in")
+    assert checkpoint.read_manifest(imported)["tokenizer"] is None
+    assert not (imported / "tokenizer.json").exists()
+    assert "left out" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 from conftest import TRAIN, Job, build_run, call_train, flags, free_port, listen, rows, train_step
 from test_slurm import slurm_task
 
-import checkpoint
 from runtime import run_folder
 
 RUN = "--strategy hsdp --max_steps 3 --dtype float32"
@@ -101,58 +100,6 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_a_new_one_in(pool, tokens, 
     useful = sum(row["step_time"] for row in rows(out))
     assert last["goodput"] * age.total_seconds() == pytest.approx(useful, rel=0.01)
     assert "ranks 2 and 3 died" in meeting_place.err or "ranks 0 and 1" in meeting_place.err
-
-
-# As torchrun, but agents wait 2 s for the others' end, not 300.
-LAUNCHER = """
-import functools
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-wait_less = functools.partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=2)
-LocalElasticAgent.__init__ = wait_less
-from torch.distributed.run import main
-main()
-"""
-# train.py, which takes 5 s longer to write one file
-SLOW_TRAIN = """
-import sys, time
-from unittest import mock
-import train
-from runtime import consolidate
-replace_shards = consolidate.replace_shards
-
-def slow(*arguments):
-    time.sleep(5)
-    return replace_shards(*arguments)
-
-with mock.patch.object(consolidate, "replace_shards", slow):
-    sys.exit(train.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_one_file_is_completed_after_the_other_agents_have_given_up(tokens, tmp_path):
-    out = tmp_path / "run"
-    (tmp_path / "launch.py").write_text(LAUNCHER)
-    (tmp_path / "slow.py").write_text(SLOW_TRAIN)
-    launcher = ["launch.py", "--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_id", "full"]
-    launcher += ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
-    argv = flags(f"--data {tokens} --out {out} --max_steps 2 --strategy fsdp --checkpoint full")
-    agents = []
-    for host in range(2):
-        conf = ["--rdzv_conf", f"is_host={int(host == 0)}"]
-        command = [tmp_path / launcher[0], *launcher[1:], *conf, tmp_path / "slow.py", *argv]
-        with mock.patch.dict(os.environ, PYTHONPATH=str(TRAIN.parent)):
-            agents.append(Job(command, tmp_path / f"host {host}"))
-    assert [agent.wait(90) for agent in agents] == [0, 0], [agent.err for agent in agents]
-    assert "Error waiting on exit barrier" in "".join(agent.err for agent in agents)
-    (path,) = checkpoint.list_checkpoints(out)
-    assert sorted(file.name for file in path.iterdir()) == [
-        "full.safetensors",
-        "index.json",
-        "manifest.json",
-    ]
-    assert checkpoint.verify(path) is None
-    assert not (out / "lock").exists()
 
 
 def train_under_slurm(argv: list[str]) -> tuple[int, str, str]:

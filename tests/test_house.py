@@ -12,10 +12,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
     "runtime.console",
-    "runtime.consolidate runtime.launcher",
-    "runtime.agreement runtime.cli runtime.lock runtime.memory runtime.profiling runtime.saver "
-    "runtime.slurm "
-    "text.sources text.tokenizer",
+    "runtime.cli runtime.consolidate runtime.lock runtime.memory runtime.profiling runtime.saver "
+    "runtime.agreement runtime.slurm text.sources text.tokenizer",
     "runtime.watchdog text.encode",
     "config",
     "runtime.run_folder",

@@ -1,72 +1,130 @@
-"""tools/measuring: what is slow among ranks and links, and hosts that are network namespaces."""
+"""tools/measuring: the products of a step, slow links, and hosts that are network namespaces."""
 
 import contextlib
+import dataclasses
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, flags
+import torch.nn.functional as F
+from conftest import ROOT, build_model, flags
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import dist
+from model import SIZES
 from runtime.cli import RunError
 from tools import bench, check
-from tools.measuring import harness, hosts
+from tools.measuring import harness, hosts, products
 
 # --------------------------------------------------------------------------------------------------
-# What is slow
+# The products of a step
 
 
-def measured(generator: random.Random, slow: dict[object, float], names=range(8)) -> dict:
-    """Repeated measurements with a noise of a tenth, and of up to a half now and then."""
-    found = {}
-    for name in names:
-        times = [1 + 0.1 * generator.random() + 0.5 * (generator.random() > 0.8) for _ in range(9)]
-        found[name] = [slow.get(name, 1) * time for time in times]
+class Block(nn.Module):
+    """Products with a bias, without one, batched, and tied to an embedding, as in nanoGPT."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.inner, self.outer = nn.Linear(16, 64), nn.Linear(64, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = (x @ x.transpose(1, 2)).softmax(-1) @ x
+        x = self.outer(self.inner(x).relu())
+        return F.linear(x, self.embed.weight).logsumexp(-1).mean()
+
+
+def flops(counts: Counter) -> int:
+    """Of products (..., m, k) x (..., k, n), the last two operands."""
+    found = 0
+    for (_, operands), count in counts.items():
+        (*_, left), (*_, right) = operands[-2][:1], operands[-1][:1]
+        found += count * 2 * left.numel() * right[-1]
     return found
 
 
-def test_of_a_thousand_clean_measurements_none_is_slow():
-    generator = random.Random(1)
-    assert not any(harness.slow_ones(lambda: measured(generator, {}))[1] for _ in range(1000))
+def test_the_products_of_forward_and_backward_are_those_that_torch_counts():
+    ours = build_model(dataclasses.replace(SIZES["tiny"], n_layer=2, seq_len=16))
+    for model, vocab_size in ((Block(), 50), (ours, 257)):
+        tokens = torch.randint(vocab_size, (3, 17))
+        with products.Products() as counted, FlopCounterMode(display=False) as reference:
+            model(tokens).mean().backward()
+        assert flops(counted.counts) == reference.get_total_flops() > 0
 
 
-@pytest.mark.parametrize("names", [range(2), range(3), range(8)])
-def test_a_rank_that_is_always_slow_is_named_and_no_other(names):
-    generator = random.Random(1)
-    best, slow = harness.slow_ones(lambda: measured(generator, {1: 2}, names))
-    assert slow == {1: pytest.approx(2, rel=0.1)} and best.keys() == set(names)
-    once = iter([{1: 2}, {}, {1: 2}])
-    assert not harness.slow_ones(lambda: measured(generator, next(once), names))[1]
+SCRIPT = """
+import sys
+import torch
+assert sys.argv[1:] == ["--steps=3"] and sys.path[0] == {folder!r}
+weight = torch.randn(64, 32, requires_grad=True)
+torch.randn(99, 99) @ torch.randn(99, 99)  # an evaluation before the first step
+for step in range(3):
+    (torch.randn(8, 64) @ weight).sum().backward()
+"""
+
+
+def test_a_script_runs_as_it_is_and_its_second_step_is_timed(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(folder=str(tmp_path)))
+    timed = []
+    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # restored afterwards
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(products, "seconds_of", lambda *product: timed.append(product) or 0.25)
+    products.main([str(script), "--steps=3"])
+    # Forward, and the weight's gradient: the input needs none
+    shapes = [[tuple(shape) for shape, *_ in operands] for _, operands in timed]
+    assert shapes == [[(8, 64), (64, 32)], [(64, 8), (8, 32)]]
+    assert bench.products_limit([capsys.readouterr().out], tokens=100) == 100 / 0.5
+
+
+def test_a_product_takes_longer_if_it_is_larger():
+    operands = [
+        tuple((torch.Size((n, n)), (n, 1), torch.float32, "cpu") for _ in "ab") for n in (64, 512)
+    ]
+    small, large = (products.seconds_of(torch.ops.aten.mm, each) for each in operands)
+    assert 0 < 10 * small < large  # 512 times as many FLOPs
+
+
+# --------------------------------------------------------------------------------------------------
+# Links
 
 
 def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
-    """What is found on a rank of hosts of `local_size`; some links take longer."""
+    """What is found on a rank of hosts of `local_size`, if some links take longer."""
     dist.start("cpu")
-    size = torch.distributed.get_world_size()
-    transfer = harness.transfer
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
-    def late(sender: int, receiver: int, size: int, device: torch.device) -> list[float]:
-        seconds = transfer(sender, receiver, size, device)
-        assert len(seconds) >= 3 and min(seconds) > 0
-        return [1.0 + 0.5 * ((sender, receiver) in slow)]
+    def transfer_late(operations) -> list:
+        (link,) = {
+            (one.peer, rank) if one.op is torch.distributed.irecv else (rank, one.peer)
+            for one in operations
+        }
+        works = transfer(operations)
+        time.sleep(0.01 * (4 if link in slow and link[1] == rank else 1))
+        return works
 
+    transfer = torch.distributed.batch_isend_irecv
     ranks = Namespace(names=[f"rank {number}" for number in range(size)])
     ranks.world = Namespace(size=size, local_size=local_size)
     ranks.device = torch.device("cpu")
     found = check.Check("links")
-    with mock.patch.object(harness, "transfer", late):
+    with mock.patch.object(torch.distributed, "batch_isend_irecv", transfer_late):
         check.links(ranks, found)
+    assert found.figures.keys() >= {"across hosts GB/s"}
     return found.problems
 
 
@@ -76,35 +134,6 @@ def test_a_slow_link_is_named_and_no_other(pool, ranks, local_size, slow):
     expected = [f"slow: the link from rank {a} to rank {b}" for a, b in slow]
     for lines in pool(ranks, find_slow_links, local_size, set(slow)):
         assert [line.partition(",")[0] for line in lines] == expected
-
-
-def seconds_of_a_late_link() -> list[list[float]]:
-    """Two links of three ranks, of which rank 1 is late to send."""
-    dist.start("cpu")
-    send = torch.distributed.isend
-
-    def late(tensor, receiver):
-        time.sleep(0.05 * (torch.distributed.get_rank() == 1))
-        return send(tensor, receiver)
-
-    def batch(operations):
-        return [operation.op(operation.tensor, operation.peer) for operation in operations]
-
-    with (
-        mock.patch.object(torch.distributed, "isend", late),
-        mock.patch.object(torch.distributed, "batch_isend_irecv", batch),
-        mock.patch.object(harness, "P2POp", lambda *parts: Namespace(**dict(zip(PARTS, parts)))),
-    ):
-        links = harness.neighbours(3, 1)["across hosts"]
-        return [harness.transfer(*link, 4, torch.device("cpu")) for link in links]
-
-
-PARTS = ("op", "tensor", "peer")
-
-
-def test_a_transfer_is_timed_where_it_arrives(pool):
-    for answer in pool(3, seconds_of_a_late_link):
-        assert [min(seconds) > 0.05 for seconds in answer] == [False, True, False]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -173,11 +202,10 @@ def table(folder: Path, *options: str) -> dict[str, dict]:
 def test_all_strategies_across_hosts(box):
     rows = table(box, "--hosts=2", "--steps=2")
     found = {name: median(row["tokens/s/device"]) for name, row in rows.items()}
-    assert len(found) == 8
+    assert len(found) == 8 and all(0 < row["of the limit"][0] < 1 for row in rows.values())
     assert found["ddp"] > 2 * found["ddp, micro_batch"]
     assert found["ddp"] > 1.5 * found["fsdp"]
     assert found["hsdp"] > found["fsdp, micro_batch"]
-    assert rows["ddp"]["MB communicated a step"].startswith("dp_replicate ")
 
 
 @pytest.mark.slow
@@ -218,7 +246,7 @@ def check_hosts(folder: Path, tokens: Path, count: int, slow: dict[str, int]) ->
                 switch = names[0].replace("host0", "switch")
                 where = f"-n {switch} qdisc replace dev port{number}"
             hosts.ip(f"{where} root tbf rate 50mbit burst 256kb latency 50ms", tool="tc")
-        argv = ["-m", "tools.check", "links", *flags(f"--data {tokens} --json {file}")]
+        argv = ["-m", "tools.check", *flags(f"--data {tokens} --json {file}")]
         job = hosts.torchrun(names, 1, [*argv, f"--out={folder}"])
         with contextlib.suppress(RunError):  # its status, where a check fails
             harness.run_all(job, folder / "job", TMPDIR=str(folder))

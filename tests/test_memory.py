@@ -6,14 +6,11 @@ import math
 import platform
 import re
 import resource
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, build_model, build_run, flags, listen, train_step
+from conftest import build_model, build_run, flags, listen, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
@@ -174,30 +171,6 @@ def test_activations_are_estimated_close_to_what_autograd_keeps(dtype):
     assert sum(kept.values()) - casts == pytest.approx(estimate.activations, rel=0.15)
 
 
-def test_available_memory_is_what_linux_says_or_all_of_it_elsewhere(tmp_path):
-    cgroup = "/sys/fs/cgroup/memory"
-    files = {
-        "/proc/meminfo": "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\n",
-        f"{cgroup}.max": "max\n",
-        f"{cgroup}.current": "3000000\n",
-        f"{cgroup}.stat": "anon 5\ninactive_file 1000000\n",
-    }
-
-    def read_text(path):
-        if str(path) not in files:
-            raise FileNotFoundError(path)
-        return files[str(path)]
-
-    with mock.patch.object(Path, "read_text", read_text):
-        assert memory.available_memory() == 5000 * 1024
-        files[f"{cgroup}.max"] = "4000000\n"  # of which 3 MB are used, 1 MB for cached files
-        assert memory.available_memory() == 2_000_000
-        files.clear()  # as on macOS
-        sizes = {"SC_PHYS_PAGES": 2000, "SC_PAGE_SIZE": 4096}
-        with mock.patch("os.sysconf", sizes.__getitem__):
-            assert memory.available_memory() == 2000 * 4096
-
-
 def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     """What --strategy auto takes where ddp would use these shares of a rank's memory."""
     world = dist.start("cpu")
@@ -207,8 +180,8 @@ def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     ddp = layout.estimate_memory(one, layout.choose(one, world, decoder, 0)).total
     found = []
     for share in used:
-        on_host = int(world.local_size * ddp / share)
-        with mock.patch.object(memory, "available_memory", return_value=on_host):
+        sizes = {"SC_PHYS_PAGES": int(world.local_size * ddp / share), "SC_PAGE_SIZE": 1}
+        with mock.patch("os.sysconf", sizes.__getitem__):
             of_rank = memory.device_memory(world.device, world.local_size)
         found.append(layout.choose(c, world, decoder, of_rank).strategy)
     return found
@@ -235,24 +208,6 @@ def page_faults_of_a_large_tensor() -> int:
 def test_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
     (faults,) = pool(1, page_faults_of_a_large_tensor)
     assert faults < 100
-
-
-def test_torch_finds_expandable_segments_unless_the_allocator_is_configured(tmp_path):
-    """On its import, when the allocator reads the variable."""
-    (tmp_path / "torch.py").write_text(
-        "import os\nprint(os.environ.get('PYTORCH_ALLOC_CONF'))\nraise SystemExit\n"
-    )
-    new, old = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-    for given, found in (
-        ({}, "expandable_segments:True"),
-        ({new: "a:1"}, "a:1"),
-        ({old: "a:1"}, "None"),
-    ):
-        environment = {"PYTHONPATH": str(tmp_path), **given}
-        done = subprocess.run(
-            [sys.executable, "train.py"], env=environment, cwd=ROOT, stdout=subprocess.PIPE
-        )
-        assert done.stdout.decode() == f"{found}\n"
 
 
 @pytest.mark.parametrize(

@@ -147,10 +147,6 @@ def plain_norm(parameters: list) -> tuple:
     return norm, norm > 1.5
 
 
-def plain_none(parameters: list) -> tuple:
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters]), False
-
-
 class PlainAdaptive:
     """Limit 1.2 x average; average <- 0.95 x average + 0.05 x clipped norm, from the first norm."""
 
@@ -172,7 +168,6 @@ class PlainAdaptive:
 CASES = {
     "norm": ({"max_grad_norm": 1.5}, plain_norm),
     "adaptive": ({"max_grad_norm_ratio": 1.2}, None),  # PlainAdaptive, which keeps averages
-    "none": ({}, plain_none),
 }
 
 
@@ -180,7 +175,7 @@ CASES = {
 def test_clipping_is_its_formula_on_every_mesh(pool, clip):
     options, plain_clip = CASES[clip]
     norms, clips, weights = train_plainly(5, plain_clip or PlainAdaptive())
-    assert clip == "none" or set(clips) == {0, 1}
+    assert set(clips) == {0, 1}
     tolerance = 1e-6 if clip == "norm" else 1e-5
     for mesh, ranks in MESHES.items():
         for log, mesh_weights in pool(ranks, train_on_mesh, mesh, 5, {"clip": clip, **options}):
@@ -228,7 +223,7 @@ def update_on(shape: tuple[int, int, int]) -> tuple[int, list[torch.Tensor]]:
     strategy = "ddp" if shape[0] == world.size else "hsdp"
     tp_plan = {f"{i}": split[i % 2] for i in range(len(SHAPES))}
     dist.parallelize(net, mesh, strategy, init=fill, tp_plan=tp_plan)
-    chosen = settings(optimizer="muon", clip="none")
+    chosen = settings(optimizer="muon", max_grad_norm=1e9)
     everything = {"decays": lambda name: True, "is_hidden": lambda name: True}
     optimizer = optim.Optimizer(net.named_parameters(), settings=chosen, **everything)
     for parameter in net.parameters():
@@ -247,7 +242,7 @@ def update_alone(pool) -> tuple[int, list[torch.Tensor]]:
     return pool(1, update_on, (1, 1, 1))[0]
 
 
-@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
+@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)])
 def test_each_matrix_is_orthogonalized_once_with_the_same_bits(pool, update_alone, shape):
     """Newton-Schulz of (m, n), m <= n, is five steps of 4 m^2 n + 2 m^3."""
     flops = [5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in SHAPES]

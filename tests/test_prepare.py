@@ -21,7 +21,7 @@ import data
 import prepare
 from runtime.cli import UsageError
 from text import encode, sources, tokenizer
-from text.sources import STDIN, Corpus, SourceError
+from text.sources import STDIN, Corpus
 
 
 def prepared(
@@ -69,14 +69,12 @@ def test_one_document_gives_its_tail_to_validation(tmp_path):
 
 
 def test_a_corpus_of_one_document_is_never_all_validation(tmp_path):
-    """Its hash would put one in twenty there."""
-    for i in range(60):
+    """Its hash would put a third there."""
+    for i in range(9):
         folder = prepared(tmp_path / str(i), {"a": f"\n\n{i} text " * 20}, val_fraction=0.3)
         tokens = np.concatenate([folder.tokens("train"), folder.tokens("val")])
         assert bytes(tokens[:-1].astype(np.uint8)).decode() == f"\n\n{i} text " * 20
         assert len(folder.tokens("train")) > len(folder.tokens("val")) > 0
-    with pytest.raises(SourceError, match="hold no text .1 blank document"):
-        prepared(tmp_path / "none", {"a": " \n "})
 
 
 # ---- what is read and what is not
@@ -164,18 +162,16 @@ def test_an_ugly_corpus_has_tiktokens_ids_and_says_what_is_left_out(tmp_path, mo
     assert replaced.endswith("2 latin-1: convert such files, as with iconv -f latin1 -t utf-8")
 
 
-@pytest.mark.parametrize("name", ["bytes", "ranks"])
-def test_tokens_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch, name):
+def test_tokens_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK", 1000)
     monkeypatch.setattr(encode, "BATCH", 1000)
     write_ugly_corpus(tmp_path / "text")
     written = []
-    for num_threads in (1, 2, 4):
-        out = tmp_path / str(num_threads)
-        ranks = name if name == "bytes" else write_ranks(tmp_path)
+    for num_threads in (1, 4):
+        out, ranks = tmp_path / str(num_threads), write_ranks(tmp_path)
         prepare.prepare([str(tmp_path / "text")], out, ranks, num_threads=num_threads)
-        written.append(contents(out))
-    assert written[0] == written[1] == written[2]
+        written.append({file.name: file.read_bytes() for file in out.iterdir()})
+    assert written[0] == written[1]
 
 
 def test_progress_has_a_rate_and_the_share_of_a_known_size():
@@ -189,11 +185,9 @@ def test_progress_has_a_rate_and_the_share_of_a_known_size():
 
 
 def test_an_existing_folder_is_refused_and_kept(tmp_path):
-    for name in ("", "keep"):
-        if name:
-            (tmp_path / "keep").write_text("mine")
-        with pytest.raises(UsageError, match=f"--out {tmp_path} exists: remove it"):
-            prepare.prepare(None, tmp_path)
+    (tmp_path / "keep").write_text("mine")
+    with pytest.raises(UsageError, match=f"--out {tmp_path} exists: remove it"):
+        prepare.prepare(None, tmp_path)
     assert (tmp_path / "keep").read_text() == "mine"
 
 
@@ -267,7 +261,3 @@ def test_only_what_a_killed_process_left_is_replaced(tmp_path, endless):
     names = sorted(path.name for path in (tmp_path / "tokens").iterdir())
     assert names == ["meta.json", "train.bin", "val.bin"]
     assert len(data.open_folder(tmp_path / "tokens").tokens("val")) == 1
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}

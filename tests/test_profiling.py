@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import documented_fields, flags, listen, rows
-from torch.autograd.profiler_util import EventList, FunctionEvent
+from torch.autograd.profiler_util import FunctionEvent
 
 import data
 import dist
@@ -63,7 +63,6 @@ def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path):
         shares = [figures[name] for name in ("busy", "exposed_communication", "data_wait")]
         assert all(0 <= share <= 1 for share in shares)
         assert sum(shares) < 1.1  # the rest went to other processes
-        assert "Self CPU time total" in (tmp_path / f"run/profile/rank_{rank}.txt").read_text()
         assert figures["host_syncs"] == {f"test_profiling.py:{line}": 1}
         assert figures["data_wait"] * figures["step_time"] > 0.09
         waits, sleeps = figures["waited"]
@@ -127,7 +126,7 @@ def test_the_profiler_switches_while_no_collective_is_in_flight(pool, tokens, tm
     text = f"--data {tokens} --out {tmp_path}/run --max_steps 6 --profile 2:3 --strategy ddp"
     argv = flags(f"{text} --async_save --save_interval 2 --log_interval 10")
     assert pool(2, switches, argv) == [(0, [[], []])] * 2
-    assert len(list(tmp_path.glob("run/profile/*"))) == 6
+    assert len(list(tmp_path.glob("run/profile/*"))) == 4
 
 
 def test_a_run_continued_inside_the_window_has_nothing_to_report(run):
@@ -173,10 +172,8 @@ class Trace:
     """In the place of torch.profiler.profile: a step of 1,000 microseconds."""
 
     def __init__(self, activities):
-        mm = event("CPU", "aten::mm", 0, 50)
-        mm.append_kernel("sm90_gemm", 0, 400)
-        step = [
-            mm,
+        self.step = [
+            event("CPU", "aten::mm", 0, 50),
             event("CPU", "Optimizer.step#AdamW.step", 50, 90, annotation=True),
             event("CUDA", "sm90_gemm", 0, 400),
             event("CUDA", "ncclDevKernel_AllGather_RING_LL", 300, 600),
@@ -185,8 +182,6 @@ class Trace:
             event("CUDA", "nccl:_all_gather_base", 300, 600, annotation=True),
             event("CUDA", "Optimizer.step#AdamW.step", 650, 1000, annotation=True),
         ]
-        self.step = EventList(step, use_device="cuda")
-        self.step._build_tree()  # without which there are no averages; torch has no public name
 
     def start(self):
         pass
@@ -199,9 +194,6 @@ class Trace:
 
     def events(self):
         return self.step
-
-    def key_averages(self):
-        return self.step.key_averages()
 
 
 @pytest.fixture

@@ -138,36 +138,24 @@ def test_more_rows_are_thinned_to_what_stands_out(drawn, tmp_path):
     assert (1235, 77.0) in points(run, "loss") and (1236, 0.01) in points(run, "loss")
 
 
-def test_smoothed_losses_follow_the_finite_ones(drawn, tmp_path):
-    log = training_rows(600)
-    for row in log[300:]:
-        row["loss"] = 0.5
-    log[10]["loss"] = None
-    (run,) = drawn(write_run(tmp_path / "run", log))["runs"]
-    smoothed = dict(points(run, "smoothed"))
-    assert smoothed[1] == pytest.approx(log[0]["loss"], rel=1e-4)
-    assert smoothed[11] == smoothed[10]
-    assert smoothed[300] > smoothed[310] > 0.5 == pytest.approx(smoothed[600], rel=1e-4)
-
-
-def test_clipped_and_skipped_steps_and_evaluations_are_marked(drawn, tmp_path):
+def test_what_is_drawn_beside_the_losses(drawn, tmp_path):
     log = [training_row(10 * k, 10 * k) for k in range(1, 7)]
     log[2] |= {"clipped": 1, "grad_norm": 3.0}
     for k, count in ((3, 2), (4, 2), (5, 3)):
         log[k]["skipped_steps"] = count
+    log[1] |= {"step_time": 4.0, "data_wait": 10.0, "data_wait_min": 2.0}  # of ten steps
     log.insert(2, {"step": 20, "val_loss": 2.5, "time": at(21)})
     (run,) = drawn(write_run(tmp_path / "run", log))["runs"]
     assert points(run, "clipped") == [(30, 3.0)]
     assert points(run, "skipped") == [(40, 2), (60, 1)]
     assert points(run, "val_loss") == [(20, 2.5)]
-
-
-def test_waiting_for_data_is_a_share_of_the_time(drawn, tmp_path):
-    log = [training_row(1, 2, step_time=2.0, data_wait=1.0)]
-    log += [training_row(11, 42, step_time=4.0, data_wait=10.0, data_wait_min=2.0)]
-    (run,) = drawn(write_run(tmp_path / "run", log))["runs"]
-    assert points(run, "data_wait") == [(1, 0.5), (11, 0.25)]
-    assert points(run, "data_wait_min")[1] == (11, 0.05)
+    # Waiting for data is a share of the time; a log's first row has one step.
+    assert points(run, "data_wait")[:2] == [(10, 0.25), (20, 0.25)]
+    assert points(run, "data_wait_min")[1] == (20, 0.05)
+    # Smoothed losses follow the finite ones.
+    assert report.smooth([math.nan, 3.0, math.nan, 1.0]) == [3.0, 3.0, 3.0, 1.0]
+    smoothed = report.smooth([3.0] * 300 + [0.5] * 300)
+    assert smoothed[299] == 3.0 > smoothed[310] > 0.5 == pytest.approx(smoothed[-1], rel=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -276,20 +264,6 @@ def test_follow_writes_the_page_anew_until_the_run_ends(tmp_path, monkeypatch):
     process.join(20)
     assert problems.get(timeout=20) == "ended"
     assert shown(page)["runs"][0]["rows"] == 3 and shown(page)["reloadSeconds"] == 0
-
-
-def test_ctrl_c_ends_follow_with_a_page_that_rests(tmp_path, monkeypatch, capsys):
-    folder = write_run(tmp_path / "run", training_rows(3))
-    page = tmp_path / "page.html"
-
-    def interrupt(seconds: float) -> None:
-        assert shown(page)["reloadSeconds"] == 5 and seconds >= 5
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report, "is_locked", lambda path: path == folder / "lock")
-    monkeypatch.setattr(time, "sleep", interrupt)
-    assert report.main([str(folder), "--out", str(page), "--follow"]) == 0
-    assert shown(page)["reloadSeconds"] == 0
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 
 import checkpoint
 from config import Config, flag, model_config
-from model import ModelConfig, Transformer
+from model import ModelConfig
 from runtime import preflight, run_folder
 from runtime.cli import UsageError
 from runtime.lock import try_lock
@@ -57,23 +57,13 @@ def save(out, step: int, **changes):
     return path
 
 
-@pytest.fixture
-def shapes(monkeypatch) -> dict:
-    """The tensors of every checkpoint: the parameters of MODEL."""
-    with torch.device("meta"):
-        net = Transformer(ModelConfig(**MODEL))
-    saved = {f"model.{name}": () for name, _ in net.named_parameters()}
-    monkeypatch.setattr(checkpoint, "tensor_shapes", lambda path: saved)
-    return saved
-
-
 def newest_of(run) -> tuple[Path | None, list[str]]:
     """As the ranks find it together."""
     return run_folder.last_that_verifies(checkpoint.list_checkpoints(Path(run)))
 
 
 @pytest.fixture
-def begin(tmp_path, shapes):
+def begin(tmp_path):
     """begin(now, **flags): where a run in tmp_path / "run" with these flags begins."""
 
     def call(now=None, **flags):
@@ -136,9 +126,10 @@ def test_a_named_checkpoint_that_is_damaged_is_passed_over_with_a_line(begin, tm
 def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path):
     named = save(tmp_path / "other", 10, data="other", schedule="linear")
     assert place(begin(init_from=str(named))) == (0, None, named)
-    smaller = save(tmp_path / "smaller", 10, model=MODEL | {"vocab_size": 256})
-    with pytest.raises(UsageError, match="has vocab_size 256, and this run has 320: its weights"):
-        begin(init_from=str(smaller))
+    for field, value in {"vocab_size": 256, "n_layer": 1, "n_head": 4, "rope_theta": 5.0}.items():
+        other = save(tmp_path / field, 10, model=MODEL | {field: value})
+        with pytest.raises(UsageError, match=f"has {field} {value}, and this run has .*: its wei"):
+            begin(init_from=str(other))
 
 
 def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
@@ -161,18 +152,6 @@ def test_a_field_that_only_the_checkpoint_has_is_another_model(begin, tmp_path):
     for flags in ({}, {"init_from": str(path), "out": str(tmp_path / "new")}):
         with pytest.raises(UsageError, match=f"{path} cannot be used: its model has other"):
             begin(**flags)
-
-
-def test_another_tokenizer_is_named_where_both_are_known():
-    gpt2, unknown = {"tokenizer": "gpt2", "tokens_in_vocabulary": 300}, {"tokenizer": None}
-    larger = {"tokenizer": None, "tokens_in_vocabulary": 400}
-    bytes_only = {"tokenizer": "bytes", "tokens_in_vocabulary": 257}
-    assert preflight.compare_tokenizers(gpt2, gpt2) == ""
-    assert preflight.compare_tokenizers(unknown, gpt2) == ""
-    assert preflight.compare_tokenizers(larger, gpt2)
-    assert preflight.compare_tokenizers(gpt2, bytes_only) == (
-        "bytes with 257 tokens, not the checkpoint's, gpt2 with 300"
-    )
 
 
 def settled(**flags) -> Config:
@@ -200,25 +179,6 @@ def test_an_evaluation_is_as_in_the_run(tmp_path):
     assert evaluated() == ("auto", "tokens/python", 512, None)
 
 
-def test_what_keeps_checkpoints_holds_until_it_is_given_again(tmp_path):
-    out = tmp_path / "run"
-
-    def kept(**flags) -> tuple:
-        c = settled(**{"out": str(out)} | flags)
-        return c.keep_last, c.keep_every, c.eval_sequences
-
-    assert kept() == (2, 0, 512)  # a new run
-    path = save(out, 10, keep_last=0, keep_every=3, eval_sequences=7)
-    assert kept() == (0, 3, 7)
-    assert kept(keep_last=5) == (5, 3, 7)
-    (out / "starts.jsonl").write_text(
-        json.dumps({"time": "", "step": 0, "config": {"keep_last": 5, "keep_every": 3}}) + "\n"
-    )
-    assert kept() == (5, 3, 512)  # as at the last start, though it has not saved
-    assert kept(resume=str(path), out=str(tmp_path / "new")) == (0, 3, 7)
-    assert kept(init_from=str(path), out=str(tmp_path / "new")) == (2, 0, 512)
-
-
 @pytest.mark.parametrize("flag", ["resume", "init_from"])
 def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(tmp_path, flag):
     """Also where no flag could describe it, and where the run has its own checkpoint by now."""
@@ -236,22 +196,6 @@ def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(tmp_
         assert now == ModelConfig(**model | {"seq_len": 8})
         assert (c.n_layer, c.d_model, c.seq_len) == (2, 32, 8)  # in config.json, for a new run
     assert model_config(c, 501, origin.model).vocab_size == 512  # which its weights do not fit
-
-
-def test_parameters_that_a_checkpoint_lacks_begin_as_new_ones(begin, tmp_path, shapes):
-    """A fork's norms, or more blocks; a field that adds none must be as it was."""
-    named = str(save(tmp_path / "other", 10))
-    out = str(tmp_path / "run")
-    del shapes["model.norm.weight"]
-    assert begin(init_from=named).new_parameters == ["norm.weight"]
-    deeper = manifest(0, model=MODEL | {"n_layer": 3}, out=out, init_from=named)
-    new = begin(deeper).new_parameters
-    assert len(new) == 10 and new[0] == "blocks.2.attention_norm.weight"
-    shapes["model.norm.weight"] = ()
-    for field, value in {"n_layer": 1, "n_head": 4, "rope_theta": 5.0}.items():
-        now = manifest(0, model=MODEL | {field: value}, out=out, init_from=named)
-        with pytest.raises(UsageError, match=f"has {field} .*, and this run has {value}: its wei"):
-            begin(now)
 
 
 def test_another_model_batch_seed_optimizer_or_other_data_is_refused(begin, tmp_path):
@@ -306,7 +250,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
 POLICIES = {f.name: f.metadata["resume"] for f in dataclasses.fields(Config)}
 REFUSED = {name for name, policy in POLICIES.items() if policy == "refused"}
 ANOTHER_RUN = {"seed", "global_batch_size", "optimizer"}
-OF_ONE_START = {"out", "resume", "init_from", "allow_changes", "dry_run", "eval_only", "quiet"}
+OF_ONE_START = {"out", "resume", "init_from", "allow_changes", "dry_run", "eval_only"}
 
 
 @pytest.fixture
@@ -337,7 +281,7 @@ def test_any_other_flag_may_change_and_is_printed_unless_it_holds_for_one_start(
     for name in free - MODEL.keys():
         (said,) = change(name, 5)  # nothing is built, so that any value will do
         assert said.startswith(f"--{name} ") and said.endswith(" -> 5")
-    for name in ("allow_changes", "dry_run", "quiet"):
+    for name in ("allow_changes", "dry_run"):
         assert change(name, True) == []
 
 

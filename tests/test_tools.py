@@ -5,9 +5,7 @@ import itertools
 import json
 import math
 import random
-import re
 import statistics
-import time
 from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
@@ -15,13 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_model, call_train, flags, memory_taken, rows
+from conftest import call_train, flags, memory_taken, rows
 from torch.distributed import tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import optim
-from model import SIZES
 from runtime.saver import Saver
 from tools import bench, compare, report
 
@@ -154,21 +151,12 @@ def test_training_losses_are_means_over_the_same_tokens(tmp_path, compared):
     often = write_run(tmp_path / "often", {step: 100.0 - step for step in steps}, [(100, 1.0)])
     seldom = write_run(tmp_path / "seldom", {1: 99.0, 50: 50.0, 95: 5.0, 100: 0.0, 150: 0.0})
     once = write_run(tmp_path / "once", {1: 99.0, 250: 0.0})
-    found = compared(often, seldom, once)
+    nan = write_run(tmp_path / "nan", {step: None if step > 90 else 1.0 for step in steps})
+    found = compared(often, seldom, once, nan)
     # Steps 91 ... 100 of one run, 95 and 100 of another; step 1 is not passed off as step 100.
-    assert found["training loss at 10,000 tokens"] == ["4.5000", "2.5000", "no row"]
-    assert found["steps skipped"] == ["10", "15", "25"]
-
-
-def test_a_mean_training_loss_is_nan_only_where_no_loss_is_finite(tmp_path, compared):
-    steps = range(1, 21)
-    once = write_run(tmp_path / "once", {step: None if step == 19 else 2.0 for step in steps})
-    nan = write_run(tmp_path / "nan", {step: None for step in steps}, [(20, None)])
-    assert compared(once, nan)["training loss at 2,000 tokens"] == ["2.0000", "nan"]
-    # Without a finite evaluation there is no time to a loss
-    found = compared(nan)
-    assert found["best validation loss"] == ["nan"]
-    assert not [name for name in found if name.startswith("seconds")]
+    losses = ["4.5000", "2.5000", "no row", "nan"]
+    assert found["training loss at 10,000 tokens"] == losses
+    assert found["steps skipped"] == ["10", "15", "25", "10"]
 
 
 def test_no_evaluation_yet_is_not_nan(tmp_path, compared):
@@ -179,11 +167,10 @@ def test_no_evaluation_yet_is_not_nan(tmp_path, compared):
     assert found["final validation loss"] == ["2.5000", "nan", "none yet"]
     assert found["best validation loss"] == ["2.5000", "2.7500", "none yet"]
     assert found["seconds to validation loss 2.7500"] == ["1.0", "0.5", "none yet"]
-
-
-def test_times_of_a_run_that_resumed_another_start_there(tmp_path, compared):
-    later = write_run(tmp_path / "later", {101: 3.0, 110: 2.0}, [(110, 2.0)])
-    assert row(compared(later), "seconds") == ["5.0"]
+    # The times of a run that continues another start there; the first evaluation counts
+    more = [(110, 2.0), (120, 1.5), (130, 2.0)]
+    later = write_run(tmp_path / "later", {101: 3.0, 110: 2.0, 120: 2.0, 130: 2.0}, more)
+    assert row(compared(later, "--loss", "2.0"), "seconds") == ["5.0"]
 
 
 HALVED = "blocks.1.mlp.down.weight"
@@ -307,17 +294,9 @@ def test_a_wrong_gradient_of_one_mesh_is_named_and_rounding_is_not(
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path, compared):
-    folders = []
-    for parent in ("one", "two"):
-        (tmp_path / parent).mkdir()
-        folders.append(write_run(tmp_path / parent / "run", LOSSES, [(20, 2.0)]))
+    (tmp_path / "one").mkdir()
+    folders = [write_run(tmp_path / name, LOSSES) for name in ("run", "one/run")]
     assert compared(*folders)[""] == [str(folder) for folder in folders]
-
-
-def test_the_time_to_a_loss_is_that_of_the_first_evaluation_that_reached_it():
-    losses = {10.0: 3.0, 12.0: math.nan, 20.0: 2.0, 40.0: 2.5}
-    log = compare.Log("a", {}, [], [{"val_loss": v, "time": t} for t, v in losses.items()], {})
-    assert [log.time_to(loss) for loss in (3.5, 2.5, 2.0, 0.5)] == [10.0, 20.0, 20.0, "never"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,8 +336,8 @@ def seeds(out: str) -> dict[str, list[str]]:
 
 
 def test_seeds_of_a_setting_have_a_mean_a_spread_and_a_word(tmp_path, capsys):
-    *runs, high = sweep(tmp_path)
-    assert compare.main([str(run) for run in runs]) == 0
+    *runs, high = [str(run) for run in sweep(tmp_path)]
+    assert compare.main(runs) == 0
     found = seeds(capsys.readouterr().out)
     assert found["0.1"] == ["3", "2.0000", "0.1000", "-"]
     # Differences 1.0, 1.1 and 1.2: t = 1.1 / (0.1 / sqrt(3)) = 19.05; df = 2
@@ -366,28 +345,19 @@ def test_seeds_of_a_setting_have_a_mean_a_spread_and_a_word(tmp_path, capsys):
     word = f"+1.1000: larger than the spread of seeds (paired t test, n = 3, p = {p:.2g})"
     assert found["0.02"] == ["3", "3.1000", "0.1000", word]
 
-    assert compare.main([str(run) for run in (*runs[:2], *runs[4:], high)]) == 0
+    assert compare.main([*runs[:2], *runs[4:], high]) == 0
     found = seeds(capsys.readouterr().out)
     assert found["0.02"] == ["2", "3.1500", "0.0707", NO_WORD]
     assert found["0.9"] == ["0 of 1", "none yet", "-", NO_WORD]
-    assert compare.main([str(run) for run in runs[:4]]) == 0
-    assert seeds(capsys.readouterr().out)["0.02"][-1] == NO_WORD
-
-    assert compare.main([str(run) for run in (*runs[::3], high)]) == 0
+    assert compare.main([*runs[::3], high]) == 0
     assert "\n\n" not in capsys.readouterr().out  # one seed of each: nothing to say
 
-
-def test_a_run_that_has_not_ended_or_not_well_is_in_no_mean(tmp_path, capsys):
-    runs = sweep(tmp_path)[:6]
-    text = (runs[5] / "metrics.jsonl").read_text()
-    (runs[5] / "metrics.jsonl").write_text(text.replace('"val_loss": 3.1', '"val_loss": null'))
-    assert compare.main([str(run) for run in runs]) == 0
-    assert seeds(capsys.readouterr().out)["0.02"] == ["2 of 3", "3.1000", "0.1414", NO_WORD]
-    for run in runs[:3]:
-        config = json.loads((run / "config.json").read_text())
-        (run / "config.json").write_text(json.dumps(config | {"max_steps": 2}))
-    assert compare.main([str(run) for run in runs[:3]]) == 0
-    assert "0 of 3 | none yet" in capsys.readouterr().out
+    # A run that has not ended well is in no mean.
+    log = Path(runs[5], "metrics.jsonl")
+    log.write_text(log.read_text().replace('"val_loss": 3.1', '"val_loss": null'))
+    assert compare.main(runs) == 0
+    found = seeds(capsys.readouterr().out)
+    assert found["0.02"] == ["2 of 3", "3.1000", "0.1414", NO_WORD]
 
 
 def test_several_settings_share_the_level_of_the_test():
@@ -415,7 +385,7 @@ def test_the_test_has_the_p_of_a_published_one():
 SEEDS = ROOT / "docs/runs/seeds"
 
 
-@pytest.mark.parametrize("n", [3, 5, 10])
+@pytest.mark.parametrize("n", [3, 10])
 def test_equal_runs_are_told_apart_as_seldom_as_the_level_says(n):
     """Random halves, of n runs each, of twenty runs that differ in the seed alone."""
     folders = [*SEEDS.glob("lr-0.008-*"), *SEEDS.glob("equal-*")]
@@ -424,12 +394,11 @@ def test_equal_runs_are_told_apart_as_seldom_as_the_level_says(n):
     assert len(losses) == 20
     draws = random.Random(0)
     alarms = 0
-    for _ in range(1000):
+    for _ in range(500):
         drawn = draws.sample(losses, 2 * n)
         one, other = dict(enumerate(drawn[:n])), dict(enumerate(drawn[n:]))
         alarms += "larger" in compare.verdict(one, other, comparisons=1)
-    print(f"n = {n}: {alarms / 1000:.1%}")
-    assert 0.03 < alarms / 1000 < 0.07
+    assert 0.03 < alarms / 500 < 0.07
 
 
 # --------------------------------------------------------------------------------------------------
@@ -439,32 +408,6 @@ def test_equal_runs_are_told_apart_as_seldom_as_the_level_says(n):
 def bench_rows(capsys, *arguments) -> list[dict]:
     assert bench.main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)["rows"]
-
-
-@pytest.mark.slow
-def test_an_optimizer_step_takes_as_long_as_torchs_own():
-    """Clipping by norm and fused AdamW, on gpt2-124m; the goal is 1.05."""
-    models = [build_model(SIZES["gpt2-124m"]) for _ in range(2)]
-    for parameter in itertools.chain(*(model.parameters() for model in models)):
-        parameter.grad = torch.randn_like(parameter)
-    bare, model = models
-    adamw = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True)
-    constant = optim.Settings(lr=1e-4, max_steps=100, schedule="constant")
-    ours = optim.Optimizer(model.named_parameters(), model.decays, constant)
-    gradients = [parameter.grad for parameter in model.parameters()]
-    seconds = {"bare": [], "ours": []}
-    for _ in range(8):  # in turn: a load on the machine slows down both
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient  # which the last round has freed
-        began = time.perf_counter()
-        torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
-        adamw.step()
-        between = time.perf_counter()
-        ours.step(1, torch.zeros(()))
-        seconds["bare"].append(between - began)
-        seconds["ours"].append(time.perf_counter() - between)
-    ratios = [a / b for a, b in zip(seconds["ours"][1:], seconds["bare"][1:], strict=True)]
-    assert statistics.median(ratios) < 1.3
 
 
 def memory_of_a_save(folder: Path, async_save: bool) -> float:
@@ -495,17 +438,14 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_bench_strategies_has_all_of_them_and_what_they_communicate(capsys):
+def test_bench_strategies_has_all_of_them_and_their_limits(capsys):
     found = {row["strategy"]: row for row in bench_rows(capsys, "strategies", "--nproc=2", *SMALL)}
     assert list(found) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP", "hsdp"]
     assert [row["processes"] for row in found.values()] == [1, 2, 2, 2, 2]
-    assert statistics.median(found["single"]["ratio to single"]) == 1.0
-    sent = {name: row["MB communicated a step"] for name, row in found.items()}
-    assert sent["single"] == ""
-    assert sent["ddp"].startswith("dp_replicate ") and sent["hsdp"].startswith("dp_replicate ")
-    # gathers the weights of the first of two blocks once, not twice
-    less, more = (re.search(r"dp_shard ([\d.]+)", sent[n])[1] for n in ("SHARD_GRAD_OP", "fsdp"))
-    assert float(less) < float(more)
+    assert found["single"]["ratio to single"] == [1.0]
+    for row in found.values():
+        assert row["of the limit"] == [row["tokens/s/device"][0] / row["limit"][0]]
+        assert 0 < row["of the limit"][0] < 1
 
 
 def test_bench_runs_only_the_strategies_that_the_processes_can_form():
@@ -528,10 +468,13 @@ def test_measurements_are_shown_as_median_and_range():
 
 NANOGPT = """
 import sys
+import torch
 assert "--n_embd=128" in sys.argv
 print("step 0: train loss 4.2, val loss 4.1")
 speed = 2 if "--compile=True" in sys.argv else 1
+weight = torch.zeros(128, 128, requires_grad=True)
 for step, time in enumerate([1000, 500, 250, 125, 100]):
+    (torch.randn(768, 128) @ weight).sum().backward()
     print(f"iter {step}: loss 4.2, time {time / speed:.2f}ms, mfu -100.00%")
 """
 
@@ -546,16 +489,19 @@ def nanogpt(tmp_path, tokens) -> Path:
 
 
 @pytest.mark.slow
-def test_bench_nanogpt_has_the_speed_of_either_trainer(nanogpt, capsys):
-    """The first fifth of the steps is left out; a step of nanoGPT has 12 x 64 tokens."""
+def test_bench_nanogpt_has_speed_and_limit_of_either_trainer(nanogpt, capsys):
+    """The first steps are left out; a step of nanoGPT has 12 x 64 tokens."""
     sizes = ("--n_layer=1", "--steps=3", "--rounds=1", "--device=cpu")
     found = bench_rows(capsys, "nanogpt", f"--path={nanogpt}", *sizes)
-    theirs = 768 * (1 / 0.25 + 1 / 0.125) / 2
+    theirs = 768 / 0.125
     assert [row["tokens/s"] for row in found[:2]] == [[theirs], [2 * theirs]]
-    for row in found:  # to the faster mode
-        assert row["ratio"] == [row["tokens/s"][0] / (2 * theirs)]
     names = ["nanoGPT", "nanoGPT compiled", "nanoshard", "nanoshard compiled"]
     assert [row["trainer"] for row in found] == names
+    for row in found:  # to the faster mode
+        assert row["ratio to nanoGPT compiled"] == [row["tokens/s"][0] / (2 * theirs)]
+        assert row["of the limit"] == [row["tokens/s"][0] / row["limit"][0]]
+    limits = [row["limit"] for row in found]  # the fake nanoGPT has two products, of one layer
+    assert limits[0] == limits[1] and limits[2] == limits[3] and limits[0][0] > 4 * limits[2][0]
 
 
 def test_bench_shows_the_error_of_a_trainer_that_failed(nanogpt, capsys):

@@ -20,7 +20,6 @@ from conftest import (
     QUIET,
     ROOT,
     TINY,
-    Job,
     build_run,
     call_train,
     documented_fields,
@@ -35,7 +34,6 @@ from conftest import (
 import checkpoint
 import data
 import optim
-import train
 from runtime import run_folder
 from sample import closing_sample
 
@@ -60,11 +58,6 @@ def test_the_command_of_the_readme(tmp_path):
     (evaluation,) = rows(tmp_path / "runs/tiny", "val_loss")
     fields = documented_fields("reference.md", "rows | fields", "evaluation")
     assert evaluation.keys() == fields | {"time"}
-
-    argv = ["--run", tmp_path / "runs/tiny", "--prompt", "import", "--max_new_tokens", 20]
-    sample = Job([ROOT / "sample.py", *argv, "--seed", 3], tmp_path / "sample")
-    assert sample.wait(60) == 0
-    assert sample.out.startswith("import") and len(sample.out) > 20
 
 
 def test_a_folder_in_use_is_refused_on_every_rank_and_only_an_evaluation_may_read(
@@ -117,7 +110,7 @@ def test_a_new_run_begins_with_the_weights_of_another(run, pool, tokens, tmp_pat
     path = checkpoint.list_checkpoints(first)[0]
     out = run(2, f"--max_steps 2 --strategy fsdp --dtype float32 --init_from {path}", "second")
     # Step 1 of the new run trains on the data of step 1, with the weights after step 1.
-    again = run(1, f"--max_steps 2 --dtype float32 --init_from {path} --clip none", "third")
+    again = run(1, f"--max_steps 2 --dtype float32 --init_from {path} --max_grad_norm 1e9", "third")
     assert rows(out)[0]["loss"] == pytest.approx(rows(again)[0]["loss"], rel=1e-6)
     assert rows(out)[0]["loss"] < rows(first)[0]["loss"] - 1e-3
     assert [row["step"] for row in rows(out)] == [1, 2]
@@ -133,18 +126,19 @@ def test_a_model_that_no_flags_describe_goes_on_in_a_new_folder(run, pool, token
     few = f"{QUIET} --data {tokens} --dtype float32 --wrap block --sample_tokens 0"
     few += " --global_batch_size 8"
     argv = f"{few} --resume {first} --out {tmp_path}/second --save_interval 1 --max_steps 4"
+    argv += " --keep_last 0"
     ((status, said, err),) = pool(1, listen, argv.split())
     assert (status, err) == (0, ""), err
     assert f"model   {first}: 2 layers x 32 wide" in said and f"continuing from {path}" in said
     assert said.count("changed:") == 2  # of --max_steps and --save_interval
-    assert len(checkpoint.list_checkpoints(tmp_path / "second")) == 2  # by the first's --keep_last
+    assert len(checkpoint.list_checkpoints(tmp_path / "second")) == 2
     argv = f"--config {tmp_path}/second/config.json --out {tmp_path}/third --max_steps 1"
     ((status, said, err),) = pool(1, listen, argv.split())
     assert status == 0 and "2 layers x 32 wide" in said, err
     assert f"out     {tmp_path}/third\n" in said and "step 1/1" in said
 
 
-def test_a_vocabulary_with_room_stays_and_new_parameters_are_named(run, pool, tokens, tmp_path):
+def test_a_vocabulary_with_room_stays(run, pool, tokens, tmp_path):
     larger = tmp_path / "larger"
     larger.mkdir()
     for split in ("train", "val"):
@@ -152,12 +146,10 @@ def test_a_vocabulary_with_room_stays_and_new_parameters_are_named(run, pool, to
     (larger / "meta.pkl").write_bytes(b"never read")
     first = run(1, f"--max_steps 1 --dtype float32 --data {larger}", "first")
     text = f"{TINY} {QUIET} --data {tokens} --dtype float32 --out {tmp_path}/second --max_steps 1"
-    ((status, said, err),) = pool(1, listen, f"{text} --init_from {first} --n_layer 3".split())
+    ((status, said, err),) = pool(1, listen, f"{text} --init_from {first}".split())
     assert (status, err) == (0, "")
-    assert "3 layers x 32 wide, vocabulary 448: " in said
-    assert "new parameters, which it lacks, such as blocks.2.attention_norm.weight\n" in said
+    assert "2 layers x 32 wide, vocabulary 448: " in said
     before, after = (tensors(last_checkpoint(path)) for path in (first, tmp_path / "second"))
-    assert len(after) > len(before)
     # lr is 3e-3: trained on from there
     name = "model.blocks.1.mlp.up.weight"
     assert (after[name] - before[name]).abs().max() < 0.01 < before[name].abs().max()
@@ -231,35 +223,6 @@ def test_a_tp_group_samples_at_lengths_that_it_cannot_split(pool, tokens, tmp_pa
     (alone,) = pool(1, sample_of_a_new_model, flags(f"{text} --out {tmp_path}/one"))
     both = pool(2, sample_of_a_new_model, flags(f"{text} --out {tmp_path}/two --tp 2"))
     assert len(alone) > 9 and both == [alone, ""]
-
-
-def train_and_rename(argv: list[str], out: Path, renamed: Path) -> tuple[int, str, str]:
-    """train.py, whose run folder is renamed in step 4."""
-    step = train.train_step
-
-    def rename(forward, optimizer, batches, number, *more):
-        if number == 4 and os.environ["RANK"] == "0":
-            out.rename(renamed)
-        return step(forward, optimizer, batches, number, *more)
-
-    with mock.patch.object(train, "train_step", rename):
-        return listen(argv)
-
-
-def test_a_run_whose_folder_is_renamed_saves_and_says_so(pool, tokens, tmp_path):
-    out, renamed = tmp_path / "run", tmp_path / "renamed"
-    text = f"--data {tokens} --strategy ddp --save_interval 3"
-    argv = flags(f"{text} --out {out} --max_steps 1000")
-    (status, _, err), (other, *_) = pool(2, train_and_rename, argv, out, renamed)
-    assert (status, other) == (1, 1)
-    (path,) = checkpoint.list_checkpoints(out)
-    step = int(path.name.removeprefix("step-"))
-    assert 4 <= step <= 6 and checkpoint.verify(path) is None
-    assert err == f"train.py: error: {out} was renamed or removed: later saves are in a new one\n"
-    path.rename(renamed / "checkpoints" / path.name)
-    argv = flags(f"{text} --out {renamed} --max_steps {step + 1} --allow_changes")
-    (status, said, _), _ = pool(2, listen, argv)
-    assert status == 0 and f"continuing from {renamed}/checkpoints/{path.name}" in said
 
 
 # --------------------------------------------------------------------------------------------------
@@ -377,7 +340,7 @@ def test_a_dry_run_and_a_finished_run_write_nothing(run, pool, tokens, tmp_path)
 
 
 class FakeTracker:
-    """wandb and torch.utils.tensorboard, as far as nanoshard uses them; keeps what it is given."""
+    """wandb, as far as nanoshard uses it; keeps what it is given."""
 
     def __init__(self, fails_after: int = 1000):
         self.left = fails_after
@@ -388,29 +351,16 @@ class FakeTracker:
         self.opened.append(options)
         return self
 
-    def SummaryWriter(self, folder: Path, purge_step: int | None = None):
-        """TensorBoard then shows no row of `purge_step` or later that was written before."""
-        self.opened.append(folder)
-        self.sent = [row for row in self.sent if purge_step is None or row[0] < purge_step]
-        return self
-
     def log(self, numbers: dict, step: int) -> None:
         self.left -= 1
         if self.left < 0:
             raise ConnectionError("no network")
         self.sent.append((step, numbers))
 
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.log({name: value}, step)
-
-    def flush(self) -> None:
-        pass
-
 
 def train_with(tracker: FakeTracker | None, argv: list[str]):
     """What train.py answers, and the tracker, which is installed unless it is None."""
-    modules = {"wandb": tracker, "torch.utils.tensorboard": tracker}
-    with mock.patch.dict(sys.modules, modules):
+    with mock.patch.dict(sys.modules, wandb=tracker):
         return listen(argv), tracker
 
 
@@ -429,23 +379,6 @@ def test_wandb_gets_the_numbers_of_each_row_from_rank_0(pool, tokens, tmp_path):
     assert (status, again.opened[0]["id"]) == (0, options["id"])  # it goes on in the same run
 
 
-def test_tensorboard_gets_them_in_the_run_folder(pool, tokens, tmp_path):
-    out = tmp_path / "run"
-    text = "--max_steps 3 --save_interval 1 --keep_last 0 --eval_interval 1 --tracker tensorboard"
-    argv = flags(f"--data {tokens} --out {out} {text}")
-    (((status, _, _), tracker),) = pool(1, train_with, FakeTracker(), argv)
-    assert (status, tracker.opened) == (0, [out / "tensorboard"])
-    assert (1, {"loss": rows(out)[0]["loss"]}) in tracker.sent
-    assert all("mfu" not in numbers for _, numbers in tracker.sent)  # null on CPUs
-    names = [(step, *numbers) for step, numbers in tracker.sent]
-
-    # A run that goes on from step 2 replaces the rows of step 3.
-    shutil.rmtree(checkpoint.list_checkpoints(out)[-1])
-    (((status, _, _), tracker),) = pool(1, train_with, tracker, argv)
-    assert status == 0 and [(step, *numbers) for step, numbers in tracker.sent] == names
-    assert tracker.sent[-1] == (3, {"val_loss": rows(out, "val_loss")[-1]["val_loss"]})
-
-
 def test_a_tracker_that_fails_ends_nothing_and_says_so_once(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 4 --tracker wandb")
     (((status, said, err), tracker),) = pool(1, train_with, FakeTracker(fails_after=1), argv)
@@ -453,13 +386,8 @@ def test_a_tracker_that_fails_ends_nothing_and_says_so_once(pool, tokens, tmp_pa
     line = "--tracker failed and is off until the next start: ConnectionError('no network')\n"
     assert said.count(line) == said.count("no network") == 1
     assert len(rows(tmp_path / "run")) == 4
-
-
-def test_a_tracker_that_is_not_installed_is_named_at_once(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --tracker tensorboard")
-    (((status, said, err), _),) = pool(1, train_with, None, argv)
-    assert (status, said, list(tmp_path.iterdir())) == (2, "", [])
-    assert err.startswith("train.py: error: --tracker tensorboard: pip install tensorboard (")
+    (((status, said, err), _),) = pool(1, train_with, None, [*argv, "--max_steps", "5"])
+    assert (status, err) == (0, "") and "--tracker failed and is off " in said  # not installed
 
 
 @pytest.mark.slow

@@ -3,13 +3,12 @@
 import atexit
 import contextlib
 import ctypes
+import multiprocessing
 import os
-import pickle
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,11 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, Job, children, flags, fork_ranks, rows, torchrun, wait_until
+from conftest import Job, flags, fork_ranks, rows, torchrun, wait_until
 
 import data
 import train
-from runtime import launcher, watchdog
+from runtime import watchdog
 
 
 def is_running(pid: int) -> bool:
@@ -53,137 +52,68 @@ def assert_over(job: Job, seconds: float) -> None:
     wait_until(lambda: not subprocess.run(of_its_session, capture_output=True).stdout, 5)
 
 
-def test_a_rank_that_dies_ends_the_job_and_is_named(tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1000000")
-    job = torchrun(2, [*argv, "--timeout", 6, "--num_workers", 1], tmp_path / "job")
-    job.wait_until(lambda: trains(tmp_path / "run"), 60)
-    victim = job.ranks()[1]
-    (worker,) = children(victim)
-    os.kill(victim, signal.SIGKILL)
-    line = wait_for_line(job, 6 + 2)
-    assert_over(job, 6 + 5)
-    said, report = job.err.split("Traceback")  # torchrun's
-    assert said.count("error: ") == 1 and line in report
-    pattern = (
-        r"rank 1 stopped or died, last seen after step (\d+), \D+; "
-        r"rank 0 is after step (\d+), \D+"
-    )
-    last_seen, step = map(int, re.fullmatch(pattern, line).groups())
-    assert last_seen <= step and abs(step - len(rows(tmp_path / "run"))) < 2
-    # The worker of the rank that was killed, which nobody else ends, looks for it every 5 seconds.
-    wait_until(lambda: not is_running(worker), 10)
-
-
-def train_and_hang(argv: list[str], folder: Path) -> int:
-    """Rank 1 never gets its 40th micro-batch."""
+def train_without_batch_40(argv: list[str], folder: Path, fate: str) -> int:
+    """Rank 1 hangs or dies where it would read its 40th micro-batch."""
     read = data.TokenDataset.__getitem__
     reads = 0
 
-    def hang(dataset, indices):
+    def stay_away(dataset, indices):
         nonlocal reads
         reads += dataset.split == "train"
         if reads == 40 and os.environ["RANK"] == "1":
+            if fate == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)
         return read(dataset, indices)
 
-    data.TokenDataset.__getitem__ = hang
+    data.TokenDataset.__getitem__ = stay_away
     sys.argv[0] = "train.py"
     with open(folder / "stderr", "a") as file, contextlib.redirect_stderr(file):
         return train.main(argv)
 
 
-def test_a_rank_that_hangs_ends_the_job_and_is_named(tokens, tmp_path):
-    out = tmp_path / "run"
-    text = f"--data {tokens} --out {out} --strategy fsdp --max_steps 1000000 --save_interval 20"
-    ranks = fork_ranks(2, train_and_hang, flags(f"{text} --timeout 4"), tmp_path)
-    assert exit_statuses(ranks) == [1, 1]
-    assert (tmp_path / "stderr").read_text() == (
-        "train.py: error: rank 1 did not arrive within 4 s: still after step 39, reading data; "
-        "rank 0 is after step 39, computing; the same command continues from step 20\n"
-    )
-    # Rank 0 waits for weights; rank 1 is behind.
-    assert (out / "flight/rank_1").exists()
-    last = pickle.loads((out / "flight/rank_0").read_bytes())["entries"][-1]
-    assert last["profiling_name"] == "gloo:all_gather"
+FATES = {
+    "hangs": (1, "did not arrive within 4 s: still after step 39, reading data"),
+    "dies": (-9, "stopped or died, last seen (before the first|after) step.*"),
+}
 
 
-LAUNCHED = """
-import os, sys, time
-sys.path.insert(0, {root!r})
-from runtime import launcher
-if os.fork():
-    print(os.getpid(), flush=True)
+@pytest.mark.parametrize("fate", FATES)
+def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path, fate):
+    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1000000 --timeout 4"
+    ranks = fork_ranks(2, train_without_batch_40, flags(text), tmp_path, fate)
+    status, said = FATES[fate]
+    assert exit_statuses(ranks) == [1, status]
+    line = f"train.py: error: rank 1 {said}; rank 0 is after step 39, computing\n"
+    assert re.fullmatch(line, (tmp_path / "stderr").read_text())
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def wait_for_the_end(folder: Path) -> None:
+    watchdog.end_with_launcher()
+    (folder / str(os.getpid())).touch()
     time.sleep(1000)
-launcher.PARENT = os.getppid()
-launcher.watch()
-print(os.getpid(), flush=True)
-time.sleep(1000)
-"""
 
 
-def test_ranks_end_when_their_launcher_has_gone():
-    script = LAUNCHED.format(root=str(ROOT))
-    environment = os.environ | {"TORCHELASTIC_RUN_ID": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stdout=-1, stderr=-1, text=True
-    )
-    pids = {int(process.stdout.readline()) for _ in range(2)}
-    (rank,) = pids - {process.pid}
-    process.kill()
+def launch_two(folder: Path) -> None:
+    """Start a rank as torchrun does, and another process as a shell does; then die."""
+    for environment in ({"TORCHELASTIC_RUN_ID": "1"}, {}):
+        with mock.patch.dict(os.environ, environment):
+            FORK.Process(target=wait_for_the_end, args=[folder]).start()
+    wait_until(lambda: len(list(folder.iterdir())) == 2, 20)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_ranks_end_when_their_launcher_has_gone_but_may_outlive_a_shell(tmp_path):
+    launcher = FORK.Process(target=launch_two, args=[tmp_path])
+    launcher.start()
+    launcher.join()
+    rank, other = sorted(int(path.name) for path in tmp_path.iterdir())
     wait_until(lambda: not is_running(rank), 10)
-    line = f"the launcher of the ranks on this host, process {process.pid}, has gone: they end, too"
-    assert line in process.communicate()[1]
-
-
-@pytest.mark.slow
-def test_ranks_whose_torchrun_is_killed_end(tokens, tmp_path):
-    text = f"--data {tokens} --out {tmp_path}/run --strategy ddp --max_steps 1000000"
-    job = torchrun(2, flags(text), tmp_path / "job")
-    job.wait_until(lambda: trains(tmp_path / "run"), 60)
-    ranks = job.ranks()
-    os.kill(job.pid, signal.SIGKILL)
-    job.wait(5)
-    wait_until(lambda: not any(map(is_running, ranks)), 20)  # of 20 minutes
-    line = f"the launcher of the ranks on this host, process {job.pid}, has gone: they end, too"
-    # Or the rank itself was faster to notice
-    store = "the store in which the ranks meet is gone: rank 0 or its host was lost"
-    assert last_line(job).startswith((line, store))
-    assert "most recent call last" not in job.err
-
-
-def test_a_process_that_a_shell_started_may_outlive_it(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
-    before = threading.active_count()
-    launcher.watch()
-    assert threading.active_count() == before
-
-
-def dump_that_hangs() -> bytes:
-    ctypes.PyDLL(None).sleep(1000)  # with Python's lock held
-
-
-def dump_that_fails() -> bytes:
-    raise OSError("no space left")
-
-
-def print_last_words(folder: Path, dump, device: str) -> None:
-    """With the recorders of a CUDA build."""
-    recorders = {"cuda": "_dump_nccl_trace", "cpu": "_dump_fr_trace"}
-    used = recorders.pop(device)
-    (other,) = recorders.values()
-    guard = watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60)
-    guard.dump_folder = folder / "flight"
-    guard.saved_step = 40
-    with (
-        open(folder / "stderr", "w") as file,
-        contextlib.redirect_stderr(file),
-        mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5),
-        mock.patch.object(watchdog.c10d, used, dump, create=True),
-        mock.patch.object(watchdog.c10d, other, lambda: b"empty", create=True),
-        mock.patch.object(torch.cuda, "is_initialized", lambda: device == "cuda"),
-    ):
-        guard.abort("rank 1 stopped or died")
+    assert is_running(other)
+    os.kill(other, signal.SIGKILL)
 
 
 def exit_statuses(processes: list) -> list[int | None]:
@@ -194,14 +124,6 @@ def exit_statuses(processes: list) -> list[int | None]:
     for process in processes:
         process.kill()
     return statuses
-
-
-@pytest.mark.parametrize("dump, device", [(dump_that_hangs, "cuda"), (dump_that_fails, "cpu")])
-def test_a_rank_ends_after_its_last_words_even_if_the_dump_hangs(tmp_path, dump, device):
-    assert exit_statuses(fork_ranks(1, print_last_words, tmp_path, dump, device)) == [1]
-    line = "error: rank 1 stopped or died; the same command continues from step 40\n"
-    assert (tmp_path / "stderr").read_text().endswith(f": {line}")
-    assert not list((tmp_path / "flight").iterdir())  # the other recorder would have written one
 
 
 def fail_alone() -> None:
@@ -215,7 +137,7 @@ def fail_alone() -> None:
         raise ValueError("which no other rank has")
     with mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5):
         atexit._run_exitfuncs()
-    dump_that_hangs()  # as NCCL's communicators may, with Python's lock held
+    ctypes.PyDLL(None).sleep(1000)  # as NCCL's communicators may, with Python's lock held
 
 
 def test_a_rank_that_fails_alone_ends_although_nccl_waits_for_others():

@@ -1,6 +1,7 @@
 """Documents -> the tokens of two splits, in threads and in order."""
 
 import hashlib
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import tiktoken
 
-from runtime import console
 from text import tokenizer
 from text.sources import STDIN, Corpus
 from text.tokenizer import JsonEncoding
 
 BATCH = 1 << 18  # characters that a thread encodes at a time
+PROGRESS_INTERVAL = 30.0  # seconds between lines of progress
 
 
 def choose_split(beginning: bytes, val_fraction: float) -> str:
@@ -85,19 +86,14 @@ class Encoder:
         return tokens
 
 
-def join(pieces: Iterable[Piece], encoding: JsonEncoding) -> Iterator[Piece]:
-    """Join the pieces of a document where their tokens might differ from those of the whole."""
-    before = None  # the beginning of a document
+def join(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Join the pieces of a document: tokens of the whole may differ from those of its pieces."""
+    texts = []
     for piece in pieces:
-        if before:
-            is_word_end = before.text[-1:].isalnum() and piece.text[:1] in (" ", "\n")
-            if encoding.keeps_words and is_word_end:
-                yield before
-            else:
-                piece = piece._replace(text=before.text + piece.text)
-        before = None if piece.ends_document else piece
+        texts.append(piece.text)
         if piece.ends_document:
-            yield piece
+            yield piece._replace(text="".join(texts))
+            texts = []
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -145,16 +141,15 @@ def tokenize(
     splitter = Splitter(corpus, val_fraction)
     pieces = splitter.pieces()
     if isinstance(encoder.encoding, JsonEncoding):
-        pieces = join(pieces, encoder.encoding)
-    began = time.monotonic()
-    with (
-        open(folder / "train.bin", "wb") as train,
-        open(folder / "val.bin", "wb") as val,
-        console.live(lambda: describe_progress(splitter, time.monotonic() - began)),
-    ):
+        pieces = join(pieces)
+    began = told = time.monotonic()
+    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for tokens in map_in_order(encoder, batches(pieces), num_threads):
             train.write(tokens["train"])
             val.write(tokens["val"])
+            if time.monotonic() > told + PROGRESS_INTERVAL:
+                told = time.monotonic()
+                print(describe_progress(splitter, told - began), file=sys.stderr)
     return splitter
 
 

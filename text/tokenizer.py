@@ -37,9 +37,6 @@ O200K = (
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 PATTERNS = {"llama3": LLAMA3, "cl100k": CL100K, "o200k": O200K, "gpt2": GPT2}
 BYTES = r"[\s\S]"
-# In tokenizer.json files: of Qwen2; of Mistral NeMo and Nemotron.
-QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-TEKKEN = O200K.replace(r"\p{N}{1,3}", r"\p{N}").replace(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "")
 
 
 class TokenizerError(ValueError):
@@ -196,7 +193,6 @@ class JsonEncoding:
         self.n_vocab = 1 + max(*vocab.values(), *self.added_tokens.values())
         # Byte fallback: `decode` waits for the last byte of a character.
         self.byte_tokens = {vocab.get(f"<0x{byte:02X}>") for byte in range(256)}
-        self.keeps_words = keeps_words(spec)
 
     @functools.cached_property
     def package(self):
@@ -256,49 +252,12 @@ def package_errors(what: str) -> Iterator[None]:
 load_json = functools.lru_cache(maxsize=1)(JsonEncoding)
 
 
-def keeps_words(spec: dict) -> bool:
-    """Whether tokens are bytes of the text, and one ends between a letter or digit and a space.
-
-    False if the file does not prove it, which byte-level BPE does with a known regular expression.
-    """
-    model = spec["model"]
-    outer = spec.get("pre_tokenizer") or {"type": None}
-    *first, last = outer["pretokenizers"] if outer["type"] == "Sequence" else [outer]
-    return (
-        model["type"] == "BPE"
-        and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
-        and not spec.get("normalizer")
-        and all(token["special"] for token in spec["added_tokens"])
-        and ALPHABET.keys() <= model["vocab"].keys()  # otherwise the package drops bytes
-        and last["type"] == "ByteLevel"
-        and not last["add_prefix_space"]
-        and all(step["type"] == "Digits" or is_known(step) for step in first)
-        and (last.get("use_regex", True) or any(map(is_known, first)))
-    )
-
-
-def is_known(step: dict) -> bool:
-    """Whether a pre-tokenizer isolates the pieces of a known regular expression."""
-    patterns = map(oniguruma_pattern, (*PATTERNS.values(), QWEN2, TEKKEN, BYTES))
-    split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    return any(step == split | {"pattern": {"Regex": pattern}} for pattern in patterns)
-
-
 # Characters of a byte-level vocabulary, such as GPT-2's, and their bytes. Printable ones of Latin-1
 # are their own characters; the others start at U+0100.
 PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 ALPHABET = {chr(byte): byte for byte in PRINTABLE}
 ALPHABET |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
-
-
-def oniguruma_pattern(pattern: str) -> str:
-    """Translate a pattern of tiktoken for Oniguruma, the regular expressions of tokenizers.
-
-    Oniguruma reads {1,3}+ as a repetition of {1,3}, not as possessive. At the end of an
-    alternative, where it stands, {1,3} matches the same.
-    """
-    return pattern.replace("{1,3}+", "{1,3}")
 
 
 # --------------------------------------------------------------------------------------------------

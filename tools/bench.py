@@ -12,17 +12,15 @@ import statistics
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-import metrics
 from model import SIZES
 from runtime import cli
 from tools.compare import markdown_table
-from tools.measuring.harness import TRAIN, run_all, training_rows
+from tools.measuring.harness import PRODUCTS, TRAIN, run_all, training_rows
 from tools.measuring.hosts import hosts, torchrun
 
 # Flags of a run that only trains and logs every step
@@ -57,20 +55,39 @@ def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
             yield name
 
 
+def compare_rounds(found: dict[str, list[tuple]], baseline: str, unit: str) -> dict[str, dict]:
+    """Name -> columns, from the tokens/s of each round and those of its matrix products alone."""
+    rows = {}
+    units = [speed for speed, _ in found[baseline]]
+    for name, rounds in found.items():
+        rows[name] = {
+            unit: [speed for speed, _ in rounds],
+            "limit": [limit for _, limit in rounds],
+            "of the limit": [speed / limit for speed, limit in rounds],
+            f"ratio to {baseline}": [speed / unit for (speed, _), unit in zip(rounds, units)],
+        }
+    return rows
+
+
+def products_limit(printed: list[str], tokens: int) -> float:
+    """Tokens/s/device if `tokens`, a micro-batch, took only the time of their matrix products."""
+    seconds = re.findall(r"matrix products of a micro-batch: (\S+) s", "".join(printed))
+    return tokens / statistics.median(map(float, seconds))  # of all ranks
+
+
 # --------------------------------------------------------------------------------------------------
 # Strategies
 
 
 def strategies(args: Namespace) -> Table:
-    """Speed, communication and memory of each strategy on one host, or across several.
+    """Speed of each strategy on one host, or across several.
 
     --hosts lays the ranks in network namespaces of this machine, joined by --link, on CPUs. There
     a step has eight micro-batches, after each of which the second row of a strategy averages
     gradients. gloo's reduce-scatter sends as much as an all-reduce, twice what nccl's sends, which
-    makes this so much slower under fsdp.
+    makes this so much slower under fsdp. hsdp has two replicas, or one on each host.
 
-    MFU is relative to the data sheet's dense bfloat16 peak, which no program reaches; it is empty
-    if the device's peak is unknown. hsdp has two replicas, or one on each host.
+    The limit is the speed of the matrix products alone, without attention's, in the same process.
     """
     for name, value in (ACROSS_HOSTS if args.hosts > 1 else ONE_HOST).items():
         if getattr(args, name) in (None, "auto"):
@@ -84,25 +101,18 @@ def strategies(args: Namespace) -> Table:
             namespaces = stack.enter_context(hosts(args.hosts, args.link))
         for number, name in enumerate(take_turns(runs, args.rounds)):
             nproc = 1 if name == "single" else args.nproc
-            measured = measure(runs[name], nproc, folder / str(number), args.steps, namespaces)
-            found[name].append(measured)
+            out = folder / str(number)
+            found[name].append(measure(runs[name], nproc, out, args.steps, namespaces))
 
     baseline, *_ = found
     rows = []
-    for name, rounds in found.items():
-        row = {"strategy": name, "processes": 1 if name == "single" else args.hosts * args.nproc}
-        row |= {"tokens/s/device": [], f"ratio to {baseline}": []}
-        for (speeds, _), (units, _) in zip(rounds, found[baseline]):
-            unit = statistics.median(units)  # of the same round
-            row["tokens/s/device"] += speeds
-            row[f"ratio to {baseline}"] += [speed / unit for speed in speeds]
-        rows.append(row | rounds[0][1])
+    for name, row in compare_rounds(found, baseline, "tokens/s/device").items():
+        processes = 1 if name == "single" else args.hosts * args.nproc
+        rows.append({"strategy": name, "processes": processes} | row)
     subject = f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process"
     if args.hosts > 1:
         subject += f", {args.hosts} hosts, {args.link} each way, accumulation {GRAD_ACCUM_STEPS}"
-    if peak := metrics.peak_flops(torch.device(device(args)), torch.bfloat16):
-        subject += f", MFU of {peak / 1e12:,.0f} TFLOP/s"
-    return f"{subject}, {steps_and_rounds(args)}", rows
+    return f"{subject}, {args.steps} steps x {args.rounds} rounds", rows
 
 
 def flags_of_runs(args: Namespace) -> dict[str, str]:
@@ -130,35 +140,20 @@ def flags_of_runs(args: Namespace) -> dict[str, str]:
 
 def measure(
     flags: str, nproc: int, out: Path, steps: int, namespaces: list[str]
-) -> tuple[list[float], dict]:
-    """Run train.py; return tokens/s/device of `steps` counted steps, and the other columns.
+) -> tuple[float, float]:
+    """Run train.py; return the median tokens/s/device of `steps` steps, and their limit.
 
-    The first step, which sets up buckets and buffers, is not counted, nor the last two, which
-    profiling slows down: one is traced, the other's bytes are counted. Raises RunError.
+    The first two steps, which set up buffers and time products, do not count. Raises RunError.
     """
-    last = 1 + steps
-    window = [f"--max_steps={last + 2}", f"--profile={last}:{last + 1}", f"--out={out}"]
-    commands = torchrun(namespaces, nproc, [TRAIN, *ONLY_STEPS, *window, *flags.split()])
-    run_all(commands, out, TMPDIR=str(out.parent), **ONE_THREAD)  # torchrun leaves folders there
-    rows = training_rows(out)[1:last]
-    megabytes = Counter()
-    for row in json.loads((out / "profile" / "rank_0.json").read_text())["communicated"]:
-        megabytes[row["axis"]] += row["bytes"] / 1e6
-    peak = max(row["peak_device_memory"] or row["peak_host_memory"] for row in rows)
-    columns = {
-        "MFU": [row["mfu"] for row in rows if row["mfu"] is not None],
-        "MB communicated a step": ", ".join(f"{axis} {n:,.2f}" for axis, n in megabytes.items()),
-        "peak memory of a rank, MB": f"{peak / 1e6:,.0f}",
-    }
-    return [row["tokens_per_second_per_device"] for row in rows], columns
-
-
-def steps_and_rounds(args: Namespace) -> str:
-    return f"{args.steps} steps x {args.rounds} rounds"
-
-
-def device(args: Namespace) -> str:
-    return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
+    run = [f"--max_steps={2 + steps}", f"--out={out}", *flags.split()]
+    commands = torchrun(namespaces, nproc, [PRODUCTS, TRAIN, *ONLY_STEPS, *run])
+    variables = ONE_THREAD | {"TMPDIR": str(out.parent)}  # torchrun leaves folders there
+    printed = run_all(commands, out, **variables)
+    rows = training_rows(out)
+    c = json.loads((out / "config.json").read_text())
+    tokens = c["micro_batch_size"] * rows[0]["tokens"] // c["global_batch_size"]
+    speed = statistics.median(row["tokens_per_second_per_device"] for row in rows[2:])
+    return speed, products_limit(printed, tokens)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -170,8 +165,8 @@ def nanogpt(args: Namespace) -> Table:
 
     Both read the same data, with the same layers, width, heads and tokens per step, and as many
     parameters in their blocks: SwiGLU's d_ff is 8/3 of the width, a multiple of 8. Ratios are to
-    the faster of nanoGPT's two modes. Needs a checkout of github.com/karpathy/nanoGPT with a
-    prepared data set.
+    the faster of nanoGPT's two modes, limits as in `strategies`. Needs a checkout of
+    github.com/karpathy/nanoGPT with a prepared data set.
     """
     dataset = args.path / "data" / args.dataset
     if not (args.path / "train.py").exists() or not (dataset / "train.bin").exists():
@@ -179,54 +174,67 @@ def nanogpt(args: Namespace) -> Table:
             f"--path {args.path}: no nanoGPT with data/{args.dataset}/train.bin there: "
             "clone it and run its prepare.py"
         )
-    found: dict[str, list[float]] = {}
-    modes = ("nanoGPT", "nanoGPT compiled", "nanoshard", "nanoshard compiled")
-    for mode in take_turns(modes, args.rounds):
-        run_trainer = run_nanogpt if mode.startswith("nanoGPT") else run_nanoshard
+    found: dict[str, list[tuple]] = {}
+    for mode in take_turns(MODES, args.rounds):
+        trainer = mode.removesuffix(" compiled")
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            steps = run_trainer(args, Path(folder, "run"), "compiled" in mode)
-        found.setdefault(mode, []).append(statistics.median(steps[len(steps) // 5 :]))
+            out = Path(folder, "run")
+            speeds, printed = MODES[mode](args, out, mode != trainer)
+        if mode == trainer:
+            limit = products_limit(printed, args.batch_size * args.block_size)
+        speed = statistics.median(speeds[max(2, len(speeds) // 5) :])
+        found.setdefault(mode, []).append((speed, limit))
 
-    baseline = max(found["nanoGPT"], found["nanoGPT compiled"], key=statistics.median)
-    rows = []
-    for mode, each in found.items():
-        ratio = [speed / unit for speed, unit in zip(each, baseline)]  # of the same round
-        rows.append({"trainer": mode, "tokens/s": each, "ratio": ratio})
+    theirs = ("nanoGPT", "nanoGPT compiled")
+    baseline = max(theirs, key=lambda mode: statistics.median(speed for speed, _ in found[mode]))
+    columns = compare_rounds(found, baseline, "tokens/s")
+    rows = [{"trainer": mode} | columns[mode] for mode in MODES]
     subject = (
         f"{args.n_layer} layers x {args.n_embd}, {args.n_head} heads, block {args.block_size}, "
-        f"batch {args.batch_size}, {steps_and_rounds(args)}, {args.dataset} {args.flags}"
+        f"batch {args.batch_size}, {args.steps} steps x {args.rounds} rounds, {args.dataset} "
+        f"{args.flags}"
     )
     return subject.rstrip(), rows
 
 
-def run_nanogpt(args: Namespace, out: Path, compile: bool) -> list[float]:
-    """Tokens/s of each step, from lines like "iter 7: loss 4.2000, time 250.00ms"."""
+def run_nanogpt(args: Namespace, out: Path, compile: bool) -> tuple[list[float], list[str]]:
+    """Tokens/s of each step, from lines like "iter 7: loss 4.2000, time 250.00ms"; the output."""
     given = [f"--{name}={getattr(args, name)}" for name in NANOGPT]
+    device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters, here 100.
     flags = (
-        f"--max_iters={args.steps} --lr_decay_iters={args.steps + 1} --dropout=0.0 "
-        f"--eval_interval={10**9} --eval_iters=1 --log_interval=1 --device={device(args)} "
+        f"--max_iters={args.steps + 1} --lr_decay_iters={args.steps + 1} --dropout=0.0 "
+        f"--eval_interval={10**9} --eval_iters=1 --log_interval=1 --device={device} "
         f"--compile={compile} --dataset={args.dataset} --out_dir={out}"
     )
-    command = [sys.executable, "train.py", "config/train_shakespeare_char.py"]
-    (printed,) = run_all([[*command, *given, *flags.split()]], out, cwd=args.path)
-    times = re.findall(r"time ([\d.]+)ms", printed)
-    return [args.batch_size * args.block_size / (float(time) / 1e3) for time in times]
+    script = ["train.py", "config/train_shakespeare_char.py", *given, *flags.split()]
+    printed = run_all([command(script, compile)], out, cwd=args.path)
+    times = re.findall(r"time ([\d.]+)ms", printed[0])
+    return [args.batch_size * args.block_size / (float(time) / 1e3) for time in times], printed
 
 
-def run_nanoshard(args: Namespace, out: Path, compile: bool) -> list[float]:
-    """Tokens/s of each step."""
+def run_nanoshard(args: Namespace, out: Path, compile: bool) -> tuple[list[float], list[str]]:
+    """Tokens/s of each step, and the output."""
     # 3 d_model d_ff = 8 d_model^2, the parameters of GPT-2's MLP
     d_ff = 8 * round(args.n_embd / 3)
     flags = (
         f"--n_layer={args.n_layer} --n_head={args.n_head} --n_kv_head={args.n_head} "
         f"--d_model={args.n_embd} --d_ff={d_ff} --seq_len={args.block_size} "
-        f"--global_batch_size={args.batch_size} --max_steps={args.steps} --device={device(args)} "
-        f"--compile={compile} {args.flags}"
+        f"--global_batch_size={args.batch_size} --micro_batch_size={args.batch_size} "
+        f"--max_steps={args.steps + 2} --device={args.device} --compile={compile} {args.flags}"
     )
     paths = [f"--data={args.path}/data/{args.dataset}", f"--out={out}"]
-    run_all([[sys.executable, TRAIN, *ONLY_STEPS, *paths, *flags.split()]], out)
-    return [row["tokens_per_second"] for row in training_rows(out)]
+    printed = run_all([command([TRAIN, *ONLY_STEPS, *paths, *flags.split()], compile)], out)
+    return [row["tokens_per_second"] for row in training_rows(out)], printed
+
+
+def command(script: list[str], compile: bool) -> list[str]:
+    """Compiled products cannot be counted; their limit is that of the uncompiled trainer."""
+    return [sys.executable, *([] if compile else [PRODUCTS]), *script]
+
+
+MODES = {"nanoGPT": run_nanogpt, "nanoGPT compiled": run_nanogpt}
+MODES |= {"nanoshard": run_nanoshard, "nanoshard compiled": run_nanoshard}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -257,9 +265,7 @@ FLAGS = {
         "nproc": count(2, "processes on each host"),
         "hosts": count(1, "hosts; several need Linux, root and iproute2"),
         "link": dict(
-            default="200mbit",
-            metavar="RATE",
-            help="of each host, in each direction, as tc writes it (default: 200mbit)",
+            default="200mbit", metavar="RATE", help="of each host, each way (default: 200mbit)"
         ),
         "model": dict(choices=SIZES, help="(default: tiny; across hosts wider)"),
         "micro_batch_size": count(None, "sequences (default: 16; across hosts 1)"),
@@ -322,7 +328,7 @@ def three_digits(number: float) -> str:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.bench", lambda: bench(argv))
+    return cli.execute("tools.bench", bench, argv)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import math
 import os
 import shlex
 import shutil
@@ -22,7 +23,6 @@ import textwrap
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -35,6 +35,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed
+from torch.distributed import P2POp
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import collect_env
 
@@ -48,14 +49,16 @@ from config import Config
 from runtime import agreement, cli, memory, preflight, slurm, watchdog
 from runtime.watchdog import Watchdog
 from tools.bench import three_digits
-from tools.measuring import harness
-from tools.measuring.harness import ROOT, exchange, training_rows
+from tools.measuring.harness import ROOT, training_rows
 from tools.planning import rehearse
 
 STEPS = 20
+LEARNED = 0.995  # the most that is left of the loss in the second half of the steps
 LEAST_STEPS = 4  # the second half is profiled
 MICRO_BATCHES = 1000  # about as many for one rank, which computes those of all ranks
-LINK_BYTES = 1 << 24  # sent over a link: more than a switch may pass at once
+# A link is slow if its best time exceeds SLOW times that of the faster ones after each attempt.
+SLOW, ATTEMPTS, REPEATS = 1.4, 3, 5
+LINK_BYTES = 1 << 22  # more than a switch may pass at once
 # Relative differences between a mesh and one rank: loss, gradient norm
 TOLERANCE = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2)}
 # Flags of every run; they override the planned run's. At a high learning rate two runs in bfloat16
@@ -73,7 +76,7 @@ class Check:
     """What one check found: a paragraph on the console, an object in the JSON file."""
 
     name: str
-    status: str = "pass"  # or FAIL, or skip
+    status: str = "pass"  # or FAIL
     seconds: float = 0.0
     figures: dict = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)  # figure -> the most it may be
@@ -99,6 +102,13 @@ class Check:
 # The ranks
 
 
+def exchange(value) -> list:
+    """The values of all ranks."""
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
 class Ranks:
     """This rank among the others: the planned run, cut short, on its mesh and on one rank."""
 
@@ -117,23 +127,7 @@ class Ranks:
         base = dist.on_rank0(lambda: preflight.find_origin(c)).model
         available = dist.on_rank0(lambda: memory.device_memory(self.device, world.local_size))
         self.config, self.setup = short_run(c, world, vocab_size, available, base)
-        model = config.model_config(self.config, vocab_size, base)
-        with self.each_alone("to rehearse"):
-            rehearse.leave_group()
-            rehearsed = rehearse.rehearse(self.config, world, model, available)
-            self.rehearsed = rehearsed.communication
-
-    @contextlib.contextmanager
-    def each_alone(self, purpose: str) -> Iterator[dist.World]:
-        """Each rank is a world of its own, until all form a new group."""
-        rehearse.leave_group()
-        one = dict(rank=0, size=1, local_rank=0, local_size=1, store=torch.distributed.HashStore())
-        alone = dataclasses.replace(self.world, **one)
-        dist.join_group(alone, alone.store)
-        yield alone
-        gc.collect()  # a group still referenced keeps its connections
-        rehearse.leave_group()
-        dist.join_group(self.world, torch.distributed.PrefixStore(purpose, self.store))
+        self.device_memory = available
 
     def train(self, c: Config, world: dist.World, name: str) -> list[dict]:
         """Train as train.py does; return the rows that rank 0 of `world` has logged."""
@@ -144,15 +138,25 @@ class Ranks:
             train.run(c, world, self.watchdog, handle_signals=False)
         return exchange(training_rows(out) if world.rank == 0 else [])[0]
 
-    def train_alone(self) -> list[dict]:
-        """The rows of the run on one rank."""
+    def alone(self) -> tuple[list[dict], list[rehearse.Communication]]:
+        """The rows of the run on one rank, and what this rank sends in a rehearsed step of all."""
+        rehearse.leave_group()
+        place = self.world, self.setup.model, self.device_memory
+        sent = rehearse.rehearse(self.config, *place).communication
+        # Each rank is a world of its own.
+        one = dict(rank=0, size=1, local_rank=0, local_size=1, store=torch.distributed.HashStore())
+        world = dataclasses.replace(self.world, **one)
+        dist.join_group(world, world.store)
         one = dict(strategy="single", tp=1, dp_replicate=None, dp_shard=None, grad_sync="batch")
         one |= dict(compile=False, checkpoint="none", async_save=False)
         steps = max(LEAST_STEPS, MICRO_BATCHES // self.world.size)
         one |= dict(max_steps=min(self.config.max_steps, steps))
-        with self.each_alone("after one rank's run") as world:
-            c = dataclasses.replace(self.config, **one)
-            return self.train(c, world, f"alone on rank {self.world.rank}")
+        c = dataclasses.replace(self.config, **one)
+        rows = self.train(c, world, f"alone on rank {self.world.rank}")
+        gc.collect()  # a group still referenced keeps its connections
+        rehearse.leave_group()
+        dist.join_group(self.world, torch.distributed.PrefixStore("after", self.store))
+        return rows, sent
 
 
 def short_run(
@@ -174,56 +178,60 @@ def short_run(
 # The checks
 
 
-def matmul(ranks: Ranks, check: Check) -> None:
-    """matrix products in TFLOP/s: a square one, those of the MLP; a slow rank is named"""
-    m, dtype = ranks.setup.model, ranks.setup.dtype
-    tokens = ranks.setup.micro_batch_size * m.seq_len
-    side = 8192 if ranks.is_cuda else 512
-    shapes = [(side, side, side), (tokens, m.d_model, m.d_ff), (tokens, m.d_ff, m.d_model)]
-    for rows, inner, columns in shapes:
-        a = torch.randn(rows, inner, device=ranks.device, dtype=dtype)
-        b = torch.randn(inner, columns, device=ranks.device, dtype=dtype)
-
-        def measure(a=a, b=b) -> dict[int, list[float]]:
-            return dict(enumerate(exchange(harness.times(lambda: a @ b))))
-
-        label = f"{rows} x {inner} x {columns}"
-        best, slow = harness.slow_ones(measure)
-        rate = 2 * rows * inner * columns / max(best.values())
-        check.figures[f"{label} TFLOP/s"] = rate / 1e12
-        for rank, ratio in slow.items():
-            check.problems.append(f"slow: {ranks.names[rank]}, {ratio:.2f} x the time for {label}")
-
-
 def links(ranks: Ranks, check: Check) -> None:
     """transfers between neighbours, on a host and across hosts; a slow link is named"""
-    world = ranks.world
-    if world.size == 1:
-        check.status, check.not_checked = "skip", "it takes two ranks"
-    for kind, pairs in harness.neighbours(world.size, world.local_size).items():
-
-        def measure(size=LINK_BYTES, pairs=pairs) -> dict[tuple[int, int], list[float]]:
-            return {pair: harness.transfer(*pair, size, ranks.device) for pair in pairs}
-
-        latencies = [min(seconds) for seconds in measure(size=4).values()]
-        best, slow = harness.slow_ones(measure)
-        check.figures[f"{kind} us"] = max(latencies) * 1e6
+    size, local_size = ranks.world.size, ranks.world.local_size
+    # Around the ranks of each host, and around the hosts
+    on_host = [(n, n - n % local_size + (n + 1) % local_size) for n in range(size)]
+    across = [(n, (n + local_size) % size) for n in range(size)]
+    for kind, pairs in (("on a host", on_host), ("across hosts", across)):
+        pairs = [pair for pair in pairs if pair[0] != pair[1]]
+        if not pairs:
+            continue
+        seconds = dict.fromkeys(pairs, math.inf)
+        for _ in range(ATTEMPTS):
+            for pair in pairs * REPEATS:
+                seconds[pair] = min(seconds[pair], transfer(*pair, ranks.device))
+            received = exchange(seconds)
+            best = {pair: received[pair[1]][pair] for pair in pairs}
+            typical = sorted(best.values())[len(pairs) // 4]  # one slow host slows many links
+            slow = [pair for pair in pairs if best[pair] > SLOW * typical]
+            if not slow:
+                break
         check.figures[f"{kind} GB/s"] = LINK_BYTES / max(best.values()) / 1e9
-        for (sender, receiver), ratio in slow.items():
+        for sender, receiver in slow:
             link = f"the link from {ranks.names[sender]} to {ranks.names[receiver]}"
+            ratio = best[sender, receiver] / typical
             check.problems.append(f"slow: {link}, {ratio:.1f} x as long as others")
+
+
+def transfer(sender: int, receiver: int, device: torch.device) -> float:
+    """Seconds of a transfer over a link, on the receiver. All ranks of the world call it."""
+    tensor = torch.zeros(LINK_BYTES // 4, device=device)
+    operations = []
+    if torch.distributed.get_rank() == sender:
+        operations.append(P2POp(torch.distributed.isend, tensor, receiver))
+    elif torch.distributed.get_rank() == receiver:
+        operations.append(P2POp(torch.distributed.irecv, tensor, sender))
+    torch.distributed.barrier()
+    began = time.perf_counter()
+    for work in torch.distributed.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def parity(ranks: Ranks, check: Check) -> None:
     """a run on the mesh is that of one rank, sends what is rehearsed, no host waits, and resumes"""
-    alone = ranks.train_alone()
+    alone, sent = ranks.alone()
     steps = len(alone)
     half = steps // 2
     c = dataclasses.replace(ranks.config, max_steps=steps, checkpoint="none", async_save=False)
     profiled = dataclasses.replace(c, profile=f"{half}:{steps - 1}")
     rows = ranks.train(profiled, ranks.world, "mesh")
     file = ranks.folder / f"mesh/profile/rank_{ranks.world.rank}.json"
-    check_profile(check, json.loads(file.read_text()), ranks.rehearsed)
+    check_profile(check, json.loads(file.read_text()), sent)
     speeds = [row["tokens_per_second_per_device"] for row in rows]
     check.figures["tokens/s/device"] = statistics.median(speeds)
     if rows[-1]["mfu"] is not None:
@@ -232,13 +240,21 @@ def parity(ranks: Ranks, check: Check) -> None:
     if not ranks.is_shared:
         check.not_checked = "save and resume: --out is no folder that all hosts share"
         return
-    for last in (half, steps):
-        part = dataclasses.replace(c, max_steps=last, checkpoint="sharded")
-        resumed = ranks.train(part, ranks.world, "resumed")
+    c = dataclasses.replace(c, checkpoint="sharded", optim_metrics_interval=1)
+    try:
+        for last in (half, steps):
+            part = dataclasses.replace(c, max_steps=last)
+            resumed = ranks.train(part, ranks.world, "resumed")
+    except agreement.ReplicasDiffer as error:
+        check.problems.append(str(error))
+        return
     # Bit for bit on CPUs. On GPUs attention's backward is not deterministic, and the step that the
     # profile counts is not compiled.
     limits = TOLERANCE[c.dtype] if ranks.is_cuda or c.compile else (0.0, 0.0)
     compare(check, "resumed", rows, resumed, limits)
+    if ranks.world.rank == 0:
+        of_parameters = metrics.read_log(ranks.folder / "resumed/optim.jsonl")
+        check_learning(check, resumed, of_parameters, c)
 
 
 def compare(check: Check, label: str, expected: list, found: list, limits: tuple) -> None:
@@ -247,6 +263,31 @@ def compare(check: Check, label: str, expected: list, found: list, limits: tuple
         pairs = zip([row[name] for row in expected], [row[name] for row in found])
         differences = torch.tensor([(b - a) / a for a, b in pairs], dtype=torch.float64)
         check.limit(f"{label} {name}", differences.abs().max().item(), limit)
+
+
+def check_learning(check: Check, rows: list[dict], of_parameters: list[dict], c: Config) -> None:
+    """Limit the loss of the second half by the first half's, and look at each parameter.
+
+    Two dead models agree. Each tensor needs a gradient after the first step, when a block may not
+    get one yet, and an update larger than weight decay alone could make it.
+    """
+    half = len(rows) // 2
+    halves = [statistics.mean(row["loss"] for row in part) for part in (rows[:half], rows[-half:])]
+    check.limit("loss, second half / first", halves[1] / halves[0], LEARNED)
+    decay = 2 * c.lr * config.resolve(c).weight_decay  # twice, since weights may shrink
+    names, with_gradient, updated = set(), set(), set()
+    for row in of_parameters:
+        names.add(row["parameter"])
+        if row["step"] > 1 and row["grad_norm"] > 0:
+            with_gradient.add(row["parameter"])
+        if row["update_norm"] > decay * row["weight_norm"]:
+            updated.add(row["parameter"])
+    for fault, found in (
+        ("no gradient", names - with_gradient),
+        ("no update beside weight decay", names - updated),
+    ):
+        if found:
+            check.problems.append(f"{fault}: {len(found)} parameters, such as {min(found)}")
 
 
 def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication]) -> None:
@@ -258,7 +299,7 @@ def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication
     extra = Counter()
     for row in profile["communicated"]:
         extra[row["kind"], row["axis"]] += row["bytes"]
-    check.figures["MB sent"] = extra.total() / 1e6
+    check.figures["MB handed to torch"] = extra.total() / 1e6
     for row in sent:
         extra[row.collective, row.axis] -= row.bytes
     for (kind, axis), size in extra.items():
@@ -266,7 +307,7 @@ def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication
             check.problems.append(f"{size:+,} bytes of {kind} over {axis} are not in the rehearsal")
 
 
-CHECKS = {"matmul": matmul, "links": links, "parity": parity}
+CHECKS = {"links": links, "parity": parity}  # in this order
 
 
 # --------------------------------------------------------------------------------------------------
@@ -277,18 +318,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """This command's own flags, and the planned run. Raises UsageError."""
     parser = config.build_parser()
     parser.prog = "tools.check"
-    parser.usage = "torchrun ... -m tools.check [CHECK ...] [--FLAG VALUE ...]"
+    parser.usage = "torchrun ... -m tools.check [--FLAG VALUE ...]"
     parser.description = "Check the ranks, with the flags of the run that is planned: train.py's."
-    lines = [f"  {name:10} {check.__doc__}" for name, check in CHECKS.items()]
-    parser.epilog = "\n".join(["checks, in this order:", *lines])
-    group = parser.add_argument_group("the checks")
-    group.add_argument("checks", nargs="*", metavar="CHECK", help="(default: all)")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.epilog = "\n".join(f"{name}: {check.__doc__}" for name, check in CHECKS.items())
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     flags = config.parse_flags(parser, [*argv, *SHORT.split()])
-    options = {name: flags.pop(name) for name in ("checks", "json")}
-    options = argparse.Namespace(**options, out=flags["out"], argv=argv)
-    if unknown := [name for name in options.checks if name not in CHECKS]:
-        raise cli.UsageError(f"no check is named {unknown[0]}: choose from {', '.join(CHECKS)}")
+    options = argparse.Namespace(json=flags.pop("json"), out=flags["out"], argv=argv)
     if options.json and not options.json.absolute().parent.is_dir():
         raise cli.UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
     return options, config.to_config(flags)
@@ -309,7 +344,7 @@ def check_ranks(argv: list[str]) -> int:
     with Watchdog(world.store, world.rank, world.size, c.timeout) as guard:
         ranks = Ranks(c, options.out, world, guard)
         checks = []
-        for name in options.checks or CHECKS:
+        for name in CHECKS:
             guard.progress(len(checks), f"in the check {name}", slow=True)
             checks.append(run_check(name, ranks))
         write_json(ranks, options, checks)
@@ -359,7 +394,7 @@ def write_json(ranks: Ranks, options: argparse.Namespace, checks: list[Check]) -
 
 def main(argv: list[str]) -> int:
     slurm.read_slurm()
-    return cli.execute("tools.check", lambda: check_ranks(argv))
+    return cli.execute("tools.check", check_ranks, argv)
 
 
 if __name__ == "__main__":

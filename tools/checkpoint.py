@@ -14,7 +14,7 @@ from pathlib import Path
 
 import checkpoint
 from checkpoint import CheckpointError
-from runtime import cli, console, consolidate
+from runtime import cli, consolidate
 from runtime.run_folder import checkpoints_at
 
 
@@ -55,7 +55,7 @@ def build_parser() -> cli.Parser:
     add = commands.add_parser("verify", help="compare checkpoints with their manifests")
     add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
     text = "convert a sharded checkpoint, by default a run's latest, to the full format"
-    add = commands.add_parser("consolidate", quiet=True, help=text)
+    add = commands.add_parser("consolidate", help=text)
     add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
     add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
     return parser
@@ -66,14 +66,13 @@ def run(argv: list[str]) -> None:
     if args.command != "consolidate":
         report(args.path, verifies=args.command == "verify")
         return
-    with console.live(lambda: "consolidating"):
-        consolidate.consolidate(checkpoints_at(args.path)[-1], args.out)
+    consolidate.consolidate(checkpoints_at(args.path)[-1], args.out)
     size = checkpoint.total_bytes(checkpoint.read_manifest(args.out))
     print(f"{args.out}: one file, {size / 1e6:,.1f} MB")
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.checkpoint", lambda: run(argv))
+    return cli.execute("tools.checkpoint", run, argv)
 
 
 if __name__ == "__main__":

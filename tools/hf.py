@@ -22,7 +22,7 @@ import torch
 
 import checkpoint
 from model import ModelConfig, RopeScaling, Transformer
-from runtime import cli, console, consolidate, run_folder
+from runtime import cli, consolidate, run_folder
 from runtime.cli import UsageError
 from sample import describe
 from text import tokenizer
@@ -125,8 +125,7 @@ def write_weights(path: Path, shapes: dict[str, torch.Size], file: Path) -> None
     def read(name: str) -> torch.Tensor:
         return consolidate.read_full(reader, ours[name]).float()
 
-    with console.live(lambda: "exporting"):
-        checkpoint.write_safetensors(file, layout, read)
+    checkpoint.write_safetensors(file, layout, read)
 
 
 def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
@@ -239,8 +238,7 @@ def copy_weights(
             buffer.madvise(mmap.MADV_DONTNEED)
         return found[hf_name(name.removeprefix("model."))].float()
 
-    with console.live(lambda: "importing"):
-        return consolidate.write_full(work, layout, read)
+    return consolidate.write_full(work, layout, read)
 
 
 def read_json(file: Path) -> dict:
@@ -380,7 +378,8 @@ def write_tokenizer(encoding: tiktoken.Encoding, folder: Path) -> None:
     except ImportError:
         print("no tokenizer.json, only its ranks: pip install transformers and export again")
         return
-    pattern = tokenizer.oniguruma_pattern(encoding._pat_str)  # has no public name
+    # For Oniguruma {1,3}+ repeats {1,3}; at the end of an alternative {1,3} matches the same.
+    pattern = encoding._pat_str.replace("{1,3}+", "{1,3}")  # has no public name
     special = sorted(encoding.special_tokens_set, key=encoding.encode_single_token)
     converter = TikTokenConverter(str(ranks), pattern, extra_special_tokens=special)
     converter.converted().save(str(folder / "tokenizer.json"))
@@ -432,7 +431,6 @@ CONVERT = {"export": export_model, "import": import_model}
 
 def build_parser() -> cli.Parser:
     parser = cli.Parser(
-        quiet=True,
         prog="tools.hf",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,

@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -63,6 +64,12 @@ FLAGS = {
         "of a host to others, in one direction, all its network cards together, which its devices "
         "share (default: 80%% of the data sheet's)",
     ),
+    "interruption": number(
+        "H",
+        "device-hours from one interruption to the next (default: Llama 3's 50,700, which are 419 "
+        "in 54 days of 16,384 GPUs)",
+        predict.INTERRUPTION,
+    ),
     "tokens": number("N", "tokens to train on, such as 15e12: hours"),
     "search": dict(action="store_true", help="rank the meshes and policies that fit"),
     "search_seconds": number("S", "of --search (default: 120)", default=120.0),
@@ -93,6 +100,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
     options = argparse.Namespace(**{name: flags.pop(name) for name in FLAGS})
     given = {word.split("=")[0].removeprefix("--") for word in argv}
     options.free = frozenset(flags) - given
+    options.costs = {}
     if options.run:
         if others := given & flags.keys() - {"peak_tflops"}:
             raise UsageError(f"--run takes the flags of the run: leave out --{min(others)}")
@@ -143,7 +151,8 @@ def make_cluster(options: argparse.Namespace) -> Cluster:
 def read_run(options: argparse.Namespace, peak_tflops: float | None) -> Request:
     """The last start of --run; sets `measured`. Raises UsageError if it has logged no step."""
     folder = options.run
-    rows = read(folder, folder).training
+    log = read(folder, folder)
+    rows = log.training
     starts = run_folder.read_starts(Path(folder))
     rows = [row for row in rows if starts and row["step"] > starts[-1]["step"]]
     if not rows:
@@ -164,6 +173,12 @@ def read_run(options: argparse.Namespace, peak_tflops: float | None) -> Request:
         "step_time": statistics.median(row["step_time"] for row in rows[1:] or rows),
         "peak_memory": on_device or max(row["peak_host_memory"] for row in rows),
     }
+    saves = [row["blocking_seconds"] for row in log.rows if row.get("event") == "checkpoint"]
+    options.costs = {"save": statistics.median(saves)} if saves else {}
+    if stopped := start.get("last_logged"):
+        first = next(row["time"] for row in log.rows if row["step"] > start["step"])
+        times = datetime.fromisoformat(first), datetime.fromisoformat(stopped)
+        options.costs["restart"] = (times[0] - times[1]).total_seconds()
     model = ModelConfig.from_dict(start["model"])
     return Request(c, make_cluster(options), start["tokens_in_vocabulary"], options.rank, model)
 
@@ -214,19 +229,39 @@ class Plan:
         for entry in self.rehearsal.communication:
             group = predict.group_of(entry.axis, self.request.rank, shape, links.local_size)
             row = {"axis": entry.axis, "collective": entry.collective, "count": 0, "bytes": 0}
-            row |= {"inter_host": group.hosts > 1, "seconds": 0.0, "phases": []}
+            row |= {"wire_bytes": 0.0, "inter_host": group.hosts > 1, "seconds": 0.0, "phases": []}
             row = rows.setdefault((entry.axis, entry.collective), row)
             row["phases"].append(entry.phase)
             row["count"] += entry.count
             row["bytes"] += entry.bytes
+            row["wire_bytes"] += predict.wire_bytes(entry, group, links)
             row["seconds"] += predict.collective_seconds(entry, group, links)
         return list(rows.values())
 
 
+def goodput(plan: Plan, options: argparse.Namespace) -> dict[str, float]:
+    """Interruptions of the run, and the share of its time that trains. Times are seconds."""
+    c, cluster, saved = plan.request.config, plan.request.cluster, plan.checkpoint()
+    write = saved["bytes_per_rank"] / predict.WRITE
+    copy = saved["host_bytes_async"] / cluster.links.local_size / predict.COPY
+    costs = {"save": copy if c.async_save else write, "restart": c.timeout + write} | options.costs
+    step = options.measured["step_time"] if options.run else plan.speed.step_time
+    total = 3600 * plan.hours if plan.tokens else c.max_steps * step
+    between = 3600 * options.interruption / cluster.world_size
+    intervals = {
+        "best": math.sqrt(2 * costs["save"] * between),  # Young 1974
+        "chosen": c.save_interval * step or total,
+    }
+    found = {"interruptions": total / between, "between": between, **costs}
+    for name, interval in intervals.items():
+        found[f"{name}_interval"] = interval
+        found[f"{name}_share"] = predict.training_share(interval, **costs, between=between)
+    return found
+
+
 def make_plan(request: Request, tokens: float | None = None) -> Plan:
     rehearsal = request.rehearse()
-    speed = predict.speed(rehearsal, request.config, request.cluster, request.rank)
-    return Plan(request, rehearsal, speed, tokens)
+    return Plan(request, rehearsal, predict.speed(rehearsal, request), tokens)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -268,8 +303,6 @@ def to_json(plan: Plan) -> dict:
 # --------------------------------------------------------------------------------------------------
 # The report
 
-VERDICT = {True: "fits", False: "DOES NOT FIT"}
-
 
 def report(plan: Plan) -> Iterator[str]:
     """The lines for people: one screen, with the arithmetic."""
@@ -306,11 +339,12 @@ def describe_run(plan: Plan) -> Iterator[str]:
 def describe_memory(plan: Plan) -> Iterator[str]:
     found = plan.rehearsal
     available = plan.request.cluster.device_memory
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield f"memory      rank {plan.request.rank}, in GB: {parts_of(found.state)} at the update"
     yield f"            at its peak: {parts_of(found.memory)}"
     yield (
         f"            = {gigabytes(found.peak)} GB of {gigabytes(available)} GB, "
-        f"{found.peak / available:.0%}: {VERDICT[plan.fits]} (limit {predict.USABLE:.0%})"
+        f"{found.peak / available:.0%}: {verdict} (limit {predict.USABLE:.0%})"
     )
 
 
@@ -327,9 +361,10 @@ def describe_communication(plan: Plan) -> Iterator[str]:
         yield f"{title}nothing"
     for row in rows:
         where = "between hosts" if row["inter_host"] else "within a host"
+        handed, sent = gigabytes(row["bytes"]), gigabytes(row["wire_bytes"])
         yield (
-            f"{title}{row['axis']:12} {row['count']:6,} x {row['collective']:14} "
-            f"{gigabytes(row['bytes']):>9} GB  {where}  {row['seconds']:8.4f} s"
+            f"{title}{row['axis']:12} {row['count']:6,} x {row['collective']:14} handed to torch "
+            f"{handed:>6} GB, on the wire {sent:>6} GB  {where}  {row['seconds']:8.4f} s"
         )
         title = "            "
 
@@ -358,16 +393,18 @@ def describe_step(plan: Plan) -> Iterator[str]:
     yield f"exposed     {', '.join(exposed) or 'nothing'}"
     yield (
         f"step        compute {speed.compute:.4g} + exposed communication "
-        f"{sum(speed.exposed.values()):.4g} + optimizer {speed.optimizer:.4g} = "
+        f"{sum(speed.exposed.values()):.4g} + optimizer {speed.optimizer:.4g} = at least "
         f"{speed.step_time:.4g} s"
     )
+    low, high = (f"{factor * speed.step_time:.4g}" for factor in predict.TOOK)
+    yield f"            half of the published runs would take {low} to {high} s, a quarter more"
     multiplied = sum(row.flops for row in plan.rehearsal.operations if row.phase == "optimizer")
     if multiplied:  # by Muon
         share = speed.optimizer / speed.step_time
         yield f"optimizer   {multiplied / 1e12:,.1f} TFLOP, {share:.1%} of the step"
-    eager = ", not compiled: at least" if plan.request.config.compile else ""
+    eager = ", not compiled" if plan.request.config.compile else ""
     yield (
-        f"speed       {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "
+        f"speed       at most {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "
         f"MFU {speed.mfu:.1%}{eager}"
     )
     if plan.tokens:
@@ -376,6 +413,18 @@ def describe_step(plan: Plan) -> Iterator[str]:
             f"training    {plan.tokens:.4g} tokens: {plan.hours:,.1f} hours x {devices} = "
             f"{plan.hours * devices:,.0f} device-hours"
         )
+
+
+def describe_goodput(g: dict[str, float]) -> Iterator[str]:
+    yield (
+        f"goodput     {g['interruptions']:,.3g} interruptions, one in {g['between'] / 3600:,.3g} "
+        f"hours; a save costs {g['save']:.3g} s, a restart {g['restart']:.3g} s"
+    )
+    yield (
+        f"            {g['best_share']:.1%} of the time trains with a save every "
+        f"{g['best_interval']:,.0f} s, the best; {g['chosen_share']:.1%} with --save_interval, "
+        f"every {g['chosen_interval']:,.0f} s"
+    )
 
 
 def describe_measured(step_time: float, peak_memory: int) -> Iterator[str]:
@@ -399,12 +448,13 @@ def gigabytes(size: int) -> str:
 def run(argv: list[str]) -> None:
     request, options = parse(argv)
     if options.search:
-        found = search.to_json(*search.search(request, options.free, options.search_seconds))
+        found = search.search(request, options.free, options.search_seconds)
         lines = search.table(found, request.cluster)
     else:
         plan = make_plan(request, options.tokens)
-        found = to_json(plan)
+        found = to_json(plan) | {"goodput": goodput(plan, options)}
         lines = [*report(plan)]
+        lines += describe_goodput(found["goodput"])
         if options.run:
             found["measured"] = options.measured
             lines += describe_measured(**options.measured)
@@ -415,7 +465,7 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.plan", lambda: run(argv))
+    return cli.execute("tools.plan", run, argv)
 
 
 if __name__ == "__main__":

@@ -249,7 +249,7 @@ def report(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.report", lambda: report(argv))
+    return cli.execute("tools.report", report, argv)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,17 @@ LAUNCH = 5e-6
 # protocol (github.com/NVIDIA/nccl-tests, issues 212 and 326).
 LINK_EFFICIENCY = 0.8
 
+# Bytes per second of a rank: to write a save, and to copy an async save to the host. Both assumed
+WRITE, COPY = 1e9, 10e9
+
+# Half of the 54 rows of docs/published.json to which nothing was fitted took between so many times
+# the predicted seconds; of the others, as many took longer as less.
+TOOK = (1.00, 1.23)
+
+# Device-hours from one interruption to the next. Llama 3: 419 unexpected ones in 54 days of 16,384
+# GPUs (arXiv 2407.21783, section 3.3.4)
+INTERRUPTION = 54 * 24 * 16_384 / 419
+
 # Share of a device's memory that tensors may fill. The rest is for the CUDA context, NCCL's buffers
 # and gaps in torch's caching allocator. --strategy auto fills 80%, by an estimate.
 USABLE = 0.9
@@ -201,6 +212,16 @@ def group_of(axis: str, rank: int, mesh_shape: tuple[int, int, int], local_size:
     return Group(size, len(hosts))
 
 
+def passes(collective: str, links: Links) -> int:
+    """How often a ring passes a tensor around."""
+    return {"all_reduce": 2, "reduce_scatter": links.scatter_passes}.get(collective, 1)
+
+
+def wire_bytes(row: Communication, group: Group, links: Links) -> float:
+    """Bytes that a rank sends for a row, of row.bytes handed to torch."""
+    return passes(row.collective, links) * row.bytes * (group.size - 1) / group.size
+
+
 def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     """Seconds of a row's collectives, run one after the other.
 
@@ -210,12 +231,7 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     """
     if group.size == 1:
         return 0.0
-    passes = 1
-    if row.collective == "all_reduce":
-        passes = 2
-    elif row.collective == "reduce_scatter":
-        passes = links.scatter_passes
-    sent = passes * row.bytes * (group.size - 1) / group.size
+    sent = wire_bytes(row, group, links)
     if row.collective == "all_to_all" and group.hosts > 1:
         sent *= group.size / group.hosts  # no ring: all ranks of a host send theirs to other hosts
     bandwidth = links.intra_bandwidth
@@ -228,7 +244,8 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     if row.collective == "all_reduce":
         inner = (group.size / group.hosts - 1) * links.intra_latency
         hops = min(hops, inner + math.log2(group.hosts) * links.inter_latency)
-    return sent / bandwidth + row.count * (links.launch_latency + passes * hops)
+    hops *= passes(row.collective, links)
+    return sent / bandwidth + row.count * (links.launch_latency + hops)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -296,19 +313,19 @@ class Queue:
         return Counter({axis: seconds * part / total for axis, part in self.seconds.items()})
 
 
-def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> Speed:
-    """Predict a step of `rank`. Raises UsageError if the device's speed is unknown.
+def speed(rehearsal: Rehearsal, request: Request) -> Speed:
+    """Predict a step. Raises UsageError if the device's speed is unknown.
 
     docs/plan.md lists what overlaps and what is left out.
     """
     setup = rehearsal.setup
     n = setup.grad_accum_steps
-    peak = peak_flops(cluster, c)
+    peak = peak_flops(request.cluster, request.config)
     phases = Counter()  # phase -> seconds
     for row in rehearsal.operations:
-        phases[row.phase] += operation_seconds(row, peak, cluster)
+        phases[row.phase] += operation_seconds(row, peak, request.cluster)
     forward, backward = phases["forward"] / n, phases["backward"] / n  # of a micro-batch
-    beside, exposed, total = overlap(rehearsal, c, cluster, rank)
+    beside, exposed, total = overlap(rehearsal, request)
     for work, compute, times in (
         ("forward", forward, n),
         ("backward", backward, n - 1),
@@ -327,17 +344,15 @@ def speed(rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int = 0) -> S
     )
 
 
-def overlap(
-    rehearsal: Rehearsal, c: Config, cluster: Cluster, rank: int
-) -> tuple[dict[str, Queue], Counter, Counter]:
+def overlap(rehearsal: Rehearsal, request: Request) -> tuple[dict[str, Queue], Counter, Counter]:
     """Communication by the work it overlaps; seconds by axis that overlap none, and in total."""
     setup = rehearsal.setup
-    links = cluster.links
+    cluster, links = request.cluster, request.cluster.links
     n = setup.grad_accum_steps
     beside = {work: Queue() for work in ("forward", "backward", "last backward")}
     alone, total = Counter(), Counter()  # axis -> seconds per step
     for row in rehearsal.communication:
-        group = group_of(row.axis, rank, setup.mesh_shape, links.local_size)
+        group = group_of(row.axis, request.rank, setup.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds
@@ -347,7 +362,7 @@ def overlap(
             alone[row.axis] += seconds
         elif row.phase == "forward":
             beside["forward"].add(row, seconds, slowed, n)
-        elif is_last_only(row, c):
+        elif is_last_only(row, request.config):
             beside["last backward"].add(row, seconds, slowed, 1)
         else:
             beside["backward"].add(row, seconds, slowed, n)
@@ -360,3 +375,9 @@ def is_last_only(row: Communication, c: Config) -> bool:
     if row.collective == "all_gather" or c.grad_sync == "micro_batch":
         return False
     return c.grad_sync == "batch" or row.collective == "all_reduce"
+
+
+def training_share(interval: float, save: float, restart: float, between: float) -> float:
+    """The share of the time that trains what is kept (Daly 2006, equation 20). All in seconds."""
+    saves = (interval + save) / between
+    return interval / between * math.exp(-restart / between - saves) / -math.expm1(-saves)

@@ -80,8 +80,7 @@ Change = tuple[str, str, int]
 KINDS = (
     "parameters",
     "optimizer",
-    "gradients",  # that the optimizer reads
-    "unsynchronized",  # gradients kept for a later micro-batch, beyond the above
+    "gradients",  # that the optimizer reads, and those kept for a later micro-batch
     "logits",
     "gathered",  # FSDP's collective buffers, and weights in the compute dtype
     "activations",
@@ -207,10 +206,6 @@ def run_step(c: Config, setup: Setup, mesh: dist.DeviceMesh) -> Rehearsal:
 REHEARSED_UNITS = 2  # of FSDP: the first and the last
 
 
-class NotRepeated(ValueError):
-    """Two steps differ by more than repeated layers."""
-
-
 def run_layers(c: Config, setup: Setup, world: dist.World) -> Rehearsal:
     """The step of `setup`, extended from a few layers if that is exact.
 
@@ -231,35 +226,32 @@ def run_layers(c: Config, setup: Setup, world: dist.World) -> Rehearsal:
     found = None
     repeats = c.optimizer != "muon" and (setup.strategy != "ddp" or c.tp > 1)
     if more > REHEARSED_UNITS + 1 and repeats:
-        with suppress(NotRepeated):
+        with suppress(ValueError):  # they do not: see `extend`
             found = extend(run(few), run(few + unit), more)
     found = found or run(n_layer)
-    memory = at_peak(found.changes, found.state["gradients"])
-    return dataclasses.replace(found, memory=memory, changes=[])
+    return dataclasses.replace(found, memory=at_peak(found.changes), changes=[])
 
 
 def extend(few, more, times: int):
     """`few` plus `times` times what `more` has beyond it, in all its numbers and lists.
 
-    Raises NotRepeated if the two differ otherwise.
+    Raises ValueError if the two differ otherwise.
     """
     if few == more:
         return few
-    if type(few) is not type(more):
-        raise NotRepeated
     if isinstance(few, int | float):
         return few + times * (more - few)
     if isinstance(few, list | tuple) and len(few) == len(more):
         return type(few)(extend(a, b, times) for a, b in zip(few, more))
     if isinstance(few, list) and isinstance(few[0], tuple):
         return extend_list(few, more, times)
-    if isinstance(few, dict) and few.keys() == more.keys():
+    if isinstance(few, dict):
         return {key: extend(few[key], more[key], times) for key in few}
     if dataclasses.is_dataclass(few):
         names = [f.name for f in dataclasses.fields(few)]
         values = {name: extend(getattr(few, name), getattr(more, name), times) for name in names}
         return dataclasses.replace(few, **values)
-    raise NotRepeated
+    raise ValueError(f"not repeated: {few} and {more}")
 
 
 def extend_list(few: list, more: list, times: int) -> list:
@@ -269,25 +261,18 @@ def extend_list(few: list, more: list, times: int) -> list:
     for _, i, i_end, j, j_end in matcher.get_opcodes():
         inserted = (j_end - j) - (i_end - i)
         if inserted < 0:
-            raise NotRepeated
+            raise ValueError("a longer model lacks what a shorter one does")
         found += times * more[j : j + inserted]
         found += extend(few[i:i_end], more[j + inserted : j_end], times)
     return found
 
 
-def at_peak(changes: list[Change], gradients: int) -> dict[str, int]:
-    """Bytes by kind when their sum first reaches its maximum.
-
-    `gradients` is the bytes that the optimizer reads.
-    """
+def at_peak(changes: list[Change]) -> dict[str, int]:
+    """Bytes by kind when their sum first reaches its maximum."""
     totals = list(itertools.accumulate(size for _, _, size in changes))
     sizes = dict.fromkeys(KINDS, 0)
     for _, kind, size in changes[: totals.index(max(totals)) + 1]:
         sizes[kind] += size
-    # Accumulating gradients count as gradients up to the bytes of FSDP's shards.
-    missing = min(sizes["unsynchronized"], gradients - sizes["gradients"])
-    sizes["unsynchronized"] -= missing
-    sizes["gradients"] += missing
     return sizes
 
 
@@ -586,7 +571,7 @@ class Recorder(TorchDispatchMode):
         """The micro-batches of a step; each stands for `times` equal ones."""
         for number, stands_for in enumerate(times):
             if number > 0:
-                self.mark_unsynchronized()
+                self.mark_kept_gradients()
             self.begin("build")  # the micro-batch, not counted
             tokens = next(batches)
             self.begin("forward")
@@ -596,12 +581,12 @@ class Recorder(TorchDispatchMode):
     def mark_gradients(self, net: nn.Module) -> None:
         self.mark([p.grad for p in net.parameters() if p.grad is not None], "gradients")
 
-    def mark_unsynchronized(self) -> None:
+    def mark_kept_gradients(self) -> None:
         """What backward leaves for the next micro-batch is gradients, except scalars."""
         for block in self.live.values():
-            is_new = KINDS.index(block.kind) > KINDS.index("unsynchronized")
+            is_new = KINDS.index(block.kind) > KINDS.index("gradients")
             if block.phase == "backward" and block.size > 8 and is_new:
-                block.kind = "unsynchronized"
+                block.kind = "gradients"
 
     def state_bytes(self) -> dict[str, int]:
         sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
@@ -642,15 +627,12 @@ def as_on(device_type: str) -> Iterator[None]:
     # number per token and head) and returns the result in q's layout, like cuDNN. A norm is one
     # kernel too.
     on_cpu = model.is_gpu, F.rms_norm
-    model.is_gpu, F.rms_norm = lambda device: True, fused_rms_norm
+    model.is_gpu = lambda device: True
+    F.rms_norm = lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight)
     try:
         yield
     finally:
         model.is_gpu, F.rms_norm = on_cpu
-
-
-def fused_rms_norm(x: Tensor, shape: torch.Size, weight: Tensor, eps: float) -> Tensor:
-    return FusedRMSNorm.apply(x, weight)
 
 
 class FusedRMSNorm(torch.autograd.Function):

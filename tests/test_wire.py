@@ -1,0 +1,98 @@
+"""What a step puts on the wire, counted by the kernel, is what tools.plan says."""
+
+import ctypes
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import build_run, flags, fork_ranks, train_step
+from torch.distributed.tensor.parallel import loss_parallel
+
+from tools import plan
+
+CLONE_NEWNET = 0x40000000
+HEADERS = 66  # of a packet: Ethernet 14, IP 20, TCP 32
+STEPS = 4
+# Matrices and activations of 256 KB and more
+LARGE = "--n_layer 2 --d_model 256 --d_ff 512 --seq_len 64 --dtype float32 --global_batch_size 16"
+
+
+def payload() -> int:
+    """Bytes that the loopback device of this network namespace has sent, without headers."""
+    _, _, line = Path("/proc/net/dev").read_text().partition("lo:")
+    fields = ["lo:", *line.split()]
+    return int(fields[9]) - HEADERS * int(fields[10])
+
+
+def bytes_of_a_step(argv: list[str], file: Path) -> None:
+    """Write what all ranks together send in a step of training."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    run = build_run(argv)
+    batches = run.batches()
+    with loss_parallel():
+        for step in (1, 2):  # DDP rebuilds its buckets
+            train_step(run, batches, step)
+        torch.distributed.barrier()  # until all have sent all of step 2
+        counts = [payload()]
+        torch.distributed.barrier()
+        counts.append(payload())  # of a barrier
+        for step in range(3, 3 + STEPS):
+            train_step(run, batches, step)
+        torch.distributed.barrier()
+        counts.append(payload())
+    if run.world.rank == 0:
+        before, barrier, after = counts
+        file.write_text(json.dumps((after - 2 * barrier + before) / STEPS))
+    torch.distributed.barrier()
+
+
+def in_a_namespace(size: int, argv: list[str], file: Path) -> int:
+    """Start the ranks in a network namespace that has nothing else; return 0 if it exists."""
+    if ctypes.CDLL(None).unshare(CLONE_NEWNET):
+        return 1
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    for process in fork_ranks(size, bytes_of_a_step, argv, file):
+        process.join()
+    return 0
+
+
+def measure(size: int, text: str, tokens: Path, folder: Path) -> tuple[float, list[dict]]:
+    """Bytes of a step on the wire, of all ranks together; and the rows of its plan, of a rank."""
+    argv = flags(f"--data {tokens} --out {folder}/run {text} --max_steps 10")
+    (parent,) = fork_ranks(1, in_a_namespace, size, argv, folder / "bytes")
+    parent.join()
+    if parent.exitcode == 1:
+        pytest.skip("network namespaces need root")
+    cluster = f"--world_size {size} --nproc_per_node {size} --device_type cpu --peak_tflops 1"
+    request, _ = plan.parse([*argv, *cluster.split()])
+    return json.loads((folder / "bytes").read_text()), plan.make_plan(request).communication()
+
+
+MESHES = {"ddp": 2, "hsdp --dp_shard 2": 4, "fsdp --tp 2": 4}
+SLOW = {"ddp": 4, "fsdp": 4, "fsdp ": 2, "single --tp 2": 2}
+
+
+@pytest.mark.parametrize(
+    "mesh, size",
+    [*MESHES.items(), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW.items())],
+)
+def test_a_step_sends_what_each_collective_must(tokens, tmp_path, mesh, size):
+    found, rows = measure(size, f"--strategy {mesh} {LARGE}", tokens, tmp_path)
+    planned = size * sum(row["wire_bytes"] for row in rows)
+    print(f"\n{mesh} on {size}: {found:,.0f} bytes, planned {planned:,.0f}: {found / planned:.4f}")
+    assert found == pytest.approx(planned, rel=0.02)
+    handed = size * sum(row["bytes"] for row in rows)
+    assert handed != pytest.approx(planned, rel=0.02) or mesh == "ddp"
+
+
+@pytest.mark.slow
+def test_small_messages_send_a_surplus(tokens, tmp_path):
+    """Printed, not limited: a message has a header of its own."""
+    text = f"--strategy fsdp {LARGE} --d_model 32 --d_ff 64"
+    found, rows = measure(2, text, tokens, tmp_path)
+    planned = 2 * sum(row["wire_bytes"] for row in rows)
+    print(f"\nsmall messages: {found:,.0f} bytes, planned {planned:,.0f}, x {found / planned:.4f}")
+    assert found > planned

@@ -1,0 +1,81 @@
+"""Run a training script, and time the matrix products of its second micro-batch alone.
+
+python tools/measuring/products.py SCRIPT [FLAG ...]
+
+A micro-batch cannot take less on this machine. Attention's products, which are one kernel with the
+rest of attention, are not among them.
+"""
+
+import itertools
+import runpy
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see all operations
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+REPEATS, SECONDS = 5, 0.02  # of each repeat
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by operator and operands, each (shape, stride, dtype, device)."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in PRODUCTS:
+            operands = tuple((a.shape, a.stride(), a.dtype, a.device) for a in args)
+            self.counts[function.overloadpacket, operands] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def seconds_of(function, operands: tuple) -> float:
+    """The least seconds of repeated products of random numbers, with these operands."""
+    tensors = []
+    for shape, stride, dtype, device in operands:
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        tensors.append(torch.randn_like(empty))  # with the same strides
+
+    def mean(count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            function(*tensors)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return (time.perf_counter() - began) / count
+
+    mean(1)  # allocates
+    count = 1 + int(SECONDS / mean(1))
+    return min(mean(count) for _ in range(REPEATS))
+
+
+def main(argv: list[str]) -> None:
+    """Run the script `argv`; what it multiplies between two ends of backward is a micro-batch."""
+    products = Products()
+    backward = torch.Tensor.backward
+    calls = itertools.count(1)
+
+    def counted_backward(*arguments, **options) -> None:
+        backward(*arguments, **options)
+        number = next(calls)
+        if number == 1:
+            products.__enter__()
+        elif number == 2:
+            products.__exit__(None, None, None)
+            seconds = sum(n * seconds_of(*product) for product, n in products.counts.items())
+            print(f"matrix products of a micro-batch: {seconds} s", flush=True)
+
+    torch.Tensor.backward = counted_backward
+    sys.argv = argv
+    sys.path[0] = str(Path(argv[0]).resolve().parent)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
