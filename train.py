@@ -1,6 +1,17 @@
 """Train a language model: a run, from its flags to its last save, in the order in which it happens.
 
-torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
+    torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
+
+Read `run`, then `train_step`. What they call, by question:
+
+    the learning rate, clipping, an update     optim.learning_rate, CLIPS, Optimizer.step
+    attention, the loss                        model.Attention, Head
+    how ranks average gradients                dist.gradient_sync
+    which rank reads which sequences           data.train_indices; text/encode.py packs them
+    a checkpoint of one mesh on another        checkpoint.load_state
+    a row of the log, without a host sync      metrics.Log.step
+    a flag, and what follows from it           config.Config, layout.choose
+    a rank that dies or hangs                  runtime/watchdog.py
 """
 
 import contextlib
