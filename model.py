@@ -498,8 +498,8 @@ SAVED_OPERATIONS = [
 def is_saved(context, operator, *args, **kwargs) -> bool:
     """Whether selective checkpointing keeps the result of an operator.
 
-    Under tp, a row-wise layer's product is a partial sum as large as the full output. It is computed
-    again; the result of its reduce_scatter, 1 / tp as large, is kept.
+    Under tp, a row-wise layer's product is a partial sum as large as the full output. It is
+    computed again; the result of its reduce_scatter, 1 / tp as large, is kept.
     """
     if operator not in SAVED_OPERATIONS:
         return False
