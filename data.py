@@ -5,10 +5,10 @@ A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no hea
 `meta.pkl` is never unpickled.
 
 A window is the piece of a file that a sequence reads: T tokens and the token after them. A file of
-N tokens has (N - 1) // T. Sequence n of a run is window permute(n mod windows) of epoch n div
-windows: a pure function of (seed, n), whatever the number of ranks or workers, the micro-batch size
-or the step at which a run resumed. So a checkpoint needs no state of the data loader. In a mixture,
-n also decides which folder a sequence is from.
+N tokens has (N - 1) // T. Sequence n of a run, with epoch, i = divmod(n, windows), is window
+permute(i) in the order of (seed, epoch): a pure function of (seed, n), whatever the number of ranks
+or workers, the micro-batch size or the step at which a run resumed. So a checkpoint needs no state
+of the data loader. In a mixture, n also decides which folder a sequence is from.
 
 prepare.py ends each document with an end-of-text token and packs one after the other: a window may
 end in another document than it began in, and attention sees both.
@@ -353,22 +353,3 @@ def leave_process_group(worker: int) -> None:
     SIGTERM would kill it, and with it the parent, before the parent has saved.
     """
     os.setpgid(0, 0)
-
-
-def prefetch(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Yield pinned batches on a GPU, copying the next one on a side stream meanwhile."""
-    stream = torch.cuda.Stream(device)
-
-    def copy(batch: Tensor) -> Tensor:
-        with torch.cuda.stream(stream):
-            return batch.to(device, non_blocking=True)
-
-    copies = map(copy, batches)
-    ahead = next(copies, None)
-    while ahead is not None:
-        current = torch.cuda.current_stream(device)
-        current.wait_stream(stream)
-        ahead.record_stream(current)  # do not reuse its memory before `current` is done with it
-        batch = ahead
-        ahead = next(copies, None)
-        yield batch

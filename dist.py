@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed
@@ -29,8 +28,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-
-Result = TypeVar("Result")
 
 
 class MeshError(ValueError):
@@ -211,7 +208,7 @@ def stop() -> None:
     torch.distributed.destroy_process_group()
 
 
-def on_all_ranks(function: Callable[..., Result], *arguments) -> list[Result]:
+def on_all_ranks(function: Callable, *arguments) -> list:
     """Call `function` on each rank; return the results of all, by rank.
 
     If one raises, raises its exception on all, so that none waits.
@@ -230,7 +227,7 @@ def on_all_ranks(function: Callable[..., Result], *arguments) -> list[Result]:
     return [result for result, _ in outcomes]
 
 
-def on_rank0(function: Callable[..., Result], *arguments) -> Result:
+def on_rank0(function: Callable, *arguments):
     """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
     if torch.distributed.get_rank() != 0:
         return on_all_ranks(lambda: None)[0]
@@ -314,20 +311,19 @@ def parallelize(
     mesh: DeviceMesh,
     strategy: str,
     *,
-    init: Callable[[str, Tensor], None],
+    init: Callable[[str, Tensor], None] | None,
     dtype: torch.dtype = torch.float32,
     tp_plan: dict[str, ParallelStyle] | None = None,
     fsdp_units: list[list[nn.Module]] = (),
     reshard_after_forward: bool = True,
     keep_gradients: bool = False,
-    init_weights: bool = True,
 ) -> nn.Module:
     """Lay a model built on the meta device out on the mesh; return the module to call.
 
     Weights stay in float32, FSDP gathers them in `dtype`, and gradients are averaged in float32
     over all dp ranks. Parameters keep their names.
 
-    init                    init(name, tensor) fills one full tensor; see `materialize`
+    init                    init(name, tensor) fills one full tensor; None: weights get no values
     tp_plan                 how a tp group splits submodules, for parallelize_module (Shoeybi et al.
                             2019); other parameters are replicated
     fsdp_units              groups of submodules, in forward order, whose weights FSDP gathers
@@ -337,20 +333,17 @@ def parallelize(
                             an embedding, whose backward reads no weight; False: SHARD_GRAD_OP
     keep_gradients          DDP's gradients exist from the start, as views of its buckets, where
                             micro-batches that are not synchronized accumulate
-    init_weights            False: weights get memory, but no values
     """
     tp = mesh["tp"].size()
     if tp > 1:
         parallelize_module(model, mesh["tp"], tp_plan)
         distribute_module(model, mesh["tp"])  # replicates what the plan does not split
-    if strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1):  # no DTensors in DDP
+    # DDP cannot hold tp's DTensors: ddp with tp is FSDP with replicas of one shard.
+    if strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1):
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
         shard(model, axes, dtype, fsdp_units, reshard_after_forward)
-    if init_weights:
-        materialize(model, torch.device(mesh.device_type), init)
-    else:
-        model.to_empty(device=mesh.device_type)
+    materialize(model, torch.device(mesh.device_type), init)
     if strategy == "ddp" and tp == 1:
         return replicate(model, mesh, keep_gradients)
     return model
@@ -438,7 +431,7 @@ def shard(
 
 
 def materialize(
-    model: nn.Module, device: torch.device, init: Callable[[str, Tensor], None]
+    model: nn.Module, device: torch.device, init: Callable[[str, Tensor], None] | None
 ) -> None:
     """Give a model on the meta device memory and values.
 
@@ -446,6 +439,8 @@ def materialize(
     without communication, and a rank holds at most its shard and one full tensor.
     """
     model.to_empty(device=device)
+    if init is None:
+        return
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if not isinstance(tensor, DTensor):

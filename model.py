@@ -1,6 +1,6 @@
 """The decoder: a Llama-3-style transformer, its named sizes, initial weights, FLOPs and tp plan.
 
-Every strategy runs this same arithmetic. Weights arrive in float32 (single, ddp) or already in the
+Every strategy runs this same arithmetic. Weights arrive in float32 (single, DDP) or already in the
 compute dtype (FSDP gathers them that way); each layer casts its weight to the dtype of its input.
 
 In shape comments B is sequences, T tokens of a sequence, H heads, and d_head = d_model / n_head.
@@ -77,11 +77,6 @@ class ModelConfig:
                 raise ValueError(
                     f"{field.name} {size!r} must be a whole number from 1 to {limit:,}"
                 )
-        if not (0 < self.rope_theta < math.inf and 0 <= self.norm_eps < math.inf):
-            raise ValueError(
-                f"rope_theta {self.rope_theta} must be above 0, norm_eps {self.norm_eps} at least "
-                "0, and both finite"
-            )
         if self.d_model % self.n_head or self.d_model // self.n_head % 2:
             raise ValueError(
                 f"d_model {self.d_model} / n_head {self.n_head} must be a whole, even number "
@@ -503,7 +498,8 @@ SAVED_OPERATIONS = [
 def is_saved(context, operator, *args, **kwargs) -> bool:
     """Whether selective checkpointing keeps the result of an operator.
 
-    Not a row-wise layer's product under tp, (B * T, d_model) on every rank: its scattered sum.
+    Under tp, a row-wise layer's product is a partial sum as large as the full output. It is
+    computed again; the result of its reduce_scatter, 1 / tp as large, is kept.
     """
     if operator not in SAVED_OPERATIONS:
         return False

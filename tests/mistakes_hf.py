@@ -1,7 +1,6 @@
 """Model folders of Hugging Face that tools.hf refuses; none has weights."""
 
 import json
-import math
 from pathlib import Path
 
 from mistakes import Mistake
@@ -18,7 +17,6 @@ MISTAKES = {
         Mistake("import {hf}/window {root}/new", "needs sliding_window 4096, which this decoder d"),
         Mistake("import {hf}/yarn {root}/new", "needs rope_type 'yarn', which this decoder does n"),
         Mistake("import {hf}/partial {root}/new", "needs partial_rotary_factor 0.5, which this de"),
-        Mistake("import {hf}/theta {root}/new", "config.json: rope_theta nan must be above 0, nor"),
         Mistake("import {hf}/power {root}/new", "config.json: int too large to convert to"),
         Mistake("import {hf}/deep {root}/new", "n_layer 1000000 must be a whole number from 1 to"),
         Mistake("import {hf}/no_rope_factor {root}/new", "config.json: it lacks 'factor'"),
@@ -47,7 +45,6 @@ SPOILT_LLAMAS = {
     "window": {"model_type": "mistral", "sliding_window": 4096},
     "yarn": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
     "partial": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-    "theta": {"rope_theta": math.nan},
     "power": {"rope_theta": 10**400},
     "deep": {"num_hidden_layers": 10**6},
     "no_rope_factor": {"rope_scaling": LLAMA3_ROPE},

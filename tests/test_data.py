@@ -181,9 +181,7 @@ def mixture(tmp_path) -> str:
     return f"{tmp_path}/web:0.7,{tmp_path}/code:0.3"
 
 
-@pytest.mark.parametrize(
-    "shares", [[334, 333, 333], [1, 999], [500] + [10] * 50, [331, 2, 89, 17, 561]]
-)
+@pytest.mark.parametrize("shares", [[334, 333, 333], [1, 999], [331, 2, 89, 17, 561]])
 def test_the_folders_of_a_mixture_take_turns_in_exact_shares(shares, tmp_path):
     items = []
     for i, share in enumerate(shares):

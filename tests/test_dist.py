@@ -49,8 +49,6 @@ def test_a_mesh_that_does_not_multiply_is_refused_with_its_product(arguments, li
     "variables",
     [
         "WORLD_SIZE=2",
-        "RANK=0, WORLD_SIZE=1",
-        "RANK=0, WORLD_SIZE=1, MASTER_ADDR=a",
         "RANK=0, WORLD_SIZE=1, MASTER_PORT=b, MASTER_ADDR=a",
         "RANK=2, WORLD_SIZE=2, MASTER_PORT=1, MASTER_ADDR=a",
     ],
@@ -90,22 +88,8 @@ def test_ranks_that_do_not_join_are_named(monkeypatch):
         dist.start("cpu", timeout, join_timeout=timedelta(seconds=1))
 
 
-def own_dp_rank(shape: tuple[int, int, int]) -> int:
-    return dist.dp_rank(dist.make_mesh(dist.start("cpu"), shape))
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1, 1), (3, 1, 1), (1, 3, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)],
-)
-def test_dp_rank_is_unique_and_complete(pool, shape):
-    world_size, tp = math.prod(shape), shape[-1]
-    answers = pool(world_size, own_dp_rank, shape)
-    assert answers == [rank // tp for rank in range(world_size)]  # one for all of a tp group
-
-
-def axis_groups(shape: tuple[int, int, int]) -> list[tuple]:
-    """(members, timeout, description) of this rank's group on each axis."""
+def place_on_mesh(shape: tuple[int, int, int]) -> tuple[int, list[tuple]]:
+    """The dp_rank, and (members, timeout, description) of this rank's group on each axis."""
     world = dist.start("cpu", timedelta(seconds=77))
     mesh = dist.make_mesh(world, shape)
     found = []
@@ -115,57 +99,26 @@ def axis_groups(shape: tuple[int, int, int]) -> list[tuple]:
         timeout = group._get_backend(world.device).options._timeout
         members = torch.distributed.get_process_group_ranks(group)
         found.append((members, timeout.total_seconds(), group.group_desc))
-    return found
+    return dist.dp_rank(mesh), found
 
 
-def test_each_axis_has_its_own_group_with_the_timeout_of_the_world(pool):
-    """Also an axis that is the whole world: what it communicates is counted as that axis's."""
-    assert pool(4, axis_groups, (1, 4, 1))[2] == [
-        ([2], 77, "dp_replicate"),
-        ([0, 1, 2, 3], 77, "dp_shard"),
-        ([2], 77, "tp"),
-    ]
-    assert pool(4, axis_groups, (2, 1, 2))[3] == [
-        ([1, 3], 77, "dp_replicate"),
-        ([3], 77, "dp_shard"),
-        ([2, 3], 77, "tp"),
-    ]
-
-
-def test_nccl_splits_one_communicator_once_for_each_axis():
-    """At 64 x 8 ranks, in place of one group for each of 584 lines of ranks."""
-    timeout = timedelta(seconds=77)
-    cuda = torch.device("cuda", 3)
-    world = dist.World(3, 512, 3, 8, cuda, timeout, torch.distributed.HashStore())
-    with (
-        mock.patch("torch.distributed.new_group", return_value="parent") as new_group,
-        mock.patch("torch.distributed.split_group", side_effect=["a", "b", "c"]) as split_group,
-        mock.patch.object(dist.DeviceMesh, "from_group") as from_group,
-    ):
-        dist.make_mesh(world, (64, 8, 1))
-    new_group.assert_called_once_with(backend="nccl", timeout=timeout)
-    all_lines = []
-    for call, axis in zip(split_group.call_args_list, dist.AXES, strict=True):
-        parent, lines = call.args
-        assert parent == "parent" and call.kwargs == {"timeout": timeout, "group_desc": axis}
-        all_lines.append(lines)
-    assert [len(lines) for lines in all_lines] == [8, 64, 512]
-    assert all_lines[0][3] == list(range(3, 512, 8)) and all_lines[1][0] == list(range(8))
-    assert from_group.call_args.args == (["a", "b", "c"], "cuda")
-
-
-def fail_on_one_rank(failing_rank: int) -> str:
-    world = dist.start("cpu")
-
-    def work() -> str:
-        if world.rank == failing_rank:
-            raise OSError("this disk is full")
-        return f"done on {world.rank}"
-
-    try:
-        return dist.on_all_ranks(work)[world.rank]
-    except OSError as error:
-        return str(error)
+@pytest.mark.parametrize(
+    "shape, groups_of_last",
+    [
+        ((3, 1, 1), [[0, 1, 2], [2], [2]]),
+        ((1, 4, 1), [[3], [0, 1, 2, 3], [3]]),
+        ((2, 2, 1), [[1, 3], [2, 3], [3]]),
+        ((2, 1, 2), [[1, 3], [3], [2, 3]]),
+        ((1, 2, 2), [[3], [1, 3], [2, 3]]),
+    ],
+)
+def test_each_axis_has_a_group_and_ranks_that_share_data_a_dp_rank(pool, shape, groups_of_last):
+    """An axis that is the whole world, too: what it communicates is counted as that axis's."""
+    world_size, tp = math.prod(shape), shape[-1]
+    answers = pool(world_size, place_on_mesh, shape)
+    assert [dp_rank for dp_rank, _ in answers] == [rank // tp for rank in range(world_size)]
+    expected = [(members, 77, axis) for members, axis in zip(groups_of_last, dist.AXES)]
+    assert answers[-1][1] == expected
 
 
 @pytest.fixture
@@ -215,6 +168,20 @@ def open_file_limits() -> list[int]:
 def test_a_rank_may_open_as_many_files_as_the_system_grants(pool):
     ((soft, hard, hard_before),) = pool(1, open_file_limits)
     assert soft == hard == hard_before
+
+
+def fail_on_one_rank(failing_rank: int) -> str:
+    world = dist.start("cpu")
+
+    def work() -> str:
+        if world.rank == failing_rank:
+            raise OSError("this disk is full")
+        return f"done on {world.rank}"
+
+    try:
+        return dist.on_all_ranks(work)[world.rank]
+    except OSError as error:
+        return str(error)
 
 
 def test_an_error_on_one_rank_is_raised_on_all(pool):

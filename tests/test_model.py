@@ -258,7 +258,7 @@ def test_flops_are_those_of_the_matrix_products_and_half_of_attention(tied):
 
 
 UNFIT = [{"n_head": 3}, {"n_kv_head": 3}, {"d_model": 36}, {"d_ff": 0}, {"n_head": "4"}]
-UNFIT += [{"seq_len": 2**24 + 1}, {"n_layer": 10_001}, {"rope_theta": math.nan}, {"norm_eps": -1}]
+UNFIT += [{"seq_len": 2**24 + 1}, {"n_layer": 10_001}]
 
 
 @pytest.mark.parametrize("change", UNFIT)

@@ -242,7 +242,7 @@ def update_alone(pool) -> tuple[int, list[torch.Tensor]]:
     return pool(1, update_on, (1, 1, 1))[0]
 
 
-@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
+@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)])
 def test_each_matrix_is_orthogonalized_once_with_the_same_bits(pool, update_alone, shape):
     """Newton-Schulz of (m, n), m <= n, is five steps of 4 m^2 n + 2 m^3."""
     flops = [5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in SHAPES]

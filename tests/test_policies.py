@@ -34,8 +34,6 @@ POLICIES = [
     "--strategy fsdp --activation_checkpointing selective --reshard_after_forward false "
     "--grad_sync micro_batch",
     "--strategy ddp --activation_checkpointing selective --grad_sync micro_batch",
-    "--strategy hsdp --dp_shard 2 --grad_sync batch",
-    "--strategy hsdp --dp_shard 2 --grad_sync micro_batch",
     "--strategy hsdp --dp_shard 2 --grad_sync shard --reshard_after_forward false "
     "--activation_checkpointing full",
     "--strategy fsdp --tp 2 --activation_checkpointing selective --wrap block_group:2 "
