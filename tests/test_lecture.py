@@ -243,7 +243,7 @@ def test_play_shows_your_number_the_formulas_and_the_measured_one(play, tmp_path
     out, _ = play("1").communicate("840,000\n235\n", timeout=120)
     assert "you 840,000, the formula 844,928, measured 844,928" in out
     assert "you 235, the formula 234.9, measured 234.9" in out
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("play-*")) == []
 
 
 def test_play_plants_a_bug_and_asks_for_its_function(play, tmp_path):
@@ -252,7 +252,7 @@ def test_play_plants_a_bug_and_asks_for_its_function(play, tmp_path):
     before, solution = out.split("Which function is wrong?", 1)
     assert "loss 5.1470" in before or "loss 5." in before
     assert "train_step" not in before and "n * micro_loss" in solution
-    assert list(tmp_path.iterdir()) == [] and {*ROOT.glob("runs/*")} == runs
+    assert list(tmp_path.glob("play-*")) == [] and {*ROOT.glob("runs/*")} == runs
     plant((ROOT / "docs/bugs/2.patch").read_text(), ROOT, "--check")  # still to be planted
 
 
@@ -264,7 +264,7 @@ def test_play_leaves_nothing_after_ctrl_c(play, tmp_path):
     time.sleep(1)  # torchrun has begun
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("play-*")) == []
 
 
 @pytest.fixture(scope="module")
