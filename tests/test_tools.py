@@ -61,17 +61,6 @@ def four_digits(losses: list[float]) -> list[str]:
     return [f"{loss:.4f}" for loss in losses]
 
 
-@pytest.fixture(scope="module")
-def two_runs(pool, tokens, tmp_path_factory) -> list[Path]:
-    """Runs of 20 and of 16 steps, with two different clippings and learning rates."""
-    root = tmp_path_factory.mktemp("runs")
-    base = f"--data {tokens} --eval_interval 4 --dtype float32"
-    a = f"{base} --out {root}/a --max_steps 20 --clip norm"
-    b = f"{base} --out {root}/b --max_steps 16 --clip adaptive --lr 1e-2"
-    assert [pool(1, call_train, flags(text)) for text in (a, b)] == [[0], [0]]
-    return [root / "a", root / "b"]
-
-
 def write_run(
     folder: Path, losses: dict[int, float | None], evaluations=(), statistics=(), **config
 ) -> Path:
@@ -101,35 +90,22 @@ def write_run(
     return folder
 
 
-def test_compare_prints_what_the_logs_say(two_runs, compared):
-    found = compared(*two_runs)
-    assert found[""] == ["a", "b"]
-
-    val_losses = [[row["val_loss"] for row in rows(out, "val_loss")] for out in two_runs]
+def test_compare_prints_what_the_logs_say(compared):
+    runs = [ROOT / "docs/runs" / name for name in ("norm", "adaptive")]
+    found = compared(*runs)
+    val_losses = [[row["val_loss"] for row in rows(out, "val_loss")] for out in runs]
     best = [min(losses) for losses in val_losses]
     assert found["final validation loss"] == four_digits([losses[-1] for losses in val_losses])
     assert found["best validation loss"] == four_digits(best)
-
-    tokens = 16 * 8 * 16  # the shorter run's: steps x sequences x tokens
-    losses = []
-    for out in two_runs:
-        last_tenth = [row["loss"] for row in rows(out) if 14.4 < row["step"] <= 16]
-        losses.append(statistics.fmean(last_tenth))
-    assert found[f"training loss at {tokens:,} tokens"] == four_digits(losses)
-
+    last = [[row["loss"] for row in rows(out) if 540 < row["step"] <= 600] for out in runs]
+    (name,) = [name for name in found if name.startswith("training loss at ")]
+    assert found[name] == four_digits(map(statistics.fmean, last))
     times = found[f"seconds to validation loss {max(best):.4f}"]
-    for seconds, out in zip(times, two_runs, strict=True):
-        assert 0 <= float(seconds) <= sum(row["step_time"] for row in rows(out)) + 0.1
-
+    for seconds, out in zip(times, runs, strict=True):
+        assert 0 <= float(seconds) <= 600 * max(row["step_time"] for row in rows(out))
     different = {name: values for name, values in found.items() if name.startswith("`--")}
-    assert different == {
-        "`--clip`": ["norm", "adaptive"],
-        "`--lr`": ["0.003", "0.01"],
-        "`--max_steps`": ["20", "16"],
-    }
-
-    found = compared(*two_runs, "--loss", "0.1")
-    assert found["seconds to validation loss 0.1000"] == ["never", "never"]
+    assert different == {"`--clip`": ["norm", "adaptive"]}
+    assert compared(*runs, "--loss", "0.1")["seconds to validation loss 0.1000"] == ["never"] * 2
 
 
 def test_compare_and_report_skip_and_name_what_the_log_did_not_write(tmp_path, capsys):
