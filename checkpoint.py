@@ -111,14 +111,14 @@ def load_state(path: Path, state: dict) -> None:
     is changed.
     """
     reader = Reader(path)
-    for is_checked in (False, True):  # all of it, before anything is changed
+    for copies in (False, True):  # the first pass only checks
         for name, tensor in flatten(state):
             if name not in reader.tensors or reader.tensors[name].full.shape != tensor.shape:
                 needed = f"{name} of shape {tuple(tensor.shape)}"
                 raise CheckpointError(f"cannot read {path}: it has no tensor {needed}")
             local = part_of(tensor)
             for place, saved in reader.overlaps(name, start_of(tensor), local.shape):
-                if is_checked:
+                if copies:
                     local[place].copy_(saved)
 
 

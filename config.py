@@ -241,7 +241,7 @@ def to_config(flags: dict) -> Config:
     # Fail early on flags that cannot fit together, whatever the data and the number of processes.
     if not (config.source or config.eval_only):  # the checkpoint has the model
         model_config(config, vocab_size=64 * config.tp)
-        resolve(config)
+        fill_learning_rate(config)
     check_wrap(config.wrap)
     profile_window(config)
     return config
@@ -329,7 +329,7 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
 # What follows from the flags
 
 
-def resolve(config: Config) -> Config:
+def fill_learning_rate(config: Config) -> Config:
     """The flags with computed defaults filled in: also an optim.Settings. Raises UsageError.
 
     Of a checkpoint's model, call it with the sizes filled in.

@@ -179,8 +179,8 @@ def open_wandb(out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
 # The log
 
 
-# A row has the mean of all ranks: for a loss, that over the global batch. Of these columns it has
-# the largest, of counts as an integer.
+# A row has the mean over ranks; for a loss, that over the global batch. Of these columns it has the
+# maximum, of counts as an integer.
 LARGEST = {"lr", "grad_norm", "data_wait"}
 COUNTS = {"clipped", "skipped_steps", "skipped_in_a_row", "peak_device_memory"}
 COUNTS |= {"peak_reserved_memory", "allocation_retries", "peak_host_memory"}

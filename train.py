@@ -4,14 +4,15 @@
 
 Read `run`, then `train_step`. What they call, by question:
 
-    the learning rate, clipping, an update     optim.learning_rate, CLIPS, Optimizer.step
+    the learning rate, its default             optim.learning_rate, config.fill_learning_rate
+    clipping, an update                        optim.Optimizer.step, CLIPS
     attention, the loss                        model.Attention, Head
     how ranks average gradients                dist.gradient_sync
-    which rank reads which sequences           data.train_indices; text/encode.py packs them
+    which rank reads which sequences           data.train_indices; data.py on packing
     a checkpoint of one mesh on another        checkpoint.load_state
     a row of the log, without a host sync      metrics.Log.step
     a flag, and what follows from it           config.Config, layout.choose
-    a rank that dies or hangs                  runtime/watchdog.py
+    a rank that dies or hangs                  runtime.watchdog.Watchdog
 """
 
 import contextlib
@@ -47,7 +48,7 @@ import dist
 import layout
 import metrics
 import optim
-from config import Config, parse, profile_window, resolve
+from config import Config, fill_learning_rate, parse, profile_window
 from layout import Setup
 from metrics import is_due
 from model import Transformer
@@ -63,7 +64,7 @@ from sample import closing_sample
 def command(argv: list[str]) -> int:
     """Join the other ranks, train or evaluate, and leave; return the exit status."""
     flags = parse(argv)
-    # Of collectives, in which a rank may wait until another has compiled or saved
+    # Collectives get longer, since a rank may wait in one while another compiles or saves.
     timeout = timedelta(seconds=SLOW_FACTOR * flags.timeout)
     take_over_nccl_errors(timeout)
     world = dist.start(flags.device, timeout, join_timeout=timedelta(seconds=flags.timeout))
@@ -94,13 +95,13 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     """
     this_start = datetime.now().astimezone()
 
-    # What needs no weights is refused before they exist. Rank 0 looks for all; together they only
-    # read the checkpoints in --out, to verify them.
+    # Check flags, data and the run folder before the model is built. Rank 0 checks for all ranks;
+    # only verifying checkpoints is shared.
     latest, passed_over = None, []
     if not flags.eval_only:
         latest, passed_over = run_folder.latest_valid(Path(flags.out))
     start = dist.on_rank0(preflight.check, flags, world, latest, passed_over)
-    c = start.config  # the flags, with the values that the run has for those not given
+    c = start.config  # the flags; those not given have the values of the run that continues
     if start.step >= c.max_steps:
         finished = f"{c.out} is finished, step {start.step} of {c.max_steps}: "
         report.say(world, [finished + "raise --max_steps, or choose another --out"])
@@ -225,7 +226,7 @@ def build(
     optimizer = None
     if not c.eval_only:
         optimizer = optim.Optimizer(
-            model.named_parameters(), model.decays, resolve(c), model.is_hidden
+            model.named_parameters(), model.decays, fill_learning_rate(c), model.is_hidden
         )
         tensors["optimizer"] = optimizer.state()
     torch.cuda.empty_cache()  # full tensors, now that each rank has its shards; nothing on CPUs
@@ -255,13 +256,13 @@ def agree(
     (B, T + 1)), read once, so that a damaged file ends the run before its first step. Raises
     RankMismatch and DataError on all ranks.
     """
-    share = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
+    reader = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
     n_val = min(c.eval_sequences, len(val_data))
-    val_indices = list(data.val_indices(n_val, len(val_data), *share))
+    val_indices = list(data.val_indices(n_val, len(val_data), *reader))
     first_indices = val_indices
     if not c.eval_only:
         first_step = range(state.step + 1, state.step + 2)
-        first_indices = data.train_indices(first_step, c.global_batch_size, *share)
+        first_indices = data.train_indices(first_step, c.global_batch_size, *reader)
     must_match = {f"--{name}": value for name, value in dataclasses.asdict(flags).items()}
     folders = [part.folder for part in val_data.parts]
     must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
@@ -303,9 +304,9 @@ class MicroBatches:
         workers = c.num_workers
         if workers is None:
             workers = 2 if is_cuda else 0
-        share = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
+        reader = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
         steps = range(resumed_step + 1, c.max_steps + 1)
-        indices = data.train_indices(steps, c.global_batch_size, *share)
+        indices = data.train_indices(steps, c.global_batch_size, *reader)
         self.batches = data.loader(train_data, indices, workers, pin=is_cuda)
         self.device = mesh.device_type
         self.watchdog = watchdog
@@ -350,7 +351,7 @@ def train_step(
             # Mean over the micro-batch / n: summed over micro-batches and averaged over ranks, it
             # is the mean over the global batch.
             micro_loss = forward(tokens[:, :-1], tokens[:, 1:]) / n
-            micro_loss.backward()  # DDP and FSDP average gradients here: see gradient_sync
+            micro_loss.backward()  # in the last one, DDP and FSDP average the gradients
         loss = loss + micro_loss.detach()
     # Clip, set the learning rate of this step, update
     return {"loss": loss, **optimizer.step(step, loss, measure)}

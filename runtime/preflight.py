@@ -13,7 +13,15 @@ import data
 import dist
 import layout
 import prepare
-from config import BUILTIN, EVAL_SEQUENCES, Config, fill_sizes, model_config, read_model, resolve
+from config import (
+    BUILTIN,
+    EVAL_SEQUENCES,
+    Config,
+    fill_learning_rate,
+    fill_sizes,
+    model_config,
+    read_model,
+)
 from metrics import read_log
 from model import ModelConfig
 from runtime import memory, run_folder
@@ -143,7 +151,7 @@ def settle(config: Config, origin: Origin) -> Config:
         values["model"] = flags.get("model", config.model)
     config = dataclasses.replace(config, **values)
     if not config.eval_only:
-        resolve(config)  # refuses a --min_lr above the peak
+        fill_learning_rate(config)  # refuses a --min_lr above the peak
     return config
 
 
@@ -224,7 +232,7 @@ def properties(path: Path, manifest: dict) -> dict:
     model = vars(read_model(path, manifest))
     names = {f.name for f in dataclasses.fields(Config)}
     known = {name: flags[name] for name in names & flags.keys()}  # newer flags have their defaults
-    resolved = vars(resolve(Config(**known | {"d_model": model["d_model"]})))
+    resolved = vars(fill_learning_rate(Config(**known | {"d_model": model["d_model"]})))
     dtype = {"dtype": manifest.get("dtype", resolved["dtype"])}  # what --dtype auto chose
     found = {f"--{name}": value for name, value in (flags | resolved | dtype).items()}
     for name, value in model.items():

@@ -274,7 +274,8 @@ def check_learning(check: Check, rows: list[dict], of_parameters: list[dict], c:
     half = len(rows) // 2
     halves = [statistics.mean(row["loss"] for row in part) for part in (rows[:half], rows[-half:])]
     check.limit("loss, second half / first", halves[1] / halves[0], LEARNED)
-    decay = 2 * c.lr * config.resolve(c).weight_decay  # twice, since weights may shrink
+    settings = config.fill_learning_rate(c)
+    decay = 2 * settings.lr * settings.weight_decay  # twice, since weights may shrink
     names, with_gradient, updated = set(), set(), set()
     for row in of_parameters:
         names.add(row["parameter"])
