@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-import metrics
 import optim
 from model import SIZES, ModelConfig
 from runtime import cli
@@ -131,8 +130,8 @@ class Config:
     max_skipped: int = free("optimizer", 100, "skipped updates in a row that end a run; 0: off", 0)
 
     log_interval: int = free("cadence", 10, "steps between log rows", 1)
-    tracker: Literal[("none", *metrics.TRACKERS)] = free(
-        "cadence", "none", "also send training and evaluation rows to this optional package"
+    tracker: Literal["none", "wandb"] = free(
+        "cadence", "none", "also send training and evaluation rows to wandb (pip install wandb)"
     )
     optim_metrics_interval: int = free(
         "cadence", 0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", 0
@@ -242,7 +241,7 @@ def to_config(flags: dict) -> Config:
     # Fail early on flags that cannot fit together, whatever the data and the number of processes.
     if not (config.source or config.eval_only):  # the checkpoint has the model
         model_config(config, vocab_size=64 * config.tp)
-        resolve(config)
+        fill_learning_rate(config)
     check_wrap(config.wrap)
     profile_window(config)
     return config
@@ -330,7 +329,7 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
 # What follows from the flags
 
 
-def resolve(config: Config) -> Config:
+def fill_learning_rate(config: Config) -> Config:
     """The flags with computed defaults filled in: also an optim.Settings. Raises UsageError.
 
     Of a checkpoint's model, call it with the sizes filled in.

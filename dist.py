@@ -338,7 +338,8 @@ def parallelize(
     if tp > 1:
         parallelize_module(model, mesh["tp"], tp_plan)
         distribute_module(model, mesh["tp"])  # replicates what the plan does not split
-    if strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1):  # no DTensors in DDP
+    # DDP cannot hold tp's DTensors: ddp with tp is FSDP with replicas of one shard.
+    if strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1):
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
         shard(model, axes, dtype, fsdp_units, reshard_after_forward)

@@ -177,7 +177,8 @@ def place(
         reshard_after_forward=c.reshard_after_forward,
         keep_gradients=c.grad_sync == "batch" and setup.grad_accum_steps > 1,
     )
-    if forward is not model and not c.eval_only:  # DDP
+    is_ddp = forward is not model
+    if is_ddp and not c.eval_only:
         shape = (setup.micro_batch_size, setup.model.seq_len + 1)  # as in train_step
         tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
         dist.settle_buckets(forward, tokens[:, :-1], tokens[:, 1:])

@@ -1,6 +1,5 @@
 """The log: rows of metrics.jsonl and optim.jsonl, and lines on the console."""
 
-import importlib
 import json
 import math
 import os
@@ -167,31 +166,12 @@ def console_line(row: dict, max_steps: int, is_first: bool) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# Trackers
-
-TRACKERS = ("wandb",)  # optional packages
-
-
-class TrackerError(ImportError):
-    """A tracker's package is not installed or fails to import."""
-
-    exit_status = 2
-
-
-def check_tracker(name: str) -> None:
-    """Raises TrackerError if a tracker's package is missing."""
-    try:
-        importlib.import_module(name)
-    except Exception as error:  # importing a package can raise anything
-        raise TrackerError(f"--tracker {name}: pip install {name} ({error})") from None
-
-
-def open_tracker(name: str, out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
+def open_wandb(out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
     """Continue the run with the id `run_id`, in a folder in `out`; return send(row)."""
-    module = importlib.import_module(name)
+    import wandb  # an optional package
+
     options = {"project": "nanoshard", "name": out.name, "dir": out, "config": config}
-    run = module.init(id=run_id, resume="allow", **options)
+    run = wandb.init(id=run_id, resume="allow", **options)
     return lambda row: run.log(row, step=row.pop("step"))
 
 
@@ -199,8 +179,8 @@ def open_tracker(name: str, out: Path, run_id: str, config: dict) -> Callable[[d
 # The log
 
 
-# A row has the mean of all ranks: for a loss, that over the global batch. Of these columns it has
-# the largest, of counts as an integer.
+# A row has the mean over ranks; for a loss, that over the global batch. Of these columns it has the
+# maximum, of counts as an integer.
 LARGEST = {"lr", "grad_norm", "data_wait"}
 COUNTS = {"clipped", "skipped_steps", "skipped_in_a_row", "peak_device_memory"}
 COUNTS |= {"peak_reserved_memory", "allocation_retries", "peak_host_memory"}
@@ -297,7 +277,7 @@ class Log:
         if c.tracker != "none":
             run_id = f"{out.name}-{first_start:%Y%m%d-%H%M%S}"
             try:
-                self.tracker = open_tracker(c.tracker, out, run_id, vars(c))
+                self.tracker = open_wandb(out, run_id, vars(c))
             except Exception as error:
                 self.drop_tracker(error)
 

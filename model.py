@@ -1,6 +1,6 @@
 """The decoder: a Llama-3-style transformer, its named sizes, initial weights, FLOPs and tp plan.
 
-Every strategy runs this same arithmetic. Weights arrive in float32 (single, ddp) or already in the
+Every strategy runs this same arithmetic. Weights arrive in float32 (single, DDP) or already in the
 compute dtype (FSDP gathers them that way); each layer casts its weight to the dtype of its input.
 
 In shape comments B is sequences, T tokens of a sequence, H heads, and d_head = d_model / n_head.
@@ -498,7 +498,8 @@ SAVED_OPERATIONS = [
 def is_saved(context, operator, *args, **kwargs) -> bool:
     """Whether selective checkpointing keeps the result of an operator.
 
-    Not a row-wise layer's product under tp, (B * T, d_model) on every rank: its scattered sum.
+    Under tp, a row-wise layer's product is a partial sum as large as the full output. It is
+    computed again; the result of its reduce_scatter, 1 / tp as large, is kept.
     """
     if operator not in SAVED_OPERATIONS:
         return False

@@ -404,7 +404,7 @@ class Optimizer:
         shards = [num_shards(p) for p in self.parameters.values()]
         self.is_sharded = max(shards) > 1
         # This many ranks hold each element: a sum over all ranks counts it that many times.
-        self.holders = torch.tensor([self.world_size / n for n in shards], device=device)  # (n,)
+        self.copies = torch.tensor([self.world_size / n for n in shards], device=device)  # (n,)
         numels = [p.numel() for p in self.parameters.values()]
         self.numels = torch.tensor(numels, device=device)  # (n,)
         self.allocate_slots(updaters, device)
@@ -456,15 +456,15 @@ class Optimizer:
         """
         s = self.settings
         grads = self.local_gradients()
-        sums, loss = self.sum_over_ranks(grads, loss)
-        grad_norm = sums.sum().sqrt()
+        squared_norms, loss = self.sum_over_ranks(grads, loss)
+        grad_norm = squared_norms.sum().sqrt()
         skip = ~grad_norm.isfinite()
         if s.skip_spikes:
             skip |= self.is_spike(loss, grad_norm)
 
         if measure:
             old_weights = [local(p).clone() for p in self.parameters.values()]
-        norms = sums.sqrt()
+        norms = squared_norms.sqrt()
         gradients = Gradients(grads, norms, self.numels, self.norm_average, skip)
         divisor, clipped = CLIPS[s.clip](s, gradients)
         lr = learning_rate(step, s)
@@ -513,7 +513,7 @@ class Optimizer:
         """
         local_sums = square_sums(grads)  # (n,), of this rank's parts
         if self.is_sharded or (self.settings.skip_spikes and self.world_size > 1):
-            sums = torch.cat((local_sums / self.holders, loss[None] / self.world_size))
+            sums = torch.cat((local_sums / self.copies, loss[None] / self.world_size))
             torch.distributed.all_reduce(sums)
             return sums[:-1], sums[-1]
         return local_sums, loss
@@ -550,7 +550,7 @@ class Optimizer:
             measured.append(square_sums(parts))
         sums = torch.stack(measured)  # (2 + slots, n)
         if self.is_sharded:
-            sums /= self.holders
+            sums /= self.copies
             torch.distributed.all_reduce(sums)
         weight_norms, update_norms, *slot_norms = sums.sqrt()
         columns = {"grad_norm": grad_norms, "weight_norm": weight_norms}

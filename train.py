@@ -1,6 +1,18 @@
 """Train a language model: a run, from its flags to its last save, in the order in which it happens.
 
-torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
+    torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
+
+Read `run`, then `train_step`. What they call, by question:
+
+    the learning rate, its default             optim.learning_rate, config.fill_learning_rate
+    clipping, an update                        optim.Optimizer.step, CLIPS
+    attention, the loss                        model.Attention, Head
+    how ranks average gradients                dist.gradient_sync
+    which rank reads which sequences           data.train_indices; data.py on packing
+    a checkpoint of one mesh on another        checkpoint.load_state
+    a row of the log, without a host sync      metrics.Log.step
+    a flag, and what follows from it           config.Config, layout.choose
+    a rank that dies or hangs                  runtime.watchdog.Watchdog
 """
 
 import contextlib
@@ -36,11 +48,11 @@ import dist
 import layout
 import metrics
 import optim
-from config import Config, parse, profile_window, resolve
+from config import Config, fill_learning_rate, parse, profile_window
 from layout import Setup
 from metrics import is_due
 from model import Transformer
-from runtime import agreement, cli, memory, preflight, profiling, report, run_folder, slurm
+from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
 from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog, end_with_launcher, take_over_nccl_errors
 from sample import closing_sample
@@ -52,7 +64,7 @@ from sample import closing_sample
 def command(argv: list[str]) -> int:
     """Join the other ranks, train or evaluate, and leave; return the exit status."""
     flags = parse(argv)
-    # Of collectives, in which a rank may wait until another has compiled or saved
+    # Collectives get longer, since a rank may wait in one while another compiles or saves.
     timeout = timedelta(seconds=SLOW_FACTOR * flags.timeout)
     take_over_nccl_errors(timeout)
     world = dist.start(flags.device, timeout, join_timeout=timedelta(seconds=flags.timeout))
@@ -62,6 +74,8 @@ def command(argv: list[str]) -> int:
     lock = run_folder.hold_lock(Path(flags.out), flags.timeout)
     # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
     with contextlib.ExitStack() as stack, watchdog, loss_parallel(), no_garbage_collection():
+        if world.rank == 0:
+            stack.enter_context(console.live(lambda: watchdog.place))
         if not flags.eval_only:  # which only reads
             dist.on_rank0(stack.enter_context, lock)
         status = run(flags, world, watchdog)
@@ -81,13 +95,13 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     """
     this_start = datetime.now().astimezone()
 
-    # What needs no weights is refused before they exist. Rank 0 looks for all; together they only
-    # read the checkpoints in --out, to verify them.
+    # Check flags, data and the run folder before the model is built. Rank 0 checks for all ranks;
+    # only verifying checkpoints is shared.
     latest, passed_over = None, []
     if not flags.eval_only:
         latest, passed_over = run_folder.latest_valid(Path(flags.out))
     start = dist.on_rank0(preflight.check, flags, world, latest, passed_over)
-    c = start.config  # the flags, with the values that the run has for those not given
+    c = start.config  # the flags; those not given have the values of the run that continues
     if start.step >= c.max_steps:
         finished = f"{c.out} is finished, step {start.step} of {c.max_steps}: "
         report.say(world, [finished + "raise --max_steps, or choose another --out"])
@@ -212,7 +226,7 @@ def build(
     optimizer = None
     if not c.eval_only:
         optimizer = optim.Optimizer(
-            model.named_parameters(), model.decays, resolve(c), model.is_hidden
+            model.named_parameters(), model.decays, fill_learning_rate(c), model.is_hidden
         )
         tensors["optimizer"] = optimizer.state()
     torch.cuda.empty_cache()  # full tensors, now that each rank has its shards; nothing on CPUs
@@ -242,13 +256,13 @@ def agree(
     (B, T + 1)), read once, so that a damaged file ends the run before its first step. Raises
     RankMismatch and DataError on all ranks.
     """
-    share = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
+    reader = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
     n_val = min(c.eval_sequences, len(val_data))
-    val_indices = list(data.val_indices(n_val, len(val_data), *share))
+    val_indices = list(data.val_indices(n_val, len(val_data), *reader))
     first_indices = val_indices
     if not c.eval_only:
         first_step = range(state.step + 1, state.step + 2)
-        first_indices = data.train_indices(first_step, c.global_batch_size, *share)
+        first_indices = data.train_indices(first_step, c.global_batch_size, *reader)
     must_match = {f"--{name}": value for name, value in dataclasses.asdict(flags).items()}
     folders = [part.folder for part in val_data.parts]
     must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
@@ -290,9 +304,9 @@ class MicroBatches:
         workers = c.num_workers
         if workers is None:
             workers = 2 if is_cuda else 0
-        share = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
+        reader = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
         steps = range(resumed_step + 1, c.max_steps + 1)
-        indices = data.train_indices(steps, c.global_batch_size, *share)
+        indices = data.train_indices(steps, c.global_batch_size, *reader)
         self.batches = data.loader(train_data, indices, workers, pin=is_cuda)
         self.device = mesh.device_type
         self.watchdog = watchdog
@@ -337,7 +351,7 @@ def train_step(
             # Mean over the micro-batch / n: summed over micro-batches and averaged over ranks, it
             # is the mean over the global batch.
             micro_loss = forward(tokens[:, :-1], tokens[:, 1:]) / n
-            micro_loss.backward()  # DDP and FSDP average gradients here: see gradient_sync
+            micro_loss.backward()  # in the last one, DDP and FSDP average the gradients
         loss = loss + micro_loss.detach()
     # Clip, set the learning rate of this step, update
     return {"loss": loss, **optimizer.step(step, loss, measure)}

@@ -143,16 +143,15 @@ def compare_replicas(weights: dict[str, Tensor]) -> str | None:
     torch.distributed.all_gather(list(gathered), local_sums)
     for name, sums in zip(weights, gathered.cpu().T):
         ranks = replicas(weights[name])
-        of_parts = sums[ranks]
-        usual = of_parts.mode(keepdim=True).values
-        for part, odd in zip(ranks, of_parts != usual):
-            if odd.any():
-                hosts = dist.on_all_ranks(socket.gethostname)
-                few, first = part[odd].tolist(), int(part[~odd][0])
-                return (
-                    f"{name} has other bits on {format_ranks(few)} ({hosts[few[0]]}) than on rank "
-                    f"{first} ({hosts[first]}), which holds the same part of it"
-                )
+        odd = sums[ranks] != sums[ranks].mode(keepdim=True).values
+        if odd.any():
+            part = odd.any(1).int().argmax()  # the first part that differs
+            few, first = ranks[part][odd[part]].tolist(), int(ranks[part][~odd[part]][0])
+            hosts = dist.on_all_ranks(socket.gethostname)
+            return (
+                f"{name} has other bits on {format_ranks(few)} ({hosts[few[0]]}) than on rank "
+                f"{first} ({hosts[first]}), which holds the same part of it"
+            )
     return None
 
 

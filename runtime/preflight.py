@@ -12,9 +12,16 @@ import checkpoint
 import data
 import dist
 import layout
-import metrics
 import prepare
-from config import BUILTIN, EVAL_SEQUENCES, Config, fill_sizes, model_config, read_model, resolve
+from config import (
+    BUILTIN,
+    EVAL_SEQUENCES,
+    Config,
+    fill_learning_rate,
+    fill_sizes,
+    model_config,
+    read_model,
+)
 from metrics import read_log
 from model import ModelConfig
 from runtime import memory, run_folder
@@ -41,11 +48,8 @@ def check(flags: Config, world: dist.World, latest: Path | None, passed_over: li
     """Check what needs no weights, on rank 0; find where the run begins and with what model.
 
     `latest` is the latest valid checkpoint of --out, `passed_over` has the problems of newer ones.
-    Writes only the built-in data. Raises UsageError, CheckpointError, DataError, TokenizerError and
-    TrackerError.
+    Writes only the built-in data. Raises UsageError, CheckpointError, DataError and TokenizerError.
     """
-    if flags.tracker != "none":
-        metrics.check_tracker(flags.tracker)
     if not flags.eval_only:
         check_folder(flags, latest, passed_over)
     origin = find_origin(flags, latest)
@@ -147,7 +151,7 @@ def settle(config: Config, origin: Origin) -> Config:
         values["model"] = flags.get("model", config.model)
     config = dataclasses.replace(config, **values)
     if not config.eval_only:
-        resolve(config)  # refuses a --min_lr above the peak
+        fill_learning_rate(config)  # refuses a --min_lr above the peak
     return config
 
 
@@ -228,7 +232,7 @@ def properties(path: Path, manifest: dict) -> dict:
     model = vars(read_model(path, manifest))
     names = {f.name for f in dataclasses.fields(Config)}
     known = {name: flags[name] for name in names & flags.keys()}  # newer flags have their defaults
-    resolved = vars(resolve(Config(**known | {"d_model": model["d_model"]})))
+    resolved = vars(fill_learning_rate(Config(**known | {"d_model": model["d_model"]})))
     dtype = {"dtype": manifest.get("dtype", resolved["dtype"])}  # what --dtype auto chose
     found = {f"--{name}": value for name, value in (flags | resolved | dtype).items()}
     for name, value in model.items():

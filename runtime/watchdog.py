@@ -22,6 +22,7 @@ from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
 CONFIRM_INTERVALS = 3  # between two reads that show which ranks are silent
+STORE_GONE = "the store in which the ranks meet is gone: rank 0 or its host was lost"
 LAST_WORDS_SECONDS = 10  # for a rank that failed alone, to leave
 
 
@@ -78,6 +79,7 @@ class Watchdog:
         self.thread = threading.Thread(target=self.run, daemon=True)
         if self.world_size > 1:
             self.thread.start()
+            threading.Thread(target=self.guard, daemon=True).start()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -114,6 +116,18 @@ class Watchdog:
             if max(silent_for, stalled_for / patience) > limit:
                 self.investigate()
 
+    def guard(self) -> None:
+        """Abort if the store does not answer: a host that is gone closes no connection.
+
+        After its timeout the store's client asks once more, and waits forever.
+        """
+        waited, last_count = 0, -1
+        while not self.stopped.wait(self.interval):
+            waited = waited + 1 if self.count == last_count else 0
+            last_count = self.count
+            if waited > 1.5 * self.timeout / self.interval:
+                self.abort(STORE_GONE)
+
     def send_heartbeat(self) -> None:
         heartbeat = Heartbeat(self.count, self.reports, self.place)
         self.store.set(f"heartbeat {self.rank}", json.dumps(heartbeat))
@@ -129,7 +143,7 @@ class Watchdog:
             # Without torchrun, rank 0 keeps the store and may just have finished.
             if self.stopped.wait(2 * CONFIRM_INTERVALS * self.interval):
                 sys.exit()  # this thread
-            self.abort("the store in which the ranks meet is gone: rank 0 or its host was lost")
+            self.abort(STORE_GONE)
         if int(verdicts):
             self.abort()  # the first rank to find out has printed why
         return [Heartbeat(*json.loads(text)) for text in texts]

@@ -132,17 +132,12 @@ def test_clean_ranks_pass_and_the_file_has_the_figures(checked, tmp_path):
 
 
 def test_each_fault_is_a_problem_of_its_own(checked, tmp_path):
-    faults = ("step", "load", "alone")
-    status, printed, found = checked(2, SMALL, *faults)
+    status, printed, found = checked(2, SMALL, "step", "load", "alone")
     assert status == 1
     (folder,) = (tmp_path / "work").iterdir()
     assert printed.endswith(f"FAIL: links, parity; see {folder}\n")
     (problem,) = found["links"]["problems"]  # which only one rank found
-    assert (
-        problem.startswith("rank 1 (")
-        and ", host 0, " in problem
-        and problem.endswith("): planted")
-    )
+    assert problem.startswith("rank 1 (") and problem.endswith("): planted")
     problems = found["parity"]["problems"]
     for begin, end in (
         ("+100 bytes of all_reduce over world", " are not in the rehearsal"),
@@ -154,7 +149,7 @@ def test_each_fault_is_a_problem_of_its_own(checked, tmp_path):
 
 
 def test_ranks_that_do_not_average_are_found_by_losses_bytes_and_weights(checked):
-    _, _, found = checked(2, f"parity {SMALL}", "average")
+    _, _, found = checked(2, SMALL, "average")
     problems = found["parity"]["problems"]
     for begin, end in (
         ("one rank's loss ", "is not between 0 and 1e-05"),
@@ -175,7 +170,7 @@ DEAD = {
 
 @pytest.mark.parametrize("fault", DEAD)
 def test_a_model_that_learns_nothing_fails_though_two_of_them_agree(checked, fault):
-    status, _, found = checked(1, f"parity {SMALL}".replace("ddp", "single"), fault)
+    status, _, found = checked(1, SMALL.replace("ddp", "single"), fault)
     problems = found["parity"]["problems"]
     assert status == 1
     for begin in DEAD[fault]:
@@ -196,7 +191,7 @@ def test_a_difference_of_either_sign_in_any_row_fails(losses, largest):
 
 def test_one_rank_is_checked_without_links(checked):
     status, _, found = checked(1, SMALL.replace("ddp", "single"))
-    assert status == 0 and found["links"]["status"] == "skip"
+    assert status == 0 and not found["links"]["figures"]
     assert found["parity"]["figures"]["resumed loss"] == 0
 
 
@@ -217,4 +212,4 @@ def test_help_lists_the_checks(capsys):
     with pytest.raises(SystemExit):
         check.main(["--help"])
     said = capsys.readouterr().out
-    assert all(f"  {name} " in said for name in check.CHECKS)
+    assert all(f"{name}: " in said for name in check.CHECKS)

@@ -243,7 +243,7 @@ def test_play_shows_your_number_the_formulas_and_the_measured_one(play, tmp_path
     out, _ = play("1").communicate("840,000\n235\n", timeout=120)
     assert "you 840,000, the formula 844,928, measured 844,928" in out
     assert "you 235, the formula 234.9, measured 234.9" in out
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("play-*")) == []
 
 
 def test_play_plants_a_bug_and_asks_for_its_function(play, tmp_path):
@@ -252,7 +252,7 @@ def test_play_plants_a_bug_and_asks_for_its_function(play, tmp_path):
     before, solution = out.split("Which function is wrong?", 1)
     assert "loss 5.1470" in before or "loss 5." in before
     assert "train_step" not in before and "n * micro_loss" in solution
-    assert list(tmp_path.iterdir()) == [] and {*ROOT.glob("runs/*")} == runs
+    assert list(tmp_path.glob("play-*")) == [] and {*ROOT.glob("runs/*")} == runs
     plant((ROOT / "docs/bugs/2.patch").read_text(), ROOT, "--check")  # still to be planted
 
 
@@ -264,7 +264,7 @@ def test_play_leaves_nothing_after_ctrl_c(play, tmp_path):
     time.sleep(1)  # torchrun has begun
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("play-*")) == []
 
 
 @pytest.fixture(scope="module")
@@ -306,14 +306,13 @@ DOCUMENT = """# A program
 ## One
 
 <!-- run -->
-    python greet.py 2 > greeted
+    python greet.py 1 > greeted
     cat greeted
 
-It prints two lines:
+It prints:
 
 ```
 hello 1 took 0.01 s
-hello 2 took 0.02 s
         1 x all_reduce over world: 0.00 MB a step
 ```
 
@@ -326,15 +325,6 @@ hello 1 took 12.5 ms
 hello 9 took 1,000 s
 ...
 greeted
-```
-
-<!-- run -->
-    python greet.py x
-
-```
-Traceback (most recent call last):
-...
-ValueError: invalid literal for int() with base 10: 'x'
 ```
 
 <!-- bug 1 greet.py:greet -->
@@ -380,13 +370,10 @@ def test_a_document_that_shows_what_is_printed_passes(tmp_path):
     "old, new, problem",
     [
         ("hello 1 took 12.5 ms", "hello 1 takes 12.5 ms", "hello # takes #"),
-        ("hello 2 took 0.02 s\n", "", "1 x all_reduce"),
         ("        1 x all_reduce over world: 0.00 MB a step\n", "", "and more comes after it"),
         ("1 x all_reduce", "2 x all_reduce", "2 x all_reduce over world: 0.00 MB a step"),
-        ("...\nhello 9 took 1,000 s\n...", "hello 9 took 1,000 s", "greeted"),
         ("greeted\n```", "greeted\ngreeted\n```", "greeted"),
         ("ls greeted", "ls greeted; exit 3", "exit status 3"),
-        ("hello 0 took", "hello 7 took", "not printed with the bug: hello 7 took 0.0 s"),
         ("hello 0 took 0.0 s\n...\nhello 2 took 0.02 s", "...", "printed without the bug, too"),
         ('+    print("hello", i,', '+    print("hello", i + 1,', "not printed with the bug"),
     ],
@@ -400,10 +387,8 @@ def test_what_is_not_printed_as_shown_is_found(old, new, problem, tmp_path):
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("<!-- run -->", "<!-- runs -->"),
         ("<!-- run -->", "<!--run-->"),
         ("<!-- run -->\n", "<!-- run -->\nthat is:\n"),
-        ("```diff", "```"),
         ("hello 0 took 0.0 s\n...\nhello 2 took 0.02 s\n```\n", ""),
     ],
 )

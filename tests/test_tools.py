@@ -9,16 +9,14 @@ import statistics
 from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from conftest import call_train, flags, memory_taken, rows
+from conftest import memory_taken, rows
 from torch.distributed import tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-import optim
 from runtime.saver import Saver
 from tools import bench, compare, report
 
@@ -61,17 +59,6 @@ def four_digits(losses: list[float]) -> list[str]:
     return [f"{loss:.4f}" for loss in losses]
 
 
-@pytest.fixture(scope="module")
-def two_runs(pool, tokens, tmp_path_factory) -> list[Path]:
-    """Runs of 20 and of 16 steps, with two different clippings and learning rates."""
-    root = tmp_path_factory.mktemp("runs")
-    base = f"--data {tokens} --eval_interval 4 --dtype float32"
-    a = f"{base} --out {root}/a --max_steps 20 --clip norm"
-    b = f"{base} --out {root}/b --max_steps 16 --clip adaptive --lr 1e-2"
-    assert [pool(1, call_train, flags(text)) for text in (a, b)] == [[0], [0]]
-    return [root / "a", root / "b"]
-
-
 def write_run(
     folder: Path, losses: dict[int, float | None], evaluations=(), statistics=(), **config
 ) -> Path:
@@ -101,35 +88,22 @@ def write_run(
     return folder
 
 
-def test_compare_prints_what_the_logs_say(two_runs, compared):
-    found = compared(*two_runs)
-    assert found[""] == ["a", "b"]
-
-    val_losses = [[row["val_loss"] for row in rows(out, "val_loss")] for out in two_runs]
+def test_compare_prints_what_the_logs_say(compared):
+    runs = [ROOT / "docs/runs" / name for name in ("norm", "adaptive")]
+    found = compared(*runs)
+    val_losses = [[row["val_loss"] for row in rows(out, "val_loss")] for out in runs]
     best = [min(losses) for losses in val_losses]
     assert found["final validation loss"] == four_digits([losses[-1] for losses in val_losses])
     assert found["best validation loss"] == four_digits(best)
-
-    tokens = 16 * 8 * 16  # the shorter run's: steps x sequences x tokens
-    losses = []
-    for out in two_runs:
-        last_tenth = [row["loss"] for row in rows(out) if 14.4 < row["step"] <= 16]
-        losses.append(statistics.fmean(last_tenth))
-    assert found[f"training loss at {tokens:,} tokens"] == four_digits(losses)
-
+    last = [[row["loss"] for row in rows(out) if 540 < row["step"] <= 600] for out in runs]
+    (name,) = [name for name in found if name.startswith("training loss at ")]
+    assert found[name] == four_digits(map(statistics.fmean, last))
     times = found[f"seconds to validation loss {max(best):.4f}"]
-    for seconds, out in zip(times, two_runs, strict=True):
-        assert 0 <= float(seconds) <= sum(row["step_time"] for row in rows(out)) + 0.1
-
+    for seconds, out in zip(times, runs, strict=True):
+        assert 0 <= float(seconds) <= 600 * max(row["step_time"] for row in rows(out))
     different = {name: values for name, values in found.items() if name.startswith("`--")}
-    assert different == {
-        "`--clip`": ["norm", "adaptive"],
-        "`--lr`": ["0.003", "0.01"],
-        "`--max_steps`": ["20", "16"],
-    }
-
-    found = compared(*two_runs, "--loss", "0.1")
-    assert found["seconds to validation loss 0.1000"] == ["never", "never"]
+    assert different == {"`--clip`": ["norm", "adaptive"]}
+    assert compared(*runs, "--loss", "0.1")["seconds to validation loss 0.1000"] == ["never"] * 2
 
 
 def test_compare_and_report_skip_and_name_what_the_log_did_not_write(tmp_path, capsys):
@@ -173,7 +147,6 @@ def test_no_evaluation_yet_is_not_nan(tmp_path, compared):
     assert row(compared(later, "--loss", "2.0"), "seconds") == ["5.0"]
 
 
-HALVED = "blocks.1.mlp.down.weight"
 LOSSES = {1: 4.0, 10: 3.0, 20: 2.0}
 
 
@@ -258,39 +231,6 @@ def test_runs_with_other_columns_or_parameters_are_compared(tmp_path, compared):
     c = write_run(tmp_path / "c", LOSSES)
     equal = "never, equal in 1 logged steps in common"
     assert row(compared(a, b, c), "first parameter") == ["-", equal, "no logged step in common"]
-
-
-def train_with_half_a_gradient(argv: list[str]) -> int:
-    """As a bug of one mesh would, halve the gradient of one parameter from step 4 on."""
-    step = optim.Optimizer.step
-
-    def faulty(optimizer, number: int, *arguments, **options):
-        if number >= 4:
-            optimizer.parameters[HALVED].grad.mul_(0.5)
-        return step(optimizer, number, *arguments, **options)
-
-    with mock.patch.object(optim.Optimizer, "step", faulty):
-        return call_train(argv)
-
-
-def test_a_wrong_gradient_of_one_mesh_is_named_and_rounding_is_not(
-    pool, tokens, tmp_path, compared
-):
-    text = f"--data {tokens} --max_steps 12 --dtype float32 --optim_metrics_interval 1 --out"
-    runs = []
-    for mesh, function in (
-        ("single", call_train),
-        ("fsdp", call_train),
-        ("fsdp", train_with_half_a_gradient),
-    ):
-        runs.append(tmp_path / f"run{len(runs)}")
-        argv = flags(f"{text} {runs[-1]} --strategy {mesh} --checkpoint none")
-        assert set(pool(1 if mesh == "single" else 2, function, argv)) == {0}
-    _, equal, faulty = row(compared(*runs), "first parameter difference from run0 over 0.01")
-    assert equal.startswith("never, by at most ") and equal.endswith(
-        " in 12 logged steps in common"
-    )
-    assert faulty.startswith(f"step 4: {HALVED} grad_")
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path, compared):

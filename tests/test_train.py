@@ -386,13 +386,8 @@ def test_a_tracker_that_fails_ends_nothing_and_says_so_once(pool, tokens, tmp_pa
     line = "--tracker failed and is off until the next start: ConnectionError('no network')\n"
     assert said.count(line) == said.count("no network") == 1
     assert len(rows(tmp_path / "run")) == 4
-
-
-def test_a_tracker_that_is_not_installed_is_named_at_once(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --tracker wandb")
-    (((status, said, err), _),) = pool(1, train_with, None, argv)
-    assert (status, said, list(tmp_path.iterdir())) == (2, "", [])
-    assert err.startswith("train.py: error: --tracker wandb: pip install wandb (")
+    (((status, said, err), _),) = pool(1, train_with, None, [*argv, "--max_steps", "5"])
+    assert (status, err) == (0, "") and "--tracker failed and is off " in said  # not installed
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def strategies(args: Namespace) -> Table:
     subject = f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process"
     if args.hosts > 1:
         subject += f", {args.hosts} hosts, {args.link} each way, accumulation {GRAD_ACCUM_STEPS}"
-    return f"{subject}, {steps_and_rounds(args)}", rows
+    return f"{subject}, {args.steps} steps x {args.rounds} rounds", rows
 
 
 def flags_of_runs(args: Namespace) -> dict[str, str]:
@@ -156,10 +156,6 @@ def measure(
     return speed, products_limit(printed, tokens)
 
 
-def steps_and_rounds(args: Namespace) -> str:
-    return f"{args.steps} steps x {args.rounds} rounds"
-
-
 # --------------------------------------------------------------------------------------------------
 # nanoGPT
 
@@ -195,22 +191,20 @@ def nanogpt(args: Namespace) -> Table:
     rows = [{"trainer": mode} | columns[mode] for mode in MODES]
     subject = (
         f"{args.n_layer} layers x {args.n_embd}, {args.n_head} heads, block {args.block_size}, "
-        f"batch {args.batch_size}, {steps_and_rounds(args)}, {args.dataset} {args.flags}"
+        f"batch {args.batch_size}, {args.steps} steps x {args.rounds} rounds, {args.dataset} "
+        f"{args.flags}"
     )
     return subject.rstrip(), rows
-
-
-def device(args: Namespace) -> str:
-    return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def run_nanogpt(args: Namespace, out: Path, compile: bool) -> tuple[list[float], list[str]]:
     """Tokens/s of each step, from lines like "iter 7: loss 4.2000, time 250.00ms"; the output."""
     given = [f"--{name}={getattr(args, name)}" for name in NANOGPT]
+    device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters, here 100.
     flags = (
         f"--max_iters={args.steps + 1} --lr_decay_iters={args.steps + 1} --dropout=0.0 "
-        f"--eval_interval={10**9} --eval_iters=1 --log_interval=1 --device={device(args)} "
+        f"--eval_interval={10**9} --eval_iters=1 --log_interval=1 --device={device} "
         f"--compile={compile} --dataset={args.dataset} --out_dir={out}"
     )
     script = ["train.py", "config/train_shakespeare_char.py", *given, *flags.split()]

@@ -378,9 +378,8 @@ def write_tokenizer(encoding: tiktoken.Encoding, folder: Path) -> None:
     except ImportError:
         print("no tokenizer.json, only its ranks: pip install transformers and export again")
         return
-    # Oniguruma, which tokenizers uses, reads {1,3}+ as a repetition of {1,3}, not as possessive. At
-    # the end of an alternative, where it stands, {1,3} matches the same. _pat_str is private.
-    pattern = encoding._pat_str.replace("{1,3}+", "{1,3}")
+    # For Oniguruma {1,3}+ repeats {1,3}; at the end of an alternative {1,3} matches the same.
+    pattern = encoding._pat_str.replace("{1,3}+", "{1,3}")  # has no public name
     special = sorted(encoding.special_tokens_set, key=encoding.encode_single_token)
     converter = TikTokenConverter(str(ranks), pattern, extra_special_tokens=special)
     converter.converted().save(str(folder / "tokenizer.json"))

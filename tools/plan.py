@@ -398,10 +398,6 @@ def describe_step(plan: Plan) -> Iterator[str]:
     )
     low, high = (f"{factor * speed.step_time:.4g}" for factor in predict.TOOK)
     yield f"            half of the published runs would take {low} to {high} s, a quarter more"
-    multiplied = sum(row.flops for row in plan.rehearsal.operations if row.phase == "optimizer")
-    if multiplied:  # by Muon
-        share = speed.optimizer / speed.step_time
-        yield f"optimizer   {multiplied / 1e12:,.1f} TFLOP, {share:.1%} of the step"
     eager = ", not compiled" if plan.request.config.compile else ""
     yield (
         f"speed       at most {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "
@@ -448,7 +444,7 @@ def gigabytes(size: int) -> str:
 def run(argv: list[str]) -> None:
     request, options = parse(argv)
     if options.search:
-        found = search.to_json(*search.search(request, options.free, options.search_seconds))
+        found = search.search(request, options.free, options.search_seconds)
         lines = search.table(found, request.cluster)
     else:
         plan = make_plan(request, options.tokens)

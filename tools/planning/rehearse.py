@@ -80,8 +80,7 @@ Change = tuple[str, str, int]
 KINDS = (
     "parameters",
     "optimizer",
-    "gradients",  # that the optimizer reads
-    "unsynchronized",  # gradients kept for a later micro-batch, beyond the above
+    "gradients",  # that the optimizer reads, and those kept for a later micro-batch
     "logits",
     "gathered",  # FSDP's collective buffers, and weights in the compute dtype
     "activations",
@@ -230,8 +229,7 @@ def run_layers(c: Config, setup: Setup, world: dist.World) -> Rehearsal:
         with suppress(ValueError):  # they do not: see `extend`
             found = extend(run(few), run(few + unit), more)
     found = found or run(n_layer)
-    memory = at_peak(found.changes, found.state["gradients"])
-    return dataclasses.replace(found, memory=memory, changes=[])
+    return dataclasses.replace(found, memory=at_peak(found.changes), changes=[])
 
 
 def extend(few, more, times: int):
@@ -261,27 +259,23 @@ def extend_list(few: list, more: list, times: int) -> list:
     found = []
     matcher = difflib.SequenceMatcher(None, few, more, autojunk=False)
     for _, i, i_end, j, j_end in matcher.get_opcodes():
-        inserted = (j_end - j) - (i_end - i)
+        old, new = few[i:i_end], more[j:j_end]
+        inserted = len(new) - len(old)
         if inserted < 0:
             raise ValueError("a longer model lacks what a shorter one does")
-        found += times * more[j : j + inserted]
-        found += extend(few[i:i_end], more[j + inserted : j_end], times)
+        if all(a[:2] == b[:2] for a, b in zip(old, new[inserted:])):  # phase and kind
+            found += times * new[:inserted] + extend(old, new[inserted:], times)
+        else:
+            found += extend(old, new[: len(old)], times) + times * new[len(old) :]
     return found
 
 
-def at_peak(changes: list[Change], gradients: int) -> dict[str, int]:
-    """Bytes by kind when their sum first reaches its maximum.
-
-    `gradients` is the bytes that the optimizer reads.
-    """
+def at_peak(changes: list[Change]) -> dict[str, int]:
+    """Bytes by kind when their sum first reaches its maximum."""
     totals = list(itertools.accumulate(size for _, _, size in changes))
     sizes = dict.fromkeys(KINDS, 0)
     for _, kind, size in changes[: totals.index(max(totals)) + 1]:
         sizes[kind] += size
-    # Accumulating gradients count as gradients up to the bytes of FSDP's shards.
-    missing = min(sizes["unsynchronized"], gradients - sizes["gradients"])
-    sizes["unsynchronized"] -= missing
-    sizes["gradients"] += missing
     return sizes
 
 
@@ -580,7 +574,7 @@ class Recorder(TorchDispatchMode):
         """The micro-batches of a step; each stands for `times` equal ones."""
         for number, stands_for in enumerate(times):
             if number > 0:
-                self.mark_unsynchronized()
+                self.mark_kept_gradients()
             self.begin("build")  # the micro-batch, not counted
             tokens = next(batches)
             self.begin("forward")
@@ -590,12 +584,12 @@ class Recorder(TorchDispatchMode):
     def mark_gradients(self, net: nn.Module) -> None:
         self.mark([p.grad for p in net.parameters() if p.grad is not None], "gradients")
 
-    def mark_unsynchronized(self) -> None:
+    def mark_kept_gradients(self) -> None:
         """What backward leaves for the next micro-batch is gradients, except scalars."""
         for block in self.live.values():
-            is_new = KINDS.index(block.kind) > KINDS.index("unsynchronized")
+            is_new = KINDS.index(block.kind) > KINDS.index("gradients")
             if block.phase == "backward" and block.size > 8 and is_new:
-                block.kind = "unsynchronized"
+                block.kind = "gradients"
 
     def state_bytes(self) -> dict[str, int]:
         sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
@@ -636,15 +630,12 @@ def as_on(device_type: str) -> Iterator[None]:
     # number per token and head) and returns the result in q's layout, like cuDNN. A norm is one
     # kernel too.
     on_cpu = model.is_gpu, F.rms_norm
-    model.is_gpu, F.rms_norm = lambda device: True, fused_rms_norm
+    model.is_gpu = lambda device: True
+    F.rms_norm = lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight)
     try:
         yield
     finally:
         model.is_gpu, F.rms_norm = on_cpu
-
-
-def fused_rms_norm(x: Tensor, shape: torch.Size, weight: Tensor, eps: float) -> Tensor:
-    return FusedRMSNorm.apply(x, weight)
 
 
 class FusedRMSNorm(torch.autograd.Function):

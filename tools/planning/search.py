@@ -11,15 +11,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import dist
 from config import Config
 from layout import Setup, choose, fits
 from runtime.cli import UsageError
 from tools.planning import predict
-from tools.planning.predict import Cluster, Request, Speed
-from tools.planning.rehearse import Rehearsal
+from tools.planning.predict import Cluster, Request
 
 SHOWN = 10  # rows of the table
 # Flags of a candidate
@@ -85,20 +83,8 @@ def candidates(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Co
 # The search
 
 
-@dataclass(frozen=True)
-class Candidate:
-    config: Config
-    rehearsal: Rehearsal
-    speed: Speed
-
-    def tokens_per_second(self) -> float:
-        return self.speed.tokens_per_second_per_device
-
-
-def search(
-    request: Request, free: frozenset[str], seconds: float
-) -> tuple[list[Candidate], Counter]:
-    """Rank the candidates over `free` until time is up: best first, and why others are missing.
+def search(request: Request, free: frozenset[str], seconds: float) -> dict:
+    """Rank the candidates over `free` until time is up: `ranked`, fastest first, and `passed_over`.
 
     Finds at least one that fits, however long that takes. Raises UsageError if none does.
     """
@@ -124,14 +110,19 @@ def search(
         if not predict.fits(rehearsal.peak, cluster):
             passed_over["are too large when rehearsed"] += 1
             continue
-        found.append(Candidate(c, rehearsal, predict.speed(rehearsal, one)))
-        speeds[fastest] = found[-1].tokens_per_second()
+        speed = predict.speed(rehearsal, one)
+        compute, waits = speed.compute, sum(speed.exposed.values())
+        row = {"flags": flags_of(c), "peak": rehearsal.peak} | speed.to_json()
+        row |= {"compute": compute / speed.step_time, "waits": waits / speed.step_time}
+        found.append(row)
+        speeds[fastest] = speed.tokens_per_second_per_device
     if not found:
         raise UsageError(
             f"nothing fits on {cluster.world_size} x {cluster.device_type}: take more devices, a "
             "smaller model or a shorter --seq_len"
         )
-    return sorted(found, key=Candidate.tokens_per_second, reverse=True), passed_over
+    found.sort(key=lambda row: row["tokens_per_second_per_device"], reverse=True)
+    return {"ranked": found, "passed_over": dict(passed_over)}
 
 
 def group_candidates(request: Request, free: frozenset[str]) -> tuple[dict[tuple, list], int]:
@@ -166,7 +157,7 @@ def flags_of(c: Config) -> str:
 
 
 def table(found: dict, cluster: Cluster) -> Iterator[str]:
-    """The lines for people, from a `to_json` result."""
+    """The lines for people."""
     yield "tokens/s/device     MFU  step, s  memory  flags"
     for row in found["ranked"][:SHOWN]:
         yield (
@@ -177,15 +168,6 @@ def table(found: dict, cluster: Cluster) -> Iterator[str]:
     yield (
         f"{len(found['ranked'])} fit and were rehearsed; {', '.join(counts) or 'none passed over'}"
     )
-    yield f"best: {found['ranked'][0]['flags']}: {found['reason']}"
-
-
-def to_json(ranked: list[Candidate], passed_over: Counter) -> dict:
-    rows = []
-    for one in ranked:
-        row = {"flags": flags_of(one.config), "peak": one.rehearsal.peak}
-        rows.append(row | one.speed.to_json())
-    best = ranked[0].speed
-    compute, waits = best.compute / best.step_time, sum(best.exposed.values()) / best.step_time
-    reason = f"{compute:.0%} of its step is compute, {waits:.0%} waits"
-    return {"ranked": rows, "reason": reason, "passed_over": dict(passed_over)}
+    best = found["ranked"][0]
+    step = f"{best['compute']:.0%} of its step is compute, {best['waits']:.0%} waits"
+    yield f"best: {best['flags']}: {step}"
