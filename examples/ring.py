@@ -30,14 +30,15 @@ def on_the_wire():
 
 
 def count(name, rounds, collective, *tensors):
+    """Print a prediction, and what the wire carried for each rank."""
     before = on_the_wire()
+    td.barrier()
     collective(*tensors)
     td.barrier()
     counted = (on_the_wire() - before) / n
     if rank == 0:
         predicted = rounds * ours.nbytes / n
         print(f"{name:21} predicted {predicted / 1e6:.1f} MB, counted {counted / 1e6:.1f} MB")
-    td.barrier()
 
 
 td.init_process_group("gloo")

@@ -174,6 +174,7 @@ HOSTILE = {
     "no cuts": of_a(cuts=[[], []], grid=[]),
     "grid with a hole": of_a(grid=[0]),
     "grid with an unknown file": of_a(grid=[0, 2]),
+    "grid with a negative file": of_a(grid=[0, -1]),
     "grid with the same file twice": of_a(grid=[1, 1]),
     "one chunk three times": of_a(**ONE_CHUNK_THREE_TIMES),
 }

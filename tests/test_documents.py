@@ -10,6 +10,9 @@ import importlib
 import io
 import re
 import shlex
+import shutil
+import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -274,6 +277,19 @@ def test_an_unquoted_variable_of_several_words_is_found():
 def test_commands_have_no_unquoted_variable_of_several_words(path):
     for block in re.findall(r"(?:^ {4}.*\n)+", path.read_text(), re.M):
         assert unquoted_words(block) == [], block
+
+
+@documents
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_can_read_the_commands_of_a_document(shell, path):
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    first = r"python|torchrun|pip|git|for|export|curl|pytest|sbatch|lm_eval|\w+\(\) \{"
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    blocks = re.findall(rf"^ {{4}}(?:{first}) .*\n(?:^ {{4}}.*\n)*", prose, re.M)
+    script = textwrap.dedent("".join(blocks))
+    answer = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True)
+    assert (answer.returncode, answer.stderr) == (0, ""), script
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, flags, rows, torchrun
+from conftest import ROOT, TINY, flags, rows, torchrun
 
 PATCHES = sorted(ROOT.glob("examples/*.patch"))
 
@@ -146,6 +146,51 @@ def test_a_token_sees_a_window_on_every_mesh__sliding_window(fork):
     full, window = map(float, fork.python("-c", WINDOW).split())
     # 12 FLOPs for each of n_layer * d_model elements and each key: the mean of a causal mask, or W
     assert full - window == pytest.approx(12 * 12 * 768 * (8192 / 2 - 512), rel=0.01)
+
+
+DOCUMENTS = """
+import sys, torch
+from torch.distributed.tensor.parallel import loss_parallel
+import config, dist, layout, model, train
+
+c = config.parse(sys.argv[1:])
+world = dist.start("cpu")
+setup = layout.choose(c, world, config.model_config(c, vocab_size=257), device_memory=10**9)
+state, forward = train.build(c, setup, dist.make_mesh(world, setup.mesh_shape))
+
+def sums(texts):
+    total = 0
+    for text in texts:
+        with loss_parallel():
+            loss = forward(text[:, :-1], text[:, 1:]) * (text.size(1) - 1)
+            loss.backward()
+        total += loss.item()
+    found = [model.full_tensor(p.grad).clone() for p in state.model.parameters()]
+    for p in state.model.parameters():
+        p.grad = None
+    return total, found
+
+torch.manual_seed(0)
+packed = torch.randint(256, (2, 25))
+packed[:, [6, 17]] = 256  # the last document goes on
+loss, gradients = sums([packed])
+alone, expected = sums([packed[:, :7], packed[:, 7:18], packed[:, 18:]])
+assert abs(loss - alone) < 1e-5 * loss, (loss, alone)
+for found, wanted in zip(gradients, expected):
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_packed_documents_are_the_sum_of_each_alone__document_mask(fork):
+    script = fork.code / "documents.py"
+    script.write_text(DOCUMENTS)
+    text = f"{TINY} --end_of_text 256 --seq_len 24 --dtype float32 --global_batch_size 4"
+    for ranks, mesh in ((1, "single"), (2, "fsdp"), (2, "single --tp 2")):
+        argv = f"{text} --micro_batch_size 2 --strategy {mesh}".split()
+        job = torchrun(ranks, argv, fork.folder / f"{len(mesh)}-job", script=script)
+        assert job.wait(100) == 0, job.err
+    train_alike(fork, "--max_steps 4 --end_of_text 256", "--strategy fsdp", "--tp 2")
 
 
 QWEN3 = """

@@ -306,14 +306,13 @@ DOCUMENT = """# A program
 ## One
 
 <!-- run -->
-    python greet.py 2 > greeted
+    python greet.py 1 > greeted
     cat greeted
 
-It prints two lines:
+It prints:
 
 ```
 hello 1 took 0.01 s
-hello 2 took 0.02 s
         1 x all_reduce over world: 0.00 MB a step
 ```
 
@@ -326,15 +325,6 @@ hello 1 took 12.5 ms
 hello 9 took 1,000 s
 ...
 greeted
-```
-
-<!-- run -->
-    python greet.py x
-
-```
-Traceback (most recent call last):
-...
-ValueError: invalid literal for int() with base 10: 'x'
 ```
 
 <!-- bug 1 greet.py:greet -->
@@ -380,13 +370,10 @@ def test_a_document_that_shows_what_is_printed_passes(tmp_path):
     "old, new, problem",
     [
         ("hello 1 took 12.5 ms", "hello 1 takes 12.5 ms", "hello # takes #"),
-        ("hello 2 took 0.02 s\n", "", "1 x all_reduce"),
         ("        1 x all_reduce over world: 0.00 MB a step\n", "", "and more comes after it"),
         ("1 x all_reduce", "2 x all_reduce", "2 x all_reduce over world: 0.00 MB a step"),
-        ("...\nhello 9 took 1,000 s\n...", "hello 9 took 1,000 s", "greeted"),
         ("greeted\n```", "greeted\ngreeted\n```", "greeted"),
         ("ls greeted", "ls greeted; exit 3", "exit status 3"),
-        ("hello 0 took", "hello 7 took", "not printed with the bug: hello 7 took 0.0 s"),
         ("hello 0 took 0.0 s\n...\nhello 2 took 0.02 s", "...", "printed without the bug, too"),
         ('+    print("hello", i,', '+    print("hello", i + 1,', "not printed with the bug"),
     ],
@@ -400,10 +387,8 @@ def test_what_is_not_printed_as_shown_is_found(old, new, problem, tmp_path):
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("<!-- run -->", "<!-- runs -->"),
         ("<!-- run -->", "<!--run-->"),
         ("<!-- run -->\n", "<!-- run -->\nthat is:\n"),
-        ("```diff", "```"),
         ("hello 0 took 0.0 s\n...\nhello 2 took 0.02 s\n```\n", ""),
     ],
 )

@@ -9,16 +9,14 @@ import statistics
 from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from conftest import call_train, flags, memory_taken, rows
+from conftest import memory_taken, rows
 from torch.distributed import tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-import optim
 from runtime.saver import Saver
 from tools import bench, compare, report
 
@@ -149,7 +147,6 @@ def test_no_evaluation_yet_is_not_nan(tmp_path, compared):
     assert row(compared(later, "--loss", "2.0"), "seconds") == ["5.0"]
 
 
-HALVED = "blocks.1.mlp.down.weight"
 LOSSES = {1: 4.0, 10: 3.0, 20: 2.0}
 
 
@@ -234,39 +231,6 @@ def test_runs_with_other_columns_or_parameters_are_compared(tmp_path, compared):
     c = write_run(tmp_path / "c", LOSSES)
     equal = "never, equal in 1 logged steps in common"
     assert row(compared(a, b, c), "first parameter") == ["-", equal, "no logged step in common"]
-
-
-def train_with_half_a_gradient(argv: list[str]) -> int:
-    """As a bug of one mesh would, halve the gradient of one parameter from step 4 on."""
-    step = optim.Optimizer.step
-
-    def faulty(optimizer, number: int, *arguments, **options):
-        if number >= 4:
-            optimizer.parameters[HALVED].grad.mul_(0.5)
-        return step(optimizer, number, *arguments, **options)
-
-    with mock.patch.object(optim.Optimizer, "step", faulty):
-        return call_train(argv)
-
-
-def test_a_wrong_gradient_of_one_mesh_is_named_and_rounding_is_not(
-    pool, tokens, tmp_path, compared
-):
-    text = f"--data {tokens} --max_steps 12 --dtype float32 --optim_metrics_interval 1 --out"
-    runs = []
-    for mesh, function in (
-        ("single", call_train),
-        ("fsdp", call_train),
-        ("fsdp", train_with_half_a_gradient),
-    ):
-        runs.append(tmp_path / f"run{len(runs)}")
-        argv = flags(f"{text} {runs[-1]} --strategy {mesh} --checkpoint none")
-        assert set(pool(1 if mesh == "single" else 2, function, argv)) == {0}
-    _, equal, faulty = row(compared(*runs), "first parameter difference from run0 over 0.01")
-    assert equal.startswith("never, by at most ") and equal.endswith(
-        " in 12 logged steps in common"
-    )
-    assert faulty.startswith(f"step 4: {HALVED} grad_")
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path, compared):

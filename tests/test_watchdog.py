@@ -111,9 +111,12 @@ def test_ranks_end_when_their_launcher_has_gone_but_may_outlive_a_shell(tmp_path
     launcher.start()
     launcher.join()
     rank, other = sorted(int(path.name) for path in tmp_path.iterdir())
-    wait_until(lambda: not is_running(rank), 10)
-    assert is_running(other)
-    os.kill(other, signal.SIGKILL)
+    try:
+        wait_until(lambda: not is_running(rank), 10)
+        assert is_running(other)
+    finally:
+        for pid in filter(is_running, (rank, other)):
+            os.kill(pid, signal.SIGKILL)
 
 
 def exit_statuses(processes: list) -> list[int | None]:

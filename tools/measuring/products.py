@@ -2,12 +2,13 @@
 
 python tools/measuring/products.py SCRIPT [FLAG ...]
 
-A micro-batch cannot take less on this machine. Attention's products, which are one kernel with the
-rest of attention, are not among them.
+A micro-batch takes at least as long at that time on this machine. Attention's products, which are
+one kernel with the rest of attention, are not among them.
 """
 
 import itertools
 import runpy
+import statistics
 import sys
 import time
 from collections import Counter
@@ -36,7 +37,7 @@ class Products(TorchDispatchMode):
 
 
 def seconds_of(function, operands: tuple) -> float:
-    """The least seconds of repeated products of random numbers, with these operands."""
+    """The median seconds of repeated products of random numbers, with these operands."""
     tensors = []
     for shape, stride, dtype, device in operands:
         empty = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -52,7 +53,7 @@ def seconds_of(function, operands: tuple) -> float:
 
     mean(1)  # allocates
     count = 1 + int(SECONDS / mean(1))
-    return min(mean(count) for _ in range(REPEATS))
+    return statistics.median(mean(count) for _ in range(REPEATS))
 
 
 def main(argv: list[str]) -> None:

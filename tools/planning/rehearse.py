@@ -259,11 +259,14 @@ def extend_list(few: list, more: list, times: int) -> list:
     found = []
     matcher = difflib.SequenceMatcher(None, few, more, autojunk=False)
     for _, i, i_end, j, j_end in matcher.get_opcodes():
-        inserted = (j_end - j) - (i_end - i)
+        old, new = few[i:i_end], more[j:j_end]
+        inserted = len(new) - len(old)
         if inserted < 0:
             raise ValueError("a longer model lacks what a shorter one does")
-        found += times * more[j : j + inserted]
-        found += extend(few[i:i_end], more[j + inserted : j_end], times)
+        if all(a[:2] == b[:2] for a, b in zip(old, new[inserted:])):  # phase and kind
+            found += times * new[:inserted] + extend(old, new[inserted:], times)
+        else:
+            found += extend(old, new[: len(old)], times) + times * new[len(old) :]
     return found
 
 
