@@ -70,8 +70,7 @@ def test_a_file_imports_only_files_of_the_floors_before_it(name):
 @pytest.mark.parametrize("name", FLOORS[0].split())
 def test_a_leaf_imports_only_torch_numpy_and_the_standard_library(name):
     roots = {module.split(".")[0] for module in imported_modules(MODULES[name])}
-    optional = {"wandb"}  # where --tracker asks for it
-    assert roots <= {"torch", "numpy", *sys.stdlib_module_names} | optional
+    assert roots <= {"torch", "numpy", *sys.stdlib_module_names}
 
 
 @pytest.mark.parametrize("name", MODULES)
