@@ -1,6 +1,5 @@
 """From flags and ranks to a model on the mesh: strategy, mesh shape, batch, dtype, memory."""
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int)
         return make_setup(c, world, model, "hsdp")
     for strategy in ("ddp", "hsdp") if world.size > world.local_size else ("ddp",):
         setup = make_setup(c, world, model, strategy)
-        if estimate_memory(c, setup).fits(device_memory):
+        if fits(c, setup, device_memory):
             return setup
     return make_setup(c, world, model, "fsdp")
 
@@ -190,38 +189,18 @@ def place(
 # Memory
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The least that a rank needs at its peak, in bytes.
+def fits(c: Config, setup: Setup, device_memory: int) -> bool:
+    """Whether a fifth of `device_memory` stays free for what `estimate_memory` leaves out."""
+    return sum(estimate_memory(c, setup).values()) <= 0.8 * device_memory
 
-    Weights, gradients and optimizer are exact. The weights of a unit that FSDP drops after use,
-    communication buffers and the process itself come on top: tools.plan rehearses a step and counts
-    them.
+
+def estimate_memory(c: Config, setup: Setup) -> dict[str, int]:
+    """The least that a rank needs at its peak, {part: bytes}; activations peak before gradients.
+
+    Weights, gradients and optimizer are exact; gathered is the whole model, if it is one FSDP unit,
+    which stays through the step. The weights of a unit that FSDP drops after use, communication
+    buffers and the process itself come on top: tools.plan rehearses a step and counts them.
     """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    gathered: int  # of the whole model, if it is one FSDP unit, which stays through the step
-    activations: int
-    logits: int
-
-    @property
-    def total(self) -> int:
-        return sum(dataclasses.astuple(self))
-
-    def fits(self, device_memory: int) -> bool:
-        """Whether a fifth of `device_memory` stays free for everything else."""
-        return self.total <= 0.8 * device_memory
-
-    def __str__(self) -> str:
-        unit, name, digits = (1e9, "GB", 2) if self.total >= 1e9 else (1e6, "MB", 1)
-        parts = [f"{part} {size / unit:,.{digits}f}" for part, size in vars(self).items() if size]
-        return f"{' + '.join(parts)} = {self.total / unit:,.{digits}f} {name}"
-
-
-def estimate_memory(c: Config, setup: Setup) -> Memory:
-    """The least that a rank needs. Adds all parts: activations are largest before gradients."""
     m = setup.model
     _, dp_shard, tp = setup.mesh_shape
     weights = optimizer = gathered = 0
@@ -241,8 +220,14 @@ def estimate_memory(c: Config, setup: Setup) -> Memory:
     # A logit and its gradient in float32, and once in the compute dtype
     logit_size = 4 + 4 + (setup.dtype.itemsize if setup.dtype != torch.float32 else 0)
     logits = setup.micro_batch_size * m.seq_len * m.vocab_size // c.loss_chunks // tp
-    activations = activation_bytes(c, setup)
-    return Memory(weights, weights, optimizer, gathered, activations, logit_size * logits)
+    return {
+        "weights": weights,
+        "gradients": weights,
+        "optimizer": optimizer,
+        "gathered": gathered,
+        "activations": activation_bytes(c, setup),
+        "logits": logit_size * logits,
+    }
 
 
 def activation_bytes(c: Config, setup: Setup) -> int:

@@ -379,7 +379,7 @@ class Optimizer:
                   the head or the last norm; Muon takes the matrices among them
 
     All ranks skip an update together: one whose gradient is not finite, or a spike. It then changes
-    neither weights nor slots. Raises ValueError if the chosen optimizer takes no parameter.
+    neither weights nor slots.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class Optimizer:
         parameters: Iterable[tuple[str, nn.Parameter]],
         decays: Callable[[str], bool],
         settings: Settings,
-        is_hidden: Callable[[str], bool] = lambda name: False,
+        is_hidden: Callable[[str], bool],
     ):
         self.parameters = dict(parameters)
         self.settings = settings
@@ -398,13 +398,8 @@ class Optimizer:
             updaters[name] = updater(settings.optimizer, name, parameter.shape, hidden)
             group = (updaters[name], settings.weight_decay if decays(name) else 0.0)
             self.groups.setdefault(group, []).append(name)
-        if OPTIMIZERS[settings.optimizer] not in updaters.values():
-            raise ValueError(
-                f"optimizer {settings.optimizer} takes none of the {len(updaters)} parameters: "
-                "AdamW would update them all; is_hidden(name) says which are of hidden layers"
-            )
-        is_alone = not torch.distributed.is_initialized()
-        self.world_size = 1 if is_alone else torch.distributed.get_world_size()
+        grouped = torch.distributed.is_initialized()
+        self.world_size = torch.distributed.get_world_size() if grouped else 1
         device = parameter.device
         shards = [num_shards(p) for p in self.parameters.values()]
         self.is_sharded = max(shards) > 1

@@ -50,7 +50,11 @@ def describe_start(
         )
     if c.warmup_steps is None and c.max_steps <= WARMUP_STEPS:
         yield f"        warning: all {c.max_steps} steps are warm-up: give --warmup_steps"
-    yield f"memory  a rank needs at least: {estimate_memory(c, setup)}"
+    memory = {part: size for part, size in estimate_memory(c, setup).items() if size}
+    total = sum(memory.values())
+    unit, name, digits = (1e9, "GB", 2) if total >= 1e9 else (1e6, "MB", 1)
+    sizes = " + ".join(f"{part} {size / unit:,.{digits}f}" for part, size in memory.items())
+    yield f"memory  a rank needs at least: {sizes} = {total / unit:,.{digits}f} {name}"
     for problem in start.passed_over:
         yield f"        passed over {problem}"
     beginning = ""

@@ -105,7 +105,7 @@ def test_a_skipped_step_changes_nothing_but_its_count(optimizer):
 def test_an_optimizer_that_was_loaded_clips_by_the_steps_before():
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     adaptive = settings(clip="adaptive")
-    optimizers = [optim.Optimizer([("w", weight)], bool, adaptive) for weight in weights]
+    optimizers = [optim.Optimizer([("w", weight)], bool, adaptive, bool) for weight in weights]
 
     def step(i: int, number: int, gradient: float) -> None:
         weights[i].grad = torch.tensor([gradient])
@@ -132,7 +132,7 @@ class OneWeight:
     def __init__(self, skip_spikes: float):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         skipping = settings(skip_spikes=skip_spikes)
-        self.optimizer = optim.Optimizer([("weight", self.weight)], lambda name: True, skipping)
+        self.optimizer = optim.Optimizer([("weight", self.weight)], bool, skipping, bool)
         self.skipped = 0
         self.losses = deque(maxlen=128)
         self.norms = deque(maxlen=128)

@@ -254,20 +254,14 @@ def test_each_matrix_is_orthogonalized_once_with_the_same_bits(pool, update_alon
             assert torch.equal(weight, expected)
 
 
-def test_an_optimizer_that_takes_no_parameter_is_an_error():
-    """As Muon in another project, where parameters have other names, or with vectors only."""
-    matrix = torch.nn.Parameter(torch.ones(2, 2))
-    vector = torch.nn.Parameter(torch.ones(2))
-    for parameter, hidden in ((matrix, {}), (vector, {"is_hidden": lambda name: True})):
-        with pytest.raises(ValueError, match="optimizer muon takes none of the 1 parameters"):
-            parameters = [("blocks.weight", parameter)]
-            optim.Optimizer(parameters, lambda name: True, settings(optimizer="muon"), **hidden)
-    hidden = {"is_hidden": lambda name: name == "layers.weight"}
-    parameters = [("layers.weight", matrix), ("last.weight", torch.nn.Parameter(torch.ones(2, 2)))]
-    muon = settings(optimizer="muon")
-    optimizer = optim.Optimizer(parameters, lambda name: True, muon, **hidden)
+def test_muon_takes_the_matrices_of_hidden_layers_and_adamw_the_rest():
+    """By is_hidden: in another project parameters have other names."""
+    sizes = {"layers.weight": (2, 2), "layers.bias": (2,), "last.weight": (2, 2)}
+    parameters = {name: torch.nn.Parameter(torch.ones(size)) for name, size in sizes.items()}
+    muon, hidden = settings(optimizer="muon"), lambda name: name.startswith("layers.")
+    optimizer = optim.Optimizer(parameters.items(), lambda name: True, muon, hidden)
     assert optimizer.slots["momentum_buffer"].keys() == {"layers.weight"}
-    assert optimizer.slots["exp_avg"].keys() == {"last.weight"}
+    assert optimizer.slots["exp_avg"].keys() == {"layers.bias", "last.weight"}
 
 
 def test_muon_continues_on_another_mesh(run):
@@ -276,7 +270,7 @@ def test_muon_continues_on_another_mesh(run):
     single = run(1, f"{text} single", "single")
     sharded = run(4, f"{text} fsdp --tp 2 --save_interval 2 --keep_last 0", "sharded")
     at = checkpoint.list_checkpoints(sharded)[0]
-    continued = run(1, f"{text} single --resume {at}", "continued")
+    continued = run(1, f"{text} single --keep_last 0 --resume {at}", "continued")
     assert {row["clipped"] for row in rows(single)} == {0, 1}
     for out in (sharded, continued):
         log = rows(out)
@@ -328,7 +322,7 @@ def test_an_optimizer_is_added_as_one_class_and_one_entry(pool):
 def test_weight_decay_shrinks_only_the_parameters_that_decay():
     weights = {name: torch.nn.Parameter(torch.ones(3)) for name in ("decayed", "kept")}
     halving = settings(weight_decay=0.5)
-    optimizer = optim.Optimizer(weights.items(), lambda name: name == "decayed", halving)
+    optimizer = optim.Optimizer(weights.items(), lambda name: name == "decayed", halving, bool)
     for weight in weights.values():
         weight.grad = torch.zeros(3)  # so that nothing but weight decay changes the weights
     optimizer.step(100, torch.tensor(1.0))
@@ -372,7 +366,8 @@ def count_collectives(strategy: str) -> list[list[int]]:
     found = []
     for options in CHOICES:
         net, counts = setup.net, []
-        optimizer = optim.Optimizer(net.named_parameters(), net.decays, settings(**options))
+        chosen = settings(**options)
+        optimizer = optim.Optimizer(net.named_parameters(), net.decays, chosen, net.is_hidden)
         for measure in (False, True):
             tokens = batch(1)[setup.part]
             loss = setup.forward(tokens[:, :-1], tokens[:, 1:])

@@ -397,7 +397,7 @@ def search_beside_auto(text: str, of: str, memory: float) -> tuple[config.Config
     text += " --activation_checkpointing none --reshard_after_forward true"
     request, own = plan_of(text)
     one = dataclasses.replace(request.config, strategy=of)
-    need = estimate_memory(one, search.setup_of(one, request)).total
+    need = sum(estimate_memory(one, search.setup_of(one, request)).values())
     cluster = dataclasses.replace(request.cluster, device_memory=int(memory * need))
     request = dataclasses.replace(request, cluster=cluster)
     auto = search.setup_of(request.config, request).strategy

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import build_run, file_names, flags, last_checkpoint, listen, rows, tensors
+from conftest import file_names, flags, last_checkpoint, listen, rows, tensors
 
 import checkpoint
 import optim
@@ -253,47 +253,24 @@ def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async
         assert succeeded is None
 
 
-def save_with_a_nan_on_rank_1(argv: list[str]) -> tuple[bool, bool, str | None]:
-    """Whether all is finite before and after, and why the save was refused, if the ranks agree."""
-    run = build_run(argv)
-    weights = run.state.tensors["model"]
-    saver = Saver(Path(run.c.out), False, 0, 0, timedelta(seconds=20))
-    before = train.is_finite(weights, 1.0)
-    if torch.distributed.get_rank() == 1:
-        weights["norm.weight"].to_local()[0] = torch.nan
-    after = train.is_finite(weights, 1.0)
-    run.state.step = 1
-    if not after:  # a rank that saved would wait for the others
-        train.save(run.setup, run.state, {}, saver, 1.0, run.watchdog)
-    return before, after, saver.failure
-
-
-def test_one_weight_of_one_rank_that_is_not_finite_refuses_the_save(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp")
-    answers = pool(2, save_with_a_nan_on_rank_1, argv)
-    assert [(before, after) for before, after, _ in answers] == [(True, False)] * 2
-    for _, _, failure in answers:
-        assert failure.endswith("step-00000001: the loss or a weight is not finite")
-    assert not checkpoint.list_checkpoints(tmp_path / "run")
-
-
-def listen_with_a_flipped_bit(argv: list[str], odd: int, name: str) -> tuple[int, str, str]:
-    """train.py, where one bit of a weight flips on rank `odd` in step 3."""
+def listen_with_a_fault(argv: list[str], odd: int, name: str, fault: str) -> tuple[int, str, str]:
+    """train.py, where a weight of rank `odd` changes after step 4: one bit, or it is nan."""
     train_step = train.train_step
 
-    def flip_later(forward, optimizer, batches, step, *rest):
+    def change_later(forward, optimizer, batches, step, *rest):
         values = train_step(forward, optimizer, batches, step, *rest)
-        if step == 3 and int(os.environ["RANK"]) == odd:
-            bits = optim.local(optimizer.parameters[name]).detach().view(torch.int32)
-            bits[(0,) * bits.dim()] ^= 1
+        if step == 4 and int(os.environ["RANK"]) == odd:
+            weight = optim.local(optimizer.parameters[name]).detach().view(-1)
+            weight.view(torch.int32)[0] ^= 1
+            weight[0] *= torch.nan if fault == "nan" else 1
         return values
 
-    with mock.patch.object(train, "train_step", flip_later):
+    with mock.patch.object(train, "train_step", change_later):
         return listen(argv)
 
 
-# mesh and how it saves -> the rank and the weight with a flipped bit, ranks that hold the same part
-FLIPS = {
+# mesh and how it saves -> the rank and the weight that change, ranks that hold the same part
+FAULTS = {
     "ddp": (2, "blocks.1.attention.q.weight", [0, 1, 3]),
     "hsdp --dp_shard 2 --async_save": (3, "blocks.0.mlp.down.weight", [1]),
     "fsdp --tp 2": (1, "blocks.0.attention_norm.weight", [0]),
@@ -301,21 +278,28 @@ FLIPS = {
 }
 
 
-@pytest.mark.parametrize("mesh", FLIPS)
-def test_one_flipped_bit_in_one_replica_ends_the_run_at_the_next_save(pool, tokens, tmp_path, mesh):
-    odd, name, others = FLIPS[mesh]
+@pytest.mark.parametrize(
+    "mesh, fault", [*((mesh, "bit") for mesh in FAULTS), ("hsdp --dp_shard 2 --async_save", "nan")]
+)
+def test_one_weight_of_one_rank_with_a_flipped_bit_or_a_nan_is_not_saved(
+    pool, tokens, tmp_path, mesh, fault
+):
+    odd, name, others = FAULTS[mesh]
     out = tmp_path / "run"
-    text = f"--strategy {mesh} --max_steps 6 --save_interval 2 --global_batch_size 4"
+    text = f"--strategy {mesh} --max_steps 5 --save_interval 2 --global_batch_size 4"
     argv = flags(f"--data {tokens} --out {out} {text}")
-    answers = pool(4, listen_with_a_flipped_bit, argv, odd, name)
+    answers = pool(4, listen_with_a_fault, argv, odd, name, fault)
     assert [status for status, _, _ in answers] == [1] * 4
-    error = answers[0][2]
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(out)] == [2]
+    _, said, error = answers[0]
+    assert error.count("\n") == 1
+    if fault == "nan":
+        assert "step-00000004: the loss or a weight is not finite" in said
+        return
     assert error.startswith(f"train.py: error: step 4 is not saved: {name} has other bits on rank ")
     named = [int(rank) for rank in re.findall(r"rank (\d) \(", error)]
     assert odd == named[0] or named == [*others, odd]  # of two, either may be the odd one
-    assert set(named) <= {odd, *others} and error.count("\n") == 1
-    assert socket.gethostname() in error
-    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(out)] == [2]
+    assert set(named) <= {odd, *others} and socket.gethostname() in error
 
 
 # --------------------------------------------------------------------------------------------------

@@ -75,18 +75,13 @@ def measure(size: int, text: str, tokens: Path, folder: Path) -> tuple[float, fl
     return found, planned
 
 
-SLOW = [("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("single --tp 2", 2)]
+SLOW = [("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("single --tp 2", 2), (f"fsdp {SMALL}", 2)]
 CASES = [("ddp", 2), ("hsdp --dp_shard 2", 4), ("fsdp --tp 2", 4)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
 @pytest.mark.parametrize("mesh, size", CASES)
 def test_a_step_sends_what_each_collective_must(tokens, tmp_path, mesh, size):
-    found, planned = measure(size, f"--strategy {mesh} {LARGE}", tokens, tmp_path)
-    assert found == pytest.approx(planned, rel=0.02)
-
-
-@pytest.mark.slow
-def test_small_messages_send_a_surplus_which_is_printed(tokens, tmp_path):
-    found, planned = measure(2, f"--strategy fsdp {LARGE} {SMALL}", tokens, tmp_path)
-    assert found > planned
+    """Within 2%; of small messages, which have headers of their own, the surplus is printed."""
+    found, planned = measure(size, f"{LARGE} --strategy {mesh}", tokens, tmp_path)
+    assert found == pytest.approx(planned, rel=0.1 if SMALL in mesh else 0.02)

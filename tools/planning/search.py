@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import dist
 from config import Config
-from layout import Setup, choose, estimate_memory
+from layout import Setup, choose, fits
 from runtime.cli import UsageError
 from tools.planning import predict
 from tools.planning.predict import Cluster, Request
@@ -102,7 +102,7 @@ def search(request: Request, free: frozenset[str], seconds: float) -> dict:
         c, setup = groups[fastest].pop(0)
         if not groups[fastest]:
             del groups[fastest]
-        if not estimate_memory(c, setup).fits(cluster.device_memory):
+        if not fits(c, setup, cluster.device_memory):
             passed_over["are too large by the estimate"] += 1
             continue
         one = dataclasses.replace(request, config=c)
