@@ -320,12 +320,12 @@ def test_published_runs_are_predicted_as_docs_plan_says(pool):
 
 
 def test_links_are_those_of_the_flags_and_the_vocabulary_that_of_the_data(tokens):
-    text = "--world_size 8 --nproc_per_node 4 --model gpt2-124m"
+    text = "--world_size 8 --nproc_per_node 4 --rank 5 --model gpt2-124m"
     bandwidths = "--intra_host_bandwidth 100 --inter_host_bandwidth 10"
     request, _ = plan.parse(f"{text} {bandwidths} --data {tokens}".split())
     links = request.cluster.links
     assert (links.intra_bandwidth, links.host_bandwidth) == (100e9, 10e9)
-    assert request.vocab_size == 257
+    assert (request.vocab_size, request.world().rank, request.world().local_rank) == (257, 5, 1)
     assert plan.parse(text.split())[0].vocab_size == 50257
     # A configuration is planned where its data is not.
     argv = ["--config", str(ROOT / "configs/olmo-1b.json"), "--world_size", "64"]
