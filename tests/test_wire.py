@@ -75,8 +75,9 @@ def measure(size: int, text: str, tokens: Path, folder: Path) -> tuple[float, fl
     return found, planned
 
 
-SLOW = [("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("single --tp 2", 2), (f"fsdp {SMALL}", 2)]
-CASES = [("ddp", 2), ("hsdp --dp_shard 2", 4), ("fsdp --tp 2", 4)]
+SLOW = [(mesh, size) for mesh in ("ddp", "fsdp") for size in (2, 4)]
+SLOW += [("single --tp 2", 2), (f"fsdp {SMALL}", 2)]
+CASES = [("hsdp --dp_shard 2", 4), ("fsdp --tp 2", 4)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
