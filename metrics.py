@@ -1,5 +1,6 @@
 """The log: rows of metrics.jsonl and optim.jsonl, and lines on the console."""
 
+import importlib
 import json
 import math
 import os
@@ -168,8 +169,7 @@ def console_line(row: dict, max_steps: int, is_first: bool) -> str:
 
 def open_wandb(out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
     """Continue the run with the id `run_id`, in a folder in `out`; return send(row)."""
-    import wandb  # an optional package
-
+    wandb = importlib.import_module("wandb")  # an optional package
     options = {"project": "nanoshard", "name": out.name, "dir": out, "config": config}
     run = wandb.init(id=run_id, resume="allow", **options)
     return lambda row: run.log(row, step=row.pop("step"))

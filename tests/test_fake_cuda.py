@@ -58,15 +58,21 @@ CASES = [
 BLOCKS = "to cuda, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
 # What the host waits for beside the steps, by (function, what)
-AT_START = {("optim.py __init__", BLOCKS), ("agreement.py sum_weights", ASKS)}
+COMPARED = ("agreement.py compare_replicas", "to cpu, pageable, blocking")
+AT_START = {("optim.py __init__", BLOCKS), COMPARED}
 EVALUATION = {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
 SAMPLING = {
     ("sample.py generate", BLOCKS),
     ("sample.py generate", "to cpu, pageable, blocking"),
 }
-SAVING = {("train.py is_finite", ASKS), ("checkpoint.py blocks", "to cpu, pageable, blocking")}
+SAVING = {
+    ("train.py is_finite", ASKS),
+    COMPARED,
+    ("checkpoint.py blocks", "to cpu, pageable, blocking"),
+}
 ASYNC_SAVING = {
     ("train.py is_finite", ASKS),
+    COMPARED,
     ("saver.py copy_to_host", "to cpu, pinned, blocking"),
 }
 LOADING = {("checkpoint.py load_state", BLOCKS)}

@@ -96,13 +96,13 @@ def test_no_public_name_is_defined_twice_outside_tools():
 # Lines of a room at most. Whoever adds takes something away, or raises a number in a commit of its
 # own that says what it buys.
 ROOMS = {
-    "train.py model.py data.py dist.py optim.py checkpoint.py": 3070,
-    "*.py": 4720,
-    "runtime/*.py": 1910,
-    "text/*.py": 930,
-    "tools/**/*.py": 3950,
-    "docs/*.py": 200,
-    "tests/*.py": 13250,
+    "train.py model.py data.py dist.py optim.py checkpoint.py": 2910,
+    "*.py": 4490,
+    "runtime/*.py": 1680,
+    "text/*.py": 880,
+    "tools/**/*.py": 3830,
+    "docs/*.py": 370,
+    "tests/*.py": 12550,
 }
 
 

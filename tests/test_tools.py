@@ -440,8 +440,8 @@ def test_bench_nanogpt_has_speed_and_limit_of_either_trainer(nanogpt, capsys):
     for row in found:  # to the faster mode
         assert row["ratio to nanoGPT compiled"] == [row["tokens/s"][0] / (2 * theirs)]
         assert row["of the limit"] == [row["tokens/s"][0] / row["limit"][0]]
-    limits = [row["limit"] for row in found]  # the fake nanoGPT has two products, of one layer
-    assert limits[0] == limits[1] and limits[2] == limits[3] and limits[0][0] > 4 * limits[2][0]
+    limits = [row["limit"][0] for row in found]  # the fake nanoGPT has two products, of one layer
+    assert min(limits[:2]) > 2 * max(limits[2:])
 
 
 def test_bench_shows_the_error_of_a_trainer_that_failed(nanogpt, capsys):

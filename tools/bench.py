@@ -176,12 +176,10 @@ def nanogpt(args: Namespace) -> Table:
         )
     found: dict[str, list[tuple]] = {}
     for mode in take_turns(MODES, args.rounds):
-        trainer = mode.removesuffix(" compiled")
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             out = Path(folder, "run")
-            speeds, printed = MODES[mode](args, out, mode != trainer)
-        if mode == trainer:
-            limit = products_limit(printed, args.batch_size * args.block_size)
+            speeds, printed = MODES[mode](args, out, "compiled" in mode)
+        limit = products_limit(printed, args.batch_size * args.block_size)
         speed = statistics.median(speeds[max(2, len(speeds) // 5) :])
         found.setdefault(mode, []).append((speed, limit))
 
@@ -207,8 +205,8 @@ def run_nanogpt(args: Namespace, out: Path, compile: bool) -> tuple[list[float],
         f"--eval_interval={10**9} --eval_iters=1 --log_interval=1 --device={device} "
         f"--compile={compile} --dataset={args.dataset} --out_dir={out}"
     )
-    script = ["train.py", "config/train_shakespeare_char.py", *given, *flags.split()]
-    printed = run_all([command(script, compile)], out, cwd=args.path)
+    script = [sys.executable, PRODUCTS, "train.py", "config/train_shakespeare_char.py", *given]
+    printed = run_all([[*script, *flags.split()]], out, cwd=args.path)
     times = re.findall(r"time ([\d.]+)ms", printed[0])
     return [args.batch_size * args.block_size / (float(time) / 1e3) for time in times], printed
 
@@ -224,13 +222,9 @@ def run_nanoshard(args: Namespace, out: Path, compile: bool) -> tuple[list[float
         f"--max_steps={args.steps + 2} --device={args.device} --compile={compile} {args.flags}"
     )
     paths = [f"--data={args.path}/data/{args.dataset}", f"--out={out}"]
-    printed = run_all([command([TRAIN, *ONLY_STEPS, *paths, *flags.split()], compile)], out)
+    script = [sys.executable, PRODUCTS, TRAIN, *ONLY_STEPS, *paths, *flags.split()]
+    printed = run_all([script], out)
     return [row["tokens_per_second"] for row in training_rows(out)], printed
-
-
-def command(script: list[str], compile: bool) -> list[str]:
-    """Compiled products cannot be counted; their limit is that of the uncompiled trainer."""
-    return [sys.executable, *([] if compile else [PRODUCTS]), *script]
 
 
 MODES = {"nanoGPT": run_nanogpt, "nanoGPT compiled": run_nanogpt}

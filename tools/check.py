@@ -57,8 +57,8 @@ LEARNED = 0.995  # the most that is left of the loss in the second half of the s
 LEAST_STEPS = 4  # the second half is profiled
 MICRO_BATCHES = 1000  # about as many for one rank, which computes those of all ranks
 # A link is slow if its best time exceeds SLOW times that of the faster ones after each attempt.
-SLOW, ATTEMPTS, REPEATS = 1.4, 3, 5
-LINK_BYTES = 1 << 22  # more than a switch may pass at once
+SLOW, ATTEMPTS, REPEATS = 1.4, 3, 10
+LINK_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}  # at least what a switch may pass at once
 # Relative differences between a mesh and one rank: loss, gradient norm
 TOLERANCE = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2)}
 # Flags of every run; they override the planned run's. At a high learning rate two runs in bfloat16
@@ -198,7 +198,7 @@ def links(ranks: Ranks, check: Check) -> None:
             slow = [pair for pair in pairs if best[pair] > SLOW * typical]
             if not slow:
                 break
-        check.figures[f"{kind} GB/s"] = LINK_BYTES / max(best.values()) / 1e9
+        check.figures[f"{kind} GB/s"] = LINK_BYTES[ranks.device.type] / max(best.values()) / 1e9
         for sender, receiver in slow:
             link = f"the link from {ranks.names[sender]} to {ranks.names[receiver]}"
             ratio = best[sender, receiver] / typical
@@ -207,7 +207,7 @@ def links(ranks: Ranks, check: Check) -> None:
 
 def transfer(sender: int, receiver: int, device: torch.device) -> float:
     """Seconds of a transfer over a link, on the receiver. All ranks of the world call it."""
-    tensor = torch.zeros(LINK_BYTES // 4, device=device)
+    tensor = torch.zeros(LINK_BYTES[device.type] // 4, device=device)
     operations = []
     if torch.distributed.get_rank() == sender:
         operations.append(P2POp(torch.distributed.isend, tensor, receiver))
