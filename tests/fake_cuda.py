@@ -231,8 +231,8 @@ class Gpu(Recorder):
         future = torch.futures.Future()
         future.set_result(args[0])
         work = _create_work_from_future(future).boxed()
-        returns_work = function.overloadpacket in (c10d_ops.barrier, c10d_ops.send, c10d_ops.recv_)
-        return work if returns_work else (args[0], work)
+        only_work = (c10d_ops.barrier, c10d_ops.send, c10d_ops.recv_, c10d_ops.alltoall_base_)
+        return work if function.overloadpacket in only_work else (args[0], work)
 
     def check_adamw(self, params, grads, averages, squares, _, steps, *, lr, **options) -> None:
         """What FusedAdamWKernel.cu refuses (check_fast_path_restrictions), or reads as floats."""
