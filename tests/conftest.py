@@ -61,26 +61,34 @@ torch.set_num_threads(1)  # in the workers, too: other processes have the other 
 
 
 # --------------------------------------------------------------------------------------------------
-# Two processes
+# Two processes, each with workers of its own
+
+BESIDE = ["test_check.py", "test_memory.py", "test_parity.py", "test_plan.py", "test_policies.py"]
+BESIDE += ["test_rehearse.py"]
+
+
+def is_beside(item: pytest.Item) -> bool:
+    """Whether the second process runs a test: all without workers, and files that take as long."""
+    return "pool" not in item.fixturenames or item.path.name in BESIDE
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session):
-    """Run tests that take no workers in a second process, beside the others, if they are many."""
+    """Run about half of the tests in a second process, beside the others, if they are many."""
     config = session.config
-    alone = [item for item in session.items if "pool" not in item.fixturenames]
+    beside = [item for item in session.items if is_beside(item)]
     is_simple = sys.platform == "linux" and not hasattr(config, "workerinput")  # of pytest-xdist
-    if len(alone) < 200 or config.option.collectonly or not is_simple:
+    if len(beside) < 200 or config.option.collectonly or not is_simple:
         return (yield)
     config._tmp_path_factory.getbasetemp()  # one folder for both
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()  # into a file of each process
     with tempfile.TemporaryFile() as reports:
-        arguments = (session, alone, reports)
+        arguments = (session, beside, reports)
         second = multiprocessing.get_context("fork").Process(target=run_beside, args=arguments)
         second.start()
         capture.start_global_capturing()
-        session.items = [item for item in session.items if "pool" in item.fixturenames]
+        session.items = [item for item in session.items if not is_beside(item)]
         try:
             result = yield
         except BaseException:  # Ctrl-C, or --maxfail

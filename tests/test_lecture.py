@@ -246,6 +246,7 @@ def test_play_shows_your_number_the_formulas_and_the_measured_one(play, tmp_path
     assert list(tmp_path.glob("play-*")) == []
 
 
+@pytest.mark.slow
 def test_play_plants_a_bug_and_asks_for_its_function(play, tmp_path):
     runs = {*ROOT.glob("runs/*")}
     out, _ = play("bug", "2").communicate("evaluate\ntrain_step\n", timeout=120)

@@ -77,7 +77,8 @@ def measure(size: int, text: str, tokens: Path, folder: Path) -> tuple[float, fl
 
 SLOW = [(mesh, size) for mesh in ("ddp", "fsdp") for size in (2, 4)]
 SLOW += [("single --tp 2", 2), (f"fsdp {SMALL}", 2)]
-CASES = [("hsdp --dp_shard 2", 4), ("fsdp --tp 2", 4)]
+SLOW += [("hsdp --dp_shard 2", 4)]
+CASES = [("fsdp --tp 2", 4)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
