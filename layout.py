@@ -118,6 +118,7 @@ def empty_model(c: Config, setup: Setup) -> Transformer:
         return Transformer(setup.model, setup.dtype, c.loss_chunks)
 
 
+@functools.cache  # a search asks for each of a thousand candidates
 def blocks_per_unit(wrap: str, model: ModelConfig) -> int | None:
     """--wrap as a number of blocks; None: the whole model is one unit.
 
