@@ -102,13 +102,6 @@ class Check:
 # The ranks
 
 
-def exchange(value) -> list:
-    """The values of all ranks."""
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
 class Ranks:
     """This rank among the others: the planned run, cut short, on its mesh and on one rank."""
 
@@ -118,9 +111,9 @@ class Ranks:
         self.store, self.store_keeper = world.store.clone(), torch.distributed.group.WORLD
         host = f"{socket.gethostname()}, host {world.rank // world.local_size}"
         device = f"{metrics.device_name(world.device)}, torch {torch.__version__}"
-        self.names = exchange(f"rank {world.rank} ({host}, {device})")
+        self.names = dist.on_all_ranks(lambda: f"rank {world.rank} ({host}, {device})")
         self.folder = Path(dist.on_rank0(lambda: new_folder(out)))
-        self.is_shared = all(exchange(self.folder.exists()))
+        self.is_shared = all(dist.on_all_ranks(self.folder.exists))
         if c.data == config.BUILTIN:
             dist.on_rank0(preflight.prepare_builtin)
         vocab_size = data.open_folders(c.data)[0].vocab_size
@@ -136,7 +129,7 @@ class Ranks:
             c = dataclasses.replace(c, out=str(out))
             # A signal ends this process, not only the run.
             train.run(c, world, self.watchdog, handle_signals=False)
-        return exchange(training_rows(out) if world.rank == 0 else [])[0]
+        return dist.on_rank0(training_rows, out)
 
     def alone(self) -> tuple[list[dict], list[rehearse.Communication]]:
         """The rows of the run on one rank, and what this rank sends in a rehearsed step of all."""
@@ -192,7 +185,7 @@ def links(ranks: Ranks, check: Check) -> None:
         for _ in range(ATTEMPTS):
             for pair in pairs * REPEATS:
                 seconds[pair] = min(seconds[pair], transfer(*pair, ranks.device))
-            received = exchange(seconds)
+            received = dist.on_all_ranks(seconds.copy)
             best = {pair: received[pair[1]][pair] for pair in pairs}
             typical = sorted(best.values())[len(pairs) // 4]  # one slow host slows many links
             slow = [pair for pair in pairs if best[pair] > SLOW * typical]
@@ -366,7 +359,7 @@ def run_check(name: str, ranks: Ranks) -> Check:
     with warnings.catch_warnings(action="ignore"):
         CHECKS[name](ranks, check)
     check.seconds = time.perf_counter() - began
-    for rank, problems in enumerate(exchange(check.problems)):
+    for rank, problems in enumerate(dist.on_all_ranks(lambda: check.problems)):
         if problems:
             where = f"{ranks.names[rank]}: " if rank else ""
             check.status, check.problems = "FAIL", [f"{where}{line}" for line in problems]
