@@ -133,6 +133,12 @@ def test_clean_ranks_pass_and_the_file_has_the_figures(checked, tmp_path):
     assert figures["MB handed to torch"] == 4 * weights / 1e6
 
 
+def assert_among(problems: list[str], *expected: tuple[str, str]) -> None:
+    """Each expected beginning and end is that of a problem."""
+    for begin, end in expected:
+        assert any(line.startswith(begin) and line.endswith(end) for line in problems), begin
+
+
 def test_each_fault_is_a_problem_of_its_own(checked, tmp_path):
     status, printed, found = checked(2, SMALL, "step", "load", "alone")
     assert status == 1
@@ -140,26 +146,24 @@ def test_each_fault_is_a_problem_of_its_own(checked, tmp_path):
     assert printed.endswith(f"FAIL: links, parity; see {folder}\n")
     (problem,) = found["links"]["problems"]  # which only one rank found
     assert problem.startswith("rank 1 (") and problem.endswith("): planted")
-    problems = found["parity"]["problems"]
-    for begin, end in (
+    assert_among(
+        found["parity"]["problems"],
         ("+100 bytes of all_reduce over world", " are not in the rehearsal"),
         ("host syncs 1 is not", ""),
         ("the host waits at test_check.py:", ""),
         ("resumed loss ", "is not between 0 and 0"),
-    ):
-        assert any(line.startswith(begin) and line.endswith(end) for line in problems), begin
+    )
 
 
 def test_ranks_that_do_not_average_are_found_by_losses_bytes_and_weights(checked):
     _, _, found = checked(2, SMALL, "average")
-    problems = found["parity"]["problems"]
-    for begin, end in (
+    assert_among(
+        found["parity"]["problems"],
         ("one rank's loss ", "is not between 0 and 1e-05"),
         ("one rank's grad_norm ", "is not between 0 and 1e-05"),
         ("-1", " bytes of all_reduce over dp_replicate are not in the rehearsal"),
         ("step 3 is not saved: embed.weight has other bits on rank ", "the last checkpoint"),
-    ):
-        assert any(line.startswith(begin) and line.endswith(end) for line in problems), begin
+    )
 
 
 MLPS = "8 parameters, such as blocks.0.mlp.down.weight"
