@@ -141,9 +141,10 @@ def compare_replicas(weights: dict[str, Tensor]) -> str | None:
     local_sums = torch.stack(sums)
     gathered = local_sums.repeat(torch.distributed.get_world_size(), 1)
     torch.distributed.all_gather(list(gathered), local_sums)
-    for name, sums in zip(weights, gathered.cpu().T):
+    for name, sums_of_ranks in zip(weights, gathered.cpu().T):
         ranks = replicas(weights[name])
-        odd = sums[ranks] != sums[ranks].mode(keepdim=True).values
+        of_parts = sums_of_ranks[ranks]  # (parts, ranks of a part)
+        odd = of_parts != of_parts.mode(keepdim=True).values
         if odd.any():
             part = odd.any(1).int().argmax()  # the first part that differs
             few, first = ranks[part][odd[part]].tolist(), int(ranks[part][~odd[part]][0])

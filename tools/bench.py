@@ -58,13 +58,14 @@ def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
 def compare_rounds(found: dict[str, list[tuple]], baseline: str, unit: str) -> dict[str, dict]:
     """Name -> columns, from the tokens/s of each round and those of its matrix products alone."""
     rows = {}
-    units = [speed for speed, _ in found[baseline]]
+    of_baseline = [speed for speed, _ in found[baseline]]
     for name, rounds in found.items():
+        speeds = [speed for speed, _ in rounds]
         rows[name] = {
-            unit: [speed for speed, _ in rounds],
+            unit: speeds,
             "limit": [limit for _, limit in rounds],
             "of the limit": [speed / limit for speed, limit in rounds],
-            f"ratio to {baseline}": [speed / unit for (speed, _), unit in zip(rounds, units)],
+            f"ratio to {baseline}": [a / b for a, b in zip(speeds, of_baseline)],
         }
     return rows
 

@@ -175,12 +175,12 @@ def read_run(options: argparse.Namespace, peak_tflops: float | None) -> Request:
     }
     saves = [row["blocking_seconds"] for row in log.rows if row.get("event") == "checkpoint"]
     options.costs = {"save": statistics.median(saves)} if saves else {}
-    logged = [each["last_logged"] for each in starts if each.get("last_logged")]
-    if stops := [
-        datetime.fromisoformat(time) for time in logged
-    ]:  # from the last row before each to the first one after it
+    if stops := [each["last_logged"] for each in starts if each.get("last_logged")]:
         times = [datetime.fromisoformat(row["time"]) for row in log.rows]
-        waits = [min(time for time in times if time > stop) - stop for stop in stops]
+        # From the last row before each stop to the first one after it
+        waits = []
+        for stop in map(datetime.fromisoformat, stops):
+            waits.append(min(time for time in times if time > stop) - stop)
         options.costs["restart"] = statistics.median(waits).total_seconds()
     model = ModelConfig.from_dict(start["model"])
     return Request(c, make_cluster(options), start["tokens_in_vocabulary"], options.rank, model)
