@@ -343,13 +343,10 @@ def test_the_last_start_of_a_run_is_planned_and_what_it_took_is_shown(run, pool)
     out = run(2, "--max_steps 8 --strategy ddp")
     text = f"--run {out} --peak_tflops 1"
     (table,) = pool(1, answer, text)
-    (found,) = pool(1, answer, f"{text} --json")
     assert "mesh        ddp: dp_replicate 2 x dp_shard 1 x tp 1 = 2 x cpu, 2 on each" in table
     log = [row for row in rows(out) if row["step"] > 5]
-    measured = json.loads(found)["measured"]
-    assert measured["step_time"] == statistics.median(row["step_time"] for row in log[1:])
-    assert measured["peak_memory"] == max(row["peak_host_memory"] for row in log)
-    assert f"measured    step {measured['step_time']:.4g} s, the median" in table
+    step_time = statistics.median(row["step_time"] for row in log[1:])
+    assert f"measured    step {step_time:.4g} s, the median" in table
     # The same log, as if it were of GPUs
     changes = {"starts": {"device": "NVIDIA B200"}, "metrics": {"peak_device_memory": 7}}
     for name, change in changes.items():
