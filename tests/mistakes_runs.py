@@ -22,8 +22,8 @@ MISTAKES = {
         Mistake("--out {other} --max_steps 1", "is at step 2, and --max_steps 1 leaves nothing to"),
         Mistake("--out {foreign}", "holds files that are not train.py's"),
         Mistake("--out {foreign}/config.json", "config.json: File exists; choose another --out"),
-        Mistake("--out {lost}", "cannot continue --out {lost}: {lost}/checkpoints/step-", 1),
-        Mistake("--out {gone}", "cannot continue --out {gone}: its checkpoint of step 2 is", 1),
+        Mistake("--out {lost}", "no checkpoint to use: {lost}/checkpoints/step-", 1),
+        Mistake("--out {gone}", "cannot continue --out {gone}: its checkpoint of step 2 is"),
         Mistake("--out {older}", "has format 1, and this code reads 2: use version 0.2.0"),
         Mistake("--out {unsaved}", "cannot continue --out {unsaved}: its run has --checkpoint non"),
         # --resume, --init_from, --eval_only

@@ -273,7 +273,7 @@ def test_a_hostile_manifest_is_a_clear_error(whole, pool, tokens, tmp_path, comm
     argv = flags(f"--data {tokens} --out {out} --max_steps 1")
     ((status, said, error),) = pool(1, listen, argv)
     assert (status, said, error.count("\n")) == (1, "", 1)
-    assert f"cannot continue --out {out}: {path}: " in error
+    assert f"no checkpoint to use: {path}: " in error
 
 
 def test_checkpoints_of_version_0_2_0_are_refused_with_its_name(run, tokens, pool, command):

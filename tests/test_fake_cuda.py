@@ -58,7 +58,7 @@ CASES = [
 BLOCKS = "to cuda, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
 # What the host waits for beside the steps, by (function, what)
-COMPARED = ("agreement.py compare_replicas", "to cpu, pageable, blocking")
+COMPARED = ("agreement.py sum_bits", "to cpu, pageable, blocking")
 AT_START = {("optim.py __init__", BLOCKS), COMPARED}
 EVALUATION = {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
 SAMPLING = {

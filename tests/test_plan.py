@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, TINY, documented_fields, rows
 
 import config
-from layout import estimate_memory
+from layout import empty_model, estimate_memory
 from model import SIZES
 from tools import plan
 from tools.planning import predict, search
@@ -397,7 +397,8 @@ def search_beside_auto(text: str, of: str, memory: float) -> tuple[config.Config
     text += " --activation_checkpointing none --reshard_after_forward true"
     request, own = plan_of(text)
     one = dataclasses.replace(request.config, strategy=of)
-    need = sum(estimate_memory(one, search.setup_of(one, request)).values())
+    setup = search.setup_of(one, request)
+    need = sum(estimate_memory(one, setup, empty_model(one, setup)).values())
     cluster = dataclasses.replace(request.cluster, device_memory=int(memory * need))
     request = dataclasses.replace(request, cluster=cluster)
     auto = search.setup_of(request.config, request).strategy

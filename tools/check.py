@@ -117,7 +117,7 @@ class Ranks:
         if c.data == config.BUILTIN:
             dist.on_rank0(preflight.prepare_builtin)
         vocab_size = data.open_folders(c.data)[0].vocab_size
-        base = dist.on_rank0(lambda: preflight.find_origin(c)).model
+        base = dist.on_rank0(lambda: preflight.find_origin(c, [], {})).model
         available = dist.on_rank0(lambda: memory.device_memory(self.device, world.local_size))
         self.config, self.setup = short_run(c, world, vocab_size, available, base)
         self.device_memory = available
@@ -125,10 +125,10 @@ class Ranks:
     def train(self, c: Config, world: dist.World, name: str) -> list[dict]:
         """Train as train.py does; return the rows that rank 0 of `world` has logged."""
         out = self.folder / name
-        with loss_parallel(), contextlib.redirect_stdout(None):
+        with loss_parallel(), contextlib.redirect_stdout(None), contextlib.ExitStack() as held:
             c = dataclasses.replace(c, out=str(out))
             # A signal ends this process, not only the run.
-            train.run(c, world, self.watchdog, handle_signals=False)
+            train.run(c, world, self.watchdog, held, handle_signals=False)
         return dist.on_rank0(training_rows, out)
 
     def alone(self) -> tuple[list[dict], list[rehearse.Communication]]:

@@ -113,7 +113,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
         dtype = torch.bfloat16 if is_cuda else compute_dtype("auto", torch.device("cpu"))
         c = dataclasses.replace(c, dtype=str(dtype).removeprefix("torch."))
     predict.peak_flops(cluster, c)  # raises early if unknown
-    base = preflight.find_origin(c).model
+    base = preflight.find_origin(c, [], {}).model
     vocab_size = (base or SIZES[c.model]).vocab_size
     if folders and ("data" in given or Path(folders).exists()):  # a --config's may be missing
         vocab_size = data.open_folders(folders)[0].vocab_size
