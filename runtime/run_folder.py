@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
+import torch.distributed
+
 import checkpoint
 import dist
 from checkpoint import CheckpointError, PathError
@@ -109,7 +111,7 @@ def latest_valid(out: Path) -> tuple[Path | None, list[str]]:
     """`last_that_verifies` for a run. A collective: ranks share the reading and agree."""
     # Hosts may see a shared disk in different states.
     paths = dist.on_rank0(checkpoint.list_checkpoints, out)
-    part = checkpoint.rank_and_size()
+    part = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def verify_together(path: Path) -> str | None:
         problems = dist.on_all_ranks(checkpoint.verify, path, *part)

@@ -45,7 +45,6 @@ MISTAKES = {
         Mistake("--run {forked}", "its model has other fields than this code: ModelConfig", 1),
         Mistake("--run {no_data}", "is not a checkpoint of train.py: its manifest.json lacks", 1),
         Mistake("--run {no_tokenizer}", "is missing: there is no {no_tokenizer}/5; copy the"),
-        Mistake("--run {deep}", "n_layer 1000000 must be a whole number from 1 to 10,000", 1),
         Mistake("--run {nan}", "the model's logits are not finite: its weights have diverged", 1),
     ],
     "tools.checkpoint": [
@@ -113,7 +112,6 @@ def write_checkpoints(root: Path, newest: Path) -> None:
         "ids": {"tokenizer": None},
         "outside": {"tokenizer": "../ranks/o200k.tiktoken"},
         "other_tokenizer": {"tokenizer": "my.tiktoken"},
-        "deep": {"model": model | {"n_layer": 10**6}},
         "newer": {"format": 3},
         "forked": {"model": model | {"window": 4}},
         "no_data": {"tokens_in_vocabulary": ...},
