@@ -138,12 +138,6 @@ class Entry(NamedTuple):
     grid: np.ndarray  # the number of each chunk's file
 
 
-def parse_entry(value: dict) -> Entry:
-    full = torch.empty(value["shape"], dtype=DTYPES[value["dtype"]], device="meta")
-    edges = [np.array([*cut, size]) for cut, size in zip(value["cuts"], full.shape, strict=True)]
-    return Entry(full, edges, np.array(value["grid"]).reshape([len(edge) - 1 for edge in edges]))
-
-
 class Reader:
     """The tensors of a checkpoint, by name. Methods raise CheckpointError for damage."""
 
@@ -155,7 +149,11 @@ class Reader:
             index = json.loads((path / "index.json").read_bytes())
             self.files: list[str] = index["files"]
             for name, value in index["tensors"].items():
-                self.tensors[name] = parse_entry(value)
+                full = torch.empty(value["shape"], dtype=DTYPES[value["dtype"]], device="meta")
+                cuts = value["cuts"]
+                edges = [np.array([*cut, n]) for cut, n in zip(cuts, full.shape, strict=True)]
+                grid = np.array(value["grid"]).reshape([len(cut) for cut in cuts])
+                self.tensors[name] = Entry(full, edges, grid)
 
     def overlaps(
         self, name: str, start: Sequence[int], shape: Sequence[int]
