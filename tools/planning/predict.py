@@ -25,7 +25,7 @@ STREAM = 0.85
 
 # Seconds added to compute by each second of NCCL traffic beside it at the speed of the links within
 # a host: NCCL's kernels take multiprocessors and memory bandwidth. The only fitted constant, on the
-# 12 rows of docs/published.json marked `fitted`; 0.2 to 0.5 fit as well. Slower links carry less
+# 12 `fitted` rows of docs/published.json; 0.2 to 0.5 fit as well. Slower links carry less
 # per second, and slow compute less.
 SLOWED = 0.4
 
