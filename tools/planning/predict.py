@@ -276,10 +276,6 @@ class Speed:
     def mfu(self) -> float:
         return self.flops / self.step_time / self.peak
 
-    def to_json(self) -> dict[str, float]:
-        names = ("step_time", "tokens_per_second_per_device", "mfu")
-        return {name: getattr(self, name) for name in names}
-
 
 @dataclass
 class Queue:
