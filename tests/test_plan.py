@@ -77,7 +77,7 @@ def sends(seconds, collective="all_gather", phase="forward", count=10) -> Commun
 
 
 def step(found: Rehearsal, text: str = "", cluster: Cluster = CLUSTER) -> predict.Speed:
-    return predict.speed(found, predict.Request(flags(text), cluster, 257, rank=0))
+    return predict.speed(found, predict.Request(flags(text), cluster, 257))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -91,9 +91,7 @@ def test_a_group_leaves_its_host_where_the_order_of_the_mesh_says_so():
         ("dp_shard", (1, 4, 2), Group(size=4, hosts=2)),
         ("world", (1, 4, 2), Group(size=8, hosts=2)),
     ):
-        assert {predict.group_of(axis, rank, mesh, 4) for rank in range(8)} == {group}
-    # Of groups of three on hosts of four the second leaves its host
-    assert [predict.group_of("tp", rank, (1, 2, 3), 4).hosts for rank in (0, 3)] == [1, 2]
+        assert predict.group_of(axis, mesh, 4) == group
 
 
 @pytest.mark.parametrize(
@@ -307,12 +305,12 @@ def test_published_runs_are_predicted_as_docs_plan_says(pool):
 
 
 def test_links_are_those_of_the_flags_and_the_vocabulary_that_of_the_data(tokens):
-    text = "--world_size 8 --nproc_per_node 4 --rank 5 --model gpt2-124m"
+    text = "--world_size 8 --nproc_per_node 4 --model gpt2-124m"
     bandwidths = "--intra_host_bandwidth 100 --inter_host_bandwidth 10"
     request, _ = plan.parse(f"{text} {bandwidths} --data {tokens}".split())
     links = request.cluster.links
     assert (links.intra_bandwidth, links.host_bandwidth) == (100e9, 10e9)
-    assert (request.vocab_size, request.world().rank, request.world().local_rank) == (257, 5, 1)
+    assert (request.vocab_size, request.world().rank, request.world().local_size) == (257, 0, 4)
     assert plan.parse(text.split())[0].vocab_size == 50257
     # A configuration is planned where its data is not.
     argv = ["--config", str(ROOT / "configs/olmo-1b.json"), "--world_size", "64"]
@@ -401,7 +399,7 @@ def test_auto_and_the_search_agree_where_the_choice_fits(pool):
 
 def test_what_computes_alike_is_tried_in_turns_then_the_fastest(monkeypatch):
     request, own = plan_of(
-        "--world_size 8 --strategy fsdp --tp 1 --micro_batch_size 1 --global_batch_size 16 --rank 5"
+        "--world_size 8 --strategy fsdp --tp 1 --micro_batch_size 1 --global_batch_size 16"
     )
     tried = []
 
@@ -412,7 +410,6 @@ def test_what_computes_alike_is_tried_in_turns_then_the_fastest(monkeypatch):
         return dataclasses.replace(rehearsal(), memory={"other": is_large * 10**12})
 
     def speed(found, request):
-        assert request.rank == 5
         c = request.config
         slow = predict.Speed(8.0, 0.0, {}, {}, 1.0, 1e12, 1.0)
         is_fast = c.activation_checkpointing == "selective" and c.reshard_after_forward

@@ -45,7 +45,6 @@ def number(metavar: str, help: str, default: float | None = None) -> dict:
 FLAGS = {
     "world_size": count(None, "devices in all; required"),
     "nproc_per_node": count(8, "devices of a host"),
-    "rank": dict(metavar="N", type=int, default=0, help="the rank to rehearse (default: 0)"),
     "device_type": dict(
         choices=DEVICES, default="h100", help="memory, speed and links (default: h100)"
     ),
@@ -112,7 +111,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
     vocab_size = (base or SIZES[c.model]).vocab_size
     if folders and ("data" in given or Path(folders).exists()):  # a --config's may be missing
         vocab_size = data.open_folders(folders)[0].vocab_size
-    return Request(c, cluster, vocab_size, options.rank, base), options
+    return Request(c, cluster, vocab_size, base), options
 
 
 def make_cluster(options: argparse.Namespace) -> Cluster:
@@ -125,8 +124,6 @@ def make_cluster(options: argparse.Namespace) -> Cluster:
         raise UsageError(
             f"--world_size {world_size} is not a multiple of --nproc_per_node {local_size}"
         )
-    if not 0 <= options.rank < world_size:
-        raise UsageError(f"--rank {options.rank}: the ranks are 0 to {world_size - 1}")
     device = DEVICES[options.device_type]
     bandwidths = {
         "intra_bandwidth": options.intra_host_bandwidth,
@@ -176,7 +173,7 @@ def read_run(options: argparse.Namespace, peak_tflops: float | None) -> Request:
         waits = [min(time for time in times if time > stop) - stop for stop in stops]
         options.costs["restart"] = statistics.median(waits)
     model = ModelConfig.from_dict(start["model"])
-    return Request(c, make_cluster(options), start["tokens_in_vocabulary"], options.rank, model)
+    return Request(c, make_cluster(options), start["tokens_in_vocabulary"], model)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -223,7 +220,7 @@ class Plan:
         shape = self.rehearsal.setup.mesh_shape
         rows = {}
         for entry in self.rehearsal.communication:
-            group = predict.group_of(entry.axis, self.request.rank, shape, links.local_size)
+            group = predict.group_of(entry.axis, shape, links.local_size)
             row = {"axis": entry.axis, "collective": entry.collective, "count": 0, "bytes": 0}
             row |= {"wire_bytes": 0.0, "inter_host": group.hosts > 1, "seconds": 0.0}
             row = rows.setdefault((entry.axis, entry.collective), row)
@@ -285,7 +282,7 @@ def describe_memory(plan: Plan) -> Iterator[str]:
     found = plan.rehearsal
     available = plan.request.cluster.device_memory
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    yield f"memory      rank {plan.request.rank}, in GB: {parts_of(found.state)} at the update"
+    yield f"memory      rank 0, in GB: {parts_of(found.state)} at the update"
     yield f"            at its peak: {parts_of(found.memory)}"
     yield (
         f"            = {gigabytes(found.peak)} GB of {gigabytes(available)} GB, "

@@ -135,14 +135,12 @@ class Request:
     config: Config  # its dtype is not auto
     cluster: Cluster
     vocab_size: int
-    rank: int  # to rehearse
     base: ModelConfig | None = None  # the model of --init_from or --resume
 
     def world(self) -> dist.World:
+        """As rank 0 sees it, which holds the most where shards are uneven."""
         cluster = self.cluster
-        return make_world(
-            self.rank, cluster.world_size, cluster.links.local_size, cluster.device.kind
-        )
+        return make_world(0, cluster.world_size, cluster.links.local_size, cluster.device.kind)
 
     def model(self, c: Config) -> ModelConfig:
         """The model, with the parts that flags override."""
@@ -199,16 +197,15 @@ class Group:
     hosts: int
 
 
-def group_of(axis: str, rank: int, mesh_shape: tuple[int, int, int], local_size: int) -> Group:
-    """The group of `rank` on an axis: rank = (replicate x dp_shard + shard) x tp + tp_rank."""
+def group_of(axis: str, mesh_shape: tuple[int, int, int], local_size: int) -> Group:
+    """The group of rank 0 on an axis: rank = (replicate x dp_shard + shard) x tp + tp_rank."""
     if axis not in dist.AXES:
         size = math.prod(mesh_shape)
         return Group(size, math.ceil(size / local_size))
     place = dist.AXES.index(axis)
     size = mesh_shape[place]
     stride = math.prod(mesh_shape[place + 1 :])
-    first = rank - rank // stride % size * stride
-    hosts = {member // local_size for member in range(first, first + size * stride, stride)}
+    hosts = {member // local_size for member in range(0, size * stride, stride)}
     return Group(size, len(hosts))
 
 
@@ -348,7 +345,7 @@ def overlap(rehearsal: Rehearsal, request: Request) -> tuple[dict[str, Queue], C
     beside = {work: Queue() for work in ("forward", "backward", "last backward")}
     alone, total = Counter(), Counter()  # axis -> seconds per step
     for row in rehearsal.communication:
-        group = group_of(row.axis, request.rank, setup.mesh_shape, links.local_size)
+        group = group_of(row.axis, setup.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds
