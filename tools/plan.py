@@ -141,7 +141,7 @@ def make_cluster(options: argparse.Namespace) -> Cluster:
 
 
 def read_run(options: argparse.Namespace, peak_tflops: float | None) -> Request:
-    """The last start of --run; sets `measured`. Raises UsageError if it has logged no step."""
+    """The last start of --run; sets `measured` and `costs`. Raises UsageError if none has a row."""
     folder = options.run
     log = read(folder, folder)
     rows = log.training
@@ -328,9 +328,9 @@ def describe_step(plan: Plan) -> Iterator[str]:
         f"{(flops + repeated) / speed.compute / speed.peak:.1%} of {speed.peak / 1e12:,.4g} TFLOP/s"
     )
     exposed = [
-        f"{axis} {seconds:.4g} of {speed.communication[axis]:.4g} s"
-        for axis, seconds in speed.exposed.items()
-        if seconds > 0
+        f"{axis} {time:.4g} of {speed.communication[axis]:.4g} s"
+        for axis, time in speed.exposed.items()
+        if time > 0
     ]
     yield f"exposed     {', '.join(exposed) or 'nothing'}"
     yield (
