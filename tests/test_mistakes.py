@@ -44,7 +44,7 @@ MISTAKES = {
         ("--out {other} --lr 0.5", "--lr 0.003 -> 0.5"),
         ("--out {other} --max_steps 1", "is at step 2, and --max_steps 1 leaves nothing to"),
         ("--out {foreign}", "holds files that are not train.py's"),
-        ("--out {gone}", "cannot continue --out {gone}: its checkpoint of step 2 is", 1),
+        ("--out {gone}", "cannot continue --out {gone}: its checkpoint of step 2 is"),
         ("--out {unsaved}", "cannot continue --out {unsaved}: its run has --checkpoint non"),
         ("--resume {root}", "{root} holds no checkpoint: name a run folder such as"),
         ("--resume {other} --init_from {other}", "--init_from begins a new run and --resum"),
