@@ -98,7 +98,7 @@ def test_bits_per_byte_of_a_mixture_weigh_the_bytes_of_a_token_by_its_shares():
         folder = SimpleNamespace(val_bytes=val_bytes, share=share, tokens=tokens)
         parts.append(mock.MagicMock(folder=folder, seq_len=5))
     val_data = data.Mixture(parts)
-    start = SimpleNamespace(config=Config(eval_sequences=1), init_from="a")
+    start = SimpleNamespace(config=Config(eval_sequences=1), checkpoint="a", damaged={})
     (said,) = report.describe_evaluation(start, math.log(2), val_data)
     assert f", {1 / 3.5:.6f} bits per byte (" in said
 
