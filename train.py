@@ -353,7 +353,7 @@ def train_step(
             micro_loss.backward()  # in the last one, DDP and FSDP average the gradients
         loss = loss + micro_loss.detach()
     # Clip, set the learning rate of this step, update
-    return {"loss": loss, **optimizer.step(step, loss, measure)}
+    return {"loss": loss, **optimizer.step(step, measure)}
 
 
 # --------------------------------------------------------------------------------------------------

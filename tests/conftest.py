@@ -128,6 +128,16 @@ def run_beside(session, items: list, reports) -> None:
 # Workers that play the ranks
 
 
+@pytest.fixture
+def one_rank(monkeypatch):
+    """A process group of this process alone."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    dist.start("cpu")
+    yield
+    dist.stop()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -40,6 +40,7 @@ def load_all(argv: list[str]) -> dict[str, dict[str, torch.Tensor]]:
 def test_a_checkpoint_of_every_mesh_loads(pool, tokens, tmp_path, ranks, mesh):
     argv = f"{FLAGS} --data {tokens} --out {tmp_path}/run --max_steps 3 --strategy {mesh}".split()
     expected = tensors(SAVED / "full")
+    del expected["optimizer.window"]  # of a flag that is gone, --skip_spikes
     assert len(CHECKPOINTS) == 3 and len(expected) > 30
     for found in pool(ranks, load_all, argv):
         for state in found.values():

@@ -92,7 +92,7 @@ def test_one_file_is_written_with_one_tensor_in_memory(tmp_path):
     assert [loaded[str(number)][2, 3].item() for number in range(20)] == list(range(20))
 
 
-def test_loading_and_converting_take_little_memory(tmp_path):
+def test_loading_and_converting_take_little_memory(tmp_path, one_rank):
     """Of a mapped file, the pages of one tensor at most: 8 MB of 192."""
     state = {str(number): torch.ones(1024, 2048) for number in range(24)}
     saver = Saver(tmp_path, False, 0, 0, timedelta(seconds=20))

@@ -257,8 +257,7 @@ def test_flops_are_those_of_the_matrix_products_and_half_of_attention(tied):
     assert 16 * model.flops_per_token(16) == 3 * (products + attention / 2)
 
 
-UNFIT = [{"n_head": 3}, {"n_kv_head": 3}, {"d_model": 36}, {"d_ff": 0}, {"n_head": "4"}]
-UNFIT += [{"seq_len": 2**24 + 1}, {"n_layer": 10_001}]
+UNFIT = [{"n_head": 3}, {"n_kv_head": 3}, {"d_model": 36}]
 
 
 @pytest.mark.parametrize("change", UNFIT)
