@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from conftest import flags, listen
 
 import data
@@ -56,10 +57,10 @@ LINES = {
     "flag": f"--lr is 0.003 on rank 0 and 1.0 on rank 2: {SAME}",
     "code": f"the code is def on rank 0 and abc on rank 2: {SAME}",
     "data": f" on rank 2: {SAME}",
-    "weights": "error: embed.weight has other bits on rank ",
+    "weights": "the sum of the bits of embed.weight, part (0,), is ",
     "order": " on rank 0 and dp_replicate 0, dp_shard 1 on rank 1: ",
     "group": "the first sequences of dp_replicate 0, dp_shard 1 is ",
-    "norm": "norm.weight has other bits on rank 2 (",
+    "norm": "norm.weight, part (1,), is ",
 }
 
 
@@ -92,8 +93,9 @@ def read(indices_of_ranks: list[list[int]]) -> str:
     """What is wrong with ranks that read these sequences."""
     world = dist.start("cpu")
     mesh = dist.make_mesh(world, (1, 2, 1))
+    weights = {"a": torch.zeros(1)}
     with pytest.raises(agreement.RankMismatch) as error:
-        claims = agreement.local_claims(mesh, {}, indices_of_ranks[world.rank])
+        claims = agreement.local_claims(mesh, {}, indices_of_ranks[world.rank], weights)
         agreement.compare_claims(dist.on_all_ranks(lambda: claims))
     return str(error.value)
 
