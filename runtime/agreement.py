@@ -113,8 +113,7 @@ def compare_claims(claims: list[dict]) -> None:
                 others = [other for other, one in enumerate(claims) if one.get(name) == value]
                 raise RankMismatch(
                     f"{name} is {claims[first][name]} on rank {first} and {value} on "
-                    f"{format_ranks(others)}: "
-                    "start all ranks with the same flags, code and data"
+                    f"{format_ranks(others)}: start all ranks with the same flags, code and data"
                 )
 
 
