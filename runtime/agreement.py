@@ -141,7 +141,7 @@ def sum_bits(weights: dict[str, Tensor]) -> list[tuple]:
             places = zip(weight.device_mesh.get_coordinate(), weight.placements)
             cut = [place for place, placement in places if not placement.is_replicate()]
         parts.append(tuple(cut))
-    return list(zip(parts, torch.stack(sums).tolist()))
+    return list(zip(parts, torch.stack(sums).cpu().tolist()))
 
 
 def compare_replicas(names: Iterable[str], sums_of_ranks: Iterable[list[tuple]]) -> str | None:

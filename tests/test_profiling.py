@@ -28,7 +28,7 @@ def profiled(argv: list[str]) -> tuple[int, str, str]:
             loss.item()  # here
         if int(os.environ["RANK"]) == 1 and 3 < number <= 5:
             threading.Event().wait(0.7)  # time.sleep is patched here
-        return step(self, number, loss, measure)
+        return step(self, number, measure)
 
     def wait(dataset, indices):
         threading.Event().wait(0.1)
