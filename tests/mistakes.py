@@ -6,10 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
-
 import checkpoint
-from runtime import consolidate
 
 # A .tiktoken file of the 256 bytes
 RANKS = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
@@ -68,7 +65,6 @@ def write_checkpoints(root: Path, newest: Path) -> None:
     for name, fields in changes.items():
         variant(root / name, newest, **fields)
     (root / "damaged/rank-00000.safetensors").unlink()
-    diverged(root / "nan", newest)
     shutil.copytree(newest, root / "renamed/step-00000045")
 
 
@@ -76,17 +72,6 @@ def variant(folder: Path, source: Path, **fields) -> None:
     """A copy of a checkpoint whose manifest differs."""
     shutil.copytree(source, folder)
     manifest = checkpoint.read_manifest(source) | fields
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def diverged(folder: Path, source: Path) -> None:
-    """A copy of a checkpoint in the full format, with weights that are not finite."""
-    consolidate.consolidate(source, folder)
-    mapped, _ = checkpoint.map_safetensors(folder / consolidate.FULL)
-    layout = {name: torch.full_like(tensor, torch.nan) for name, tensor in mapped.items()}
-    entry = checkpoint.write_safetensors(folder / consolidate.FULL, layout)
-    manifest = checkpoint.read_manifest(folder)
-    manifest["files"][consolidate.FULL] = entry
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 
+import sample
 from runtime import cli
 
 NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp\n"
@@ -14,6 +15,7 @@ NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp\n"
     [
         (cli.UsageError("--lr is too high"), 2, "prog: error: --lr is too high\n"),
         (cli.RunError("no memory is left"), 1, "prog: error: no memory is left\n"),
+        (sample.NotFinite("it has diverged"), 1, "prog: error: it has diverged\n"),
         (OSError(28, "No space left"), 1, "prog: error: [Errno 28] No space left\n"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory."),

@@ -202,37 +202,28 @@ def test_code_and_numbers_shown_are_there():
             assert block.output is None or re.findall(pattern, block.output), question
 
 
-@pytest.fixture
-def play(tmp_path):
-    """Start docs.play with arguments; its temporary folder is tmp_path."""
-
-    def start(*arguments: str) -> subprocess.Popen:
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        return subprocess.Popen(
-            [sys.executable, "-u", "-m", "docs.play", *arguments],
-            cwd=ROOT,
-            env=os.environ | {"TMPDIR": str(tmp_path)},
-            text=True,
-            **pipes,
-        )
-
-    return start
+def play(folder: Path, *arguments: str) -> subprocess.Popen:
+    """Start docs.play, with its temporary folder in `folder`."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [sys.executable, "-u", "-m", "docs.play", *arguments]
+    environment = os.environ | {"TMPDIR": str(folder)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 
 
 @pytest.mark.slow
-def test_play_compares_your_number_then_plants_a_bug_and_asks_for_its_function(play, tmp_path):
-    out, _ = play("1").communicate("840,000\n235\n", timeout=120)
+def test_play_compares_your_number_then_plants_a_bug_and_asks_for_its_function(tmp_path):
+    out, _ = play(tmp_path, "1").communicate("840,000\n235\n", timeout=120)
     assert "you 840,000, the formula 844,928, measured 844,928" in out
     assert "you 235, the formula 234.9, measured 234.9" in out
     runs = {*ROOT.glob("runs/*")}
-    out, _ = play("bug", "2").communicate("evaluate\ntrain_step\n", timeout=120)
+    out, _ = play(tmp_path, "bug", "2").communicate("evaluate\ntrain_step\n", timeout=120)
     before, solution = out.split("Which function is wrong?", 1)
     assert "loss 5." in before and "train_step" not in before and "n * micro_loss" in solution
     assert list(tmp_path.glob("play-*")) == [] and {*ROOT.glob("runs/*")} == runs
 
 
-def test_play_leaves_nothing_after_ctrl_c(play, tmp_path):
-    process = play("bug", "3")
+def test_play_leaves_nothing_after_ctrl_c(tmp_path):
+    process = play(tmp_path, "bug", "3")
     for line in process.stdout:
         if line.startswith("(in "):
             break

@@ -126,10 +126,15 @@ def test_a_row_is_written_when_it_has_arrived(log, tmp_path, monkeypatch, clock)
     the_log.rates = dataclasses.replace(the_log.rates, device=torch.device("meta"))
     clock(1001)
     log_step(the_log, 1)
+    the_log.step(2, {})
     assert not (tmp_path / "metrics.jsonl").exists()
-    arrival = the_log.mark
+    arrived.append(the_log.mark)
+    the_log.step(3, {})
+    assert len(rows(tmp_path)) == 1
+    clock(1004)
+    log_step(the_log, 4)
     with the_log.pause():
-        assert arrival in arrived and len(rows(tmp_path)) == 1
+        assert the_log.pending is None and len(rows(tmp_path)) == 2
 
 
 def test_too_many_skips_in_a_row_end_the_run_after_their_row(log, tmp_path, clock):

@@ -70,7 +70,6 @@ MISTAKES = {
         ("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
         ("--run {damaged}", "no checkpoint to use: {damaged}: rank-00000.safetensors is", 1),
         ("--run {forked}", "its model has other fields than this code: ModelConfig", 1),
-        ("--run {nan}", "the model's logits are not finite: its weights have diverged", 1),
     ],
     "tools.checkpoint": [
         ("consolidate {other}", "the following arguments are required: OUT"),

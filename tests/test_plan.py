@@ -344,19 +344,15 @@ def test_the_last_start_of_a_run_is_planned_and_what_it_took_is_shown(run, pool)
     took = statistics.median(row["step_time"] for row in log[1:])
     peak = plan.gigabytes(max(row["peak_host_memory"] for row in log))
     assert f"measured    step {took:.4g} s, the median; peak memory {peak} GB" in table
-
-
-def test_a_run_on_gpus_is_planned_for_them(tmp_path):
-    start = {"step": 0, "ranks": 16, "ranks_per_host": 8, "device": "NVIDIA B200"}
-    start |= {"model": dataclasses.asdict(SIZES["gpt2-124m"]), "tokens_in_vocabulary": 50257}
-    start |= {"config": {"strategy": "auto"}, "strategy": "hsdp", "dtype": "bfloat16", "time": ""}
-    row = dict.fromkeys(("step", "loss", "step_time"), 1) | {"time": "", "peak_device_memory": 7}
-    for name, line in (("starts.jsonl", start), ("metrics.jsonl", row), ("config.json", {})):
-        (tmp_path / name).write_text(json.dumps(line) + "\n")
-    request, options = plan.parse(["--run", str(tmp_path)])
-    assert (request.cluster.device_type, request.cluster.hosts) == ("b200", 2)
-    assert (request.config.strategy, request.vocab_size) == ("hsdp", 50257)
-    assert options.measured == {"step_time": 1, "peak_memory": 7}
+    # The same log, as if it were of GPUs
+    changes = {"starts": {"device": "NVIDIA B200"}, "metrics": {"peak_device_memory": 7}}
+    for name, change in changes.items():
+        file = out / f"{name}.jsonl"
+        lines = [json.loads(line) | change for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    request, options = plan.parse(["--run", str(out)])
+    assert (request.cluster.device_type, request.config.strategy) == ("b200", "ddp")
+    assert options.measured["peak_memory"] == 7
 
 
 # --------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ UNTIED = "--model tinyllama-1.1b"
 CASES = [
     f"ddp --dtype float32 --global_batch_size 8 {UNTIED}",
     "hsdp --dp_shard 2 --dtype bfloat16 --global_batch_size 12 --grad_sync shard",
-    "fsdp --tp 2 --dtype float32 --global_batch_size 4 --optimizer muon --grad_sync micro_batch "
-    f"--reshard_after_forward false {UNTIED}",
+    "fsdp --tp 2 --n_layer 1 --dtype float32 --global_batch_size 4 --optimizer muon "
+    f"--grad_sync micro_batch --reshard_after_forward false {UNTIED}",
 ]
 
 
