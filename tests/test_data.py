@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import flags, listen
+from mistakes_data import write_tokens
 
 import data
 
@@ -98,16 +99,6 @@ def test_each_sequence_is_read_once_per_epoch_by_one_rank(tokens, ranks, micro_b
     assert order[:count] != order[count:]
 
 
-def test_workers_do_not_change_the_batches(tokens):
-    dataset = data.TokenDataset(data.open_folder(tokens), "train", 16, seed=5)
-    indices = list(data.train_indices(range(1, 7), 8, 4, 0, 1))
-    alone, helped = (list(data.loader(dataset, iter(indices), workers)) for workers in (0, 2))
-    assert len(alone) == 12 and all(a.equal(b) for a, b in zip(alone, helped, strict=True))
-    file = dataset.folder.tokens("train")
-    start = dataset.window(indices[1][0]) * 16
-    assert alone[1][0].tolist() == file[start : start + 17].tolist()
-
-
 def test_validation_set_is_the_same_on_any_mesh():
     spread = {7: [0, 14, 28, 43, 57, 72, 86], 3: [0, 33, 67]}  # over 101 windows, evenly
     for count, micro_batch, ranks in ((7, 3, 1), (7, 3, 2), (7, 1, 4), (3, 2, 4)):
@@ -164,14 +155,8 @@ def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
 
 def write_folder(path, first_id: int, windows: int) -> None:
     """Window w of 16 tokens is the id first_id + w, so that a sequence tells where it is from."""
-    path.mkdir()
     ids = np.arange(first_id, first_id + windows)
-    meta = {"dtype": "uint16", "vocab_size": 257, "tokenizer": "bytes"}
-    for split in ("train", "val"):
-        tokens = np.append(np.repeat(ids, 16), 0).astype("<u2")
-        tokens.tofile(path / f"{split}.bin")
-        meta[f"{split}_tokens"] = len(tokens)
-    (path / "meta.json").write_text(json.dumps(meta))
+    write_tokens(path, np.append(np.repeat(ids, 16), 0))
 
 
 @pytest.fixture
