@@ -189,7 +189,7 @@ def test_clipping_is_its_formula_on_every_mesh(pool, clip):
 # Muon, relative. Newton-Schulz gives the small singular values of a momentum, which are rounding,
 # the size of the large ones: what differs in its last bit, by the order of a sum, turns the update
 # in directions that the loss hardly depends on. So weights differ more than norms.
-MUONS_MESHES = {"single": 1, "fsdp": 4, "hsdp": 4, "fsdp tp 2": 4}
+MUONS_MESHES = {"single": 1, "ddp": 2, "fsdp": 4, "hsdp": 4, "fsdp tp 2": 4}
 
 
 def test_muon_is_torchs_on_every_mesh(pool):
