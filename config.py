@@ -124,9 +124,6 @@ class Config:
     )
     max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm", 1e-9)
     max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", 1e-9)
-    skip_spikes: float | None = flag(
-        "optimizer", None, "skip updates with loss or gradient norm X sigma above the mean", 1e-9
-    )
     max_skipped: int = free("optimizer", 100, "skipped updates in a row that end a run; 0: off", 0)
 
     log_interval: int = free("cadence", 10, "steps between log rows", 1)

@@ -192,10 +192,11 @@ def place(
 
 def fits(c: Config, setup: Setup, device_memory: int) -> bool:
     """Whether a fifth of `device_memory` stays free for what `estimate_memory` leaves out."""
-    return sum(estimate_memory(c, setup).values()) <= 0.8 * device_memory
+    need = estimate_memory(c, setup, empty_model(c, setup))
+    return sum(need.values()) <= 0.8 * device_memory
 
 
-def estimate_memory(c: Config, setup: Setup) -> dict[str, int]:
+def estimate_memory(c: Config, setup: Setup, model: Transformer) -> dict[str, int]:
     """The least that a rank needs at its peak, {part: bytes}; activations peak before gradients.
 
     Weights, gradients and optimizer are exact; gathered is the whole model, if it is one FSDP unit,
@@ -205,7 +206,6 @@ def estimate_memory(c: Config, setup: Setup) -> dict[str, int]:
     m = setup.model
     _, dp_shard, tp = setup.mesh_shape
     weights = optimizer = gathered = 0
-    model = empty_model(c, setup)
     for name, parameter in model.named_parameters():
         # FSDP splits the rows of all parameters, and pads the last shards to the size of the first;
         # tp splits those of matrices.

@@ -338,7 +338,7 @@ class Log:
         if self.c.max_skipped and self.skipped_in_a_row >= self.c.max_skipped:
             raise Diverged(
                 f"{self.skipped_in_a_row} updates in a row were skipped up to step "
-                f"{self.mark.step}, because their gradients were not finite or spiked. {REMEDY}"
+                f"{self.mark.step}, because their gradients were not finite. {REMEDY}"
             )
 
     def write(self) -> None:

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.optim.adamw import adamw
 
-SPIKE_HISTORY = 128  # updates whose loss and gradient norm a new one is compared with
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -37,9 +35,6 @@ class Settings:
     clip: str = "norm"  # a key of CLIPS
     max_grad_norm: float = 1.0
     max_grad_norm_ratio: float = 2.0
-    # Also skip updates whose loss or gradient norm is more than this many standard deviations
-    # above the mean of the last SPIKE_HISTORY (after OLMo-core's SkipStepOptimizer)
-    skip_spikes: float | None = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -378,8 +373,8 @@ class Optimizer:
     is_hidden     is_hidden(name): whether the parameter is of a hidden layer, not the embedding,
                   the head or the last norm; Muon takes the matrices among them
 
-    All ranks skip an update together: one whose gradient is not finite, or a spike. It then changes
-    neither weights nor slots.
+    All ranks together skip an update whose gradient is not finite: it changes neither weights nor
+    slots.
     """
 
     def __init__(
@@ -414,11 +409,8 @@ class Optimizer:
         self.empty_grad = torch.empty(0, device=device)  # for a parameter without a gradient
         self.no_slot = torch.full((1,), math.nan, device=device)
         self.norm_average = torch.zeros(len(self.parameters), device=device)  # for clip_adaptive
-        # Losses and gradient norms, oldest first; nan where there was no update yet
-        self.spike_history = torch.full((2, SPIKE_HISTORY), math.nan, device=device)
         self.skipped_steps = torch.zeros((), device=device)
         self.skipped_in_a_row = torch.zeros((), device=device)  # up to this update
-        self.most_skipped_in_a_row = torch.zeros((), device=device)
 
     def allocate_slots(self, updaters: dict[str, type], device: torch.device) -> None:
         """Create the tensors of all slots at start, not in the first update.
@@ -446,21 +438,22 @@ class Optimizer:
                 slots.update(zip(names, self.numbers[slot]))  # views
 
     @torch.no_grad()
-    def step(self, step: int, loss: Tensor, measure: bool = False) -> dict:
+    def step(self, step: int, measure: bool = False) -> dict:
         """Update the weights from their gradients, then free or zero the gradients.
 
-        `step` is counted from 1, `loss` is this rank's, 0-d. Returns lr, a float, and 0-d tensors
-        on the device: grad_norm of the full gradient before clipping; clipped, 1 if any gradient
-        was; skipped_steps so far; skipped_in_a_row, the most so far. `measure` adds "parameters", a
-        ParameterTable, for one more collective where weights are sharded.
+        `step` is counted from 1. Returns lr, a float, and 0-d tensors on the device: grad_norm of
+        the full gradient before clipping; clipped, 1 if any gradient was; skipped_steps so far;
+        skipped_in_a_row up to this update. `measure` adds "parameters", a ParameterTable, for one
+        more collective where weights are sharded.
         """
         s = self.settings
         grads = self.local_gradients()
-        squared_norms, loss = self.sum_over_ranks(grads, loss)
+        squared_norms = square_sums(grads)  # (n,), of this rank's parts
+        if self.is_sharded:
+            squared_norms /= self.copies
+            torch.distributed.all_reduce(squared_norms)
         grad_norm = squared_norms.sum().sqrt()
         skip = ~grad_norm.isfinite()
-        if s.skip_spikes:
-            skip |= self.is_spike(loss, grad_norm)
 
         if measure:
             old_weights = [local(p).clone() for p in self.parameters.values()]
@@ -480,15 +473,12 @@ class Optimizer:
 
         self.skipped_steps += skip
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * skip
-        self.most_skipped_in_a_row = torch.maximum(
-            self.most_skipped_in_a_row, self.skipped_in_a_row
-        )
         values = {
             "grad_norm": grad_norm,
             "lr": lr,
             "clipped": clipped.any().float(),
             "skipped_steps": self.skipped_steps.clone(),
-            "skipped_in_a_row": self.most_skipped_in_a_row,
+            "skipped_in_a_row": self.skipped_in_a_row,
         }
         if measure:
             values["parameters"] = self.parameter_stats(norms, old_weights, clipped)
@@ -504,36 +494,6 @@ class Optimizer:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
             grads.append(self.empty_grad if grad is None else local(parameter.grad))
         return grads
-
-    def sum_over_ranks(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the squared norms (n,) of the full gradients, and the mean loss over ranks.
-
-        One collective if weights are sharded or several ranks look for spikes. Otherwise none: then
-        the loss stays this rank's.
-        """
-        local_sums = square_sums(grads)  # (n,), of this rank's parts
-        if self.is_sharded or (self.settings.skip_spikes and self.world_size > 1):
-            sums = torch.cat((local_sums / self.copies, loss[None] / self.world_size))
-            torch.distributed.all_reduce(sums)
-            return sums[:-1], sums[-1]
-        return local_sums, loss
-
-    def is_spike(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Whether the loss or gradient norm is a spike; never before half of the history is known.
-
-        Both enter the history if they are finite, spikes included, so that a lasting change of
-        level is not skipped forever.
-        """
-        history = self.spike_history  # (2, SPIKE_HISTORY)
-        latest = torch.stack((loss, grad_norm))  # (2,)
-        known = history.isfinite().sum(1)
-        mean = history.nansum(1) / known
-        variance = ((history - mean[:, None]) ** 2).nansum(1) / (known - 1)
-        is_far = latest > mean + self.settings.skip_spikes * variance.sqrt()
-        spike = (is_far & (known >= history.size(1) // 2)).any()
-        shifted = torch.cat((history[:, 1:], latest[:, None]), dim=1)
-        history.copy_(torch.where(latest.isfinite().all(), shifted, history))
-        return spike
 
     def parameter_stats(
         self, grad_norms: Tensor, old_weights: list[Tensor], clipped: Tensor
@@ -565,7 +525,6 @@ class Optimizer:
         return {
             "skipped_steps": self.skipped_steps,
             "norm_average": self.norm_average,
-            "window": self.spike_history,
             **self.slots,
             **self.numbers,  # in place of their views
         }

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -52,7 +52,7 @@ from config import Config, fill_learning_rate, parse, profile_window
 from layout import Setup
 from metrics import is_due
 from model import Transformer
-from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
+from runtime import agreement, cli, memory, preflight, profiling, report, run_folder, slurm
 from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog, end_with_launcher, take_over_nccl_errors
 from sample import closing_sample
@@ -71,20 +71,23 @@ def command(argv: list[str]) -> int:
     # A rank that dies or hangs ends all ranks. torchrun --max-restarts or a scheduler starts them
     # again, and they continue from the last checkpoint.
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
-    lock = run_folder.hold_lock(Path(flags.out), flags.timeout)
     # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
-    with contextlib.ExitStack() as stack, watchdog, loss_parallel(), no_garbage_collection():
-        if world.rank == 0:
-            stack.enter_context(console.live(lambda: watchdog.place))
-        if not flags.eval_only:  # which only reads
-            dist.on_rank0(stack.enter_context, lock)
-        status = run(flags, world, watchdog)
+    with contextlib.ExitStack() as held, watchdog, loss_parallel(), no_garbage_collection():
+        status = run(flags, world, watchdog, held)
     dist.stop()
     return status
 
 
-def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bool = True) -> int:
+def run(
+    flags: Config,
+    world: dist.World,
+    watchdog: Watchdog,
+    held: contextlib.ExitStack,
+    handle_signals: bool = True,
+) -> int:
     """What happens, from the first look at the disk to the last line; returns the exit status.
+
+    `held` keeps the lock of the run folder.
 
     In a step the host queues work and does not wait for the device: batches are copied from pinned
     memory, tensors decide on clipping and skipping (optim.Optimizer), ranks agree to stop with CPU
@@ -93,14 +96,8 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     a save, the end, optim.jsonl, a host more than a step behind and, with --log_interval 1, the
     previous row.
     """
-    this_start = datetime.now().astimezone()
-
-    # Check flags, data and the run folder before the model is built. Rank 0 checks for all ranks;
-    # only verifying checkpoints is shared.
-    latest, passed_over = None, []
-    if not flags.eval_only:
-        latest, passed_over = run_folder.latest_valid(Path(flags.out))
-    start = dist.on_rank0(preflight.check, flags, world, latest, passed_over)
+    # Lock the run folder; check it, flags and data before the model is built.
+    start = preflight.find_start(flags, world, held)
     c = start.config  # the flags; those not given have the values of the run that continues
     if start.step >= c.max_steps:
         finished = f"{c.out} is finished, step {start.step} of {c.max_steps}: "
@@ -122,7 +119,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
         val_loss = evaluate(forward, val_batches, watchdog, state.step)
         report.say(world, report.describe_evaluation(start, val_loss, val_data))
         return 0
-    report.say(world, report.describe_start(start, setup, world, train_data.parts))
+    report.say(world, report.describe_start(start, setup, world, state.model, train_data.parts))
     if c.dry_run:
         return 0
 
@@ -130,7 +127,8 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     out = Path(c.out)
     chosen = {"strategy": setup.strategy, "micro_batch_size": setup.micro_batch_size}
     manifest = start.manifest | chosen
-    first_start = dist.on_rank0(run_folder.create, out, manifest, world, state.step, this_start)
+    if world.rank == 0:
+        run_folder.create(out, manifest, world, start.step, start.times[-1])
     stop_request = agreement.StopRequest(world.timeout, handle_signals)  # from here on
     tokenizer_file = folders[0].tokenizer_file
     saver = Saver(
@@ -140,7 +138,7 @@ def run(flags: Config, world: dist.World, watchdog: Watchdog, handle_signals: bo
     flops_per_token = state.model.flops_per_token(setup.model.seq_len)
     peak_flops = metrics.peak_flops(world.device, setup.dtype, c.peak_tflops)
     rates = metrics.Rates(world.device, setup.tokens_per_step, flops_per_token, peak_flops)
-    log = metrics.Log(out, c, rates, start.step, first_start, batches)
+    log = metrics.Log(out, c, rates, start.step, start.times[0], batches)
     profiler = None
     if window := profile_window(c):
         in_flight = [stop_request, saver]
@@ -236,10 +234,9 @@ def build(
 def load(state: State, start: preflight.Start) -> None:
     """Fill the state from the checkpoint to continue from, or its weights from another run's."""
     if start.checkpoint:
-        checkpoint.load_state(start.checkpoint, state.tensors)
-        state.step = start.step
-    elif start.init_from:
-        checkpoint.load_state(start.init_from, {"model": state.tensors["model"]})
+        weights = {"model": state.tensors["model"]}
+        checkpoint.load_state(start.checkpoint, weights if start.weights_only else state.tensors)
+    state.step = start.step
 
 
 def agree(
@@ -266,17 +263,19 @@ def agree(
     must_match = {f"--{name}": value for name, value in dataclasses.asdict(flags).items()}
     folders = [part.folder for part in val_data.parts]
     must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
-    val_batches = []
+    val_batches, weights = [], state.tensors["model"]
 
-    def read_and_claim() -> dict:
+    def read_and_claim() -> tuple[dict, list]:
         for indices in val_indices:
             # A rank with none left reads any: it takes part in the forward, with weight 0.
             val_batches.append((len(indices), val_data[indices or [0]]))
         indices = itertools.chain.from_iterable(first_indices)
-        return agreement.local_claims(mesh, must_match, indices)
+        claims = agreement.local_claims(mesh, must_match, indices)
+        return claims, agreement.sum_bits(weights)
 
-    agreement.compare_claims(dist.on_all_ranks(read_and_claim))
-    if difference := agreement.compare_replicas(state.tensors["model"]):
+    claims, sums = zip(*dist.on_all_ranks(read_and_claim))
+    agreement.compare_claims(claims)
+    if difference := agreement.compare_replicas(weights, sums):
         raise agreement.RankMismatch(f"{difference}: {agreement.REMEDY}")
     return val_batches
 
@@ -354,7 +353,7 @@ def train_step(
             micro_loss.backward()  # in the last one, DDP and FSDP average the gradients
         loss = loss + micro_loss.detach()
     # Clip, set the learning rate of this step, update
-    return {"loss": loss, **optimizer.step(step, loss, measure)}
+    return {"loss": loss, **optimizer.step(step, measure)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -395,7 +394,8 @@ def save(
     if not is_finite(state.tensors["model"], loss):
         saver.refuse(state.step, "the loss or a weight is not finite")
         return
-    if difference := agreement.compare_replicas(state.tensors["model"]):
+    sums = dist.on_all_ranks(agreement.sum_bits, state.tensors["model"])
+    if difference := agreement.compare_replicas(state.tensors["model"], sums):
         saver.wait()  # for the previous checkpoint
         raise agreement.ReplicasDiffer(
             f"step {state.step} is not saved: {difference}. Check these devices: the same command "

@@ -1,7 +1,6 @@
 """The ranks agree: on flags, code, data, sequences and weights, and later on a stop."""
 
 import hashlib
-import math
 import os
 import signal
 import socket
@@ -127,40 +126,42 @@ def source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def compare_replicas(weights: dict[str, Tensor]) -> str | None:
-    """Say which rank holds other bits of a weight than the ranks with the same part of it.
+def sum_bits(weights: dict[str, Tensor]) -> list[tuple]:
+    """For each weight: which part of it this rank holds, and the sum of the bits of that part.
 
-    All ranks call it and get the same answer; None if there is no difference. A rank sends one
-    integer for each weight, the sum of its bits, taken on its device: exact in any order, and
-    another one after any single bit has changed.
+    The sums are taken on the device: exact in any order, and others after a single bit has changed.
     """
-    sums = []
+    parts, sums = [], []
     for weight in weights.values():
         bits = optim.local(weight).view(torch.int32)
         sums.append(bits.sum(dtype=torch.int32))  # modulo 2^32; int64 would copy the weight
-    local_sums = torch.stack(sums)
-    gathered = local_sums.repeat(torch.distributed.get_world_size(), 1)
-    torch.distributed.all_gather(list(gathered), local_sums)
-    for name, sums_of_ranks in zip(weights, gathered.cpu().T):
-        ranks = replicas(weights[name])
-        of_parts = sums_of_ranks[ranks]  # (parts, ranks of a part)
-        odd = of_parts != of_parts.mode(keepdim=True).values
-        if odd.any():
-            part = odd.any(1).int().argmax()  # the first part that differs
-            few, first = ranks[part][odd[part]].tolist(), int(ranks[part][~odd[part]][0])
-            hosts = dist.on_all_ranks(socket.gethostname)
-            return (
-                f"{name} has other bits on {format_ranks(few)} ({hosts[few[0]]}) than on rank "
-                f"{first} ({hosts[first]}), which holds the same part of it"
-            )
+        cut = []  # this rank's place on the axes that the weight is cut along
+        if isinstance(weight, DTensor):
+            places = zip(weight.device_mesh.get_coordinate(), weight.placements)
+            cut = [place for place, placement in places if not placement.is_replicate()]
+        parts.append(tuple(cut))
+    return list(zip(parts, torch.stack(sums).tolist()))
+
+
+def compare_replicas(names: Iterable[str], sums_of_ranks: Iterable[list[tuple]]) -> str | None:
+    """Say which rank holds other bits of a weight than the ranks with the same part of it.
+
+    `sums_of_ranks` has the `sum_bits` of all ranks. All ranks call it and get the same answer; None
+    if there is no difference.
+    """
+    for name, sums in zip(names, zip(*sums_of_ranks)):
+        ranks: dict[tuple, list[int]] = {}  # (part, sum) -> the ranks that have it
+        for rank, part_and_sum in enumerate(sums):
+            ranks.setdefault(part_and_sum, []).append(rank)
+        if len(ranks) == len({part for part, _ in ranks}):
+            continue
+        for (part, _), few in sorted(ranks.items(), key=lambda item: len(item[1])):
+            others = [same for (of, _), same in ranks.items() if of == part and same is not few]
+            if others:
+                first = max(others, key=len)[0]
+                hosts = dist.on_all_ranks(socket.gethostname)
+                return (
+                    f"{name} has other bits on {format_ranks(few)} ({hosts[few[0]]}) than on rank "
+                    f"{first} ({hosts[first]}), which holds the same part of it"
+                )
     return None
-
-
-def replicas(weight: Tensor) -> Tensor:
-    """The ranks that hold the same part of a weight: (parts, ranks of a part)."""
-    if not isinstance(weight, DTensor):
-        return torch.arange(torch.distributed.get_world_size())[None]
-    ranks, placements = weight.device_mesh.mesh, weight.placements
-    cut = [axis for axis in range(ranks.ndim) if not placements[axis].is_replicate()]
-    kept = [axis for axis in range(ranks.ndim) if placements[axis].is_replicate()]
-    return ranks.permute(*cut, *kept).reshape(-1, math.prod(ranks.shape[axis] for axis in kept))

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import NoReturn
 
-from runtime import console
-
 VERSION = "0.2.0"
 
 
@@ -68,8 +66,7 @@ class Parser(argparse.ArgumentParser):
 def print_error(program: str, message: str, where: str = "") -> None:
     """Print an error in one line, if stderr still takes it."""
     with contextlib.suppress(OSError):
-        clear = console.CLEAR if sys.stderr.isatty() else ""  # of a live line
-        print(f"{clear}{program}: error{where}: {message}", file=sys.stderr, flush=True)
+        print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)
 
 
 def fail(program: str, message: str, status: int) -> int:

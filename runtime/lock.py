@@ -34,16 +34,3 @@ def try_lock(path: Path) -> int | None:
 def is_at(path: Path, descriptor: int) -> bool:
     """Whether `path` names the open file."""
     return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-
-
-def is_locked(path: Path) -> bool:
-    """Whether another process holds the lock of `try_lock`.
-
-    Briefly takes a shared lock, which `run_folder.hold_lock` waits for.
-    """
-    try:
-        with open(path) as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # no locks here: a run removes the file when it ends
-        return path.exists()
-    return False

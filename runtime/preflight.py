@@ -1,11 +1,13 @@
-"""Everything that can refuse a run before its first step and needs no weights and no other rank.
+"""Everything that can refuse a run before its first step and needs no weights.
 
 Flags, data, run folder, what the run continues from, and which flags may change. Whether the ranks
 form one run is asked later: see train.agree.
 """
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import checkpoint
@@ -31,28 +33,53 @@ from text import tokenizer
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: after `step`, with the state of `checkpoint`, or new after step 0."""
+    """Where a run begins."""
 
     config: Config  # with the values that the run or its model has for flags not given
     model: ModelConfig
     manifest: dict  # goes into every checkpoint
     device_memory: int  # bytes that a rank may fill, for --strategy auto
-    step: int = 0
-    checkpoint: Path | None = None
-    init_from: Path | None = None  # weights for a new run, or for --eval_only
-    changes: list[str] = field(default_factory=list)  # such as "--max_steps 100 -> 200"
-    passed_over: list[str] = field(default_factory=list)  # newer checkpoints and their problems
+    times: list[datetime]  # of all starts of the run, this one last
+    step: int  # done before; 0 for a new run
+    checkpoint: Path | None  # the state to begin with
+    weights_only: bool  # of `checkpoint`: for a new run, or for --eval_only
+    changes: list[str]  # since the checkpoint, such as "--max_steps 100 -> 200"
+    damaged: dict[Path, str]  # newer checkpoints and their problems
 
 
-def check(flags: Config, world: dist.World, latest: Path | None, passed_over: list[str]) -> Start:
+def find_start(flags: Config, world: dist.World, held: contextlib.ExitStack) -> Start:
+    """Find where the run begins. A collective: rank 0 checks for all ranks, as `check` does.
+
+    All ranks verify its checkpoint together; if it is damaged, rank 0 finds the one before.
+    """
+    start = dist.on_rank0(check, flags, world, held, {})
+    while path := start.checkpoint:
+        problems = dist.on_all_ranks(checkpoint.verify, path, world.rank, world.size)
+        if not any(problems):
+            break
+        damaged = start.damaged | {path: next(filter(None, problems))}
+        start = dist.on_rank0(check, flags, world, held, damaged)
+    return start
+
+
+def check(
+    flags: Config, world: dist.World, held: contextlib.ExitStack, damaged: dict[Path, str]
+) -> Start:
     """Check what needs no weights, on rank 0; find where the run begins and with what model.
 
-    `latest` is the latest valid checkpoint of --out, `passed_over` has the problems of newer ones.
-    Writes only the built-in data. Raises UsageError, CheckpointError, DataError and TokenizerError.
+    The first call, with nothing `damaged` yet, enters the lock of --out into `held`. Files of the
+    checkpoint are not verified. Writes only the built-in data. Raises UsageError, PathError,
+    CheckpointError, DataError and TokenizerError.
     """
-    if not flags.eval_only:
-        check_folder(flags, latest, passed_over)
-    origin = find_origin(flags, latest)
+    now = datetime.now().astimezone()
+    saved, starts = [], []
+    if not flags.eval_only:  # which only reads
+        out = Path(flags.out)
+        if not damaged:
+            held.enter_context(run_folder.hold_lock(out, flags.timeout))
+        saved, starts = checkpoint.list_checkpoints(out), run_folder.read_starts(out)
+        check_folder(flags, saved, starts)
+    origin = find_origin(flags, saved, damaged)
     c = settle(flags, origin)
     if c.data == BUILTIN:
         prepare_builtin()
@@ -69,11 +96,11 @@ def check(flags: Config, world: dist.World, latest: Path | None, passed_over: li
         "tokenizer": first.tokenizer_name,
         "tokens_in_vocabulary": first.vocab_size,
     }
-    device_memory = 0
-    if c.strategy == "auto":
-        device_memory = memory.device_memory(world.device, world.local_size)
-    start = Start(c, model, manifest, device_memory, passed_over=passed_over)
-    return begin(start, origin, latest)
+    step, changes = find_step(c, origin, model, manifest)
+    device_memory = memory.device_memory(world.device, world.local_size)
+    times = [*(datetime.fromisoformat(row["time"]) for row in starts), now]
+    found = step, origin.path, origin.weights_only, changes, damaged
+    return Start(c, model, manifest, device_memory, times, *found)
 
 
 def prepare_builtin() -> None:
@@ -92,46 +119,59 @@ class Origin:
     path: Path | None = None  # the latest checkpoint of --out, else that of --init_from or --resume
     manifest: dict = field(default_factory=dict)  # of that
     model: ModelConfig | None = None  # with --init_from or --resume; flags override its parts
+    weights_only: bool = False  # with --init_from
 
 
-def check_folder(c: Config, latest: Path | None, passed_over: list[str]) -> None:
-    """Refuse a folder whose contents a run would overwrite. Raises UsageError, CheckpointError."""
+def find_origin(config: Config, saved: list[Path], damaged: dict[Path, str]) -> Origin:
+    """Read what a start takes over. Raises UsageError, PathError and CheckpointError.
+
+    `saved`, the checkpoints of --out, take precedence over --init_from and --resume, so that the
+    same command can be repeated, even if what they named is gone. Leaves out those that are
+    `damaged`, and adds those without a readable manifest to them.
+    """
+    named = config.source or (config.out if config.eval_only else None)
+    paths = saved
+    if named and not saved:
+        paths = run_folder.checkpoints_at(Path(named))
+    for path in reversed(paths):
+        if path in damaged:
+            continue
+        try:
+            manifest = checkpoint.read_manifest(path)
+        except checkpoint.CheckpointError as error:
+            damaged[path] = str(error)
+            continue
+        weights_only = config.eval_only or bool(config.init_from and not saved)
+        return Origin(path, manifest, read_model(path, manifest) if named else None, weights_only)
+    if damaged:
+        problems = "; ".join(f"{path}: {problem}" for path, problem in damaged.items())
+        raise checkpoint.CheckpointError(
+            f"no checkpoint to use: {problems}; restore one, or name another folder"
+        )
+    return Origin()
+
+
+def check_folder(c: Config, saved: list[Path], starts: list[dict]) -> None:
+    """Refuse a folder whose contents a run would overwrite. Raises UsageError.
+
+    `saved` has its checkpoints, damaged or not, and `starts` the rows of starts.jsonl.
+    """
     out = Path(c.out)
     rows = read_log(out / "metrics.jsonl")
-    saved = [row["step"] for row in rows if row.get("event") == "checkpoint"]
-    starts = run_folder.read_starts(out)
+    logged = [row["step"] for row in rows if row.get("event") == "checkpoint"]
     reason = None
     if c.resume == "never" and any(path.name != "lock" for path in out.glob("*")):
         reason = "it is not empty, and --resume never would overwrite it"
-    elif latest:
+    elif saved:
         return
-    elif passed_over or saved:
-        damage = passed_over[0] if passed_over else f"its checkpoint of step {saved[-1]} is gone"
-        raise checkpoint.CheckpointError(
-            f"cannot continue --out {out}: {damage}; restore a checkpoint, or choose another --out"
-        )
+    elif logged:
+        reason = f"its checkpoint of step {logged[-1]} is gone, restore it"
     elif not starts and (out / "config.json").exists():
         reason = "it holds files that are not train.py's"
     elif starts and rows and starts[-1]["config"].get("checkpoint") == "none":
         reason = "its run has --checkpoint none"
     if reason:
         raise UsageError(f"cannot continue --out {out}: {reason}; choose another --out")
-
-
-def find_origin(config: Config, latest: Path | None = None) -> Origin:
-    """Read what `settle` and `begin` need. Raises UsageError, PathError and CheckpointError.
-
-    `latest`, of --out, takes precedence over --init_from and --resume, so that the same command can
-    be repeated, even if what they named is gone.
-    """
-    named = config.source or (config.out if config.eval_only else None)
-    path = latest
-    if named and not latest:
-        path = run_folder.choose_checkpoint(Path(named), "train.py")
-    if path is None:
-        return Origin()
-    manifest = checkpoint.read_manifest(path)
-    return Origin(path, manifest, read_model(path, manifest) if named else None)
 
 
 def settle(config: Config, origin: Origin) -> Config:
@@ -159,36 +199,31 @@ def settle(config: Config, origin: Origin) -> Config:
 # Where a run begins
 
 
-def begin(start: Start, origin: Origin, latest: Path | None) -> Start:
-    """Find where the run begins. Raises UsageError if it may not, CheckpointError for damage."""
-    c, path = start.config, origin.path
+def find_step(
+    c: Config, origin: Origin, model: ModelConfig, manifest: dict
+) -> tuple[int, list[str]]:
+    """The step after which a run begins, and what changed since. Raises UsageError."""
+    path, saved = origin.path, origin.manifest
     if path is None:
-        return start
-    if c.init_from and not latest:
-        check_weights(path, origin.manifest, start)
-        return dataclasses.replace(start, init_from=path)
-    changes = check_changes(path, origin.manifest, start.manifest)
-    step = origin.manifest["step"]
+        return 0, []
+    if origin.weights_only:
+        # Names and shapes are checked when they are loaded.
+        for key, before in vars(read_model(path, saved)).items():
+            value = getattr(model, key)
+            if value != before and key != "seq_len":
+                raise UsageError(
+                    f"{path} has {key} {before}, and this run has {value}: its weights do not fit"
+                )
+        return 0, []
+    changes = check_changes(path, saved, manifest)
+    step = saved["step"]
     # A new folder must have steps left to train.
-    if step > c.max_steps or (latest is None and step == c.max_steps):
+    if step > c.max_steps or (step == c.max_steps and path.parent.parent != Path(c.out)):
         raise UsageError(
             f"{path} is at step {step}, and --max_steps {c.max_steps} leaves nothing to train: "
             "raise --max_steps or choose another --out"
         )
-    return dataclasses.replace(start, step=step, checkpoint=path, changes=changes)
-
-
-def check_weights(path: Path, saved: dict, start: Start) -> None:
-    """Check that the model uses saved weights as they were trained. Raises UsageError.
-
-    Names and shapes are checked when the weights are loaded.
-    """
-    for key, before in vars(read_model(path, saved)).items():
-        value = getattr(start.model, key)
-        if value != before and key != "seq_len":
-            raise UsageError(
-                f"{path} has {key} {before}, and this run has {value}: its weights do not fit"
-            )
+    return step, changes
 
 
 # --------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import data
 import dist
 import metrics
 from config import WARMUP_STEPS
-from layout import Setup, empty_model, estimate_memory
+from layout import Setup, estimate_memory
+from model import Transformer
 from runtime.preflight import Start
 
 
@@ -20,13 +21,17 @@ def say(world: dist.World, lines: Iterable[str]) -> None:
 
 
 def describe_start(
-    start: Start, setup: Setup, world: dist.World, parts: list[data.TokenDataset]
+    start: Start,
+    setup: Setup,
+    world: dist.World,
+    model: Transformer,
+    parts: list[data.TokenDataset],
 ) -> Iterator[str]:
     """Yield the lines on model, mesh, dtype, batch, data (`parts`), memory and beginning."""
     c, m = start.config, setup.model
     yield (
         f"model   {c.source or c.model}: {m.n_layer} layers x {m.d_model} wide, "
-        f"vocabulary {m.vocab_size:,}: {empty_model(c, setup).parameter_count():,} parameters"
+        f"vocabulary {m.vocab_size:,}: {model.parameter_count():,} parameters"
     )
     axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, setup.mesh_shape))
     yield (
@@ -50,18 +55,17 @@ def describe_start(
         )
     if c.warmup_steps is None and c.max_steps <= WARMUP_STEPS:
         yield f"        warning: all {c.max_steps} steps are warm-up: give --warmup_steps"
-    memory = {part: size for part, size in estimate_memory(c, setup).items() if size}
+    memory = {part: size for part, size in estimate_memory(c, setup, model).items() if size}
     total = sum(memory.values())
     unit, name, digits = (1e9, "GB", 2) if total >= 1e9 else (1e6, "MB", 1)
     sizes = " + ".join(f"{part} {size / unit:,.{digits}f}" for part, size in memory.items())
     yield f"memory  a rank needs at least: {sizes} = {total / unit:,.{digits}f} {name}"
-    for problem in start.passed_over:
-        yield f"        passed over {problem}"
+    for path, problem in start.damaged.items():
+        yield f"        passed over {path}: {problem}"
     beginning = ""
     if start.checkpoint:
-        beginning = f", continuing from {start.checkpoint}"
-    if start.init_from:
-        beginning = f", a new run with the weights of {start.init_from}"
+        how = "a new run with the weights of" if start.weights_only else "continuing from"
+        beginning = f", {how} {start.checkpoint}"
     yield f"out     {c.out}{beginning}"
     for change in start.changes:
         yield f"        changed: {change}"
@@ -72,7 +76,9 @@ def describe_start(
 def describe_evaluation(
     start: Start, val_loss: float, val_data: data.TokenDataset | data.Mixture
 ) -> Iterator[str]:
-    """Yield the line of --eval_only on val_loss, in nats per token."""
+    """Yield the lines of --eval_only on val_loss, in nats per token."""
+    for path, problem in start.damaged.items():
+        yield f"passed over {path}: {problem}"
     bytes_per_token = 0.0
     for part in val_data.parts:
         mean = part.folder.val_bytes / len(part.folder.tokens("val"))
@@ -82,7 +88,7 @@ def describe_evaluation(
         bits = f"{val_loss / math.log(2) / bytes_per_token:.6f} bits per byte"
     n, seq_len = min(start.config.eval_sequences, len(val_data)), val_data.parts[0].seq_len
     yield (
-        f"{start.init_from} on {start.config.data}: val_loss {val_loss:.6f}, "
+        f"{start.checkpoint} on {start.config.data}: val_loss {val_loss:.6f}, "
         f"perplexity {math.exp(min(val_loss, 700)):,.4f}, {bits} "  # exp(710) overflows
         f"({n:,} sequences of {seq_len:,} tokens)"
     )

@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -92,43 +92,20 @@ def checkpoints_at(path: Path) -> list[Path]:
     return found
 
 
-def last_that_verifies(
-    paths: list[Path], verify: Callable[[Path], str | None] = checkpoint.verify
-) -> tuple[Path | None, list[str]]:
-    """The last of `paths` that verifies, and a "PATH: PROBLEM" for each one after it."""
-    passed_over = []
-    for path in reversed(paths):
-        problem = verify(path)
-        if problem is None:
-            return path, passed_over
-        passed_over.append(f"{path}: {problem}")
-    return None, passed_over
-
-
-def latest_valid(out: Path) -> tuple[Path | None, list[str]]:
-    """`last_that_verifies` for a run. A collective: ranks share the reading and agree."""
-    # Hosts may see a shared disk in different states.
-    paths = dist.on_rank0(checkpoint.list_checkpoints, out)
-    part = checkpoint.rank_and_size()
-
-    def verify_together(path: Path) -> str | None:
-        problems = dist.on_all_ranks(checkpoint.verify, path, *part)
-        return next(filter(None, problems), None)
-
-    return last_that_verifies(paths, verify_together)
-
-
 def choose_checkpoint(named: Path, program: str) -> Path:
     """The checkpoint `named`, or the latest of the run `named` that verifies.
 
     Reports on stderr, as `program`, newer ones that failed. Raises PathError and CheckpointError.
     """
-    path, passed_over = last_that_verifies(checkpoints_at(named))
-    if path is None:
-        raise CheckpointError(f"no checkpoint to use: {'; '.join(passed_over)}")
-    for line in passed_over:
-        print(f"{program}: passed over {line}; using {path}", file=sys.stderr)
-    return path
+    passed_over = []
+    for path in reversed(checkpoints_at(named)):
+        problem = checkpoint.verify(path)
+        if problem is None:
+            for line in passed_over:
+                print(f"{program}: passed over {line}; using {path}", file=sys.stderr)
+            return path
+        passed_over.append(f"{path}: {problem}")
+    raise CheckpointError(f"no checkpoint to use: {'; '.join(passed_over)}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -141,8 +118,8 @@ def read_starts(out: Path) -> list[dict]:
     return [row for row in rows if isinstance(row["config"], dict)]
 
 
-def create(out: Path, manifest: dict, world: dist.World, step: int, started: datetime) -> datetime:
-    """Make `out` this run's folder and add this start; return the time of its first start."""
+def create(out: Path, manifest: dict, world: dist.World, step: int, started: datetime) -> None:
+    """Make `out` this run's folder and add this start."""
     logged = read_log(out / "metrics.jsonl")  # before the rows of lost steps are dropped
     start = {
         **manifest,
@@ -158,4 +135,3 @@ def create(out: Path, manifest: dict, world: dist.World, step: int, started: dat
     starts = [*read_starts(out), start]
     replace_file(out / "starts.jsonl", "".join(json.dumps(start) + "\n" for start in starts))
     replace_file(out / "config.json", json.dumps(manifest["config"], indent=2) + "\n")
-    return datetime.fromisoformat(starts[0]["time"])

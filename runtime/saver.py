@@ -33,8 +33,7 @@ def pinned(size: int) -> Tensor:
 class Saver:
     """Writes the checkpoints of a run. All ranks construct it and call its methods together.
 
-    A failed save raises nothing: `rows` and `failure` report it. A single process needs no process
-    group.
+    A failed save raises nothing: `rows` and `failure` report it.
     """
 
     run: Path
@@ -49,11 +48,9 @@ class Saver:
     start_step: int = 0
 
     def __post_init__(self):
-        self.rank, _ = checkpoint.rank_and_size()
-        self.group = None
-        if torch.distributed.is_initialized():
-            # The saving thread's collectives must not mix with those of the training step.
-            self.group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
+        self.rank = torch.distributed.get_rank()
+        # The saving thread's collectives must not mix with those of the training step.
+        self.group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
         self.host_copy = torch.empty(0, dtype=torch.uint8)
         self.thread: threading.Thread | None = None
         # Of the saves that have finished, for the log: their event is "checkpoint", or

@@ -38,7 +38,7 @@ from config import Config, parse
 from layout import Setup
 from metrics import is_due
 from model import ModelConfig, Transformer
-from runtime import consolidate, preflight, run_folder
+from runtime import consolidate, preflight
 from runtime.watchdog import Watchdog
 from tools import checkpoint as commands
 
@@ -126,6 +126,16 @@ def run_beside(session, items: list, reports) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # Workers that play the ranks
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """A process group of this process alone."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    dist.start("cpu")
+    yield
+    dist.stop()
 
 
 def free_port() -> int:
@@ -269,8 +279,8 @@ def build_run(argv: list[str]) -> Built:
     flags = parse(argv)
     world = dist.start(flags.device)
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
-    latest = run_folder.latest_valid(Path(flags.out))
-    start = dist.on_rank0(preflight.check, flags, world, *latest)
+    with contextlib.ExitStack() as held:
+        start = preflight.find_start(flags, world, held)
     c = start.config
     setup = layout.choose(c, world, start.model, start.device_memory)
     mesh = dist.make_mesh(world, setup.mesh_shape)

@@ -18,7 +18,6 @@ MISTAKES = {
         Mistake("import {hf}/yarn {root}/new", "needs rope_type 'yarn', which this decoder does n"),
         Mistake("import {hf}/partial {root}/new", "needs partial_rotary_factor 0.5, which this de"),
         Mistake("import {hf}/power {root}/new", "config.json: int too large to convert to"),
-        Mistake("import {hf}/deep {root}/new", "n_layer 1000000 must be a whole number from 1 to"),
         Mistake("import {hf}/no_rope_factor {root}/new", "config.json: it lacks 'factor'"),
         Mistake("import {hf}/good {root}/new", "good has no model.safetensors (other formats than"),
     ],
@@ -46,7 +45,6 @@ SPOILT_LLAMAS = {
     "yarn": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
     "partial": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     "power": {"rope_theta": 10**400},
-    "deep": {"num_hidden_layers": 10**6},
     "no_rope_factor": {"rope_scaling": LLAMA3_ROPE},
     "good": {},
 }
@@ -59,4 +57,3 @@ def write_folders(root: Path) -> None:
         (folder / name / "config.json").write_text(json.dumps(LLAMA | change))
     (folder / "not_json").mkdir()
     (folder / "not_json/config.json").write_text("model_type: llama")
-    (folder / "deep/model.safetensors").touch()

@@ -26,7 +26,6 @@ MISTAKES = {
     "tools.plan": [
         Mistake("", "--world_size is missing: give the number of devices in all"),
         Mistake("--world_size 12", "--world_size 12 is not a multiple of --nproc_per_node 8"),
-        Mistake("--world_size 8 --rank 8", "--rank 8: the ranks are 0 to 7"),
         Mistake("--run {restarted}", "restarted has no training row of its last start yet"),
         Mistake("--run {winged}", "winged was trained by other code: "),
         Mistake("--run {other} --tp=2", "--run takes the flags of the run: leave out --tp"),

@@ -187,6 +187,6 @@ def test_auto_takes_the_first_strategy_that_fits(size, local_size, strategies):
     c = Config(global_batch_size=16, micro_batch_size=1)
     model = model_config(c, vocab_size=257)
     ddp = layout.make_setup(c, world, model, "ddp")
-    need = sum(layout.estimate_memory(c, ddp).values())
+    need = sum(layout.estimate_memory(c, ddp, layout.empty_model(c, ddp)).values())
     found = [layout.choose(c, world, model, room).strategy for room in (2 * need, need, 1)]
     assert found == strategies

@@ -55,7 +55,7 @@ def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     slots = itertools.chain(*(slots.values() for slots in optimizer.slots.values()))
     taken["weights"] = sum(4 * optim.local(weight).numel() for weight in weights)
     taken["optimizer"] = sum(optim.local(slot).nbytes for slot in slots)
-    return layout.estimate_memory(run.c, run.setup), taken
+    return layout.estimate_memory(run.c, run.setup, run.state.model), taken
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def gradient_storages(argv: list[str]) -> tuple[dict[str, int], list[set[tuple[i
     batches = run.batches()
     for step in (1, 2, 3):
         train_step(run, batches, step)
-    return layout.estimate_memory(run.c, run.setup), found
+    return layout.estimate_memory(run.c, run.setup, run.state.model), found
 
 
 def test_ddp_accumulates_gradients_in_its_bucket_and_nowhere_else(pool, tokens, tmp_path):
@@ -130,7 +130,7 @@ def parts(
     size = math.prod(shape)
     world = dist.World(0, size, 0, size, torch.device(device), timeout=None, store=None)
     setup = layout.make_setup(config, world, decoder, strategy)
-    return layout.estimate_memory(config, setup)
+    return layout.estimate_memory(config, setup, layout.empty_model(config, setup))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -161,7 +161,8 @@ def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     c = train.parse(argv)
     decoder = model_config(c, 257)
     one = dataclasses.replace(c, strategy="ddp")
-    ddp = sum(layout.estimate_memory(one, layout.choose(one, world, decoder, 0)).values())
+    setup = layout.choose(one, world, decoder, 0)
+    ddp = sum(layout.estimate_memory(one, setup, layout.empty_model(one, setup)).values())
     found = []
     for share in used:
         sizes = {"SC_PHYS_PAGES": int(world.local_size * ddp / share), "SC_PAGE_SIZE": 1}

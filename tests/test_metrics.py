@@ -49,13 +49,9 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def log(tmp_path, monkeypatch, clock):
+def log(tmp_path, one_rank, clock):
     """log(last_step=0): a log of one process."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    dist.start("cpu")
-    yield lambda **settings: make_log(tmp_path, **settings)
-    dist.stop()
+    return lambda **settings: make_log(tmp_path, **settings)
 
 
 def test_times_are_those_of_a_step_whatever_the_interval(log, tmp_path, clock):

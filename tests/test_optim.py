@@ -86,7 +86,7 @@ def train_on_mesh(mesh_name: str, steps: int, options: dict) -> tuple[list[dict]
         with loss_parallel():
             loss = setup.forward(tokens[:, :-1], tokens[:, 1:]) * loss_factor(step)
             loss.backward()
-        metrics = setup.optimizer.step(step, loss.detach())
+        metrics = setup.optimizer.step(step)
         log.append({name: float(value) for name, value in metrics.items()})
     weights = {}
     for name, parameter in setup.net.named_parameters():

@@ -12,6 +12,7 @@ import zlib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -56,11 +57,6 @@ def save(out, step: int, **changes):
     return path
 
 
-def newest_of(run) -> tuple[Path | None, list[str]]:
-    """As the ranks find it together."""
-    return run_folder.last_that_verifies(checkpoint.list_checkpoints(Path(run)))
-
-
 @pytest.fixture
 def begin(tmp_path):
     """begin(now, **flags): where a run in tmp_path / "run" with these flags begins."""
@@ -69,17 +65,30 @@ def begin(tmp_path):
         flags = {"out": str(tmp_path / "run"), **flags}
         now = now or manifest(0, **flags)
         config = preflight.Config(**now["config"])
-        latest, passed_over = newest_of(config.out)
-        preflight.check_folder(config, latest, passed_over)
-        origin = preflight.find_origin(config, latest)
-        start = preflight.Start(config, ModelConfig(**now["model"]), now, device_memory=0)
-        return preflight.begin(start, origin, latest)
+        saved = checkpoint.list_checkpoints(Path(config.out))
+        preflight.check_folder(config, saved, run_folder.read_starts(Path(config.out)))
+        damaged = {}
+        origin = preflight.find_origin(config, saved, damaged)
+        while origin.path and (problem := checkpoint.verify(origin.path)):
+            damaged[origin.path] = problem
+            origin = preflight.find_origin(config, saved, damaged)
+        step, changes = preflight.find_step(config, origin, ModelConfig(**now["model"]), now)
+        return Begin(step, changes, origin, damaged)
 
     return call
 
 
-def place(start: preflight.Start) -> tuple:
-    return start.step, start.checkpoint, start.init_from
+class Begin(NamedTuple):
+    step: int
+    changes: list[str]
+    origin: preflight.Origin
+    damaged: dict[Path, str]
+
+
+def place(start: Begin) -> tuple:
+    """The step, the checkpoint with all of the state, and that with weights only."""
+    path, weights_only = start.origin.path, start.origin.weights_only
+    return start.step, None if weights_only else path, path if weights_only else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -109,13 +118,14 @@ def test_a_named_checkpoint_begins_a_run_and_then_its_own_come_first(begin, tmp_
     assert place(begin(**named_run)) == (15, own, None)
 
 
-def test_a_named_checkpoint_that_is_damaged_is_passed_over_with_a_line(begin, tmp_path, capsys):
+def test_a_named_checkpoint_that_is_damaged_is_passed_over(begin, tmp_path):
     good, newest = (save(tmp_path / "other", step) for step in (10, 20))
     os.truncate(newest / "full.safetensors", 3)
     run = str(tmp_path / "other")
-    assert begin(init_from=run).init_from == begin(resume=run).checkpoint == good
-    line = f"passed over {newest}: full.safetensors has 3 bytes, not 60,000; using {good}"
-    assert capsys.readouterr().err == f"train.py: {line}\n" * 2
+    for named in ("resume", "init_from"):
+        start = begin(**{named: run})
+        assert start.origin.path == good
+        assert start.damaged == {newest: "full.safetensors has 3 bytes, not 60,000"}
 
 
 def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path):
@@ -138,14 +148,13 @@ def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
         begin(other)
     named = save(tmp_path / "other", 10)
     now["config"] |= {"init_from": str(named), "out": str(tmp_path / "new")}
-    assert begin(now).init_from == named
+    assert place(begin(now)) == (0, None, named)
 
 
 def settled(**flags) -> Config:
     """What a start's flags become, where they are the run's or its model's."""
     config = Config(**flags)
-    latest = None if config.eval_only else newest_of(config.out)[0]
-    return preflight.settle(config, preflight.find_origin(config, latest))
+    return preflight.settle(config, preflight.find_origin(config, [], {}))
 
 
 def test_an_evaluation_is_as_in_the_run(tmp_path):
@@ -176,8 +185,8 @@ def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(tmp_
         if own:
             save(tmp_path / "run", 20, model=model)
             (tmp_path / "other").rename(tmp_path / "gone")
-        latest, _ = newest_of(tmp_path / "run")
-        origin = preflight.find_origin(config, latest)
+        saved = checkpoint.list_checkpoints(tmp_path / "run")
+        origin = preflight.find_origin(config, saved, {})
         c = preflight.settle(config, origin)
         now = model_config(c, 257, origin.model)
         assert now == ModelConfig(**model | {"seq_len": 8})
@@ -216,7 +225,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '12\n{"step')
     assert place(begin()) == (0, None, None)  # stopped before its first save
     log.write_text(json.dumps(failed | {"step": 250, "event": "checkpoint"}) + "\n")
-    with pytest.raises(checkpoint.CheckpointError, match="its checkpoint of step 250 is gone"):
+    with pytest.raises(UsageError, match="its checkpoint of step 250 is gone"):
         begin()
 
 
@@ -284,8 +293,7 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
     began = datetime(2026, 11, 21, tzinfo=UTC)
     for step, lr in ((0, 0.5), (10, 0.25)):
         now = began + timedelta(hours=step)
-        first = run_folder.create(tmp_path, manifest(0, lr=lr), TWO_RANKS, step, now)
-        assert first == began
+        run_folder.create(tmp_path, manifest(0, lr=lr), TWO_RANKS, step, now)
         times = [began + timedelta(hours=hours) for hours in (1, 2)]
         log = [{"step": 1, "val_loss": 5.5, "time": time.isoformat()} for time in times]
         lines = "".join(json.dumps(row) + "\n" for row in log)
@@ -298,8 +306,10 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
 
     with open(tmp_path / "starts.jsonl", "a") as file:
         file.write('12\n{"note": 1}\n{"config": {"lr": 0.5}')  # torn, by a kill or a full disk
-    assert run_folder.create(tmp_path, manifest(0, lr=0.1), TWO_RANKS, 20, now) == began
-    assert [start["config"]["lr"] for start in run_folder.read_starts(tmp_path)] == [0.5, 0.25, 0.1]
+    run_folder.create(tmp_path, manifest(0, lr=0.1), TWO_RANKS, 20, now)
+    starts = run_folder.read_starts(tmp_path)
+    assert [start["config"]["lr"] for start in starts] == [0.5, 0.25, 0.1]
+    assert starts[0]["time"] == began.isoformat()
 
 
 # --------------------------------------------------------------------------------------------------

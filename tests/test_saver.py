@@ -35,7 +35,7 @@ def test_keep_last_and_keep_every_leave_a_copy_that_the_user_made(run, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
-# One process, which needs no process group
+# One process
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -43,7 +43,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_every_dtype_that_safetensors_names_comes_back_bit_for_bit(tmp_path, async_save):
+def test_every_dtype_comes_back_bit_for_bit(tmp_path, one_rank, async_save):
     """Beside odd shapes: none, empty, not contiguous."""
     state = {"odd": {"number": torch.tensor(3.0), "empty": torch.empty(0, 4)}}
     state["odd"]["transposed"] = torch.arange(6.0).view(2, 3).mT
@@ -79,7 +79,7 @@ NOT_IN_SAFETENSORS = {
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_what_could_not_be_loaded_is_refused_at_the_first_save(tmp_path, async_save):
+def test_what_could_not_be_loaded_is_refused_at_the_first_save(tmp_path, one_rank, async_save):
     for name, value in NOT_IN_SAFETENSORS.items():
         saver = Saver(tmp_path, async_save, 1, 0, timedelta(seconds=20))
         saver.save({"a": torch.ones(2), "b": {name: value}}, {"step": 1})
@@ -89,7 +89,7 @@ def test_what_could_not_be_loaded_is_refused_at_the_first_save(tmp_path, async_s
     assert not file_names(tmp_path)
 
 
-def test_an_async_save_waits_for_the_save_before_it_copies(tmp_path):
+def test_an_async_save_waits_for_the_save_before_it_copies(tmp_path, one_rank):
     """Otherwise the first checkpoint would have weights of the second, under valid checksums."""
     saver = Saver(tmp_path, True, 0, 0, timedelta(seconds=20))
     weight = torch.ones(3)
@@ -111,7 +111,7 @@ def test_an_async_save_waits_for_the_save_before_it_copies(tmp_path):
     assert tensors(second)["weight"].tolist() == [2, 2, 2]
 
 
-def test_a_save_is_on_disk_before_it_has_its_name_and_the_name_after(tmp_path):
+def test_a_save_is_on_disk_before_it_has_its_name_and_the_name_after(tmp_path, one_rank):
     events = []
     fsync, rename = os.fsync, os.rename
 

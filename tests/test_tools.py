@@ -381,7 +381,6 @@ SMALL = [
 def test_bench_strategies_has_all_of_them_and_their_limits(capsys):
     found = {row["strategy"]: row for row in bench_rows(capsys, "strategies", "--nproc=2", *SMALL)}
     assert list(found) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP", "hsdp"]
-    assert [row["processes"] for row in found.values()] == [1, 2, 2, 2, 2]
     assert found["single"]["ratio to single"] == [1.0]
     for row in found.values():
         assert row["of the limit"] == [row["tokens/s/device"][0] / row["limit"][0]]

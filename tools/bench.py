@@ -44,8 +44,6 @@ GRAD_ACCUM_STEPS = 8  # across hosts
 # nanoGPT's flags of size. Defaults: the CPU command in its README, with fewer steps.
 NANOGPT = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12)
 
-Table = tuple[str, list[dict]]  # what was measured; rows: column -> text, number, or measurements
-
 
 def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
     """What to measure next, A B A B, so that load on the machine slows all equally."""
@@ -80,7 +78,7 @@ def products_limit(printed: list[str], tokens: int) -> float:
 # Strategies
 
 
-def strategies(args: Namespace) -> Table:
+def strategies(args: Namespace) -> tuple[str, list[dict]]:
     """Speed of each strategy on one host, or across several.
 
     --hosts lays the ranks in network namespaces of this machine, joined by --link, on CPUs. There
@@ -106,11 +104,11 @@ def strategies(args: Namespace) -> Table:
             found[name].append(measure(runs[name], nproc, out, args.steps, namespaces))
 
     baseline, *_ = found
-    rows = []
-    for name, row in compare_rounds(found, baseline, "tokens/s/device").items():
-        processes = 1 if name == "single" else args.hosts * args.nproc
-        rows.append({"strategy": name, "processes": processes} | row)
-    subject = f"{args.model}, micro-batch {args.micro_batch_size}, one thread a process"
+    columns = compare_rounds(found, baseline, "tokens/s/device")
+    rows = [{"strategy": name} | columns[name] for name in runs]
+    subject = (
+        f"{args.model}, micro-batch {args.micro_batch_size}, {args.nproc} processes of a thread"
+    )
     if args.hosts > 1:
         subject += f", {args.hosts} hosts, {args.link} each way, accumulation {GRAD_ACCUM_STEPS}"
     return f"{subject}, {args.steps} steps x {args.rounds} rounds", rows
@@ -161,7 +159,7 @@ def measure(
 # nanoGPT
 
 
-def nanogpt(args: Namespace) -> Table:
+def nanogpt(args: Namespace) -> tuple[str, list[dict]]:
     """nanoGPT's trainer and this one in turn, each also compiled, with models of the same size.
 
     Both read the same data, with the same layers, width, heads and tokens per step, and as many
@@ -214,7 +212,6 @@ def run_nanogpt(args: Namespace, out: Path, compile: bool) -> tuple[list[float],
 
 def run_nanoshard(args: Namespace, out: Path, compile: bool) -> tuple[list[float], list[str]]:
     """Tokens/s of each step, and the output."""
-    # 3 d_model d_ff = 8 d_model^2, the parameters of GPT-2's MLP
     d_ff = 8 * round(args.n_embd / 3)
     flags = (
         f"--n_layer={args.n_layer} --n_head={args.n_head} --n_kv_head={args.n_head} "
@@ -251,17 +248,10 @@ TABLES = {"strategies": strategies, "nanogpt": nanogpt}
 # table -> {flag: argparse options}
 FLAGS = {
     "strategies": {
-        "only": dict(
-            nargs="+",
-            choices=STRATEGIES,
-            metavar="NAME",
-            help=f"of {', '.join(STRATEGIES)}; the first is compared with (default: all)",
-        ),
+        "only": dict(nargs="+", choices=STRATEGIES, help="rows; the first is compared with"),
         "nproc": count(2, "processes on each host"),
         "hosts": count(1, "hosts; several need Linux, root and iproute2"),
-        "link": dict(
-            default="200mbit", metavar="RATE", help="of each host, each way (default: 200mbit)"
-        ),
+        "link": dict(default="200mbit", metavar="RATE", help="of a host (default: 200mbit)"),
         "model": dict(choices=SIZES, help="(default: tiny; across hosts wider)"),
         "micro_batch_size": count(None, "sequences (default: 16; across hosts 1)"),
         "steps": count(None, "counted steps of each run (default: 10; across hosts 3)"),
@@ -270,9 +260,7 @@ FLAGS = {
     },
     "nanogpt": {
         "path": dict(type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"),
-        "dataset": dict(
-            default="shakespeare_char", help="a folder of its data/ (default: shakespeare_char)"
-        ),
+        "dataset": dict(default="shakespeare_char", help="a folder of its data/"),
         **{name: count(size, "as in nanoGPT") for name, size in NANOGPT.items()},
         "steps": count(200, "steps of each run"),
         "rounds": count(3, "rounds"),
@@ -288,7 +276,7 @@ def add_flags(parser: ArgumentParser, flags: dict[str, dict]) -> None:
 
 
 def bench(argv: list[str]) -> None:
-    """Run a benchmark and print its table, or its numbers with --json."""
+    """Run a benchmark and print its rows: column -> text or measurements."""
     parser = cli.Parser(prog="tools.bench", description="Measure nanoshard on this machine.")
     tables = parser.add_subparsers(dest="table", required=True, metavar="TABLE")
     for name, table in TABLES.items():
@@ -309,8 +297,6 @@ def cell(value) -> str:
     """Measurements as "median (smallest ... largest)", the rest as text."""
     if not isinstance(value, list):
         return str(value)
-    if not value:
-        return ""
     median = three_digits(statistics.median(value))
     if len(value) == 1:
         return median

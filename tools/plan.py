@@ -10,13 +10,11 @@ the step time from what that did: see planning/rehearse.py and planning/predict.
 
 import argparse
 import dataclasses
-import json
 import math
 import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -33,6 +31,7 @@ from tools.compare import positive_number, read
 from tools.planning import predict, search
 from tools.planning.predict import DEVICES, Cluster, Request
 from tools.planning.rehearse import Rehearsal
+from tools.report import seconds
 
 # --------------------------------------------------------------------------------------------------
 # Flags
@@ -46,7 +45,6 @@ def number(metavar: str, help: str, default: float | None = None) -> dict:
 FLAGS = {
     "world_size": count(None, "devices in all; required"),
     "nproc_per_node": count(8, "devices of a host"),
-    "rank": dict(metavar="N", type=int, default=0, help="the rank to rehearse (default: 0)"),
     "device_type": dict(
         choices=DEVICES, default="h100", help="memory, speed and links (default: h100)"
     ),
@@ -65,16 +63,12 @@ FLAGS = {
         "share (default: 80%% of the data sheet's)",
     ),
     "interruption": number(
-        "H",
-        "device-hours from one interruption to the next (default: Llama 3's 50,700, which are 419 "
-        "in 54 days of 16,384 GPUs)",
-        predict.INTERRUPTION,
+        "H", "device-hours from one to the next (default: Llama 3's, 50,700)", predict.INTERRUPTION
     ),
     "tokens": number("N", "tokens to train on, such as 15e12: hours"),
     "search": dict(action="store_true", help="rank the meshes and policies that fit"),
     "search_seconds": number("S", "of --search (default: 120)", default=120.0),
     "run": dict(metavar="DIR", help="plan a run that has trained, and show what it took"),
-    "json": dict(action="store_true", help="print one JSON object; takes no file, as others do"),
 }
 
 
@@ -100,7 +94,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
     options = argparse.Namespace(**{name: flags.pop(name) for name in FLAGS})
     given = {word.split("=")[0].removeprefix("--") for word in argv}
     options.free = frozenset(flags) - given
-    options.costs = {}
+    options.measured, options.costs = {}, {}
     if options.run:
         if others := given & flags.keys() - {"peak_tflops"}:
             raise UsageError(f"--run takes the flags of the run: leave out --{min(others)}")
@@ -113,11 +107,11 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
         dtype = torch.bfloat16 if is_cuda else compute_dtype("auto", torch.device("cpu"))
         c = dataclasses.replace(c, dtype=str(dtype).removeprefix("torch."))
     predict.peak_flops(cluster, c)  # raises early if unknown
-    base = preflight.find_origin(c).model
+    base = preflight.find_origin(c, [], {}).model
     vocab_size = (base or SIZES[c.model]).vocab_size
     if folders and ("data" in given or Path(folders).exists()):  # a --config's may be missing
         vocab_size = data.open_folders(folders)[0].vocab_size
-    return Request(c, cluster, vocab_size, options.rank, base), options
+    return Request(c, cluster, vocab_size, base), options
 
 
 def make_cluster(options: argparse.Namespace) -> Cluster:
@@ -130,8 +124,6 @@ def make_cluster(options: argparse.Namespace) -> Cluster:
         raise UsageError(
             f"--world_size {world_size} is not a multiple of --nproc_per_node {local_size}"
         )
-    if not 0 <= options.rank < world_size:
-        raise UsageError(f"--rank {options.rank}: the ranks are 0 to {world_size - 1}")
     device = DEVICES[options.device_type]
     bandwidths = {
         "intra_bandwidth": options.intra_host_bandwidth,
@@ -149,7 +141,7 @@ def make_cluster(options: argparse.Namespace) -> Cluster:
 
 
 def read_run(options: argparse.Namespace, peak_tflops: float | None) -> Request:
-    """The last start of --run; sets `measured`. Raises UsageError if it has logged no step."""
+    """The last start of --run; sets `measured` and `costs`. Raises UsageError if none has a row."""
     folder = options.run
     log = read(folder, folder)
     rows = log.training
@@ -175,15 +167,13 @@ def read_run(options: argparse.Namespace, peak_tflops: float | None) -> Request:
     }
     saves = [row["blocking_seconds"] for row in log.rows if row.get("event") == "checkpoint"]
     options.costs = {"save": statistics.median(saves)} if saves else {}
-    if stops := [each["last_logged"] for each in starts if each.get("last_logged")]:
-        times = [datetime.fromisoformat(row["time"]) for row in log.rows]
+    if stops := [seconds(each["last_logged"]) for each in starts if each.get("last_logged")]:
+        times = [seconds(row["time"]) for row in log.rows]
         # From the last row before each stop to the first one after it
-        waits = []
-        for stop in map(datetime.fromisoformat, stops):
-            waits.append(min(time for time in times if time > stop) - stop)
-        options.costs["restart"] = statistics.median(waits).total_seconds()
+        waits = [min(time for time in times if time > stop) - stop for stop in stops]
+        options.costs["restart"] = statistics.median(waits)
     model = ModelConfig.from_dict(start["model"])
-    return Request(c, make_cluster(options), start["tokens_in_vocabulary"], options.rank, model)
+    return Request(c, make_cluster(options), start["tokens_in_vocabulary"], model)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,7 +182,7 @@ def read_run(options: argparse.Namespace, peak_tflops: float | None) -> Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """A rehearsal and the predictions from it. Dictionaries are as in --json."""
+    """A rehearsal and the predictions from it."""
 
     request: Request
     rehearsal: Rehearsal
@@ -230,36 +220,15 @@ class Plan:
         shape = self.rehearsal.setup.mesh_shape
         rows = {}
         for entry in self.rehearsal.communication:
-            group = predict.group_of(entry.axis, self.request.rank, shape, links.local_size)
+            group = predict.group_of(entry.axis, shape, links.local_size)
             row = {"axis": entry.axis, "collective": entry.collective, "count": 0, "bytes": 0}
-            row |= {"wire_bytes": 0.0, "inter_host": group.hosts > 1, "seconds": 0.0, "phases": []}
+            row |= {"wire_bytes": 0.0, "inter_host": group.hosts > 1, "seconds": 0.0}
             row = rows.setdefault((entry.axis, entry.collective), row)
-            row["phases"].append(entry.phase)
             row["count"] += entry.count
             row["bytes"] += entry.bytes
             row["wire_bytes"] += predict.wire_bytes(entry, group, links)
             row["seconds"] += predict.collective_seconds(entry, group, links)
         return list(rows.values())
-
-
-def goodput(plan: Plan, options: argparse.Namespace) -> dict[str, float]:
-    """Interruptions of the run, and the share of its time that trains. Times are seconds."""
-    c, cluster, saved = plan.request.config, plan.request.cluster, plan.checkpoint()
-    write = saved["bytes_per_rank"] / predict.WRITE
-    copy = saved["host_bytes_async"] / cluster.links.local_size / predict.COPY
-    costs = {"save": copy if c.async_save else write, "restart": c.timeout + write} | options.costs
-    step = options.measured["step_time"] if options.run else plan.speed.step_time
-    total = 3600 * plan.hours if plan.tokens else c.max_steps * step
-    between = 3600 * options.interruption / cluster.world_size
-    intervals = {
-        "best": math.sqrt(2 * costs["save"] * between),  # Young 1974
-        "chosen": c.save_interval * step or total,
-    }
-    found = {"interruptions": total / between, "between": between, **costs}
-    for name, interval in intervals.items():
-        found[f"{name}_interval"] = interval
-        found[f"{name}_share"] = predict.training_share(interval, **costs, between=between)
-    return found
 
 
 def make_plan(request: Request, tokens: float | None = None) -> Plan:
@@ -268,52 +237,22 @@ def make_plan(request: Request, tokens: float | None = None) -> Plan:
 
 
 # --------------------------------------------------------------------------------------------------
-# JSON
-
-
-def to_json(plan: Plan) -> dict:
-    rehearsal = plan.rehearsal
-    cluster = plan.request.cluster
-    speed = plan.speed
-    found = {
-        "parameters": rehearsal.parameters,
-        "parameters_per_rank": rehearsal.parameters_per_rank,
-        # The first three at the update, the others at the peak of the step
-        "memory": {
-            **rehearsal.memory,
-            **rehearsal.state,
-            "peak": rehearsal.peak,
-            "device": cluster.device_memory,
-        },
-        "fits": plan.fits,
-        "communication": plan.communication(),
-        "checkpoint": plan.checkpoint(),
-        "flops": rehearsal.flops,
-        "recomputed_flops": rehearsal.recomputed_flops,
-        "step_time_parts": {
-            "compute": speed.compute,
-            "exposed_communication": speed.exposed,
-            "optimizer": speed.optimizer,
-        },
-        **speed.to_json(),
-    }
-    if plan.tokens:
-        found["hours"] = plan.hours
-        found["device_hours"] = plan.hours * cluster.world_size
-    return found
-
-
-# --------------------------------------------------------------------------------------------------
 # The report
 
 
-def report(plan: Plan) -> Iterator[str]:
+def report(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
     """The lines for people: one screen, with the arithmetic."""
     yield from describe_run(plan)
     yield from describe_memory(plan)
     yield from describe_communication(plan)
     yield from describe_checkpoint(plan)
     yield from describe_step(plan)
+    yield from describe_goodput(plan, options)
+    if took := options.measured:
+        yield (
+            f"measured    step {took['step_time']:.4g} s, the median; peak memory "
+            f"{gigabytes(took['peak_memory'])} GB, on CPUs of the whole process"
+        )
 
 
 def describe_run(plan: Plan) -> Iterator[str]:
@@ -343,7 +282,7 @@ def describe_memory(plan: Plan) -> Iterator[str]:
     found = plan.rehearsal
     available = plan.request.cluster.device_memory
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    yield f"memory      rank {plan.request.rank}, in GB: {parts_of(found.state)} at the update"
+    yield f"memory      rank 0, in GB: {parts_of(found.state)} at the update"
     yield f"            at its peak: {parts_of(found.memory)}"
     yield (
         f"            = {gigabytes(found.peak)} GB of {gigabytes(available)} GB, "
@@ -389,9 +328,9 @@ def describe_step(plan: Plan) -> Iterator[str]:
         f"{(flops + repeated) / speed.compute / speed.peak:.1%} of {speed.peak / 1e12:,.4g} TFLOP/s"
     )
     exposed = [
-        f"{axis} {seconds:.4g} of {speed.communication[axis]:.4g} s"
-        for axis, seconds in speed.exposed.items()
-        if seconds > 0
+        f"{axis} {time:.4g} of {speed.communication[axis]:.4g} s"
+        for axis, time in speed.exposed.items()
+        if time > 0
     ]
     yield f"exposed     {', '.join(exposed) or 'nothing'}"
     yield (
@@ -414,23 +353,23 @@ def describe_step(plan: Plan) -> Iterator[str]:
         )
 
 
-def describe_goodput(g: dict[str, float]) -> Iterator[str]:
+def describe_goodput(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
+    """Interruptions of the run, and the share of its time that trains."""
+    c, cluster, saved = plan.request.config, plan.request.cluster, plan.checkpoint()
+    write = saved["bytes_per_rank"] / predict.WRITE
+    copy = saved["host_bytes_async"] / cluster.links.local_size / predict.COPY
+    costs = {"save": copy if c.async_save else write, "restart": c.timeout + write} | options.costs
+    step = options.measured.get("step_time", plan.speed.step_time)
+    total = 3600 * plan.hours if plan.tokens else c.max_steps * step
+    between = 3600 * options.interruption / cluster.world_size
     yield (
-        f"goodput     {g['interruptions']:,.3g} interruptions, one in {g['between'] / 3600:,.3g} "
-        f"hours; a save costs {g['save']:.3g} s, a restart {g['restart']:.3g} s"
+        f"goodput     {total / between:,.3g} interruptions, one in {between / 3600:,.3g} hours; "
+        f"a save costs {costs['save']:.3g} s, a restart {costs['restart']:.3g} s"
     )
-    yield (
-        f"            {g['best_share']:.1%} of the time trains with a save every "
-        f"{g['best_interval']:,.0f} s, the best; {g['chosen_share']:.1%} with --save_interval, "
-        f"every {g['chosen_interval']:,.0f} s"
-    )
-
-
-def describe_measured(step_time: float, peak_memory: int) -> Iterator[str]:
-    yield (
-        f"measured    step {step_time:.4g} s, the median; peak memory {gigabytes(peak_memory)} GB, "
-        "on CPUs of the whole process"
-    )
+    best = math.sqrt(2 * costs["save"] * between)  # Young 1974
+    for of, interval in ("the best", best), ("--save_interval", c.save_interval * step or total):
+        share = predict.training_share(interval, **costs, between=between)
+        yield f"            {share:.1%} of the time trains, saving every {interval:,.0f} s, {of}"
 
 
 def gigabytes(size: int) -> str:
@@ -450,17 +389,8 @@ def run(argv: list[str]) -> None:
         found = search.search(request, options.free, options.search_seconds)
         lines = search.table(found, request.cluster)
     else:
-        plan = make_plan(request, options.tokens)
-        found = to_json(plan) | {"goodput": goodput(plan, options)}
-        lines = [*report(plan)]
-        lines += describe_goodput(found["goodput"])
-        if options.run:
-            found["measured"] = options.measured
-            lines += describe_measured(**options.measured)
-    if options.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print("\n".join(lines))
+        lines = report(make_plan(request, options.tokens), options)
+    print("\n".join(lines))
 
 
 def main(argv: list[str]) -> int:

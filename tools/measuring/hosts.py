@@ -74,9 +74,7 @@ def ip(words: str, tool: str = "ip") -> str:
     answer = subprocess.run([tool, *words.split()], capture_output=True, text=True)
     if answer.returncode != 0:
         message = " ".join(answer.stderr.split())
-        if "not permitted" in message:
-            message += ": a container needs --privileged for this"
-        raise UsageError(f"{tool} {words}: {message}")
+        raise UsageError(f"{tool} {words}: {message} (a container needs --privileged)")
     return answer.stdout
 
 

@@ -25,7 +25,7 @@ STREAM = 0.85
 
 # Seconds added to compute by each second of NCCL traffic beside it at the speed of the links within
 # a host: NCCL's kernels take multiprocessors and memory bandwidth. The only fitted constant, on the
-# 12 rows of docs/published.json marked `fitted`; 0.2 to 0.5 fit as well. Slower links carry less
+# 12 `fitted` rows of docs/published.json; 0.2 to 0.5 fit as well. Slower links carry less
 # per second, and slow compute less.
 SLOWED = 0.4
 
@@ -135,14 +135,12 @@ class Request:
     config: Config  # its dtype is not auto
     cluster: Cluster
     vocab_size: int
-    rank: int  # to rehearse
     base: ModelConfig | None = None  # the model of --init_from or --resume
 
     def world(self) -> dist.World:
+        """As rank 0 sees it, which holds the most where shards are uneven."""
         cluster = self.cluster
-        return make_world(
-            self.rank, cluster.world_size, cluster.links.local_size, cluster.device.kind
-        )
+        return make_world(0, cluster.world_size, cluster.links.local_size, cluster.device.kind)
 
     def model(self, c: Config) -> ModelConfig:
         """The model, with the parts that flags override."""
@@ -199,16 +197,15 @@ class Group:
     hosts: int
 
 
-def group_of(axis: str, rank: int, mesh_shape: tuple[int, int, int], local_size: int) -> Group:
-    """The group of `rank` on an axis: rank = (replicate x dp_shard + shard) x tp + tp_rank."""
+def group_of(axis: str, mesh_shape: tuple[int, int, int], local_size: int) -> Group:
+    """The group of rank 0 on an axis: rank = (replicate x dp_shard + shard) x tp + tp_rank."""
     if axis not in dist.AXES:
         size = math.prod(mesh_shape)
         return Group(size, math.ceil(size / local_size))
     place = dist.AXES.index(axis)
     size = mesh_shape[place]
     stride = math.prod(mesh_shape[place + 1 :])
-    first = rank - rank // stride % size * stride
-    hosts = {member // local_size for member in range(first, first + size * stride, stride)}
+    hosts = {member // local_size for member in range(0, size * stride, stride)}
     return Group(size, len(hosts))
 
 
@@ -275,10 +272,6 @@ class Speed:
     @property
     def mfu(self) -> float:
         return self.flops / self.step_time / self.peak
-
-    def to_json(self) -> dict[str, float]:
-        names = ("step_time", "tokens_per_second_per_device", "mfu")
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass
@@ -352,7 +345,7 @@ def overlap(rehearsal: Rehearsal, request: Request) -> tuple[dict[str, Queue], C
     beside = {work: Queue() for work in ("forward", "backward", "last backward")}
     alone, total = Counter(), Counter()  # axis -> seconds per step
     for row in rehearsal.communication:
-        group = group_of(row.axis, request.rank, setup.mesh_shape, links.local_size)
+        group = group_of(row.axis, setup.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds

@@ -111,17 +111,14 @@ def search(request: Request, free: frozenset[str], seconds: float) -> dict:
             passed_over["are too large when rehearsed"] += 1
             continue
         speed = predict.speed(rehearsal, one)
-        compute, waits = speed.compute, sum(speed.exposed.values())
-        row = {"flags": flags_of(c), "peak": rehearsal.peak} | speed.to_json()
-        row |= {"compute": compute / speed.step_time, "waits": waits / speed.step_time}
-        found.append(row)
+        found.append({"flags": flags_of(c), "peak": rehearsal.peak, "speed": speed})
         speeds[fastest] = speed.tokens_per_second_per_device
     if not found:
         raise UsageError(
             f"nothing fits on {cluster.world_size} x {cluster.device_type}: take more devices, a "
             "smaller model or a shorter --seq_len"
         )
-    found.sort(key=lambda row: row["tokens_per_second_per_device"], reverse=True)
+    found.sort(key=lambda row: row["speed"].tokens_per_second_per_device, reverse=True)
     return {"ranked": found, "passed_over": dict(passed_over)}
 
 
@@ -160,14 +157,17 @@ def table(found: dict, cluster: Cluster) -> Iterator[str]:
     """The lines for people."""
     yield "tokens/s/device     MFU  step, s  memory  flags"
     for row in found["ranked"][:SHOWN]:
+        speed, memory = row["speed"], row["peak"] / cluster.device_memory
         yield (
-            f"{row['tokens_per_second_per_device']:15,.0f}  {row['mfu']:6.1%}  "
-            f"{row['step_time']:7.4g}  {row['peak'] / cluster.device_memory:6.0%}  {row['flags']}"
+            f"{speed.tokens_per_second_per_device:15,.0f}  {speed.mfu:6.1%}  "
+            f"{speed.step_time:7.4g}  {memory:6.0%}  {row['flags']}"
         )
     counts = [f"{count:,} {why}" for why, count in found["passed_over"].items() if count]
     yield (
         f"{len(found['ranked'])} fit and were rehearsed; {', '.join(counts) or 'none passed over'}"
     )
     best = found["ranked"][0]
-    step = f"{best['compute']:.0%} of its step is compute, {best['waits']:.0%} waits"
-    yield f"best: {best['flags']}: {step}"
+    speed = best["speed"]
+    waits = sum(speed.exposed.values()) / speed.step_time
+    compute = f"{speed.compute / speed.step_time:.0%} of its step is compute"
+    yield f"best: {best['flags']}: {compute}, {waits:.0%} waits"
