@@ -235,7 +235,7 @@ def load(state: State, start: preflight.Start) -> None:
     """Fill the state from the checkpoint to continue from, or its weights from another run's."""
     if start.checkpoint:
         weights = {"model": state.tensors["model"]}
-        checkpoint.load_state(start.checkpoint, weights if start.weights_only else state.tensors)
+        checkpoint.load_state(start.checkpoint, weights if start.only_weights else state.tensors)
     state.step = start.step
 
 

@@ -42,7 +42,7 @@ class Start:
     times: list[datetime]  # of all starts of the run, this one last
     step: int  # done before; 0 for a new run
     checkpoint: Path | None  # the state to begin with
-    weights_only: bool  # of `checkpoint`: for a new run, or for --eval_only
+    only_weights: bool  # of `checkpoint`: for a new run, or for --eval_only
     changes: list[str]  # since the checkpoint, such as "--max_steps 100 -> 200"
     damaged: dict[Path, str]  # newer checkpoints and their problems
 
@@ -99,7 +99,7 @@ def check(
     step, changes = find_step(c, origin, model, manifest)
     device_memory = memory.device_memory(world.device, world.local_size)
     times = [*(datetime.fromisoformat(row["time"]) for row in starts), now]
-    found = step, origin.path, origin.weights_only, changes, damaged
+    found = step, origin.path, origin.only_weights, changes, damaged
     return Start(c, model, manifest, device_memory, times, *found)
 
 
@@ -119,7 +119,7 @@ class Origin:
     path: Path | None = None  # the latest checkpoint of --out, else that of --init_from or --resume
     manifest: dict = field(default_factory=dict)  # of that
     model: ModelConfig | None = None  # with --init_from or --resume; flags override its parts
-    weights_only: bool = False  # with --init_from
+    only_weights: bool = False  # with --init_from
 
 
 def find_origin(config: Config, saved: list[Path], damaged: dict[Path, str]) -> Origin:
@@ -141,8 +141,8 @@ def find_origin(config: Config, saved: list[Path], damaged: dict[Path, str]) -> 
         except checkpoint.CheckpointError as error:
             damaged[path] = str(error)
             continue
-        weights_only = config.eval_only or bool(config.init_from and not saved)
-        return Origin(path, manifest, read_model(path, manifest) if named else None, weights_only)
+        only_weights = config.eval_only or bool(config.init_from and not saved)
+        return Origin(path, manifest, read_model(path, manifest) if named else None, only_weights)
     if damaged:
         problems = "; ".join(f"{path}: {problem}" for path, problem in damaged.items())
         raise checkpoint.CheckpointError(
@@ -206,7 +206,7 @@ def find_step(
     path, saved = origin.path, origin.manifest
     if path is None:
         return 0, []
-    if origin.weights_only:
+    if origin.only_weights:
         # Names and shapes are checked when they are loaded.
         for key, before in vars(read_model(path, saved)).items():
             value = getattr(model, key)

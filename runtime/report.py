@@ -64,7 +64,7 @@ def describe_start(
         yield f"        passed over {path}: {problem}"
     beginning = ""
     if start.checkpoint:
-        how = "a new run with the weights of" if start.weights_only else "continuing from"
+        how = "a new run with the weights of" if start.only_weights else "continuing from"
         beginning = f", {how} {start.checkpoint}"
     yield f"out     {c.out}{beginning}"
     for change in start.changes:

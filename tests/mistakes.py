@@ -1,10 +1,138 @@
-"""A row of the tables in the files mistakes_*.py, which test_mistakes.py tries."""
+"""The folders that the mistakes of test_mistakes.py name, each with something wrong."""
 
-from typing import NamedTuple
+import base64
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+import checkpoint
+from runtime import consolidate
+
+# A .tiktoken file of the 256 bytes
+RANKS = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
 
 
-class Mistake(NamedTuple):
-    arguments: str  # {...} is a folder that `write_folders` of a table writes
-    line: str  # part of the line printed, after "COMMAND: error: "
-    status: int = 2  # 1 for a run-time error
-    ranks: int = 1  # of train.py
+def write_folders(root: Path, tokens: Path) -> None:
+    """Write all of them beside `root / "other"`, a good run of two steps on `tokens`."""
+    write_token_folders(root, tokens)
+    write_sources(root)
+    write_checkpoints(root, root / "other/checkpoints/step-00000002")
+    write_runs(root)
+    write_llamas(root)
+
+
+# --------------------------------------------------------------------------------------------------
+# What prepare.py reads, and what it writes
+
+
+def write_token_folders(root: Path, tokens: Path) -> None:
+    """Copies of token folders, of which train.py can use `changed` only."""
+    for name in ("changed", "high", "torn", "misfit"):
+        shutil.copytree(tokens, root / name)
+    for name, token in (("changed", 0), ("high", 300)):
+        with open(root / name / "train.bin", "r+b") as file:
+            file.write(token.to_bytes(2, "little"))
+    os.truncate(root / "torn/train.bin", 1999)
+    meta = json.loads((tokens / "meta.json").read_text()) | {"tokenizer": "my.tiktoken"}
+    (root / "misfit/meta.json").write_text(json.dumps(meta))
+    (root / "misfit/my.tiktoken").write_text(RANKS + "dGg= 256\n")
+
+
+def write_sources(root: Path) -> None:
+    text = root / "text"
+    text.mkdir()
+    (text / "a").write_text("text")
+    skipped = root / "skipped"
+    skipped.mkdir()
+    (skipped / "empty").touch()
+    (skipped / "binary").write_bytes(b"\x7fELF\0")
+    (root / "o200k.tiktoken").write_text(RANKS)
+    (root / "short").write_text("".join(RANKS.splitlines(keepends=True)[:-1]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs and checkpoints
+
+
+def write_checkpoints(root: Path, newest: Path) -> None:
+    """Copies of the checkpoint `newest`, each with something wrong."""
+    model = checkpoint.read_manifest(newest)["model"]
+    changes = {
+        "ids": {"tokenizer": None},
+        "forked": {"model": model | {"window": 4}},
+        "damaged": {},
+    }
+    for name, fields in changes.items():
+        variant(root / name, newest, **fields)
+    (root / "damaged/rank-00000.safetensors").unlink()
+    diverged(root / "nan", newest)
+    shutil.copytree(newest, root / "renamed/step-00000045")
+
+
+def variant(folder: Path, source: Path, **fields) -> None:
+    """A copy of a checkpoint whose manifest differs."""
+    shutil.copytree(source, folder)
+    manifest = checkpoint.read_manifest(source) | fields
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def diverged(folder: Path, source: Path) -> None:
+    """A copy of a checkpoint in the full format, with weights that are not finite."""
+    consolidate.consolidate(source, folder)
+    mapped, _ = checkpoint.map_safetensors(folder / consolidate.FULL)
+    layout = {name: torch.full_like(tensor, torch.nan) for name, tensor in mapped.items()}
+    entry = checkpoint.write_safetensors(folder / consolidate.FULL, layout)
+    manifest = checkpoint.read_manifest(folder)
+    manifest["files"][consolidate.FULL] = entry
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def write_runs(root: Path) -> None:
+    """Run folders without checkpoints, and copies of a run with other logs or flags."""
+    shutil.copytree(root / "other", root / "gone", ignore=shutil.ignore_patterns("checkpoints"))
+    (root / "foreign").mkdir()
+    (root / "foreign/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    config = (root / "other/config.json").read_text()
+    lines = (root / "other/metrics.jsonl").read_text().splitlines()
+    training = [line for line in lines if '"loss"' in line]
+    spoilt = {
+        "unlogged": ([], config, 0),
+        "unsaved": (training, '{"checkpoint": "none"}', 0),
+        "winged": (training, '{"wings": 2}', 0),
+        "restarted": (training, config, 2),
+    }
+    for name, (log, config, step) in spoilt.items():
+        (root / name).mkdir()
+        (root / name / "metrics.jsonl").write_text("\n".join(log))
+        (root / name / "config.json").write_text(config)
+        start = f'{{"time": "", "step": {step}, "config": {config}}}'
+        (root / name / "starts.jsonl").write_text(start.replace("\n", " "))
+    (root / "comma.json").write_text('{"lr": 0.5,\n}')
+
+
+# --------------------------------------------------------------------------------------------------
+# Model folders of Hugging Face, without weights
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+SPOILT_LLAMAS = {
+    "qwen2": {"model_type": "qwen2"},
+    "window": {"model_type": "mistral", "sliding_window": 4096},
+    "good": {},
+}
+
+
+def write_llamas(root: Path) -> None:
+    for name, change in SPOILT_LLAMAS.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(LLAMA | change))

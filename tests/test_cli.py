@@ -1,4 +1,4 @@
-"""How every command ends. What argparse finds is tried by the rows of mistakes_cli.py."""
+"""How every command ends. What argparse finds is tried by test_mistakes.py."""
 
 from unittest import mock
 

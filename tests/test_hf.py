@@ -1,16 +1,15 @@
 """Hugging Face's folders: what goes out and comes in has the same logits, text and weights."""
 
-import base64
+import dataclasses
 import json
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import call_train, rows, tensors
-from test_tokenizer import make_json
+from conftest import call_train, tensors
+from test_tokenizer import make_json, write_ranks
 
 import checkpoint
 import prepare
@@ -94,9 +93,7 @@ def test_an_exported_model_has_the_same_logits_in_transformers(
 
 
 @pytest.mark.hf
-def test_an_exported_model_comes_in_again_bit_for_bit_and_trains_on(
-    safetensors, trained, pool, tokens, tmp_path
-):
+def test_an_exported_model_comes_in_again_bit_for_bit(safetensors, trained, tmp_path):
     out = convert("export", trained, tmp_path / "exported")
     state = safetensors.torch.load_file(out / "model.safetensors")
     for i in (0, 1):  # two files
@@ -108,26 +105,17 @@ def test_an_exported_model_comes_in_again_bit_for_bit_and_trains_on(
     before, after = tensors(trained, "model."), tensors(imported)
     torch.testing.assert_close(before, after, rtol=0, atol=0)
     assert sample.describe(imported) == sample.describe(trained)
-    losses = []
-    for path in (trained, imported):
-        run = train_from(pool, path, tokens, tmp_path / f"from-{path.name}").parent.parent
-        losses.append([row["loss"] for row in rows(run)])
-    assert losses[0] == losses[1] and len(losses[0]) == 3
-
-
-@dataclass(frozen=True)
-class Fork(ModelConfig):
-    """The model of a fork, which tools/hf.py does not know."""
-
-    window: int = 0
 
 
 @pytest.mark.hf
 def test_a_field_of_a_fork_is_exported_at_its_default_only(
     safetensors, trained, monkeypatch, tmp_path, capsys
 ):
+    fork = dataclasses.make_dataclass(
+        "Fork", [("window", int, 0)], bases=(ModelConfig,), frozen=True
+    )
     for module in (sample, hf):
-        monkeypatch.setattr(module, "ModelConfig", Fork)
+        monkeypatch.setattr(module, "ModelConfig", fork)
     convert("export", trained, tmp_path / "exported")
     manifest = checkpoint.read_manifest(trained)
     manifest["model"]["window"] = 4
@@ -162,10 +150,8 @@ LLAMA31 = {
     "original_max_position_embeddings": 32,
 }
 FAMILIES = {
-    "defaults": {"num_key_value_heads": 4},
     "llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama 3.2": {"rope_parameters": LLAMA31 | {"factor": 32.0}, "tie_word_embeddings": True},
-    "tinyllama": {"num_attention_heads": 8, "num_key_value_heads": 1},
     "smollm2": {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1}
     | {"tie_word_embeddings": True, "rope_theta": 100_000.0},
     "mistral 0.3": {"rope_theta": 1e6, "sliding_window": None, "dtype": torch.bfloat16},
@@ -181,13 +167,7 @@ def make_model(transformers, family: str, folder: Path) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data.uniform_(0.5, 2.0)
-        if "embed" in name and family == "defaults":
-            parameter.data *= 0.01  # so that the logits tell 1e-6 from 1e-5 in the first norms
     model.save_pretrained(folder)
-    if family == "defaults":
-        written = json.loads((folder / "config.json").read_text())
-        needed = {key: written[key] for key in ("model_type", *hf.INTEGERS.values())}
-        (folder / "config.json").write_text(json.dumps(needed))
     return folder
 
 
@@ -234,14 +214,8 @@ UGLY = [
 ]  # fmt: skip
 
 
-def write_ranks(file: Path, tokens: list[bytes]) -> str:
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
-    file.write_text("".join(lines))
-    return str(file)
-
-
 def trained_tokens(tokenizers, size: int) -> list[bytes]:
-    """The tokens of a byte-level BPE, lowest rank first."""
+    """The merged tokens of a byte-level BPE, lowest rank first."""
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -249,7 +223,7 @@ def trained_tokens(tokenizers, size: int) -> list[bytes]:
         vocab_size=size, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator([Path(__file__).read_text(), *UGLY, "aaa aaaa " * 50], trainer)
-    words = sorted(bpe.get_vocab(), key=bpe.get_vocab().get)
+    words = sorted(bpe.get_vocab(), key=bpe.get_vocab().get)[256:]
     return [bytes(map(tokenizer.ALPHABET.get, word)) for word in words]
 
 
@@ -276,8 +250,8 @@ def test_a_tokenizer_gives_the_same_tokens_as_tokenizer_json(transformers, name,
 
 def test_without_transformers_the_ranks_are_exported_as_they_are(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers.convert_slow_tokenizer", None)
-    words = [*(bytes([i]) for i in range(256)), b"he", b"the"]
-    contents = Path(name := write_ranks(tmp_path / "gpt2.tiktoken", words)).read_bytes()
+    name = write_ranks(tmp_path / "gpt2.tiktoken", [b"he", b"the"])
+    contents = Path(name).read_bytes()
     (tmp_path / "out").mkdir()
     hf.write_tokenizer(tokenizer.load_encoding(name), tmp_path / "out")
     (file,) = (tmp_path / "out").iterdir()
@@ -288,7 +262,7 @@ def test_without_transformers_the_ranks_are_exported_as_they_are(tmp_path, monke
 
 @pytest.mark.hf
 def test_a_model_comes_in_with_its_tokenizer_trains_and_goes_out(
-    transformers, pool, tmp_path, monkeypatch, capsys
+    transformers, pool, tmp_path, monkeypatch
 ):
     import tokenizers
 
@@ -314,14 +288,6 @@ def test_a_model_comes_in_with_its_tokenizer_trains_and_goes_out(
         ids = after(line)["input_ids"]
         assert ids == before(line)["input_ids"]
         assert ids == [1, *tokenizer.encode(str(path / "tokenizer.json"), line)] or "</s>" in line
-    capsys.readouterr()
-    greedy = ["--temperature", "0", "--max_new_tokens", "8", "--prompt", "def"]
-    assert sample.main(["--run", str(path), *greedy]) == 0
-    text = capsys.readouterr().out.removesuffix("\n")
-    ids = torch.tensor([tokenizer.encode(str(path / "tokenizer.json"), "def")])
-    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="float32")
-    (answer,) = model.generate(ids, max_new_tokens=8, do_sample=False)
-    assert after.decode(answer, clean_up_tokenization_spaces=False) == text
 
 
 @pytest.mark.hf
@@ -365,17 +331,9 @@ def spoil(folder: Path, change) -> None:
     save_file(state, folder / "model.safetensors")
 
 
-def truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
 NORM = "model.norm.weight"
 DAMAGE = {
     "model.norm.weight has the shape None, by config.json [32]": lambda s: s.pop(NORM),
-    "model.bias has the shape [1], by config.json None": lambda s: s.update(
-        {"model.bias": torch.ones(1)}
-    ),
     "has the shape [31], by config.json [32]": lambda s: s.update({NORM: torch.ones(31)}),
 }
 
@@ -391,9 +349,4 @@ def test_weights_that_are_not_those_of_config_json_are_refused(
         assert hf.main(["import", str(out), str(tmp_path / "new")]) == 2
         said = capsys.readouterr().err
         assert line in said and said.count("\n") == 1
-    truncate(out)
-    assert hf.main(["import", str(out), str(tmp_path / "new")]) == 1
-    said = capsys.readouterr().err
-    assert "model.safetensors: its header does not describe its 117,232 bytes" in said
-    assert said.count("\n") == 1
     assert not (tmp_path / "new").exists()

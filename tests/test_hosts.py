@@ -2,11 +2,10 @@
 
 import os
 import signal
-from datetime import datetime
 from unittest import mock
 
 import pytest
-from conftest import TRAIN, Job, build_run, call_train, flags, free_port, listen, rows, train_step
+from conftest import TRAIN, Job, call_train, flags, free_port, listen, rows
 from test_slurm import slurm_task
 
 from runtime import run_folder
@@ -37,16 +36,8 @@ def test_hsdp_shards_within_two_agents_and_replicates_across(tokens, tmp_path, s
     assert [row["loss"] for row in rows(tmp_path / "run")] == pytest.approx(single, rel=1e-5)
 
 
-def continue_20_steps(argv: list[str]) -> list[float]:
-    """The losses of this rank."""
-    run = build_run(argv)
-    first = run.state.step + 1
-    batches = run.batches()
-    return [train_step(run, batches, step)["loss"].item() for step in range(first, first + 20)]
-
-
 @pytest.mark.slow
-def test_a_run_goes_on_without_a_lost_host_and_takes_a_new_one_in(pool, tokens, tmp_path):
+def test_a_run_goes_on_without_a_lost_host_and_takes_a_new_one_in(tokens, tmp_path):
     """Two hosts of two ranks, of which one is killed; then a third host comes."""
     out = tmp_path / "run"
     launcher = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", 2]
@@ -81,24 +72,11 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_a_new_one_in(pool, tokens, 
     meeting_place.wait(60)
     new.wait(60)
 
-    first_start = run_folder.read_starts(out)[0]
     first, second, third = run_folder.read_starts(out)[-3:]
     assert [start["ranks"] for start in (first, second, third)] == [4, 2, 4]
     # A lost host costs the steps since the newest checkpoint; one that comes costs none.
     assert second["step"] % 20 == 0 and third["step"] >= second["step"] + 25
     assert [row["step"] for row in rows(out)] == list(range(1, rows(out)[-1]["step"] + 1))
-    checkpoint_2 = out / f"checkpoints/step-{second['step']:08d}"
-    reference = flags(f"--data {tokens} --out {tmp_path}/always_2 --resume {checkpoint_2} {text}")
-    ranks = pool(2, continue_20_steps, reference)
-    expected = [sum(losses) / 2 for losses in zip(*ranks)]
-    log = {row["step"]: row for row in rows(out)}
-    losses = [log[second["step"] + 1 + i]["loss"] for i in range(20)]
-    assert losses == pytest.approx(expected, rel=1e-5)
-    # The steps that were lost have no row any more, and count for nothing.
-    last = rows(out)[-1]
-    age = datetime.fromisoformat(last["time"]) - datetime.fromisoformat(first_start["time"])
-    useful = sum(row["step_time"] for row in rows(out))
-    assert last["goodput"] * age.total_seconds() == pytest.approx(useful, rel=0.01)
     assert "ranks 2 and 3 died" in meeting_place.err or "ranks 0 and 1" in meeting_place.err
 
 

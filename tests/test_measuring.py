@@ -1,7 +1,6 @@
 """tools/measuring: the products of a step, slow links, and hosts that are network namespaces."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -18,15 +17,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, build_model, flags
+from conftest import ROOT
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dist
-from model import SIZES
-from runtime.cli import RunError
 from tools import bench, check
-from tools.measuring import harness, hosts, products
+from tools.measuring import products
 
 # --------------------------------------------------------------------------------------------------
 # The products of a step
@@ -57,12 +54,10 @@ def flops(counts: Counter) -> int:
 
 
 def test_the_products_of_forward_and_backward_are_those_that_torch_counts():
-    ours = build_model(dataclasses.replace(SIZES["tiny"], n_layer=2, seq_len=16))
-    for model, vocab_size in ((Block(), 50), (ours, 257)):
-        tokens = torch.randint(vocab_size, (3, 17))
-        with products.Products() as counted, FlopCounterMode(display=False) as reference:
-            model(tokens).mean().backward()
-        assert flops(counted.counts) == reference.get_total_flops() > 0
+    tokens = torch.randint(50, (3, 17))
+    with products.Products() as counted, FlopCounterMode(display=False) as reference:
+        Block()(tokens).backward()
+    assert flops(counted.counts) == reference.get_total_flops() > 0
 
 
 SCRIPT = """
@@ -90,14 +85,6 @@ def test_a_script_runs_as_it_is_and_its_second_step_is_timed(tmp_path, monkeypat
     shapes = [[tuple(shape) for shape, *_ in operands] for _, operands in timed]
     assert shapes == [[(8, 64), (64, 32)], [(64, 8), (8, 32)]]
     assert bench.products_limit([capsys.readouterr().out], tokens=100) == 100 / 1.0
-
-
-def test_a_product_takes_longer_if_it_is_larger():
-    operands = [
-        tuple((torch.Size((n, n)), (n, 1), torch.float32, "cpu") for _ in "ab") for n in (64, 512)
-    ]
-    small, large = (products.seconds_of(torch.ops.aten.mm, each) for each in operands)
-    assert 0 < 10 * small < large  # 512 times as many FLOPs
 
 
 # --------------------------------------------------------------------------------------------------
@@ -129,11 +116,11 @@ def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
     return found.problems
 
 
-@pytest.mark.parametrize("ranks, local_size, slow", [(3, 1, [(2, 0)]), (4, 2, [(3, 2), (1, 3)])])
-def test_a_slow_link_is_named_and_no_other(pool, ranks, local_size, slow):
-    """On a ring of three hosts; on two hosts of two ranks, within one and between them."""
+def test_slow_links_are_named_and_no_other(pool):
+    """On two hosts of two ranks, within one and between them."""
+    slow = [(3, 2), (1, 3)]
     expected = [f"slow: the link from rank {a} to rank {b}" for a, b in slow]
-    for lines in pool(ranks, find_slow_links, local_size, set(slow)):
+    for lines in pool(4, find_slow_links, 2, set(slow)):
         assert [line.partition(",")[0] for line in lines] == expected
 
 
@@ -165,10 +152,8 @@ def processes(folder: Path) -> list[str]:
     """The command lines that name `folder`: those of torchrun and of its ranks."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with contextlib.suppress(OSError):  # the process has ended
             found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:
-            continue  # the process has ended
     return [line for line in found if str(folder) in line]
 
 
@@ -228,43 +213,5 @@ def test_a_signal_leaves_nothing_behind(box, number, status):
 def test_what_namespaces_lack_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(shutil, "which", lambda tool: None)
     assert bench.main(["strategies", "--hosts", "2"]) == 2
-    out, errors = capsys.readouterr()
-    assert (
-        errors == "tools.bench: error: hosts need root, and ip and tc: apt-get install iproute2\n"
-    )
-    assert out == ""
-
-
-def check_hosts(folder: Path, tokens: Path, count: int, slow: dict[str, int]) -> dict:
-    """What tools.check finds on hosts with one rank; of some, tc limits what they send or get."""
-    file = folder / "check.json"
-    folder.mkdir()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with hosts.hosts(count, "1gbit") as names:
-        for end, number in slow.items():
-            where = f"-n {names[number]} qdisc replace dev eth0"
-            if end == "gets":
-                switch = names[0].replace("host0", "switch")
-                where = f"-n {switch} qdisc replace dev port{number}"
-            hosts.ip(f"{where} root tbf rate 50mbit burst 256kb latency 50ms", tool="tc")
-        argv = ["-m", "tools.check", *flags(f"--data {tokens} --json {file}")]
-        job = hosts.torchrun(names, 1, [*argv, f"--out={folder}"])
-        with contextlib.suppress(RunError):  # its status, where a check fails
-            harness.run_all(job, folder / "job", TMPDIR=str(folder))
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    found = json.loads(file.read_text())["checks"]
-    shutil.rmtree(folder)
-    return {result["name"]: result for result in found}
-
-
-@pytest.mark.slow
-def test_the_host_with_a_slow_link_is_named(box, tokens):
-    found = check_hosts(box / "clean", tokens, 4, {})
-    assert found["links"]["status"] == "pass", found["links"]
-    found = check_hosts(box / "slow", tokens, 4, {"sends": 2, "gets": 2})
-    said = [problem.split(" (")[0] for problem in found["links"]["problems"]]
-    assert said == ["slow: the link from rank 1", "slow: the link from rank 2"]
-    found = check_hosts(box / "oneway", tokens, 2, {"sends": 1})
-    (problem,) = found["links"]["problems"]
-    assert problem.startswith("slow: the link from rank 1 (") and " to rank 0 (" in problem
+    line = "tools.bench: error: hosts need root, and ip and tc: apt-get install iproute2\n"
+    assert capsys.readouterr() == ("", line)

@@ -1,57 +1,130 @@
 """Mistakes: each command answers with one clear line and the right status, and writes nothing.
 
-The tables are in the files mistakes_*.py: a row for each family of errors.
+A row for each family of errors; {...} is a folder that mistakes.py writes.
 """
 
 import contextlib
+import importlib
 import io
 import os
 import shlex
 from pathlib import Path
 from unittest import mock
 
-import mistakes_data
-import mistakes_flags
-import mistakes_hf
-import mistakes_runs
-import mistakes_tools
+import mistakes
 import pytest
 import torch
 from conftest import call_train, flags, listen
 
-import prepare
-import sample
-from tools import bench, check, compare, hf, plan, report
-from tools import checkpoint as commands
-
-TABLES = [mistakes_flags, mistakes_data, mistakes_runs, mistakes_tools, mistakes_hf]
-CASES = []
-for table in TABLES:
-    for command, rows in table.MISTAKES.items():
-        CASES += [(command, mistake) for mistake in rows]
-
-COMMANDS = {
-    "prepare.py": prepare.main,
-    "sample.py": sample.main,
-    "tools.checkpoint": commands.main,
-    "tools.compare": compare.main,
-    "tools.bench": bench.main,
-    "tools.check": check.main,
-    "tools.hf": hf.main,
-    "tools.plan": plan.main,
-    "tools.report": report.main,
+# Arguments, part of the line after "COMMAND: error: ", and 1 for an error at run time
+MISTAKES = {
+    "train.py": [
+        # Flags that argparse does not know or cannot use, as in every command
+        ("--max_steps ten", "argument --max_steps: invalid int value: 'ten'"),
+        ("--max_step 5", "unrecognized arguments: --max_step 5; did you mean --max_steps?"),
+        ("--lr nan", "argument --lr: nan must be at least 0 and finite"),
+        ("--config {root}/nothing.json", "--config {root}/nothing.json: [Errno 2] No such"),
+        ("--config {root}/comma.json", "comma.json: Expecting property name enclosed in double"),
+        # Flags that do not fit together, the model or these ranks
+        ("--device cuda", "PyTorch finds no CUDA device here"),
+        ("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
+        ("--warmup_steps 5", "--warmup_steps 5 is more than --max_steps 4"),
+        ("--grad_sync shard", "--grad_sync shard is for --strategy hsdp, not single"),
+        ("--tp 2", "takes 2 processes, but 1 were started: change --strategy"),
+        # --data
+        ("--data {root}/nowhere", "no train.bin there; create it with: python prepare.py"),
+        ("--seq_len 100000", "one sequence of --seq_len 100000 needs 100,001"),
+        ("--data {high}", "train.bin holds token 300, above its vocabulary of 257; prepare"),
+        ("--data {torn}", "torn/train.bin has 1,999 bytes, not "),
+        ("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
+        ("--data {changed}:0.7,{high}:0.2", "of shares of at least 0.001 that add up to 1"),
+        # --out, --resume, --init_from
+        ("--out {other} --resume never", "is not empty, and --resume never would overwrite"),
+        ("--out {other} --data {changed}", "the data's fingerprint "),
+        ("--out {other} --lr 0.5", "--lr 0.003 -> 0.5"),
+        ("--out {other} --max_steps 1", "is at step 2, and --max_steps 1 leaves nothing to"),
+        ("--out {foreign}", "holds files that are not train.py's"),
+        ("--out {gone}", "cannot continue --out {gone}: its checkpoint of step 2 is"),
+        ("--out {unsaved}", "cannot continue --out {unsaved}: its run has --checkpoint non"),
+        ("--resume {root}", "{root} holds no checkpoint: name a run folder such as"),
+        ("--resume {other} --init_from {other}", "--init_from begins a new run and --resum"),
+        ("--init_from {other} --d_ff 80", "has d_ff 64, and this run has 80: its weights d"),
+        ("--eval_only --init_from {damaged}", "{damaged}: rank-00000.safetensors is mis", 1),
+    ],
+    "prepare.py": [
+        ("--source {text}/a", "the following arguments are required: --out"),
+        ("--out {root}/new --source {root}/nowhere", "cannot be read (No such file or dire"),
+        ("--out {root}/new --source {skipped}", "holds no text (1 binary file, 1 empty fil"),
+        (
+            "--out {root}/new --source {skipped}/binary --tokenizer {root}/o200k.tiktoken",
+            "is binary (a NUL byte in its first 8,192): leave it out; only --tokenizer bytes reads",
+        ),
+        ("--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose byt"),
+        ("--out {root}/new --pattern o200k", "--pattern o200k is for --tokenizer PATH.tikt"),
+        ("--out {root}/new --tokenizer {text}/a", "a is not a .tiktoken file (line 1 is no"),
+        ("--out {root}/new --tokenizer {root}/short", "(no token for byte 255)"),
+    ],
+    "sample.py": [
+        ("--run {other} --promt x", "--promt x; did you mean --prompt?"),
+        ("--run {root}/nowhere", "nowhere: name a run folder such as runs/tiny, or a check"),
+        ("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
+        ("--run {damaged}", "no checkpoint to use: {damaged}: rank-00000.safetensors is", 1),
+        ("--run {forked}", "its model has other fields than this code: ModelConfig", 1),
+        ("--run {nan}", "the model's logits are not finite: its weights have diverged", 1),
+    ],
+    "tools.checkpoint": [
+        ("consolidate {other}", "the following arguments are required: OUT"),
+        ("list {root}/nowhere", "there is no folder"),
+        ("verify {renamed}/step-00000045", "is not a complete checkpoint: its manifest", 1),
+        ("consolidate {ids} {foreign}", "exists: remove it or choose another name"),
+    ],
+    "tools.compare": [
+        ("--los=2 {other}", "unrecognized arguments: --los=2; did you mean --loss?"),
+        ("{unlogged}", "unlogged has no training row yet: let it run until its first one"),
+    ],
+    "tools.report": [
+        ("{other} --out {root}/nowhere/page.html", "nowhere/page.html'", 1),
+    ],
+    "tools.bench": [
+        ("strategies --model huge", "argument --model: invalid choice: 'huge' (choose"),
+        ("strategies --nproc 1 --only hsdp", "no strategy is left: hsdp takes an even"),
+        ("nanogpt --path {root}", "no nanoGPT with data/shakespeare_char/train.bin there"),
+    ],
+    "tools.check": [
+        ("--jsn=2", "unrecognized arguments: --jsn=2; did you mean --json?"),
+        ("--json {root}/nowhere/check.json", "check.json: there is no folder "),
+    ],
+    "tools.plan": [
+        ("", "--world_size is missing: give the number of devices in all"),
+        ("--world_size 12", "--world_size 12 is not a multiple of --nproc_per_node 8"),
+        ("--world_size 8 --tp 3", "n_kv_head 4 / tp 3 = 1.33, but each rank of a tp group"),
+        ("--world_size 8 --dtype float32", "the speed of --device_type h100 with --dtype f"),
+        (
+            "--world_size 8 --model llama3-70b --strategy ddp --tp 1 --micro_batch_size 1 --search",
+            "nothing fits on 8 x h100: take more devices",
+        ),
+        ("--run {restarted}", "restarted has no training row of its last start yet"),
+        ("--run {winged}", "winged was trained by other code: "),
+        ("--run {other} --tp=2", "--run takes the flags of the run: leave out --tp"),
+    ],
+    "tools.hf": [
+        ("export {other} {foreign}", "foreign exists: remove it or choose another name"),
+        ("import {foreign} {root}/new", "config.json: it lacks 'model_type'"),
+        ("import {qwen2} {root}/new", "{qwen2}/config.json: the model needs model_ty"),
+        ("import {window} {root}/new", "needs sliding_window 4096, which this decoder d"),
+        ("import {good} {root}/new", "good has no model.safetensors (other formats than"),
+    ],
 }
+CASES = [(command, *row) for command, rows in MISTAKES.items() for row in rows]
 
 
 @pytest.fixture(scope="module")
 def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
-    """By name, the folders of all tables and `other`, a run of two steps."""
+    """By name, those of mistakes.py and `other`, a run of two steps."""
     root = tmp_path_factory.mktemp("bad")
     text = f"--data {tokens} --out {root}/other --max_steps 2 --save_interval 1"
     assert pool(1, call_train, flags(text)) == [0]
-    for table in TABLES:
-        if hasattr(table, "write_folders"):
-            table.write_folders(root)
+    mistakes.write_folders(root, tokens)
     return {"root": root} | {path.name: path for path in root.iterdir()}
 
 
@@ -70,24 +143,30 @@ def call(name: str, argv: list[str]) -> tuple[int, str, str]:
         return answer
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = COMMANDS[name](argv)
+        status = importlib.import_module(name.removesuffix(".py")).main(argv)
     return status, out.getvalue(), err.getvalue()
 
 
-@pytest.mark.parametrize("name, mistake", CASES, ids=lambda case: str(case)[:60])
-def test_a_mistake_is_one_clear_line_and_writes_nothing(name, mistake, folders, pool, tokens):
-    if "--device cuda" in mistake.arguments and torch.cuda.is_available():
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[:2])[:60])
+def test_a_mistake_is_one_clear_line_and_writes_nothing(case, folders, tokens):
+    name, arguments, line, *status = case
+    if "--device cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
     root = folders["root"]
     before = contents(root)
-    argv = shlex.split(mistake.arguments.format(**folders))
+    argv = shlex.split(arguments.format(**folders))
     if name == "train.py":
         argv = [*flags(f"--data {tokens} --out {root}/new --max_steps 4"), *argv]
-    if mistake.ranks == 1:
-        status, out, err = call(name, argv)
-    else:
-        status, out, err = pool(mistake.ranks, listen, argv)[0]
-    assert (status, out, err.count("\n")) == (mistake.status, "", 1), err
+    found, out, err = call(name, argv)
+    assert (found, out, err.count("\n")) == (*(status or [2]), "", 1), err
     assert err.startswith(f"{name}: error: ")
-    assert mistake.line.format(**folders) in err
+    assert line.format(**folders) in err
     assert contents(root) == before
+
+
+def test_each_rank_of_a_mesh_that_does_not_fit_says_so(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/new --strategy single")
+    for (status, out, err), name in zip(pool(2, listen, argv), ("error", "error on rank 1")):
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"train.py: {name}: --strategy single ")
+        assert "takes 1 processes, but 2 were started" in err

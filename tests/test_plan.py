@@ -97,13 +97,11 @@ def test_a_group_leaves_its_host_where_the_order_of_the_mesh_says_so():
 @pytest.mark.parametrize(
     "collective, group, seconds",
     [
-        ("all_gather", Group(4, 1), 0.75 * 1e9 / 100e9),
         ("all_reduce", Group(4, 1), 2 * 0.75 * 1e9 / 100e9),
         # All four ranks of a host: all of its cards
         ("all_gather", Group(8, 2), 7 / 8 * 1e9 / 10e9),
         # One rank of each host: the other three use as much
         ("all_reduce", Group(2, 2), 2 * 1 / 2 * 1e9 / 2.5e9),
-        ("all_gather", Group(1, 1), 0.0),
     ],
 )
 def test_a_ring_sends_its_part_over_the_slowest_link(collective, group, seconds):
@@ -128,25 +126,18 @@ def test_latency_counts_hops_and_many_hosts_reduce_by_a_tree():
 # The step
 
 
-@pytest.mark.parametrize(
-    "row, seconds",
-    [
-        # A large product reaches the fastest products' rate, a thin one that of the memory.
-        (Operation("forward", "mm", (), 1, 2e12, 16 * 10**6), 2e12 / 0.5e12 + 0.0005),
-        (Operation("backward", "mm", (), 1, 2e8, 32 * 10**7), 2e8 / 0.5e12 + 0.01),
-        (
-            Operation("forward", "_scaled_dot_product_attention", (), 1, 1e12),
-            1e12 / 0.5e12 / predict.ATTENTION,
-        ),
-        (Operation("backward", "mul", (2,), 1000, bytes=8000), 1000 * predict.LAUNCH),
-    ],
-)
-def test_an_operation_computes_moves_its_edges_and_is_launched(row, seconds):
+def test_an_operation_computes_and_moves_its_edges():
     """On 1e12 FLOP/s, half of them in the fastest products."""
     device = dataclasses.replace(CLUSTER.device, products=0.5)
     by_operation = dataclasses.replace(CLUSTER, device=device, achieved=None)
-    found = step(dataclasses.replace(rehearsal(), operations=[row]), cluster=by_operation)
-    assert found.compute == pytest.approx(seconds)
+    product = Operation("backward", "mm", (), 1, 2e12, 16 * 10**6)
+    attention = Operation("forward", "_scaled_dot_product_attention", (), 1, 1e12)
+    for row, seconds in (
+        (product, 2e12 / 0.5e12 + 0.0005),
+        (attention, 1e12 / 0.5e12 / predict.ATTENTION),
+    ):
+        found = step(dataclasses.replace(rehearsal(), operations=[row]), cluster=by_operation)
+        assert found.compute == pytest.approx(seconds)
 
 
 def test_mfu_and_tokens_follow_from_compute_and_the_optimizer():
@@ -168,7 +159,6 @@ HSDP = (2, 4, 1)
     [
         # A forward pass of 2 s hides 9 of 10 gathers
         (sends(1.0), 1, None, "", 0.1),
-        (sends(5.0), 1, None, "", 5.0 - 0.9 * 2),
         # Hidden, they slow compute as much as they carry: links between hosts a tenth
         (WITHIN, 4, HSDP, "", predict.SLOWED),
         # Gradients reduced once overlap the last micro-batch only: 15 of 16 parts
@@ -176,7 +166,6 @@ HSDP = (2, 4, 1)
         (SCATTERED, 4, None, "--grad_sync micro_batch", 4 * (4 - 4 * 3 / 4)),
         # Of matrices 7 of 8 parts, each rank of a host on its share of the card
         (EXCHANGED, 1, HSDP, "", 2e9 * 7 / 8 / (10e9 / 4)),
-        (sends(1.0, phase="optimizer"), 1, None, "", 1.0),
         # The next layer needs a sum over tp, and the update needs the norm, at once.
         (TP, 1, (1, 2, 4), "", 0.015),
         (sends(1.0, "all_reduce", "optimizer", count=1), 1, None, "", 2.0),
@@ -261,9 +250,8 @@ def test_the_published_rows_can_be_planned():
     sets = collections.Counter(row["set"] for row in PUBLISHED)
     assert sets == {"fitted": 12, "unseen": 54, "further": 12}
     for row in PUBLISHED[::6]:
-        request, _ = plan.parse(row["flags"].split())
+        plan.parse(row["flags"].split())
         assert row["source"] and row["tokens_per_second_per_device"] > 0
-        search.setup_of(request.config, request)
 
 
 def errors_of_published() -> list[float]:
@@ -328,7 +316,7 @@ def simulate(interval: float, save: float, restart: float, between: float) -> fl
     return kept / time
 
 
-@pytest.mark.parametrize("save, restart", [(1, 10), (60, 300), (600, 1800)])
+@pytest.mark.parametrize("save, restart", [(1, 10), (600, 1800)])
 def test_goodput_is_that_of_a_simulation_and_no_interval_is_better(save, restart):
     between = 11_000.0
     best = math.sqrt(2 * save * between)
@@ -372,30 +360,26 @@ def test_a_run_on_gpus_is_planned_for_them(tmp_path):
 # The search
 
 
-def search_beside_auto(text: str, of: str, memory: float) -> tuple[config.Config, str, bool]:
-    """The best candidate, auto's strategy, and whether that fits when it is rehearsed.
+def search_beside_auto() -> tuple[str, str, bool]:
+    """The first strategy that fits, auto's, and whether that fits when it is rehearsed.
 
-    On devices of `memory` x the least that strategy `of` needs.
+    On devices of 1.2 x the least that ddp needs.
     """
-    text += " --tp 1 --micro_batch_size 1 --d_model 256 --global_batch_size 64"
-    text += " --activation_checkpointing none --reshard_after_forward true"
+    text = "--world_size 16 --grad_sync batch --tp 1 --micro_batch_size 1 --d_model 256"
+    text += " --global_batch_size 64 --activation_checkpointing none --reshard_after_forward true"
     request, own = plan_of(text)
-    one = dataclasses.replace(request.config, strategy=of)
-    setup = search.setup_of(one, request)
-    need = sum(estimate_memory(one, setup, empty_model(one, setup)).values())
-    cluster = dataclasses.replace(request.cluster, device_memory=int(memory * need))
+    ddp = dataclasses.replace(request.config, strategy="ddp")
+    setup = search.setup_of(ddp, request)
+    need = sum(estimate_memory(ddp, setup, empty_model(ddp, setup)).values())
+    cluster = dataclasses.replace(request.cluster, device_memory=int(1.2 * need))
     request = dataclasses.replace(request, cluster=cluster)
+    (best,) = search.search(request, own.free, 0)["ranked"]
     auto = search.setup_of(request.config, request).strategy
-    fits = predict.fits(request.rehearse().peak, cluster)
-    best = search.search(request, own.free, 60)["ranked"][0]
-    return flags(best["flags"]), auto, fits
+    return flags(best["flags"]).strategy, auto, predict.fits(request.rehearse().peak, cluster)
 
 
 def test_auto_and_the_search_agree_where_the_choice_fits(pool):
-    """Where ddp does not fit by the least that it needs."""
-    text = "--world_size 16 --grad_sync batch"
-    ((best, auto, fits),) = pool(1, search_beside_auto, text, "ddp", 1.2)
-    assert (best.strategy, auto, fits) == ("hsdp", "hsdp", True)
+    assert pool(1, search_beside_auto) == [("hsdp", "hsdp", True)]
 
 
 def test_what_computes_alike_is_tried_in_turns_then_the_fastest(monkeypatch):
@@ -429,13 +413,9 @@ def test_what_computes_alike_is_tried_in_turns_then_the_fastest(monkeypatch):
     assert ranked[0]["flags"] == (
         "--strategy fsdp --micro_batch_size 1 --activation_checkpointing selective"
     )
-    hurried = search.search(request, own.free, 0)
-    assert len(hurried["ranked"]) == 1 and hurried["passed_over"]["had no time left"] == 11
-    *_, counts, best = search.table(hurried, CLUSTER)
+    *_, counts, best = search.table(search.search(request, own.free, 0), CLUSTER)
     assert counts == "1 fit and were rehearsed; 11 had no time left"
-    assert (
-        best == "best: --strategy fsdp --micro_batch_size 1: 100% of its step is compute, 0% waits"
-    )
+    assert best.endswith("--micro_batch_size 1: 100% of its step is compute, 0% waits")
 
 
 def test_flags_that_are_given_are_not_searched():
@@ -448,19 +428,9 @@ def test_flags_that_are_given_are_not_searched():
     assert {1, 2, 4} <= {c.micro_batch_size for c in found}
     given = "--strategy hsdp --dp_shard 4 --micro_batch_size 2 --reshard_after_forward false"
     assert search.flags_of(flags(given)) == given
-
-
-def test_a_policy_of_one_strategy_leaves_the_others_out():
+    # A policy of one strategy leaves the others out.
     request, own = plan_of("--world_size 16 --grad_sync shard --global_batch_size 64")
     groups, impossible = search.group_candidates(request, own.free)
-    found = [setup for group in groups.values() for _, setup in group]
-    meshes = {(one.strategy, one.mesh_shape) for one in found}
+    meshes = {(s.strategy, s.mesh_shape) for group in groups.values() for _, s in group}
     shapes = [(8, 2, 1), (4, 4, 1), (2, 8, 1), (4, 2, 2), (2, 4, 2)]
     assert meshes == {("hsdp", shape) for shape in shapes} and impossible > 0
-
-
-def test_a_model_that_fits_nowhere_is_refused(capsys):
-    text = "--world_size 8 --model llama3-70b --strategy ddp --tp 1 --micro_batch_size 1 --search"
-    assert plan.main(f"{text} --activation_checkpointing none".split()) == 2
-    (error,) = capsys.readouterr().err.splitlines()  # without progress, which is for terminals
-    assert "nothing fits on 8 x h100: take more devices" in error

@@ -1,13 +1,11 @@
 """Text -> token folders: nothing lost, nothing overwritten, the same split on every machine."""
 
-import base64
 import gzip
 import importlib.util
 import io
 import itertools
 import json
 import os
-import random
 import signal
 import time
 from collections import Counter
@@ -16,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, Job
+from test_tokenizer import write_ranks
 
 import data
 import prepare
@@ -62,19 +61,13 @@ def test_documents_are_split_by_their_content_and_meta_counts_them(tmp_path):
 
 
 def test_one_document_gives_its_tail_to_validation(tmp_path):
-    text = "".join(random.Random(0).choices("abcdef\n", k=5000))
-    folder = prepared(tmp_path, {"a": text}, val_fraction=0.1)
-    both = np.concatenate([folder.tokens("train"), folder.tokens("val")])
-    assert bytes(both[:-1].astype(np.uint8)).decode() == text and len(folder.tokens("val")) == 500
-
-
-def test_a_corpus_of_one_document_is_never_all_validation(tmp_path):
-    """Its hash would put a third there."""
+    """Although the hash of a third of these would put them there as a whole."""
     for i in range(9):
-        folder = prepared(tmp_path / str(i), {"a": f"\n\n{i} text " * 20}, val_fraction=0.3)
-        tokens = np.concatenate([folder.tokens("train"), folder.tokens("val")])
-        assert bytes(tokens[:-1].astype(np.uint8)).decode() == f"\n\n{i} text " * 20
-        assert len(folder.tokens("train")) > len(folder.tokens("val")) > 0
+        text = f"\n\n{i} text " * 20
+        folder = prepared(tmp_path / str(i), {"a": text}, val_fraction=0.3)
+        both = np.concatenate([folder.tokens("train"), folder.tokens("val")])
+        assert bytes(both[:-1].astype(np.uint8)).decode() == text
+        assert len(folder.tokens("val")) == len(text) * 3 // 10
 
 
 # ---- what is read and what is not
@@ -100,14 +93,6 @@ def test_what_was_read_and_skipped_is_said(tmp_path, capsys):
 
 
 MERGES = [b"th", b" th", b"the", b" the", b"  ", b"\n\n", b"12", b"\xc3\xa9", b"\xef\xbf\xbd"]
-
-
-def write_ranks(folder: Path) -> str:
-    path = folder / "cl100k.tiktoken"
-    tokens = [bytes([i]) for i in range(256)] + MERGES
-    lines = [f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens)]
-    path.write_text("".join(lines))
-    return str(path)
 
 
 def write_ugly_corpus(folder: Path) -> list[str]:
@@ -140,10 +125,15 @@ def write_ugly_corpus(folder: Path) -> list[str]:
 
 def test_an_ugly_corpus_has_tiktokens_ids_and_says_what_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sources, "CHUNK", 1000)
+    monkeypatch.setattr(encode, "BATCH", 1000)
     documents = write_ugly_corpus(tmp_path / "text")
-    name = write_ranks(tmp_path)
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name, val_fraction=0.5)
+    name = write_ranks(tmp_path / "cl100k.tiktoken", MERGES)
+    for num_threads, out in ((1, "tokens"), (4, "again")):
+        options = {"val_fraction": 0.5, "num_threads": num_threads}
+        prepare.prepare([str(tmp_path / "text")], tmp_path / out, name, **options)
     said = capsys.readouterr().out.splitlines()
+    for file in (tmp_path / "tokens").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
     encoding = tokenizer.load_encoding(name)
     expected = {"train": [], "val": []}
     for document in documents:
@@ -160,18 +150,6 @@ def test_an_ugly_corpus_has_tiktokens_ids_and_says_what_is_left_out(tmp_path, mo
     assert first_broken.endswith("6 packed.jsonl.gz, line 2: not a JSON object")
     assert replaced.startswith("3 bytes not in UTF-8 became U+FFFD, the first in ")
     assert replaced.endswith("2 latin-1: convert such files, as with iconv -f latin1 -t utf-8")
-
-
-def test_tokens_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK", 1000)
-    monkeypatch.setattr(encode, "BATCH", 1000)
-    write_ugly_corpus(tmp_path / "text")
-    written = []
-    for num_threads in (1, 4):
-        out, ranks = tmp_path / str(num_threads), write_ranks(tmp_path)
-        prepare.prepare([str(tmp_path / "text")], out, ranks, num_threads=num_threads)
-        written.append({file.name: file.read_bytes() for file in out.iterdir()})
-    assert written[0] == written[1]
 
 
 def test_progress_has_a_rate_and_the_share_of_a_known_size():

@@ -87,8 +87,8 @@ class Begin(NamedTuple):
 
 def place(start: Begin) -> tuple:
     """The step, the checkpoint with all of the state, and that with weights only."""
-    path, weights_only = start.origin.path, start.origin.weights_only
-    return start.step, None if weights_only else path, path if weights_only else None
+    path, only_weights = start.origin.path, start.origin.only_weights
+    return start.step, None if only_weights else path, path if only_weights else None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,15 +1,16 @@
 """Sampling: which checkpoint, which tokenizer."""
 
-import base64
 import contextlib
 import io
 import json
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from conftest import call_train, flags
+from test_tokenizer import write_ranks
 
 import checkpoint
 import prepare
@@ -23,11 +24,8 @@ TEN_TOKENS = ["--max_new_tokens", "10"]
 def trained(pool, tmp_path_factory) -> Path:
     """A run of two checkpoints, whose tokenizer is a file and whose token folder has moved."""
     root = tmp_path_factory.mktemp("sample")
-    words = [bytes([i]) for i in range(256)] + [b"th", b"the"]
-    lines = [f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words)]
-    (root / "mine.tiktoken").write_text("".join(lines))
+    name = write_ranks(root / "mine.tiktoken", [b"th", b"the"])
     (root / "text").write_text("the thing " * 500)
-    name = str(root / "mine.tiktoken")
     prepare.prepare([str(root / "text")], root / "tokens", name)
     argv = flags(f"--data {root}/tokens --out {root}/run --max_steps 2 --save_interval 1")
     assert pool(2, call_train, [*argv, "--strategy", "fsdp"]) == [0, 0]
@@ -112,13 +110,6 @@ def test_flags_choose_how_tokens_are_drawn(trained, text):
     assert drawn("--seed", "1", "--top_k", "2") != greedy
 
 
-def test_without_a_tokenizer_all_ids_have_a_space_between(run, text):
-    path = newest(run)
-    manifest = json.loads((path / "manifest.json").read_text()) | {"tokenizer": None}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert re.fullmatch(r"17 4( \d+){10} \n", text(path, "--prompt", "17 4")[0])
-
-
 def test_a_prompt_longer_than_the_context_is_slid_and_that_is_said(trained, text):
     """The context is 16 tokens; one token of this tokenizer is "the"."""
     out, err = text(trained, "--prompt", "x" * 5 + "the" * 16)
@@ -127,48 +118,24 @@ def test_a_prompt_longer_than_the_context_is_slid_and_that_is_said(trained, text
     assert out == "x" * 5 + short
 
 
-@pytest.fixture
-def always(monkeypatch):
-    """always(token): from now on the model prefers this token to all others."""
-    weights = sample.load_model
-
-    def prefer(token: int) -> None:
-        def load_model(path, config, device):
-            model = weights(path, config, device)
-            model.head.register_forward_hook(lambda module, x, logits: favour(logits, token))
-            return model
-
-        monkeypatch.setattr(sample, "load_model", load_model)
-
-    return prefer
+def always(token: int):
+    """The model prefers this token to all others."""
+    return mock.patch.object(sample, "draw", return_value=token)
 
 
-def favour(logits, token: int):
-    logits[..., token] = 1e3
-    return logits
-
-
-def test_text_ends_where_its_document_does_or_within_a_character(trained, text, always):
+def test_text_ends_where_its_document_does_or_within_a_character(trained, text):
     whole, _ = text(trained)
-    always(258)  # the end-of-text token
-    assert text(trained)[0] == "the\n" != whole
-    always(0xC3)  # the first byte of two
-    assert text(trained)[0] == "the" + 10 * "\ufffd" + "\n"
+    with always(258):  # the end-of-text token
+        assert text(trained)[0] == "the\n" != whole
+    with always(0xC3):  # the first byte of two
+        assert text(trained)[0] == "the" + 10 * "\ufffd" + "\n"
 
 
-def in_ascii(main, argv: list[str]) -> tuple[int, str]:
-    """Return the status of a command, and what it prints where stdout takes ASCII only."""
-    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as out:
-        status = main(argv)
-        out.seek(0)
-        return status, out.read()
-
-
-def test_text_that_stdout_cannot_show_is_escaped(trained, always, pool, tokens, tmp_path):
-    """As with LC_ALL=C. train.py ends with the text of a model that has learned nothing."""
-    always(0xC3)
+def test_text_that_stdout_cannot_show_is_escaped(trained):
+    """As with LC_ALL=C."""
     argv = ["--run", str(trained), *TEN_TOKENS, "--prompt", "the"]
-    assert in_ascii(sample.main, argv) == (0, "the" + 10 * r"\ufffd" + "\n")
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1 --sample_tokens 40")
-    ((status, out),) = pool(1, in_ascii, call_train, argv)
-    assert status == 0 and r"\ufffd" in out
+    stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
+    with always(0xC3), contextlib.redirect_stdout(stdout) as out:
+        assert sample.main(argv) == 0
+        out.seek(0)
+        assert out.read() == "the" + 10 * r"\ufffd" + "\n"

@@ -3,6 +3,7 @@
 import bz2
 import contextlib
 import csv
+import functools
 import gzip
 import io
 import itertools
@@ -10,7 +11,6 @@ import json
 import lzma
 import os
 import random
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,10 +52,7 @@ def json_lines(texts: list, field: str = "text") -> bytes:
 def write_parquet(path: Path, texts: list, field: str = "text", kind: str = "string") -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    is_dictionary = kind == "dictionary"
-    column = pyarrow.array(texts, "string" if is_dictionary else kind)
-    column = column.dictionary_encode() if is_dictionary else column
-    table = pyarrow.table({"id": list(range(len(texts))), field: column})
+    table = pyarrow.table({"id": list(range(len(texts))), field: pyarrow.array(texts, kind)})
     parquet.write_table(table, path, row_group_size=3)
 
 
@@ -94,26 +91,27 @@ def test_a_text_file_is_a_document_compressed_or_not(tmp_path, suffix):
         assert documents(tmp_path) == [DOCUMENTS[0]]
 
 
-@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.json", "array.json", "a.csv"])
-@pytest.mark.parametrize("suffix", PACKED)
-def test_a_json_object_or_csv_row_is_a_document(tmp_path, name, suffix):
+@pytest.mark.parametrize(
+    "name", ["a.JSONL", "a.ndjson.xz", "a.json.GZ", "array.json.bz2", "array.json", "a.csv.xz"]
+)
+def test_a_json_object_or_csv_row_is_a_document(tmp_path, name):
     text = json_lines(DOCUMENTS, "body").decode()
-    if name == "array.json":
+    expected = DOCUMENTS
+    if "array" in name:
         text = f" [{','.join(text.splitlines())}]"
-    if name == "a.csv":
+    if "csv" in name:
         table = io.StringIO()
-        csv.writer(table).writerows([["id", "body"], *enumerate(DOCUMENTS)])
-        text = table.getvalue().replace("\0", "")  # would make a binary file
-    (tmp_path / f"{name}{suffix}").write_bytes(PACKED[suffix](text.encode("utf-8-sig")))
-    expected = [text.replace("\0", "") if name == "a.csv" else text for text in DOCUMENTS]
+        expected = [text.replace("\0", "") for text in DOCUMENTS]  # which make a binary file
+        csv.writer(table).writerows([["id", "body"], *enumerate(expected)])
+        text = table.getvalue()
+    pack = PACKED.get(Path(name).suffix, bytes)
+    (tmp_path / name).write_bytes(pack(text.encode("utf-8-sig")))
     assert documents(tmp_path, text_field="body") == expected
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.csv", "array.json.xz"])
-def test_json_and_csv_without_the_field_are_refused_if_named_else_counted(tmp_path, name):
-    text = "body,b\nx,y\n" if name == "a.csv" else '[{"body": "x"}]'
-    pack = lzma.compress if name.endswith(".xz") else bytes
-    (tmp_path / name).write_bytes(pack(text.encode()))
+@pytest.mark.parametrize("name, text", [("a.json", '[{"body": "x"}]'), ("a.csv", "body,b\nx,y\n")])
+def test_json_and_csv_without_the_field_are_refused_if_named_else_counted(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
     (tmp_path / "text").write_text("text")
     with pytest.raises(SourceError, match=f"{name} has no field text: give --field one of its"):
         documents(tmp_path / name)
@@ -122,7 +120,7 @@ def test_json_and_csv_without_the_field_are_refused_if_named_else_counted(tmp_pa
     assert corpus.describe_skipped() == "1 file (no field text)"
 
 
-@pytest.mark.parametrize("kind", ["string", "binary", "dictionary"])
+@pytest.mark.parametrize("kind", ["string", "binary"])
 def test_a_parquet_row_is_a_document(tmp_path, kind):
     texts = [*DOCUMENTS, None, b"n\xe9" if kind == "binary" else "n"]
     write_parquet(tmp_path / "a.parquet", texts, "body", kind)
@@ -249,9 +247,6 @@ def test_parquet_that_holds_no_text_is_refused(tmp_path):
     numbers = find_files([str(tmp_path)], takes_binary=False, text_field="id")
     assert not list(numbers.read())
     assert numbers.describe_skipped() == "4 broken lines (no text in the field id)"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SourceError, match="needs pyarrow:"):
-        patch.setitem(sys.modules, "pyarrow", None)
-        find_files([str(tmp_path)], takes_binary=False)
     whole = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(SourceError, match="a.parquet cannot be read"):
@@ -261,17 +256,13 @@ def test_parquet_that_holds_no_text_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["folder", "file"])
-def test_what_may_not_be_read_is_an_error_and_not_a_gap(tmp_path, monkeypatch, name):
+def test_what_may_not_be_read_is_an_error_and_not_a_gap(tmp_path, monkeypatch, request, name):
     monkeypatch.chdir(tmp_path)  # above it, the way may be barred to other users
     tmp_path.chmod(0o755)
     Path("text/folder").mkdir(parents=True)
     Path("text/file").write_text("secret")
     Path("text", name).chmod(0)
-    user = os.geteuid()
-    os.seteuid(user or 65534)  # permissions do not stop root
-    try:
-        with pytest.raises(SourceError, match=rf"text/{name} cannot be read \(Permission denied"):
-            find_files(["text"], takes_binary=False)
-    finally:
-        os.seteuid(user)
-        Path("text", name).chmod(0o700)
+    request.addfinalizer(functools.partial(os.seteuid, os.geteuid()))
+    os.seteuid(os.geteuid() or 65534)  # permissions do not stop root
+    with pytest.raises(SourceError, match=rf"text/{name} cannot be read \(Permission denied"):
+        find_files(["text"], takes_binary=False)

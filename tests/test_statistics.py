@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 from conftest import rows
-from test_optim import MESHES, settings
 
 import optim
+
+MESHES = {"single": 1, "fsdp": 2, "hsdp": 4}
 
 
 def test_metrics_are_the_same_on_every_mesh(run):
@@ -33,9 +34,10 @@ def test_metrics_are_the_same_on_every_mesh(run):
 def test_statistics_are_of_raw_gradients_and_updated_weights():
     """Of a matrix, which Muon updates, and a vector; a slot that one lacks has none."""
     net = torch.nn.Linear(3, 2)
-    clipping = settings(clip="adaptive", max_grad_norm_ratio=0.5, optimizer="muon")
+    options = {"clip": "adaptive", "max_grad_norm_ratio": 0.5, "optimizer": "muon"}
+    settings = optim.Settings(lr=0.1, warmup_steps=100, max_steps=200, **options)
     everything = {"decays": lambda name: True, "is_hidden": lambda name: True}
-    optimizer = optim.Optimizer(net.named_parameters(), settings=clipping, **everything)
+    optimizer = optim.Optimizer(net.named_parameters(), settings=settings, **everything)
     net(torch.tensor([[0.1, -2.0, 3.0]])).sum().backward()
     grads = {name: p.grad.clone() for name, p in net.named_parameters()}
     old_weights = {name: p.detach().clone() for name, p in net.named_parameters()}

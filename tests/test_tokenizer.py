@@ -28,25 +28,30 @@ def write_ranks(path: Path, merges: list[bytes]) -> str:
 
 
 # llama3: " 1234" is " ", "123", "4" and "Ab" one piece. o200k cuts "Ab" as the others do not "aB".
-MERGES = [b"12", b"34", b"1234", b"aB", b" a", b" 1", b"\n\n", b".\n", b".\n/"]
-TEXT = "1234 aB.\n/ \n\n 1234"
+MERGES = [b"12", b"34", b"1234", b"aB", b" a", b" 1", b"\n\n", b".\n", b".\n/", b"  ", b"    "]
+MERGES += [b"\n ", b"th", b" th"]
+WORDS = ["th", " th", "aB", " aB", "\n\n", "\n", "  ", " ", ".\n", ".\n/", "1234"]
 
 
 @pytest.mark.parametrize("pattern", tokenizer.PATTERNS)
-def test_a_tiktoken_file_goes_with_the_folder_its_pattern_in_its_name(tmp_path, pattern, capsys):
-    """A checkpoint knows its tokenizer by this name alone."""
+def test_a_tiktoken_file_goes_with_the_folder_its_pattern_in_its_name(
+    tmp_path, monkeypatch, capsys, pattern
+):
+    """A checkpoint knows its tokenizer by this name alone. Text in chunks has the same tokens."""
+    monkeypatch.setattr(sources, "CHUNK", 100)
+    text = "".join(random.Random(0).choices(WORDS, k=2000))
     name = write_ranks(tmp_path / "mine.tiktoken", MERGES)
-    (tmp_path / "text").write_text(TEXT * 20)
+    (tmp_path / "text").write_text(text)
     source = [str(tmp_path / "text")]
     prepare.prepare(source, tmp_path / "tokens", name, pattern=pattern)
     said = f"{name} is used with the pattern of {pattern} (--pattern names another)\n"
     assert capsys.readouterr().out.startswith(said)
     folder = data.open_folder(tmp_path / "tokens")
     assert Path(folder.tokenizer).name == f"tokenizer.{pattern}.tiktoken"
-    expected = tokenizer.load_encoding(name, pattern).encode_ordinary(TEXT * 20)
+    expected = tokenizer.load_encoding(name, pattern).encode_ordinary(text)
     tokens = [*folder.tokens("train"), *folder.tokens("val")]
-    assert tokens[:-1] == expected == tokenizer.encode(folder.tokenizer, TEXT * 20)
-    assert "".join(tokenizer.decode(folder.tokenizer, expected)) == TEXT * 20
+    assert tokens[:-1] == expected == tokenizer.encode(folder.tokenizer, text)
+    assert "".join(tokenizer.decode(folder.tokenizer, expected)) == text
 
 
 def test_the_patterns_are_those_of_tiktoken(monkeypatch):
@@ -54,25 +59,9 @@ def test_the_patterns_are_those_of_tiktoken(monkeypatch):
     assert tokenizer.PATTERNS["gpt2"] == openai_public.r50k_pat_str
     assert tokenizer.PATTERNS["cl100k"] == openai_public.cl100k_base()["pat_str"]
     assert tokenizer.PATTERNS["o200k"] == openai_public.o200k_base()["pat_str"]
-
-
-def test_a_file_name_may_contain_its_pattern():
+    # A file's name may contain its pattern.
     names = {"o200k/cl100k_base.tiktoken": "cl100k", "mygpt2.tiktoken": "llama3"}
     assert {name: tokenizer.pattern_of(name) for name in names} == names
-
-
-@pytest.mark.parametrize("pattern", tokenizer.PATTERNS)
-def test_a_long_document_in_chunks_has_the_same_tokens(tmp_path, monkeypatch, pattern):
-    merges = [b"\n\n", b"  ", b"    ", b".\n", b"\n ", b"th", b" th", b"12"]
-    encoding = tokenizer.load_encoding(write_ranks(tmp_path / "mine.tiktoken", merges), pattern)
-    words = ["th", " th", "\n\n", "\n", "  ", " ", ".\n", "1234"]
-    text = "".join(random.Random(0).choices(words, k=2000))
-    (tmp_path / "text").write_text(text)
-    monkeypatch.setattr(sources, "CHUNK", 100)
-    tokens = []
-    for chunk in sources.find_files([str(tmp_path / "text")], takes_binary=False).read():
-        tokens += encoding.encode_ordinary(chunk.text)
-    assert tokens == encoding.encode_ordinary(text)
 
 
 def test_a_million_spaces_in_a_row_are_no_problem(tmp_path, capsys):
@@ -126,59 +115,9 @@ def test_a_sentencepiece_model_is_refused(tmp_path):
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
-def describe(ranks: dict[bytes, int]) -> dict:
-    """A tokenizer.json of `ranks`, whose ids come after that of <|endoftext|>, as SmolLM's do."""
-    characters = {byte: character for character, byte in tokenizer.ALPHABET.items()}
-
-    def text(token: bytes) -> str:
-        return "".join(characters[byte] for byte in token)
-
-    merges = []
-    for token in sorted(ranks, key=ranks.get):
-        if len(token) > 1:
-            merges.append([text(token[:-1]), text(token[-1:])])
-    vocab = {text(token): rank + 1 for token, rank in ranks.items()}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    end = {"id": 0, "content": "<|endoftext|>", "special": True}
-    return {
-        "version": "1.0",
-        "added_tokens": [end | flags],
-        "normalizer": None,
-        "pre_tokenizer": BYTE_LEVEL,
-        "decoder": BYTE_LEVEL,
-        "model": {"type": "BPE", "vocab": {"<|endoftext|>": 0} | vocab, "merges": merges},
-    }
-
-
-def some_ranks() -> dict[bytes, int]:
-    """The bytes and three merges: 256 to 258."""
-    tokens = [*(bytes([i]) for i in range(256)), b"th", b"the", " é".encode()[:2]]
-    return {token: rank for rank, token in enumerate(tokens)}
-
-
-def write_json(path: Path, spec: object) -> str:
-    path.write_text(json.dumps(spec))
-    return str(path)
-
-
 @pytest.fixture
 def tokenizers():
     return pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
-
-
-def test_a_tokenizer_json_is_a_tokenizer_and_stays_with_the_folder(tokenizers, tmp_path):
-    name = write_json(tmp_path / "mine.json", describe(some_ranks()))
-    (tmp_path / "text").write_text("the thé" * 50)
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name)
-    folder = data.open_folder(tmp_path / "tokens")
-    tokens = folder.tokens("train").tolist()
-    assert tokens[:5] == [1 + 257, 1 + ord(" "), 1 + 256, 1 + 0xC3, 1 + 0xA9]
-    assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.json", 260)
-    assert folder.tokens("val")[-1] == 0  # <|endoftext|> has the id that the file gives
-    spec = describe(some_ranks())  # of two ends of text the first, whatever their order
-    spec["added_tokens"].insert(0, spec["added_tokens"][0] | {"id": 260, "content": "</s>"})
-    assert tokenizer.load_encoding(write_json(tmp_path / "b.json", spec)).eot_token == 0
-    assert "".join(tokenizer.decode(folder.tokenizer, tokens)).startswith("the thé")
 
 
 # Kinds of tokenizer.json: its normalizer, what cuts text, and what joins it again
@@ -317,35 +256,42 @@ def test_names_of_special_tokens_that_the_model_merges_are_text(tokenizers, tmp_
 def test_the_bytes_of_validation_are_those_of_the_original_text(tokenizers, tmp_path):
     """NFKC makes one byte of the three of a wide letter."""
     (tmp_path / "text").write_text("<|endoftext|>".join(c * 100 for c in "ＡＢＣＤＥＦ"))
-    for kind in ("lower case", "llama 2", "gpt2"):
-        name = make_json(tokenizers, kind, tmp_path / f"{kind}.json")
-        out = tmp_path / kind
-        prepare.prepare([str(tmp_path / "text")], out, name, 0.5)
-        folder = data.open_folder(out)
-        assert len(folder.tokens("train"))
-        documents = folder.tokens("val").tolist().count(tokenizer.load_encoding(name).eot_token)
-        assert folder.val_bytes == 300 * documents
+    name = make_json(tokenizers, "lower case", tmp_path / "a.json")
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "six", name, 0.5)
+    folder = data.open_folder(tmp_path / "six")
+    assert len(folder.tokens("train"))
+    documents = folder.tokens("val").tolist().count(tokenizer.load_encoding(name).eot_token)
+    assert folder.val_bytes == 300 * documents
     (tmp_path / "text").write_text("Ａ" * 100)  # of which validation gets the tail
-    prepare.prepare(
-        [str(tmp_path / "text")], tmp_path / "one", str(tmp_path / "lower case.json"), 0.5
-    )
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "one", name, 0.5)
     meta = json.loads((tmp_path / "one" / "meta.json").read_text())
     assert meta["val_bytes"] == 300 * meta["val_tokens"] // 101
 
 
-ADDED = {"id": 300, "content": "<|im_end|>", "special": True} | dict.fromkeys(
+def test_a_tokenizer_json_stays_with_the_folder(tokenizers, tmp_path):
+    name = make_json(tokenizers, "gpt2", tmp_path / "mine.json")
+    (tmp_path / "text").write_text("the thé" * 50)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name)
+    folder = data.open_folder(tmp_path / "tokens")
+    spec = json.loads(Path(name).read_text())
+    n = len(spec["model"]["vocab"])
+    assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.json", n)
+    *tokens, end = [*folder.tokens("train").tolist(), *folder.tokens("val").tolist()]
+    assert end == spec["model"]["vocab"]["</s>"]
+    assert "".join(tokenizer.decode(folder.tokenizer, tokens)) == "the thé" * 50
+    # Of two ends of text the first one is used, whatever their order.
+    spec["added_tokens"].append(spec["added_tokens"][0] | {"id": n, "content": "<|endoftext|>"})
+    Path(name).write_text(json.dumps(spec))
+    assert tokenizer.load_encoding(name).eot_token == n
+
+
+ADDED = {"id": 3000, "content": "<|im_end|>", "special": True} | dict.fromkeys(
     ("single_word", "lstrip", "rstrip", "normalized"), False
 )
 CHANGES = {
-    "none of its special tokens is <|endoftext|>, ": {"added_tokens": [ADDED]},
-    "of Hugging Face: 'int' object is not subscriptable": {"added_tokens": [5]},
-    # by the package
-    "cannot be used: Precompiled: Error(": {
-        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-    },
-    "cannot be used: <|im_end|> gets the id 260, not 300": {
-        "added_tokens": [*describe(some_ranks())["added_tokens"], ADDED]
-    },
+    "none of its special tokens is <|endoftext|>, ": [ADDED],
+    "of Hugging Face: 'int' object is not subscriptable": [5],
+    "cannot be used: <|im_end|> gets the id ": [ADDED | {"content": "</s>", "id": 0}, ADDED],
 }
 
 
@@ -353,7 +299,9 @@ CHANGES = {
 def test_a_tokenizer_json_that_does_not_work_is_refused_in_one_line(
     tokenizers, tmp_path, capsys, line
 ):
-    name = write_json(tmp_path / "tokenizer.json", describe(some_ranks()) | CHANGES[line])
+    name = make_json(tokenizers, "gpt2", tmp_path / "tokenizer.json")
+    spec = json.loads(Path(name).read_text()) | {"added_tokens": CHANGES[line]}
+    Path(name).write_text(json.dumps(spec))
     (tmp_path / "text").write_text("text")
     argv = f"--source {tmp_path}/text --tokenizer {name} --out {tmp_path}/tokens".split()
     assert prepare.main(argv) == 2
@@ -363,10 +311,12 @@ def test_a_tokenizer_json_that_does_not_work_is_refused_in_one_line(
 
 
 def test_text_that_the_package_cannot_encode_is_named(tokenizers, tmp_path):
-    vocab = [["<|endoftext|>", 0.0], ["a", -1.0]]
-    spec = describe(some_ranks()) | {"pre_tokenizer": None}
+    path = Path(make_json(tokenizers, "gpt2", tmp_path / "a.json"))
+    spec = json.loads(path.read_text()) | {"pre_tokenizer": None}
+    spec["added_tokens"] = [ADDED | {"content": "</s>", "id": 0}]
+    vocab = [["</s>", 0.0], ["a", -1.0]]
     spec["model"] = {"type": "Unigram", "unk_id": None, "vocab": vocab}
-    name = write_json(tmp_path / "a.json", spec)
+    path.write_text(json.dumps(spec))
     line = "cannot encode the 2 characters that begin with 'ab': Encountered an unknown"
     with pytest.raises(tokenizer.TokenizerError, match=line):
-        tokenizer.encode(name, "ab")
+        tokenizer.encode(str(path), "ab")

@@ -4,7 +4,6 @@ import ctypes
 import itertools
 import json
 import math
-import random
 import statistics
 from argparse import Namespace
 from datetime import timedelta
@@ -59,32 +58,24 @@ def four_digits(losses: list[float]) -> list[str]:
     return [f"{loss:.4f}" for loss in losses]
 
 
+FIRST_ROW = rows(ROOT / "docs/runs/tiny")[0]
+
+
 def write_run(
     folder: Path, losses: dict[int, float | None], evaluations=(), statistics=(), **config
 ) -> Path:
     """A run folder as train.py leaves it: step -> loss, (step, validation loss), optim.jsonl."""
-    lines = []
+    log = []
     for step, loss in losses.items():
-        training = {
-            "step": step,
-            "tokens": 100 * step,
-            "loss": loss,
-            "grad_norm": 1.0,
-            "lr": 1e-3,
-            "clipped": 0,
-            "skipped_steps": step // 10,
-            "step_time": 0.5,
-            "tokens_per_second": 200.0,
-            "time": "2026-11-22T12:00:00+00:00",
-        }
-        lines.append(json.dumps(training) + "\n")
+        row = {"step": step, "tokens": 100 * step, "loss": loss, "skipped_steps": step // 10}
+        log.append(FIRST_ROW | row | {"step_time": 0.5, "time": "2026-11-22T12:00:00+00:00"})
     for step, val_loss in evaluations:
-        row = {"step": step, "val_loss": val_loss, "time": "2026-11-22T12:00:01+00:00"}
-        lines.append(json.dumps(row) + "\n")
+        log.append({"step": step, "val_loss": val_loss, "time": "2026-11-22T12:00:01+00:00"})
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "metrics.jsonl").write_text("".join(lines))
-    (folder / "optim.jsonl").write_text("".join(json.dumps(row) + "\n" for row in statistics))
+    for name, lines in (("metrics", log), ("optim", statistics)):
+        text = "".join(json.dumps(row) + "\n" for row in lines)
+        (folder / f"{name}.jsonl").write_text(text)
     return folder
 
 
@@ -196,24 +187,16 @@ def statistics_of(changes: dict[tuple[int, str], dict]) -> list[dict]:
             {(2, "a"): {"grad_norm": 1.9, "exp_avg_norm": 0.1}, (2, "b"): {"grad_norm": 1.0}},
             "step 2: b grad_norm by 0.5, and 1 more",
         ),
-        # From 0.009 to 0.5 rounding may grow, from 0.001 it does not.
+        # From 0.009 to 0.5 rounding may grow.
         (
             {(1, "b"): {"grad_norm": 1.982}, (3, "a"): {"grad_norm": 1.0}},
             "never, by at most 0.5 in 3 logged steps in common",
-        ),
-        (
-            {(1, "b"): {"grad_norm": 1.998}, (3, "a"): {"grad_norm": 1.0}},
-            "step 3: a grad_norm by 0.5",
         ),
         ({(2, "a"): {"grad_norm": None}}, "step 2: a grad_norm by inf"),
         ({(2, "a"): {"exp_avg_norm": None}}, "never, equal in 3 logged steps in common"),
         (  # more than its updates: the weight was another one before
             {(1, "a"): {"weight_norm": 12.0}, (1, "b"): {"grad_norm": 1.0}},
             "step 1: a weight_norm by 0.2, and 1 more",
-        ),
-        (
-            {(1, "a"): {"weight_norm": 10.15}, (1, "b"): {"grad_norm": 1.0}},
-            "step 1: b grad_norm by 0.5, and 1 more",
         ),
     ],
 )
@@ -233,12 +216,6 @@ def test_runs_with_other_columns_or_parameters_are_compared(tmp_path, compared):
     assert row(compared(a, b, c), "first parameter") == ["-", equal, "no logged step in common"]
 
 
-def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path, compared):
-    (tmp_path / "one").mkdir()
-    folders = [write_run(tmp_path / name, LOSSES) for name in ("run", "one/run")]
-    assert compared(*folders)[""] == [str(folder) for folder in folders]
-
-
 # --------------------------------------------------------------------------------------------------
 # studies
 
@@ -256,17 +233,6 @@ def sweep(root: Path) -> list[Path]:
     return [*runs, write_run(root / "high", {1: None}, [(1, None)], **flags)]
 
 
-def test_more_runs_than_columns_are_rows_from_the_lowest_loss_up(tmp_path, capsys):
-    runs = [str(run) for run in sweep(tmp_path)]
-    assert compare.main(runs) == 0
-    header, _, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
-    by_loss = [f"lr-0.1-seed-{seed}" for seed in (2, 0, 1)]
-    by_loss += [f"lr-0.02-seed-{seed}" for seed in (0, 2, 1)]
-    assert [line.split("|")[1].strip() for line in lines] == [*by_loss, "high"]
-    assert header.split("|")[2].strip() == "final validation loss" and "| `--lr` |" in header
-    assert lines[0].split("|")[2].strip() == "1.9000"
-
-
 NO_WORD = "no word: it takes runs that ended, with the same seeds, two or more"
 
 
@@ -275,8 +241,16 @@ def seeds(out: str) -> dict[str, list[str]]:
     return table_cells(out.split("\n\n")[1])
 
 
-def test_seeds_of_a_setting_have_a_mean_a_spread_and_a_word(tmp_path, capsys):
+def test_many_runs_are_rows_by_loss_and_seeds_have_a_mean_a_spread_and_a_word(tmp_path, capsys):
     *runs, high = [str(run) for run in sweep(tmp_path)]
+    assert compare.main([*runs, high]) == 0
+    header, _, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert header.split("|")[2].strip() == "final validation loss" and "| `--lr` |" in header
+    by_loss = [f"lr-0.1-seed-{seed}" for seed in (2, 0, 1)]
+    by_loss += [f"lr-0.02-seed-{seed}" for seed in (0, 2, 1)]
+    assert [line.split("|")[1].strip() for line in lines] == [*by_loss, "high"]
+    assert lines[0].split("|")[2].strip() == "1.9000"
+
     assert compare.main(runs) == 0
     found = seeds(capsys.readouterr().out)
     assert found["0.1"] == ["3", "2.0000", "0.1000", "-"]
@@ -322,25 +296,6 @@ def test_the_test_has_the_p_of_a_published_one():
     assert "p = 1)" in compare.verdict(a, a, comparisons=1)
 
 
-SEEDS = ROOT / "docs/runs/seeds"
-
-
-@pytest.mark.parametrize("n", [3, 10])
-def test_equal_runs_are_told_apart_as_seldom_as_the_level_says(n):
-    """Random halves, of n runs each, of twenty runs that differ in the seed alone."""
-    folders = [*SEEDS.glob("lr-0.008-*"), *SEEDS.glob("equal-*")]
-    logs = [compare.read(str(folder), folder.name) for folder in sorted(folders)]
-    losses = [log.final_val_loss() for log in logs]
-    assert len(losses) == 20
-    draws = random.Random(0)
-    alarms = 0
-    for _ in range(500):
-        drawn = draws.sample(losses, 2 * n)
-        one, other = dict(enumerate(drawn[:n])), dict(enumerate(drawn[n:]))
-        alarms += "larger" in compare.verdict(one, other, comparisons=1)
-    assert 0.03 < alarms / 500 < 0.07
-
-
 # --------------------------------------------------------------------------------------------------
 # bench
 
@@ -371,38 +326,28 @@ def test_a_save_takes_no_more_host_memory_than_its_shard(pool, tmp_path, async_s
         assert multiple < most
 
 
-SMALL = [
-    *("--device=cpu", "--micro_batch_size=2", "--steps=2", "--rounds=1"),
-    "--flags=--n_layer 2 --seq_len 16",
-]
-
-
-@pytest.mark.slow
-def test_bench_strategies_has_all_of_them_and_their_limits(capsys):
-    found = {row["strategy"]: row for row in bench_rows(capsys, "strategies", "--nproc=2", *SMALL)}
-    assert list(found) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP", "hsdp"]
-    assert found["single"]["ratio to single"] == [1.0]
-    for row in found.values():
-        assert row["of the limit"] == [row["tokens/s/device"][0] / row["limit"][0]]
-        assert 0 < row["of the limit"][0] < 1
-
-
 def test_bench_runs_only_the_strategies_that_the_processes_can_form():
-    args = Namespace(model="tiny", micro_batch_size=1, device="cpu", flags="", hosts=1, nproc=1)
-    args.only = None
-    assert list(bench.flags_of_runs(args)) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP"]
-    args.hosts, args.nproc = 3, 2
-    runs = bench.flags_of_runs(args)
+    args = {"model": "tiny", "micro_batch_size": 1, "device": "cpu", "flags": "", "only": None}
+    runs = bench.flags_of_runs(Namespace(**args, hosts=1, nproc=1))
+    assert list(runs) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP"]
+    runs = bench.flags_of_runs(Namespace(**args, hosts=3, nproc=2))
     assert "single" not in runs and len(runs) == 8
     assert "--dp_replicate 3" in runs["hsdp"] and "--global_batch_size 48" in runs["hsdp"]
     assert runs["hsdp, micro_batch"] == f"{runs['hsdp']} --grad_sync micro_batch"
 
 
-def test_measurements_are_shown_as_median_and_range():
-    assert bench.cell([1234.5, 0.12345, 99.99]) == "100 (0.123 ... 1,234)"
-    assert bench.cell([0.5]) == "0.5"
-    assert bench.cell("none") == "none"
-    assert bench.cell([]) == ""
+SMALL = ["strategies", "--nproc=2", "--device=cpu", "--micro_batch_size=2", "--steps=2"]
+SMALL += ["--rounds=1", "--flags=--n_layer 2 --seq_len 16"]
+
+
+@pytest.mark.slow
+def test_bench_strategies_has_all_of_them_and_their_limits(capsys):
+    found = {row["strategy"]: row for row in bench_rows(capsys, *SMALL)}
+    assert list(found) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP", "hsdp"]
+    assert found["single"]["ratio to single"] == [1.0]
+    for row in found.values():
+        assert row["of the limit"] == [row["tokens/s/device"][0] / row["limit"][0]]
+        assert 0 < row["of the limit"][0] < 1
 
 
 NANOGPT = """
