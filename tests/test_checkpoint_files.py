@@ -209,7 +209,7 @@ def test_no_file_of_the_project_can_execute_what_it_reads():
     for name, path in MODULES.items():
         assert not imported_modules(path) & EXECUTES, name
         source = path.read_text()
-        for call in ("torch.load(", "weights_only=", "allow_pickle", " eval(", " exec("):
+        for call in ("torch.load(", "weights_only", "allow_pickle", " eval(", " exec("):
             assert call not in source, f"{name} has {call}"
 
 
