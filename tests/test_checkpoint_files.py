@@ -234,6 +234,17 @@ def test_a_hostile_manifest_is_damaged(tmp_path, text):
         checkpoint.read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize("format", [{}, {"format": 1}, {"format": 3}])  # {}: before 0.2.0
+def test_checkpoints_of_another_format_are_refused(tmp_path, format):
+    write_two_files(tmp_path / "checkpoint")
+    manifest = checkpoint.read_manifest(tmp_path / "checkpoint")
+    del manifest["format"]
+    (tmp_path / "checkpoint/manifest.json").write_text(json.dumps(manifest | format))
+    line = f"has format {format.get('format', 1)}, and this code reads 2: use "
+    with pytest.raises(checkpoint.PathError, match=line):
+        checkpoint.read_manifest(tmp_path / "checkpoint")
+
+
 def test_a_start_keeps_what_is_newer_than_the_checkpoint_it_continues_from(tmp_path, one_rank):
     for step in range(1, 6):
         write_two_files_as(tmp_path, step)

@@ -30,6 +30,14 @@ def test_mesh_shapes(arguments, shape):
     assert dist.mesh_shape(*arguments) == shape
 
 
+def test_a_mesh_that_does_not_multiply_is_refused_with_its_product():
+    line = "4 x dp_shard 3 x tp 2 takes 24 processes, but 12 were started"
+    with pytest.raises(dist.MeshError, match=line):
+        dist.mesh_shape("hsdp", 12, 6, 4, 3, 2)
+    with pytest.raises(dist.MeshError, match="--strategy ddp sets dp_replicate and dp_shard itse"):
+        dist.mesh_shape("ddp", 4, 4, 2, 2)
+
+
 @pytest.mark.parametrize(
     "variables",
     [

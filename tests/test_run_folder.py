@@ -217,6 +217,14 @@ def test_a_checkpoint_that_has_reached_max_steps_is_refused(begin, tmp_path):
         begin(resume=str(named), max_steps=10, warmup_steps=1)
 
 
+def test_damage_is_never_a_fresh_start(begin, tmp_path):
+    path = save(tmp_path / "run", 10)
+    for name in ("full.safetensors", "manifest.json"):
+        (path / name).unlink()
+        with pytest.raises(checkpoint.CheckpointError, match=f"{path}: .*{name} is missing"):
+            begin()
+
+
 def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
     log = tmp_path / "run/metrics.jsonl"
     log.parent.mkdir()
