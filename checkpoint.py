@@ -139,7 +139,7 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """The tensors of a checkpoint, by name. Methods raise CheckpointError for damage."""
+    """The tensors of a checkpoint, by name. Raises CheckpointError for a damaged file."""
 
     def __init__(self, path: Path):
         self.path = path

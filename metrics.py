@@ -121,16 +121,12 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, object]]:
         yield line, value
 
 
-def read_log(path: Path, warn: Callable[[str], None] = lambda line: None) -> list[dict]:
+def read_log(path: Path) -> list[dict]:
     """The rows of metrics.jsonl or optim.jsonl: JSON objects with a `step`.
 
-    `warn` gets a line that counts all others, such as a row that a full disk cut short.
+    All other lines are left out, such as a row that a full disk cut short.
     """
-    values = [value for _, value in read_lines(path)]
-    rows = [value for value in values if is_row(value)]
-    if skipped := len(values) - len(rows):
-        warn(f"{path}: skipped {skipped} line{'s' * (skipped > 1)} not written by the log")
-    return rows
+    return [value for _, value in read_lines(path) if is_row(value)]
 
 
 def is_row(value: object) -> bool:

@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev, variance
@@ -82,17 +82,13 @@ class Log:
         return at_end[-1]["val_loss"] if at_end else None
 
 
-def warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
-
-
-def read(folder: str, name: str, warn: Callable[[str], None] = warn) -> Log:
-    """Read a run folder; `warn` of what is not the log's. Raises UsageError if it is none."""
+def read(folder: str, name: str) -> Log:
+    """Read a run folder. Raises UsageError if it is none."""
     run = Path(folder)
     for file in ("config.json", "metrics.jsonl"):
         if not (run / file).is_file():
             raise UsageError(f"{folder} has no {file}: it is not the folder of a started run")
-    rows = read_log(run / "metrics.jsonl", warn)
+    rows = read_log(run / "metrics.jsonl")
     training, val = with_times(rows)
     if not training:
         raise UsageError(f"{folder} has no training row yet: let it run until its first one")
@@ -100,7 +96,7 @@ def read(folder: str, name: str, warn: Callable[[str], None] = warn) -> Log:
     for row in training:
         losses[row["step"]] = {"training": {"loss": row["loss"]}}
     parameters = {}
-    for row in map(with_nan, read_log(run / "optim.jsonl", warn)):
+    for row in map(with_nan, read_log(run / "optim.jsonl")):
         parameters.setdefault(row.pop("step"), {})[row.pop("parameter")] = row
     try:
         config = json.loads((run / "config.json").read_bytes())

@@ -206,9 +206,9 @@ def render(runs: list[dict], compared: list[list[str]], follow: bool) -> str:
     return page.replace("/* data */", script.replace("<", "\\u003c"))  # no name can end it
 
 
-def write(folders: list[str], out: Path, follow: bool, warn=compare.warn) -> None:
+def write(folders: list[str], out: Path, follow: bool) -> None:
     """Write the page atomically. Raises UsageError if a run cannot be read."""
-    logs = [compare.read(*run, warn) for run in zip(folders, compare.names(folders))]
+    logs = [compare.read(*run) for run in zip(folders, compare.names(folders))]
     runs = [describe(folder, log) for folder, log in zip(folders, logs)]
     table = compare.table(logs, loss=None, tolerance=1e-2).splitlines()
     compared = [line.split(" | ") for line in table if "| --- |" not in line]
@@ -240,7 +240,7 @@ def report(argv: list[str]) -> None:
         while args.follow and any((Path(run) / "lock").exists() for run in args.runs):
             began = time.monotonic()
             with contextlib.suppress(UsageError):  # before the first row, or after lost steps
-                write(args.runs, args.out, follow=True, warn=lambda line: None)
+                write(args.runs, args.out, follow=True)
             # At most 2% of a core, however long the logs
             time.sleep(max(FOLLOW_SECONDS, 50 * (time.monotonic() - began)))
     write(args.runs, args.out, follow=False)
