@@ -63,8 +63,7 @@ torch.set_num_threads(1)  # in the workers, too: other processes have the other 
 # --------------------------------------------------------------------------------------------------
 # Two processes, each with workers of its own
 
-BESIDE = ["test_check.py", "test_memory.py", "test_parity.py", "test_plan.py", "test_policies.py"]
-BESIDE += ["test_rehearse.py"]
+BESIDE = ["test_check.py", "test_parity.py", "test_plan.py", "test_rehearse.py"]
 
 
 def is_beside(item: pytest.Item) -> bool:
