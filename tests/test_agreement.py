@@ -18,11 +18,11 @@ from runtime import agreement
 
 
 def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[int, str, str]:
-    """train.py on four ranks, of which rank 2 is not like the others (or none knows its rank)."""
+    """train.py on four ranks, of which rank 2 is not like the others, or cannot read its data."""
     rank = int(os.environ["RANK"])
     is_odd = rank == 2
     parse, open_folder, dp_rank = train.parse, data.open_folder, dist.dp_rank
-    init_tensor = model.Transformer.init_tensor
+    init_tensor, read = model.Transformer.init_tensor, data.TokenDataset.__getitem__
 
     def parse_with_a_flag(argv):
         return parse([*argv, "--lr", "1"] if is_odd else argv)
@@ -39,6 +39,11 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[in
     def wrong_dp_rank(mesh):
         return dp_rank(mesh) - (rank == 3)
 
+    def damaged(dataset, indices):
+        if dataset.split == "val" and is_odd:
+            raise data.DataError("val.bin is damaged")
+        return read(dataset, indices)
+
     patches = {
         "flag": (train, "parse", parse_with_a_flag),
         "code": (agreement, "source_hash", lambda: "abc" if is_odd else "def"),
@@ -47,6 +52,7 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[in
         "order": (dist, "dp_rank", lambda mesh: 1),
         "group": (dist, "dp_rank", wrong_dp_rank),
         "norm": (model.Transformer, "init_tensor", other_norms),
+        "read": (data.TokenDataset, "__getitem__", damaged),
     }
     with mock.patch.object(*patches[fault]):
         return listen(argv)
@@ -61,6 +67,7 @@ LINES = {
     "order": " on rank 0 and dp_replicate 0, dp_shard 1 on rank 1: ",
     "group": "the first sequences of dp_replicate 0, dp_shard 1 is ",
     "norm": "norm.weight, part (1,), is ",
+    "read": "train.py: error: val.bin is damaged\n",
 }
 
 
