@@ -52,7 +52,7 @@ from config import Config, fill_learning_rate, parse, profile_window
 from layout import Setup
 from metrics import is_due
 from model import Transformer
-from runtime import agreement, cli, memory, preflight, profiling, report, run_folder, slurm
+from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
 from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog, end_with_launcher, take_over_nccl_errors
 from sample import closing_sample
@@ -73,6 +73,8 @@ def command(argv: list[str]) -> int:
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
     # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
     with contextlib.ExitStack() as held, watchdog, loss_parallel(), no_garbage_collection():
+        if world.rank == 0:
+            held.enter_context(console.live(lambda: watchdog.place))
         status = run(flags, world, watchdog, held)
     dist.stop()
     return status
