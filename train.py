@@ -52,7 +52,7 @@ from config import Config, fill_learning_rate, parse, profile_window
 from layout import Setup
 from metrics import is_due
 from model import Transformer
-from runtime import agreement, cli, memory, preflight, profiling, report, run_folder, slurm
+from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
 from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog, end_with_launcher, take_over_nccl_errors
 from sample import closing_sample
@@ -73,6 +73,8 @@ def command(argv: list[str]) -> int:
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
     # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
     with contextlib.ExitStack() as held, watchdog, loss_parallel(), no_garbage_collection():
+        if world.rank == 0:
+            held.enter_context(console.live(lambda: watchdog.place))
         status = run(flags, world, watchdog, held)
     dist.stop()
     return status
@@ -263,20 +265,16 @@ def agree(
     must_match = {f"--{name}": value for name, value in dataclasses.asdict(flags).items()}
     folders = [part.folder for part in val_data.parts]
     must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
-    val_batches, weights = [], state.tensors["model"]
+    val_batches = []
 
-    def read_and_claim() -> tuple[dict, list]:
+    def read_and_claim() -> dict:
         for indices in val_indices:
             # A rank with none left reads any: it takes part in the forward, with weight 0.
             val_batches.append((len(indices), val_data[indices or [0]]))
         indices = itertools.chain.from_iterable(first_indices)
-        claims = agreement.local_claims(mesh, must_match, indices)
-        return claims, agreement.sum_bits(weights)
+        return agreement.local_claims(mesh, must_match, indices, state.tensors["model"])
 
-    claims, sums = zip(*dist.on_all_ranks(read_and_claim))
-    agreement.compare_claims(claims)
-    if difference := agreement.compare_replicas(weights, sums):
-        raise agreement.RankMismatch(f"{difference}: {agreement.REMEDY}")
+    agreement.compare_claims(dist.on_all_ranks(read_and_claim))
     return val_batches
 
 

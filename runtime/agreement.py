@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 import dist
 import optim
 
-REMEDY = "start all ranks with the same flags, code and data"
-
 
 def format_ranks(ranks: list[int]) -> str:
     """`rank 3`, or `ranks 1 and 2`."""
@@ -84,18 +82,21 @@ def local_claims(
     mesh: DeviceMesh,
     must_match: dict[str, object],
     first_indices: Iterable[int],
+    weights: dict[str, Tensor],
 ) -> dict[str, object]:
     """What this rank says of itself: by name, values that all ranks with the name must share.
 
     All ranks must have equal values in `must_match`, and the same code. The ranks of a tp group
     must read the same `first_indices`, the sequences of their first step, and no other rank may
-    read any of them.
+    read any of them. Ranks with the same part of a weight must have the same bits.
     """
     *dp_coordinates, _ = mesh.get_coordinate()
     reader = f"dp_replicate {dp_coordinates[0]}, dp_shard {dp_coordinates[1]}"
     first_indices = list(first_indices)
     claims = must_match | {"the code": source_hash()}
     claims[f"the first sequences of {reader}"] = first_indices
+    for name, (part, total) in zip(weights, sum_bits(weights)):
+        claims[f"the sum of the bits of {name}, part {part},"] = total
     return claims | {f"the reader of sequence {index}": reader for index in first_indices}
 
 
@@ -112,7 +113,7 @@ def compare_claims(claims: list[dict]) -> None:
                 others = [other for other, one in enumerate(claims) if one.get(name) == value]
                 raise RankMismatch(
                     f"{name} is {claims[first][name]} on rank {first} and {value} on "
-                    f"{format_ranks(others)}: {REMEDY}"
+                    f"{format_ranks(others)}: start all ranks with the same flags, code and data"
                 )
 
 
@@ -140,7 +141,7 @@ def sum_bits(weights: dict[str, Tensor]) -> list[tuple]:
             places = zip(weight.device_mesh.get_coordinate(), weight.placements)
             cut = [place for place, placement in places if not placement.is_replicate()]
         parts.append(tuple(cut))
-    return list(zip(parts, torch.stack(sums).tolist()))
+    return list(zip(parts, torch.stack(sums).cpu().tolist()))
 
 
 def compare_replicas(names: Iterable[str], sums_of_ranks: Iterable[list[tuple]]) -> str | None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import NoReturn
 
+from runtime import console
+
 VERSION = "0.2.0"
 
 
@@ -66,7 +68,8 @@ class Parser(argparse.ArgumentParser):
 def print_error(program: str, message: str, where: str = "") -> None:
     """Print an error in one line, if stderr still takes it."""
     with contextlib.suppress(OSError):
-        print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)
+        clear = console.CLEAR if sys.stderr.isatty() else ""  # of a live line
+        print(f"{clear}{program}: error{where}: {message}", file=sys.stderr, flush=True)
 
 
 def fail(program: str, message: str, status: int) -> int:

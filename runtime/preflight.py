@@ -97,7 +97,9 @@ def check(
         "tokens_in_vocabulary": first.vocab_size,
     }
     step, changes = find_step(c, origin, model, manifest)
-    device_memory = memory.device_memory(world.device, world.local_size)
+    device_memory = 0
+    if c.strategy == "auto":
+        device_memory = memory.device_memory(world.device, world.local_size)
     times = [*(datetime.fromisoformat(row["time"]) for row in starts), now]
     found = step, origin.path, origin.only_weights, changes, damaged
     return Start(c, model, manifest, device_memory, times, *found)

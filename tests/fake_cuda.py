@@ -1,20 +1,17 @@
 """CUDA devices for a CPU build of torch, with streams and pinned memory, but without values.
 
-A process that preloads `library` takes the host for one of four GPUs from its first import of torch
-on, and `install` adds the Python half. Then train.py runs whole, in seconds, in two modes: `Fakes`,
-torch's fake tensors, and `Gpu`, which leaves to them what is on a GPU and runs for real what is on
-the CPU. gloo forms the groups that NCCL would; what they would send stays where it is. Not shown:
-values, races of streams, GPU memory, NCCL itself and torch.compile. Of torch nearly all of this is
-private: look at each release.
+A process that preloads the library takes the host for one of four GPUs from its first import of
+torch on, and `install` adds the Python half. Then train.py runs whole, in seconds, in two modes:
+`Fakes`, torch's fake tensors, and `Gpu`, which leaves to them what is on a GPU and runs for real
+what is on the CPU. gloo forms the groups that NCCL would; what they would send stays where it is.
+Not shown: values, races of streams, GPU memory, NCCL itself and torch.compile. Of torch nearly all
+of this is private: look at each release.
 """
 
 import contextlib
 import functools
-import hashlib
-import os
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -24,12 +21,13 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from runtime import profiling
 from runtime.profiling import asks_for_values
-from tools.planning.rehearse import Recorder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 ROOT = SOURCE.parent.parent
@@ -38,17 +36,13 @@ aten = torch.ops.aten
 c10d_ops = torch.ops.c10d
 
 
-def library() -> Path:
-    """Compile the C++ half, once for each torch."""
+def compile_library(folder: Path) -> Path:
+    """Compile the C++ half."""
     root = Path(torch.__file__).parent
-    key = hashlib.sha256(f"{root} {torch.__version__} {SOURCE.read_text()}".encode()).hexdigest()
-    path = Path(tempfile.gettempdir(), f"fake_cuda_{os.getuid()}_{key[:16]}.so")
-    if not path.exists():
-        command = ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{root}/include", SOURCE]
-        command += [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-lc10", "-ltorch_cpu"]
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, "-o", unfinished], check=True)
-        unfinished.rename(path)
+    path = folder / "fake_cuda.so"
+    command = ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{root}/include", SOURCE, "-o", path]
+    command += [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-lc10", "-ltorch_cpu"]
+    subprocess.run(command, check=True)
     return path
 
 
@@ -160,7 +154,7 @@ class Fakes(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
 
-class Gpu(Recorder):
+class Gpu(TorchDispatchMode):
     """Runs the operations of a rank.
 
     crossings     what went between host and device, and what asked for values:
@@ -169,17 +163,22 @@ class Gpu(Recorder):
     """
 
     def __init__(self, fakes: Fakes):
-        super().__init__(fakes)
+        super().__init__()
+        self.fakes = fakes
         self.part = "start"  # of the run
         self.crossings: Counter[tuple[str, str, str]] = Counter()
         self.refusals: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.prim.device.default:  # every second operation
+        if DTensor in types or AsyncCollectiveTensor in types:
+            return NotImplemented  # decomposes into operations on local tensors
+        if function is torch.ops.prim.device.default:
             return args[0].fake_device
-        return super().__torch_dispatch__(function, types, args, kwargs)
+        if function is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]
+        return self.run(function, args, kwargs or {})
 
-    def run(self, function, types, args, kwargs):
+    def run(self, function, args, kwargs):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if kwargs.get("dtype") == torch.int32 and not tensors:
             kwargs = kwargs | {"device": None}  # of DDP's buckets, whose order it has to read
@@ -190,8 +189,8 @@ class Gpu(Recorder):
         if target != "cuda" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
-        if self.is_about_shapes(types):
-            return super().run(function, types, args, kwargs)
+        if len(self.fakes.enter_stack) > 1:  # DTensor computes the shape of a result
+            return function(*args, **kwargs)
         if asks_for_values(function, args):
             self.cross(f"asks for {function.overloadpacket.__name__}")
         if function is aten._local_scalar_dense.default:
@@ -212,7 +211,7 @@ class Gpu(Recorder):
             self.cross_by_copy(target, pinned, non_blocking)
         if function.overloadpacket is aten._fused_adamw_:
             self.check_adamw(*args, **kwargs)
-        result = super().run(function, types, args, kwargs)
+        result = function(*args, **kwargs)
         if not isinstance(result, FakeTensor):
             return result
         if result.device.type == "cpu":

@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from conftest import flags, listen
 
 import data
@@ -17,11 +18,11 @@ from runtime import agreement
 
 
 def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[int, str, str]:
-    """train.py on four ranks, of which rank 2 is not like the others (or none knows its rank)."""
+    """train.py on four ranks, of which rank 2 is not like the others, or cannot read its data."""
     rank = int(os.environ["RANK"])
     is_odd = rank == 2
     parse, open_folder, dp_rank = train.parse, data.open_folder, dist.dp_rank
-    init_tensor = model.Transformer.init_tensor
+    init_tensor, read = model.Transformer.init_tensor, data.TokenDataset.__getitem__
 
     def parse_with_a_flag(argv):
         return parse([*argv, "--lr", "1"] if is_odd else argv)
@@ -38,6 +39,11 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[in
     def wrong_dp_rank(mesh):
         return dp_rank(mesh) - (rank == 3)
 
+    def damaged(dataset, indices):
+        if dataset.split == "val" and is_odd:
+            raise data.DataError("val.bin is damaged")
+        return read(dataset, indices)
+
     patches = {
         "flag": (train, "parse", parse_with_a_flag),
         "code": (agreement, "source_hash", lambda: "abc" if is_odd else "def"),
@@ -46,6 +52,7 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[in
         "order": (dist, "dp_rank", lambda mesh: 1),
         "group": (dist, "dp_rank", wrong_dp_rank),
         "norm": (model.Transformer, "init_tensor", other_norms),
+        "read": (data.TokenDataset, "__getitem__", damaged),
     }
     with mock.patch.object(*patches[fault]):
         return listen(argv)
@@ -56,10 +63,11 @@ LINES = {
     "flag": f"--lr is 0.003 on rank 0 and 1.0 on rank 2: {SAME}",
     "code": f"the code is def on rank 0 and abc on rank 2: {SAME}",
     "data": f" on rank 2: {SAME}",
-    "weights": "error: embed.weight has other bits on rank ",
+    "weights": "the sum of the bits of embed.weight, part (0,), is ",
     "order": " on rank 0 and dp_replicate 0, dp_shard 1 on rank 1: ",
     "group": "the first sequences of dp_replicate 0, dp_shard 1 is ",
-    "norm": "norm.weight has other bits on rank 2 (",
+    "norm": "norm.weight, part (1,), is ",
+    "read": "train.py: error: val.bin is damaged\n",
 }
 
 
@@ -92,8 +100,9 @@ def read(indices_of_ranks: list[list[int]]) -> str:
     """What is wrong with ranks that read these sequences."""
     world = dist.start("cpu")
     mesh = dist.make_mesh(world, (1, 2, 1))
+    weights = {"a": torch.zeros(1)}
     with pytest.raises(agreement.RankMismatch) as error:
-        claims = agreement.local_claims(mesh, {}, indices_of_ranks[world.rank])
+        claims = agreement.local_claims(mesh, {}, indices_of_ranks[world.rank], weights)
         agreement.compare_claims(dist.on_all_ranks(lambda: claims))
     return str(error.value)
 

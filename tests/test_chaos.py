@@ -8,10 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -27,11 +25,8 @@ from conftest import (
 )
 
 import checkpoint
-from runtime import run_folder
 from runtime.cli import UsageError
-from tools import plan
 from tools.measuring import hosts
-from tools.planning import predict
 
 RUN = "--strategy fsdp --save_interval 5 --dtype float32 --max_steps"
 STEPS = 80
@@ -72,32 +67,10 @@ def kill(out: Path, argv: list[str], rng: random.Random) -> None:
         assert checkpoint.verify(path) is None
 
 
-def stop_torchrun(out: Path, argv: list[str]) -> None:
-    """Start a run and tell torchrun to stop, as a scheduler does: the ranks save, and stop.
-
-    It signals the process groups of its ranks, which data-loading workers have left.
-    """
-    before = logged_steps(out)
-    job = torchrun(2, [*argv, "--num_workers", 1], out.with_name(f"{out.name} job"))
-    job.wait_until(lambda: logged_steps(out) > before, 60)
-    os.kill(job.pid, signal.SIGTERM)
-    job.wait(40)
-    line = f"stopped after step {newest_step(out)}; the same command continues"
-    assert line in job.out
-
-
-def train_until_signalled(out: Path, argv: list[str], number: int, victim: int) -> int:
-    """train.py in a worker of the pool, where the victim signals itself after the first row."""
-
-    def signal_myself() -> None:
-        before = logged_steps(out)
-        while logged_steps(out) == before:
-            time.sleep(0.01)
-        os.kill(os.getpid(), number)
-
-    if int(os.environ["RANK"]) == victim:
-        threading.Thread(target=signal_myself, daemon=True).start()
-    return call_train(argv)
+def end_of(process) -> int:
+    process.join(60)
+    assert process.exitcode is not None, "a rank hangs"
+    return process.exitcode
 
 
 def assert_same_run(whole: Path, out: Path) -> None:
@@ -114,20 +87,28 @@ def drawn_with(seed: int) -> Iterator[random.Random]:
         raise
 
 
-def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, pool, whole, tokens, tmp_path):
-    """Stopped by a signal to torchrun, to one rank and to the other, then killed after a save."""
+def train_as_torchruns(argv: list[str]) -> int:
+    """train.py in a process group of its own, to which torchrun sends its signals.
+
+    Data-loading workers have left it.
+    """
+    os.setpgrp()
+    return call_train(argv)
+
+
+def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, whole, tokens, tmp_path):
     out = tmp_path / "out"
     argv = flags(f"--data {tokens} --out {out} {SHORT} --async_save")
     # Without --save_interval only the signal can be the reason for a checkpoint.
-    unsaved = [*argv, "--save_interval", "0"]
-    stop_torchrun(out, unsaved)
-    steps = [0, newest_step(out)]
-    for number, victim in ((signal.SIGINT, 1), (signal.SIGUSR1, 0)):
-        assert pool(2, train_until_signalled, out, unsaved, number, victim) == [75, 75]
-        steps.append(newest_step(out))
-    assert steps == sorted(set(steps)) and steps[-1] < STEPS
+    ranks = fork_ranks(2, train_as_torchruns, [*argv, "--save_interval", "0", "--num_workers", "1"])
+    wait_until(lambda: logged_steps(out) > 0, 60)
+    for process in ranks:
+        os.killpg(process.pid, signal.SIGTERM)
+    assert [end_of(process) for process in ranks] == [os.EX_TEMPFAIL] * 2
+    stopped = newest_step(out)
+    assert 0 < stopped < STEPS
     ranks = fork_ranks(2, call_train, argv)
-    wait_until(lambda: newest_step(out) > steps[-1], 60)
+    wait_until(lambda: newest_step(out) > stopped, 60)
     for process in ranks:
         process.kill()
         process.join()
@@ -225,12 +206,6 @@ def strike(kind: str, victim, other, host: str, out: Path, rng: random.Random) -
         hosts.ip(f"-n {host} link set eth0 up")
 
 
-def end_of(process) -> int:
-    process.join(60)
-    assert process.exitcode is not None, "a rank hangs"
-    return process.exitcode
-
-
 OFTEN = [pytest.param(seed, marks=pytest.mark.chaos) for seed in range(100)]
 
 
@@ -267,39 +242,3 @@ def test_whatever_happens_the_run_says_so_and_ends_with_the_same_weights(
     assert [end_of(process) for process in start([])] == [0, 0]
     assert ("passed over" in (tmp_path / "said-0").read_text()) == (kind == "tear")
     assert_same(whole, disk / "out")
-
-
-@pytest.mark.chaos
-def test_the_goodput_of_a_run_that_is_killed_is_the_predicted_one(tokens, tmp_path):
-    """Killed 15 times, on average every 8 seconds; costs are those that tools.plan --run reads."""
-    out, rng = tmp_path / "out", random.Random(0)
-    text = "--max_steps 1000000 --save_interval 100 --log_interval 10"
-    argv = flags(f"--data {tokens} --out {out} {text}")
-    for kills in range(16):
-        (rank,) = fork_ranks(1, train_on_host, argv, [], tmp_path / "said")
-        if kills < 15:
-            rank.join(rng.expovariate(1 / 8))
-            rank.kill()
-            rank.join()
-    wait_until(lambda: rows(out)[-1]["step"] > run_folder.read_starts(out)[-1]["step"], 60)
-    rank.kill()
-    starts, last = run_folder.read_starts(out), rows(out)[-1]
-    first = datetime.fromisoformat(starts[0]["time"])
-    between = (datetime.fromisoformat(last["time"]) - first).total_seconds() / 15
-    _, options = plan.parse(["--run", str(out), "--peak_tflops", "1"])
-    interval = 100 * options.measured["step_time"]
-    predicted = predict.training_share(interval, **options.costs, between=between)
-    print(f"\ngoodput {last['goodput']:.1%}, predicted {predicted:.1%}, costs {options.costs}")
-    assert last["goodput"] == pytest.approx(predicted, abs=0.05)
-
-
-@pytest.mark.slow
-def test_max_restarts_continues_by_itself(whole, tokens, tmp_path):
-    out = tmp_path / "out"
-    argv = flags(f"--data {tokens} --out {out} {SHORT}")
-    job = torchrun(2, argv, tmp_path / "job", "--max-restarts", "2")
-    job.wait_until(lambda: len(checkpoint.list_checkpoints(out)) > 1, 60)
-    os.kill(job.ranks()[0], signal.SIGKILL)
-    assert job.wait(90) == 0, job.err
-    assert "continuing from" in job.out
-    assert_same(whole, out)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    FORMAT_OF_MESH,
     RANKS_OF_MESH,
     TEN_STEPS,
     assert_same,
@@ -30,6 +29,8 @@ import dist
 import layout
 import train
 from config import model_config
+from model import full_tensor
+from optim import local
 from runtime import consolidate
 from runtime.saver import Saver
 
@@ -48,26 +49,17 @@ def test_five_steps_and_five_more_are_ten_bit_for_bit(run, whole, tmp_path, mesh
     assert_same(whole[mesh], resumed)
 
 
-RING = list(zip(RANKS_OF_MESH, [*list(RANKS_OF_MESH)[1:], "single"]))  # from each mesh to the next
-
-
-@pytest.mark.parametrize("start, goal", RING)
-def test_a_checkpoint_of_any_mesh_continues_on_another(run, whole, start, goal):
-    """The checkpoints are in the format of FORMAT_OF_MESH[start]."""
+@pytest.mark.parametrize(
+    "start, goal, ranks",
+    [("ddp --async_save", "fsdp --tp 2", 4), ("fsdp --tp 2 --async_save", "single", 1)],
+)
+def test_a_run_continues_on_another_mesh(run, whole, start, goal, ranks):
     path = whole[start] / "checkpoints" / "step-00000005"
-    resumed = rows(run(RANKS_OF_MESH[goal], f"{TEN_STEPS} --strategy {goal} --resume {path}"))
+    resumed = rows(run(ranks, f"{TEN_STEPS} --strategy {goal} --resume {path}"))
     expected = rows(whole[start])[5:]
     assert [row["step"] for row in resumed] == list(range(6, 11))
     losses = [row["loss"] for row in resumed]
     assert losses == pytest.approx([row["loss"] for row in expected], rel=1e-5)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
@@ -77,17 +69,16 @@ def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
         checkpoint.load_state(path, state)
     copies = [event for event in profile.events() if event.name == "aten::copy_"]
     copied = sum(math.prod(event.input_shapes[0]) for event in copies)
-    loaded = {name: full(tensor) for name, tensor in state.items()}
+    loaded = {name: full_tensor(tensor) for name, tensor in state.items()}
     torch.testing.assert_close(loaded, tensors(path), rtol=0, atol=0, equal_nan=True)
     return copied, sum(local(tensor).numel() for tensor in state.values())
 
 
-@pytest.mark.parametrize("mesh", ["hsdp --dp_shard 2", "fsdp --tp 2"])
-def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(pool, tokens, whole, tmp_path, mesh):
+def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(pool, tokens, whole, tmp_path):
     path = tmp_path / "full"
-    consolidate.consolidate(last_checkpoint(whole["fsdp"]), path)
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --dtype float32 --strategy {mesh}")
-    for copied, held in pool(4, load_and_count, argv, path):
+    consolidate.consolidate(last_checkpoint(whole["hsdp --dp_shard 2"]), path)
+    text = f"--data {tokens} --out {tmp_path}/run --dtype float32 --strategy fsdp --tp 2"
+    for copied, held in pool(4, load_and_count, flags(text), path):
         assert copied == held
 
 
@@ -96,12 +87,15 @@ def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(pool, tokens, whol
 
 MESHES = {
     1: ["single"],
-    2: ["ddp", "fsdp", "single --tp 2"],
-    4: ["fsdp", "hsdp --dp_shard 2", "fsdp --tp 2", "ddp --tp 2"],
+    2: ["fsdp", "single --tp 2"],
+    4: ["hsdp --dp_shard 2", "fsdp --tp 2"],
 }
-# Rows that 4 ranks do not divide, and with tp 2 neither do 2
-UNEVEN = "--n_layer 1 --n_head 2 --n_kv_head 2 --d_model 20 --d_ff 22 --clip adaptive"
-MODELS = [UNEVEN, f"{UNEVEN} --model tinyllama-1.1b --optimizer muon"]  # tied; with its own head
+# Rows that 4 ranks do not divide, and with tp 2 neither do 2; the head has a weight of its own
+FLAGS = (
+    "--n_layer 1 --n_head 2 --n_kv_head 2 --d_model 20 --d_ff 22 --model tinyllama-1.1b "
+    "--optimizer muon --clip adaptive --seq_len 16 --global_batch_size 8 --max_steps 1 "
+    "--device cpu --dtype float32"
+)
 
 
 def expected_values(name: str, shape: torch.Size) -> torch.Tensor:
@@ -152,24 +146,19 @@ def load_on_each_mesh(argv: list[str], paths: list[Path]) -> int:
     return pairs
 
 
-@pytest.mark.parametrize("model", MODELS, ids=["adamw, tied", "muon, untied"])
-def test_any_mesh_loads_what_any_other_has_saved(pool, tokens, tmp_path, model):
-    argv = f"{flags_of_model(model)} --data {tokens} --out {tmp_path}/run".split()
+def test_any_mesh_loads_what_any_other_has_saved(pool, tokens, tmp_path):
+    argv = f"{FLAGS} --data {tokens} --out {tmp_path}/run".split()
     for ranks in MESHES:
         pool(ranks, save_on_each_mesh, argv, tmp_path / "saved")
     paths = sorted((tmp_path / "saved").glob("*/checkpoints/step-00000001"))
     consolidate.consolidate(paths[-1], tmp_path / "saved/full")
     paths.append(tmp_path / "saved/full")
-    assert len(paths) == 9
+    assert len(paths) == 6
     for ranks, meshes in MESHES.items():
         for pairs in pool(ranks, load_on_each_mesh, argv, paths):
-            assert pairs == 9 * len(meshes)
+            assert pairs == 6 * len(meshes)
     for path in paths:
         assert_anyone_can_read(path)
-
-
-def flags_of_model(model: str) -> str:
-    return f"{model} --seq_len 16 --global_batch_size 8 --max_steps 1 --device cpu --dtype float32"
 
 
 def assert_anyone_can_read(path: Path) -> None:
@@ -190,25 +179,7 @@ def assert_anyone_can_read(path: Path) -> None:
 # What is saved
 
 
-@pytest.mark.parametrize("mesh", RANKS_OF_MESH)
-def test_every_value_is_written_once_under_the_name_of_the_bare_model(whole, mesh):
-    path = last_checkpoint(whole[mesh])
-    state = tensors(path)
-    names = {name.removeprefix("model.") for name in state if name.startswith("model.")}
-    assert "blocks.1.attention.q.weight" in names and len(names) == 20
-    for slot in ("exp_avg", "exp_avg_sq"):
-        assert {f"optimizer.{slot}.{name}" for name in names} < state.keys()
-    assert state["optimizer.step"].tolist() == [10.0] * 20
-    values = sum(tensor.nbytes for tensor in state.values())
-    on_disk = 0
-    for file in path.iterdir():
-        if file.suffix == ".safetensors":
-            on_disk += file.stat().st_size
-    headers = 150 * len(state) * RANKS_OF_MESH[mesh]  # each chunk of a tensor has an entry
-    assert values < on_disk < values + headers
-
-
-@pytest.mark.parametrize("mesh", ["ddp", "fsdp", "hsdp --dp_shard 2"])
+@pytest.mark.parametrize("mesh", ["ddp --async_save", "hsdp --dp_shard 2"])
 def test_rows_and_manifest_of_a_checkpoint(whole, mesh):
     row, _ = rows(whole[mesh], "event")
     path, _ = checkpoint.list_checkpoints(whole[mesh])
@@ -220,7 +191,7 @@ def test_rows_and_manifest_of_a_checkpoint(whole, mesh):
     assert row["path"] == str(path)
     assert row["bytes"] == sum(file.stat().st_size for file in files)
     assert 0 < row["blocking_seconds"] <= row["seconds"]
-    assert ("async" in FORMAT_OF_MESH[mesh]) == (row["blocking_seconds"] < row["seconds"])
+    assert ("async" in mesh) == (row["blocking_seconds"] < row["seconds"])
     manifest = checkpoint.read_manifest(path)
     assert manifest["step"] == 5
     assert manifest["tokens"] == 5 * 8 * 16

@@ -1,14 +1,24 @@
-"""The files of a checkpoint: half written, damaged, hostile; tools.checkpoint list and verify."""
+"""The files of a checkpoint: damaged, hostile, as one file; tools.checkpoint."""
 
 import json
 import os
 import shutil
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import call_train, file_names, flags, last_checkpoint, listen, memory_taken, tensors
+from conftest import (
+    TEN_STEPS,
+    file_names,
+    flags,
+    last_checkpoint,
+    listen,
+    memory_taken,
+    rows,
+    tensors,
+)
 from test_house import MODULES, imported_modules
 
 import checkpoint
@@ -66,18 +76,6 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, com
     assert checkpoint.verify(damaged[-1]) is None
     torch.testing.assert_close(tensors(damaged[-1]), weights, rtol=0, atol=0, equal_nan=True)
     assert not paths[0].exists()
-
-
-def test_a_half_written_checkpoint_does_not_count_and_is_removed(run, tokens, pool):
-    out = run(1, "--max_steps 4 --save_interval 2 --keep_last 0")
-    last = last_checkpoint(out)
-    (last / "manifest.json").unlink()
-    os.rename(last, last.with_name(f".{last.name}.tmp"))
-    (out / "checkpoints" / "notes").write_text("mine")
-    assert [path.name for path in checkpoint.list_checkpoints(out)] == ["step-00000002"]
-    argv = flags(f"--data {tokens} --out {out} --max_steps 4 --keep_last 0")
-    assert pool(1, call_train, argv) == [0]
-    assert file_names(out / "checkpoints") == ["notes", "step-00000002", "step-00000004"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,7 +145,6 @@ HOSTILE = {
     "absurd shape": header(shape=[2**40, 2**40]),
     "size of thousands of digits": raw('{"a": {"shape": [1' + 5000 * "0" + "]}}"),
     "offset behind the end": header(data_offsets=[32, 64]),
-    "truncated data": header(data=bytes(31)),
     "empty file": put("rank-00001.safetensors", b""),
     "chunk of another shape": header(shape=[4, 2]),
     "chunk that is missing": raw('{"c": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}}'),
@@ -157,7 +154,6 @@ HOSTILE = {
     "entry that is null": index(lambda value: value["tensors"].update(a=None)),
     "index of another shape": of_a(shape=[6, 5]),
     "cuts that begin late": of_a(cuts=[[1, 4], [0]]),
-    "no cuts": of_a(cuts=[[], []], grid=[]),
     "grid with a hole": of_a(grid=[0]),
     "grid with an unknown file": of_a(grid=[0, 2]),
 }
@@ -231,39 +227,22 @@ HOSTILE_MANIFESTS = [
 ]
 
 
-def test_a_hostile_manifest_is_a_clear_error(whole, pool, tokens, tmp_path, command):
-    out = tmp_path / "run"
-    shutil.copytree(whole["single"], out)
-    good, path = checkpoint.list_checkpoints(out)
-    for text in HOSTILE_MANIFESTS:
-        (path / "manifest.json").write_text(text)
-        status, said, error = command("list", out)
-        assert (status, said.count("\n"), error.count("\n")) == (1, 2, 1)
-        line = f"DAMAGED: {path} is not a complete checkpoint: its manifest.json is damaged"
-        assert said.splitlines()[1].startswith(line)
-        assert said.startswith(f"{good}  step 5  640 tokens  0.")
-    shutil.rmtree(good)
-    argv = flags(f"--data {tokens} --out {out} --max_steps 1")
-    ((status, said, error),) = pool(1, listen, argv)
-    assert (status, said, error.count("\n")) == (1, "", 1)
-    assert f"no checkpoint to use: {path}: " in error
+@pytest.mark.parametrize("text", HOSTILE_MANIFESTS)
+def test_a_hostile_manifest_is_damaged(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(checkpoint.CheckpointError, match=f"^{tmp_path} is not a complete [^\n]*$"):
+        checkpoint.read_manifest(tmp_path)
 
 
-def test_checkpoints_of_version_0_2_0_are_refused_with_its_name(run, tokens, pool, command):
-    """Never passed over for an older one."""
-    out = run(1, "--max_steps 2 --save_interval 1")
-    path = last_checkpoint(out)
-    manifest = json.loads((path / "manifest.json").read_text())
-    for fields in ({"format": 1}, {}):  # before 0.2.0 without a number
-        del manifest["format"]
-        (path / "manifest.json").write_text(json.dumps(manifest | fields))
-        ((status, said, error),) = pool(1, listen, flags(f"--data {tokens} --out {out}"))
-        assert (status, said, error.count("\n")) == (2, "", 1)
-        line = f"{path} has format 1, and this code reads 2: use version 0.2.0 of nanoshard"
-        assert line in error
-        status, _, error = command("verify", path)
-        assert status == 2 and line in error
-        manifest = {"format": 1} | manifest
+@pytest.mark.parametrize("format", [{}, {"format": 1}, {"format": 3}])  # {}: before 0.2.0
+def test_checkpoints_of_another_format_are_refused(tmp_path, format):
+    write_two_files(tmp_path / "checkpoint")
+    manifest = checkpoint.read_manifest(tmp_path / "checkpoint")
+    del manifest["format"]
+    (tmp_path / "checkpoint/manifest.json").write_text(json.dumps(manifest | format))
+    line = f"has format {format.get('format', 1)}, and this code reads 2: use "
+    with pytest.raises(checkpoint.PathError, match=line):
+        checkpoint.read_manifest(tmp_path / "checkpoint")
 
 
 def test_a_start_keeps_what_is_newer_than_the_checkpoint_it_continues_from(tmp_path, one_rank):
@@ -287,3 +266,53 @@ def write_two_files_as(run: Path, step: int) -> None:
     write_two_files(path)
     manifest = json.loads((path / "manifest.json").read_text()) | {"step": step}
     (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+# --------------------------------------------------------------------------------------------------
+# A sharded checkpoint as one file
+
+
+def test_consolidate_writes_a_complete_checkpoint_that_a_run_continues_from(
+    whole, run, tmp_path, command
+):
+    """In a folder that is created, without a warning."""
+    path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000005"
+    out = tmp_path / "new/one"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        status, said, error = command("consolidate", path, out)
+    assert (status, error) == (0, "") and said.startswith(f"{out}: one file, ")
+    assert file_names(out.parent) == ["one"]
+    assert file_names(out) == ["full.safetensors", "index.json", "manifest.json"]
+    torch.testing.assert_close(tensors(out), tensors(path), rtol=0, atol=0, equal_nan=True)
+    source = checkpoint.read_manifest(path)
+    manifest = checkpoint.read_manifest(out)
+    shards = {f"rank-{rank:05d}.safetensors" for rank in range(4)}
+    assert source.pop("files").keys() == shards | {"index.json"}
+    assert manifest.pop("files").keys() == {"full.safetensors", "index.json"}
+    assert manifest == source
+    status, said, _ = command("verify", out)
+    assert (status, "complete and unchanged: 2 files" in said) == (0, True)
+    resumed = rows(run(2, f"{TEN_STEPS} --strategy fsdp --resume {out}"))
+    losses = [row["loss"] for row in rows(whole["hsdp --dp_shard 2"])[5:]]
+    assert [row["loss"] for row in resumed] == pytest.approx(losses, rel=1e-5)
+
+
+def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(whole, small_disk, command):
+    path = last_checkpoint(whole["hsdp --dp_shard 2"])
+    (small_disk / "other").write_bytes(bytes(900_000))
+    status, _, error = command("consolidate", path, small_disk / "new/one")
+    assert (status, error.count("\n")) == (1, 1)
+    line = f"tools.checkpoint: error: cannot write {small_disk}/new/one: [Errno 28] No space left"
+    assert error.startswith(line)
+    assert not list(small_disk.glob("new/*"))
+
+
+def test_loading_and_converting_take_little_memory(tmp_path, one_rank):
+    """Of a mapped file, the pages of one tensor at most: 4 MB of 96."""
+    state = {str(number): torch.ones(1024, 1024) for number in range(24)}
+    saver = Saver(tmp_path, False, 0, 0, timedelta(seconds=20))
+    saver.save(state, {"step": 1})
+    path = last_checkpoint(tmp_path)
+    assert memory_taken(lambda: checkpoint.load_state(path, state)) < 45e6
+    assert memory_taken(lambda: consolidate.consolidate(path, tmp_path / "one")) < 45e6

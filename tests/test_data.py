@@ -98,16 +98,6 @@ def test_each_sequence_is_read_once_per_epoch_by_one_rank(tokens, ranks, micro_b
     assert order[:count] != order[count:]
 
 
-def test_workers_do_not_change_the_batches(tokens):
-    dataset = data.TokenDataset(data.open_folder(tokens), "train", 16, seed=5)
-    indices = list(data.train_indices(range(1, 7), 8, 4, 0, 1))
-    alone, helped = (list(data.loader(dataset, iter(indices), workers)) for workers in (0, 2))
-    assert len(alone) == 12 and all(a.equal(b) for a, b in zip(alone, helped, strict=True))
-    file = dataset.folder.tokens("train")
-    start = dataset.window(indices[1][0]) * 16
-    assert alone[1][0].tolist() == file[start : start + 17].tolist()
-
-
 def test_validation_set_is_the_same_on_any_mesh():
     spread = {7: [0, 14, 28, 43, 57, 72, 86], 3: [0, 33, 67]}  # over 101 windows, evenly
     for count, micro_batch, ranks in ((7, 3, 1), (7, 3, 2), (7, 1, 4), (3, 2, 4)):
@@ -118,11 +108,11 @@ def test_validation_set_is_the_same_on_any_mesh():
         assert sorted(n for part in lists for batch in part for n in batch) == spread[count]
 
 
-def write_large(folder, tokens: np.ndarray) -> None:
-    tokens.tofile(folder / "train.bin")
-    tokens[:100].tofile(folder / "val.bin")
+def write_tokens(folder, train: np.ndarray, val: np.ndarray) -> None:
     meta = {"dtype": "uint16", "vocab_size": 257, "tokenizer": "bytes"}
-    meta |= {"train_tokens": len(tokens), "val_tokens": 100}
+    for split, tokens in (("train", train), ("val", val)):
+        tokens.astype("<u2").tofile(folder / f"{split}.bin")
+        meta[f"{split}_tokens"] = len(tokens)
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
@@ -134,14 +124,14 @@ def test_of_a_large_file_the_start_reads_blocks_up_to_its_end(tmp_path):
     tokens = np.zeros(512 * SURVEY - 9, np.uint16)
     fingerprints = []
     for block in (511, 510):
-        write_large(tmp_path, tokens)
+        write_tokens(tmp_path, tokens, tokens[:100])
         fingerprints.append(data.open_folder(tmp_path).fingerprint)
         tokens[block * SURVEY + 5] = 1
-    write_large(tmp_path, tokens)
+    write_tokens(tmp_path, tokens, tokens[:100])
     fingerprints.append(data.open_folder(tmp_path).fingerprint)
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     tokens[511 * SURVEY - 1] = 257
-    write_large(tmp_path, tokens)
+    write_tokens(tmp_path, tokens, tokens[:100])
     with pytest.raises(data.DataError, match="train.bin holds token 257, above its vocabulary"):
         data.open_folder(tmp_path)
 
@@ -150,7 +140,7 @@ def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
     """In a corpus too large to be read whole at the start."""
     tokens = np.zeros(40 << 20, np.uint16)
     tokens[SURVEY + 5] = 257  # the second of a run of blocks is not read
-    write_large(tmp_path, tokens)
+    write_tokens(tmp_path, tokens, tokens[:100])
     dataset = data.TokenDataset(data.open_folder(tmp_path), "train", 8, None)
     line = r"^\S+train.bin holds token 257, above its vocabulary of 257[^\n]*$"
     for workers in (0, 1):
@@ -165,13 +155,8 @@ def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
 def write_folder(path, first_id: int, windows: int) -> None:
     """Window w of 16 tokens is the id first_id + w, so that a sequence tells where it is from."""
     path.mkdir()
-    ids = np.arange(first_id, first_id + windows)
-    meta = {"dtype": "uint16", "vocab_size": 257, "tokenizer": "bytes"}
-    for split in ("train", "val"):
-        tokens = np.append(np.repeat(ids, 16), 0).astype("<u2")
-        tokens.tofile(path / f"{split}.bin")
-        meta[f"{split}_tokens"] = len(tokens)
-    (path / "meta.json").write_text(json.dumps(meta))
+    tokens = np.append(np.repeat(np.arange(first_id, first_id + windows), 16), 0)
+    write_tokens(path, tokens, tokens)
 
 
 @pytest.fixture

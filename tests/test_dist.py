@@ -30,19 +30,12 @@ def test_mesh_shapes(arguments, shape):
     assert dist.mesh_shape(*arguments) == shape
 
 
-@pytest.mark.parametrize(
-    "arguments, line",
-    [
-        (("single", 2, 2), "dp_replicate 1 x dp_shard 1 x tp 1 takes 1 processes, but 2 were"),
-        (("ddp", 4, 4, 2, 2), "--strategy ddp sets dp_replicate and dp_shard itself"),
-        (("hsdp", 12, 6, 4, 3, 2), "4 x dp_shard 3 x tp 2 takes 24 processes, but 12 were started"),
-        (("ddp", 3, 3, None, None, 2), "dp_replicate 1 x dp_shard 1 x tp 2 takes 2 processes"),
-    ],
-)
-def test_a_mesh_that_does_not_multiply_is_refused_with_its_product(arguments, line):
-    with pytest.raises(dist.MeshError) as error:
-        dist.mesh_shape(*arguments)
-    assert line in str(error.value)
+def test_a_mesh_that_does_not_multiply_is_refused_with_its_product():
+    line = "4 x dp_shard 3 x tp 2 takes 24 processes, but 12 were started"
+    with pytest.raises(dist.MeshError, match=line):
+        dist.mesh_shape("hsdp", 12, 6, 4, 3, 2)
+    with pytest.raises(dist.MeshError, match="--strategy ddp sets dp_replicate and dp_shard itse"):
+        dist.mesh_shape("ddp", 4, 4, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +81,9 @@ def test_ranks_that_do_not_join_are_named(monkeypatch):
         dist.start("cpu", timeout, join_timeout=timedelta(seconds=1))
 
 
-def place_on_mesh(shape: tuple[int, int, int]) -> tuple[int, list[tuple]]:
+def place_on_mesh(shape: tuple[int, int, int], device: str = "cpu") -> tuple[int, list[tuple]]:
     """The dp_rank, and (members, timeout, description) of this rank's group on each axis."""
-    world = dist.start("cpu", timedelta(seconds=77))
+    world = dist.start(device, timedelta(seconds=77))
     mesh = dist.make_mesh(world, shape)
     found = []
     for axis in dist.AXES:

@@ -5,66 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import Built, build_run, flags, listen, tensors, train_step
+from conftest import flags, listen, tensors
 from test_optim import settings
 
 import checkpoint
 import optim
 import train
-
-FAULTS = {6: math.nan, 7: math.inf}  # factors of the loss at these steps
-
-
-def faulty_run(argv: list[str], faulty_rank: int | None) -> list[float]:
-    """Train ten steps; the losses of those without a fault, and the number of skipped updates.
-
-    The faults are on one rank. With None, there is none, and their updates are omitted by hand.
-    """
-    run = build_run(argv)
-    batches = run.batches()
-    forward = run.forward
-    losses = []
-    for step in range(1, 11):
-        if faulty_rank is None and step in FAULTS:
-            omit_update(run, batches, step)
-            continue
-        factor = FAULTS.get(step, 1.0) if run.world.rank == faulty_rank else 1.0
-        run.forward = Scaled(forward, factor)
-        loss = train_step(run, batches, step)["loss"]
-        torch.distributed.all_reduce(loss)
-        if step not in FAULTS:
-            losses.append(loss.item())
-    return losses + [run.state.optimizer.skipped_steps.item()]
-
-
-def omit_update(run: Built, batches, step: int) -> None:
-    """A step after which all is as if its batch had not been."""
-    optimizer = run.state.optimizer
-    average = optimizer.norm_average.clone()
-    with mock.patch.dict(optimizer.groups, clear=True):
-        train_step(run, batches, step)
-    optimizer.norm_average.copy_(average)
-
-
-class Scaled(torch.nn.Module):
-    def __init__(self, forward, factor: float):
-        super().__init__()
-        self.forward_of, self.factor = [forward], factor
-
-    def forward(self, tokens, targets):
-        return self.forward_of[0](tokens, targets) * self.factor
-
-
-@pytest.mark.parametrize("mesh", ["ddp", "hsdp --dp_shard 2 --optimizer muon"])
-def test_faults_on_one_rank_of_four_are_skipped_on_all(pool, tokens, tmp_path, mesh):
-    text = f"--strategy {mesh} --dtype float32 --clip adaptive"
-    text += " --global_batch_size 4 --n_layer 1"
-    argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
-    never = pool(4, faulty_run, argv, None)
-    faulty = pool(4, faulty_run, argv, 2)
-    for expected, losses in zip(never, faulty, strict=True):
-        assert len(losses) == 8 + 1 and losses[:-1] == expected[:-1]
-        assert (expected[-1], losses[-1]) == (0.0, 2.0)
 
 
 def all_tensors(optimizer: optim.Optimizer, net: torch.nn.Module) -> dict[str, torch.Tensor]:

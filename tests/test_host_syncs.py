@@ -84,7 +84,7 @@ def count_host_syncs(argv: list[str]) -> dict[str, int]:
     return dict(syncs.counts)
 
 
-MESHES = [("single", 1), ("ddp", 2), ("fsdp --optimizer muon", 2), ("hsdp --dp_shard 2", 4)]
+MESHES = [("single", 1), ("ddp", 2), ("fsdp --optimizer muon", 2)]
 
 
 @pytest.mark.parametrize("mesh, ranks", MESHES)

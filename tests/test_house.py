@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 # Each file may import only files of the floors above its own in this list.
 FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
+    "runtime.console",
     "runtime.cli runtime.consolidate runtime.lock runtime.memory runtime.profiling runtime.saver "
     "runtime.agreement runtime.slurm text.sources text.tokenizer",
     "runtime.watchdog text.encode",

@@ -7,20 +7,18 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_model, rows
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
-from torch.utils.flop_counter import FlopCounterMode
+from conftest import build_model
+from torch.distributed.tensor.parallel import loss_parallel
 
-import checkpoint
 import dist
 import model
 import optim
-from runtime.profiling import CommunicationCounter
 
 MESHES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
 
 
-SMALL = model.ModelConfig(64, n_layer=1, n_head=2, n_kv_head=2, d_model=16, d_ff=24, seq_len=8)
+# Of four ranks one holds no row of the MLP's first two matrices.
+SMALL = model.ModelConfig(64, n_layer=1, n_head=2, n_kv_head=2, d_model=16, d_ff=6, seq_len=8)
 FROZEN = "blocks.0.mlp_norm.weight"  # a parameter without a gradient
 NOT_DECAYED = {"embed.weight", "blocks.0.attention_norm.weight", FROZEN, "norm.weight"}
 
@@ -50,7 +48,6 @@ class Setup:
     forward: torch.nn.Module  # what to call in place of net
     optimizer: optim.Optimizer
     part: slice  # this rank's part of a batch of 8
-    mesh: torch.distributed.DeviceMesh
 
 
 def build(mesh_name: str, **options) -> Setup:
@@ -77,7 +74,7 @@ def build(mesh_name: str, **options) -> Setup:
     )
     share = 8 * shape[2] // world.size
     start = dist.dp_rank(mesh) * share
-    return Setup(net, forward, optimizer, slice(start, start + share), mesh)
+    return Setup(net, forward, optimizer, slice(start, start + share))
 
 
 def train_on_mesh(mesh_name: str, steps: int, options: dict) -> tuple[list[dict], dict]:
@@ -191,9 +188,8 @@ def test_clipping_is_its_formula_on_every_mesh(pool, clip):
 
 # Muon, relative. Newton-Schulz gives the small singular values of a momentum, which are rounding,
 # the size of the large ones: what differs in its last bit, by the order of a sum, turns the update
-# in directions that the loss hardly depends on. So weights differ more than losses.
-LOSSES = 1e-4
-MUONS_MESHES = MESHES | {"fsdp": 4, "fsdp tp 2": 4, "ddp tp 2": 4}
+# in directions that the loss hardly depends on. So weights differ more than norms.
+MUONS_MESHES = {"single": 1, "ddp": 2, "fsdp": 4, "hsdp": 4, "fsdp tp 2": 4}
 
 
 def test_muon_is_torchs_on_every_mesh(pool):
@@ -202,81 +198,11 @@ def test_muon_is_torchs_on_every_mesh(pool):
     options = {"optimizer": "muon", "max_grad_norm": 1.5}
     for mesh, ranks in MUONS_MESHES.items():
         log, mesh_weights = pool(ranks, train_on_mesh, mesh, 5, options)[-1]
-        assert [row["grad_norm"] for row in log] == pytest.approx(norms, rel=LOSSES)
+        assert [row["grad_norm"] for row in log] == pytest.approx(norms, rel=1e-4)
         for name, weight in weights.items():
             difference = (mesh_weights[name] - weight).norm()
             assert difference <= (1e-2 if is_muons(name) else 1e-3) * weight.norm(), name
         assert torch.equal(mesh_weights[FROZEN], weights[FROZEN])
-
-
-# (rows, columns); of four ranks some hold unequal parts, or none
-SHAPES = [(16, 16), (8, 3), (3, 8), (12, 6), (10, 20), (1, 4), (6, 12)]
-
-
-def update_on(shape: tuple[int, int, int]) -> tuple[int, list[torch.Tensor]]:
-    """The FLOPs of this rank in an update of matrices of SHAPES, and the full weights after it."""
-    world = dist.start("cpu")
-    mesh = dist.make_mesh(world, shape)
-    with torch.device("meta"):
-        net = torch.nn.Sequential(*(torch.nn.Linear(n, m, bias=False) for m, n in SHAPES))
-    split = (ColwiseParallel(), RowwiseParallel())  # rows and columns of the weight
-    strategy = "ddp" if shape[0] == world.size else "hsdp"
-    tp_plan = {f"{i}": split[i % 2] for i in range(len(SHAPES))}
-    dist.parallelize(net, mesh, strategy, init=fill, tp_plan=tp_plan)
-    chosen = settings(optimizer="muon", max_grad_norm=1e9)
-    everything = {"decays": lambda name: True, "is_hidden": lambda name: True}
-    optimizer = optim.Optimizer(net.named_parameters(), settings=chosen, **everything)
-    for parameter in net.parameters():
-        parameter.grad = parameter.detach().clone()
-    with FlopCounterMode(display=False) as counter:
-        optimizer.step(100)
-    return counter.get_total_flops(), [model.full_tensor(p.detach()) for p in net.parameters()]
-
-
-def fill(name: str, full: torch.Tensor) -> None:
-    full.normal_(generator=torch.Generator().manual_seed(int(name.partition(".")[0])))
-
-
-@pytest.fixture(scope="module")
-def update_alone(pool) -> tuple[int, list[torch.Tensor]]:
-    return pool(1, update_on, (1, 1, 1))[0]
-
-
-@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)])
-def test_each_matrix_is_orthogonalized_once_with_the_same_bits(pool, update_alone, shape):
-    """Newton-Schulz of (m, n), m <= n, is five steps of 4 m^2 n + 2 m^3."""
-    flops = [5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in SHAPES]
-    shares, weights = zip(*pool(4, update_on, shape))
-    assert sum(shares) == update_alone[0] == sum(flops)
-    assert max(shares) < 1.05 * max(flops)  # beside the largest, a rank has only a small one
-    for found in weights:
-        for weight, expected in zip(found, update_alone[1], strict=True):
-            assert torch.equal(weight, expected)
-
-
-def test_muon_takes_the_matrices_of_hidden_layers_and_adamw_the_rest():
-    """By is_hidden: in another project parameters have other names."""
-    sizes = {"layers.weight": (2, 2), "layers.bias": (2,), "last.weight": (2, 2)}
-    parameters = {name: torch.nn.Parameter(torch.ones(size)) for name, size in sizes.items()}
-    muon, hidden = settings(optimizer="muon"), lambda name: name.startswith("layers.")
-    optimizer = optim.Optimizer(parameters.items(), lambda name: True, muon, hidden)
-    assert optimizer.slots["momentum_buffer"].keys() == {"layers.weight"}
-    assert optimizer.slots["exp_avg"].keys() == {"layers.bias", "last.weight"}
-
-
-def test_muon_continues_on_another_mesh(run):
-    """What four ranks have saved goes on alone as it would have there."""
-    text = "--optimizer muon --dtype float32 --max_grad_norm 2 --max_steps 4 --strategy"
-    single = run(1, f"{text} single", "single")
-    sharded = run(4, f"{text} fsdp --tp 2 --save_interval 2", "sharded")
-    at = checkpoint.list_checkpoints(sharded)[0]
-    continued = run(1, f"{text} single --resume {at}", "continued")
-    assert {row["clipped"] for row in rows(single)} == {0, 1}
-    for out in (sharded, continued):
-        log = rows(out)
-        for row, same in zip(log, rows(single)[-len(log) :], strict=True):
-            assert row["loss"] == pytest.approx(same["loss"], rel=LOSSES)
-            assert row["grad_norm"] == pytest.approx(same["grad_norm"], rel=10 * LOSSES)
 
 
 class Sgd:
@@ -319,17 +245,6 @@ def test_an_optimizer_is_added_as_one_class_and_one_entry(pool):
 # Weight decay and schedules
 
 
-def test_weight_decay_shrinks_only_the_parameters_that_decay():
-    weights = {name: torch.nn.Parameter(torch.ones(3)) for name in ("decayed", "kept")}
-    halving = settings(weight_decay=0.5)
-    optimizer = optim.Optimizer(weights.items(), lambda name: name == "decayed", halving, bool)
-    for weight in weights.values():
-        weight.grad = torch.zeros(3)  # so that nothing but weight decay changes the weights
-    optimizer.step(100)
-    assert weights["decayed"].tolist() == pytest.approx([1 - 0.1 * 0.5] * 3)
-    assert weights["kept"].tolist() == [1.0] * 3
-
-
 @pytest.mark.parametrize(
     "schedule, step, lr",
     [
@@ -351,37 +266,3 @@ def test_learning_rates_by_hand(schedule, step, lr):
     options = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "max_steps": 110}
     chosen = optim.Settings(schedule=schedule, **options)
     assert optim.learning_rate(step, chosen) == pytest.approx(lr)
-
-
-# --------------------------------------------------------------------------------------------------
-# Communication
-
-
-CHOICES = [{"clip": clip} for clip in optim.CLIPS]
-
-
-def count_collectives(strategy: str) -> list[list[int]]:
-    """For each of CHOICES, those of an ordinary update and of one with statistics."""
-    setup = build(strategy)
-    found = []
-    for options in CHOICES:
-        net, counts = setup.net, []
-        chosen = settings(**options)
-        optimizer = optim.Optimizer(net.named_parameters(), net.decays, chosen, net.is_hidden)
-        for measure in (False, True):
-            tokens = batch(1)[setup.part]
-            loss = setup.forward(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-            with CommunicationCounter(setup.mesh) as sent:
-                optimizer.step(1, measure)
-            counts.append(sum(traffic.calls for traffic in sent.counts.values()))
-        found.append(counts)
-    return found
-
-
-@pytest.mark.parametrize("mesh", ["single", "ddp", "hsdp"])
-def test_collectives_of_an_update(pool, mesh):
-    is_sharded = mesh == "hsdp"
-    for found in pool(MESHES[mesh], count_collectives, mesh):
-        for options, of_options in zip(CHOICES, found, strict=True):
-            assert of_options == [is_sharded, 2 * is_sharded], options

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 import zlib
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 import checkpoint
-from config import Config, flag, model_config
+from config import Config, model_config
 from model import ModelConfig
 from runtime import preflight, run_folder
 from runtime.cli import UsageError
@@ -127,10 +126,6 @@ def test_a_named_checkpoint_that_is_damaged_is_passed_over(begin, tmp_path):
         start = begin(**{named: run})
         assert start.origin.path == good
         assert start.damaged == {newest: "full.safetensors has 3 bytes, not 60,000"}
-    os.truncate(good / "full.safetensors", 3)
-    for named in ("resume", "init_from"):
-        with pytest.raises(checkpoint.CheckpointError, match="no checkpoint to use: .* has 3 byte"):
-            begin(**{named: run})
 
 
 def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path):
@@ -154,14 +149,6 @@ def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
     named = save(tmp_path / "other", 10)
     now["config"] |= {"init_from": str(named), "out": str(tmp_path / "new")}
     assert place(begin(now)) == (0, None, named)
-
-
-def test_a_field_that_only_the_checkpoint_has_is_another_model(begin, tmp_path):
-    """Such as a fork's window of attention."""
-    path = save(tmp_path / "run", 10, model=MODEL | {"window": 4})
-    for flags in ({}, {"init_from": str(path), "out": str(tmp_path / "new")}):
-        with pytest.raises(UsageError, match=f"{path} cannot be used: its model has other"):
-            begin(**flags)
 
 
 def settled(**flags) -> Config:
@@ -224,11 +211,10 @@ def test_another_model_batch_seed_optimizer_or_other_data_is_refused(begin, tmp_
         assert change in line
 
 
-@pytest.mark.parametrize("max_steps", [5, 10])
-def test_a_checkpoint_that_has_passed_max_steps_is_refused(begin, tmp_path, max_steps):
+def test_a_checkpoint_that_has_reached_max_steps_is_refused(begin, tmp_path):
     named = save(tmp_path / "other", 10, warmup_steps=1)
-    with pytest.raises(UsageError, match=f"is at step 10, and --max_steps {max_steps} leaves"):
-        begin(resume=str(named), max_steps=max_steps, warmup_steps=1)
+    with pytest.raises(UsageError, match="is at step 10, and --max_steps 10 leaves"):
+        begin(resume=str(named), max_steps=10, warmup_steps=1)
 
 
 def test_damage_is_never_a_fresh_start(begin, tmp_path):
@@ -292,18 +278,6 @@ def test_any_other_flag_may_change_and_is_printed_unless_it_holds_for_one_start(
         assert said.startswith(f"--{name} ") and said.endswith(" -> 5")
     for name in ("allow_changes", "dry_run"):
         assert change(name, True) == []
-
-
-@dataclass(frozen=True)
-class ForkedConfig(Config):
-    label_smoothing: float = flag("optimizer", 0.0, "share of the target for the other tokens")
-
-
-def test_a_flag_that_a_fork_adds_is_refused_without_a_list(change):
-    with mock.patch.object(preflight, "Config", ForkedConfig):
-        assert change("label_smoothing", 0.0) == []
-        with pytest.raises(UsageError, match="--label_smoothing 0.0 -> 0.1; change that"):
-            change("label_smoothing", 0.1)
 
 
 def test_a_flag_that_only_the_checkpoint_has_is_refused(begin, tmp_path):

@@ -15,7 +15,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from conftest import (
     QUIET,
     ROOT,
@@ -32,10 +31,8 @@ from conftest import (
 )
 
 import checkpoint
-import data
 import optim
 from runtime import run_folder
-from sample import closing_sample
 
 
 def test_the_command_of_the_readme(tmp_path):
@@ -87,55 +84,15 @@ def test_a_full_disk_at_start_is_one_line_and_leaves_nothing(pool, tokens, small
 def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, tokens, pool):
     out = run(2, "--max_steps 3 --strategy fsdp")
     good = checkpoint.list_checkpoints(out)
-    text = f"--data {tokens} --out {out} --max_steps 6 --strategy fsdp --save_interval 1"
-    spoil = flags(f"{text} --lr 1e300 --allow_changes")
-    (status, said, err), _ = pool(2, listen, spoil)
-    assert status == 1
-    assert "changed: --lr 0.003 -> 1e+300\n" in said
-    for step in (4, 5):
-        path = f"{out}/checkpoints/step-0000000{step}"
-        assert f"NOT SAVED: cannot write {path}: the loss or a weight is not finite" in said
+    text = f"--data {tokens} --out {out} --max_steps 5 --strategy fsdp --save_interval 1"
+    (status, said, err), _ = pool(2, listen, flags(f"{text} --lr 1e300 --allow_changes"))
+    assert status == 1 and "changed: --lr 0.003 -> 1e+300\n" in said
+    assert f"NOT SAVED: cannot write {out}/checkpoints/step-00000004: the loss or a weight" in said
     assert err == (
-        "train.py: error: the validation loss of step 6 is nan. The checkpoints in --out are from "
+        "train.py: error: the validation loss of step 5 is nan. The checkpoints in --out are from "
         "before: lower --lr or check the data\n"
     )
     assert checkpoint.list_checkpoints(out) == good and checkpoint.verify(good[0]) is None
-    assert [row["event"] for row in rows(out, "event")] == ["checkpoint"] + 2 * [
-        "checkpoint_failed"
-    ]
-
-
-def test_a_new_run_begins_with_the_weights_of_another(run, pool, tokens, tmp_path):
-    first = run(1, "--max_steps 3 --save_interval 1 --keep_last 0 --dtype float32", "first")
-    path = checkpoint.list_checkpoints(first)[0]
-    out = run(2, f"--max_steps 2 --strategy fsdp --dtype float32 --init_from {path}", "second")
-    # Step 1 of the new run trains on the data of step 1, with the weights after step 1.
-    again = run(1, f"--max_steps 2 --dtype float32 --init_from {path} --max_grad_norm 1e9", "third")
-    assert rows(out)[0]["loss"] == pytest.approx(rows(again)[0]["loss"], rel=1e-6)
-    assert rows(out)[0]["loss"] < rows(first)[0]["loss"] - 1e-3
-    assert [row["step"] for row in rows(out)] == [1, 2]
-
-
-def test_a_model_that_no_flags_describe_goes_on_in_a_new_folder(run, pool, tokens, tmp_path):
-    """Named by its run, it needs no flags of its size; its config.json begins a new run."""
-    first = run(1, "--max_steps 2 --dtype float32 --keep_last 0", "first")
-    (path,) = checkpoint.list_checkpoints(first)
-    manifest = checkpoint.read_manifest(path)
-    manifest["model"] |= {"rope_theta": 5e5, "norm_eps": 1e-6}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    few = f"{QUIET} --data {tokens} --dtype float32 --wrap block --sample_tokens 0"
-    few += " --global_batch_size 8"
-    argv = f"{few} --resume {first} --out {tmp_path}/second --save_interval 1 --max_steps 4"
-    argv += " --keep_last 0"
-    ((status, said, err),) = pool(1, listen, argv.split())
-    assert (status, err) == (0, ""), err
-    assert f"model   {first}: 2 layers x 32 wide" in said and f"continuing from {path}" in said
-    assert said.count("changed:") == 2  # of --max_steps and --save_interval
-    assert len(checkpoint.list_checkpoints(tmp_path / "second")) == 2
-    argv = f"--config {tmp_path}/second/config.json --out {tmp_path}/third --max_steps 1"
-    ((status, said, err),) = pool(1, listen, argv.split())
-    assert status == 0 and "2 layers x 32 wide" in said, err
-    assert f"out     {tmp_path}/third\n" in said and "step 1/1" in said
 
 
 def test_a_vocabulary_with_room_stays(run, pool, tokens, tmp_path):
@@ -149,6 +106,7 @@ def test_a_vocabulary_with_room_stays(run, pool, tokens, tmp_path):
     ((status, said, err),) = pool(1, listen, f"{text} --init_from {first}".split())
     assert (status, err) == (0, "")
     assert "2 layers x 32 wide, vocabulary 448: " in said
+    assert [row["step"] for row in rows(tmp_path / "second")] == [1]
     before, after = (tensors(last_checkpoint(path)) for path in (first, tmp_path / "second"))
     # lr is 3e-3: trained on from there
     name = "model.blocks.1.mlp.up.weight"
@@ -189,15 +147,6 @@ def test_a_notebook_trains_saves_and_loads_in_a_few_lines(pool, tmp_path):
     assert checkpoint.verify(path) is None and len(tensors(path)) > 50
 
 
-def test_a_run_without_checkpoints_ends_but_cannot_be_continued(tokens, pool, tmp_path):
-    out = tmp_path / "run"
-    argv = flags(f"--data {tokens} --out {out}")
-    assert pool(1, call_train, [*argv, "--max_steps", "3", "--checkpoint", "none"]) == [0]
-    ((status, _, err),) = pool(1, listen, [*argv, "--max_steps", "5"])
-    assert status == 2 and f"cannot continue --out {out}: its run has --checkpoint none" in err
-    assert len(rows(out)) == 3
-
-
 def test_a_folder_without_a_usable_tokenizer_trains_to_the_end(pool, tmp_path):
     """As nanoGPT's, with a vocabulary that only a pickle tells."""
     for split in ("train", "val"):
@@ -210,44 +159,8 @@ def test_a_folder_without_a_usable_tokenizer_trains_to_the_end(pool, tmp_path):
     assert re.fullmatch(r"0 1 2 3 (\d+ ){4}", sample)  # token ids
 
 
-def sample_of_a_new_model(argv: list[str]) -> str:
-    run = build_run(argv)
-    with torch.no_grad():
-        run.state.model.embed.weight.mul_(50)  # so that a draw depends on the tokens before
-    return closing_sample(run.forward, run.folders[0], 9, 16, run.c.tp, run.world)
-
-
-def test_a_tp_group_samples_at_lengths_that_it_cannot_split(pool, tokens, tmp_path):
-    """From 4 tokens on to 12. All of a sequence are split, so it is padded."""
-    text = f"--data {tokens} --dtype float32 --strategy single --sample_tokens 9"
-    (alone,) = pool(1, sample_of_a_new_model, flags(f"{text} --out {tmp_path}/one"))
-    both = pool(2, sample_of_a_new_model, flags(f"{text} --out {tmp_path}/two --tp 2"))
-    assert len(alone) > 9 and both == [alone, ""]
-
-
 # --------------------------------------------------------------------------------------------------
 # Evaluation
-
-
-def listen_to_damaged_data(argv: list[str]) -> tuple[int, str, str]:
-    """train.py, whose validation data cannot be read on rank 1."""
-    read = data.TokenDataset.__getitem__
-
-    def damaged(dataset, indices):
-        if dataset.split == "val" and os.environ["RANK"] == "1":
-            raise data.DataError("val.bin is damaged")
-        return read(dataset, indices)
-
-    with mock.patch.object(data.TokenDataset, "__getitem__", damaged):
-        return listen(argv)
-
-
-def test_a_damaged_validation_set_ends_the_run_before_it_begins(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 2")
-    answers = pool(2, listen_to_damaged_data, argv)
-    assert [status for status, _, _ in answers] == [2, 2]
-    assert answers[0][1:] == ("", "train.py: error: val.bin is damaged\n")
-    assert not (tmp_path / "run").exists()
 
 
 def files(folder: Path) -> dict[Path, int]:
@@ -258,21 +171,20 @@ def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens
     out = run(1, "--max_steps 2 --save_interval 1 --dtype float32")
     (row,) = rows(out, "val_loss")
     before = files(tmp_path)
-    # The model, its dtype, the data and how much of it is read are those of the run
+    # A byte is a token, and val.bin also has ends of text, id 256.
+    ids = np.fromfile(tokens / "val.bin", "<u2")
+    tokens_per_byte = len(ids) / np.count_nonzero(ids != 256)
+    # The model, its dtype, the data and how much of it is read are those of the run. A global batch
+    # of 8 does not divide over 3.
     argv = f"--out {out} --eval_only --device cpu --strategy".split()
-    ((_, alike, _),) = pool(1, listen, [*argv, "single"])
-    assert f"val_loss {row['val_loss']:.6f}," in alike
-    said = [
-        pool(2, listen, [*argv, "fsdp", "--tp", "2"])[0],
-        pool(3, listen, [*argv, "ddp"])[0],  # a global batch of 8 does not divide over 3
-    ]
-    for status, line, err in said:
+    for ranks, mesh in ((1, "single"), (2, "fsdp --tp 2"), (3, "ddp")):
+        status, line, err = pool(ranks, listen, [*argv, *mesh.split()])[0]
         assert (status, line.count("\n"), err) == (0, 1, "")
         assert line.startswith(f"{out}/checkpoints/step-00000002 on {tokens}: val_loss ")
         loss, perplexity, bits = evaluation(line)
         assert loss == pytest.approx(row["val_loss"], rel=1e-5)
         assert perplexity == pytest.approx(math.exp(loss), rel=1e-4)
-        assert bits == pytest.approx(bits_of(loss, tokens), rel=1e-5)
+        assert bits == pytest.approx(loss / math.log(2) * tokens_per_byte, rel=1e-5)
     assert files(tmp_path) == before
 
 
@@ -280,12 +192,6 @@ def evaluation(line: str) -> list[float]:
     """Loss, perplexity and bits per byte."""
     pattern = r"val_loss (\S+), perplexity (\S+), (\S+) bits per byte \(10 sequences of 16 tokens\)"
     return [float(text) for text in re.search(pattern, line).groups()]
-
-
-def bits_of(loss: float, tokens: Path) -> float:
-    """Bits per byte, where a byte is a token and val.bin also has ends of text, id 256."""
-    ids = np.fromfile(tokens / "val.bin", "<u2")
-    return loss / math.log(2) * len(ids) / np.count_nonzero(ids != 256)
 
 
 def test_eval_only_takes_another_checkpoint_and_other_data(run, pool, tokens, tmp_path):
@@ -364,10 +270,10 @@ def train_with(tracker: FakeTracker | None, argv: list[str]):
         return listen(argv), tracker
 
 
-def test_wandb_gets_the_numbers_of_each_row_from_rank_0(pool, tokens, tmp_path):
+def test_wandb_gets_the_numbers_of_each_row_from_rank_0_and_may_fail(pool, tokens, tmp_path):
     out = tmp_path / "run"
-    argv = flags(f"--data {tokens} --out {out} --max_steps 2 --strategy fsdp --tracker wandb")
-    ((status, _, err), tracker), (_, other) = pool(2, train_with, FakeTracker(), argv)
+    argv = flags(f"--data {tokens} --out {out} --strategy fsdp --tracker wandb --max_steps")
+    ((status, _, err), tracker), (_, other) = pool(2, train_with, FakeTracker(), [*argv, "2"])
     assert (status, err, other.opened) == (0, "", [])
     (options,) = tracker.opened
     assert options["id"].startswith("run-20") and options["config"]["tracker"] == "wandb"
@@ -375,18 +281,15 @@ def test_wandb_gets_the_numbers_of_each_row_from_rank_0(pool, tokens, tmp_path):
     assert tracker.sent[0][1]["loss"] == rows(out)[0]["loss"]
     assert tracker.sent[2][1] == {"val_loss": rows(out, "val_loss")[0]["val_loss"]}
 
-    ((status, _, _), again), _ = pool(2, train_with, FakeTracker(), [*argv, "--max_steps", "3"])
-    assert (status, again.opened[0]["id"]) == (0, options["id"])  # it goes on in the same run
-
-
-def test_a_tracker_that_fails_ends_nothing_and_says_so_once(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 4 --tracker wandb")
-    (((status, said, err), tracker),) = pool(1, train_with, FakeTracker(fails_after=1), argv)
-    assert (status, err, len(tracker.sent)) == (0, "", 1)
+    # It goes on in the same run, as far as there is a network.
+    failing = FakeTracker(fails_after=1)
+    ((status, said, err), again), _ = pool(2, train_with, failing, [*argv, "5"])
+    assert (status, err, len(again.sent)) == (0, "", 1)
+    assert again.opened[0]["id"] == options["id"]
     line = "--tracker failed and is off until the next start: ConnectionError('no network')\n"
     assert said.count(line) == said.count("no network") == 1
-    assert len(rows(tmp_path / "run")) == 4
-    (((status, said, err), _),) = pool(1, train_with, None, [*argv, "--max_steps", "5"])
+    assert len(rows(out)) == 5
+    ((status, said, err), _), _ = pool(2, train_with, None, [*argv, "6"])
     assert (status, err) == (0, "") and "--tracker failed and is off " in said  # not installed
 
 

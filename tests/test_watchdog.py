@@ -7,16 +7,14 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import Job, flags, fork_ranks, rows, torchrun, wait_until
+from conftest import flags, fork_ranks, wait_until
 
 import data
 import train
@@ -27,29 +25,6 @@ def is_running(pid: int) -> bool:
     """Whether the process exists, and is no zombie whose parent has not read its status yet."""
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and ") Z " not in status.read_text()
-
-
-def trains(out: Path) -> bool:
-    """For more than a second, and so for more than an interval: the last heartbeat is of a step."""
-    log = out / "metrics.jsonl"
-    return log.exists() and sum(row["step_time"] for row in rows(out)) > 1.2
-
-
-def last_line(job: Job) -> str:
-    """What train.py said of the end."""
-    return "".join(re.findall(r"^\w+.py: error: (.*)$", job.err, re.M))
-
-
-def wait_for_line(job: Job, seconds: float) -> str:
-    wait_until(lambda: last_line(job), seconds, lambda: job.err)
-    return last_line(job)
-
-
-def assert_over(job: Job, seconds: float) -> None:
-    """The job ends with status 1, and no process of it is left."""
-    assert job.wait(seconds) == 1
-    of_its_session = ["pgrep", "-s", str(job.pid)]
-    wait_until(lambda: not subprocess.run(of_its_session, capture_output=True).stdout, 5)
 
 
 def train_without_batch_40(argv: list[str], folder: Path, fate: str) -> int:
@@ -147,19 +122,6 @@ def test_a_rank_that_fails_alone_ends_although_nccl_waits_for_others():
     assert exit_statuses(fork_ranks(1, fail_alone)) == [1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank, number", [(0, signal.SIGSTOP), (2, signal.SIGKILL)])
-def test_the_line_comes_within_the_timeout_the_end_30_s_later(tokens, tmp_path, rank, number):
-    out = tmp_path / "run"
-    argv = flags(f"--data {tokens} --out {out} --strategy ddp --max_steps 1000000 --timeout 10")
-    job = torchrun(4, argv, tmp_path / "job")
-    job.wait_until(lambda: trains(out), 60)
-    os.kill(job.ranks()[rank], number)
-    line = wait_for_line(job, 10)
-    assert line.startswith(f"rank {rank} stopped or died")
-    assert_over(job, 30 + 5)  # torchrun waits 30 seconds for a rank that has stopped
-
-
 @pytest.mark.parametrize(
     "after, collective_failed, line",
     [
@@ -254,17 +216,3 @@ def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
         (3, "saving", True),
         (3, "sampling", True),
     ]
-
-
-def test_nccl_leaves_it_to_the_watchdog_to_end_a_rank():
-    """With 0 NCCL logs an error and ends nothing, unless it hangs for longer than we wait."""
-    by_torchrun = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    with mock.patch.dict(os.environ, by_torchrun, clear=True):
-        watchdog.take_over_nccl_errors(timedelta(seconds=1200))
-        found = {name: value for name, value in os.environ.items() if name[:11] == "TORCH_NCCL_"}
-    assert found == {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1200",
-    }
