@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,11 @@ from conftest import (
 )
 
 import checkpoint
+from runtime import run_folder
 from runtime.cli import UsageError
+from tools import plan
 from tools.measuring import hosts
+from tools.planning import predict
 
 RUN = "--strategy fsdp --save_interval 5 --dtype float32 --max_steps"
 STEPS = 80
@@ -242,3 +246,27 @@ def test_whatever_happens_the_run_says_so_and_ends_with_the_same_weights(
     assert [end_of(process) for process in start([])] == [0, 0]
     assert ("passed over" in (tmp_path / "said-0").read_text()) == (kind == "tear")
     assert_same(whole, disk / "out")
+
+
+@pytest.mark.chaos
+def test_the_goodput_of_a_run_that_is_killed_is_the_predicted_one(tokens, tmp_path):
+    """Killed 15 times, on average every 8 seconds; costs are those that tools.plan --run reads."""
+    out, rng = tmp_path / "out", random.Random(0)
+    text = "--max_steps 1000000 --save_interval 100 --log_interval 10"
+    argv = flags(f"--data {tokens} --out {out} {text}")
+    for kills in range(16):
+        (rank,) = fork_ranks(1, train_on_host, argv, [], tmp_path / "said")
+        if kills < 15:
+            rank.join(rng.expovariate(1 / 8))
+            rank.kill()
+            rank.join()
+    wait_until(lambda: rows(out)[-1]["step"] > run_folder.read_starts(out)[-1]["step"], 60)
+    rank.kill()
+    starts, last = run_folder.read_starts(out), rows(out)[-1]
+    first = datetime.fromisoformat(starts[0]["time"])
+    between = (datetime.fromisoformat(last["time"]) - first).total_seconds() / 15
+    _, options = plan.parse(["--run", str(out), "--peak_tflops", "1"])
+    interval = 100 * options.measured["step_time"]
+    predicted = predict.training_share(interval, **options.costs, between=between)
+    print(f"\ngoodput {last['goodput']:.1%}, predicted {predicted:.1%}, costs {options.costs}")
+    assert last["goodput"] == pytest.approx(predicted, abs=0.05)

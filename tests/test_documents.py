@@ -250,6 +250,35 @@ def test_the_flags_that_a_document_names_exist(path):
             check_flags(text.split(), flags, path)
 
 
+# --------------------------------------------------------------------------------------------------
+# Shells
+
+
+def unquoted_words(block: str) -> list[str]:
+    """Unquoted $variables whose value has several words: bash splits them, zsh does not."""
+    several = re.findall(r"\b(\w+)=(?:\"[^\"\n]* [^\"\n]*\"|'[^'\n]* [^'\n]*')", block)
+    for name, words in re.findall(r"\bfor (\w+) in ((?:[^;\n])*)", block):
+        if re.search(r"\"[^\"]* [^\"]*\"|'[^']* [^']*'", words):
+            several.append(name)
+    bare = re.sub(r"\"[^\"\n]*\"|'[^'\n]*'", "", block)
+    return [name for name in several if re.search(rf"\$\{{?{name}\b", bare)]
+
+
+def test_an_unquoted_variable_of_several_words_is_found():
+    assert unquoted_words('    more="--a --b"\n    train $more\n') == ["more"]
+    assert unquoted_words('    for mesh in "ddp" "hsdp --tp 2"; do train $mesh; done\n') == ["mesh"]
+    assert (
+        unquoted_words('    for mesh in ddp fsdp; do train $mesh --out "runs/$mesh"; done\n') == []
+    )
+    assert unquoted_words('    out="my runs"\n    train --out "$out"\n') == []
+
+
+@documents
+def test_commands_have_no_unquoted_variable_of_several_words(path):
+    for block in re.findall(r"(?:^ {4}.*\n)+", path.read_text(), re.M):
+        assert unquoted_words(block) == [], block
+
+
 @documents
 def test_a_shell_can_read_the_commands_of_a_document(path):
     first = r"python|torchrun|pip|git|for|export|curl|pytest|sbatch|lm_eval|\w+\(\) \{"

@@ -96,13 +96,13 @@ def test_no_public_name_is_defined_twice_outside_tools():
 # Lines of a room at most. Whoever adds takes something away, or raises a number in a commit of its
 # own that says what it buys.
 ROOMS = {
-    "train.py model.py data.py dist.py optim.py checkpoint.py": 2910,
-    "*.py": 4490,
-    "runtime/*.py": 1680,
+    "train.py model.py data.py dist.py optim.py checkpoint.py": 2800,
+    "*.py": 4370,
+    "runtime/*.py": 1690,
     "text/*.py": 880,
-    "tools/**/*.py": 3830,
+    "tools/**/*.py": 3720,
     "docs/*.py": 370,
-    "tests/*.py": 12550,
+    "tests/*.py": 10600,
 }
 
 
