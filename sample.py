@@ -7,7 +7,6 @@ python sample.py --run runs/tiny/checkpoints/step-00000600 --temperature 0 --max
 import argparse
 import math
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,8 +203,6 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
     name = trained.tokenizer
     prompt = encode_prompt(args.prompt, trained)
     model = load_model(path, trained.config, device)
-    began = time.perf_counter()
-    new = []
     tokens = generate(
         model,
         prompt,
@@ -219,22 +216,13 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
         stop=tokenizer.load_encoding(name).eot_token if name else None,
         seed=args.seed,
     )
-    texts = tokenizer.decode(name, keep(tokens, new), prompt if args.prompt else [])
+    texts = tokenizer.decode(name, tokens, prompt if args.prompt else [])
     beginning = next(texts, "")  # before printing the prompt: the model may prove broken
     shown = args.prompt if name else "".join(tokenizer.decode(None, prompt))
     print(shown, beginning, sep="", end="", flush=True)
     for text in texts:
         print(text, end="", flush=True)
     print()
-    seconds = time.perf_counter() - began
-    speed = f"{len(new):,} tokens in {seconds:.1f} s: {len(new) / seconds:,.0f} tokens/s"
-    print(f"sample.py: {speed}", file=sys.stderr)
-
-
-def keep(tokens: Iterator[int], kept: list[int]) -> Iterator[int]:
-    for token in tokens:
-        kept.append(token)
-        yield token
 
 
 def main(argv: list[str]) -> int:
