@@ -126,6 +126,15 @@ def test_a_token_sees_a_window_on_every_mesh__sliding_window(fork):
     train_alike(fork, "--max_steps 4 --window 4", "--strategy fsdp", "--tp 2")
 
 
+@pytest.mark.slow
+def test_the_tricks_of_the_race_are_the_same_on_every_mesh__speedrun(fork):
+    tricks = "--optimizer muon --qk_norm --relu2 --zero_outputs --bigrams 4608"
+    train_alike(fork, f"--max_steps 4 {tricks}", "--strategy fsdp", "--tp 2")
+    added = f"--max_steps 4 {tricks} --value_embeddings"  # not under tp
+    one, two = (fork.train(ranks, added, f"{ranks}-ranks") for ranks in (1, 2))
+    assert_same_losses(one, two)
+
+
 DOCUMENTS = """
 import torch, model
 config = model.ModelConfig(320, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=64, seq_len=24,
