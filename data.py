@@ -5,7 +5,7 @@ A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no hea
 `meta.pkl` is never unpickled.
 
 A window is the piece of a file that a sequence reads: T tokens and the token after them. A file of
-N tokens has (N - 1) // T. Sequence n of a run, with epoch, i = divmod(n, windows), is window
+N tokens has (N - 1) // T windows. With epoch, i = divmod(n, windows), sequence n of a run is window
 permute(i) in the order of (seed, epoch): a pure function of (seed, n), whatever the number of ranks
 or workers, the micro-batch size or the step at which a run resumed. So a checkpoint needs no state
 of the data loader. In a mixture, n also decides which folder a sequence is from.

@@ -2,8 +2,8 @@
 
 Nothing here waits for the device: norms, decisions and counters are tensors that stay on it, and
 the host only queues work. A new optimizer is one class and one entry in OPTIMIZERS, a clipping
-strategy one function and one entry in CLIPS, a schedule one entry in SCHEDULES. Their help texts
-are in config.py.
+strategy one function and one entry in CLIPS, a schedule one entry in SCHEDULES. The help texts of
+their flags are in config.py.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Everything that can refuse a run before its first step and needs no weights.
 
-Flags, data, run folder, what the run continues from, and which flags may change. Whether the ranks
-form one run is asked later: see train.agree.
+It checks flags, data, run folder, what the run continues from, and which flags may change. Later,
+train.agree checks whether the ranks form one run.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The lines that a run prints: at its start, with the arithmetic, and of --eval_only."""
+"""The lines that a run prints: at its start, with the arithmetic, and for --eval_only."""
 
 import contextlib
 import math

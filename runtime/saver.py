@@ -1,4 +1,4 @@
-"""When a run saves: in the background or not, what becomes of failures and of older checkpoints."""
+"""How a run saves: in the background or not, after failures, and which checkpoints it removes."""
 
 import contextlib
 import shutil

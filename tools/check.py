@@ -3,7 +3,7 @@
 torchrun --standalone --nproc_per_node 2 -m tools.check --json check.json
 torchrun --nnodes 4 --nproc_per_node 8 ... -m tools.check --model llama3-8b --strategy hsdp
 
-Takes train.py's flags, those of the planned run, and is started as train.py is.
+Takes the flags of the planned run, and is started like train.py.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 python -m tools.hf export runs/tiny OUT
 python -m tools.hf import DIR OUT
 
-The decoder is Hugging Face's Llama: RoPE pairs the same elements, so tensors map one to one. Both
-commands execute nothing they read. `export` of a tokenizer needs the package transformers.
+The decoder is Hugging Face's Llama: RoPE pairs the same elements, so tensors map one to one. No
+command executes what it reads. `export` needs transformers only to write a tokenizer.json.
 """
 
 import argparse

@@ -5,7 +5,7 @@ python -m tools.plan --model llama3-70b --world_size 512 --strategy hsdp --dp_sh
 python -m tools.plan --run runs/tiny --peak_tflops 0.1
 
 Takes train.py's flags, rehearses one optimizer step of one rank with train.py's code, and predicts
-the step time from what that did: see planning/rehearse.py and planning/predict.py.
+the step time from what it counts: see planning/rehearse.py and planning/predict.py.
 """
 
 import argparse

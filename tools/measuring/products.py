@@ -2,7 +2,7 @@
 
 python tools/measuring/products.py SCRIPT [FLAG ...]
 
-A micro-batch takes at least as long at that time on this machine. Attention's products, which are
+At that time no micro-batch can be faster on this machine. Attention's products, which are
 one kernel with the rest of attention, are not among them.
 """
 

@@ -2,7 +2,7 @@
 
     step = compute + exposed communication + optimizer
 
-All constants are here, with their sources; two are assumptions, marked as such.
+All constants are here, with their sources; those that are assumed say so.
 """
 
 import math
