@@ -149,6 +149,7 @@ WEATHER |= {"full": 5, "tear": 5}
 # What a rank that is left says; nothing where the run goes on by itself, or all ranks are killed.
 LOST = r"rank \d stopped or died|the store in which the ranks meet is gone|rank \d did not arrive"
 SAID = dict.fromkeys(("kill", "gone", "stop", "interface"), LOST)
+SAID["interface"] += "|no rank made progress"  # when packets are sent again too late
 SAID |= {"terminate": r"stopped after step \d+", "tear": "", "slow": ""}
 SAID |= {"full": "NOT SAVED: cannot write .* No space left on device"}
 
