@@ -65,6 +65,7 @@ class Watchdog:
         self.place = "before the first step"
         self.slow = True
         self.stopped = threading.Event()
+        self.accusing = threading.Lock()  # held from before the verdict until the end
         self.ending = threading.Lock()
         self.send_heartbeat()  # now, so that no reader waits for the first
         store.add("verdicts", 0)
@@ -145,7 +146,8 @@ class Watchdog:
                 sys.exit()  # this thread
             self.abort(STORE_GONE)
         if int(verdicts):
-            self.abort()  # the first rank to find out has printed why
+            with self.accusing:  # another thread of this rank may be about to print why
+                self.abort()  # the first rank to find out has printed it
         return [Heartbeat(*json.loads(text)) for text in texts]
 
     def investigate(self, collective_failed: bool = False) -> None:
@@ -156,7 +158,8 @@ class Watchdog:
                 return
             after = self.exchange(range(self.world_size))
         if line := self.diagnose(before, after, collective_failed):
-            self.abort(line if self.store.add("verdicts", 1) == 1 else None)
+            with self.accusing:
+                self.abort(line if self.store.add("verdicts", 1) == 1 else None)
 
     def diagnose(
         self, before: list[Heartbeat], after: list[Heartbeat], collective_failed: bool

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -64,6 +65,36 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path, f
 
 
 FORK = multiprocessing.get_context("fork")
+
+
+def lose_a_rank_in_two_threads(said: Path) -> None:
+    """One thread finds rank 1 silent; the other reads the verdict before the first has printed."""
+    store = torch.distributed.HashStore()
+    dog = watchdog.Watchdog(store, 0, 2, timeout=4)
+    store.set("heartbeat 1", store.get("heartbeat 0"))
+
+    class Late:
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def add(self, *arguments):
+            value = store.add(*arguments)
+            time.sleep(1)
+            return value
+
+    dog.store = Late()
+    reader = threading.Thread(target=lambda: [dog.exchange([1]) for _ in range(10**6)])
+    with open(said, "w") as file, contextlib.redirect_stderr(file):
+        reader.start()
+        dog.investigate()
+
+
+def test_the_line_is_printed_whichever_thread_reads_the_verdict_first(tmp_path):
+    process = FORK.Process(target=lose_a_rank_in_two_threads, args=[tmp_path / "said"])
+    process.start()
+    process.join(30)
+    assert process.exitcode == 1
+    assert "error: rank 1 stopped or died" in (tmp_path / "said").read_text()
 
 
 def wait_for_the_end(folder: Path) -> None:
