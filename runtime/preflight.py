@@ -241,7 +241,8 @@ def check_changes(path: Path, saved: dict, manifest: dict) -> list[str]:
     now = properties(path, manifest)
     changes, refused = [], {}
     for name, old in properties(path, saved).items():
-        new = now.get(name, "unknown to this code")
+        # A flag that this code no longer has, and that was not set, changes nothing.
+        new = now.get(name, None if old is None else "unknown to this code")
         policy = policies.get(name, "refused" if name.startswith("--") else "never")
         if new == old or policy == "not compared":
             continue

@@ -285,6 +285,8 @@ def test_a_flag_that_only_the_checkpoint_has_is_refused(begin, tmp_path):
     with pytest.raises(UsageError, match="--label_smoothing 0.1 -> unknown to this code"):
         begin()
     assert len(begin(allow_changes=True).changes) == 1
+    save(tmp_path / "run", 20, label_smoothing=None)  # not set
+    assert begin().changes == []
 
 
 def test_flags_are_compared_as_resolved(begin, tmp_path):

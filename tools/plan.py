@@ -152,8 +152,9 @@ def read_run(options: argparse.Namespace, peak_tflops: float | None) -> Request:
     start = starts[-1]
     chosen = {name: start[name] for name in ("strategy", "dtype") if name in start}
     chosen |= {"peak_tflops": peak_tflops} if peak_tflops else {}
+    given = {name: value for name, value in start["config"].items() if value is not None}
     try:
-        c = config.Config(**start["config"] | chosen)
+        c = config.Config(**given | chosen)
     except TypeError as error:
         raise UsageError(f"{folder} was trained by other code: {error}") from None
     options.world_size = start["ranks"]
