@@ -151,18 +151,15 @@ def compare_replicas(names: Iterable[str], sums_of_ranks: Iterable[list[tuple]])
     if there is no difference.
     """
     for name, sums in zip(names, zip(*sums_of_ranks)):
-        ranks: dict[tuple, list[int]] = {}  # (part, sum) -> the ranks that have it
-        for rank, part_and_sum in enumerate(sums):
-            ranks.setdefault(part_and_sum, []).append(rank)
-        if len(ranks) == len({part for part, _ in ranks}):
-            continue
-        for (part, _), few in sorted(ranks.items(), key=lambda item: len(item[1])):
-            others = [same for (of, _), same in ranks.items() if of == part and same is not few]
-            if others:
-                first = max(others, key=len)[0]
+        parts: dict[tuple, dict[int, list[int]]] = {}  # part -> sum -> the ranks that have it
+        for rank, (part, total) in enumerate(sums):
+            parts.setdefault(part, {}).setdefault(total, []).append(rank)
+        for ranks in parts.values():
+            if len(ranks) > 1:
+                few, *_, many = sorted(ranks.values(), key=len)
                 hosts = dist.on_all_ranks(socket.gethostname)
                 return (
                     f"{name} has other bits on {format_ranks(few)} ({hosts[few[0]]}) than on rank "
-                    f"{first} ({hosts[first]}), which holds the same part of it"
+                    f"{many[0]} ({hosts[many[0]]}), which holds the same part of it"
                 )
     return None
