@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from conftest import file_names, flags, last_checkpoint, listen, rows, tensors
@@ -140,11 +139,11 @@ def test_a_save_is_on_disk_before_it_has_its_name_and_the_name_after(tmp_path, o
 def test_all_ranks_write_and_none_much_more_than_another(shards):
     """Ranks of ddp, hsdp and fsdp, with one large tensor and many small ones."""
     whole = {str(number): torch.empty(n, 4) for number, n in enumerate([80] + 40 * [8])}
-    bounds = np.zeros((8, len(whole), 2, 2), dtype=int)
+    bounds = [[] for _ in range(8)]
     for rank in range(8):
-        for number, tensor in enumerate(whole.values()):
+        for tensor in whole.values():
             rows = len(tensor) // shards
-            bounds[rank, number] = [[rank % shards * rows, 0], [rows, 4]]
+            bounds[rank].append(((rank % shards * rows, 0), (rows, 4)))
     tensors = checkpoint.choose_writers(whole, bounds)
     load = [0] * 8
     for entry in tensors.values():
