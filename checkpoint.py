@@ -254,10 +254,7 @@ def read_manifest(path: Path) -> dict:
             f"{path} is not a complete checkpoint: its manifest.json is {problem}"
         ) from None
     if version != FORMAT:
-        raise PathError(
-            f"{path} has format {version}, and this code reads {FORMAT}: use the version of "
-            "nanoshard that wrote it"
-        )
+        raise PathError(f"{path} has format {version}, not {FORMAT}: use the version that wrote it")
     return manifest
 
 
@@ -390,9 +387,8 @@ def save_state(
     them; or why there is none. Raises CheckpointError on all ranks, if one fails.
     """
     rank = torch.distributed.get_rank()
-    world_size = torch.distributed.get_world_size()
     work = path.with_name(f".{path.name}.tmp")
-    names = [f"rank-{i:05d}.safetensors" for i in range(world_size)]
+    names = [f"rank-{i:05d}.safetensors" for i in range(torch.distributed.get_world_size())]
     local = local_parts(state) if local is None else local
 
     def begin() -> list[tuple]:

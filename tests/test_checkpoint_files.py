@@ -240,7 +240,7 @@ def test_checkpoints_of_another_format_are_refused(tmp_path, format):
     manifest = checkpoint.read_manifest(tmp_path / "checkpoint")
     del manifest["format"]
     (tmp_path / "checkpoint/manifest.json").write_text(json.dumps(manifest | format))
-    line = f"has format {format.get('format', 1)}, and this code reads 2: use "
+    line = f"has format {format.get('format', 1)}, not 2: use the version that wrote it"
     with pytest.raises(checkpoint.PathError, match=line):
         checkpoint.read_manifest(tmp_path / "checkpoint")
 
