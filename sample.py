@@ -236,7 +236,7 @@ def main(argv: list[str]) -> int:
         except torch.OutOfMemoryError as error:
             raise cli.RunError(str(error)) from None
         finally:
-            dist.stop()
+            torch.distributed.destroy_process_group()
 
     return cli.execute("sample.py", command)
 

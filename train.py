@@ -76,7 +76,7 @@ def command(argv: list[str]) -> int:
         if world.rank == 0:
             held.enter_context(console.live(lambda: watchdog.place))
         status = run(flags, world, watchdog, held)
-    dist.stop()
+    torch.distributed.destroy_process_group()
     return status
 
 

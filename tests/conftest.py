@@ -134,7 +134,7 @@ def one_rank(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     dist.start("cpu")
     yield
-    dist.stop()
+    torch.distributed.destroy_process_group()
 
 
 def free_port() -> int:
