@@ -66,14 +66,13 @@ MISTAKES = {
     ],
     "sample.py": [
         ("--run {other} --promt x", "--promt x; did you mean --prompt?"),
-        ("--run {root}/nowhere", "nowhere: name a run folder such as runs/tiny, or a check"),
+        ("--run {root}/nowhere", "nowhere holds no checkpoint: name a run folder such"),
         ("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
-        ("--run {damaged}", "no checkpoint to use: {damaged}: rank-00000.safetensors is", 1),
+        ("--run {damaged}", "{damaged}: rank-00000.safetensors is missing; name another", 1),
         ("--run {forked}", "its model has other fields than this code: ModelConfig", 1),
     ],
     "tools.checkpoint": [
         ("consolidate {other}", "the following arguments are required: OUT"),
-        ("list {root}/nowhere", "there is no folder"),
         ("verify {renamed}/step-00000045", "is not a complete checkpoint: its manifest", 1),
         ("consolidate {ids} {foreign}", "exists: remove it or choose another name"),
     ],
