@@ -13,8 +13,9 @@ FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
     "runtime.console",
     "runtime.cli runtime.lock runtime.memory runtime.profiling runtime.saver "
-    "runtime.agreement runtime.slurm text.sources text.tokenizer",
-    "runtime.watchdog text.encode",
+    "runtime.slurm text.sources text.tokenizer",
+    "runtime.agreement text.encode",
+    "runtime.watchdog",
     "config",
     "runtime.run_folder",
     "layout",
