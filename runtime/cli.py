@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import math
 import os
 import platform
@@ -57,11 +56,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises, where argparse would print many lines of usage and exit."""
-        _, is_unknown, rest = message.partition("unrecognized arguments: ")
-        if is_unknown:
-            name = rest.split()[0].split("=")[0]
-            nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            message += f"; did you mean {nearest[0]}?" if nearest else ""
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 
@@ -92,9 +86,6 @@ def execute(program: str, command: Callable, *arguments) -> int:
     run time), OSError (1), and those that `explain` knows. Ctrl-C and a closed pipe return 130.
     Other exceptions are bugs and propagate.
     """
-    if hasattr(sys.stdout, "reconfigure"):
-        # Print \u1234 for characters that the encoding, such as ASCII, lacks.
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return command(*arguments) or 0
     except (KeyboardInterrupt, BrokenPipeError):
