@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -47,12 +46,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
-        self.add_argument(
-            "--version",
-            action="version",
-            version=f"nanoshard {VERSION}, torch {version('torch')}, "
-            f"Python {platform.python_version()}",
-        )
+        text = f"nanoshard {VERSION}, torch {version('torch')}"
+        self.add_argument("--version", action="version", version=text)
 
     def error(self, message: str) -> NoReturn:
         """Raises, where argparse would print many lines of usage and exit."""

@@ -96,7 +96,7 @@ def check(
         "tokenizer": first.tokenizer_name,
         "tokens_in_vocabulary": first.vocab_size,
     }
-    step, changes = find_step(c, origin, model, manifest)
+    step, changes = find_step(origin, model, manifest)
     device_memory = memory.device_memory(world.device, world.local_size)
     times = [*(datetime.fromisoformat(row["time"]) for row in starts), now]
     found = step, origin.path, origin.only_weights, changes, damaged
@@ -178,7 +178,6 @@ def settle(config: Config, origin: Origin) -> Config:
     flags = saved.get("config") or {}
     values = {}
     if config.eval_only:  # by default on the checkpoint's data, in its dtype and batches
-        values |= {"init_from": str(origin.path), "resume": "auto"}
         for name, default in {"data": BUILTIN, "eval_sequences": EVAL_SEQUENCES}.items():
             values[name] = getattr(config, name) or flags.get(name) or default
         values["dtype"] = saved.get("dtype", "auto") if config.dtype == "auto" else config.dtype
@@ -194,38 +193,24 @@ def settle(config: Config, origin: Origin) -> Config:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where a run begins
+# What changed between two starts
 
 
-def find_step(
-    c: Config, origin: Origin, model: ModelConfig, manifest: dict
-) -> tuple[int, list[str]]:
+def find_step(origin: Origin, model: ModelConfig, manifest: dict) -> tuple[int, list[str]]:
     """The step after which a run begins, and what changed since. Raises UsageError."""
     path, saved = origin.path, origin.manifest
     if path is None:
         return 0, []
-    if origin.only_weights:
-        # Names and shapes are checked when they are loaded.
-        for key, before in vars(read_model(path, saved)).items():
-            value = getattr(model, key)
-            if value != before and key != "seq_len":
-                raise UsageError(
-                    f"{path} has {key} {before}, and this run has {value}: its weights do not fit"
-                )
-        return 0, []
-    changes = check_changes(path, saved, manifest)
-    step = saved["step"]
-    # A new folder must have steps left to train.
-    if step > c.max_steps or (step == c.max_steps and path.parent.parent != Path(c.out)):
-        raise UsageError(
-            f"{path} is at step {step}, and --max_steps {c.max_steps} leaves nothing to train: "
-            "raise --max_steps or choose another --out"
-        )
-    return step, changes
-
-
-# --------------------------------------------------------------------------------------------------
-# What changed between two starts
+    if not origin.only_weights:
+        return saved["step"], check_changes(path, saved, manifest)
+    # Names and shapes are checked when they are loaded.
+    for key, before in vars(read_model(path, saved)).items():
+        value = getattr(model, key)
+        if value != before and key != "seq_len":
+            raise UsageError(
+                f"{path} has {key} {before}, and this run has {value}: its weights do not fit"
+            )
+    return 0, []
 
 
 def check_changes(path: Path, saved: dict, manifest: dict) -> list[str]:

@@ -53,8 +53,7 @@ def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
                 "wait until it ends or choose another --out"
             )
         time.sleep(1)
-    now = datetime.now().astimezone().isoformat(" ", "seconds")
-    name = f"host {socket.gethostname()}, process {os.getpid()}, since {now}"
+    name = f"host {socket.gethostname()}, process {os.getpid()}"
     with contextlib.suppress(OSError):  # disk full: leave the owner's name out
         os.ftruncate(descriptor, 0)
         os.write(descriptor, name.encode())

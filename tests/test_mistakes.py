@@ -42,7 +42,6 @@ MISTAKES = {
         ("--out {other} --resume never", "--resume never would overwrite --out {other}: cho"),
         ("--out {other} --data {changed}", "the data's fingerprint "),
         ("--out {other} --lr 0.5", "--lr 0.003 -> 0.5"),
-        ("--out {other} --max_steps 1", "is at step 2, and --max_steps 1 leaves nothing to"),
         ("--out {foreign}", "cannot continue --out {foreign}: it has no checkpoint, but"),
         ("--out {gone}", "cannot continue --out {gone}: it has no checkpoint, but files"),
         ("--out {unsaved}", "cannot continue --out {unsaved}: it has no checkpoint, but"),
