@@ -18,8 +18,8 @@ from conftest import file_names, flags, last_checkpoint, listen, rows, tensors
 import checkpoint
 import optim
 import train
-from runtime import consolidate
 from runtime.saver import Saver
+from tools.checkpoint import consolidate
 
 
 def test_keep_last_and_keep_every_leave_a_copy_that_the_user_made(run, tmp_path):
@@ -172,7 +172,7 @@ def test_extra_files_belong_to_every_checkpoint(pool, tmp_path):
     """Also to one that was consolidated."""
     pool(2, save_with_extra_files, tmp_path)
     path = last_checkpoint(tmp_path)
-    consolidate.consolidate(path, tmp_path / "one")
+    consolidate(path, tmp_path / "one")
     assert (tmp_path / "one/my.tiktoken").read_bytes() == RANKS_FILE
     assert (path / "my.tiktoken").read_bytes() == RANKS_FILE
     assert checkpoint.read_manifest(path)["files"]["my.tiktoken"]["bytes"] == 1_400_000

@@ -397,7 +397,7 @@ class Recorder(TorchDispatchMode):
                 self.see(tensor)
         self.classify(function, operands, results)
         if self.phase != "build":
-            self.collectives.count_operation(function, args, result)
+            self.collectives.count_operation(function, args, kwargs, result)
             flops = self.count_flops(function, args, kwargs, result)
             self.count_operation(function, operands, results, flops)
         return result
