@@ -126,13 +126,13 @@ def find_origin(config: Config, saved: list[Path], damaged: dict[Path, str]) -> 
     """Read what a start takes over. Raises UsageError, PathError and CheckpointError.
 
     `saved`, the checkpoints of --out, take precedence over --init_from and --resume, so that the
-    same command can be repeated, even if what they named is gone. Leaves out those that are
+    same command can be repeated, even if what they named is gone. Of those, passes over the
     `damaged`, and adds those without a readable manifest to them.
     """
     named = config.source or (config.out if config.eval_only else None)
     paths = saved
     if named and not saved:
-        paths = run_folder.checkpoints_at(Path(named))
+        paths = run_folder.checkpoints_at(Path(named))[-1:]
     for path in reversed(paths):
         if path in damaged:
             continue
