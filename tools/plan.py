@@ -27,7 +27,7 @@ from model import SIZES, ModelConfig
 from runtime import cli, memory, preflight, run_folder
 from runtime.cli import UsageError
 from tools.bench import add_flags, count
-from tools.compare import positive_number, read
+from tools.compare import read
 from tools.planning import predict, search
 from tools.planning.predict import DEVICES, Cluster, Request
 from tools.planning.rehearse import Rehearsal
@@ -38,7 +38,7 @@ from tools.report import seconds
 
 
 def number(metavar: str, help: str, default: float | None = None) -> dict:
-    return dict(metavar=metavar, help=help, type=positive_number, default=default)
+    return dict(metavar=metavar, help=help, type=cli.number(float, 1e-12), default=default)
 
 
 # This command's flags beyond train.py's: name -> argparse options
