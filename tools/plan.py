@@ -293,8 +293,9 @@ def describe_memory(plan: Plan) -> Iterator[str]:
 
 def parts_of(sizes: dict[str, int]) -> str:
     """As a sum, without negligible parts."""
-    visible = {kind: size for kind, size in sizes.items() if size > 1e-4 * sum(sizes.values())}
-    return " + ".join(f"{kind} {gigabytes(size)}" for kind, size in visible.items())
+    least = 1e-4 * sum(sizes.values())
+    parts = [f"{kind} {gigabytes(size)}" for kind, size in sizes.items() if size > least]
+    return " + ".join(parts)
 
 
 def describe_communication(plan: Plan) -> Iterator[str]:
