@@ -72,12 +72,6 @@ class RankMismatch(ValueError):
     exit_status = 2
 
 
-class ReplicasDiffer(RuntimeError):
-    """Ranks that should hold the same weights no longer do."""
-
-    exit_status = 1
-
-
 def local_claims(
     mesh: DeviceMesh,
     must_match: dict[str, object],

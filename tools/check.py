@@ -39,6 +39,7 @@ from torch.distributed import P2POp
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import collect_env
 
+import checkpoint
 import config
 import data
 import dist
@@ -235,7 +236,7 @@ def parity(ranks: Ranks, check: Check) -> None:
         for last in (half, steps):
             part = dataclasses.replace(c, max_steps=last)
             resumed = ranks.train(part, ranks.world, "resumed")
-    except agreement.ReplicasDiffer as error:
+    except checkpoint.CheckpointError as error:
         check.problems.append(str(error))
         return
     # Bit for bit on CPUs. On GPUs attention's backward is not deterministic, and the step that the
