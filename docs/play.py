@@ -81,15 +81,17 @@ def run(command: str, folder: Path) -> str:
 
 
 def guess(blocks: list[Block], folder: Path) -> None:
-    """Ask for all numbers first, since one output may hint at the next. Run, and compare."""
+    """Ask for all numbers first, since one output may hint at the next. Run all, then compare."""
     questions = [question for block in blocks for question, _, _ in block.questions]
     guesses = {question: input(f"{question}? ") for question in questions}
+    answers = []
     for block in blocks:
         output = run(block.text, folder) if block.kind == "run" else ""
         for question, formula, pattern in block.questions:
             measured = re.findall(pattern, output)[-1:] or ["nothing"]
-            answers = f"you {guesses[question]}, the formula {formula}, measured {measured[0]}"
-            print(f"{question}: {answers}")
+            numbers = f"you {guesses[question]}, the formula {formula}, measured {measured[0]}"
+            answers.append(f"{question}: {numbers}")
+    print("\n".join(answers))
 
 
 def find_bug(bug: Block, shows: Block, folder: Path) -> None:
