@@ -344,7 +344,7 @@ def check_ranks(argv: list[str]) -> int:
             print(ending, flush=True)
         if not failed and world.local_rank == 0:
             shutil.rmtree(ranks.folder, ignore_errors=True)
-    dist.stop()
+    torch.distributed.destroy_process_group()
     return int(bool(failed))
 
 
