@@ -169,7 +169,7 @@ def run(
                     save(setup, state, manifest, saver, log.loss, watchdog)
         while saver.rows:
             log.checkpoint(saver.rows.pop(0))
-        if stop:
+        if stop or saver.ends_run:
             break
         if step % 100 == 0:
             gc.collect(1)  # on all ranks in the same step
@@ -382,9 +382,9 @@ def evaluate(
 def save(
     setup: Setup, state: State, manifest: dict, saver: Saver, loss: float, watchdog: Watchdog
 ) -> None:
-    """Save a checkpoint, or start saving it with --async_save; refuse if it is not finite.
+    """Save a checkpoint, or start saving it with --async_save.
 
-    Raises ReplicasDiffer on all ranks if their weights have drifted apart.
+    Refuses if it is not finite. If the weights of ranks have drifted apart, the run ends.
     """
     watchdog.progress(state.step, "saving", slow=True)
     if not is_finite(state.tensors["model"], loss):
@@ -392,11 +392,8 @@ def save(
         return
     sums = dist.on_all_ranks(agreement.sum_bits, state.tensors["model"])
     if difference := agreement.compare_replicas(state.tensors["model"], sums):
-        saver.wait()  # for the previous checkpoint
-        raise agreement.ReplicasDiffer(
-            f"step {state.step} is not saved: {difference}. Check these devices: the same command "
-            "continues from the last checkpoint"
-        )
+        saver.refuse(state.step, f"{difference}: check these devices", ends_run=True)
+        return
     tokens = state.step * setup.tokens_per_step
     saver.save(state.tensors, {"step": state.step, "tokens": tokens, **manifest})
 

@@ -67,12 +67,6 @@ class StopRequest:
             self.in_flight.wait()
 
 
-class ReplicasDiffer(RuntimeError):
-    """Ranks that should hold the same weights no longer do."""
-
-    exit_status = 1
-
-
 def local_claims(
     mesh: DeviceMesh,
     must_match: dict[str, object],

@@ -54,6 +54,7 @@ class Saver:
         # "checkpoint_failed" with the reason as `error`.
         self.rows: list[dict] = []
         self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
+        self.ends_run = False  # after a save that was refused: no later one could be better
 
     def save(self, state: dict, manifest: dict) -> None:
         """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"].
@@ -75,9 +76,10 @@ class Saver:
         self.thread = threading.Thread(target=self.finish, args=arguments, daemon=True)
         self.thread.start()
 
-    def refuse(self, step: int, why: str) -> None:
+    def refuse(self, step: int, why: str, ends_run: bool = False) -> None:
         """Report the save of `step` as failed without trying: earlier checkpoints are better."""
         self.wait()
+        self.ends_run = ends_run
         self.finish({}, CheckpointError(why), {"step": step}, time.perf_counter())
 
     def wait(self) -> None:

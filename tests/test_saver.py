@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import file_names, flags, last_checkpoint, listen, rows, tensors
@@ -143,8 +144,8 @@ def test_all_ranks_write_and_none_much_more_than_another(shards):
     for rank in range(8):
         for tensor in whole.values():
             rows = len(tensor) // shards
-            bounds[rank].append(((rank % shards * rows, 0), (rows, 4)))
-    tensors = checkpoint.choose_writers(whole, bounds)
+            bounds[rank] += [rank % shards * rows, 0, rows, 4]
+    tensors = checkpoint.choose_writers(whole, np.array(bounds))
     load = [0] * 8
     for entry in tensors.values():
         for rank in entry["grid"]:
@@ -275,12 +276,14 @@ def test_one_weight_of_one_rank_with_a_flipped_bit_or_a_nan_is_not_saved(
     answers = pool(4, listen_with_a_fault, argv, odd, name, fault)
     assert [status for status, _, _ in answers] == [1] * 4
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(out)] == [2]
-    _, said, error = answers[0]
+    _, _, error = answers[0]
     assert error.count("\n") == 1
+    (failed,) = [row for row in rows(out, "error") if row["step"] == 4]
     if fault == "nan":
-        assert "step-00000004: the loss or a weight is not finite" in said
+        assert failed["error"] == "the loss or a weight is not finite"
         return
-    assert error.startswith(f"train.py: error: step 4 is not saved: {name} has other bits on rank ")
+    assert error == f"train.py: error: cannot write {failed['path']}: {failed['error']}\n"
+    assert failed["error"].startswith(f"{name} has other bits on rank ")
     named = [int(rank) for rank in re.findall(r"rank (\d) \(", error)]
     assert odd == named[0] or named == [*others, odd]  # of two, either may be the odd one
     assert set(named) <= {odd, *others} and socket.gethostname() in error
