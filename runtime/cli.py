@@ -70,32 +70,30 @@ def print_error(program: str, message: str, where: str = "") -> None:
 def execute(program: str, command: Callable, *arguments) -> int:
     """Call the command and return the exit status: its result, or that of the error it raises.
 
-    Prints expected errors in one line: those whose class has an `exit_status` (2 for usage, 1 at
-    run time), OSError (1), and those that `explain` knows. Ctrl-C and a closed pipe return 130.
-    Other exceptions are bugs and propagate.
+    Prints an error that `explain` knows in one line; its class may have an `exit_status` (2 for
+    usage, 1 at run time). Ctrl-C and a closed pipe return 130. Other exceptions are bugs and
+    propagate.
     """
     try:
         return command(*arguments) or 0
     except (KeyboardInterrupt, BrokenPipeError):
         return 130
     except Exception as error:
-        status = getattr(error, "exit_status", 1 if isinstance(error, OSError) else None)
-        message = str(error)
-        if status is None:
-            message, status = explain(error), 1
-            if message is None:
-                raise
+        if (message := explain(error)) is None:
+            raise
         rank = int(os.environ.get("RANK", 0))
         if rank:
             # If all ranks fail, rank 0 prints, and torchrun ends the others when it exits. A rank
             # that is still there after three seconds has failed alone.
             time.sleep(3)
         print_error(program, message, f" on rank {rank}" if rank else "")
-        return status
+        return getattr(error, "exit_status", 1)
 
 
 def explain(error: Exception) -> str | None:
-    """One line for an error of torch that has a remedy: out of memory, or from torch.compile."""
+    """One line for an expected error: ours, of the system, no memory, or from torch.compile."""
+    if hasattr(error, "exit_status") or isinstance(error, OSError):
+        return str(error)
     inner = getattr(error, "inner_exception", None)  # in torch.compile's errors
     first_line = str(inner or error).partition("\n")[0]
     if isinstance(error, MemoryError):

@@ -108,10 +108,6 @@ def prepare_builtin() -> None:
         prepare.prepare(None, Path(BUILTIN))
 
 
-# --------------------------------------------------------------------------------------------------
-# What a start takes over
-
-
 @dataclass(frozen=True)
 class Origin:
     """The checkpoint that a start takes something over from, if any."""
@@ -185,10 +181,6 @@ def settle(config: Config, origin: Origin) -> Config:
         # The rest of the model is the named size's, if any: --config RUN/config.json needs both.
         values["model"] = flags.get("model", config.model)
     return dataclasses.replace(config, **values)
-
-
-# --------------------------------------------------------------------------------------------------
-# What changed between two starts
 
 
 def find_step(origin: Origin, model: ModelConfig, manifest: dict) -> tuple[int, list[str]]:

@@ -22,10 +22,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# --------------------------------------------------------------------------------------------------
-# Counters
-
-
 # Tags of operations whose result or its shape depends on values, like .item() and nonzero
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -125,7 +121,9 @@ class CommunicationCounter(OperationCounter):
     def count_operation(self, function, args, kwargs, result) -> None:
         namespace, _, name = function._schema.name.partition("::")
         if namespace == "c10d":
-            kind, group = self.KINDS.get(name, name), group_name(args)
+            boxed = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject))
+            group = torch.distributed.ProcessGroup.unbox(boxed).group_name
+            kind = self.KINDS.get(name, name)
         elif namespace == "_c10d_functional" and name in self.KINDS:
             kind, group = self.KINDS[name], args[-1]
         else:
@@ -138,14 +136,6 @@ class CommunicationCounter(OperationCounter):
         traffic = self.counts.setdefault((kind, axis), Traffic())
         traffic.calls += 1
         traffic.bytes += size
-
-
-def group_name(args) -> str | None:
-    """The name of the process group among the arguments of a c10d operation."""
-    for leaf in tree_leaves(args):
-        if isinstance(leaf, torch.ScriptObject):
-            return torch.distributed.ProcessGroup.unbox(leaf).group_name
-    return None
 
 
 # --------------------------------------------------------------------------------------------------
