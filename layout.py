@@ -69,9 +69,7 @@ def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int)
 def make_setup(c: Config, world: dist.World, model: ModelConfig, strategy: str) -> Setup:
     """Raises UsageError, as for a batch that cannot be split, and MeshError."""
     if c.grad_sync == "shard" and strategy != "hsdp":
-        raise UsageError(
-            f"--grad_sync shard is for --strategy hsdp, not {strategy}: use batch or micro_batch"
-        )
+        raise UsageError(f"--grad_sync shard is for --strategy hsdp, not {strategy}")
     shape = dist.mesh_shape(
         strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard, c.tp
     )
