@@ -111,7 +111,7 @@ MISTAKES = {
         ("import {foreign} {root}/new", "config.json: it lacks 'model_type'"),
         ("import {qwen2} {root}/new", "{qwen2}/config.json: the model needs model_ty"),
         ("import {window} {root}/new", "needs sliding_window 4096, which this decoder d"),
-        ("import {good} {root}/new", "good has no model.safetensors (other formats than"),
+        ("import {good} {root}/new", "good has no model.safetensors: other formats are"),
     ],
 }
 CASES = [(command, *row) for command, rows in MISTAKES.items() for row in rows]

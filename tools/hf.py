@@ -191,7 +191,10 @@ def import_model(source: Path, out: Path) -> None:
     config = from_hf(source)
     found = {}  # mapped into memory
     buffers = []
-    for file in weight_files(source):
+    files = sorted(source.glob("model*.safetensors"))
+    if not files:
+        raise UsageError(f"{source} has no model.safetensors: other formats are not read")
+    for file in files:
         tensors, buffer = checkpoint.map_safetensors(file)
         found |= tensors
         buffers.append(buffer)
@@ -306,16 +309,6 @@ def missing_feature(hf: dict, rope: dict) -> str | None:
             f"num_attention_heads {hf['num_attention_heads']})"
         )
     return None
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises UsageError if there are none."""
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise UsageError(
-            f"{folder} has no model.safetensors (other formats than safetensors are not read)"
-        )
-    return files
 
 
 def check_weights(folder: Path, found: dict, weights: dict) -> None:
