@@ -61,7 +61,8 @@ def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int)
         return make_setup(c, world, model, "hsdp")
     for strategy in ("ddp", "hsdp") if world.size > world.local_size else ("ddp",):
         setup = make_setup(c, world, model, strategy)
-        if fits(c, setup, device_memory):
+        need = estimate_memory(c, setup, empty_model(c, setup))
+        if sum(need.values()) <= 0.8 * device_memory:  # room for what the estimate leaves out
             return setup
     return make_setup(c, world, model, "fsdp")
 
@@ -190,34 +191,24 @@ def place(
 # Memory
 
 
-def fits(c: Config, setup: Setup, device_memory: int) -> bool:
-    """Whether a fifth of `device_memory` stays free for what `estimate_memory` leaves out."""
-    need = estimate_memory(c, setup, empty_model(c, setup))
-    return sum(need.values()) <= 0.8 * device_memory
-
-
 def estimate_memory(c: Config, setup: Setup, model: Transformer) -> dict[str, int]:
     """The least that a rank needs at its peak, {part: bytes}; activations peak before gradients.
 
-    Weights, gradients and optimizer are exact; gathered is the whole model, if it is one FSDP unit,
-    which stays through the step. The weights of a unit that FSDP drops after use, communication
-    buffers and the process itself come on top: tools.plan rehearses a step and counts them.
+    Weights, gradients and optimizer are exact. What FSDP gathers, communication buffers and the
+    process itself come on top: tools.plan rehearses a step and counts them.
     """
     m = setup.model
     _, dp_shard, tp = setup.mesh_shape
-    weights = optimizer = gathered = 0
+    weights = optimizer = 0
     for name, parameter in model.named_parameters():
         # FSDP splits the rows of all parameters, and pads the last shards to the size of the first;
         # tp splits those of matrices.
         parts = dp_shard * (tp if parameter.dim() > 1 else 1)
         local = math.ceil(len(parameter) / parts) * (parameter.numel() // len(parameter))
         weights += 4 * local
-        if dp_shard > 1 and setup.blocks_per_unit is None:
-            gathered += setup.dtype.itemsize * dp_shard * local
         updater = optim.updater(c.optimizer, name, parameter.shape, model.is_hidden(name))
         for shape in updater.slots(parameter.shape).values():
-            # A slot with the shape of its parameter is sharded like it
-            optimizer += 4 * (local if shape == parameter.shape else shape.numel())
+            optimizer += 4 * (local if shape else 1)  # a slot is sharded like its parameter
     # A logit and its gradient in float32, and once in the compute dtype
     logit_size = 4 + 4 + (setup.dtype.itemsize if setup.dtype != torch.float32 else 0)
     logits = setup.micro_batch_size * m.seq_len * m.vocab_size // c.loss_chunks // tp
@@ -225,7 +216,6 @@ def estimate_memory(c: Config, setup: Setup, model: Transformer) -> dict[str, in
         "weights": weights,
         "gradients": weights,
         "optimizer": optimizer,
-        "gathered": gathered,
         "activations": activation_bytes(c, setup),
         "logits": logit_size * logits,
     }

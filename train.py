@@ -76,7 +76,7 @@ def command(argv: list[str]) -> int:
         if world.rank == 0:
             held.enter_context(console.live(lambda: watchdog.place))
         status = run(flags, world, watchdog, held)
-    dist.stop()
+    torch.distributed.destroy_process_group()
     return status
 
 
@@ -171,7 +171,7 @@ def run(
                     save(setup, state, manifest, saver, log.loss, watchdog)
         while saver.rows:
             log.checkpoint(saver.rows.pop(0))
-        if stop:
+        if stop or saver.ends_run:
             break
         if step % 100 == 0:
             gc.collect(1)  # on all ranks in the same step
@@ -253,7 +253,7 @@ def agree(
 
     Returns this rank's batches of the fixed validation set, (number of sequences, tokens
     (B, T + 1)), read once, so that a damaged file ends the run before its first step. Raises
-    RankMismatch and DataError on all ranks.
+    UsageError and DataError on all ranks.
     """
     reader = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
     n_val = min(c.eval_sequences, len(val_data))
@@ -384,9 +384,9 @@ def evaluate(
 def save(
     setup: Setup, state: State, manifest: dict, saver: Saver, loss: float, watchdog: Watchdog
 ) -> None:
-    """Save a checkpoint, or start saving it with --async_save; refuse if it is not finite.
+    """Save a checkpoint, or start saving it with --async_save.
 
-    Raises ReplicasDiffer on all ranks if their weights have drifted apart.
+    Refuses if it is not finite. If the weights of ranks have drifted apart, the run ends.
     """
     watchdog.progress(state.step, "saving", slow=True)
     if not is_finite(state.tensors["model"], loss):
@@ -394,11 +394,8 @@ def save(
         return
     sums = dist.on_all_ranks(agreement.sum_bits, state.tensors["model"])
     if difference := agreement.compare_replicas(state.tensors["model"], sums):
-        saver.wait()  # for the previous checkpoint
-        raise agreement.ReplicasDiffer(
-            f"step {state.step} is not saved: {difference}. Check these devices: the same command "
-            "continues from the last checkpoint"
-        )
+        saver.refuse(state.step, f"{difference}: check these devices", ends_run=True)
+        return
     tokens = state.step * setup.tokens_per_step
     saver.save(state.tensors, {"step": state.step, "tokens": tokens, **manifest})
 

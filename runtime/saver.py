@@ -57,6 +57,7 @@ class Saver:
         # "checkpoint_failed" with the reason as `error`.
         self.rows: list[dict] = []
         self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
+        self.ends_run = False  # after a save that was refused: no later one could be better
         self.kept: list[Path] = []  # the checkpoints that count, oldest first
         for path in checkpoint.list_checkpoints(self.run):
             if step_of(path) <= self.start_step and (path / "manifest.json").exists():
@@ -82,9 +83,10 @@ class Saver:
         self.thread = threading.Thread(target=self.finish, args=arguments, daemon=True)
         self.thread.start()
 
-    def refuse(self, step: int, why: str) -> None:
+    def refuse(self, step: int, why: str, ends_run: bool = False) -> None:
         """Report the save of `step` as failed without trying: earlier checkpoints are better."""
         self.wait()
+        self.ends_run = ends_run
         self.finish({}, CheckpointError(why), {"step": step}, time.perf_counter())
 
     def wait(self) -> None:

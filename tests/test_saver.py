@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from conftest import file_names, flags, last_checkpoint, listen, rows, tensors
@@ -19,8 +18,8 @@ from conftest import file_names, flags, last_checkpoint, listen, rows, tensors
 import checkpoint
 import optim
 import train
-from runtime import consolidate
 from runtime.saver import Saver
+from tools.checkpoint import consolidate
 
 
 def test_keep_last_and_keep_every_leave_a_copy_that_the_user_made(run, tmp_path):
@@ -140,11 +139,11 @@ def test_a_save_is_on_disk_before_it_has_its_name_and_the_name_after(tmp_path, o
 def test_all_ranks_write_and_none_much_more_than_another(shards):
     """Ranks of ddp, hsdp and fsdp, with one large tensor and many small ones."""
     whole = {str(number): torch.empty(n, 4) for number, n in enumerate([80] + 40 * [8])}
-    bounds = np.zeros((8, len(whole), 2, 2), dtype=int)
+    bounds = [[] for _ in range(8)]
     for rank in range(8):
-        for number, tensor in enumerate(whole.values()):
+        for tensor in whole.values():
             rows = len(tensor) // shards
-            bounds[rank, number] = [[rank % shards * rows, 0], [rows, 4]]
+            bounds[rank].append(((rank % shards * rows, 0), (rows, 4)))
     tensors = checkpoint.choose_writers(whole, bounds)
     load = [0] * 8
     for entry in tensors.values():
@@ -173,7 +172,7 @@ def test_extra_files_belong_to_every_checkpoint(pool, tmp_path):
     """Also to one that was consolidated."""
     pool(2, save_with_extra_files, tmp_path)
     path = last_checkpoint(tmp_path)
-    consolidate.consolidate(path, tmp_path / "one")
+    consolidate(path, tmp_path / "one")
     assert (tmp_path / "one/my.tiktoken").read_bytes() == RANKS_FILE
     assert (path / "my.tiktoken").read_bytes() == RANKS_FILE
     assert checkpoint.read_manifest(path)["files"]["my.tiktoken"]["bytes"] == 1_400_000
@@ -276,12 +275,14 @@ def test_one_weight_of_one_rank_with_a_flipped_bit_or_a_nan_is_not_saved(
     answers = pool(4, listen_with_a_fault, argv, odd, name, fault)
     assert [status for status, _, _ in answers] == [1] * 4
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(out)] == [2]
-    _, said, error = answers[0]
+    _, _, error = answers[0]
     assert error.count("\n") == 1
+    (failed,) = [row for row in rows(out, "error") if row["step"] == 4]
     if fault == "nan":
-        assert "step-00000004: the loss or a weight is not finite" in said
+        assert failed["error"] == "the loss or a weight is not finite"
         return
-    assert error.startswith(f"train.py: error: step 4 is not saved: {name} has other bits on rank ")
+    assert error == f"train.py: error: cannot write {failed['path']}: {failed['error']}\n"
+    assert failed["error"].startswith(f"{name} has other bits on rank ")
     named = [int(rank) for rank in re.findall(r"rank (\d) \(", error)]
     assert odd == named[0] or named == [*others, odd]  # of two, either may be the odd one
     assert set(named) <= {odd, *others} and socket.gethostname() in error

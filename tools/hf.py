@@ -22,10 +22,11 @@ import torch
 
 import checkpoint
 from model import ModelConfig, RopeScaling, Transformer
-from runtime import cli, consolidate, run_folder
+from runtime import cli, run_folder
 from runtime.cli import UsageError
 from sample import describe
 from text import tokenizer
+from tools.checkpoint import new_folder, read_full, write_full
 
 # Modules of the decoder -> of Hugging Face's Llama
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -76,11 +77,11 @@ def export_model(source: Path, out: Path) -> None:
 
     Holds one tensor at a time. Raises UsageError, CheckpointError and TokenizerError.
     """
-    path = run_folder.choose_checkpoint(source, "tools.hf")
+    path = run_folder.newest_checkpoint(source)
     trained = describe(path)
     encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
     config = to_hf(trained.config, encoding)
-    with consolidate.new_folder(out) as work:
+    with new_folder(out) as work:
         write_json(work / "config.json", config)
         # As in sample.py, never draw ids that only pad the head.
         padding = list(range(trained.vocab_size, trained.config.vocab_size))
@@ -120,7 +121,7 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor], file: Path) -> N
         ours[hf_name(name)] = f"model.{name}"
 
     def read(name: str) -> torch.Tensor:
-        return consolidate.read_full(reader, ours[name]).float()
+        return read_full(reader, ours[name]).float()
 
     checkpoint.write_safetensors(file, layout, read)
 
@@ -202,7 +203,7 @@ def import_model(source: Path, out: Path) -> None:
         config = dataclasses.replace(config, tied=False)
     weights = meta_weights(config)
     check_weights(source, found, weights)
-    with consolidate.new_folder(out) as work:
+    with new_folder(out) as work:
         entries = copy_weights(found, buffers, weights, work)
         encoding = import_tokenizer(source, work, config.vocab_size)
         for copied in work.glob("tokenizer.json"):
@@ -230,7 +231,7 @@ def copy_weights(found: dict, buffers: list[mmap.mmap], weights: dict, work: Pat
             buffer.madvise(mmap.MADV_DONTNEED)
         return found[hf_name(name.removeprefix("model."))].float()
 
-    return consolidate.write_full(work, layout, read)
+    return write_full(work, layout, read)
 
 
 def read_json(file: Path) -> dict:
