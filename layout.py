@@ -145,9 +145,7 @@ def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.
         return []
     starts = range(0, len(model.blocks), blocks_per_unit)
     units = [list(model.blocks[start : start + blocks_per_unit]) for start in starts]
-    if model.config.tied:
-        return units
-    return [[model.embed], *units, [model.head]]
+    return units if model.config.tied else [[model.embed], *units, [model.head]]
 
 
 def place(
