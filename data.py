@@ -116,7 +116,8 @@ def read_folder(path: Path) -> TokenFolder:
     """Read a folder that has both token files. Damaged ones can raise most exceptions."""
     is_ours = (path / "meta.json").exists()
     meta = json.loads((path / "meta.json").read_bytes()) if is_ours else nanogpt_meta(path)
-    dtype, vocab_size = np.dtype(meta["dtype"]), int(meta["vocab_size"])
+    dtype = np.dtype(meta["dtype"])
+    vocab_size = int(meta["vocab_size"])
     if dtype not in (np.uint16, np.uint32):
         raise ValueError(f"meta.json has the dtype {dtype}, not uint16 or uint32")
     checksums = [meta.get(f"{split}_sha256") for split in ("train", "val")]
@@ -165,8 +166,9 @@ def spot_check(file: Path, dtype: np.dtype, vocab_size: int, digest) -> None:
     digest.update(len(tokens).to_bytes(8))
     for i in range(checked):
         start = i * blocks // checked * block
-        check_range(tokens[start : start + block], vocab_size, file)
-        digest.update(tokens[start : start + block].tobytes())
+        contents = tokens[start : start + block]
+        check_range(contents, vocab_size, file)
+        digest.update(contents.tobytes())
 
 
 def check_range(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
@@ -232,13 +234,14 @@ class TokenDataset(Dataset):
         return permute(position, self.n_windows, key=b"%d %d" % (self.seed, epoch))
 
     def __getitem__(self, indices: list[int]) -> Tensor:
-        dtype, length = self.folder.dtype, self.seq_len
+        size = self.folder.dtype.itemsize
         rows = []
         # Mapping the file for each batch would take twice as long.
         with open(self.file, "rb", buffering=0) as file:
             for n in indices:
-                file.seek(self.window(n) * length * dtype.itemsize)
-                rows.append(np.frombuffer(file.read((length + 1) * dtype.itemsize), dtype))
+                file.seek(self.window(n) * self.seq_len * size)
+                contents = file.read((self.seq_len + 1) * size)
+                rows.append(np.frombuffer(contents, self.folder.dtype))
         batch = np.stack(rows).astype(np.int64)
         check_range(batch, self.folder.vocab_size, self.file)
         return torch.from_numpy(batch)

@@ -75,10 +75,8 @@ def start(
     try:
         store = find_store(join_timeout or timeout)
         # Cloned now: later, rank 0 and its store might be gone.
-        second_connection = store.clone() if size > 1 else store
-        world = World(rank, size, local_rank, local_size, local_device, timeout, second_connection)
-        if size > 1:
-            await_ranks(world, store, join_timeout or timeout)
+        world = World(rank, size, local_rank, local_size, local_device, timeout, store.clone())
+        await_ranks(world, store, join_timeout or timeout)
         join_group(world, store)
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         reason = str(error).partition("\n")[0]
@@ -154,7 +152,7 @@ def await_ranks(world: World, store: torch.distributed.Store, timeout: timedelta
                 f"{timeout.total_seconds():g} s, first rank {missing[0]}"
             )
         time.sleep(pause)
-        pause = min(1.0, 1.5 * pause)
+        pause = min(1.0, 1.5 * pause)  # thousands of ranks ask one store
 
 
 def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
@@ -204,10 +202,6 @@ def join_group(world: World, store: torch.distributed.Store) -> None:
         ) from None
 
 
-def stop() -> None:
-    torch.distributed.destroy_process_group()
-
-
 def on_all_ranks(function: Callable, *arguments) -> list:
     """Call `function` on each rank; return the results of all, by rank.
 
@@ -229,9 +223,8 @@ def on_all_ranks(function: Callable, *arguments) -> list:
 
 def on_rank0(function: Callable, *arguments):
     """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
-    if torch.distributed.get_rank() != 0:
-        return on_all_ranks(lambda: None)[0]
-    return on_all_ranks(function, *arguments)[0]
+    is_first = torch.distributed.get_rank() == 0
+    return on_all_ranks(function if is_first else lambda *_: None, *arguments)[0]
 
 
 # --------------------------------------------------------------------------------------------------

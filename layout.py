@@ -147,7 +147,9 @@ def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.
         return []
     starts = range(0, len(model.blocks), blocks_per_unit)
     units = [list(model.blocks[start : start + blocks_per_unit]) for start in starts]
-    return units if model.config.tied else [[model.embed], *units, [model.head]]
+    if model.config.tied:
+        return units
+    return [[model.embed], *units, [model.head]]
 
 
 def place(
@@ -199,25 +201,21 @@ def fits(c: Config, setup: Setup, device_memory: int) -> bool:
 def estimate_memory(c: Config, setup: Setup, model: Transformer) -> dict[str, int]:
     """The least that a rank needs at its peak, {part: bytes}; activations peak before gradients.
 
-    Weights, gradients and optimizer are exact; gathered is the whole model, if it is one FSDP unit,
-    which stays through the step. The weights of a unit that FSDP drops after use, communication
-    buffers and the process itself come on top: tools.plan rehearses a step and counts them.
+    Weights, gradients and optimizer are exact. What FSDP gathers, communication buffers and the
+    process itself come on top: tools.plan rehearses a step and counts them.
     """
     m = setup.model
     _, dp_shard, tp = setup.mesh_shape
-    weights = optimizer = gathered = 0
+    weights = optimizer = 0
     for name, parameter in model.named_parameters():
         # FSDP splits the rows of all parameters, and pads the last shards to the size of the first;
         # tp splits those of matrices.
         parts = dp_shard * (tp if parameter.dim() > 1 else 1)
         local = math.ceil(len(parameter) / parts) * (parameter.numel() // len(parameter))
         weights += 4 * local
-        if dp_shard > 1 and setup.blocks_per_unit is None:
-            gathered += setup.dtype.itemsize * dp_shard * local
         updater = optim.updater(c.optimizer, name, parameter.shape, model.is_hidden(name))
         for shape in updater.slots(parameter.shape).values():
-            # A slot with the shape of its parameter is sharded like it
-            optimizer += 4 * (local if shape == parameter.shape else shape.numel())
+            optimizer += 4 * (local if shape else 1)  # a slot is sharded like its parameter
     # A logit and its gradient in float32, and once in the compute dtype
     logit_size = 4 + 4 + (setup.dtype.itemsize if setup.dtype != torch.float32 else 0)
     logits = setup.micro_batch_size * m.seq_len * m.vocab_size // c.loss_chunks // tp
@@ -225,7 +223,6 @@ def estimate_memory(c: Config, setup: Setup, model: Transformer) -> dict[str, in
         "weights": weights,
         "gradients": weights,
         "optimizer": optimizer,
-        "gathered": gathered,
         "activations": activation_bytes(c, setup),
         "logits": logit_size * logits,
     }

@@ -152,15 +152,17 @@ def console_line(row: dict, max_steps: int, is_first: bool) -> str:
 
     A process's first step allocates and may compile, so it cannot predict the time left.
     """
-    # Rounded first: 59.7 seconds are 1m00s
-    minutes, seconds = divmod(round((max_steps - row["step"]) * row["step_time"]), 60)
-    left = "" if is_first else f"  {minutes}m{seconds:02}s left"
-    mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
-    return (
+    line = (
         f"{row['step'] / max_steps:4.0%}  loss {row['loss']:.4f}  "
         f"grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
-        f"{row['step_time'] * 1e3:,.0f} ms  {row['tokens_per_second']:,.0f} tok/s{mfu}{left}"
+        f"{row['step_time'] * 1e3:,.0f} ms  {row['tokens_per_second']:,.0f} tok/s"
     )
+    if row["mfu"] is not None:
+        line += f"  mfu {row['mfu']:.1%}"
+    if not is_first:
+        left = round((max_steps - row["step"]) * row["step_time"])  # 59.7 seconds are 1m00s
+        line += f"  {left // 60}m{left % 60:02}s left"
+    return line
 
 
 def open_wandb(out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
@@ -241,15 +243,7 @@ class Log:
     A training row goes step -> send -> write -> append.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        c,
-        rates: Rates,
-        last_step: int,
-        first_start: datetime,
-        batches,
-    ):
+    def __init__(self, out: Path, c, rates: Rates, last_step: int, first_start: datetime, batches):
         self.out = out
         self.c = c
         self.rates = rates
@@ -269,7 +263,7 @@ class Log:
         rows = [row for row in drop_rows_after(out / "metrics.jsonl", last_step) if "loss" in row]
         if rows:
             age = datetime.fromisoformat(rows[-1]["time"]).timestamp() - self.first_start
-            self.useful_time = rows[-1]["goodput"] * age
+            self.useful_time = rows[-1]["goodput"] * max(0.0, age)  # < 0: starts.jsonl is missing
         if c.tracker != "none":
             run_id = f"{out.name}-{first_start:%Y%m%d-%H%M%S}"
             try:

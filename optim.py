@@ -59,8 +59,10 @@ def learning_rate(step: int, s: Settings) -> float:
     """
     if step <= s.warmup_steps:
         return s.lr * step / s.warmup_steps
-    progress = (step - 1 - s.warmup_steps) / max(1, s.max_steps - s.warmup_steps)
-    return s.min_lr + (s.lr - s.min_lr) * SCHEDULES[s.schedule](min(progress, 1.0), s)
+    steps_after = max(1, s.max_steps - s.warmup_steps)
+    progress = min(1.0, (step - 1 - s.warmup_steps) / steps_after)
+    height = SCHEDULES[s.schedule](progress, s)
+    return s.min_lr + (s.lr - s.min_lr) * height
 
 
 # --------------------------------------------------------------------------------------------------
@@ -110,7 +112,8 @@ def clip_adaptive(s: Settings, g: Gradients) -> Clipped:
     limits = s.max_grad_norm_ratio * average
     factors = (limits / (g.norms + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(g.local, factors.unbind())
-    average = average.lerp(g.norms * factors, 1 - max(s.beta1, s.beta2))
+    clipped_norms = g.norms * factors
+    average = average.lerp(clipped_norms, 1 - max(s.beta1, s.beta2))
     write(g.averages, average, g.skip)
     return Clipped(torch.ones_like(g.norms[0]), g.norms > limits)
 
@@ -145,7 +148,8 @@ def num_shards(parameter: Tensor) -> int:
 # Each is a class of three functions:
 #
 #     takes(name, shape, hidden) -> bool    whether it updates a parameter; AdamW updates the others
-#     slots(shape) -> {slot: shape}         its state for a parameter of this shape, in float32
+#     slots(shape) -> {slot: shape}         its state for a parameter of this shape, in float32, of
+#                                           the same shape or (), a number
 #     update(optimizer, names, u)
 #
 #     hidden        is_hidden(name), by the Optimizer's argument: names differ from model to model
@@ -154,10 +158,10 @@ def num_shards(parameter: Tensor) -> int:
 #     names         parameters that have a gradient
 #     u             the Update: how large, and whether at all
 #
-# A slot with the shape of its parameter is distributed like it; any other is full on every rank.
-# Slots begin as zeros; those of shape () are views of one tensor, as which a checkpoint holds them.
-# Checkpoints, statistics and the memory estimate know slots only through slots(). A skipped update
-# must leave weights and slots unchanged, as `write` does, and the host must not read `skip`.
+# A slot with the shape of its parameter is distributed like it. Slots begin as zeros; numbers are
+# views of one tensor, as which a checkpoint holds them. Checkpoints, statistics and the memory
+# estimate know slots only through slots(). A skipped update must leave weights and slots unchanged,
+# as `write` does, and the host must not read `skip`.
 
 
 class Update(NamedTuple):
@@ -232,9 +236,9 @@ class Muon:
     @staticmethod
     def update(optimizer: "Optimizer", names: list[str], u: Update) -> None:
         world_size = optimizer.world_size
-        matrices = {name: optimizer.parameters[name] for name in names}
-        # The largest first, about by their FLOPs
-        names = sorted(names, key=lambda name: -matrices[name].numel() * min(matrices[name].shape))
+        matrices = optimizer.parameters
+        # The largest first, so that the ranks of a turn take about as long
+        names = sorted(names, key=lambda name: -matrices[name].numel())
         for start in range(0, len(names), world_size):  # a turn: one matrix for each rank
             turn = names[start : start + world_size]
             directions = [Muon.direction(optimizer, name, u) for name in turn]
@@ -245,7 +249,8 @@ class Muon:
                 scale = 0.2 * math.sqrt(max(matrices[name].shape))
                 weight = local(matrices[name])
                 decayed = weight * (1 - u.lr * u.weight_decay)
-                write(weight, decayed.add_(orthogonal, alpha=-u.lr * scale), u.skip)
+                decayed.add_(orthogonal, alpha=-u.lr * scale)
+                write(weight, decayed, u.skip)
 
     @staticmethod
     def direction(optimizer: "Optimizer", name: str, u: Update) -> Tensor:
@@ -282,9 +287,12 @@ def orthogonalize_turn(
     full_numels = [view.numel() for view in views]  # of the parts of this rank's matrix, by rank
     collected = flat[sum(numels[:first]) :][: sum(numels[replica])]
     if ranks > 1:
-        sent, received = [0] * world_size, [0] * world_size
-        sent[replica], received[replica] = numels[replica], full_numels[replica]
-        outgoing, collected = collected, flat.new_empty(sum(received))
+        sent = [0] * world_size
+        sent[replica] = numels[replica]
+        received = [0] * world_size
+        received[replica] = full_numels[replica]
+        outgoing = collected
+        collected = flat.new_empty(sum(received))
         torch.distributed.all_to_all_single(collected, outgoing, received, sent)
     for view, part in zip(views[replica], collected.split(full_numels[replica])):
         view.copy_(part.view_as(view))
@@ -307,8 +315,9 @@ def chunk(x: Tensor, placement: Placement, i: int, size: int) -> Tensor:
     """What rank i of `size` holds of a tensor: all of it, or a chunk like torch.chunk's."""
     if placement.is_replicate():
         return x
-    dim, length = placement.dim, math.ceil(x.size(placement.dim) / size)
-    return x.movedim(dim, 0)[i * length : (i + 1) * length].movedim(0, dim)
+    rows = x.movedim(placement.dim, 0)
+    length = math.ceil(len(rows) / size)
+    return rows[i * length : (i + 1) * length].movedim(0, placement.dim)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -418,17 +427,10 @@ class Optimizer:
         A run that does not fit in memory fails early, and a checkpoint can be loaded in place.
         """
         self.slots: dict[str, dict[str, Tensor]] = {}  # slot -> parameter -> tensor
-        self.measured: dict[str, dict[str, Tensor]] = {}  # the slots with statistics
         for name, parameter in self.parameters.items():
             for slot, shape in updaters[name].slots(parameter.shape).items():
                 slots = self.slots.setdefault(slot, {})
-                if shape == parameter.shape:
-                    slots[name] = torch.zeros_like(parameter)
-                    self.measured[slot] = slots
-                elif shape:
-                    slots[name] = torch.zeros(shape, device=device)
-                else:
-                    slots[name] = None  # a number, see below
+                slots[name] = torch.zeros_like(parameter) if shape else None  # None: see below
         # A checkpoint holds numbers as one tensor for each slot, not as thousands of single ones.
         self.numbers: dict[str, Tensor] = {}  # slot -> (parameters that have it,)
         for slot, slots in self.slots.items():
@@ -504,18 +506,19 @@ class Optimizer:
         that a parameter does not have.
         """
         weights = [local(p) for p in self.parameters.values()]
-        measured = [square_sums(weights), square_sums(torch._foreach_sub(weights, old_weights))]
-        for slots in self.measured.values():
-            parts = [local(slots.get(name, self.no_slot)) for name in self.parameters]
-            measured.append(square_sums(parts))
-        sums = torch.stack(measured)  # (2 + slots, n)
+        sums = {"weight_norm": square_sums(weights)}
+        for slot, slots in self.slots.items():
+            if slot not in self.numbers:
+                parts = [local(slots.get(name, self.no_slot)) for name in self.parameters]
+                sums[f"{slot}_norm"] = square_sums(parts)
+        updates = torch._foreach_sub(weights, old_weights)
+        sums["update_norm"] = square_sums(updates)
+        stacked = torch.stack(list(sums.values()))  # (2 + slots, n)
         if self.is_sharded:
-            sums /= self.copies
-            torch.distributed.all_reduce(sums)
-        weight_norms, update_norms, *slot_norms = sums.sqrt()
-        columns = {"grad_norm": grad_norms, "weight_norm": weight_norms}
-        columns |= {f"{slot}_norm": norms for slot, norms in zip(self.measured, slot_norms)}
-        columns |= {"update_norm": update_norms, "update_ratio": update_norms / weight_norms}
+            stacked /= self.copies
+            torch.distributed.all_reduce(stacked)
+        columns = {"grad_norm": grad_norms, **dict(zip(sums, stacked.sqrt()))}
+        columns["update_ratio"] = columns["update_norm"] / columns["weight_norm"]
         columns["clipped"] = clipped.float()
         values = torch.stack(list(columns.values()), dim=1)  # (n, len(columns))
         return ParameterTable(list(self.parameters), list(columns), values)

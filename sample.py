@@ -198,7 +198,7 @@ def encode_prompt(prompt: str, trained: Trained) -> list[int]:
 
 def sample(args: argparse.Namespace, device: torch.device) -> None:
     """Print the prompt and its continuation, token by token."""
-    path = run_folder.choose_checkpoint(args.run, "sample.py")
+    path = run_folder.newest_checkpoint(args.run)
     trained = describe(path)
     name = trained.tokenizer
     prompt = encode_prompt(args.prompt, trained)
@@ -236,7 +236,7 @@ def main(argv: list[str]) -> int:
         except torch.OutOfMemoryError as error:
             raise cli.RunError(str(error)) from None
         finally:
-            dist.stop()
+            torch.distributed.destroy_process_group()
 
     return cli.execute("sample.py", command)
 

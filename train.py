@@ -76,7 +76,7 @@ def command(argv: list[str]) -> int:
         if world.rank == 0:
             held.enter_context(console.live(lambda: watchdog.place))
         status = run(flags, world, watchdog, held)
-    dist.stop()
+    torch.distributed.destroy_process_group()
     return status
 
 
@@ -253,7 +253,7 @@ def agree(
 
     Returns this rank's batches of the fixed validation set, (number of sequences, tokens
     (B, T + 1)), read once, so that a damaged file ends the run before its first step. Raises
-    RankMismatch and DataError on all ranks.
+    UsageError and DataError on all ranks.
     """
     reader = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
     n_val = min(c.eval_sequences, len(val_data))

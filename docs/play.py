@@ -1,7 +1,8 @@
 """Play the lecture, in a copy of the project that is deleted at the end.
 
 python -m docs.play 3       asks for numbers, runs chapter 3's commands, and shows who was right
-python -m docs.play bug     plants a bug, shows what it does, and asks which function is wrong
+python -m docs.play bug 3   shows a run without and with chapter 3's bug (no number: any bug), and
+                            asks which function is wrong
 """
 
 import contextlib
@@ -57,42 +58,55 @@ def chapters(text: str) -> dict[str, list[Block]]:
 
 
 def run(command: str, folder: Path) -> str:
-    """Run indented commands in the folder. Print and return what they print."""
+    """Run indented commands in the folder. Print what they print as it comes, and return it."""
     print(f"\n{command}\n(in {folder})\n", flush=True)
     script = "\n".join(line[4:] for line in command.splitlines())
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"}
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    options = dict(cwd=folder, env=os.environ | {"PATH": path}, text=True, start_new_session=True)
+    options = dict(cwd=folder, env=environment, text=True, start_new_session=True)
     process = subprocess.Popen(["bash", "-c", script], **pipes, **options)
+    output = ""
     try:
-        output, _ = process.communicate()
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            output += line
+        process.wait()
     except BaseException:  # Ctrl-C
         os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on to its ranks
         process.communicate(timeout=60)  # until the last of them has closed its output
         raise
-    print(output)
+    print()
     return output
 
 
 def guess(blocks: list[Block], folder: Path) -> None:
-    """Ask for the numbers of each command, run it, and compare."""
-    last = max(i for i, block in enumerate(blocks) if block.questions)
-    for block in blocks[: last + 1]:
-        guesses = [input(f"{question}? ") for question, _, _ in block.questions]
+    """Ask for all numbers first, since one output may hint at the next. Run all, then compare."""
+    questions = [question for block in blocks for question, _, _ in block.questions]
+    guesses = {question: input(f"{question}? ") for question in questions}
+    answers = []
+    for block in blocks:
         output = run(block.text, folder) if block.kind == "run" else ""
-        for yours, (question, formula, pattern) in zip(guesses, block.questions):
+        for question, formula, pattern in block.questions:
             measured = re.findall(pattern, output)[-1:] or ["nothing"]
-            print(f"{question}: you {yours}, the formula {formula}, measured {measured[0]}")
+            numbers = f"you {guesses[question]}, the formula {formula}, measured {measured[0]}"
+            answers.append(f"{question}: {numbers}")
+    print("\n".join(answers))
 
 
 def find_bug(bug: Block, shows: Block, folder: Path) -> None:
-    """Plant a bug, show what it does, and ask for its function."""
+    """Show a run without and with a bug, and ask for its function."""
+    print(f"Chapter {bug.name}. Without the bug:")
+    run(shows.text, folder)
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+    print("With the bug:")
     subprocess.run(["git", "apply"], input=bug.text, cwd=folder, text=True, check=True)
     run(shows.text, folder)
-    function = bug.place.split(":")[1]
-    answer = "?"
+    file, function = bug.place.split(":")
+    question = "Which function is wrong? (Enter: the solution) "
+    answer = input(question)
     while answer and answer not in (bug.place, function, function.split(".")[-1]):
-        answer = input("Which function is wrong? (Enter: the solution) ")
+        answer = input(f"Not that one, but one in {file}. {question}")
     print(f"{bug.place}, bug {bug.name} of the lecture. It shows in\n{shows.output}\n{bug.text}")
 
 

@@ -16,4 +16,7 @@ table = torch.arange(320)  # the rows of the embedding
 rows = distribute_tensor(table, mesh["dp_shard"], [Shard(0)]).to_local()
 reads = next(data.train_indices(range(1, 2), 32, 8, n, 4))
 place = f"rank {world.rank} at {mesh.get_coordinate()}: rows {rows[0]} to {rows[-1]}"
-sys.stdout.write(f"{place}, dp_rank {n}, sequences {reads[0]} to {reads[-1]}\n")
+for turn in range(world.size):  # one rank after the other
+    if turn == world.rank:
+        print(f"{place}, dp_rank {n}, sequences {reads[0]} to {reads[-1]}", flush=True)
+    torch.distributed.barrier()

@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 
 import dist
 import optim
+from runtime.cli import UsageError
 
 
 def format_ranks(ranks: list[int]) -> str:
     """`rank 3`, or `ranks 1 and 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+    numbers = " and ".join(map(str, ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 class StopRequest:
@@ -53,8 +55,7 @@ class StopRequest:
 
     def __call__(self) -> bool:
         """Send whether this rank got a signal; return whether any rank had one a step ago."""
-        if self.in_flight:
-            self.in_flight.wait()
+        self.wait()
         any_rank = self.flag.numpy()[0] > 0  # not .item(), which --profile counts as a host sync
         self.flag = torch.tensor([float(self.signalled)])
         self.in_flight = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
@@ -64,12 +65,6 @@ class StopRequest:
         """Wait until no all_reduce is in flight."""
         if self.in_flight:
             self.in_flight.wait()
-
-
-class RankMismatch(ValueError):
-    """Ranks differ in flags, code or data, in a shard, or in who reads what."""
-
-    exit_status = 2
 
 
 def local_claims(
@@ -95,7 +90,7 @@ def local_claims(
 
 
 def compare_claims(claims: list[dict]) -> None:
-    """Check before the first step that the ranks form one run. Raises RankMismatch on every rank.
+    """Check before the first step that the ranks form one run. Raises UsageError on every rank.
 
     `claims` has the `local_claims` of all ranks.
     """
@@ -105,7 +100,7 @@ def compare_claims(claims: list[dict]) -> None:
             first = first_ranks.setdefault(name, rank)
             if value != claims[first][name]:
                 others = [other for other, one in enumerate(claims) if one.get(name) == value]
-                raise RankMismatch(
+                raise UsageError(
                     f"{name} is {claims[first][name]} on rank {first} and {value} on "
                     f"{format_ranks(others)}: start all ranks with the same flags, code and data"
                 )

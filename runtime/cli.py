@@ -5,7 +5,6 @@ import contextlib
 import difflib
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -48,12 +47,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
-        self.add_argument(
-            "--version",
-            action="version",
-            version=f"nanoshard {VERSION}, torch {version('torch')}, "
-            f"Python {platform.python_version()}",
-        )
+        text = f"nanoshard {VERSION}, torch {version('torch')}"
+        self.add_argument("--version", action="version", version=text)
 
     def error(self, message: str) -> NoReturn:
         """Raises, where argparse would print many lines of usage and exit."""
@@ -92,9 +87,6 @@ def execute(program: str, command: Callable, *arguments) -> int:
     run time), OSError (1), and those that `explain` knows. Ctrl-C and a closed pipe return 130.
     Other exceptions are bugs and propagate.
     """
-    if hasattr(sys.stdout, "reconfigure"):
-        # Print \u1234 for characters that the encoding, such as ASCII, lacks.
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return command(*arguments) or 0
     except (KeyboardInterrupt, BrokenPipeError):

@@ -96,10 +96,8 @@ def check(
         "tokenizer": first.tokenizer_name,
         "tokens_in_vocabulary": first.vocab_size,
     }
-    step, changes = find_step(c, origin, model, manifest)
-    device_memory = 0
-    if c.strategy == "auto":
-        device_memory = memory.device_memory(world.device, world.local_size)
+    step, changes = find_step(origin, model, manifest)
+    device_memory = memory.device_memory(world.device, world.local_size)
     times = [*(datetime.fromisoformat(row["time"]) for row in starts), now]
     found = step, origin.path, origin.only_weights, changes, damaged
     return Start(c, model, manifest, device_memory, times, *found)
@@ -159,21 +157,19 @@ def check_folder(c: Config, saved: list[Path], starts: list[dict]) -> None:
     `saved` has its checkpoints, damaged or not, and `starts` the rows of starts.jsonl.
     """
     out = Path(c.out)
-    rows = read_log(out / "metrics.jsonl")
-    logged = [row["step"] for row in rows if row.get("event") == "checkpoint"]
-    reason = None
-    if c.resume == "never" and any(path.name != "lock" for path in out.glob("*")):
-        reason = "it is not empty, and --resume never would overwrite it"
-    elif saved:
+    if c.resume == "never":
+        if any(path.name != "lock" for path in out.glob("*")):
+            raise UsageError(f"--resume never would overwrite --out {out}: choose another --out")
         return
-    elif logged:
-        reason = f"its checkpoint of step {logged[-1]} is gone, restore it"
-    elif not starts and (out / "config.json").exists():
-        reason = "it holds files that are not train.py's"
-    elif starts and rows and starts[-1]["config"].get("checkpoint") == "none":
-        reason = "its run has --checkpoint none"
-    if reason:
-        raise UsageError(f"cannot continue --out {out}: {reason}; choose another --out")
+    rows = read_log(out / "metrics.jsonl")
+    has_saved = any(row.get("event") == "checkpoint" for row in rows)
+    saves_nothing = rows and starts and starts[-1]["config"].get("checkpoint") == "none"
+    is_foreign = not starts and (out / "config.json").exists()
+    if not saved and (has_saved or saves_nothing or is_foreign):
+        raise UsageError(
+            f"cannot continue --out {out}: it has no checkpoint, but files that a new run would "
+            "overwrite; choose another --out"
+        )
 
 
 def settle(config: Config, origin: Origin) -> Config:
@@ -182,7 +178,6 @@ def settle(config: Config, origin: Origin) -> Config:
     flags = saved.get("config") or {}
     values = {}
     if config.eval_only:  # by default on the checkpoint's data, in its dtype and batches
-        values |= {"init_from": str(origin.path), "resume": "auto"}
         for name, default in {"data": BUILTIN, "eval_sequences": EVAL_SEQUENCES}.items():
             values[name] = getattr(config, name) or flags.get(name) or default
         values["dtype"] = saved.get("dtype", "auto") if config.dtype == "auto" else config.dtype
@@ -198,38 +193,24 @@ def settle(config: Config, origin: Origin) -> Config:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where a run begins
+# What changed between two starts
 
 
-def find_step(
-    c: Config, origin: Origin, model: ModelConfig, manifest: dict
-) -> tuple[int, list[str]]:
+def find_step(origin: Origin, model: ModelConfig, manifest: dict) -> tuple[int, list[str]]:
     """The step after which a run begins, and what changed since. Raises UsageError."""
     path, saved = origin.path, origin.manifest
     if path is None:
         return 0, []
-    if origin.only_weights:
-        # Names and shapes are checked when they are loaded.
-        for key, before in vars(read_model(path, saved)).items():
-            value = getattr(model, key)
-            if value != before and key != "seq_len":
-                raise UsageError(
-                    f"{path} has {key} {before}, and this run has {value}: its weights do not fit"
-                )
-        return 0, []
-    changes = check_changes(path, saved, manifest)
-    step = saved["step"]
-    # A new folder must have steps left to train.
-    if step > c.max_steps or (step == c.max_steps and path.parent.parent != Path(c.out)):
-        raise UsageError(
-            f"{path} is at step {step}, and --max_steps {c.max_steps} leaves nothing to train: "
-            "raise --max_steps or choose another --out"
-        )
-    return step, changes
-
-
-# --------------------------------------------------------------------------------------------------
-# What changed between two starts
+    if not origin.only_weights:
+        return saved["step"], check_changes(path, saved, manifest)
+    # Names and shapes are checked when they are loaded.
+    for key, before in vars(read_model(path, saved)).items():
+        value = getattr(model, key)
+        if value != before and key != "seq_len":
+            raise UsageError(
+                f"{path} has {key} {before}, and this run has {value}: its weights do not fit"
+            )
+    return 0, []
 
 
 def check_changes(path: Path, saved: dict, manifest: dict) -> list[str]:
@@ -261,19 +242,11 @@ def check_changes(path: Path, saved: dict, manifest: dict) -> list[str]:
 
 def properties(path: Path, manifest: dict) -> dict:
     """What a manifest says of a run: its flags with defaults resolved, its model and its data."""
-    try:
-        flags, fingerprint = manifest["config"], manifest["data"]
-    except KeyError as error:
-        raise UsageError(
-            f"{path} is not a checkpoint of train.py: its manifest.json lacks {error}"
-        ) from None
-    model = vars(read_model(path, manifest))
+    flags, model = manifest.get("config") or {}, vars(read_model(path, manifest))
     names = {f.name for f in dataclasses.fields(Config)}
     known = {name: flags[name] for name in names & flags.keys()}  # newer flags have their defaults
     resolved = vars(fill_learning_rate(Config(**known | {"d_model": model["d_model"]})))
     dtype = {"dtype": manifest.get("dtype", resolved["dtype"])}  # what --dtype auto chose
-    found = {f"--{name}": value for name, value in (flags | resolved | dtype).items()}
-    for name, value in model.items():
-        found.pop(f"--{name}", None)
-        found[name] = value
-    return found | {"the data's fingerprint": fingerprint}
+    merged = flags | resolved | dtype
+    found = {f"--{name}": value for name, value in merged.items() if name not in model}
+    return found | model | {"the data's fingerprint": manifest.get("data")}

@@ -47,7 +47,19 @@ def copies_and_waits(function, args, kwargs, result) -> bool:
     return source.device != result.device and not is_async
 
 
-class HostSyncCounter(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
+    """Calls `count_operation` with each operation, its arguments and its result."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it decomposes into operations on its local tensors
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        self.count_operation(function, args, kwargs, result)
+        return result
+
+
+class HostSyncCounter(OperationCounter):
     """Counts where the host waits for a device, or on a CPU would: {"train.py:123": times}.
 
     It waits where it reads a tensor's values, and where it copies between host and device.
@@ -57,14 +69,9 @@ class HostSyncCounter(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it decomposes into operations on its local tensors
-        result = function(*args, **kwargs)
+    def count_operation(self, function, args, kwargs, result) -> None:
         if asks_for_values(function, args) or copies_and_waits(function, args, kwargs, result):
             self.count(function.overloadpacket.__name__)
-        return result
 
     def count(self, operation: str) -> None:
         place = caller()
@@ -86,7 +93,7 @@ class Traffic:
     bytes: int = 0
 
 
-class CommunicationCounter(TorchDispatchMode):
+class CommunicationCounter(OperationCounter):
     """Counts collectives, including those of DDP and FSDP: {(kind, axis): Traffic}.
 
     `kind` is all_gather, reduce_scatter, all_reduce, ...; `axis` is the mesh axis whose ranks took
@@ -115,15 +122,7 @@ class CommunicationCounter(TorchDispatchMode):
             self.axes[name] = axis if mesh[axis].size() > 1 else None
         self.counts: dict[tuple[str, str], Traffic] = {}
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it decomposes into operations on its local tensors
-        result = function(*args, **(kwargs or {}))
-        self.count_operation(function, args, result)
-        return result
-
-    def count_operation(self, function, args, result) -> None:
-        """Count an operation, already run, if it is a collective."""
+    def count_operation(self, function, args, kwargs, result) -> None:
         namespace, _, name = function._schema.name.partition("::")
         if namespace == "c10d":
             kind, group = self.KINDS.get(name, name), group_name(args)

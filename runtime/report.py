@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 import data
 import dist
 import metrics
-from config import WARMUP_STEPS
 from layout import Setup, estimate_memory
 from model import Transformer
 from runtime.preflight import Start
@@ -53,13 +52,10 @@ def describe_start(
             f"data    {part.folder.path}: {len(part):,} sequences; "
             f"{c.max_steps:,} steps read {epochs:.2f} epochs{of_mixture}"
         )
-    if c.warmup_steps is None and c.max_steps <= WARMUP_STEPS:
-        yield f"        warning: all {c.max_steps} steps are warm-up: give --warmup_steps"
     memory = {part: size for part, size in estimate_memory(c, setup, model).items() if size}
+    sizes = " + ".join(f"{part} {size / 1e6:,.1f}" for part, size in memory.items())
     total = sum(memory.values())
-    unit, name, digits = (1e9, "GB", 2) if total >= 1e9 else (1e6, "MB", 1)
-    sizes = " + ".join(f"{part} {size / unit:,.{digits}f}" for part, size in memory.items())
-    yield f"memory  a rank needs at least: {sizes} = {total / unit:,.{digits}f} {name}"
+    yield f"memory  a rank needs at least: {sizes} = {total / 1e6:,.1f} MB"
     for path, problem in start.damaged.items():
         yield f"        passed over {path}: {problem}"
     beginning = ""
@@ -83,12 +79,11 @@ def describe_evaluation(
     for part in val_data.parts:
         mean = part.folder.val_bytes / len(part.folder.tokens("val"))
         bytes_per_token += part.folder.share / 1000 * mean
-    bits = "no bits per byte: meta.json has no val_bytes; prepare the data again"
-    if bytes_per_token:
-        bits = f"{val_loss / math.log(2) / bytes_per_token:.6f} bits per byte"
+    bits = val_loss / math.log(2) / (bytes_per_token or math.nan)  # 0: meta.json lacks val_bytes
+    perplexity = math.exp(min(val_loss, 700))  # exp(710) overflows
     n, seq_len = min(start.config.eval_sequences, len(val_data)), val_data.parts[0].seq_len
     yield (
         f"{start.checkpoint} on {start.config.data}: val_loss {val_loss:.6f}, "
-        f"perplexity {math.exp(min(val_loss, 700)):,.4f}, {bits} "  # exp(710) overflows
+        f"perplexity {perplexity:,.4f}, {bits:.6f} bits per byte "
         f"({n:,} sequences of {seq_len:,} tokens)"
     )

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -54,8 +53,7 @@ def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
                 "wait until it ends or choose another --out"
             )
         time.sleep(1)
-    now = datetime.now().astimezone().isoformat(" ", "seconds")
-    name = f"host {socket.gethostname()}, process {os.getpid()}, since {now}"
+    name = f"host {socket.gethostname()}, process {os.getpid()}"
     with contextlib.suppress(OSError):  # disk full: leave the owner's name out
         os.ftruncate(descriptor, 0)
         os.write(descriptor, name.encode())
@@ -82,30 +80,23 @@ def checkpoints_at(path: Path) -> list[Path]:
     Raises PathError if there are none.
     """
     found = checkpoint.list_checkpoints(path)
-    if (path / "manifest.json").is_file() or (
-        path.is_dir() and checkpoint.step_of(path) and not found
-    ):
-        return [path]  # even if its manifest is missing
+    if not found and (path / "manifest.json").is_file():
+        found = [path]
     if not found:
-        problem = f"{path} holds no checkpoint" if path.is_dir() else f"there is no folder {path}"
-        raise PathError(f"{problem}: name a run folder such as runs/tiny, or a checkpoint in one")
+        remedy = "name a run folder such as runs/tiny, or a checkpoint in one"
+        raise PathError(f"{path} holds no checkpoint: {remedy}")
     return found
 
 
-def choose_checkpoint(named: Path, program: str) -> Path:
-    """The checkpoint `named`, or the latest of the run `named` that verifies.
+def newest_checkpoint(named: Path) -> Path:
+    """The checkpoint `named`, or the newest of the run `named`, verified.
 
-    Reports on stderr, as `program`, newer ones that failed. Raises PathError and CheckpointError.
+    Raises PathError, and CheckpointError if it is damaged.
     """
-    passed_over = []
-    for path in reversed(checkpoints_at(named)):
-        problem = checkpoint.verify(path)
-        if problem is None:
-            for line in passed_over:
-                print(f"{program}: passed over {line}; using {path}", file=sys.stderr)
-            return path
-        passed_over.append(f"{path}: {problem}")
-    raise CheckpointError(f"no checkpoint to use: {'; '.join(passed_over)}")
+    path = checkpoints_at(named)[-1]
+    if problem := checkpoint.verify(path):
+        raise CheckpointError(f"{path}: {problem}; name another checkpoint")
+    return path
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,9 +18,11 @@ def read_slurm() -> None:
         tasks += [count] * int(repeats or 1)
     # "rack[1-2]n[07-09,12]-ib,login" begins with rack1n07-ib
     hosts = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"])
-    env["RANK"] = env["SLURM_PROCID"]
-    env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
-    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-    env["LOCAL_WORLD_SIZE"] = tasks[int(env["SLURM_NODEID"])]
+    env |= dict(
+        RANK=env["SLURM_PROCID"],
+        WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
+        LOCAL_RANK=env["SLURM_LOCALID"],
+        LOCAL_WORLD_SIZE=tasks[int(env["SLURM_NODEID"])],
+    )
     env.setdefault("MASTER_ADDR", hosts.partition(",")[0])
     env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))

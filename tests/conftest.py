@@ -38,7 +38,7 @@ from config import Config, parse
 from layout import Setup
 from metrics import is_due
 from model import ModelConfig, Transformer
-from runtime import consolidate, preflight
+from runtime import preflight
 from runtime.watchdog import Watchdog
 from tools import checkpoint as commands
 
@@ -134,7 +134,7 @@ def one_rank(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     dist.start("cpu")
     yield
-    dist.stop()
+    torch.distributed.destroy_process_group()
 
 
 def free_port() -> int:
@@ -460,7 +460,7 @@ def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """The full tensors of a checkpoint."""
     reader = checkpoint.Reader(path)
     names = [name for name in reader.tensors if name.startswith(prefix)]
-    return {name: consolidate.read_full(reader, name) for name in names}
+    return {name: commands.read_full(reader, name) for name in names}
 
 
 def assert_same(one: Path, other: Path) -> None:

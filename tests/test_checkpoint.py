@@ -31,8 +31,8 @@ import train
 from config import model_config
 from model import full_tensor
 from optim import local
-from runtime import consolidate
 from runtime.saver import Saver
+from tools.checkpoint import consolidate
 
 
 @pytest.mark.parametrize("mesh", RANKS_OF_MESH)
@@ -76,7 +76,7 @@ def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
 
 def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(pool, tokens, whole, tmp_path):
     path = tmp_path / "full"
-    consolidate.consolidate(last_checkpoint(whole["hsdp --dp_shard 2"]), path)
+    consolidate(last_checkpoint(whole["hsdp --dp_shard 2"]), path)
     text = f"--data {tokens} --out {tmp_path}/run --dtype float32 --strategy fsdp --tp 2"
     for copied, held in pool(4, load_and_count, flags(text), path):
         assert copied == held
@@ -151,7 +151,7 @@ def test_any_mesh_loads_what_any_other_has_saved(pool, tokens, tmp_path):
     for ranks in MESHES:
         pool(ranks, save_on_each_mesh, argv, tmp_path / "saved")
     paths = sorted((tmp_path / "saved").glob("*/checkpoints/step-00000001"))
-    consolidate.consolidate(paths[-1], tmp_path / "saved/full")
+    consolidate(paths[-1], tmp_path / "saved/full")
     paths.append(tmp_path / "saved/full")
     assert len(paths) == 6
     for ranks, meshes in MESHES.items():

@@ -22,8 +22,8 @@ from conftest import (
 from test_house import MODULES, imported_modules
 
 import checkpoint
-from runtime import consolidate
 from runtime.saver import Saver
+from tools.checkpoint import consolidate
 
 
 def flip_a_bit(path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_hostile_file_is_refused_in_one_line(tmp_path, case):
     assert memory_taken(load) < 8e6
     assert checkpoint.verify(path)  # finds it, too
     with pytest.raises(checkpoint.CheckpointError):
-        consolidate.consolidate(path, tmp_path / "one")
+        consolidate(path, tmp_path / "one")
     assert not (tmp_path / "one").exists()
 
 
@@ -240,7 +240,7 @@ def test_checkpoints_of_another_format_are_refused(tmp_path, format):
     manifest = checkpoint.read_manifest(tmp_path / "checkpoint")
     del manifest["format"]
     (tmp_path / "checkpoint/manifest.json").write_text(json.dumps(manifest | format))
-    line = f"has format {format.get('format', 1)}, and this code reads 2: use "
+    line = f"has format {format.get('format', 1)}, not 2: use the version that wrote it"
     with pytest.raises(checkpoint.PathError, match=line):
         checkpoint.read_manifest(tmp_path / "checkpoint")
 
@@ -315,4 +315,4 @@ def test_loading_and_converting_take_little_memory(tmp_path, one_rank):
     saver.save(state, {"step": 1})
     path = last_checkpoint(tmp_path)
     assert memory_taken(lambda: checkpoint.load_state(path, state)) < 45e6
-    assert memory_taken(lambda: consolidate.consolidate(path, tmp_path / "one")) < 45e6
+    assert memory_taken(lambda: consolidate(path, tmp_path / "one")) < 45e6

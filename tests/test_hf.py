@@ -191,13 +191,12 @@ def test_a_llama_comes_in_trains_on_two_ranks_and_goes_out(
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("change, tied", [(0.0, True), (1.0, False)])
-def test_a_head_of_its_own_is_imported_untied(transformers, tmp_path, change, tied):
+def test_a_head_of_its_own_is_imported_untied(transformers, tmp_path):
     theirs = make_model(transformers, "llama 3.2", tmp_path / "theirs")
     embedding = "model.embed_tokens.weight"
-    spoil(theirs, lambda s: s.update({"lm_head.weight": s[embedding] + change * torch.randn(32)}))
+    spoil(theirs, lambda s: s.update({"lm_head.weight": s[embedding] + torch.randn(32)}))
     imported = convert("import", theirs, tmp_path / "imported")
-    assert sample.describe(imported).config.tied == tied
+    assert not sample.describe(imported).config.tied
     expected = their_logits(transformers, theirs)
     torch.testing.assert_close(our_logits(imported), expected, rtol=0, atol=1e-4)
 

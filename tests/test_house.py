@@ -12,9 +12,10 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
     "runtime.console",
-    "runtime.cli runtime.consolidate runtime.lock runtime.memory runtime.profiling runtime.saver "
-    "runtime.agreement runtime.slurm text.sources text.tokenizer",
-    "runtime.watchdog text.encode",
+    "runtime.cli runtime.lock runtime.memory runtime.profiling runtime.saver "
+    "runtime.slurm text.sources text.tokenizer",
+    "runtime.agreement text.encode",
+    "runtime.watchdog",
     "config",
     "runtime.run_folder",
     "layout",
@@ -25,8 +26,8 @@ FLOORS = [
     "tools.planning.rehearse",
     "tools.planning.predict",
     "tools.planning.search",
-    "tools.checkpoint tools.compare tools.hf tools.measuring.harness",
-    "tools.measuring.hosts",
+    "tools.checkpoint tools.compare tools.measuring.harness",
+    "tools.hf tools.measuring.hosts",
     "tools.bench tools.report",
     "tools.check tools.plan",
 ]

@@ -191,6 +191,8 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(log, tmp_path, 
     again.say(again.goodput())
     line = "goodput 10%: 7 of the 70 s since the first start went into steps that count\n"
     assert capsys.readouterr().out == line
+    now = datetime.fromtimestamp(1100, UTC)  # without starts.jsonl the first start is this one
+    assert metrics.Log(tmp_path, again.c, again.rates, 5, now, NO_DATA).useful_time == 0
 
 
 def test_training_goes_on_without_the_rows_that_a_disk_does_not_take(log, tmp_path, capsys):

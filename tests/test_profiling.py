@@ -189,7 +189,7 @@ def test_annotated_ranges_of_a_gpu_are_neither_busy_nor_compute(monkeypatch, tmp
     for step in (4, 5):
         with profiler.step(step, data_wait=0.0):
             pass
-    dist.stop()
+    torch.distributed.destroy_process_group()
     figures = json.loads((tmp_path / "rank_0.json").read_text())
     assert figures["busy"] == pytest.approx(0.7)
     assert figures["exposed_communication"] == pytest.approx(0.2)

@@ -9,7 +9,6 @@ from conftest import build_run, flags, train_step
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-import dist
 import optim
 import train
 from config import model_config
@@ -74,7 +73,7 @@ def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
     )
     if run.world.rank < 3:
         return real, None
-    dist.stop()
+    torch.distributed.destroy_process_group()
     return real, rehearse(run.c, make_world(3, 4, 4, "cpu"), run.setup.model, device_memory=10**9)
 
 

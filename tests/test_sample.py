@@ -68,13 +68,13 @@ def test_a_checkpoint_holds_all_that_sampling_needs(trained, text, tmp_path, cap
     assert text(tmp_path / "one") == (out, "")
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(run, text):
+def test_a_damaged_checkpoint_is_refused_and_another_can_be_named(run, text, capsys):
     damaged = newest(run)
     (damaged / "index.json").unlink()
-    out, err = text(run)
-    older = damaged.with_name("step-00000001")
-    assert err == f"sample.py: passed over {damaged}: index.json is missing; using {older}\n"
-    assert out == text(older)[0]
+    assert sample.main(["--run", str(run)]) == 1
+    line = f"{damaged}: index.json is missing; name another checkpoint"
+    assert capsys.readouterr().err == f"sample.py: error: {line}\n"
+    assert text(damaged.with_name("step-00000001"))[0]
 
 
 def test_a_tokenizer_is_read_in_its_checkpoint_only(run, tmp_path, trained, text, capsys):

@@ -19,8 +19,8 @@ from conftest import file_names, flags, last_checkpoint, listen, rows, tensors
 import checkpoint
 import optim
 import train
-from runtime import consolidate
 from runtime.saver import Saver
+from tools.checkpoint import consolidate
 
 
 def test_keep_last_and_keep_every_leave_a_copy_that_the_user_made(run, tmp_path):
@@ -140,12 +140,12 @@ def test_a_save_is_on_disk_before_it_has_its_name_and_the_name_after(tmp_path, o
 def test_all_ranks_write_and_none_much_more_than_another(shards):
     """Ranks of ddp, hsdp and fsdp, with one large tensor and many small ones."""
     whole = {str(number): torch.empty(n, 4) for number, n in enumerate([80] + 40 * [8])}
-    bounds = np.zeros((8, len(whole), 2, 2), dtype=int)
+    bounds = [[] for _ in range(8)]
     for rank in range(8):
-        for number, tensor in enumerate(whole.values()):
+        for tensor in whole.values():
             rows = len(tensor) // shards
-            bounds[rank, number] = [[rank % shards * rows, 0], [rows, 4]]
-    tensors = checkpoint.choose_writers(whole, bounds)
+            bounds[rank] += [rank % shards * rows, 0, rows, 4]
+    tensors = checkpoint.choose_writers(whole, np.array(bounds))
     load = [0] * 8
     for entry in tensors.values():
         for rank in entry["grid"]:
@@ -173,7 +173,7 @@ def test_extra_files_belong_to_every_checkpoint(pool, tmp_path):
     """Also to one that was consolidated."""
     pool(2, save_with_extra_files, tmp_path)
     path = last_checkpoint(tmp_path)
-    consolidate.consolidate(path, tmp_path / "one")
+    consolidate(path, tmp_path / "one")
     assert (tmp_path / "one/my.tiktoken").read_bytes() == RANKS_FILE
     assert (path / "my.tiktoken").read_bytes() == RANKS_FILE
     assert checkpoint.read_manifest(path)["files"]["my.tiktoken"]["bytes"] == 1_400_000

@@ -158,4 +158,6 @@ def describe_progress(splitter: Splitter, seconds: float) -> str:
     corpus = splitter.corpus
     size = splitter.size / 1e6
     line = f"tokenizing: {size:,.1f} MB of text read, {size / seconds:,.1f} MB/s"
-    return line if STDIN in corpus.files else f"{line}, {corpus.position / corpus.size:.0%}"
+    if STDIN in corpus.files:
+        return line
+    return f"{line}, {corpus.position / corpus.size:.0%}"

@@ -358,8 +358,8 @@ def check_ranks(argv: list[str]) -> int:
             if options.json:
                 write_json(ranks, options, check)
             if not check.problems:
-                shutil.rmtree(ranks.folder)
-    dist.stop()
+                shutil.rmtree(ranks.folder, ignore_errors=True)
+    torch.distributed.destroy_process_group()
     return int(check.status == "FAIL")
 
 

@@ -9,10 +9,10 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median, stdev, variance
+from statistics import fmean, median, stdev
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,63 +32,63 @@ LEVEL = 0.05  # chance of telling equal settings apart, over all comparisons of 
 
 @dataclass(frozen=True)
 class Log:
-    """What one run logged. Times are seconds of training, without evaluations and checkpoints.
-
-    Non-finite losses and norms are nan.
-    """
+    """What one run logged. Times are seconds of training, without evaluations and checkpoints."""
 
     name: str
     config: dict  # the flags, as given
+    rows: list[dict]  # all of metrics.jsonl
     training: list[dict]  # training rows, each with its "time" since the start of the run
     val: list[dict]  # evaluations, each with the "time" of its step
     values: dict[str, dict]  # {"loss" or "parameter": {step: {name: {column: value}}}}
-    rows: list[dict] = field(default_factory=list)  # all of metrics.jsonl
 
-    def final_val_loss(self) -> float | str:
-        return self.val[-1]["val_loss"] if self.val else "none yet"
+    def final_val_loss(self) -> float | None:
+        """None before the first evaluation."""
+        return self.val[-1]["val_loss"] if self.val else None
 
-    def best_val_loss(self) -> float | str:
-        """The lowest validation loss; nan if none was finite."""
-        none = math.nan if self.val else "none yet"
-        return min((row["val_loss"] for row in self.finite_val()), default=none)
+    def best_val_loss(self) -> float | None:
+        """The lowest finite validation loss."""
+        losses = [row["val_loss"] for row in self.val]
+        return min(filter(math.isfinite, losses), default=None)
 
-    def finite_val(self) -> list[dict]:
-        return [row for row in self.val if math.isfinite(row["val_loss"])]
-
-    def loss_at(self, tokens: int) -> float | str:
+    def loss_at(self, tokens: int) -> float | None:
         """Mean of the finite training losses in the last tenth of the first `tokens` tokens."""
-        span = [row for row in self.training if 0.9 * tokens < row["tokens"] <= tokens]
-        if not span:
-            return "no row"
-        finite = [row["loss"] for row in span if math.isfinite(row["loss"])]
-        return fmean(finite) if finite else math.nan
+        losses = []
+        for row in self.training:
+            if 0.9 * tokens < row["tokens"] <= tokens and math.isfinite(row["loss"]):
+                losses.append(row["loss"])
+        return fmean(losses) if losses else None
 
-    def time_to(self, loss: float) -> float | str:
+    def time_to(self, loss: float) -> float | None:
         """When an evaluation first reached `loss`."""
-        if not self.val:
-            return "none yet"
-        times = [row["time"] for row in self.finite_val() if row["val_loss"] <= loss]
-        return times[0] if times else "never"
-
-    def speed(self) -> float:
-        return median(row["tokens_per_second"] for row in self.training)
-
-    def clipped(self) -> float:
-        return fmean(row["clipped"] for row in self.training)
+        for row in self.val:
+            if row["val_loss"] <= loss:  # not if it is nan
+                return row["time"]
+        return None
 
     def ended_loss(self) -> float | None:
         """The final validation loss if the run has ended and the loss is finite."""
-        at_end = [row for row in self.finite_val() if row["step"] == self.config.get("max_steps")]
-        return at_end[-1]["val_loss"] if at_end else None
+        for row in self.val:
+            if row["step"] == self.config.get("max_steps") and math.isfinite(row["val_loss"]):
+                return row["val_loss"]
+        return None
+
+
+def read_all(folders: list[str]) -> list[Log]:
+    """Runs with the names of their folders, or the paths if two share a name."""
+    names = [Path(folder).resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = folders
+    return [read(folder, name) for folder, name in zip(folders, names)]
 
 
 def read(folder: str, name: str) -> Log:
     """Read a run folder. Raises UsageError if it is none."""
     run = Path(folder)
-    for file in ("config.json", "metrics.jsonl"):
-        if not (run / file).is_file():
-            raise UsageError(f"{folder} has no {file}: it is not the folder of a started run")
-    rows = read_log(run / "metrics.jsonl")
+    try:
+        config = json.loads((run / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} is not the folder of a started run: {error}") from None
+    rows = read_rows(run / "metrics.jsonl")
     training, val = with_times(rows)
     if not training:
         raise UsageError(f"{folder} has no training row yet: let it run until its first one")
@@ -96,18 +96,17 @@ def read(folder: str, name: str) -> Log:
     for row in training:
         losses[row["step"]] = {"training": {"loss": row["loss"]}}
     parameters = {}
-    for row in map(with_nan, read_log(run / "optim.jsonl")):
+    for row in read_rows(run / "optim.jsonl"):
         parameters.setdefault(row.pop("step"), {})[row.pop("parameter")] = row
-    try:
-        config = json.loads((run / "config.json").read_bytes())
-    except ValueError as error:
-        raise UsageError(f"{run}/config.json is damaged: {error}") from None
-    return Log(name, config, training, val, {"loss": losses, "parameter": parameters}, rows)
+    return Log(name, config, rows, training, val, {"loss": losses, "parameter": parameters})
 
 
-def with_nan(row: dict) -> dict:
-    """Reads null, the log's form of a non-finite value, as nan."""
-    return {name: math.nan if value is None else value for name, value in row.items()}
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a log; null, its form of a non-finite value, is nan."""
+    found = []
+    for row in read_log(path):
+        found.append({name: math.nan if value is None else value for name, value in row.items()})
+    return found
 
 
 def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -116,7 +115,7 @@ def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:
     val = []
     time = 0.0
     previous_step = None
-    for row in map(with_nan, rows):
+    for row in rows:
         step = row["step"]
         if "loss" in row:
             # step_time is the mean since the previous row. The first row has one step, which is
@@ -134,55 +133,99 @@ def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:
 # The table
 
 
-def table(logs: list[Log], loss: float | None, tolerance: float, turned: bool = False) -> str:
-    """A Markdown table with a row for each quantity and a column for each run, or the other way.
+def compare(logs: list[Log], loss: float | None, tolerance: float) -> list[list[str]]:
+    """A header, and a line for each run, of what it reached.
 
-    Has the time to validation loss `loss`, and the first training losses and statistics of
-    parameters that differ by more than `tolerance`, relatively; last the flags that differ.
+    Has the time to validation loss `loss`, by default the lowest that all runs reached; the first
+    training losses and statistics of parameters that differ from the first run's by more than
+    `tolerance`, relatively; last the flags that differ.
     """
-    rows = [["", *(log.name for log in logs)], *quantities(logs, loss)]
-    if len(logs) > 1:
-        rows += differences(logs, tolerance)
-    rows += flag_rows(logs)
-    header, *rows = zip(*rows) if turned else rows
-    return markdown_table(header, rows)
-
-
-def quantities(logs: list[Log], loss: float | None) -> list[list[str]]:
-    """Rows of what each run reached; `loss` as in `table`."""
     tokens = min(log.training[-1]["tokens"] for log in logs)
-    reached = [log.best_val_loss() for log in logs if log.finite_val()]
-    loss = loss or max(reached, default=None)  # the lowest that all runs reached
+    if loss is None:
+        best = [log.best_val_loss() for log in logs]
+        loss = max(filter(None, best), default=None)
+    lines = []
+    for log, flags in zip(logs, different_flags(logs, {"out"})):  # --out always differs
+        cells = {"": log.name}
+        cells |= reached(log, tokens, loss)
+        if len(logs) > 1:
+            cells |= differences(logs[0], log, tolerance)
+        cells |= flags
+        lines.append(list(cells.values()))
+    return [list(cells), *lines]
+
+
+def reached(log: Log, tokens: int, loss: float | None) -> dict[str, str]:
+    """Losses, the last one after `tokens` tokens; the time to validation loss `loss`; speed."""
     found = {
-        "final validation loss": (Log.final_val_loss, ".4f"),
-        "best validation loss": (Log.best_val_loss, ".4f"),
-        f"training loss at {tokens:,} tokens": (lambda log: log.loss_at(tokens), ".4f"),
+        "final validation loss": shown(log.final_val_loss(), ".4f"),
+        "best validation loss": shown(log.best_val_loss(), ".4f"),
+        f"training loss at {tokens:,} tokens": shown(log.loss_at(tokens), ".4f"),
     }
     if loss is not None:
-        found[f"seconds to validation loss {loss:.4f}"] = (lambda log: log.time_to(loss), ",.1f")
-    found |= {
-        "tokens per second, median": (Log.speed, ",.0f"),
-        "steps clipped, of those logged": (Log.clipped, ".1%"),
-        "steps skipped": (lambda log: log.training[-1]["skipped_steps"], ","),
-    }
-    rows = []
-    for name, (value_of, spec) in found.items():
-        values = [value_of(log) for log in logs]
-        rows.append([name, *(v if isinstance(v, str) else format(v, spec) for v in values)])
-    return rows
+        name = f"seconds to validation loss {loss:.4f}"
+        found[name] = shown(log.time_to(loss), ",.1f")
+    speed = median(row["tokens_per_second"] for row in log.training)
+    found["tokens per second, median"] = shown(speed, ",.0f")
+    clipped = fmean(row["clipped"] for row in log.training)
+    found["steps clipped, of those logged"] = shown(clipped, ".1%")
+    found["steps skipped"] = shown(log.training[-1]["skipped_steps"], ",")
+    return found
 
 
-def differences(logs: list[Log], limit: float) -> list[list[str]]:
-    """Rows of where losses, and parameters, of each run first differ from the first run's."""
-    rows = []
-    for what, reference in logs[0].values.items():
-        growth = GROWTH if what == "parameter" else 0
-        if reference:
-            name = f"first {what} difference from {logs[0].name} over {limit:g} (--tolerance)"
-            rows.append([name, "-"])
-            for log in logs[1:]:
-                rows[-1].append(first_difference(reference, log.values[what], limit, growth))
-    return rows
+def shown(value: float | None, spec: str) -> str:
+    if value is None:
+        return "none"
+    return format(value, spec)
+
+
+def different_flags(logs: list[Log], left_out: set[str]) -> list[dict[str, str]]:
+    """For each run, those of its flags whose values differ between the runs."""
+    found = [{} for _ in logs]
+    names = set()
+    for log in logs:
+        names |= log.config.keys() - left_out
+    for name in sorted(names):
+        values = [str(log.config.get(name)) for log in logs]
+        if len(set(values)) > 1:
+            for flags, value in zip(found, values):
+                flags[f"`--{name}`"] = value
+    return found
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    ruler = ["---"] * len(header)
+    lines = []
+    for cells in (header, ruler, *rows):
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------
+# Where two runs first differ
+
+
+class Difference(NamedTuple):
+    """Of a value that two runs logged in one step. The greatest is the most telling one."""
+
+    place: int  # in the step: greater values were computed earlier
+    size: float  # relative
+    name: str  # of the parameter
+    column: str
+
+
+def differences(first: Log, log: Log, limit: float) -> dict[str, str]:
+    """Where the losses and the parameters of a run first differ from the first run's, in words."""
+    found = {}
+    for what, growth in (("loss", 0), ("parameter", GROWTH)):
+        reference, other = first.values[what], log.values[what]
+        if not reference:
+            continue
+        name = f"first {what} difference from {first.name} over {limit:g} (--tolerance)"
+        found[name] = "-"
+        if log is not first:
+            found[name] = first_difference(reference, other, limit, growth)
+    return found
 
 
 def first_difference(reference: dict, other: dict, limit: float, growth: float) -> str:
@@ -194,137 +237,130 @@ def first_difference(reference: dict, other: dict, limit: float, growth: float) 
     largest = 0.0  # difference so far
     common = [step for step in other if step in reference]
     for step in common:
-        found = list(differences_of_step(reference[step], other[step]))
-        beyond = [each for each in found if each[1] > max(limit, growth * largest)]
+        least = max(limit, growth * largest)
+        beyond = []
+        for found in differences_of_step(reference[step], other[step]):
+            largest = max(largest, found.size)
+            if found.size > least:
+                beyond.append(found)
         if beyond:
-            _, difference, name, column = max(beyond)
-            more = len({name for *_, name, _ in beyond}) - 1
-            also = f", and {more:,} more" if more else ""
-            return f"step {step:,}: {name} {column} by {difference:.1g}{also}"
-        for _, difference, *_ in found:
-            largest = max(largest, difference)
-    if not common:
-        return "no logged step in common"
-    how = f"by at most {largest:.1g}" if largest else "equal"
-    return f"never, {how} in {len(common):,} logged steps in common"
+            first = max(beyond)
+            line = f"step {step}: {first.name} {first.column} by {first.size:.1g}"
+            others = {found.name for found in beyond} - {first.name}
+            return f"{line}, and {len(others)} more" if others else line
+    return f"never, by at most {largest:.1g} in {len(common)} logged steps in common"
 
 
-def differences_of_step(a_rows: dict, b_rows: dict) -> Iterator[tuple[int, float, str, str]]:
-    """(place in the step, relative difference, name, column) of each value in both runs."""
+def differences_of_step(a_rows: dict[str, dict], b_rows: dict[str, dict]) -> list[Difference]:
+    """Of each value in both runs."""
+    found = []
     for name in a_rows.keys() & b_rows.keys():
         a, b = a_rows[name], b_rows[name]
-        # Weights that differ by more than their updates come first, then gradients.
         updates = a.get("update_ratio", math.inf) + b.get("update_ratio", math.inf)
         for column in a.keys() & b.keys() - {"clipped"}:  # near the limit, rounding decides it
-            difference = relative_difference(a, b, column)
-            place = 1 if column.startswith("grad") else 0
-            if column == "weight_norm" and difference > updates:
-                place = 2
-            yield place, difference, name, column
+            size = relative_difference(a[column], b[column])
+            place = 0
+            if column == "weight_norm" and size > updates:
+                place = 2  # the weights were others before the step
+            elif column.startswith("grad"):
+                place = 1
+            found.append(Difference(place, size, name, column))
+    return found
 
 
-def relative_difference(a: dict, b: dict, column: str) -> float:
-    x, y = a[column], b[column]
-    if math.isnan(x) or math.isnan(y):  # elsewhere nan is a slot the optimizer lacks
-        is_one = math.isnan(x) != math.isnan(y) and column in ("loss", "grad_norm")
-        return math.inf if is_one else 0.0
-    scale = max(abs(x), abs(y))
-    return abs(x - y) / scale if scale else 0.0
-
-
-def flag_rows(logs: list[Log], *left_out: str) -> list[list[str]]:
-    """Rows of the flags that differ between runs, except --out, which always does."""
-    rows = []
-    flags = set().union(*(log.config for log in logs))
-    for flag in sorted(flags - {"out", *left_out}):
-        values = [str(log.config.get(flag)) for log in logs]
-        if len(set(values)) > 1:
-            rows.append([f"`--{flag}`", *values])
-    return rows
-
-
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def relative_difference(a: float, b: float) -> float:
+    """inf if only one is nan."""
+    if math.isnan(a) and math.isnan(b):
+        return 0.0
+    if math.isnan(a) or math.isnan(b):
+        return math.inf
+    if a == b:
+        return 0.0
+    larger = max(abs(a), abs(b))
+    return abs(a - b) / larger
 
 
 # --------------------------------------------------------------------------------------------------
 # Seeds
 
 
-def settings_of(logs: list[Log]) -> list[list[Log]]:
-    """Groups of runs that differ only in --seed and --out, in order of first appearance."""
-    groups: dict[str, list[Log]] = {}
-    for log in logs:
-        same = {flag: log.config[flag] for flag in log.config.keys() - {"out", "seed"}}
-        groups.setdefault(json.dumps(same, sort_keys=True), []).append(log)
-    return list(groups.values())
+@dataclass
+class Setting:
+    """Runs that have ended well and differ only in --seed and --out."""
+
+    log: Log  # of one of them
+    losses: dict[int, float]  # seed -> final validation loss
 
 
 def seeds_table(logs: list[Log]) -> str:
     """Each setting's mean and spread over seeds, against the first; empty if none has two."""
     settings = settings_of(logs)
-    losses = [{log.config.get("seed"): log.ended_loss() for log in each} for each in settings]
-    if max(map(len, losses)) < 2:
+    if not settings:
         return ""
-    columns = flag_rows([setting[0] for setting in settings], "seed")
-    columns += [["seeds"], ["final validation loss, mean"], ["standard deviation"]]
-    columns += [["from the first"]]
-    comparisons = sum(len(found) > 1 for found in losses[1:])
-    for setting, by_seed in zip(settings, losses):
-        found = [loss for loss in by_seed.values() if loss is not None]
-        *_, counts, means, spreads, words = columns
-        ended = "" if len(found) == len(setting) else f" of {len(setting)}"
-        counts.append(f"{len(found)}{ended}")
-        means.append(f"{fmean(found):.4f}" if found else "none yet")
-        spreads.append(f"{stdev(found):.4f}" if len(found) > 1 else "-")
-        is_first = by_seed is losses[0]
-        words.append("-" if is_first else verdict(losses[0], by_seed, comparisons))
-    header, *rows = zip(*columns)
-    return markdown_table(header, rows)
+    first, *others = settings
+    flags = different_flags([setting.log for setting in settings], {"out", "seed"})
+    rows = []
+    for cells, setting in zip(flags, settings):
+        losses = setting.losses.values()
+        cells["seeds"] = str(len(losses))
+        cells["final validation loss, mean"] = f"{fmean(losses):.4f}"
+        cells["standard deviation"] = f"{stdev(losses):.4f}"
+        cells["from the first"] = "-"
+        if setting is not first:
+            cells["from the first"] = verdict(first.losses, setting.losses, len(others))
+        rows.append(list(cells.values()))
+    return markdown_table(list(cells), rows)
+
+
+def settings_of(logs: list[Log]) -> list[Setting]:
+    """Those with two seeds or more, in order of first appearance."""
+    found: dict[str, Setting] = {}
+    for log in logs:
+        same = {**log.config, "out": None, "seed": None}
+        key = json.dumps(same, sort_keys=True)
+        loss = log.ended_loss()
+        if loss is not None:
+            setting = found.setdefault(key, Setting(log, {}))
+            setting.losses[log.config.get("seed")] = loss
+    return [setting for setting in found.values() if len(setting.losses) > 1]
 
 
 def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) -> str:
-    """Whether two settings differ by more than their seeds do, in words.
+    """Whether two settings' losses, by seed, differ by more than their seeds do, in words.
 
     Means of n losses are nearly normal, so Student's t works even with three seeds. `comparisons`
     share LEVEL (Bonferroni).
     """
-    has_ended = None not in (*first.values(), *other.values())
-    if not has_ended or first.keys() != other.keys() or len(first) < 2:
-        return "no word: it takes runs that ended, with the same seeds, two or more"
-    n = len(first)
+    if first.keys() != other.keys():
+        return "no word: it takes the same seeds"
     pairs = [other[seed] - first[seed] for seed in first]
-    difference = fmean(pairs)
-    p = p_value(difference, variance(pairs) / n, n - 1)
-    is_large = p * comparisons < LEVEL
-    word = "larger than the spread of seeds" if is_large else "not distinguishable"
-    shared = f", x {comparisons} comparisons" if comparisons > 1 else ""
-    return f"{difference:+.4f}: {word} (paired t test, n = {n}, p = {p:.2g}{shared})"
+    p = p_value(pairs)
+    word = "not distinguishable"
+    if p * comparisons < LEVEL:
+        word = "larger than the spread of seeds"
+    test = f"paired t test, n = {len(pairs)}, p = {p:.2g}"
+    if comparisons > 1:
+        test += f", x {comparisons} comparisons"
+    return f"{fmean(pairs):+.4f}: {word} ({test})"
 
 
-def p_value(difference: float, squared_error: float, df: int) -> float:
-    """The chance of a difference at least this large, either way, if there is none.
+def p_value(pairs: list[float]) -> float:
+    """The chance of a mean difference at least this large, either way, if there is none.
 
     With t = sqrt(df) tan(x), the density of Student's t is cos(x)^(df - 1) over its integral.
     """
-    if squared_error == 0:
-        return float(difference == 0)
-    start = math.atan(abs(difference) / math.sqrt(squared_error * df))
-    x = np.linspace(0, math.pi / 2, 100_000)
-    density = np.cos(x) ** (df - 1)
-    return float(density[x >= start].sum() / density.sum())
+    n = len(pairs)
+    df = n - 1
+    spread = stdev(pairs) * math.sqrt(df / n)
+    start = math.atan2(abs(fmean(pairs)), spread)
+    angles = np.linspace(0, math.pi / 2, 100_000)
+    density = np.cos(angles) ** (df - 1)
+    tail = density[angles >= start]
+    return float(tail.sum() / density.sum())
 
 
 # --------------------------------------------------------------------------------------------------
 # The command line
-
-
-def positive_number(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
-    return number
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -334,34 +370,30 @@ def parse(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    above_0 = cli.number(float, 1e-12)
     add("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
     help = "measure the time to this validation loss (default: the lowest that all runs reached)"
-    add("--loss", type=positive_number, metavar="L", help=help)
+    add("--loss", type=above_0, metavar="L", help=help)
     help = "relative difference above which a loss or a parameter differs (default: 0.01)"
-    add("--tolerance", type=positive_number, default=1e-2, metavar="T", help=help)
+    add("--tolerance", type=above_0, default=1e-2, metavar="T", help=help)
     return parser.parse_args(argv)
 
 
-def compare(argv: list[str]) -> None:
+def run(argv: list[str]) -> None:
     args = parse(argv)
-    logs = [read(folder, name) for folder, name in zip(args.runs, names(args.runs))]
+    logs = read_all(args.runs)
     if len(logs) > MOST_COLUMNS:
         by_loss = sorted(logs, key=lambda log: log.ended_loss() or math.inf)
-        print(table(by_loss, args.loss, args.tolerance, turned=True))
+        header, *rows = compare(by_loss, args.loss, args.tolerance)
     else:
-        print(table(logs, args.loss, args.tolerance))
+        header, *rows = zip(*compare(logs, args.loss, args.tolerance))
+    print(markdown_table(header, rows))
     if over_seeds := seeds_table(logs):
         print(f"\n{over_seeds}")
 
 
-def names(folders: list[str]) -> list[str]:
-    """The folders' names, or their paths if two share a name."""
-    short = [Path(folder).resolve().name for folder in folders]
-    return short if len(set(short)) == len(short) else folders
-
-
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.compare", compare, argv)
+    return cli.execute("tools.compare", run, argv)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,11 @@ import torch
 
 import checkpoint
 from model import ModelConfig, RopeScaling, Transformer
-from runtime import cli, consolidate, run_folder
+from runtime import cli, run_folder
 from runtime.cli import UsageError
 from sample import describe
 from text import tokenizer
+from tools.checkpoint import new_folder, read_full, write_full
 
 # Modules of the decoder -> of Hugging Face's Llama
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -60,14 +61,11 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{IN_BLOCK[part]}.weight"
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+def meta_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
+    """The names and shapes of the model's weights, without values."""
     with torch.device("meta"):
         model = Transformer(config)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
-def float32_bytes(shapes: dict[str, torch.Size]) -> int:
-    return sum(4 * shape.numel() for shape in shapes.values())
+    return dict(model.named_parameters())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -79,13 +77,11 @@ def export_model(source: Path, out: Path) -> None:
 
     Holds one tensor at a time. Raises UsageError, CheckpointError and TokenizerError.
     """
-    path = run_folder.choose_checkpoint(source, "tools.hf")
+    path = run_folder.newest_checkpoint(source)
     trained = describe(path)
-    shapes = parameter_shapes(trained.config)
-    size = float32_bytes(shapes)
     encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
     config = to_hf(trained.config, encoding)
-    with consolidate.new_folder(out) as work:
+    with new_folder(out) as work:
         write_json(work / "config.json", config)
         # As in sample.py, never draw ids that only pad the head.
         padding = list(range(trained.vocab_size, trained.config.vocab_size))
@@ -97,12 +93,12 @@ def export_model(source: Path, out: Path) -> None:
             else:
                 write_tokenizer(encoding, work)
             write_json(work / "tokenizer_config.json", tokenizer_config(trained.config, encoding))
-        write_weights(path, shapes, work / "model.safetensors")
+        write_weights(path, meta_weights(trained.config), work / "model.safetensors")
         for file in work.iterdir():
             checkpoint.sync(file)
         os.rename(work, out)
         checkpoint.sync(out.parent)
-    print(f"{out}: {path} as a LlamaForCausalLM, {size / 1e6:,.1f} MB in float32")
+    print(f"{out}: {path} as a LlamaForCausalLM in float32")
     if encoding is None:
         print(f"{out} has no tokenizer: {path} names none")
 
@@ -111,19 +107,21 @@ def write_json(file: Path, contents: dict) -> None:
     file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
-def write_weights(path: Path, shapes: dict[str, torch.Size], file: Path) -> None:
+def write_weights(path: Path, weights: dict[str, torch.Tensor], file: Path) -> None:
     """Write the weights of a checkpoint as one safetensors file, one tensor at a time."""
     reader = checkpoint.Reader(path)
     layout = {}
-    for name, shape in shapes.items():
-        layout[hf_name(name)] = torch.empty(shape, device="meta")
+    ours = {}  # their name -> ours
+    for name, weight in weights.items():
         saved = reader.tensors.get(f"model.{name}")
-        if saved is None or saved.full.shape != shape:
-            raise checkpoint.CheckpointError(f"cannot read {path}: no model.{name} of {shape}")
-    ours = {hf_name(name): f"model.{name}" for name in shapes}
+        if saved is None or saved.full.shape != weight.shape:
+            problem = f"no model.{name} of {weight.shape}"
+            raise checkpoint.CheckpointError(f"cannot read {path}: {problem}")
+        layout[hf_name(name)] = weight
+        ours[hf_name(name)] = f"model.{name}"
 
     def read(name: str) -> torch.Tensor:
-        return consolidate.read_full(reader, ours[name]).float()
+        return read_full(reader, ours[name]).float()
 
     checkpoint.write_safetensors(file, layout, read)
 
@@ -192,21 +190,18 @@ def import_model(source: Path, out: Path) -> None:
     Full format, float32. Holds one tensor at a time. Raises UsageError and CheckpointError.
     """
     config = from_hf(source)
-    files = weight_files(source)
     found = {}  # mapped into memory
     buffers = []
-    for file in files:
+    for file in weight_files(source):
         tensors, buffer = checkpoint.map_safetensors(file)
         found |= tensors
         buffers.append(buffer)
-    if config.tied and has_own_head(found):
-        print(f"{source} has its own head, which is not tied to the embedding")
+    if hf_name("head") in found:  # it may differ from the embedding
         config = dataclasses.replace(config, tied=False)
-    shapes = parameter_shapes(config)
-    check_weights(source, found, shapes)
-    size = float32_bytes(shapes)
-    with consolidate.new_folder(out) as work:
-        entries = copy_weights(found, buffers, shapes, work)
+    weights = meta_weights(config)
+    check_weights(source, found, weights)
+    with new_folder(out) as work:
+        entries = copy_weights(found, buffers, weights, work)
         encoding = import_tokenizer(source, work, config.vocab_size)
         for copied in work.glob("tokenizer.json"):
             entries[copied.name] = checkpoint.write_file(copied, [copied.read_bytes()])  # and sync
@@ -219,26 +214,21 @@ def import_model(source: Path, out: Path) -> None:
             "files": entries,
         }
         checkpoint.complete(work, out, manifest)
-    print(f"{out}: {source}, {len(shapes)} tensors, {size / 1e6:,.1f} MB in float32")
+    print(f"{out}: {source}, {len(weights)} tensors in float32")
     if encoding is None:
         print(f"{out} has no tokenizer: sample.py takes and prints token ids")
 
 
-def copy_weights(
-    found: dict[str, torch.Tensor],
-    buffers: list[mmap.mmap],
-    shapes: dict[str, torch.Size],
-    work: Path,
-) -> dict:
+def copy_weights(found: dict, buffers: list[mmap.mmap], weights: dict, work: Path) -> dict:
     """Write the files of a full checkpoint, one tensor at a time; return their entries."""
-    layout = {f"model.{name}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    layout = {f"model.{name}": weight for name, weight in weights.items()}
 
     def read(name: str) -> torch.Tensor:
         for buffer in buffers:  # the pages of the tensor before
             buffer.madvise(mmap.MADV_DONTNEED)
         return found[hf_name(name.removeprefix("model."))].float()
 
-    return consolidate.write_full(work, layout, read)
+    return write_full(work, layout, read)
 
 
 def read_json(file: Path) -> dict:
@@ -329,32 +319,19 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def has_own_head(found: dict[str, torch.Tensor]) -> bool:
-    """Whether there is a head that differs from the embedding; transformers does not tie it."""
-    embedding, head = (found.get(hf_name(name)) for name in ("embed", "head"))
-    if embedding is None or head is None:
-        return False
-    return embedding.dtype != head.dtype or not torch.equal(embedding, head)
-
-
-# The head of a tied model is its embedding; old Llama files hold RoPE's frequencies.
-REDUNDANT = ("lm_head.weight", "rotary_emb.inv_freq")
-
-
-def check_weights(
-    folder: Path, found: dict[str, torch.Tensor], shapes: dict[str, torch.Size]
-) -> None:
-    """Raise UsageError unless `found` has exactly the tensors of the model."""
-    expected = {hf_name(name): list(shape) for name, shape in shapes.items()}
+def check_weights(folder: Path, found: dict, weights: dict) -> None:
+    """Raise UsageError unless `found` has exactly the tensors of the model's weights."""
+    expected = {hf_name(name): list(weight.shape) for name, weight in weights.items()}
     given = {}
     for name, tensor in found.items():
-        if name in expected or not name.endswith(REDUNDANT):
+        if not name.endswith("rotary_emb.inv_freq"):  # RoPE's frequencies, in old Llama files
             given[name] = list(tensor.shape)
     for name in expected | given:
         theirs, ours = given.get(name), expected.get(name)
         if theirs != ours:
-            shapes = f"has the shape {theirs}, by config.json {ours} (None: absent)"
-            raise UsageError(f"{folder}: {name} {shapes}")
+            raise UsageError(
+                f"{folder}: {name} has the shape {theirs}, by config.json {ours} (None: absent)"
+            )
 
 
 # --------------------------------------------------------------------------------------------------

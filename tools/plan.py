@@ -27,7 +27,7 @@ from model import SIZES, ModelConfig
 from runtime import cli, memory, preflight, run_folder
 from runtime.cli import UsageError
 from tools.bench import add_flags, count
-from tools.compare import positive_number, read
+from tools.compare import read
 from tools.planning import predict, search
 from tools.planning.predict import DEVICES, Cluster, Request
 from tools.planning.rehearse import Rehearsal
@@ -38,7 +38,7 @@ from tools.report import seconds
 
 
 def number(metavar: str, help: str, default: float | None = None) -> dict:
-    return dict(metavar=metavar, help=help, type=positive_number, default=default)
+    return dict(metavar=metavar, help=help, type=cli.number(float, 1e-12), default=default)
 
 
 # This command's flags beyond train.py's: name -> argparse options
@@ -293,8 +293,9 @@ def describe_memory(plan: Plan) -> Iterator[str]:
 
 def parts_of(sizes: dict[str, int]) -> str:
     """As a sum, without negligible parts."""
-    visible = {kind: size for kind, size in sizes.items() if size > 1e-4 * sum(sizes.values())}
-    return " + ".join(f"{kind} {gigabytes(size)}" for kind, size in visible.items())
+    least = 1e-4 * sum(sizes.values())
+    parts = [f"{kind} {gigabytes(size)}" for kind, size in sizes.items() if size > least]
+    return " + ".join(parts)
 
 
 def describe_communication(plan: Plan) -> Iterator[str]:

@@ -39,23 +39,32 @@ FIELDS += ["peak_device_memory", "peak_host_memory", "time"]
 
 def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
     """The steps and values of each series, by name; non-finite values are nan."""
-    rows = log.training
-    steps = [row["step"] for row in rows]
-    found = {name: (steps, [row.get(name, math.nan) for row in rows]) for name in FIELDS}
-    found["smoothed"] = steps, smooth(found["loss"][1])
-    if not any(found["peak_device_memory"][1]):  # on CPUs
-        del found["peak_device_memory"]
-    intervals = [b - a for a, b in pairwise(steps)]
-    for name in ("data_wait", "data_wait_min"):
-        # data_wait counts from the previous row; a log's first row has one step
-        waits = [row.get(name, math.nan) / row["step_time"] for row in rows]
-        found[name] = steps, [wait / n for wait, n in zip(waits, [1, *intervals])]
-    clipped = [row for row in rows if row["clipped"]]
-    found["clipped"] = [row["step"] for row in clipped], [row["grad_norm"] for row in clipped]
-    counts = [0, *(row["skipped_steps"] for row in rows)]
-    skipped = [(step, b - a) for step, (a, b) in zip(steps, pairwise(counts)) if b > a]
-    found["skipped"] = [step for step, _ in skipped], [count for _, count in skipped]
-    found["val_loss"] = [row["step"] for row in log.val], [row["val_loss"] for row in log.val]
+    found = {}
+
+    def add(name: str, step: int, value: float) -> None:
+        steps, values = found.setdefault(name, ([], []))
+        steps.append(step)
+        values.append(value)
+
+    previous_step = log.training[0]["step"] - 1  # a log's first row has one step
+    skipped = 0
+    for row in log.training:
+        step = row["step"]
+        for name in FIELDS:
+            add(name, step, row.get(name, math.nan))
+        seconds = (step - previous_step) * row["step_time"]
+        for name in ("data_wait", "data_wait_min"):  # since the previous row
+            add(name, step, row.get(name, math.nan) / seconds)
+        if row["clipped"]:
+            add("clipped", step, row["grad_norm"])
+        if row["skipped_steps"] > skipped:
+            add("skipped", step, row["skipped_steps"] - skipped)
+        previous_step = step
+        skipped = row["skipped_steps"]
+    for row in log.val:
+        add("val_loss", row["step"], row["val_loss"])
+    steps, losses = found["loss"]
+    found["smoothed"] = steps, smooth(losses)
     return found
 
 
@@ -88,7 +97,8 @@ def thin(values: list[float], max_points: int) -> list[int]:
 def encode(steps: list[int], values: list[float], max_points: int) -> list[list]:
     """A series for JSON: differences of its steps, and its values to five digits."""
     kept = thin(values, max_points)
-    differences = [b - a for a, b in pairwise([0, *(steps[i] for i in kept)])]
+    kept_steps = [0, *(steps[i] for i in kept)]
+    differences = [b - a for a, b in pairwise(kept_steps)]
     return [differences, [rounded(values[i]) for i in kept]]
 
 
@@ -108,8 +118,8 @@ def seconds(time: str) -> float:
     return datetime.fromisoformat(time).timestamp()
 
 
-def phases(rows: list[dict], starts: list[dict]) -> list[tuple[float, str]]:
-    """When each phase of a run ended, and what it was; begins with (the first start, "").
+def phases(rows: list[dict], starts: list[dict]) -> list[list]:
+    """The seconds that each phase of a run took, and what it was.
 
     `rows` are those of metrics.jsonl: each was written when what it reports ended.
     """
@@ -142,17 +152,24 @@ def phases(rows: list[dict], starts: list[dict]) -> list[tuple[float, str]]:
             ends.append((ended - typical, "compiling"))
         ends.append((ended, "training"))
         previous, pause = event, following
-    return merged(ends)
+    return durations(ends)
 
 
-def merged(ends: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Joins neighbours of one cause; drops phases that end before their predecessor."""
-    found = [(ends[0][0], "")]
+def durations(ends: list[tuple[float, str]]) -> list[list]:
+    """[seconds, cause] of phases, of which neighbours with one cause are joined.
+
+    `ends` begins with the first start. Drops phases that end before their predecessor.
+    """
+    found = []
+    began, _ = ends[0]
     for end, cause in ends:
-        if end > found[-1][0]:
-            if cause == found[-1][1]:
-                found.pop()
-            found.append((end, cause))
+        if end <= began:
+            continue
+        if found and found[-1][1] == cause:
+            found[-1][0] += end - began
+        else:
+            found.append([end - began, cause])
+        began = end
     return found
 
 
@@ -160,59 +177,46 @@ def merged(ends: list[tuple[float, str]]) -> list[tuple[float, str]]:
 # The page
 
 
-def describe(folder: str, log: compare.Log) -> dict:
-    """All that the page shows for one run, before it is thinned."""
+def describe(folder: str, log: compare.Log, max_points: int) -> dict:
+    """All that the page shows for one run, with at most max_points of each series."""
     starts = read_starts(Path(folder))
-    ends = phases(log.rows, starts)
-    series = series_of(log)
+    series = {}
+    for name, (steps, values) in series_of(log).items():
+        # Not what is unknown, nor the memory of a device that is a CPU
+        if any(value and math.isfinite(value) for value in values):
+            series[name] = encode(steps, values, max_points)
     last = log.training[-1]
     saves = [row for row in log.rows if "event" in row]
     return {
         "name": log.name,
         "rows": len(log.training),
         "tokensPerStep": last["tokens"] / last["step"],
-        "series": {name: s for name, s in series.items() if any(map(math.isfinite, s[1]))},
+        "series": series,
         "saved": [row["step"] for row in saves if row["event"] == "checkpoint"],
-        "phases": ends,
+        "phases": [[round(seconds, 2), cause] for seconds, cause in phases(log.rows, starts)],
         "config": log.config,
         "starts": starts,
         "saves": saves[-20:],
     }
 
 
-def thinned(run: dict, max_points: int) -> dict:
-    """A run of `describe` as the page holds it, with at most max_points of each series."""
-    ends = run["phases"]
-    return run | {
-        "series": {name: encode(*series, max_points) for name, series in run["series"].items()},
-        "phases": [[round(b - a, 2), cause] for (a, _), (b, cause) in pairwise(ends)],
-    }
-
-
-def render(runs: list[dict], compared: list[list[str]], follow: bool) -> str:
-    """The page, in ASCII."""
-    max_points = MAX_POINTS // len(runs)
+def write(folders: list[str], out: Path, follow: bool) -> None:
+    """Write the page, in ASCII, atomically. Raises UsageError if a run cannot be read."""
+    logs = compare.read_all(folders)
+    max_points = MAX_POINTS // len(logs)
     data = {
         "made": datetime.now().astimezone().isoformat(" ", "seconds"),
         "reloadSeconds": FOLLOW_SECONDS if follow else 0,
         "maxPoints": max_points,
-        "runs": [thinned(run, max_points) for run in runs],
-        "compared": compared,
+        "runs": [describe(folder, log, max_points) for folder, log in zip(folders, logs)],
+        "compared": list(zip(*compare.compare(logs, loss=None, tolerance=1e-2))),
     }
     page = TEMPLATE.read_text()
     page = page.replace("/* uPlot.css */", (UPLOT / "uPlot.min.css").read_text())
     page = page.replace("/* uPlot.js */", (UPLOT / "uPlot.iife.min.js").read_text())
     script = json.dumps(data, separators=(",", ":"))
-    return page.replace("/* data */", script.replace("<", "\\u003c"))  # no name can end it
-
-
-def write(folders: list[str], out: Path, follow: bool) -> None:
-    """Write the page atomically. Raises UsageError if a run cannot be read."""
-    logs = [compare.read(*run) for run in zip(folders, compare.names(folders))]
-    runs = [describe(folder, log) for folder, log in zip(folders, logs)]
-    table = compare.table(logs, loss=None, tolerance=1e-2).splitlines()
-    compared = [line.split(" | ") for line in table if "| --- |" not in line]
-    replace_file(out, render(runs, compared, follow))
+    page = page.replace("/* data */", script.replace("<", "\\u003c"))  # no name can end it
+    replace_file(out, page)
 
 
 # --------------------------------------------------------------------------------------------------

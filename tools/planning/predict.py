@@ -181,7 +181,9 @@ def operation_seconds(row: Operation, peak: float, cluster: Cluster) -> float:
     if cluster.achieved:
         computed = row.flops / (cluster.achieved * peak)
         return computed + moved if row.phase == "optimizer" else computed
-    rate = peak * cluster.device.products * (ATTENTION if "attention" in row.name else 1.0)
+    rate = peak * cluster.device.products
+    if "attention" in row.name:
+        rate *= ATTENTION
     return max(row.flops / rate + moved, row.count * LAUNCH)
 
 

@@ -161,7 +161,7 @@ def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
 def leave_group() -> None:
     """Leave the process group, if any, so that this process can join another."""
     if torch.distributed.is_initialized():
-        dist.stop()
+        torch.distributed.destroy_process_group()
     # DTensor caches meshes by shape, with the names of groups that are gone.
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
@@ -397,7 +397,7 @@ class Recorder(TorchDispatchMode):
                 self.see(tensor)
         self.classify(function, operands, results)
         if self.phase != "build":
-            self.collectives.count_operation(function, args, result)
+            self.collectives.count_operation(function, args, kwargs, result)
             flops = self.count_flops(function, args, kwargs, result)
             self.count_operation(function, operands, results, flops)
         return result

@@ -21,10 +21,8 @@ from tools.planning.predict import Cluster, Request
 
 SHOWN = 10  # rows of the table
 # Flags of a candidate
-SEARCHED = (
-    *("strategy", "dp_shard", "tp", "micro_batch_size"),
-    *("activation_checkpointing", "reshard_after_forward", "grad_sync"),
-)
+SEARCHED = ["strategy", "dp_shard", "tp", "micro_batch_size", "activation_checkpointing"]
+SEARCHED += ["reshard_after_forward", "grad_sync"]
 # Policies, simplest first
 STRATEGIES = ("single", "ddp", "hsdp", "fsdp")
 CHECKPOINTING = ("none", "selective", "full")
@@ -148,24 +146,28 @@ def group_candidates(request: Request, free: frozenset[str]) -> tuple[dict[tuple
 
 def flags_of(c: Config) -> str:
     """The flags of a candidate that differ from their defaults."""
-    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    names = [name for name in SEARCHED if getattr(c, name) != defaults[name]]
-    return " ".join(f"--{name} {str(getattr(c, name)).lower()}" for name in names)
+    defaults = Config()
+    flags = []
+    for name in SEARCHED:
+        value = getattr(c, name)
+        if value != getattr(defaults, name):
+            flags.append(f"--{name} {str(value).lower()}")
+    return " ".join(flags)
 
 
 def table(found: dict, cluster: Cluster) -> Iterator[str]:
     """The lines for people."""
     yield "tokens/s/device     MFU  step, s  memory  flags"
     for row in found["ranked"][:SHOWN]:
-        speed, memory = row["speed"], row["peak"] / cluster.device_memory
+        speed = row["speed"]
+        memory = row["peak"] / cluster.device_memory
         yield (
             f"{speed.tokens_per_second_per_device:15,.0f}  {speed.mfu:6.1%}  "
             f"{speed.step_time:7.4g}  {memory:6.0%}  {row['flags']}"
         )
     counts = [f"{count:,} {why}" for why, count in found["passed_over"].items() if count]
-    yield (
-        f"{len(found['ranked'])} fit and were rehearsed; {', '.join(counts) or 'none passed over'}"
-    )
+    passed_over = ", ".join(counts) or "none passed over"
+    yield f"{len(found['ranked'])} fit and were rehearsed; {passed_over}"
     best = found["ranked"][0]
     speed = best["speed"]
     waits = sum(speed.exposed.values()) / speed.step_time
