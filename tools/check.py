@@ -155,7 +155,7 @@ class Ranks:
             train.run(flags, world, self.watchdog, held, handle_signals=False)
         return dist.on_rank0(training_rows, out), sum(dist.on_all_ranks(squares.copy), Counter())
 
-    def alone(self) -> tuple[list, list[list], list[rehearse.Communication]]:
+    def alone(self) -> tuple[tuple, list, list]:
         """The run on one rank, perturbed ones, and what a rank sends in a rehearsed step of all."""
         rehearse.leave_group()
         place = self.world, self.setup.model, self.device_memory
