@@ -57,8 +57,8 @@ LEARNED = 0.995  # the most that is left of the loss in the second half of the s
 LEAST_STEPS = 4  # the second half is profiled
 MICRO_BATCHES = 1000  # about as many for one rank, which computes those of all ranks
 # A limit is SPREADS times what rounding alone makes of a run: PERTURBED more on one rank begin with
-# weights moved by an ulp (after TTrace, arXiv 2506.09280). It is at least LEAST: a mesh also adds up
-# the norm of the gradient in another order, which made up to 2e-6 where nothing was wrong.
+# weights moved by an ulp (after TTrace, arXiv 2506.09280). It is at least LEAST: a mesh also adds
+# up the norm of the gradient in another order, which made up to 2e-6 where nothing was wrong.
 PERTURBED, SPREADS = 3, 8
 LEAST = {"loss": 1e-6, "grad_norm": 1e-5}
 # Flags of every run; they override the planned run's. At a high learning rate two runs in bfloat16
