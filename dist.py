@@ -143,6 +143,7 @@ def await_ranks(world: World, store: torch.distributed.Store, timeout: timedelta
     if store.add("joined", 1) == world.size:
         store.set("all joined", "")
     deadline = time.monotonic() + timeout.total_seconds()
+    pause = 0.01
     while not store.check(["all joined"]):  # not wait, which holds Ctrl-C back and logs
         if time.monotonic() > deadline:
             missing = [rank for rank in range(world.size) if not store.check([f"joined {rank}"])]
@@ -150,7 +151,8 @@ def await_ranks(world: World, store: torch.distributed.Store, timeout: timedelta
                 f"{len(missing)} of {world.size} ranks did not join within "
                 f"{timeout.total_seconds():g} s, first rank {missing[0]}"
             )
-        time.sleep(0.1)
+        time.sleep(pause)
+        pause = min(1.0, 1.5 * pause)  # thousands of ranks ask one store
 
 
 def set_device(name: str, local_rank: int, local_size: int) -> torch.device:

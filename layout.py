@@ -61,8 +61,7 @@ def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int)
         return make_setup(c, world, model, "hsdp")
     for strategy in ("ddp", "hsdp") if world.size > world.local_size else ("ddp",):
         setup = make_setup(c, world, model, strategy)
-        need = estimate_memory(c, setup, empty_model(c, setup))
-        if sum(need.values()) <= 0.8 * device_memory:  # room for what the estimate leaves out
+        if fits(c, setup, device_memory):
             return setup
     return make_setup(c, world, model, "fsdp")
 
@@ -191,6 +190,12 @@ def place(
 
 # --------------------------------------------------------------------------------------------------
 # Memory
+
+
+def fits(c: Config, setup: Setup, device_memory: int) -> bool:
+    """Whether a fifth of `device_memory` stays free for what `estimate_memory` leaves out."""
+    need = estimate_memory(c, setup, empty_model(c, setup))
+    return sum(need.values()) <= 0.8 * device_memory
 
 
 def estimate_memory(c: Config, setup: Setup, model: Transformer) -> dict[str, int]:

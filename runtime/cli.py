@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import math
 import os
 import sys
@@ -51,6 +52,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises, where argparse would print many lines of usage and exit."""
+        _, is_unknown, rest = message.partition("unrecognized arguments: ")
+        if is_unknown:
+            name = rest.split()[0].split("=")[0]
+            nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            message += f"; did you mean {nearest[0]}?" if nearest else ""
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 

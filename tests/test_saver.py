@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import file_names, flags, last_checkpoint, listen, rows, tensors
@@ -143,8 +144,8 @@ def test_all_ranks_write_and_none_much_more_than_another(shards):
     for rank in range(8):
         for tensor in whole.values():
             rows = len(tensor) // shards
-            bounds[rank].append(((rank % shards * rows, 0), (rows, 4)))
-    tensors = checkpoint.choose_writers(whole, bounds)
+            bounds[rank] += [rank % shards * rows, 0, rows, 4]
+    tensors = checkpoint.choose_writers(whole, np.array(bounds))
     load = [0] * 8
     for entry in tensors.values():
         for rank in entry["grid"]:
