@@ -133,9 +133,7 @@ def run(
         run_folder.create(out, manifest, world, start.step, start.times[-1])
     stop_request = agreement.StopRequest(world.timeout, handle_signals)  # from here on
     tokenizer_file = folders[0].tokenizer_file
-    saver = Saver(
-        out, c.async_save, c.keep_last, c.keep_every, world.timeout, tokenizer_file, state.step
-    )
+    saver = Saver(out, c.async_save, c.keep_last, c.keep_every, world.timeout, tokenizer_file)
     batches = MicroBatches(c, setup, mesh, train_data, watchdog, start.step)
     flops_per_token = state.model.flops_per_token(setup.model.seq_len)
     peak_flops = metrics.peak_flops(world.device, setup.dtype, c.peak_tflops)

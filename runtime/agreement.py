@@ -107,12 +107,12 @@ def compare_claims(claims: list[dict]) -> None:
 
 
 def source_hash() -> str:
-    """Hash the Python files of a run and their paths."""
+    """Hash the Python files of a run."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for pattern in ("*.py", "runtime/*.py", "text/*.py"):
         for path in sorted(root.glob(pattern)):
-            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 

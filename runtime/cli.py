@@ -67,19 +67,6 @@ def print_error(program: str, message: str, where: str = "") -> None:
         print(f"{clear}{program}: error{where}: {message}", file=sys.stderr, flush=True)
 
 
-def fail(program: str, message: str, status: int) -> int:
-    """Print an error in one line; return the exit status.
-
-    If all ranks fail, only rank 0 prints: the others sleep, and torchrun ends them when rank 0
-    exits. A rank that is still there after three seconds has failed alone, and prints.
-    """
-    rank = int(os.environ.get("RANK", 0))
-    if rank:
-        time.sleep(3)
-    print_error(program, message, f" on rank {rank}" if rank else "")
-    return status
-
-
 def execute(program: str, command: Callable, *arguments) -> int:
     """Call the command and return the exit status: its result, or that of the error it raises.
 
@@ -98,7 +85,13 @@ def execute(program: str, command: Callable, *arguments) -> int:
             message, status = explain(error), 1
             if message is None:
                 raise
-        return fail(program, message, status)
+        rank = int(os.environ.get("RANK", 0))
+        if rank:
+            # If all ranks fail, rank 0 prints, and torchrun ends the others when it exits. A rank
+            # that is still there after three seconds has failed alone.
+            time.sleep(3)
+        print_error(program, message, f" on rank {rank}" if rank else "")
+        return status
 
 
 def explain(error: Exception) -> str | None:

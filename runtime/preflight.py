@@ -126,13 +126,13 @@ def find_origin(config: Config, saved: list[Path], damaged: dict[Path, str]) -> 
     """Read what a start takes over. Raises UsageError, PathError and CheckpointError.
 
     `saved`, the checkpoints of --out, take precedence over --init_from and --resume, so that the
-    same command can be repeated, even if what they named is gone. Leaves out those that are
+    same command can be repeated, even if what they named is gone. Of those, passes over the
     `damaged`, and adds those without a readable manifest to them.
     """
     named = config.source or (config.out if config.eval_only else None)
     paths = saved
     if named and not saved:
-        paths = run_folder.checkpoints_at(Path(named))
+        paths = run_folder.checkpoints_at(Path(named))[-1:]
     for path in reversed(paths):
         if path in damaged:
             continue
@@ -145,9 +145,7 @@ def find_origin(config: Config, saved: list[Path], damaged: dict[Path, str]) -> 
         return Origin(path, manifest, read_model(path, manifest) if named else None, only_weights)
     if damaged:
         problems = "; ".join(f"{path}: {problem}" for path, problem in damaged.items())
-        raise checkpoint.CheckpointError(
-            f"no checkpoint to use: {problems}; restore one, or name another folder"
-        )
+        raise checkpoint.CheckpointError(f"no checkpoint to use: {problems}; restore or name one")
     return Origin()
 
 
@@ -173,7 +171,7 @@ def check_folder(c: Config, saved: list[Path], starts: list[dict]) -> None:
 
 
 def settle(config: Config, origin: Origin) -> Config:
-    """Fill in the flags whose values are the checkpoint's. Raises UsageError."""
+    """Fill in the flags whose values are the checkpoint's."""
     saved = origin.manifest
     flags = saved.get("config") or {}
     values = {}
@@ -186,10 +184,7 @@ def settle(config: Config, origin: Origin) -> Config:
         config = fill_sizes(config, origin.model)
         # The rest of the model is the named size's, if any: --config RUN/config.json needs both.
         values["model"] = flags.get("model", config.model)
-    config = dataclasses.replace(config, **values)
-    if not config.eval_only:
-        fill_learning_rate(config)  # refuses a --min_lr above the peak
-    return config
+    return dataclasses.replace(config, **values)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -167,6 +167,7 @@ def clocks(data_wait: float) -> np.ndarray:
     return np.array([time.perf_counter(), time.thread_time(), data_wait])
 
 
+@dataclass
 class Profiler:
     """Traces the steps start + 1 ... stop on each rank, and counts in the step after them.
 
@@ -178,21 +179,17 @@ class Profiler:
     Before it does, `wait` of each object `in_flight` is called; the step's own have ended by then.
     """
 
-    def __init__(
-        self,
-        window: tuple[int, int],
-        folder: Path,
-        mesh: DeviceMesh,
-        say: Callable[[str], None],
-        in_flight: Iterable,
-    ):
-        self.start, self.stop = window
-        self.path = folder / f"rank_{torch.distributed.get_rank()}"
-        self.mesh = mesh
-        self.is_cuda = mesh.device_type == "cuda"
-        self.say = say
-        self.in_flight = in_flight
-        self.trace: profile | None = None  # from its first step on
+    window: tuple[int, int]  # start, stop
+    folder: Path
+    mesh: DeviceMesh
+    say: Callable[[str], None]
+    in_flight: Iterable
+    trace: profile | None = None  # from its first step on
+
+    def __post_init__(self):
+        self.start, self.stop = self.window
+        self.path = self.folder / f"rank_{torch.distributed.get_rank()}"
+        self.is_cuda = self.mesh.device_type == "cuda"
 
     @contextmanager
     def step(self, step: int, data_wait: float) -> Iterator[None]:

@@ -73,8 +73,6 @@ def describe_evaluation(
     start: Start, val_loss: float, val_data: data.TokenDataset | data.Mixture
 ) -> Iterator[str]:
     """Yield the lines of --eval_only on val_loss, in nats per token."""
-    for path, problem in start.damaged.items():
-        yield f"passed over {path}: {problem}"
     bytes_per_token = 0.0
     for part in val_data.parts:
         mean = part.folder.val_bytes / len(part.folder.tokens("val"))

@@ -70,10 +70,6 @@ def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
                 folder.rmdir()
 
 
-# --------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
 def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoint `path`, or all checkpoints of the run folder `path`, oldest first.
 
@@ -97,10 +93,6 @@ def newest_checkpoint(named: Path) -> Path:
     if problem := checkpoint.verify(path):
         raise CheckpointError(f"{path}: {problem}; name another checkpoint")
     return path
-
-
-# --------------------------------------------------------------------------------------------------
-# Starts
 
 
 def read_starts(out: Path) -> list[dict]:

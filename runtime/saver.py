@@ -43,9 +43,6 @@ class Saver:
     timeout: timedelta  # for the collectives of a save
     # Small files to put in every checkpoint, {name: contents}, such as the tokenizer's
     extra_files: dict[str, bytes] = field(default_factory=dict)
-    # The step from which this start continues. Of the checkpoints that it finds, later ones, which
-    # did not verify, neither count nor are removed.
-    start_step: int = 0
 
     def __post_init__(self):
         self.rank = torch.distributed.get_rank()
@@ -58,10 +55,6 @@ class Saver:
         self.rows: list[dict] = []
         self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
         self.ends_run = False  # after a save that was refused: no later one could be better
-        self.kept: list[Path] = []  # the checkpoints that count, oldest first
-        for path in checkpoint.list_checkpoints(self.run):
-            if step_of(path) <= self.start_step and (path / "manifest.json").exists():
-                self.kept.append(path)
 
     def save(self, state: dict, manifest: dict) -> None:
         """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"].
@@ -140,10 +133,13 @@ class Saver:
         self.rows.append(row)
 
     def remove_old(self, latest: Path) -> None:
-        """Remove checkpoints as keep_last and keep_every demand."""
-        self.kept = [path for path in self.kept if path != latest] + [latest]
-        for path in self.kept[: -self.keep_last] if self.keep_last else []:
-            self.kept.remove(path)
+        """Remove checkpoints before `latest` as keep_last and keep_every demand.
+
+        Later ones did not verify when this run started. They neither count nor are removed.
+        """
+        last = step_of(latest)
+        found = [path for path in checkpoint.list_checkpoints(self.run) if step_of(path) <= last]
+        for path in found[: -self.keep_last] if self.keep_last else []:
             if self.keep_every and step_of(path) % self.keep_every == 0:
                 continue
             with contextlib.suppress(OSError):  # it is gone, or another user's

@@ -34,12 +34,6 @@ class Heartbeat(NamedTuple):
     place: str  # where the rank was at the last report
 
 
-def end_process_soon() -> None:
-    """Have a C thread, which needs no GIL, end this process if nothing else does."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # keeps the error the last line on stderr
-    faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=nowhere)
-
-
 class Watchdog:
     """A context that ends the job when a rank stops, dies or makes no progress.
 
@@ -89,8 +83,11 @@ class Watchdog:
         if error is None:
             torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
         else:
-            # torch's destructors wait for NCCL, whose other ranks may never answer.
-            atexit.register(end_process_soon)
+            # torch's destructors wait for NCCL, whose other ranks may never answer. A C thread,
+            # which needs no GIL, then ends this process, and prints nothing after the error.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            end_later = faulthandler.dump_traceback_later
+            atexit.register(end_later, LAST_WORDS_SECONDS, exit=True, file=nowhere)
         if kind is RuntimeError or isinstance(error, torch.distributed.DistError):
             # Perhaps a collective failed because another rank was lost: then this does not return.
             self.investigate(collective_failed=True)

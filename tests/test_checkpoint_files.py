@@ -69,10 +69,8 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, com
         (line,) = [line for line in said.splitlines() if f"passed over {path}: " in line]
         assert problem in line
     assert f"continuing from {first}" in said
-    # Step 4 was replaced by a good one, and that removed as the older one of two.
-    assert checkpoint.list_checkpoints(out) == [
-        path for path in damaged if path.name[-1] not in "48"
-    ]
+    # Steps 4, 8 and 9 were replaced by good ones, and all before the last removed.
+    assert checkpoint.list_checkpoints(out) == damaged[-1:]
     assert checkpoint.verify(damaged[-1]) is None
     torch.testing.assert_close(tensors(damaged[-1]), weights, rtol=0, atol=0, equal_nan=True)
     assert not paths[0].exists()
@@ -245,19 +243,16 @@ def test_checkpoints_of_another_format_are_refused(tmp_path, format):
         checkpoint.read_manifest(tmp_path / "checkpoint")
 
 
-def test_a_start_keeps_what_is_newer_than_the_checkpoint_it_continues_from(tmp_path, one_rank):
+def test_a_save_keeps_what_is_newer_and_counts_only_what_is_not(tmp_path, one_rank):
+    """What is newer did not verify when the run started."""
     for step in range(1, 6):
         write_two_files_as(tmp_path, step)
-    saver = Saver(tmp_path, False, 1, 0, timedelta(seconds=5), start_step=3)
-    for step in (4, 6, 7):
+    saver = Saver(tmp_path, False, 2, 0, timedelta(seconds=5))
+    for step, steps in {3: (2, 3, 4, 5), 4: (3, 4, 5), 7: (5, 7)}.items():
         saver.save({"a": torch.ones(2)}, {"step": step})
         assert saver.failure is None
-    names = file_names(tmp_path / "checkpoints")
-    assert names == ["step-00000005", "step-00000007"]
-    (tmp_path / "checkpoints/step-00000005/manifest.json").unlink()  # so it does not count below
-    again = Saver(tmp_path, False, 1, 0, timedelta(seconds=5), start_step=7)
-    again.save({"a": torch.ones(2)}, {"step": 8})
-    assert file_names(tmp_path / "checkpoints") == ["step-00000005", "step-00000008"]
+        left = checkpoint.list_checkpoints(tmp_path)
+        assert [checkpoint.step_of(path) for path in left] == list(steps)
 
 
 def write_two_files_as(run: Path, step: int) -> None:

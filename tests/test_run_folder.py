@@ -118,14 +118,13 @@ def test_a_named_checkpoint_begins_a_run_and_then_its_own_come_first(begin, tmp_
     assert place(begin(**named_run)) == (15, own, None)
 
 
-def test_a_named_checkpoint_that_is_damaged_is_passed_over(begin, tmp_path):
-    good, newest = (save(tmp_path / "other", step) for step in (10, 20))
+def test_a_named_checkpoint_that_is_damaged_is_refused(begin, tmp_path):
+    newest = [save(tmp_path / "other", step) for step in (10, 20)][-1]
     os.truncate(newest / "full.safetensors", 3)
-    run = str(tmp_path / "other")
+    line = f"no checkpoint to use: {newest}: full.safetensors has 3 bytes, not 60,000; restore"
     for named in ("resume", "init_from"):
-        start = begin(**{named: run})
-        assert start.origin.path == good
-        assert start.damaged == {newest: "full.safetensors has 3 bytes, not 60,000"}
+        with pytest.raises(checkpoint.CheckpointError, match=line):
+            begin(**{named: str(tmp_path / "other")})
 
 
 def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path):
