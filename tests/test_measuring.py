@@ -1,4 +1,4 @@
-"""tools/measuring: the products of a step, and hosts that are network namespaces."""
+"""tools/measuring: the products of a step, slow links, and hosts that are network namespaces."""
 
 import contextlib
 import json
@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from conftest import ROOT
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tools import bench
+import dist
+from tools import bench, check
 from tools.measuring import products
 
 # --------------------------------------------------------------------------------------------------
@@ -82,6 +85,42 @@ def test_a_script_runs_as_it_is_and_its_second_step_is_timed(tmp_path, monkeypat
     shapes = [[tuple(shape) for shape, *_ in operands] for _, operands in timed]
     assert shapes == [[(8, 64), (64, 32)], [(64, 8), (8, 32)]]
     assert bench.products_limit([capsys.readouterr().out], tokens=100) == 100 / 1.0
+
+
+# --------------------------------------------------------------------------------------------------
+# Links
+
+
+def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
+    """What is found on a rank of hosts of `local_size`, if some links take longer."""
+    dist.start("cpu")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def transfer_late(operations) -> list:
+        (link,) = {
+            (one.peer, rank) if one.op is torch.distributed.irecv else (rank, one.peer)
+            for one in operations
+        }
+        works = transfer(operations)
+        time.sleep(0.01 * (4 if link in slow and link[1] == rank else 1))
+        return works
+
+    transfer = torch.distributed.batch_isend_irecv
+    ranks = Namespace(names=[f"rank {number}" for number in range(size)])
+    ranks.world = Namespace(size=size, local_size=local_size, device=torch.device("cpu"))
+    found = check.Check()
+    with mock.patch.object(torch.distributed, "batch_isend_irecv", transfer_late):
+        check.links(ranks, found)
+    assert found.figures.keys() >= {"across hosts GB/s"}
+    return found.problems
+
+
+def test_slow_links_are_named_and_no_other(pool):
+    """On two hosts of two ranks, within one and between them."""
+    slow = [(3, 2), (1, 3)]
+    expected = [f"slow: the link from rank {a} to rank {b}" for a, b in slow]
+    for lines in pool(4, find_slow_links, 2, set(slow)):
+        assert [line.partition(",")[0] for line in lines] == expected
 
 
 # --------------------------------------------------------------------------------------------------

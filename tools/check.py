@@ -1,4 +1,4 @@
-"""Does the planned run work on these ranks, as on one?
+"""Does the planned run work on these ranks, as on one? Is a link slow?
 
 torchrun --standalone --nproc_per_node 2 -m tools.check --json check.json
 torchrun --nnodes 4 --nproc_per_node 8 ... -m tools.check --model llama3-8b --strategy hsdp
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import gc
 import json
+import math
 import os
 import shlex
 import shutil
@@ -19,6 +20,7 @@ import socket
 import sys
 import tempfile
 import textwrap
+import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -34,6 +36,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed import P2POp
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import collect_env
 
@@ -56,6 +59,9 @@ STEPS = 20
 LEARNED = 0.995  # the most that is left of the loss in the second half of the steps
 LEAST_STEPS = 4  # the second half is profiled
 MICRO_BATCHES = 1000  # about as many for one rank, which computes those of all ranks
+# A link is slow if its best time exceeds SLOW times that of the faster ones.
+SLOW, REPEATS = 1.4, 30
+LINK_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}  # at least what a switch may pass at once
 # A limit is SPREADS times what rounding alone makes of a run: PERTURBED more on one rank begin with
 # weights moved by an ulp (after TTrace, arXiv 2506.09280). It is at least LEAST: a mesh also adds
 # up the norm of the gradient in another order, which made up to 2e-6 where nothing was wrong.
@@ -219,6 +225,56 @@ def short_run(
 # The check
 
 
+def links(ranks: Ranks, check: Check) -> None:
+    """Time transfers between neighbours, on a host and across hosts, and name slow links."""
+    size, local_size = ranks.world.size, ranks.world.local_size
+    around_host = []
+    around_hosts = []
+    for rank in range(size):
+        first = rank - rank % local_size  # of its host
+        around_host.append((rank, first + (rank + 1) % local_size))
+        around_hosts.append((rank, (rank + local_size) % size))
+    for kind, pairs in (("on a host", around_host), ("across hosts", around_hosts)):
+        pairs = [pair for pair in pairs if pair[0] != pair[1]]
+        if pairs:
+            time_links(ranks, check, kind, pairs)
+
+
+def time_links(ranks: Ranks, check: Check, kind: str, pairs: list[tuple[int, int]]) -> None:
+    """Time the transfers of (sender, receiver), one after the other, and compare the best times."""
+    device = ranks.world.device
+    seconds = dict.fromkeys(pairs, math.inf)
+    for pair in pairs * REPEATS:
+        seconds[pair] = min(seconds[pair], transfer(*pair, device))
+    of_ranks = dist.on_all_ranks(seconds.copy)
+    best = {pair: of_ranks[pair[1]][pair] for pair in pairs}
+    typical = sorted(best.values())[len(pairs) // 4]  # one slow host slows many links
+    check.figures[f"{kind} GB/s"] = LINK_BYTES[device.type] / max(best.values()) / 1e9
+    for (sender, receiver), least in best.items():
+        if least > SLOW * typical:
+            link = f"the link from {ranks.names[sender]} to {ranks.names[receiver]}"
+            problem = f"slow: {link}, {least / typical:.1f} x as long as others"
+            check.problems.append(problem)
+
+
+def transfer(sender: int, receiver: int, device: torch.device) -> float:
+    """Seconds of a transfer over a link, on the receiver. All ranks of the world call it."""
+    tensor = torch.zeros(LINK_BYTES[device.type] // 4, device=device)
+    rank = torch.distributed.get_rank()
+    operations = []
+    if rank == sender:
+        operations.append(P2POp(torch.distributed.isend, tensor, receiver))
+    elif rank == receiver:
+        operations.append(P2POp(torch.distributed.irecv, tensor, sender))
+    torch.distributed.barrier()
+    began = time.perf_counter()
+    for work in torch.distributed.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
 def parity(ranks: Ranks, check: Check) -> None:
     """A run on the mesh is that of one rank, sends what is rehearsed, never waits, and resumes."""
     (alone, expected), perturbed, sent = ranks.alone()
@@ -367,6 +423,7 @@ def run_check(ranks: Ranks) -> Check:
     """What all ranks found; of several that found problems, the first."""
     check = Check()
     with warnings.catch_warnings(action="ignore"):
+        links(ranks, check)
         parity(ranks, check)
     for rank, problems in enumerate(dist.on_all_ranks(lambda: check.problems)):
         if problems:
