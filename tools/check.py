@@ -97,9 +97,10 @@ class Check:
         return "FAIL" if self.problems else "pass"
 
     def __str__(self) -> str:
-        figures = [f"{name} {three_digits(value)}" for name, value in self.figures.items()]
-        line = ", ".join([*self.problems, *figures])
-        line = f"{self.status}  {line}"
+        parts = list(self.problems)
+        for name, value in self.figures.items():
+            parts.append(f"{name} {three_digits(value)}")
+        line = f"{self.status}  {', '.join(parts)}"
         return textwrap.fill(line, 100, subsequent_indent=" " * 6, break_on_hyphens=False)
 
 
@@ -167,14 +168,15 @@ class Ranks:
         place = self.world, self.setup.model, self.device_memory
         sent = rehearse.rehearse(self.config, *place).communication
         # Each rank is a world of its own.
-        one = dict(rank=0, size=1, local_rank=0, local_size=1, store=torch.distributed.HashStore())
-        world = dataclasses.replace(self.world, **one)
-        dist.join_group(world, world.store)
-        one = dict(strategy="single", tp=1, dp_replicate=None, dp_shard=None, grad_sync="batch")
-        one |= dict(compile=False, checkpoint="none", async_save=False)
+        store = torch.distributed.HashStore()
+        place = dict(rank=0, size=1, local_rank=0, local_size=1, store=store)
+        world = dataclasses.replace(self.world, **place)
+        dist.join_group(world, store)
         steps = max(LEAST_STEPS, MICRO_BATCHES // self.world.size)
-        one |= dict(max_steps=min(self.config.max_steps, steps))
-        c = dataclasses.replace(self.config, **one)
+        steps = min(self.config.max_steps, steps)
+        mesh = dict(strategy="single", tp=1, dp_replicate=None, dp_shard=None, grad_sync="batch")
+        rest = dict(compile=False, checkpoint="none", async_save=False, max_steps=steps)
+        c = dataclasses.replace(self.config, **mesh, **rest)
         folder = f"alone on rank {self.world.rank}"
         rows = self.train(c, world, folder)
         # Each rank has a share of the perturbed runs.
@@ -214,11 +216,13 @@ def short_run(
     size = c.micro_batch_size or max(1, c.global_batch_size // dp_size)
     batch = {"micro_batch_size": size, "global_batch_size": size * dp_size}
     c = dataclasses.replace(c, **batch, profile=None)
-    chosen = layout.choose(c, world, config.model_config(c, vocab_size, base), device_memory)
+    model = config.model_config(c, vocab_size, base)
+    chosen = layout.choose(c, world, model, device_memory)
     dtype = str(chosen.dtype).removeprefix("torch.")
-    n_layer = min(2, chosen.model.n_layer)
+    n_layer = min(2, model.n_layer)
     c = dataclasses.replace(c, strategy=chosen.strategy, dtype=dtype, n_layer=n_layer)
-    return c, layout.choose(c, world, config.model_config(c, vocab_size, base), device_memory)
+    model = config.model_config(c, vocab_size, base)
+    return c, layout.choose(c, world, model, device_memory)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -247,14 +251,17 @@ def time_links(ranks: Ranks, check: Check, kind: str, pairs: list[tuple[int, int
     for pair in pairs * REPEATS:
         seconds[pair] = min(seconds[pair], transfer(*pair, device))
     of_ranks = dist.on_all_ranks(seconds.copy)
-    best = {pair: of_ranks[pair[1]][pair] for pair in pairs}
-    typical = sorted(best.values())[len(pairs) // 4]  # one slow host slows many links
-    check.figures[f"{kind} GB/s"] = LINK_BYTES[device.type] / max(best.values()) / 1e9
+    best = {}
+    for sender, receiver in pairs:
+        best[sender, receiver] = of_ranks[receiver][sender, receiver]
+    by_time = sorted(best.values())
+    typical = by_time[len(pairs) // 4]  # one slow host slows many links
+    check.figures[f"{kind} GB/s"] = LINK_BYTES[device.type] / by_time[-1] / 1e9
     for (sender, receiver), least in best.items():
         if least > SLOW * typical:
             link = f"the link from {ranks.names[sender]} to {ranks.names[receiver]}"
-            problem = f"slow: {link}, {least / typical:.1f} x as long as others"
-            check.problems.append(problem)
+            ratio = least / typical
+            check.problems.append(f"slow: {link}, {ratio:.1f} x as long as others")
 
 
 def transfer(sender: int, receiver: int, device: torch.device) -> float:
@@ -320,9 +327,11 @@ def rounding_limits(alone: list[dict], perturbed: list[list[dict]]) -> dict[str,
 
 def difference(expected: list[dict], found: list[dict], name: str) -> float:
     """The largest relative difference between the rows of two runs; nan if any is."""
-    a = torch.tensor([row[name] for row in expected], dtype=torch.float64)
-    b = torch.tensor([row[name] for row in found], dtype=torch.float64)
-    return ((b - a) / a).abs().max().item()
+    relative = []
+    for a, b in zip(expected, found):
+        change = b[name] - a[name]
+        relative.append(abs(change / a[name]))
+    return torch.tensor(relative, dtype=torch.float64).max().item()
 
 
 def compare(
