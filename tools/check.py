@@ -249,7 +249,8 @@ def time_links(ranks: Ranks, check: Check, kind: str, pairs: list[tuple[int, int
     device = ranks.world.device
     seconds = dict.fromkeys(pairs, math.inf)
     for pair in pairs * REPEATS:
-        seconds[pair] = min(seconds[pair], transfer(*pair, device))
+        took = transfer(*pair, device)
+        seconds[pair] = min(took, seconds[pair])
     of_ranks = dist.on_all_ranks(seconds.copy)
     best = {}
     for sender, receiver in pairs:
@@ -379,8 +380,10 @@ def check_learning(check: Check, rows: list[dict], of_parameters: list[dict], c:
 
 def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication]) -> None:
     """Limit the figures of --profile, and compare what a step sends with the rehearsal."""
-    check.limit("host syncs", sum(profile["host_syncs"].values()), 0)
-    check.problems += [f"the host waits at {place}" for place in profile["host_syncs"]]
+    syncs = profile["host_syncs"]
+    check.limit("host syncs", sum(syncs.values()), 0)
+    for place in syncs:
+        check.problems.append(f"the host waits at {place}")
     extra = Counter()
     for row in profile["communicated"]:
         extra[row["kind"], row["axis"]] += row["bytes"]
