@@ -391,7 +391,7 @@ def save_state(
     names = [f"rank-{i:05d}.safetensors" for i in range(torch.distributed.get_world_size())]
     local = local_parts(state) if local is None else local
 
-    def begin() -> np.ndarray:
+    def begin() -> Tensor:
         if isinstance(local, Exception):
             raise local
         if rank == 0:
@@ -414,7 +414,7 @@ def save_state(
         complete(work, path, {**manifest, "files": files})
         return total_bytes({"files": files})
 
-    index = choose_writers(state, np.stack(on_each_rank(begin, group)))
+    index = choose_writers(state, torch.stack(on_each_rank(begin, group)))
     files = dict(zip(names, on_each_rank(write_chunks, group)))
     return on_each_rank(end, group)[0]
 
@@ -447,39 +447,39 @@ def local_parts(state: dict) -> dict[str, Tensor]:
     parts = {}
     for name, value in flatten(state):
         kind = getattr(value, "dtype", type(value).__name__)
-        if kind not in DTYPE_NAMES or value.layout != torch.strided:
+        if kind not in DTYPE_NAMES:
             raise CheckpointError(f"{name} cannot be saved: safetensors holds no such {kind}")
         parts[name] = part_of(value)
     return parts
 
 
-def bounds_of_parts(state: dict) -> np.ndarray:
+def bounds_of_parts(state: dict) -> Tensor:
     """Where this rank's part of each tensor begins, and its shape, one after the other."""
     numbers = []
     for _, tensor in flatten(state):
         numbers += [*start_of(tensor), *part_of(tensor).shape]
-    return np.array(numbers, dtype=np.int64)
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
-def choose_writers(state: dict, bounds: np.ndarray) -> dict[str, dict]:
+def choose_writers(state: dict, bounds: Tensor) -> dict[str, dict]:
     """Choose who writes each chunk: of the ranks that hold it, the one with the least to write.
 
     `bounds` has the `bounds_of_parts` of each rank. Returns the tensors of index.json, the same on
-    all ranks. For Llama-3 70B on 512 ranks, 1.1 million chunks, this takes 2 s.
+    all ranks. For Llama-3 70B on 512 ranks, 1.1 million chunks, this takes 2 to 4 s.
     """
     tensors = dict(flatten(state))
-    dims = np.array([tensor.dim() for tensor in tensors.values()])
-    bounds_of = dict(zip(tensors, np.split(bounds, np.cumsum(2 * dims)[:-1], axis=1)))
+    sizes = [2 * tensor.dim() for tensor in tensors.values()]
+    bounds_of = dict(zip(tensors, bounds.split(sizes, dim=1)))
     index = dict.fromkeys(tensors)
     load = [0] * len(bounds)  # bytes to write, by rank
     for name in sorted(tensors, key=lambda name: -tensors[name].numel()):  # the largest first
         tensor = tensors[name]
-        bounds_of_ranks = bounds_of[name].tolist()  # (ranks, 2 x dims)
+        parts = bounds_of[name].unflatten(1, (2, tensor.dim())).tolist()  # (start, shape) by rank
         writers = {}  # start of a chunk -> the rank that writes it
         written = 0
         for rank in sorted(range(len(load)), key=load.__getitem__):
-            start = tuple(bounds_of_ranks[rank][: tensor.dim()])
-            numel = math.prod(bounds_of_ranks[rank][tensor.dim() :])
+            start = tuple(parts[rank][0])
+            numel = math.prod(parts[rank][1])
             is_held = numel > 0 or tensor.numel() == 0
             if is_held and start not in writers:
                 writers[start] = rank

@@ -160,9 +160,7 @@ def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise MeshError(
-            "--device cuda: PyTorch finds no CUDA device here; use --device cpu or auto"
-        )
+        raise MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
     gpus = torch.cuda.device_count()
     index = local_rank
     if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:

@@ -69,9 +69,7 @@ def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int)
 def make_setup(c: Config, world: dist.World, model: ModelConfig, strategy: str) -> Setup:
     """Raises UsageError, as for a batch that cannot be split, and MeshError."""
     if c.grad_sync == "shard" and strategy != "hsdp":
-        raise UsageError(
-            f"--grad_sync shard is for --strategy hsdp, not {strategy}: use batch or micro_batch"
-        )
+        raise UsageError(f"--grad_sync shard is for --strategy hsdp, not {strategy}")
     shape = dist.mesh_shape(
         strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard, c.tp
     )
@@ -147,9 +145,7 @@ def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.
         return []
     starts = range(0, len(model.blocks), blocks_per_unit)
     units = [list(model.blocks[start : start + blocks_per_unit]) for start in starts]
-    if model.config.tied:
-        return units
-    return [[model.embed], *units, [model.head]]
+    return units if model.config.tied else [[model.embed], *units, [model.head]]
 
 
 def place(

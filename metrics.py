@@ -305,15 +305,15 @@ class Log:
     def send(self, step: int, values: dict) -> None:
         """Make the pending row: one small all_gather and an asynchronous copy to the host."""
         device = self.rates.device
-        tensors, numbers = {}, {}
-        for name, value in values.items():
-            (tensors if isinstance(value, Tensor) else numbers)[name] = value
-        data_wait = self.batches.waited - self.mark.data_wait
-        numbers |= {"data_wait": data_wait, **peak_memory(device)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        numbers = {name: value for name, value in values.items() if name not in tensors}
+        numbers["data_wait"] = self.batches.waited - self.mark.data_wait
+        numbers |= peak_memory(device)
         columns = torch.tensor(list(numbers.values()), dtype=torch.float64)
         if device.type == "cuda":
             columns = columns.pin_memory().to(device, non_blocking=True)
-        columns = torch.cat((*(value.double()[None] for value in tensors.values()), columns))
+        parts = [value.double()[None] for value in tensors.values()]
+        columns = torch.cat((*parts, columns))
         ranks = columns.new_empty(torch.distributed.get_world_size() * len(columns))
         all_gather_single(ranks, columns)
         ranks = ranks.view(-1, len(columns)).to("cpu", non_blocking=True)

@@ -70,9 +70,7 @@ class ModelConfig:
                 "(RoPE rotates pairs of elements)"
             )
         if self.n_head % self.n_kv_head:
-            raise ValueError(
-                f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}"
-            )
+            raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
 
     def check_tensor_parallel(self, tp: int) -> None:
         """Raise ValueError unless `tp` ranks can split every layer into equal parts."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import checkpoint
 import data
 import dist
+from config import read_model
 from model import ModelConfig, Transformer
 from runtime import cli, memory, run_folder
 from text import tokenizer
@@ -32,19 +33,14 @@ class Trained:
 
 
 def describe(path: Path) -> Trained:
-    """Read the manifest of a checkpoint. Raises CheckpointError and TokenizerError."""
+    """Read the manifest of a checkpoint. Raises CheckpointError, UsageError and TokenizerError."""
     manifest = checkpoint.read_manifest(path)
-    try:
-        config = ModelConfig.from_dict(manifest["model"])
-        vocab_size = int(manifest["tokens_in_vocabulary"])
-        name = manifest["tokenizer"]
-    except KeyError as error:
-        raise checkpoint.CheckpointError(
-            f"{path} is not a checkpoint of train.py: its manifest.json lacks {error}"
-        ) from None
-    except (TypeError, ValueError) as error:
-        raise checkpoint.CheckpointError(f"{path} cannot be used: {error}") from None
-    return Trained(config, name and tokenizer.find(path, str(name), vocab_size), vocab_size)
+    config = read_model(path, manifest)
+    vocab_size = manifest["tokens_in_vocabulary"]
+    name = manifest["tokenizer"]
+    if name:
+        name = tokenizer.find(path, name, vocab_size)
+    return Trained(config, name, vocab_size)
 
 
 def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transformer:

@@ -74,9 +74,9 @@ def freezes_the_embedding(c, setup):
     return net
 
 
-def finds_alone(ranks, result):
-    if ranks.world.rank == 1:
-        result.problems.append("planted")
+def finds_alone(check, *_):
+    if torch.distributed.get_rank() == 1:
+        check.problems.append("planted")
 
 
 FAULTS = {
@@ -87,7 +87,7 @@ FAULTS = {
     "update": lambda: mock.patch.object(optim.AdamW, "update", only_decays),
     "block": lambda: mock.patch.object(model.MLP, "forward", is_dead),
     "frozen": lambda: mock.patch.object(layout, "empty_model", freezes_the_embedding),
-    "alone": lambda: mock.patch.dict(check.CHECKS, links=finds_alone),
+    "alone": lambda: mock.patch.object(check, "compare", finds_alone),
 }
 
 
@@ -106,7 +106,7 @@ def on_rank(argv: list[str], faults: list[str]) -> tuple[int, str]:
 
 @pytest.fixture
 def checked(pool, tokens, tmp_path):
-    """checked(2, "--strategy ...", "fault", ...): status, lines, and the checks by name."""
+    """checked(2, "--strategy ...", "fault", ...): status, lines, and the JSON object."""
 
     def call(ranks: int, text: str, *faults: str) -> tuple[int, str, dict]:
         file = tmp_path / "check.json"
@@ -114,27 +114,24 @@ def checked(pool, tokens, tmp_path):
         answers = pool(ranks, on_rank, flags(text), faults, timeout=120)
         assert [status for status, _ in answers] == [answers[0][0]] * ranks
         assert not "".join(printed for _, printed in answers[1:])
-        found = json.loads(file.read_text())
-        return *answers[0], {result["name"]: result for result in found["checks"]} | {"": found}
+        return *answers[0], json.loads(file.read_text())
 
     return call
 
 
 def test_clean_ranks_pass_and_the_file_has_the_figures(checked, tmp_path):
     status, printed, found = checked(2, SMALL)
-    assert status == 0 and printed.endswith("pass\n"), printed
+    assert status == 0 and printed.startswith("pass  ") and found["status"] == "pass", printed
     assert not list((tmp_path / "work").iterdir())
-    facts = found.pop("")
-    assert {each["status"] for each in found.values()} == {"pass"} and len(found) == 2
-    assert [name.partition(" (")[0] for name in facts["ranks"]] == ["rank 0", "rank 1"]
-    assert facts.keys() >= {"date", "code"} and facts["host"]["torch_version"]
-    assert facts["command"].startswith("python -m tools.check ")
-    assert found["links"]["figures"]["on a host GB/s"] > 0
+    assert [name.partition(" (")[0] for name in found["ranks"]] == ["rank 0", "rank 1"]
+    assert found.keys() >= {"date", "code"} and found["host"]["torch_version"]
+    assert found["command"].startswith("python -m tools.check ")
 
-    figures = found["parity"]["figures"]
+    figures = found["figures"]
+    assert figures["on a host GB/s"] > 0
     # 8 x what an ulp in the weights makes of them, in float32
     for name, least in check.LEAST.items():
-        assert least <= found["parity"]["limits"][f"one rank's {name}"] < 1e-4
+        assert least <= found["limits"][f"one rank's {name}"] < 1e-4
     assert figures["resumed loss"] == figures["resumed grad_norm"] == figures["host syncs"] == 0
     # The gradients of two blocks of the three
     weights = 320 * 32 + 2 * (3 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
@@ -148,24 +145,29 @@ def assert_among(problems: list[str], *expected: tuple[str, str]) -> None:
 
 
 def test_each_fault_is_a_problem_of_its_own(checked, tmp_path):
-    status, printed, found = checked(2, SMALL, "step", "average", "norm", "alone")
-    assert status == 1
+    status, printed, found = checked(2, SMALL, "step", "average", "norm")
+    assert status == 1 and printed.startswith("FAIL  ")
     (folder,) = (tmp_path / "work").iterdir()
-    assert printed.endswith(f"FAIL: links, parity; see {folder}\n")
-    (problem,) = found["links"]["problems"]  # which only one rank found
-    assert problem.startswith("rank 1 (") and problem.endswith("): planted")
     assert_among(
-        found["parity"]["problems"],
+        found["problems"],
+        (f"see {folder}", ""),
         ("+100 bytes of all_reduce over world", " are not in the rehearsal"),
         ("host syncs 1 is not", ""),
         ("the host waits at test_check.py:", ""),
         # Of ranks that do not average
         ("one rank's loss ", ""),
         ("one rank's grad_norm ", "is not between 0 and 1e-05"),
-        ("the first output that differs is that of blocks.0.attention_norm: norm x 1.000", ""),
+        ("the first output that differs is that of blocks.0.attention_norm, in step 1", ""),
         ("-1", " bytes of all_reduce over dp_replicate are not in the rehearsal"),
         (f"cannot write {folder}/resumed/checkpoints/step-00000003: embed", "check these devices"),
     )
+
+
+def test_what_one_rank_finds_has_its_name(checked):
+    status, _, found = checked(2, SMALL, "alone")
+    assert status == 1
+    assert found["problems"][0].startswith("rank 1 (")
+    assert found["problems"][0].endswith("): planted")
 
 
 DEAD = {
@@ -180,19 +182,18 @@ DEAD = {
 
 @pytest.mark.parametrize("faults", DEAD)
 def test_a_model_that_learns_nothing_fails_though_two_of_them_agree(checked, faults):
-    """On one rank, which is checked without links."""
     mesh = SMALL.replace("ddp", "single").replace("float32", "bfloat16")
     status, _, found = checked(1, mesh, *faults.split())
-    assert status == 1 and not found["links"]["figures"]
-    # An ulp, rounded to bfloat16; that of a dead block changes nothing.
-    assert (found["parity"]["limits"]["one rank's loss"] > 1e-5) == (faults == "update")
-    assert_among(found["parity"]["problems"], *((begin, "") for begin in DEAD[faults]))
+    assert status == 1
+    # An ulp, rounded to bfloat16; that of a dead block may change nothing.
+    assert found["limits"]["one rank's loss"] > 1e-5 or faults != "update"
+    assert_among(found["problems"], *((begin, "") for begin in DEAD[faults]))
 
 
 @pytest.mark.parametrize("losses, largest", [([2, 2], 1.0), ([2, 0.5], 0.5), ([1, 1], 0.5)])
 def test_a_difference_of_either_sign_in_any_row_fails(losses, largest):
     """Of a run whose losses should be 2 and 1."""
-    result = check.Check("parity")
+    result = check.Check()
     expected = [{"loss": loss, "grad_norm": 1.0} for loss in (2, 1)]
     found = [{"loss": loss, "grad_norm": 1.0} for loss in losses]
     check.compare(result, "one rank's", expected, found, {"loss": 1e-5, "grad_norm": 1e-5})
@@ -201,13 +202,12 @@ def test_a_difference_of_either_sign_in_any_row_fails(losses, largest):
 
 
 @pytest.mark.slow
-def test_all_checks_under_torchrun(tokens, tmp_path):
+def test_the_check_passes_under_torchrun(tokens, tmp_path):
     file = tmp_path / "check.json"
     paths = f"--data {tokens} --out {tmp_path}/work --json {file}"
     command = [*TORCHRUN, "--standalone", "--nproc_per_node=4", "-m", "tools.check"]
     command += f"{paths} --max_steps 100 --n_layer 3 --seq_len 64".split()
     answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    found = {result["name"]: result["status"] for result in json.loads(file.read_text())["checks"]}
-    assert found == dict.fromkeys(check.CHECKS, "pass")
+    assert json.loads(file.read_text())["status"] == "pass"
     assert not list((tmp_path / "work").iterdir())

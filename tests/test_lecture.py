@@ -212,11 +212,11 @@ def play(folder: Path, *arguments: str) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_play_compares_your_number_then_plants_a_bug_and_asks_for_its_function(tmp_path):
-    out, _ = play(tmp_path, "1").communicate("840,000\n235\n", timeout=120)
+    out, _ = play(tmp_path, "1").communicate("840,000\n235\n", timeout=300)
     assert "you 840,000, the formula 844,928, measured 844,928" in out
     assert "you 235, the formula 234.9, measured 234.9" in out
     runs = {*ROOT.glob("runs/*")}
-    out, _ = play(tmp_path, "bug", "2").communicate("evaluate\ntrain_step\n", timeout=120)
+    out, _ = play(tmp_path, "bug", "2").communicate("evaluate\ntrain_step\n", timeout=300)
     before, solution = out.split("Which function is wrong?", 1)
     assert "loss 5." in before and "train_step" not in before and "n * micro_loss" in solution
     assert list(tmp_path.glob("play-*")) == [] and {*ROOT.glob("runs/*")} == runs

@@ -107,9 +107,8 @@ def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
 
     transfer = torch.distributed.batch_isend_irecv
     ranks = Namespace(names=[f"rank {number}" for number in range(size)])
-    ranks.world = Namespace(size=size, local_size=local_size)
-    ranks.device = torch.device("cpu")
-    found = check.Check("links")
+    ranks.world = Namespace(size=size, local_size=local_size, device=torch.device("cpu"))
+    found = check.Check()
     with mock.patch.object(torch.distributed, "batch_isend_irecv", transfer_late):
         check.links(ranks, found)
     assert found.figures.keys() >= {"across hosts GB/s"}

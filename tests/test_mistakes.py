@@ -67,7 +67,7 @@ MISTAKES = {
         ("--run {root}/nowhere", "nowhere holds no checkpoint: name a run folder such"),
         ("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
         ("--run {damaged}", "{damaged}: rank-00000.safetensors is missing; name another", 1),
-        ("--run {forked}", "its model has other fields than this code: ModelConfig", 1),
+        ("--run {forked}", "its model has other fields than this code: ModelConfig"),
     ],
     "tools.checkpoint": [
         ("consolidate {other}", "the following arguments are required: OUT"),
@@ -106,7 +106,7 @@ MISTAKES = {
         ("import {foreign} {root}/new", "config.json: it lacks 'model_type'"),
         ("import {qwen2} {root}/new", "{qwen2}/config.json: the model needs model_ty"),
         ("import {window} {root}/new", "needs sliding_window 4096, which this decoder d"),
-        ("import {good} {root}/new", "good has no model.safetensors (other formats than"),
+        ("import {good} {root}/new", "good has no model.safetensors: other formats are"),
     ],
 }
 CASES = [(command, *row) for command, rows in MISTAKES.items() for row in rows]

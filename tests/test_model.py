@@ -259,7 +259,7 @@ def test_flops_are_those_of_the_matrix_products_and_half_of_attention(tied):
 
 @pytest.mark.parametrize("change", [{"n_head": 3}, {"n_kv_head": 3}, {"d_model": 36}])
 def test_numbers_that_do_not_fit_together_are_refused(change):
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match="must"):
         ModelConfig(**{**vars(SMALL), **change})
 
 

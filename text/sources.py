@@ -126,7 +126,8 @@ def expand(source: str) -> list[Path]:
 def plural(count: int, noun: str) -> str:
     """For 2 and "line (broken)", "2 lines (broken)"."""
     word, bracket, note = noun.partition(" (")
-    return f"{count:,} {word}{'' if count == 1 else 's'}{bracket}{note}"
+    ending = "" if count == 1 else "s"
+    return f"{count:,} {word}{ending}{bracket}{note}"
 
 
 @dataclass

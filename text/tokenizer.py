@@ -117,10 +117,8 @@ def pattern_of(path: str) -> str:
 
     prepare.py writes tokenizer.PATTERN.tiktoken into a token folder.
     """
-    for word in re.split("[^a-z0-9]+", Path(path).name.lower()):
-        if word in PATTERNS:
-            return word
-    return "llama3"
+    words = re.split("[^a-z0-9]+", Path(path).name.lower())
+    return next((word for word in words if word in PATTERNS), "llama3")
 
 
 # --------------------------------------------------------------------------------------------------

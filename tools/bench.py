@@ -28,7 +28,6 @@ ONLY_STEPS = [
     *("--log_interval=1", "--eval_interval=0", "--eval_sequences=1"),
     *("--sample_tokens=0", "--checkpoint=none"),
 ]
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 STRATEGIES = {
     "single": "--strategy single",
     "ddp": "--strategy ddp",
@@ -47,9 +46,9 @@ NANOGPT = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12)
 
 def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
     """What to measure next, A B A B, so that load on the machine slows all equally."""
-    for turn in range(rounds):
+    for turn in range(1, rounds + 1):
         for name in names:
-            print(f"round {turn + 1} of {rounds}: {name} ...", file=sys.stderr, flush=True)
+            print(f"round {turn}: {name} ...", file=sys.stderr, flush=True)
             yield name
 
 
@@ -78,7 +77,7 @@ def products_limit(printed: list[str], tokens: int) -> float:
 # Strategies
 
 
-def strategies(args: Namespace) -> tuple[str, list[dict]]:
+def strategies(args: Namespace) -> list[dict]:
     """Speed of each strategy on one host, or across several.
 
     --hosts lays the ranks in network namespaces of this machine, joined by --link, on CPUs. There
@@ -105,13 +104,7 @@ def strategies(args: Namespace) -> tuple[str, list[dict]]:
 
     baseline, *_ = found
     columns = compare_rounds(found, baseline, "tokens/s/device")
-    rows = [{"strategy": name} | columns[name] for name in runs]
-    subject = (
-        f"{args.model}, micro-batch {args.micro_batch_size}, {args.nproc} processes of a thread"
-    )
-    if args.hosts > 1:
-        subject += f", {args.hosts} hosts, {args.link} each way, accumulation {GRAD_ACCUM_STEPS}"
-    return f"{subject}, {args.steps} steps x {args.rounds} rounds", rows
+    return [{"strategy": name, **columns[name]} for name in runs]
 
 
 def flags_of_runs(args: Namespace) -> dict[str, str]:
@@ -146,8 +139,8 @@ def measure(
     """
     run = [f"--max_steps={2 + steps}", f"--out={out}", *flags.split()]
     commands = torchrun(namespaces, nproc, [PRODUCTS, TRAIN, *ONLY_STEPS, *run])
-    variables = ONE_THREAD | {"TMPDIR": str(out.parent)}  # torchrun leaves folders there
-    printed = run_all(commands, out, **variables)
+    # torchrun leaves folders in TMPDIR.
+    printed = run_all(commands, out, OMP_NUM_THREADS="1", TMPDIR=str(out.parent))
     rows = training_rows(out)
     c = json.loads((out / "config.json").read_text())
     tokens = c["micro_batch_size"] * rows[0]["tokens"] // c["global_batch_size"]
@@ -159,7 +152,7 @@ def measure(
 # nanoGPT
 
 
-def nanogpt(args: Namespace) -> tuple[str, list[dict]]:
+def nanogpt(args: Namespace) -> list[dict]:
     """nanoGPT's trainer and this one in turn, each also compiled, with models of the same size.
 
     Both read the same data, with the same layers, width, heads and tokens per step, and as many
@@ -168,12 +161,12 @@ def nanogpt(args: Namespace) -> tuple[str, list[dict]]:
     github.com/karpathy/nanoGPT with a prepared data set.
     """
     dataset = args.path / "data" / args.dataset
-    if not (args.path / "train.py").exists() or not (dataset / "train.bin").exists():
+    if not (dataset / "train.bin").exists():
         raise cli.UsageError(
             f"--path {args.path}: no nanoGPT with data/{args.dataset}/train.bin there: "
             "clone it and run its prepare.py"
         )
-    found: dict[str, list[tuple]] = {}
+    found = {}
     for mode in take_turns(MODES, args.rounds):
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             out = Path(folder, "run")
@@ -185,40 +178,36 @@ def nanogpt(args: Namespace) -> tuple[str, list[dict]]:
     theirs = ("nanoGPT", "nanoGPT compiled")
     baseline = max(theirs, key=lambda mode: statistics.median(speed for speed, _ in found[mode]))
     columns = compare_rounds(found, baseline, "tokens/s")
-    rows = [{"trainer": mode} | columns[mode] for mode in MODES]
-    subject = (
-        f"{args.n_layer} layers x {args.n_embd}, {args.n_head} heads, block {args.block_size}, "
-        f"batch {args.batch_size}, {args.steps} steps x {args.rounds} rounds, {args.dataset} "
-        f"{args.flags}"
-    )
-    return subject.rstrip(), rows
+    return [{"trainer": mode, **columns[mode]} for mode in MODES]
 
 
 def run_nanogpt(args: Namespace, out: Path, compile: bool) -> tuple[list[float], list[str]]:
     """Tokens/s of each step, from lines like "iter 7: loss 4.2000, time 250.00ms"; the output."""
-    given = [f"--{name}={getattr(args, name)}" for name in NANOGPT]
     device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
+    values = {"device": device, "compile": compile, "out": out, "last": args.steps + 1}
     # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters, here 100.
     flags = (
-        f"--max_iters={args.steps + 1} --lr_decay_iters={args.steps + 1} --dropout=0.0 "
-        f"--eval_interval={10**9} --eval_iters=1 --log_interval=1 --device={device} "
-        f"--compile={compile} --dataset={args.dataset} --out_dir={out}"
-    )
-    script = [sys.executable, PRODUCTS, "train.py", "config/train_shakespeare_char.py", *given]
+        "--n_layer={n_layer} --n_head={n_head} --n_embd={n_embd} --block_size={block_size} "
+        "--batch_size={batch_size} --max_iters={last} --lr_decay_iters={last} --dropout=0.0 "
+        "--eval_interval=1000000000 --eval_iters=1 --log_interval=1 --device={device} "
+        "--compile={compile} --dataset={dataset} --out_dir={out}"
+    ).format(**vars(args) | values)
+    script = [sys.executable, PRODUCTS, "train.py", "config/train_shakespeare_char.py"]
     printed = run_all([[*script, *flags.split()]], out, cwd=args.path)
     times = re.findall(r"time ([\d.]+)ms", printed[0])
-    return [args.batch_size * args.block_size / (float(time) / 1e3) for time in times], printed
+    tokens = args.batch_size * args.block_size
+    return [1e3 * tokens / float(time) for time in times], printed
 
 
 def run_nanoshard(args: Namespace, out: Path, compile: bool) -> tuple[list[float], list[str]]:
     """Tokens/s of each step, and the output."""
-    d_ff = 8 * round(args.n_embd / 3)
+    values = {"compile": compile, "last": args.steps + 2, "d_ff": 8 * round(args.n_embd / 3)}
     flags = (
-        f"--n_layer={args.n_layer} --n_head={args.n_head} --n_kv_head={args.n_head} "
-        f"--d_model={args.n_embd} --d_ff={d_ff} --seq_len={args.block_size} "
-        f"--global_batch_size={args.batch_size} --micro_batch_size={args.batch_size} "
-        f"--max_steps={args.steps + 2} --device={args.device} --compile={compile} {args.flags}"
-    )
+        "--n_layer={n_layer} --n_head={n_head} --n_kv_head={n_head} --d_model={n_embd} "
+        "--d_ff={d_ff} --seq_len={block_size} --global_batch_size={batch_size} "
+        "--micro_batch_size={batch_size} --max_steps={last} --device={device} "
+        "--compile={compile} {flags}"
+    ).format(**vars(args) | values)
     paths = [f"--data={args.path}/data/{args.dataset}", f"--out={out}"]
     script = [sys.executable, PRODUCTS, TRAIN, *ONLY_STEPS, *paths, *flags.split()]
     printed = run_all([script], out)
@@ -283,12 +272,12 @@ def bench(argv: list[str]) -> None:
         summary = table.__doc__.splitlines()[0]
         add_flags(tables.add_parser(name, help=summary, description=table.__doc__), FLAGS[name])
     args = parser.parse_args(argv)
-    subject, rows = TABLES[args.table](args)
-    subject = f"{subject}, torch {torch.__version__}"
+    rows = TABLES[args.table](args)
     if args.json:
-        print(json.dumps({"table": args.table, "subject": subject, "rows": rows}))
+        print(json.dumps({"flags": vars(args), "rows": rows}, default=str))
         return
-    print(f"{args.table}: {subject}; median (smallest ... largest)\n")
+    flags = ", ".join(f"{name} {value}" for name, value in vars(args).items())
+    print(f"{flags}, torch {torch.__version__}; median (smallest ... largest)\n")
     cells = [[cell(value) for value in row.values()] for row in rows]
     print(markdown_table([*rows[0]], cells))
 

@@ -174,9 +174,7 @@ def reached(log: Log, tokens: int, loss: float | None) -> dict[str, str]:
 
 
 def shown(value: float | None, spec: str) -> str:
-    if value is None:
-        return "none"
-    return format(value, spec)
+    return "none" if value is None else format(value, spec)
 
 
 def different_flags(logs: list[Log], left_out: set[str]) -> list[dict[str, str]]:
@@ -235,8 +233,11 @@ def first_difference(reference: dict, other: dict, limit: float, growth: float) 
     that differs most among those computed first in a step.
     """
     largest = 0.0  # difference so far
-    common = [step for step in other if step in reference]
-    for step in common:
+    common = 0  # logged steps
+    for step in other:
+        if step not in reference:
+            continue
+        common += 1
         least = max(limit, growth * largest)
         beyond = []
         for found in differences_of_step(reference[step], other[step]):
@@ -248,7 +249,7 @@ def first_difference(reference: dict, other: dict, limit: float, growth: float) 
             line = f"step {step}: {first.name} {first.column} by {first.size:.1g}"
             others = {found.name for found in beyond} - {first.name}
             return f"{line}, and {len(others)} more" if others else line
-    return f"never, by at most {largest:.1g} in {len(common)} logged steps in common"
+    return f"never, by at most {largest:.1g} in {common} logged steps in common"
 
 
 def differences_of_step(a_rows: dict[str, dict], b_rows: dict[str, dict]) -> list[Difference]:
@@ -274,10 +275,8 @@ def relative_difference(a: float, b: float) -> float:
         return 0.0
     if math.isnan(a) or math.isnan(b):
         return math.inf
-    if a == b:
-        return 0.0
     larger = max(abs(a), abs(b))
-    return abs(a - b) / larger
+    return abs(a - b) / larger if larger else 0.0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) 
     share LEVEL (Bonferroni).
     """
     if first.keys() != other.keys():
-        return "no word: it takes the same seeds"
+        return "no word: it takes runs that ended, with the same seeds"
     pairs = [other[seed] - first[seed] for seed in first]
     p = p_value(pairs)
     word = "not distinguishable"
@@ -349,14 +348,13 @@ def p_value(pairs: list[float]) -> float:
 
     With t = sqrt(df) tan(x), the density of Student's t is cos(x)^(df - 1) over its integral.
     """
-    n = len(pairs)
-    df = n - 1
-    spread = stdev(pairs) * math.sqrt(df / n)
+    df = len(pairs) - 1
+    spread = stdev(pairs) * math.sqrt(df / len(pairs))
     start = math.atan2(abs(fmean(pairs)), spread)
     angles = np.linspace(0, math.pi / 2, 100_000)
     density = np.cos(angles) ** (df - 1)
-    tail = density[angles >= start]
-    return float(tail.sum() / density.sum())
+    tail = density[angles >= start].sum()
+    return float(tail / density.sum())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -192,7 +192,10 @@ def import_model(source: Path, out: Path) -> None:
     config = from_hf(source)
     found = {}  # mapped into memory
     buffers = []
-    for file in weight_files(source):
+    files = sorted(source.glob("model*.safetensors"))
+    if not files:
+        raise UsageError(f"{source} has no model.safetensors: other formats are not read")
+    for file in files:
         tensors, buffer = checkpoint.map_safetensors(file)
         found |= tensors
         buffers.append(buffer)
@@ -231,28 +234,15 @@ def copy_weights(found: dict, buffers: list[mmap.mmap], weights: dict, work: Pat
     return write_full(work, layout, read)
 
 
-def read_json(file: Path) -> dict:
-    """Raises UsageError."""
-    if not file.is_file():
-        raise UsageError(f"there is no file {file}: name a model folder")
-    try:
-        contents = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is not JSON: {error}") from None
-    if not isinstance(contents, dict):
-        raise UsageError(f"{file} is not a JSON object")
-    return contents
-
-
 def from_hf(folder: Path) -> ModelConfig:
     """The model that config.json describes. Raises UsageError, also for unknown features."""
     file = folder / "config.json"
-    hf = read_json(file)
     try:
-        return read_config(hf)
-    except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise UsageError(f"{file}: {reason}") from None
+        return read_config(json.loads(file.read_bytes()))
+    except KeyError as error:
+        raise UsageError(f"{file}: it lacks {error}") from None
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        raise UsageError(f"{file}: {error}") from None
 
 
 def read_config(hf: dict) -> ModelConfig:
@@ -307,16 +297,6 @@ def missing_feature(hf: dict, rope: dict) -> str | None:
             f"num_attention_heads {hf['num_attention_heads']})"
         )
     return None
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises UsageError if there are none."""
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise UsageError(
-            f"{folder} has no model.safetensors (other formats than safetensors are not read)"
-        )
-    return files
 
 
 def check_weights(folder: Path, found: dict, weights: dict) -> None:
@@ -390,7 +370,7 @@ def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Enco
     except tokenizer.TokenizerError as error:
         print(error)
         return None
-    is_bytes = read_json(file)["model"]["vocab"] == tokenizer.ALPHABET
+    is_bytes = json.loads(file.read_bytes())["model"]["vocab"] == tokenizer.ALPHABET
     if is_bytes and (encoding.eot_token, encoding.n_vocab) == (256, 257):
         return tokenizer.load_encoding("bytes")
     if encoding.n_vocab > vocab_size:

@@ -376,9 +376,11 @@ def describe_goodput(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
 
 def gigabytes(size: int) -> str:
     """In GB, to three significant digits below 100."""
+    if size == 0:
+        return "0"
     number = size / 1e9
-    digits = max(0, 2 - math.floor(math.log10(number))) if number > 0 else 0
-    return f"{number:,.{min(digits, 4)}f}"
+    digits = 2 - math.floor(math.log10(number))
+    return f"{number:,.{min(max(digits, 0), 4)}f}"
 
 
 # --------------------------------------------------------------------------------------------------

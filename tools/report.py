@@ -52,9 +52,9 @@ def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
         step = row["step"]
         for name in FIELDS:
             add(name, step, row.get(name, math.nan))
-        seconds = (step - previous_step) * row["step_time"]
-        for name in ("data_wait", "data_wait_min"):  # since the previous row
-            add(name, step, row.get(name, math.nan) / seconds)
+        took = (step - previous_step) * row["step_time"]
+        for name in ("data_wait", "data_wait_min"):  # seconds since the previous row
+            add(name, step, row.get(name, math.nan) / took)
         if row["clipped"]:
             add("clipped", step, row["grad_norm"])
         if row["skipped_steps"] > skipped:
@@ -95,7 +95,7 @@ def thin(values: list[float], max_points: int) -> list[int]:
 
 
 def encode(steps: list[int], values: list[float], max_points: int) -> list[list]:
-    """A series for JSON: differences of its steps, and its values to five digits."""
+    """A series for JSON: differences of its steps, and its values."""
     kept = thin(values, max_points)
     kept_steps = [0, *(steps[i] for i in kept)]
     differences = [b - a for a, b in pairwise(kept_steps)]
@@ -103,10 +103,8 @@ def encode(steps: list[int], values: list[float], max_points: int) -> list[list]
 
 
 def rounded(value: float) -> float | None:
-    if not math.isfinite(value):
-        return None
-    number = float(f"{value:.5g}")
-    return int(number) if number.is_integer() else number
+    """To five digits; None if it is not finite."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from runtime.cli import UsageError
 from tools.measuring.harness import TORCHRUN
 
-SUBNET = "10.0.0"  # host 0 is 10.0.0.1; invisible to other networks
 PORTS = itertools.count(29500)  # for the rendezvous, one for each job
 
 
@@ -24,7 +23,7 @@ def hosts(count: int, link: str) -> Iterator[list[str]]:
     The end of the block kills their processes and deletes them. Raises UsageError if namespaces
     cannot be created.
     """
-    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+    if os.geteuid() or not shutil.which("tc"):
         raise UsageError("hosts need root, and ip and tc: apt-get install iproute2")
     prefix = f"bench-{os.getpid()}"
     switch = f"{prefix}-switch"
@@ -42,10 +41,10 @@ def hosts(count: int, link: str) -> Iterator[list[str]]:
         # A second Ctrl-C must not interrupt the removal
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        existing = {line.split()[0] for line in ip("netns list").splitlines()}
-        for name in existing.intersection((switch, *names)):
-            kill_all(name)
-            ip(f"netns delete {name}")  # deletes its links too
+        for name in (switch, *names):
+            with contextlib.suppress(UsageError):  # not created yet
+                kill_all(name)
+                ip(f"netns delete {name}")  # deletes its links too
 
 
 def add_host(name: str, number: int, switch: str, link: str) -> None:
@@ -66,7 +65,7 @@ def add_host(name: str, number: int, switch: str, link: str) -> None:
 
 
 def address(number: int) -> str:
-    return f"{SUBNET}.{number + 1}"
+    return f"10.0.0.{number + 1}"  # invisible to other networks
 
 
 def ip(words: str, tool: str = "ip") -> str:
@@ -98,7 +97,8 @@ def torchrun(namespaces: list[str], nproc: int, script: list[str]) -> list[list[
     launcher = [*TORCHRUN, f"--nproc_per_node={nproc}"]
     if not namespaces:
         return [[*launcher, "--standalone", *script]]
-    launcher += [f"--nnodes={len(namespaces)}", f"--master_addr={address(0)}"]
+    launcher.append(f"--nnodes={len(namespaces)}")
+    launcher.append(f"--master_addr={address(0)}")
     launcher.append(f"--master_port={next(PORTS)}")
     commands = []
     for number, namespace in enumerate(namespaces):

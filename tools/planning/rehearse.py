@@ -248,9 +248,7 @@ def extend(few, more, times: int):
     if isinstance(few, dict):
         return {key: extend(few[key], more[key], times) for key in few}
     if dataclasses.is_dataclass(few):
-        names = [f.name for f in dataclasses.fields(few)]
-        values = {name: extend(getattr(few, name), getattr(more, name), times) for name in names}
-        return dataclasses.replace(few, **values)
+        return dataclasses.replace(few, **extend(vars(few), vars(more), times))
     raise ValueError(f"not repeated: {few} and {more}")
 
 
