@@ -74,6 +74,9 @@ def execute(program: str, command: Callable, *arguments) -> int:
     usage, 1 at run time). Ctrl-C and a closed pipe return 130. Other exceptions are bugs and
     propagate.
     """
+    if hasattr(sys.stdout, "reconfigure"):
+        # Print \u1234 for characters that the encoding, such as ASCII, lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return command(*arguments) or 0
     except (KeyboardInterrupt, BrokenPipeError):

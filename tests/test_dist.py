@@ -55,12 +55,6 @@ def test_variables_that_are_incomplete_are_refused_at_once(monkeypatch, tokens, 
     assert f": {variables} in the environment is no rank of a run: unset these" in err
 
 
-def test_one_process_may_have_the_variables_of_one(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")  # as some schedulers leave it
-    monkeypatch.setenv("MASTER_ADDR", "somewhere")
-    assert dist.read_variables() == (0, 1, 0, 1)
-
-
 def test_ranks_that_do_not_join_are_named(monkeypatch):
     store, timeout = torch.distributed.HashStore(), timedelta(minutes=20)
     world = dist.World(1, 4, 1, 4, torch.device("cpu"), timeout, store)

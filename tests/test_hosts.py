@@ -6,35 +6,10 @@ import signal
 from unittest import mock
 
 import pytest
-from conftest import TRAIN, Job, call_train, flags, free_port, listen, rows
+from conftest import TRAIN, Job, flags, free_port, listen, rows
 from test_slurm import slurm_task
 
 from runtime import run_folder
-
-RUN = "--strategy hsdp --max_steps 3 --dtype float32"
-MESH = "hsdp: dp_replicate 2 x dp_shard 2 x tp 1 = 4 x cpu"
-
-
-@pytest.fixture(scope="module")
-def single(pool, tokens, tmp_path_factory) -> list[float]:
-    """The losses of a single process."""
-    out = tmp_path_factory.mktemp("hosts") / "single"
-    argv = flags(f"--data {tokens} --out {out} {RUN.replace('hsdp', 'single')}")
-    assert pool(1, call_train, argv) == [0]
-    return [row["loss"] for row in rows(out)]
-
-
-@pytest.mark.slow
-def test_hsdp_shards_within_two_agents_and_replicates_across(tokens, tmp_path, single):
-    """Two hosts of two ranks, as torchrun --nnodes 2 starts them on each."""
-    launcher = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 2]
-    launcher += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
-    launcher += ["--rdzv_id", "hosts"]
-    argv = flags(f"--data {tokens} --out {tmp_path}/run {RUN}")
-    agents = [Job([*launcher, TRAIN, *argv], tmp_path / f"host {host}") for host in range(2)]
-    assert [agent.wait(90) for agent in agents] == [0, 0], [agent.err for agent in agents]
-    assert MESH in "".join(agent.out for agent in agents)
-    assert [row["loss"] for row in rows(tmp_path / "run")] == pytest.approx(single, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -90,9 +65,12 @@ def train_under_slurm(argv: list[str]) -> tuple[int, str, str]:
         return listen(argv)
 
 
-def test_the_tasks_of_slurm_need_no_torchrun(pool, tokens, tmp_path, single):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run {RUN}")
+def test_the_tasks_of_slurm_need_no_torchrun(run, pool, tokens, tmp_path):
+    """hsdp shards within the two hosts and replicates across, and has the losses of one process."""
+    text = "--max_steps 3 --dtype float32 --strategy"
+    single = [row["loss"] for row in rows(run(1, f"{text} single", "single"))]
+    argv = flags(f"--data {tokens} --out {tmp_path}/run {text} hsdp")
     answers = pool(4, train_under_slurm, argv)
     assert [status for status, _, _ in answers] == [0] * 4
-    assert MESH in answers[0][1]
+    assert "hsdp: dp_replicate 2 x dp_shard 2 x tp 1 = 4 x cpu" in answers[0][1]
     assert [row["loss"] for row in rows(tmp_path / "run")] == pytest.approx(single, rel=1e-5)

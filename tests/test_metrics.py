@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from unittest import mock
@@ -203,15 +202,6 @@ def test_training_goes_on_without_the_rows_that_a_disk_does_not_take(log, tmp_pa
     (tmp_path / "metrics.jsonl").unlink()
     the_log.evaluation(2, 3.0)
     assert [row["step"] for row in rows(tmp_path, "val_loss")] == [2]
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "config.json"
-    path.write_text("before")
-    monkeypatch.setattr(os, "replace", lambda *paths: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        metrics.replace_file(path, "after")
-    assert path.read_text() == "before"
 
 
 def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:

@@ -109,35 +109,8 @@ def test_a_ring_sends_its_part_over_the_slowest_link(collective, group, seconds)
     assert predict.collective_seconds(row, group, LINKS) == pytest.approx(seconds)
 
 
-def test_latency_counts_hops_and_many_hosts_reduce_by_a_tree():
-    links = dataclasses.replace(
-        LINKS, intra_latency=1e-6, inter_latency=10e-6, launch_latency=100e-6
-    )
-    gather = Communication("dp_shard", "all_gather", "forward", 2, 0)
-    # 3 hops within each of the two hosts, one between them
-    assert predict.collective_seconds(gather, Group(8, 2), links) == pytest.approx(2 * 116e-6)
-    reduce = Communication("world", "all_reduce", "optimizer", 1, 0)
-    # 3 hops within a host and log2(1024) between hosts, up and down
-    seconds = 100e-6 + 2 * (3e-6 + 10 * 10e-6)
-    assert predict.collective_seconds(reduce, Group(4096, 1024), links) == pytest.approx(seconds)
-
-
 # --------------------------------------------------------------------------------------------------
 # The step
-
-
-def test_an_operation_computes_and_moves_its_edges():
-    """On 1e12 FLOP/s, half of them in the fastest products."""
-    device = dataclasses.replace(CLUSTER.device, products=0.5)
-    by_operation = dataclasses.replace(CLUSTER, device=device, achieved=None)
-    product = Operation("backward", "mm", (), 1, 2e12, 16 * 10**6)
-    attention = Operation("forward", "_scaled_dot_product_attention", (), 1, 1e12)
-    for row, seconds in (
-        (product, 2e12 / 0.5e12 + 0.0005),
-        (attention, 1e12 / 0.5e12 / predict.ATTENTION),
-    ):
-        found = step(dataclasses.replace(rehearsal(), operations=[row]), cluster=by_operation)
-        assert found.compute == pytest.approx(seconds)
 
 
 def test_mfu_and_tokens_follow_from_compute_and_the_optimizer():
@@ -176,16 +149,6 @@ def test_compute_hides_what_runs_beside_it(row, micro_batches, mesh, text, expos
     found = step(rehearsal([row], flops, 0.0, micro_batches, mesh or (1, 8, 1)), text)
     assert found.exposed == pytest.approx({row.axis: exposed})
     assert found.compute == pytest.approx(6.0 * micro_batches)
-
-
-def test_on_cpus_a_host_does_not_compute_while_it_copies_and_scatters_twice_as_much():
-    device = dataclasses.replace(CLUSTER.device, kind="cpu")
-    cpus = dataclasses.replace(CLUSTER, device=device)
-    between_hosts = rehearsal([sends(1.0)], flops=3e12)
-    assert step(between_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 0.1})
-    within_hosts = rehearsal([WITHIN], flops=3e12, mesh=HSDP)
-    assert step(within_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 1.0})
-    assert predict.default_links(device, 4).scatter_passes == 2
 
 
 def test_a_row_of_two_phases_is_their_sum():
@@ -379,42 +342,6 @@ def search_beside_auto() -> tuple[str, str, bool]:
 
 def test_auto_and_the_search_agree_where_the_choice_fits(pool):
     assert pool(1, search_beside_auto) == [("hsdp", "hsdp", True)]
-
-
-def test_what_computes_alike_is_tried_in_turns_then_the_fastest(monkeypatch):
-    request, own = plan_of(
-        "--world_size 8 --strategy fsdp --tp 1 --micro_batch_size 1 --global_batch_size 16"
-    )
-    tried = []
-
-    def rehearse(request):
-        c = request.config
-        tried.append(c)
-        is_large = c.activation_checkpointing == "full" and c.grad_sync == "micro_batch"
-        return dataclasses.replace(rehearsal(), memory={"other": is_large * 10**12})
-
-    def speed(found, request):
-        c = request.config
-        slow = predict.Speed(8.0, 0.0, {}, {}, 1.0, 1e12, 1.0)
-        is_fast = c.activation_checkpointing == "selective" and c.reshard_after_forward
-        return dataclasses.replace(slow, compute=4.0) if is_fast else slow
-
-    monkeypatch.setattr(predict.Request, "rehearse", rehearse)
-    monkeypatch.setattr(predict, "speed", speed)
-    found = search.search(request, own.free, 60)
-    ranked, passed_over = found["ranked"], found["passed_over"]
-    modes = [c.activation_checkpointing for c in tried]
-    assert modes[:3] == ["none", "selective", "full"]
-    # The fastest group until it is no longer: gathers kept are slow
-    assert modes[3:6] == ["selective", "none", "none"]
-    assert len(tried) == len(ranked) + 2 == 3 * 2 * 2
-    assert passed_over["are too large when rehearsed"] == 2
-    assert ranked[0]["flags"] == (
-        "--strategy fsdp --micro_batch_size 1 --activation_checkpointing selective"
-    )
-    *_, counts, best = search.table(search.search(request, own.free, 0), CLUSTER)
-    assert counts == "1 fit and were rehearsed; 11 had no time left"
-    assert best.endswith("--micro_batch_size 1: 100% of its step is compute, 0% waits")
 
 
 def test_flags_that_are_given_are_not_searched():

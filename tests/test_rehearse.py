@@ -18,7 +18,6 @@ from tools.planning.rehearse import (
     Recorder,
     Rehearsal,
     at_peak,
-    extend,
     make_world,
     rehearse,
 )
@@ -191,11 +190,3 @@ def test_what_is_not_alike_in_all_layers_is_rehearsed_whole(pool):
     """The buckets of DDP hold several layers. Muon deals the matrices of all layers."""
     texts = ["ddp --n_layer 9", "fsdp --n_layer 9 --optimizer muon", *EXTENDED]
     assert [pool(1, first_rehearsed, text) for text in texts] == [[9], [9], [5], [2]]
-
-
-def test_a_step_that_lacks_something_is_not_extended():
-    block, new, last = ("1", "logits", 8), ("2", "other", 4), ("3", "logits", -8)
-    assert extend([block, last], [block, new, last], 2) == [block, new, new, last]
-    for few, more in (([block, block], [block]), ([block], [("1", "other", 8)])):
-        with pytest.raises(ValueError):
-            extend(few, more, 2)

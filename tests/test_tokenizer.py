@@ -308,15 +308,3 @@ def test_a_tokenizer_json_that_does_not_work_is_refused_in_one_line(
     err = capsys.readouterr().err
     assert err.startswith(f"prepare.py: error: --tokenizer {name} ") and err.count("\n") == 1
     assert line in err and not (tmp_path / "tokens").exists()
-
-
-def test_text_that_the_package_cannot_encode_is_named(tokenizers, tmp_path):
-    path = Path(make_json(tokenizers, "gpt2", tmp_path / "a.json"))
-    spec = json.loads(path.read_text()) | {"pre_tokenizer": None}
-    spec["added_tokens"] = [ADDED | {"content": "</s>", "id": 0}]
-    vocab = [["</s>", 0.0], ["a", -1.0]]
-    spec["model"] = {"type": "Unigram", "unk_id": None, "vocab": vocab}
-    path.write_text(json.dumps(spec))
-    line = "cannot encode the 2 characters that begin with 'ab': Encountered an unknown"
-    with pytest.raises(tokenizer.TokenizerError, match=line):
-        tokenizer.encode(str(path), "ab")

@@ -205,15 +205,6 @@ def test_compare_names_the_first_parameter_that_differs(tmp_path, compared, chan
     assert row(found, "first parameter difference from a over 0.01 (--tolerance)") == ["-", first]
 
 
-def test_runs_with_other_columns_or_parameters_are_compared(tmp_path, compared):
-    a = write_run(tmp_path / "a", LOSSES, statistics=statistics_of({}))
-    other = [{"step": 1, "parameter": name, "weight_norm": 10.0} for name in "bc"]
-    b = write_run(tmp_path / "b", LOSSES, statistics=other)
-    c = write_run(tmp_path / "c", LOSSES)
-    never = [f"never, by at most 0 in {n} logged steps in common" for n in (1, 0)]
-    assert row(compared(a, b, c), "first parameter") == ["-", *never]
-
-
 # --------------------------------------------------------------------------------------------------
 # studies
 
@@ -279,19 +270,6 @@ def test_several_settings_share_the_level_of_the_test():
     assert compare.verdict(first, other, comparisons=1) == spread
     word = f"+1.5000: not distinguishable ({test}, x 2 comparisons)"
     assert compare.verdict(first, other, comparisons=2) == word
-
-
-SLEEP = [
-    [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0],
-    [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4],
-]
-
-
-def test_the_test_has_the_p_of_a_published_one():
-    """Student's sleep data; in R: t.test(extra ~ group, sleep, paired = TRUE)."""
-    a, b = (dict(enumerate(group)) for group in SLEEP)
-    assert "(paired t test, n = 10, p = 0.0028)" in compare.verdict(a, b, comparisons=1)
-    assert "p = 1)" in compare.verdict(a, a, comparisons=1)
 
 
 # --------------------------------------------------------------------------------------------------

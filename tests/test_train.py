@@ -95,13 +95,18 @@ def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, tokens,
     assert checkpoint.list_checkpoints(out) == good and checkpoint.verify(good[0]) is None
 
 
-def test_a_vocabulary_with_room_stays(run, pool, tokens, tmp_path):
+def test_a_vocabulary_with_room_stays(pool, tokens, tmp_path):
+    """That of a folder like nanoGPT's, whose tokenizer only a pickle tells."""
     larger = tmp_path / "larger"
     larger.mkdir()
     for split in ("train", "val"):
         np.tile(np.arange(400, dtype="<u2"), 20).tofile(larger / f"{split}.bin")
     (larger / "meta.pkl").write_bytes(b"never read")
-    first = run(1, f"--max_steps 1 --dtype float32 --data {larger}", "first")
+    first = tmp_path / "first"
+    text = f"--max_steps 1 --dtype float32 --data {larger} --out {first} --sample_tokens 4"
+    ((status, said, _),) = pool(1, listen, flags(text))
+    sample = said.split(" sample ")[1].splitlines()[1]
+    assert status == 0 and re.fullmatch(r"0 1 2 3 (\d+ ){4}", sample)  # token ids
     text = f"{TINY} {QUIET} --data {tokens} --dtype float32 --out {tmp_path}/second --max_steps 1"
     ((status, said, err),) = pool(1, listen, f"{text} --init_from {first}".split())
     assert (status, err) == (0, "")
@@ -145,18 +150,6 @@ def test_a_notebook_trains_saves_and_loads_in_a_few_lines(pool, tmp_path):
         assert said.startswith("tensor(5.")
     path = last_checkpoint(tmp_path / "runs/notebook")
     assert checkpoint.verify(path) is None and len(tensors(path)) > 50
-
-
-def test_a_folder_without_a_usable_tokenizer_trains_to_the_end(pool, tmp_path):
-    """As nanoGPT's, with a vocabulary that only a pickle tells."""
-    for split in ("train", "val"):
-        np.tile(np.arange(50, dtype="<u2"), 100).tofile(tmp_path / f"{split}.bin")
-    (tmp_path / "meta.pkl").write_bytes(b"never read")
-    argv = flags(f"--data {tmp_path} --out {tmp_path}/out --max_steps 2 --sample_tokens 4")
-    ((status, said, _),) = pool(1, listen, argv)
-    assert status == 0
-    sample = said.split(" sample ")[1].splitlines()[1]
-    assert re.fullmatch(r"0 1 2 3 (\d+ ){4}", sample)  # token ids
 
 
 # --------------------------------------------------------------------------------------------------
