@@ -1,8 +1,7 @@
 """Play the lecture, in a copy of the project that is deleted at the end.
 
 python -m docs.play 3       asks for numbers, runs chapter 3's commands, and shows who was right
-python -m docs.play bug 3   shows a run without and with chapter 3's bug (no number: any bug), and
-                            asks which function is wrong
+python -m docs.play bug     shows a run without and with a bug (bug 3: chapter 3's), and asks for it
 """
 
 import contextlib
@@ -57,9 +56,9 @@ def chapters(text: str) -> dict[str, list[Block]]:
     return found
 
 
-def run(command: str, folder: Path) -> str:
+def run(command: str, folder: Path, what: str = "") -> str:
     """Run indented commands in the folder. Print what they print as it comes, and return it."""
-    print(f"\n{command}\n(in {folder})\n", flush=True)
+    print(f"\n{command}\n(in {folder}{what})\n", flush=True)
     script = "\n".join(line[4:] for line in command.splitlines())
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"}
@@ -71,42 +70,36 @@ def run(command: str, folder: Path) -> str:
         for line in process.stdout:
             print(line, end="", flush=True)
             output += line
-        process.wait()
     except BaseException:  # Ctrl-C
         os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on to its ranks
         process.communicate(timeout=60)  # until the last of them has closed its output
         raise
-    print()
     return output
 
 
 def guess(blocks: list[Block], folder: Path) -> None:
-    """Ask for all numbers first, since one output may hint at the next. Run all, then compare."""
+    """Ask for all numbers first, since one output may hint at the next; run, and compare."""
     questions = [question for block in blocks for question, _, _ in block.questions]
-    guesses = {question: input(f"{question}? ") for question in questions}
-    answers = []
+    guesses = [input(f"{question}? ") for question in questions]
     for block in blocks:
         output = run(block.text, folder) if block.kind == "run" else ""
         for question, formula, pattern in block.questions:
             measured = re.findall(pattern, output)[-1:] or ["nothing"]
-            numbers = f"you {guesses[question]}, the formula {formula}, measured {measured[0]}"
-            answers.append(f"{question}: {numbers}")
-    print("\n".join(answers))
+            print(
+                f"{question}: you {guesses.pop(0)}, the formula {formula}, measured {measured[0]}"
+            )
 
 
 def find_bug(bug: Block, shows: Block, folder: Path) -> None:
     """Show a run without and with a bug, and ask for its function."""
-    print(f"Chapter {bug.name}. Without the bug:")
-    run(shows.text, folder)
+    run(shows.text, folder, ", without the bug")
     shutil.rmtree(folder / "runs", ignore_errors=True)
-    print("With the bug:")
     subprocess.run(["git", "apply"], input=bug.text, cwd=folder, text=True, check=True)
-    run(shows.text, folder)
+    run(shows.text, folder, ", with the bug")
     file, function = bug.place.split(":")
-    question = "Which function is wrong? (Enter: the solution) "
-    answer = input(question)
+    answer = "?"
     while answer and answer not in (bug.place, function, function.split(".")[-1]):
-        answer = input(f"Not that one, but one in {file}. {question}")
+        answer = input(f"Which function of {file} is wrong? (Enter: the solution) ")
     print(f"{bug.place}, bug {bug.name} of the lecture. It shows in\n{shows.output}\n{bug.text}")
 
 

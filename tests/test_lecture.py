@@ -217,7 +217,7 @@ def test_play_compares_your_number_then_plants_a_bug_and_asks_for_its_function(t
     assert "you 235, the formula 234.9, measured 234.9" in out
     runs = {*ROOT.glob("runs/*")}
     out, _ = play(tmp_path, "bug", "2").communicate("evaluate\ntrain_step\n", timeout=300)
-    before, solution = out.split("Which function is wrong?", 1)
+    before, solution = out.split("Which function of train.py is wrong?", 1)
     assert "loss 5." in before and "train_step" not in before and "n * micro_loss" in solution
     assert list(tmp_path.glob("play-*")) == [] and {*ROOT.glob("runs/*")} == runs
 

@@ -113,6 +113,19 @@ def test_a_ring_sends_its_part_over_the_slowest_link(collective, group, seconds)
 # The step
 
 
+def test_latency_counts_hops_and_many_hosts_reduce_by_a_tree():
+    links = dataclasses.replace(
+        LINKS, intra_latency=1e-6, inter_latency=10e-6, launch_latency=100e-6
+    )
+    gather = Communication("dp_shard", "all_gather", "forward", 2, 0)
+    # 3 hops within each of the two hosts, one between them
+    assert predict.collective_seconds(gather, Group(8, 2), links) == pytest.approx(2 * 116e-6)
+    reduce = Communication("world", "all_reduce", "optimizer", 1, 0)
+    # 3 hops within a host and log2(1024) between hosts, up and down
+    seconds = 100e-6 + 2 * (3e-6 + 10 * 10e-6)
+    assert predict.collective_seconds(reduce, Group(4096, 1024), links) == pytest.approx(seconds)
+
+
 def test_mfu_and_tokens_follow_from_compute_and_the_optimizer():
     speed = step(rehearsal(flops=3e12, recomputed=1e12))
     assert (speed.compute, speed.optimizer) == pytest.approx((4e12 / 0.5e12, 32 * 1e6 / 32e9))
@@ -149,6 +162,16 @@ def test_compute_hides_what_runs_beside_it(row, micro_batches, mesh, text, expos
     found = step(rehearsal([row], flops, 0.0, micro_batches, mesh or (1, 8, 1)), text)
     assert found.exposed == pytest.approx({row.axis: exposed})
     assert found.compute == pytest.approx(6.0 * micro_batches)
+
+
+def test_on_cpus_a_host_does_not_compute_while_it_copies_and_scatters_twice_as_much():
+    device = dataclasses.replace(CLUSTER.device, kind="cpu")
+    cpus = dataclasses.replace(CLUSTER, device=device)
+    between_hosts = rehearsal([sends(1.0)], flops=3e12)
+    assert step(between_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 0.1})
+    within_hosts = rehearsal([WITHIN], flops=3e12, mesh=HSDP)
+    assert step(within_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 1.0})
+    assert predict.default_links(device, 4).scatter_passes == 2
 
 
 def test_a_row_of_two_phases_is_their_sum():
