@@ -12,6 +12,7 @@ from conftest import call_train, tensors
 from test_tokenizer import make_json, write_ranks
 
 import checkpoint
+import config
 import prepare
 import sample
 from model import ModelConfig
@@ -114,7 +115,7 @@ def test_a_field_of_a_fork_is_exported_at_its_default_only(
     fork = dataclasses.make_dataclass(
         "Fork", [("window", int, 0)], bases=(ModelConfig,), frozen=True
     )
-    for module in (sample, hf):
+    for module in (config, hf):
         monkeypatch.setattr(module, "ModelConfig", fork)
     convert("export", trained, tmp_path / "exported")
     manifest = checkpoint.read_manifest(trained)
