@@ -101,7 +101,7 @@ ROOMS = {
     "*.py": 4350,
     "runtime/*.py": 1500,
     "text/*.py": 880,
-    "tools/**/*.py": 3870,
+    "tools/**/*.py": 3850,
     "*.py runtime/*.py text/*.py tools/**/*.py": 10600,
     "docs/*.py": 370,
     "tests/*.py": 10500,

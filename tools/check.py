@@ -36,7 +36,6 @@ if __name__ == "__main__":
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed import P2POp
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import collect_env
 
@@ -124,9 +123,7 @@ class Ranks:
         # In --out, that of a planned run, which may not exist yet
         self.folder = Path(dist.on_rank0(tempfile.mkdtemp, None, "check-", parent))
         if not all(dist.on_all_ranks(self.folder.exists)):
-            raise cli.UsageError(
-                f"{self.folder} is not on all hosts: give an --out that they share"
-            )
+            raise cli.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
         if c.data == config.BUILTIN:
             dist.on_rank0(preflight.prepare_builtin)
         vocab_size = data.open_folders(c.data)[0].vocab_size
@@ -271,9 +268,9 @@ def transfer(sender: int, receiver: int, device: torch.device) -> float:
     rank = torch.distributed.get_rank()
     operations = []
     if rank == sender:
-        operations.append(P2POp(torch.distributed.isend, tensor, receiver))
+        operations.append(torch.distributed.P2POp(torch.distributed.isend, tensor, receiver))
     elif rank == receiver:
-        operations.append(P2POp(torch.distributed.irecv, tensor, sender))
+        operations.append(torch.distributed.P2POp(torch.distributed.irecv, tensor, sender))
     torch.distributed.barrier()
     began = time.perf_counter()
     for work in torch.distributed.batch_isend_irecv(operations) if operations else []:

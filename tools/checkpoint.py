@@ -131,13 +131,13 @@ def build_parser() -> cli.Parser:
         description=__doc__,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("list", help="list the checkpoints of a run: step, tokens and size")
-    add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
-    add = commands.add_parser("verify", help="compare checkpoints with their manifests")
-    add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
-    text = "convert a sharded checkpoint, by default a run's latest, to the full format"
-    add = commands.add_parser("consolidate", help=text)
-    add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
+    for name, text in (
+        ("list", "list the checkpoints of a run: step, tokens and size"),
+        ("verify", "compare checkpoints with their manifests"),
+        ("consolidate", "convert a checkpoint, by default a run's latest, to the full format"),
+    ):
+        add = commands.add_parser(name, help=text)
+        add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
     add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
     return parser
 
