@@ -36,6 +36,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed import P2POp
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import collect_env
 
@@ -117,10 +118,9 @@ class Ranks:
         self.store_keeper = torch.distributed.group.WORLD
         device = metrics.device_name(world.device)
         name = f"rank {world.rank} ({socket.gethostname()}, {device}, torch {torch.__version__})"
-        self.names = dist.on_all_ranks(str, name)
+        self.names = dist.on_all_ranks(lambda: name)
         parent = Path(out or tempfile.gettempdir()).absolute()
-        parent.mkdir(parents=True, exist_ok=True)
-        # In --out, that of a planned run, which may not exist yet
+        parent.mkdir(parents=True, exist_ok=True)  # --out is that of a run that is only planned
         self.folder = Path(dist.on_rank0(tempfile.mkdtemp, None, "check-", parent))
         if not all(dist.on_all_ranks(self.folder.exists)):
             raise cli.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
@@ -166,8 +166,8 @@ class Ranks:
         sent = rehearse.rehearse(self.config, *place).communication
         # Each rank is a world of its own.
         store = torch.distributed.HashStore()
-        place = dict(rank=0, size=1, local_rank=0, local_size=1, store=store)
-        world = dataclasses.replace(self.world, **place)
+        one = dict(rank=0, size=1, local_rank=0, local_size=1, store=store)
+        world = dataclasses.replace(self.world, **one)
         dist.join_group(world, store)
         steps = max(LEAST_STEPS, MICRO_BATCHES // self.world.size)
         steps = min(self.config.max_steps, steps)
@@ -268,9 +268,9 @@ def transfer(sender: int, receiver: int, device: torch.device) -> float:
     rank = torch.distributed.get_rank()
     operations = []
     if rank == sender:
-        operations.append(torch.distributed.P2POp(torch.distributed.isend, tensor, receiver))
+        operations.append(P2POp(torch.distributed.isend, tensor, receiver))
     elif rank == receiver:
-        operations.append(torch.distributed.P2POp(torch.distributed.irecv, tensor, sender))
+        operations.append(P2POp(torch.distributed.irecv, tensor, sender))
     torch.distributed.barrier()
     began = time.perf_counter()
     for work in torch.distributed.batch_isend_irecv(operations) if operations else []:
