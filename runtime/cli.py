@@ -42,6 +42,9 @@ def number(kind: type, least: float, below: float = math.inf) -> Callable[[str],
     return parse
 
 
+positive_number = number(float, 1e-12)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with --version, and errors raised as a one-line UsageError."""
 

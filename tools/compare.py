@@ -368,12 +368,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    above_0 = cli.number(float, 1e-12)
     add("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
     help = "measure the time to this validation loss (default: the lowest that all runs reached)"
-    add("--loss", type=above_0, metavar="L", help=help)
+    add("--loss", type=cli.positive_number, metavar="L", help=help)
     help = "relative difference above which a loss or a parameter differs (default: 0.01)"
-    add("--tolerance", type=above_0, default=1e-2, metavar="T", help=help)
+    add("--tolerance", type=cli.positive_number, default=1e-2, metavar="T", help=help)
     return parser.parse_args(argv)
 
 

@@ -38,7 +38,7 @@ from tools.report import seconds
 
 
 def number(metavar: str, help: str, default: float | None = None) -> dict:
-    return dict(metavar=metavar, help=help, type=cli.number(float, 1e-12), default=default)
+    return dict(metavar=metavar, help=help, type=cli.positive_number, default=default)
 
 
 # This command's flags beyond train.py's: name -> argparse options
