@@ -94,24 +94,25 @@ def test_no_public_name_is_defined_twice_outside_tools():
                 assert seen.setdefault(node.name, name) == name
 
 
-# Lines of a room at most. Whoever adds takes something away, or raises a number in a commit of its
-# own that says what it buys.
-ROOMS = {
+# The lines that a room aims at. No code is shaped to an aim: a room may exceed it by 3%, and what
+# takes more room than that takes the place of something else.
+AIMS = {
+    # 2,650 and 4,150 once dist.py no longer holds how processes meet
     "train.py model.py data.py dist.py optim.py checkpoint.py": 2800,
     "*.py": 4350,
-    "runtime/*.py": 1500,
-    "text/*.py": 880,
-    "tools/**/*.py": 3850,
-    "*.py runtime/*.py text/*.py tools/**/*.py": 10600,
-    "docs/*.py": 370,
-    "tests/*.py": 10500,
+    "runtime/*.py": 1650,
+    "text/*.py": 860,
+    "tools/**/*.py": 3900,
+    "*.py runtime/*.py text/*.py tools/**/*.py": 10550,
+    "docs/*.py": 500,
+    "tests/*.py": 10700,
 }
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_keeps_to_its_lines(room):
+@pytest.mark.parametrize("room", AIMS)
+def test_a_room_keeps_to_its_aim(room):
     paths = [path for pattern in room.split() for path in ROOT.glob(pattern)]
-    assert sum(len(path.read_text().splitlines()) for path in paths) <= ROOMS[room]
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= 1.03 * AIMS[room]
 
 
 def test_packages_have_no_code_of_their_own():
