@@ -307,10 +307,6 @@ def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: s
     return dtype.itemsize * (gathered + split // tp) + 4 * float32_copies // tp
 
 
-# Options of torch's checkpoint: no random state, since there is no dropout.
-RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False}
-
-
 class Head(Linear):
     """x (B, T, d_model) -> float32 logits, or with targets (B, T) their mean cross-entropy.
 
@@ -343,7 +339,7 @@ class Head(Linear):
             return loss_sum(x, targets) / targets.numel()
         total = 0
         for chunk in zip(x.chunk(self.chunks), targets.chunk(self.chunks)):
-            total = total + checkpoint(loss_sum, *chunk, **RECOMPUTE)
+            total = total + checkpoint(loss_sum, *chunk, use_reentrant=False)
         return total / targets.numel()
 
 
@@ -499,7 +495,9 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     """
     if mode == "none":
         return
-    options = dict(RECOMPUTE)
+    # By default checkpoint() also restores the random generators, so that dropout in a fork drops
+    # the same elements when a block is computed again.
+    options = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, is_saved)
     for block in blocks:  # replaces forward only, so that parameters keep their names

@@ -12,11 +12,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import (
+    MLP,
     SIZES,
     ModelConfig,
     RopeScaling,
     Transformer,
     causal_attention,
+    checkpoint_activations,
 )
 from sample import NotFinite, draw, generate
 
@@ -192,6 +194,23 @@ def test_a_loss_in_chunks_is_the_same_and_never_holds_all_logits(tied):
     for whole, chunked in zip(*gradients, strict=True):
         assert (whole - chunked).norm() <= 1e-6 * whole.norm()
     assert largest == [128 * 640, 26 * 640]  # 128 tokens in chunks of 26, the last of 24
+
+
+def gradients_with_dropout(mode: str) -> list[torch.Tensor]:
+    """The gradients of a fork with dropout in its MLPs."""
+    model = build_model(SMALL)
+    checkpoint_activations(model.blocks, mode)
+    torch.manual_seed(0)
+    tokens = torch.arange(32).view(2, 16)
+    compute = MLP.forward
+    with mock.patch.object(MLP, "forward", lambda mlp, x: F.dropout(compute(mlp, x), 0.5)):
+        model(tokens, tokens).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_drops_the_same_elements_again(mode):
+    torch.testing.assert_close(gradients_with_dropout(mode), gradients_with_dropout("none"))
 
 
 # ---- parameters
