@@ -6,10 +6,11 @@ compute dtype (FSDP gathers them that way); each layer casts its weight to the d
 In shape comments B is sequences, T tokens of a sequence, H heads, and d_head = d_model / n_head.
 """
 
+import contextlib
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -458,6 +459,21 @@ def full_tensor(x: Tensor) -> Tensor:
     if isinstance(x, DTensor):
         return x.full_tensor().clone()  # FSDP's hook on its output can be lost on a view
     return x
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch the model to evaluation mode for a block of code, then restore each module's mode.
+
+    This model computes the same in both modes. A fork with dropout does not.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import checkpoint
 import data
 import dist
 from config import read_model
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, eval_mode
 from runtime import cli, memory, run_folder
 from text import tokenizer
 
@@ -87,20 +87,21 @@ def generate(
     """
     tokens = list(prompt)
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(n):
-        context = tokens[-seq_len:]
-        padding = [0] * (-len(context) % tp)  # at the end, where causal attention does not look
-        logits = model(torch.tensor([context + padding], device=device))  # (1, T, vocab_size)
-        logits = logits[0, len(context) - 1, :vocab_size].cpu().double()
-        if not logits.isfinite().all():
-            raise NotFinite(
-                "the model's logits are not finite: its weights have diverged or are damaged"
-            )
-        token = draw(logits, temperature, top_k, top_p, generator)
-        if token == stop:
-            return
-        tokens.append(token)
-        yield token
+    with eval_mode(model):
+        for _ in range(n):
+            context = tokens[-seq_len:]
+            padding = [0] * (-len(context) % tp)  # at the end, where causal attention does not look
+            logits = model(torch.tensor([context + padding], device=device))  # (1, T, vocab_size)
+            logits = logits[0, len(context) - 1, :vocab_size].cpu().double()
+            if not logits.isfinite().all():
+                raise NotFinite(
+                    "the model's logits are not finite: its weights have diverged or are damaged"
+                )
+            token = draw(logits, temperature, top_k, top_p, generator)
+            if token == stop:
+                return
+            tokens.append(token)
+            yield token
 
 
 def draw(

@@ -51,7 +51,7 @@ import optim
 from config import Config, fill_learning_rate, parse, profile_window
 from layout import Setup
 from metrics import is_due
-from model import Transformer
+from model import Transformer, eval_mode
 from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
 from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog, end_with_launcher, take_over_nccl_errors
@@ -367,10 +367,11 @@ def evaluate(
     device = next(forward.parameters()).device
     total = torch.zeros((), device=device)
     watchdog.progress(step, "evaluating", slow=True)  # the first forward may compile
-    for weight, tokens in val_batches:
-        tokens = tokens.to(device)
-        total += forward(tokens[:, :-1], tokens[:, 1:]) * weight
-        watchdog.progress(step, "evaluating")
+    with eval_mode(forward):
+        for weight, tokens in val_batches:
+            tokens = tokens.to(device)
+            total += forward(tokens[:, :-1], tokens[:, 1:]) * weight
+            watchdog.progress(step, "evaluating")
     # Under tp all ranks of a group count each of their sequences, in the loss and in the number.
     count = sum(weight for weight, _ in val_batches)
     sums = torch.stack((total.double(), total.new_tensor(count, dtype=torch.float64)))

@@ -1,12 +1,14 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import build_model
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -291,7 +293,15 @@ def test_a_manifest_gives_its_model_and_no_other():
 # ---- text
 
 
-def generated(model, prompt: list[int], n: int, **options) -> list[int]:
+class Stub(nn.Module):
+    """A model that computes its logits by a function of the tokens."""
+
+    def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.forward = logits
+
+
+def generated(model: nn.Module, prompt: list[int], n: int, **options) -> list[int]:
     """What `generate` adds to a prompt."""
     settings = {"seq_len": 16, "vocab_size": 60, "device": "cpu"}
     return list(generate(model, prompt, n, **settings, **options))
@@ -322,11 +332,11 @@ def test_generate_gives_the_model_the_last_seq_len_tokens(tp):
     """Padded at the end, where causal attention does not look, so that tp ranks can split them."""
     given = []
 
-    def model(tokens: torch.Tensor) -> torch.Tensor:
+    def count_up(tokens: torch.Tensor) -> torch.Tensor:
         given.append(tokens[0].tolist())
         return F.one_hot((tokens + 1) % 60, 64).float()
 
-    assert generated(model, [5, 6], 30, temperature=0, tp=tp) == [*range(7, 37)]
+    assert generated(Stub(count_up), [5, 6], 30, temperature=0, tp=tp) == [*range(7, 37)]
     for n, context in enumerate(given):
         expected = [*range(5, 7 + n)][-16:]
         assert context == expected + [0] * (-len(expected) % tp)
@@ -347,8 +357,6 @@ def test_top_k_and_top_p_leave_the_most_likely_tokens(top_k, top_p, drawn):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_generate_refuses_logits_that_are_not_finite(temperature):
-    def model(tokens: torch.Tensor) -> torch.Tensor:
-        return torch.full((*tokens.shape, 64), torch.nan)
-
+    model = Stub(lambda tokens: torch.full((*tokens.shape, 64), torch.nan))
     with pytest.raises(NotFinite, match="logits are not finite"):
         generated(model, [1, 2], 1, temperature=temperature)

@@ -15,6 +15,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from conftest import (
     QUIET,
     ROOT,
@@ -31,6 +33,7 @@ from conftest import (
 )
 
 import checkpoint
+import model
 import optim
 from runtime import run_folder
 
@@ -185,6 +188,33 @@ def evaluation(line: str) -> list[float]:
     """Loss, perplexity and bits per byte."""
     pattern = r"val_loss (\S+), perplexity (\S+), (\S+) bits per byte \(10 sequences of 16 tokens\)"
     return [float(text) for text in re.search(pattern, line).groups()]
+
+
+def train_with_dropout(argv: list[str]) -> tuple[str, set]:
+    """Train a fork: what it prints, and (training mode, gradients enabled) of each MLP's calls."""
+    modes = set()
+    compute = model.MLP.forward
+
+    def drop(mlp: model.MLP, x: torch.Tensor) -> torch.Tensor:
+        modes.add((mlp.training, torch.is_grad_enabled()))
+        return F.dropout(compute(mlp, x), 0.5, mlp.training)
+
+    with mock.patch.object(model.MLP, "forward", drop):
+        status, said, err = listen(argv)
+    assert (status, err) == (0, "")
+    return said, modes
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp --activation_checkpointing full"])
+def test_dropout_is_on_in_training_steps_only(pool, tokens, tmp_path, strategy):
+    text = f"--strategy {strategy} --max_steps 2 --eval_interval 1 --sample_tokens 3 --lr 0.1"
+    argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
+    for _, modes in pool(2, train_with_dropout, argv):
+        assert modes == {(True, True), (False, False)}
+    (said, modes), _ = pool(2, train_with_dropout, [*argv, "--eval_only"])
+    assert modes == {(False, False)}
+    logged = rows(tmp_path / "run", "val_loss")[-1]["val_loss"]
+    assert evaluation(said)[0] == pytest.approx(logged, abs=1e-6)
 
 
 def test_eval_only_takes_another_checkpoint_and_other_data(run, pool, tokens, tmp_path):
