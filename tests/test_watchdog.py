@@ -235,8 +235,8 @@ def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
 
 
 def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
-    text = "--max_steps 3 --save_interval 2 --sample_tokens 1"
-    (seen,) = pool(1, watch_a_run, flags(f"--data {tokens} --out {tmp_path}/run {text}"))
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --save_interval 2 --sample_tokens 1")
+    (seen,) = pool(1, watch_a_run, [*argv, "--max_steps", "3"])
     assert seen == [
         (0, "computing", True),
         (1, "computing", False),
@@ -247,3 +247,5 @@ def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
         (3, "saving", True),
         (3, "sampling", True),
     ]
+    (resumed, *_) = pool(1, watch_a_run, [*argv, "--max_steps", "4"])[0]
+    assert resumed == (3, "computing", True)  # it compiles again
