@@ -3,12 +3,14 @@
 import argparse
 import contextlib
 import difflib
+import json
 import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 from runtime import console
@@ -63,11 +65,28 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 
-def print_error(program: str, message: str, where: str = "") -> None:
-    """Print an error in one line, if stderr still takes it."""
+def report_error(program: str, message: str, where: str = "", began: float | None = None) -> None:
+    """Print an error in one line, if stderr still takes it, and put it into torchrun's report.
+
+    `began` is when the error occurred, in seconds since the epoch; by default now.
+    """
+    line = f"{program}: error{where}: {message}"
     with contextlib.suppress(OSError):
         clear = console.CLEAR if sys.stderr.isatty() else ""  # of a live line
-        print(f"{clear}{program}: error{where}: {message}", file=sys.stderr, flush=True)
+        print(f"{clear}{line}", file=sys.stderr, flush=True)
+    write_root_cause(line, began or time.time())
+
+
+def write_root_cause(line: str, began: float) -> None:
+    """Write why this rank ends where torchrun reads it, for "Root Cause" in its report.
+
+    The file has the format of torch.distributed.elastic's ErrorHandler, without a traceback.
+    torchrun shows the failure with the earliest timestamp as the root cause.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": line, "extraInfo": {"timestamp": str(int(began))}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": message}))
 
 
 def execute(program: str, command: Callable, *arguments) -> int:
@@ -88,11 +107,12 @@ def execute(program: str, command: Callable, *arguments) -> int:
         if (message := explain(error)) is None:
             raise
         rank = int(os.environ.get("RANK", 0))
+        began = time.time()
         if rank:
             # If all ranks fail, rank 0 prints, and torchrun ends the others when it exits. A rank
             # that is still there after three seconds has failed alone.
             time.sleep(3)
-        print_error(program, message, f" on rank {rank}" if rank else "")
+        report_error(program, message, f" on rank {rank}" if rank else "", began)
         return getattr(error, "exit_status", 1)
 
 

@@ -188,7 +188,10 @@ class Watchdog:
         self.ending.acquire()  # only once: another thread waits here for the end
         try:
             if line:
-                cli.print_error(Path(sys.argv[0]).name, line)
+                # Other ranks end in the same second: torchrun shows the earliest failure as the
+                # root cause.
+                began = time.time() - self.timeout
+                cli.report_error(Path(sys.argv[0]).name, line, began=began)
             if self.rank == 0:
                 # It may keep the store, where the others read the verdict once per interval.
                 time.sleep(2 * self.interval)

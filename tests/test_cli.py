@@ -1,8 +1,10 @@
 """How every command ends. What argparse finds is tried by test_mistakes.py."""
 
+import time
 from unittest import mock
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import sample
 from runtime import cli
@@ -30,6 +32,27 @@ NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp\n"
 def test_an_error_that_a_person_can_mend_is_a_line_and_a_status(capsys, error, status, said):
     assert cli.execute("prog", mock.Mock(side_effect=error)) == status
     assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_names_the_error_as_the_root_cause(monkeypatch, tmp_path, rank):
+    """Also if torchrun ends the other rank while this one waits to print."""
+    file = tmp_path / "error.json"
+    clock = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setenv("RANK", str(rank))
+    assert cli.execute("train.py", mock.Mock(side_effect=cli.UsageError("--lr is high"))) == 2
+    ended = ProcessFailure(1 - rank, pid=8, exitcode=-15, error_file="missing")
+    failed = ProcessFailure(rank, pid=7, exitcode=2, error_file=str(file))
+    by_rank = {0: failed, 1: ended} if rank == 0 else {0: ended, 1: failed}
+    others, root_cause = str(ChildFailedError("train.py", by_rank)).split("Root Cause")
+    assert f"rank      : {rank} (local_rank: {rank})" in root_cause
+    assert "exitcode  : 2 " in root_cause
+    where = " on rank 1" if rank else ""
+    assert root_cause.strip("=\n").endswith(f"traceback : train.py: error{where}: --lr is high")
+    assert "--lr is high" not in others
 
 
 def test_a_command_returns_its_status_and_its_faults_pass():

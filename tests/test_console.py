@@ -70,7 +70,7 @@ with console.live(lambda: what):
     print(" and the rest")
     what = "still converting"
     time.sleep(0.3)
-cli.print_error("prog", "the last line")
+cli.report_error("prog", "the last line")
 """
 
 

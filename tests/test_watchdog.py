@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import json
 import multiprocessing
 import os
 import re
@@ -44,6 +45,7 @@ def train_without_batch_40(argv: list[str], folder: Path, fate: str) -> int:
 
     data.TokenDataset.__getitem__ = stay_away
     sys.argv[0] = "train.py"
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{os.environ['RANK']}.json")
     with open(folder / "stderr", "a") as file, contextlib.redirect_stderr(file):
         return train.main(argv)
 
@@ -62,6 +64,11 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path, f
     assert exit_statuses(ranks) == [1, status]
     line = f"train.py: error: rank 1 {said}; rank 0 is after step 39, computing\n"
     assert re.fullmatch(line, (tmp_path / "stderr").read_text())
+    (file,) = tmp_path.glob("error-*.json")  # for torchrun's report, once
+    message = json.loads(file.read_text())["message"]
+    assert re.fullmatch(line, message["message"] + "\n")
+    # Before all ranks end, which torchrun sees in the same second
+    assert float(message["extraInfo"]["timestamp"]) <= file.stat().st_mtime - 4
 
 
 FORK = multiprocessing.get_context("fork")
