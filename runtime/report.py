@@ -1,4 +1,4 @@
-"""The lines that a run prints: at its start, with the arithmetic, and for --eval_only."""
+"""The lines that a run prints at its start, with the arithmetic, and for --eval_only."""
 
 import contextlib
 import math
@@ -10,6 +10,7 @@ import metrics
 from layout import Setup, estimate_memory
 from model import Transformer
 from runtime.preflight import Start
+from text.sources import plural
 
 
 def say(world: dist.World, lines: Iterable[str]) -> None:
@@ -63,10 +64,30 @@ def describe_start(
         how = "a new run with the weights of" if start.only_weights else "continuing from"
         beginning = f", {how} {start.checkpoint}"
     yield f"out     {c.out}{beginning}"
-    for change in start.changes:
-        yield f"        changed: {change}"
+    yield from describe_changes(start)
     if c.dry_run:
         yield "--dry_run: all is ready for the first step; nothing was written"
+
+
+def describe_no_steps(start: Start) -> Iterator[str]:
+    """Yield the lines of a start whose checkpoint has already done max_steps."""
+    c = start.config
+    if start.checkpoint.is_relative_to(c.out):
+        yield (
+            f"{c.out} is finished, step {start.step} of {c.max_steps}: "
+            "raise --max_steps, or choose another --out"
+        )
+    else:
+        yield (
+            f"--max_steps {c.max_steps} leaves no step to train: {start.checkpoint} is of step "
+            f"{start.step}; raise --max_steps"
+        )
+    yield from describe_changes(start)
+
+
+def describe_changes(start: Start) -> Iterator[str]:
+    for change in start.changes:
+        yield f"        changed: {change}"
 
 
 def describe_evaluation(
@@ -83,5 +104,5 @@ def describe_evaluation(
     yield (
         f"{start.checkpoint} on {start.config.data}: val_loss {val_loss:.6f}, "
         f"perplexity {perplexity:,.4f}, {bits:.6f} bits per byte "
-        f"({n:,} sequences of {seq_len:,} tokens)"
+        f"({plural(n, 'sequence')} of {seq_len:,} tokens)"
     )
