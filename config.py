@@ -231,6 +231,11 @@ def to_config(flags: dict) -> Config:
             f"--warmup_steps {config.warmup_steps} is more than --max_steps {config.max_steps}: "
             "the learning rate would never reach --lr"
         )
+    if Path.cwd().is_relative_to(Path(config.out).resolve()):
+        raise UsageError(
+            f"--out {config.out or repr('')} is the current folder or a folder above it: "
+            "name a folder for this run alone, such as runs/mine"
+        )
     if config.init_from and config.resume not in ("auto", "never"):
         raise UsageError(
             "--init_from begins a new run and --resume PATH continues one: give only one of them"
@@ -308,8 +313,10 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
     run = Path(file).resolve().parent
     if out and (run / "starts.jsonl").exists() and Path(out).resolve() != run:
         left_out |= {"resume", "init_from"}
+    if Path(file).is_dir():
+        raise UsageError(f"--config {file} is a folder: name a file, such as {file}/config.json")
     try:
-        values = json.loads(Path(file).read_text())
+        values = json.loads(Path(file).read_text("utf-8-sig"))
         if not isinstance(values, dict) or "config" in values:
             raise UsageError("it is not a JSON object of flags other than --config")
         flags = []

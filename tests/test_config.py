@@ -1,5 +1,6 @@
 """Flags -> Config, and what follows from it."""
 
+import codecs
 import dataclasses
 import json
 import re
@@ -16,6 +17,7 @@ from runtime.cli import UsageError
 def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"lr": 0.5, "async_save": True, "model": "gpt2-124m", "tp": 1}))
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())  # as some editors write it
     config = parse(["--config", str(file), "--lr", "1e-3"])
     assert (config.lr, config.async_save, config.max_steps) == (1e-3, True, 600)
     assert config.out == "runs/gpt2-124m"
