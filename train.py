@@ -102,8 +102,7 @@ def run(
     start = preflight.find_start(flags, world, held)
     c = start.config  # the flags; those not given have the values of the run that continues
     if start.step >= c.max_steps:
-        finished = f"{c.out} is finished, step {start.step} of {c.max_steps}: "
-        report.say(world, [finished + "raise --max_steps, or choose another --out"])
+        report.say(world, report.describe_no_steps(start))
         return 0
 
     # From flags and ranks to a model on the mesh, with its weights
@@ -421,7 +420,10 @@ def no_garbage_collection() -> Iterator[None]:
 def report_stop(c: Config, step: int, log: metrics.Log) -> int:
     """Say that a run stopped before its end; return the exit status."""
     continues = "" if c.checkpoint == "none" else "; the same command continues"
-    log.say(f"stopped after step {step}{continues}")
+    line = f"stopped after step {step}{continues}"
+    log.say(line)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once in the report of each host's torchrun
+        cli.write_root_cause(line, time.time())
     # 75 tells a scheduler to try again. With torchrun --max-restarts, which would retry at once,
     # return 0.
     will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0

@@ -6,6 +6,7 @@ train.agree checks whether the ranks form one run.
 
 import contextlib
 import dataclasses
+import shutil
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -68,8 +69,8 @@ def check(
     """Check what needs no weights, on rank 0; find where the run begins and with what model.
 
     The first call, with nothing `damaged` yet, enters the lock of --out into `held`. Files of the
-    checkpoint are not verified. Writes only the built-in data. Raises UsageError, PathError,
-    CheckpointError, DataError and TokenizerError.
+    checkpoint are not verified. Writes only the built-in data, which `held` removes again if the
+    start is rejected. Raises UsageError, PathError, CheckpointError, DataError and TokenizerError.
     """
     now = datetime.now().astimezone()
     saved, starts = [], []
@@ -81,8 +82,9 @@ def check(
         check_folder(flags, saved, starts)
     origin = find_origin(flags, saved, damaged)
     c = settle(flags, origin)
-    if c.data == BUILTIN:
+    if c.data == BUILTIN and not Path(BUILTIN).exists():
         prepare_builtin()
+        held.push(remove_rejected_builtin)
     folders = data.open_folders(c.data)
     first = folders[0]  # for what all share: vocabulary and tokenizer
     if first.tokenizer_file:  # a built-in tokenizer has none, and may need the network
@@ -106,6 +108,17 @@ def check(
 def prepare_builtin() -> None:
     if not Path(BUILTIN).exists():
         prepare.prepare(None, Path(BUILTIN))
+
+
+def remove_rejected_builtin(kind, error, traceback) -> None:
+    """Remove the built-in data, which this start has prepared, if the start is rejected.
+
+    For contextlib.ExitStack.push, which passes on the exception that ends the block.
+    """
+    if getattr(error, "exit_status", None) == UsageError.exit_status:
+        shutil.rmtree(BUILTIN)
+        with contextlib.suppress(OSError):  # other data is there
+            Path(BUILTIN).parent.rmdir()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from unittest import mock
 import mistakes
 import pytest
 import torch
-from conftest import call_train, flags, listen
+from conftest import ROOT, call_train, flags, listen
+
+from text import sources
 
 # Arguments, part of the line after "COMMAND: error: ", and 1 for an error at run time
 MISTAKES = {
@@ -25,6 +27,7 @@ MISTAKES = {
         ("--lr nan", "argument --lr: nan must be at least 0 and finite"),
         ("--config {root}/nothing.json", "--config {root}/nothing.json: [Errno 2] No such"),
         ("--config {root}/comma.json", "comma.json: Expecting property name enclosed in double"),
+        ("--config {other}", "--config {other} is a folder: name a file, such as {other}/config"),
         # Flags that do not fit together, the model or these ranks
         ("--device cuda", "PyTorch finds no CUDA device here"),
         ("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
@@ -39,6 +42,9 @@ MISTAKES = {
         ("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
         ("--data {changed}:0.7,{high}:0.2", "of shares of at least 0.001 that add up to 1"),
         # --out, --resume, --init_from
+        ("--out ''", "--out '' is the current folder or a folder above it: name a folder"),
+        ("--out .", "--out . is the current folder or a folder above it"),
+        ("--out /", "--out / is the current folder or a folder above it"),
         ("--out {other} --resume never", "--resume never would overwrite --out {other}: cho"),
         ("--out {other} --data {changed}", "the data's fingerprint "),
         ("--out {other} --lr 0.5", "--lr 0.003 -> 0.5"),
@@ -156,6 +162,29 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(case, folders, tokens):
     assert err.startswith(f"{name}: error: ")
     assert line.format(**folders) in err
     assert contents(root) == before
+
+
+def listen_without_data(argv: list[str], folder: Path) -> tuple[int, str, str]:
+    """train.py in a folder without the built-in data, of which only one file is read."""
+    with (
+        mock.patch.object(sources, "builtin_sources", lambda: [ROOT / "train.py"]),
+        contextlib.chdir(folder),
+    ):
+        return listen(argv)
+
+
+@pytest.mark.parametrize("mistake", ["--global_batch_size 7", "--out other --lr 0.5"])
+def test_a_rejected_start_leaves_no_builtin_data(pool, folders, tmp_path, mistake):
+    (tmp_path / "other").symlink_to(folders["other"])
+    argv = flags(f"--out new --max_steps 2 {mistake}")
+    (status, out, err), _ = pool(2, listen_without_data, argv, tmp_path)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "tokens/python: " in out  # it was prepared
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    accepted = flags("--out new --max_steps 1")
+    (status, _, err), _ = pool(2, listen_without_data, accepted, tmp_path)
+    assert (status, err) == (0, "")
+    assert (tmp_path / "tokens/python/train.bin").exists()
 
 
 def test_each_rank_of_a_mesh_that_does_not_fit_says_so(pool, tokens, tmp_path):
