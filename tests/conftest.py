@@ -5,6 +5,7 @@ They form a new gloo group for every case. Tests that need torchrun, signals or 
 """
 
 import contextlib
+import ctypes
 import io
 import itertools
 import json
@@ -22,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
@@ -58,6 +60,57 @@ QUIET = (
 os.environ["RES_OPTIONS"] = "timeout:1"
 
 torch.set_num_threads(1)  # in the workers, too: other processes have the other cores
+
+
+# --------------------------------------------------------------------------------------------------
+# Processes that end with their test
+
+STARTED: list[subprocess.Popen | BaseProcess] = []  # by the current test
+
+
+@pytest.fixture(autouse=True)
+def processes_end_with_their_test():
+    """End what a test that failed has left running."""
+    yield
+    while STARTED:
+        end_process(STARTED.pop())
+
+
+def end_process(process: subprocess.Popen | BaseProcess) -> None:
+    if not isinstance(process, subprocess.Popen):
+        process.kill()
+        process.join()
+    elif process.poll() is None:
+        process.terminate()  # torchrun and docs.play then end what they have started
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def end_with_pytest() -> None:
+    """Make this new process end with its parent, and handle signals as under a terminal.
+
+    A process that nohup or a shell's & has started ignores SIGHUP or SIGINT, and so would all
+    processes that pytest starts. Linux sends PR_SET_PDEATHSIG's signal when the parent ends.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def start_process(command: list, prepare=lambda: None, **options) -> subprocess.Popen:
+    """Start a command that ends with its test; `prepare` runs first in the new process."""
+
+    def prepare_all() -> None:
+        end_with_pytest()
+        prepare()
+
+    words = list(map(str, command))
+    process = subprocess.Popen(words, preexec_fn=prepare_all, start_new_session=True, **options)
+    STARTED.append(process)
+    return process
 
 
 # --------------------------------------------------------------------------------------------------
@@ -105,6 +158,7 @@ def pytest_runtestloop(session):
 
 def run_beside(session, items: list, reports) -> None:
     """Run the tests, and write what pytest reports of them to the file."""
+    end_with_pytest()
     config = session.config
     config.pluginmanager.getplugin("capturemanager").start_global_capturing()
     config.pluginmanager.unregister(name="terminalreporter")
@@ -144,6 +198,7 @@ def free_port() -> int:
 
 
 def work(pipe) -> None:
+    end_with_pytest()
     while True:
         environment, function, arguments = pipe.recv()
         os.environ.update(environment)
@@ -225,6 +280,7 @@ def fork_ranks(size: int, function, *arguments) -> list[multiprocessing.Process]
     port = free_port()
 
     def play(rank: int) -> None:
+        end_with_pytest()
         names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
         os.environ |= {name: str(number) for name, number in names.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -235,6 +291,7 @@ def fork_ranks(size: int, function, *arguments) -> list[multiprocessing.Process]
     processes = [context.Process(target=play, args=(rank,)) for rank in range(size)]
     for process in processes:
         process.start()
+    STARTED.extend(processes)
     return processes
 
 
@@ -341,15 +398,9 @@ class Job:
         self.out_file = folder / "stdout.txt"
         self.err_file = folder / "stderr.txt"
         with open(self.out_file, "w") as out, open(self.err_file, "w") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, *map(str, command)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=environment,
-                start_new_session=True,
-                **options,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+            command = [sys.executable, *command]
+            self.process = start_process(command, env=environment, **streams, **options)
         self.pid = self.process.pid
 
     @property

@@ -12,7 +12,7 @@ import termios
 import threading
 from unittest import mock
 
-from conftest import ROOT, TRAIN, call_train, flags, rows, wait_until
+from conftest import ROOT, TRAIN, call_train, flags, rows, start_process, wait_until
 
 import checkpoint
 from runtime import console
@@ -35,15 +35,14 @@ class Terminal:
 
     def start(self, *command) -> subprocess.Popen:
         stream = self.far
-        return subprocess.Popen(
-            [sys.executable, *map(str, command)],
+        return start_process(
+            [sys.executable, *command],
+            prepare=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             stdin=stream,
             stdout=stream,
             stderr=stream,
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
 
     def close(self) -> str:

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, start_process
 
 from docs.play import Block, chapters
 
@@ -207,7 +207,7 @@ def play(folder: Path, *arguments: str) -> subprocess.Popen:
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     command = [sys.executable, "-u", "-m", "docs.play", *arguments]
     environment = os.environ | {"TMPDIR": str(folder)}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+    return start_process(command, cwd=ROOT, env=environment, text=True, **pipes)
 
 
 @pytest.mark.slow

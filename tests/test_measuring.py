@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, start_process
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -129,16 +129,13 @@ def test_slow_links_are_named_and_no_other(pool):
 
 def start(folder: Path, *options: str) -> subprocess.Popen:
     """Start the benchmark in a new process group, with its temporary files under `folder`."""
-    return subprocess.Popen(
+    return start_process(
         [sys.executable, "-m", "tools.bench", "strategies", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
         env=os.environ | {"TMPDIR": str(folder)},
-        start_new_session=True,
-        # background jobs of a shell, such as this test may be, ignore SIGINT
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -185,9 +185,7 @@ def endless(tmp_path):
     with open(source, "w") as file:
         file.truncate(1 << 40)  # no block of it is on the disk
     command = [ROOT / "prepare.py", "--source", source, "--out", tmp_path / "tokens"]
-    # Background jobs of a shell, such as this test may be, ignore SIGINT.
-    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    job = Job(command, tmp_path / "job", **default)
+    job = Job(command, tmp_path / "job")
     work = tmp_path / ".tokens.unfinished"
     job.wait_until(lambda: (work / "train.bin").exists(), 60)
     yield job

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags, fork_ranks, wait_until
+from conftest import flags, fork_ranks, start_process, wait_until
 
 import data
 import train
@@ -130,6 +130,23 @@ def test_ranks_end_when_their_launcher_has_gone_but_may_outlive_a_shell(tmp_path
     finally:
         for pid in filter(is_running, (rank, other)):
             os.kill(pid, signal.SIGKILL)
+
+
+def start_and_wait(folder: Path) -> None:
+    """Play pytest, with a process that it started."""
+    process = start_process([sys.executable, "-c", "import time; time.sleep(1000)"])
+    (folder / str(process.pid)).touch()
+    time.sleep(1000)
+
+
+def test_what_a_test_starts_ends_with_a_killed_pytest(tmp_path):
+    parent = FORK.Process(target=start_and_wait, args=[tmp_path])
+    parent.start()
+    wait_until(lambda: list(tmp_path.iterdir()), 20)
+    parent.kill()
+    parent.join()
+    (child,) = tmp_path.iterdir()
+    wait_until(lambda: not is_running(int(child.name)), 10)
 
 
 def exit_statuses(processes: list) -> list[int | None]:
