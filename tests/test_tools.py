@@ -97,6 +97,12 @@ def test_compare_prints_what_the_logs_say(compared):
     assert compared(*runs, "--loss", "0.1")["seconds to validation loss 0.1000"] == ["none"] * 2
 
 
+def test_compare_shows_the_default_learning_rate(tmp_path, compared):
+    default = write_run(tmp_path / "default", {1: 3.0}, d_model=64, lr=None)
+    given = write_run(tmp_path / "given", {1: 3.0}, d_model=64, lr=0.25)
+    assert compared(default, given)["`--lr`"] == ["0.0078125", "0.25"]
+
+
 def test_compare_and_report_skip_what_the_log_did_not_write(tmp_path, capsys):
     runs = [write_run(tmp_path / name, {1: 3.0, 2: 2.0}, [(2, 2.5)]) for name in "ab"]
     with open(runs[1] / "metrics.jsonl", "a") as log:

@@ -6,6 +6,7 @@ python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from config import Config, fill_learning_rate
 from metrics import read_log
 from runtime import cli
 from runtime.cli import UsageError
@@ -35,7 +37,7 @@ class Log:
     """What one run logged. Times are seconds of training, without evaluations and checkpoints."""
 
     name: str
-    config: dict  # the flags, as given
+    config: dict  # the flags
     rows: list[dict]  # all of metrics.jsonl
     training: list[dict]  # training rows, each with its "time" since the start of the run
     val: list[dict]  # evaluations, each with the "time" of its step
@@ -81,11 +83,18 @@ def read_all(folders: list[str]) -> list[Log]:
     return [read(folder, name) for folder, name in zip(folders, names)]
 
 
+def with_learning_rate(flags: dict) -> dict:
+    """The flags of config.json, with the values that a run computes for --lr and --warmup_steps."""
+    known = {f.name: flags[f.name] for f in dataclasses.fields(Config) if f.name in flags}
+    filled = fill_learning_rate(Config(**known))
+    return flags | {"lr": filled.lr, "warmup_steps": filled.warmup_steps}
+
+
 def read(folder: str, name: str) -> Log:
     """Read a run folder. Raises UsageError if it is none."""
     run = Path(folder)
     try:
-        config = json.loads((run / "config.json").read_bytes())
+        config = with_learning_rate(json.loads((run / "config.json").read_bytes()))
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} is not the folder of a started run: {error}") from None
     rows = read_rows(run / "metrics.jsonl")
