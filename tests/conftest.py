@@ -22,25 +22,21 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 import checkpoint
-import data
 import dist
-import layout
 import prepare
 import train
-from config import Config, parse
-from layout import Setup
+from config import parse
 from metrics import is_due
 from model import ModelConfig, Transformer
-from runtime import preflight
 from runtime.watchdog import Watchdog
 from tools import checkpoint as commands
 
@@ -309,52 +305,36 @@ def listen(argv: list[str]) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
-@dataclass
-class Built:
-    """A run of train.py on this rank, up to its first step."""
-
-    c: Config
-    setup: Setup
-    world: dist.World
-    mesh: dist.DeviceMesh
-    start: preflight.Start
-    state: train.State
-    forward: torch.nn.Module
-    watchdog: Watchdog
-    folders: list[data.TokenFolder]
-    val_batches: list
-
-    def batches(self) -> train.MicroBatches:
-        """This rank's micro-batches, from its next step on."""
-        c, setup = self.c, self.setup
-        dataset = data.open_dataset(self.folders, "train", setup.model.seq_len, c.seed)
-        return train.MicroBatches(c, setup, self.mesh, dataset, self.watchdog, self.start.step)
+class FirstStep(Exception):
+    """Ends train.run where its first step would begin."""
 
 
-def build_run(argv: list[str]) -> Built:
+def build_run(argv: list[str]) -> SimpleNamespace:
+    """What train.run has built on this rank where its first step would begin, by its names."""
     flags = parse(argv)
     world = dist.start(flags.device)
     watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
-    with contextlib.ExitStack() as held:
-        start = preflight.find_start(flags, world, held)
-    c = start.config
-    setup = layout.choose(c, world, start.model, start.device_memory)
-    mesh = dist.make_mesh(world, setup.mesh_shape)
-    state, forward = train.build(c, setup, mesh)
-    train.load(state, start)
-    folders = data.open_folders(c.data)
-    val_data = data.open_dataset(folders, "val", setup.model.seq_len, seed=None)
-    val_batches = train.agree(flags, c, setup, mesh, state, val_data)
-    return Built(c, setup, world, mesh, start, state, forward, watchdog, folders, val_batches)
+    run = SimpleNamespace()
+
+    def stop(*_):
+        vars(run).update(sys._getframe(1).f_locals)
+        raise FirstStep
+
+    with (
+        mock.patch.object(train, "train_step", stop),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.suppress(FirstStep),
+        contextlib.ExitStack() as held,
+    ):
+        train.run(flags, world, watchdog, held, handle_signals=False)
+    return run
 
 
-def train_step(run: Built, batches, step: int) -> dict:
+def train_step(run: SimpleNamespace, batches, step: int) -> dict:
     """A step of train.py with the run's flags."""
-    c, n = run.c, run.setup.grad_accum_steps
-    measure = is_due(step, c.optim_metrics_interval)
-    return train.train_step(
-        run.forward, run.state.optimizer, batches, step, n, c.grad_sync, measure
-    )
+    measure = is_due(step, run.c.optim_metrics_interval)
+    optimizer = run.state.optimizer
+    return train.train_step(run.forward, optimizer, batches, step, run.n, run.grad_sync, measure)
 
 
 def memory_taken(task: Callable[[], None]) -> int:

@@ -37,7 +37,7 @@ def test_auto_counts_the_parameters_of_the_run_and_the_start_says_the_sum(pool, 
 def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     """The estimate of a rank, and the bytes of its real tensors after two steps."""
     run = build_run(argv)
-    batches = run.batches()
+    batches = run.batches
     taken = {}
     optimizer = run.state.optimizer
     update = optimizer.step
@@ -96,7 +96,7 @@ def gradient_storages(argv: list[str]) -> tuple[dict[str, int], list[set[tuple[i
         found.append({(storage.data_ptr(), storage.nbytes()) for storage in storages})
 
     run.forward.register_forward_hook(look)
-    batches = run.batches()
+    batches = run.batches
     for step in (1, 2, 3):
         train_step(run, batches, step)
     return layout.estimate_memory(run.c, run.setup, run.state.model), found

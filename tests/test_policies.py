@@ -59,7 +59,7 @@ class Step:
 
 def count(argv: list[str]) -> Step:
     run = build_run(argv)
-    batches = run.batches()
+    batches = run.batches
     block = sum(weight.numel() for weight in run.state.model.blocks[0].parameters())
     total = run.state.model.parameter_count()
     with loss_parallel():
@@ -243,7 +243,7 @@ def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = build_run(argv)
-    batches = run.batches()
+    batches = run.batches
     compiled = torch._dynamo.utils.counters["aot_autograd"]
     numbers = []
     for step in range(1, 5):

@@ -55,7 +55,7 @@ def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
         run = build_run(argv)
         recorder.follow(run.mesh, run.setup, run.state, run.forward)
         steps = 2 if run.setup.strategy == "ddp" else 1  # in the first, DDP replaces its buckets
-        batches = run.batches()
+        batches = run.batches
         for step in range(1, steps + 1):
             recorder.forget_counts()
             micro_batches = recorder.batches(batches, [1] * run.setup.grad_accum_steps)

@@ -31,7 +31,7 @@ def bytes_of_a_step(argv: list[str], file: Path) -> None:
     """Write what all ranks together send in a step of training."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     run = build_run(argv)
-    batches = run.batches()
+    batches = run.batches
     with loss_parallel():
         for step in (1, 2):  # DDP rebuilds its buckets
             train_step(run, batches, step)
