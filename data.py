@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import re
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -341,7 +342,14 @@ def loader(
     )
     try:
         yield from batches
-    except DataError as error:  # from a worker, its traceback comes before the message
+    except Exception as error:
+        if workers:
+            # The frames of the traceback hold torch's iterator in a reference cycle. If the garbage
+            # collector frees the iterator, the iterator waits 5 s for the end of each worker.
+            traceback.clear_frames(error.__traceback__)
+        if not isinstance(error, DataError):
+            raise
+        # From a worker, its traceback comes before the message.
         last_line = str(error).strip().splitlines()[-1]
         raise DataError(last_line.removeprefix("data.DataError: ")) from None
 

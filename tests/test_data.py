@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import multiprocessing
 import pickle
 import shutil
 
@@ -10,6 +11,7 @@ import pytest
 from conftest import flags, listen
 
 import data
+from train import no_garbage_collection
 
 
 def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):
@@ -143,9 +145,12 @@ def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
     write_tokens(tmp_path, tokens, tokens[:100])
     dataset = data.TokenDataset(data.open_folder(tmp_path), "train", 8, None)
     line = r"^\S+train.bin holds token 257, above its vocabulary of 257[^\n]*$"
-    for workers in (0, 1):
-        with pytest.raises(data.DataError, match=line):
-            list(data.loader(dataset, [[0], [SURVEY // 8]], workers))
+    processes = multiprocessing.active_children()
+    with no_garbage_collection():  # as in a run: it would end workers late, after 5 s each
+        for workers in (0, 2):
+            with pytest.raises(data.DataError, match=line):
+                list(data.loader(dataset, [[0], [SURVEY // 8]], workers))
+            assert set(multiprocessing.active_children()) == set(processes)
 
 
 # --------------------------------------------------------------------------------------------------
