@@ -195,9 +195,16 @@ def test_a_mixture_reads_no_sequence_of_a_part_twice_in_an_epoch(mixture):
         epoch = len(ids)
         assert sorted(part[:epoch]) == sorted(part[epoch : 2 * epoch]) == list(ids)
         assert part[:epoch] != part[epoch : 2 * epoch]
-    # Each part in the order that its folder has alone
-    alone = data.TokenDataset(data.open_folders(mixture)[1], "train", 16, seed=5)
-    assert code == alone[list(range(60))][:, 0].tolist()
+
+
+def test_each_folder_of_a_mixture_keeps_its_own_order(mixture):
+    """Over a thousand sequences and more, whatever the share of the other folder."""
+    folders = data.open_folders(mixture)
+    read = data.open_dataset(folders, "train", 16, seed=5)[list(range(2100))][:, 0]
+    for folder, is_of_folder in zip(folders, (read < 100, read >= 100)):
+        of_folder = read[is_of_folder]
+        alone = data.TokenDataset(folder, "train", 16, seed=5)
+        assert of_folder.equal(alone[list(range(2100 * folder.share // 1000))][:, 0])
 
 
 def test_the_order_of_a_mixture_is_that_of_2026_11_22(mixture):
