@@ -68,20 +68,13 @@ class TokenFolder:
 def open_folders(data: str) -> list[TokenFolder]:
     """Open the folder DIR, or the folders of a mixture DIR:SHARE,DIR:SHARE,... Raises DataError.
 
-    Shares are rounded to thousandths and add up to 1. A path that exists is always one folder.
+    A path that exists is always one folder.
     """
-    items = [re.fullmatch(r"(.+):(-?\d*\.?\d+)", item) for item in data.split(",")]
-    if items == [None] or Path(data).exists():
+    if Path(data).exists() or ("," not in data and not SHARE.fullmatch(data)):
         return [open_folder(Path(data))]
-    shares = [round(1000 * float(item[2])) for item in items if item]
-    if None in items or sum(shares) != 1000 or min(shares) < 1:
-        raise DataError(
-            f"--data {data} is neither a folder nor a mixture DIR:SHARE,DIR:SHARE,... of shares of "
-            "at least 0.001 that add up to 1"
-        )
     folders = []
-    for item, share in zip(items, shares):
-        folder = open_folder(Path(item[1]))
+    for path, share in parse_mixture(data):
+        folder = open_folder(path)
         mark = f"{share}/1000 of {folder.fingerprint}"
         folders.append(dataclasses.replace(folder, share=share, fingerprint=mark))
         if folder.vocabulary != folders[0].vocabulary:
@@ -90,6 +83,34 @@ def open_folders(data: str) -> list[TokenFolder]:
                 "prepare all folders of a mixture with one"
             )
     return folders
+
+
+SHARE = re.compile(r"(.+):(-?\d*\.?\d+)")  # DIR:SHARE
+
+
+def parse_mixture(data: str) -> list[tuple[Path, int]]:
+    """Return the folders of DIR:SHARE,DIR:SHARE,... and their shares, rounded to thousandths.
+
+    Raises DataError, also if the shares do not add up to 1.
+    """
+    parts = []
+    for item in data.split(","):
+        match = SHARE.fullmatch(item)
+        if not match:
+            raise DataError(
+                f"--data {data} is not a folder, and as a mixture DIR:SHARE,DIR:SHARE,... it lacks "
+                f"the share of {item}"
+            )
+        share = round(1000 * float(match[2]))
+        if share < 1:
+            raise DataError(f"--data {data}: the share {match[2]} of {match[1]} is less than 0.001")
+        parts.append((Path(match[1]), share))
+    total = sum(share for _, share in parts)
+    if total != 1000:
+        raise DataError(
+            f"--data {data}: the shares, rounded to thousandths, add up to {total / 1000:g}, not 1"
+        )
+    return parts
 
 
 def memmap_tokens(file: Path, dtype: np.dtype) -> np.ndarray:

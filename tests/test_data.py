@@ -249,6 +249,22 @@ def test_one_path_is_one_folder_whatever_its_name(tokens, tmp_path):
         data.open_folders("nowhere:here")
 
 
+@pytest.mark.parametrize(
+    "shares, problem",
+    [
+        ("a,b:1", "it lacks the share of a$"),
+        ("a:0,b:1", "the share 0 of a is less than 0.001"),
+        ("a:-0.5,b:1.5", "the share -0.5 of a is less"),
+        ("a:0.0004,b:0.9996", "the share 0.0004 of a is less"),
+        ("a:0.6,b:0.5", "add up to 1.1, not 1"),
+        ("a:0.6", "add up to 0.6, not 1"),
+    ],
+)
+def test_a_mixture_is_refused_with_what_is_wrong(shares, problem):
+    with pytest.raises(data.DataError, match=problem):
+        data.open_folders(shares)
+
+
 def test_only_the_same_tokenizer_is_the_same_vocabulary(tokens):
     """Not another one of that size, nor one in a file of that name."""
     folder = data.open_folder(tokens)

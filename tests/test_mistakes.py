@@ -40,7 +40,10 @@ MISTAKES = {
         ("--data {high}", "train.bin holds token 300, above its vocabulary of 257; prepare"),
         ("--data {torn}", "torn/train.bin has 1,999 bytes, not "),
         ("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
-        ("--data {changed}:0.7,{high}:0.2", "of shares of at least 0.001 that add up to 1"),
+        (
+            "--data {changed}:0.7,{high}:0.2",
+            "the shares, rounded to thousandths, add up to 0.9, not 1",
+        ),
         # --out, --resume, --init_from
         ("--out ''", "--out '' is the current folder or a folder above it: name a folder"),
         ("--out .", "--out . is the current folder or a folder above it"),
