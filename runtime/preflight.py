@@ -219,15 +219,17 @@ def check_changes(path: Path, saved: dict, manifest: dict) -> list[str]:
     Raises UsageError for what may not change, or not without --allow_changes (see config.flag).
     """
     policies = {f"--{f.name}": f.metadata["resume"] for f in dataclasses.fields(Config)}
-    now = properties(path, manifest)
+    before, now = properties(path, saved), properties(path, manifest)
     changes, refused = [], {}
-    for name, old in properties(path, saved).items():
+    for name, old in before.items():
         # A flag that this code no longer has, and that was not set, changes nothing.
         new = now.get(name, None if old is None else "unknown to this code")
         policy = policies.get(name, "refused" if name.startswith("--") else "never")
         if new == old or policy == "not compared":
             continue
         changes.append(f"{name} {old} -> {new}")
+        if name == "the data's fingerprint":  # a hash, which tells nobody the folder
+            changes[-1] += f" (--data {before['--data']} -> {now['--data']})"
         if policy == "never" or (policy == "refused" and not now["--allow_changes"]):
             refused[changes[-1]] = policy
     if refused:

@@ -285,3 +285,4 @@ def test_a_run_on_a_mixture_says_its_epochs_and_keeps_its_shares(pool, mixture, 
     other = mixture.replace("0.7", "0.6").replace("0.3", "0.4")
     ((status, _, err),) = pool(1, listen, flags(f"--data {other} --out {tmp_path}/run"))
     assert status == 2 and "the data's fingerprint " in err
+    assert f" (--data {mixture} -> {other}); change that back" in err
