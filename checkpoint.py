@@ -234,28 +234,60 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of the checkpoint `path`, with the fields that this file reads checked.
+    """The manifest of the checkpoint `path`. Manifests of older versions have no "crc32".
 
-    Raises CheckpointError if it is missing or damaged, PathError if its format is not FORMAT.
+    Raises CheckpointError if it is missing, changed or damaged, or if the folder was renamed, and
+    PathError if its format is not FORMAT.
     """
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        files = manifest["files"]
-        numbers = [manifest["step"], manifest.get("tokens", 0)]
-        numbers += [file["bytes"] for file in files.values()]
-        is_valid = all(isinstance(number, int) and number >= 0 for number in numbers)
-        is_valid = is_valid and files and all(Path(name).name == name for name in files)
-        if not is_valid or step_of(path) not in (None, manifest["step"]):
-            raise ValueError("a step, a size or the name of a file is wrong")
-        version = manifest.get("format", 1)
-    except Exception as error:
-        problem = "missing" if isinstance(error, FileNotFoundError) else f"damaged: {error!r}"
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        if "crc32" in manifest and manifest["crc32"] != crc32_of_fields(manifest):
+            raise CheckpointError(
+                f"{path}/manifest.json has changed since it was written: its checksum differs"
+            )
+        check_manifest(path, manifest)
+    except CheckpointError:
+        raise
+    except Exception as error:  # damaged JSON can raise most of them
+        problem = "missing" if isinstance(error, FileNotFoundError) else f"damaged: {reason(error)}"
         raise CheckpointError(
             f"{path} is not a complete checkpoint: its manifest.json is {problem}"
         ) from None
+    version = manifest.get("format", 1)
     if version != FORMAT:
         raise PathError(f"{path} has format {version}, not {FORMAT}: use the version that wrote it")
     return manifest
+
+
+def check_manifest(path: Path, manifest: dict) -> None:
+    """Raise ValueError for a wrong field, CheckpointError if the step is not the folder's."""
+    step, files = manifest.get("step"), manifest["files"]
+    numbers = {"step": step, "tokens": manifest.get("tokens", 0)}
+    for name, file in files.items():
+        numbers[f"the size of {name!r}"] = file["bytes"]
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is not the name of a file in its folder")
+    for name, number in numbers.items():
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{name} is {number!r}, not an integer of at least 0")
+    if not files:
+        raise ValueError("it lists no files")
+    if step_of(path) not in (None, step):
+        raise CheckpointError(f"{path} was renamed: it holds step {step}, not {step_of(path)}")
+
+
+def seal(manifest: dict) -> dict:
+    """The manifest as it is written: with its format, the version of torch and a checksum."""
+    text = json.dumps({**manifest, "format": FORMAT, "torch": torch.__version__})
+    manifest = json.loads(text)  # as it will be read: keys become strings
+    return manifest | {"crc32": crc32_of_fields(manifest)}
+
+
+def crc32_of_fields(manifest: dict) -> str:
+    """The checksum of all fields but "crc32" itself, whatever their order in the file."""
+    fields = {name: value for name, value in manifest.items() if name != "crc32"}
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def total_bytes(manifest: dict) -> int:
@@ -357,8 +389,7 @@ def write_index(folder: Path, files: list[str], tensors: dict[str, dict]) -> dic
 
 def complete(work: Path, path: Path, manifest: dict) -> None:
     """Turn the temporary folder `work` into the checkpoint `path`, which must not exist."""
-    manifest = {**manifest, "format": FORMAT, "torch": torch.__version__}
-    text = json.dumps(manifest, indent=2)
+    text = json.dumps(seal(manifest), indent=2)
     write_file(work / "manifest.json", [text.encode()])
     sync(work)
     os.rename(work, path)

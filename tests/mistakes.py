@@ -71,7 +71,7 @@ def write_checkpoints(root: Path, newest: Path) -> None:
 def variant(folder: Path, source: Path, **fields) -> None:
     """A copy of a checkpoint whose manifest differs."""
     shutil.copytree(source, folder)
-    manifest = checkpoint.read_manifest(source) | fields
+    manifest = checkpoint.seal(checkpoint.read_manifest(source) | fields)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -26,6 +26,12 @@ from runtime.saver import Saver
 from tools.checkpoint import consolidate
 
 
+def change_manifest(path: Path, **fields) -> None:
+    """Write other fields, with a checksum that fits."""
+    manifest = json.loads((path / "manifest.json").read_text()) | fields
+    (path / "manifest.json").write_text(json.dumps(checkpoint.seal(manifest)))
+
+
 def flip_a_bit(path: Path) -> None:
     with open(path / "rank-00000.safetensors", "r+b") as file:
         file.seek(-5, os.SEEK_END)
@@ -41,15 +47,16 @@ DAMAGE = {
     "index.json has 0 bytes": lambda path: (path / "index.json").write_bytes(b""),
     "manifest.json is damaged": lambda path: (path / "manifest.json").write_text('{"step": 6'),
     "manifest.json is missing": lambda path: (path / "manifest.json").unlink(),
-    "a step, a size or the name": lambda path: (path / "manifest.json").write_text(
-        (path / "manifest.json").read_text().replace('"step": 9,', '"step": 8,')
+    "manifest.json has changed since": lambda path: (path / "manifest.json").write_text(
+        (path / "manifest.json").read_text().replace('"norm_eps": 1e-05', '"norm_eps": 1e-01')
     ),
+    "was renamed: it holds step 8, not 10": lambda path: change_manifest(path, step=8),
 }
 
 
 def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, command):
     """Later ones are never removed by the retention of the start that passed them over."""
-    text = "--max_steps 9 --save_interval 1 --strategy fsdp --keep_last"
+    text = "--max_steps 10 --save_interval 1 --strategy fsdp --keep_last"
     out = run(2, f"{text} 0")
     *_, first = paths = checkpoint.list_checkpoints(out)[:2]
     damaged = checkpoint.list_checkpoints(out)[2:]
@@ -59,7 +66,7 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, com
         assert problem in checkpoint.verify(path)
     status, said, error = command("verify", out)
     assert (status, error.count("\n")) == (1, 1)
-    assert [line.startswith("DAMAGED: ") for line in said.splitlines()] == [False] * 2 + [True] * 7
+    assert [line.startswith("DAMAGED: ") for line in said.splitlines()] == [False] * 2 + [True] * 8
     for line, problem in zip(said.splitlines()[2:], DAMAGE):
         assert problem in line
     argv = flags(f"--data {tokens} --out {out} {text} 1 --save_interval 4 --allow_changes")
@@ -69,7 +76,7 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, com
         (line,) = [line for line in said.splitlines() if f"passed over {path}: " in line]
         assert problem in line
     assert f"continuing from {first}" in said
-    # Steps 4, 8 and 9 were replaced by good ones, and all before the last removed.
+    # Steps 4, 8 and 10 were replaced by good ones, and all before the last removed.
     assert checkpoint.list_checkpoints(out) == damaged[-1:]
     assert checkpoint.verify(damaged[-1]) is None
     torch.testing.assert_close(tensors(damaged[-1]), weights, rtol=0, atol=0, equal_nan=True)
@@ -232,11 +239,29 @@ def test_a_hostile_manifest_is_damaged(tmp_path, text):
         checkpoint.read_manifest(tmp_path)
 
 
+def test_a_changed_byte_of_a_manifest_is_found(tmp_path):
+    """Unless it is in the word "crc32" itself, which leaves all fields as they were."""
+    path = tmp_path / "checkpoint"
+    write_two_files(path)
+    fields = checkpoint.read_manifest(path)
+    del fields["crc32"]
+    contents = (path / "manifest.json").read_bytes()
+    missed = 0
+    for i, byte in enumerate(contents):
+        changed = contents[:i] + bytes([byte ^ 1]) + contents[i + 1 :]
+        (path / "manifest.json").write_bytes(changed)
+        if checkpoint.verify(path) is None:
+            missed += 1
+            manifest = checkpoint.read_manifest(path)
+            assert manifest | fields == manifest
+    assert missed == len("crc32")
+
+
 @pytest.mark.parametrize("format", [{}, {"format": 1}, {"format": 3}])  # {}: before 0.2.0
 def test_checkpoints_of_another_format_are_refused(tmp_path, format):
     write_two_files(tmp_path / "checkpoint")
     manifest = checkpoint.read_manifest(tmp_path / "checkpoint")
-    del manifest["format"]
+    del manifest["format"], manifest["crc32"]
     (tmp_path / "checkpoint/manifest.json").write_text(json.dumps(manifest | format))
     line = f"has format {format.get('format', 1)}, not 2: use the version that wrote it"
     with pytest.raises(checkpoint.PathError, match=line):
@@ -259,8 +284,7 @@ def write_two_files_as(run: Path, step: int) -> None:
     (run / "checkpoints").mkdir(exist_ok=True)
     path = checkpoint.step_path(run, step)
     write_two_files(path)
-    manifest = json.loads((path / "manifest.json").read_text()) | {"step": step}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(path, step=step)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,9 +309,11 @@ def test_consolidate_writes_a_complete_checkpoint_that_a_run_continues_from(
     shards = {f"rank-{rank:05d}.safetensors" for rank in range(4)}
     assert source.pop("files").keys() == shards | {"index.json"}
     assert manifest.pop("files").keys() == {"full.safetensors", "index.json"}
+    assert manifest.pop("crc32") != source.pop("crc32")
     assert manifest == source
     status, said, _ = command("verify", out)
     assert (status, "complete and unchanged: 2 files" in said) == (0, True)
+    assert said.count("\n") == 1
     resumed = rows(run(2, f"{TEN_STEPS} --strategy fsdp --resume {out}"))
     losses = [row["loss"] for row in rows(whole["hsdp --dp_shard 2"])[5:]]
     assert [row["loss"] for row in resumed] == pytest.approx(losses, rel=1e-5)

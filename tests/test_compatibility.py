@@ -24,6 +24,14 @@ def test_a_checkpoint_of_every_mesh_is_read():
         torch.testing.assert_close(tensors(SAVED / mesh), expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_an_older_manifest_without_a_checksum_is_named(command):
+    path = SAVED / "full"
+    unchanged, unchecked = f"{path}: complete and unchanged: 2 files", "it cannot be checked\n"
+    status, said, error = command("verify", path)
+    assert (status, error) == (0, "")
+    assert said.startswith(unchanged) and said.endswith(unchecked) and said.count("\n") == 2
+
+
 # --------------------------------------------------------------------------------------------------
 # The first of them
 

@@ -120,7 +120,7 @@ def test_a_field_of_a_fork_is_exported_at_its_default_only(
     convert("export", trained, tmp_path / "exported")
     manifest = checkpoint.read_manifest(trained)
     manifest["model"]["window"] = 4
-    (trained / "manifest.json").write_text(json.dumps(manifest))
+    (trained / "manifest.json").write_text(json.dumps(checkpoint.seal(manifest)))
     capsys.readouterr()
     assert hf.main(["export", str(trained), str(tmp_path / "new")]) == 2
     line = "tools.hf: error: a LlamaForCausalLM cannot have the model's window 4\n"

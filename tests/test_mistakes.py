@@ -80,7 +80,7 @@ MISTAKES = {
     ],
     "tools.checkpoint": [
         ("consolidate {other}", "the following arguments are required: OUT"),
-        ("verify {renamed}/step-00000045", "is not a complete checkpoint: its manifest", 1),
+        ("verify {renamed}/step-00000045", "step-00000045 was renamed: it holds step 2, not 45", 1),
         ("consolidate {ids} {foreign}", "exists: remove it or choose another name"),
     ],
     "tools.compare": [

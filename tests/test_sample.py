@@ -86,7 +86,7 @@ def test_a_tokenizer_is_read_in_its_checkpoint_only(run, tmp_path, trained, text
     del manifest["files"][inside.name]
     for name in (str(outside), "../../../elsewhere.tiktoken"):
         manifest["tokenizer"] = name
-        (path / "manifest.json").write_text(json.dumps(manifest))
+        (path / "manifest.json").write_text(json.dumps(checkpoint.seal(manifest)))
         assert (path / name).is_file()
         assert sample.main(["--run", str(path)]) == 2
         line = f"is missing: there is no {path / outside.name}; copy the file there\n"
