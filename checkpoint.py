@@ -222,8 +222,11 @@ def step_path(run: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """100 for a folder step-00000100; None for one with another name."""
-    match = re.fullmatch(r"step-(\d+)", path.name)
+    """100 for a folder step-00000100; None for one that `step_path` would not name so, as step-100.
+
+    The latter is a user's copy: a run neither continues from it nor removes it.
+    """
+    match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name)
     return int(match[1]) if match else None
 
 
@@ -418,7 +421,7 @@ def save_state(
     them; or why there is none. Raises CheckpointError on all ranks, if one fails.
     """
     rank = torch.distributed.get_rank()
-    work = path.with_name(f".{path.name}.tmp")
+    work, replaced = temporary_names(path)
     names = [f"rank-{i:05d}.safetensors" for i in range(torch.distributed.get_world_size())]
     local = local_parts(state) if local is None else local
 
@@ -440,9 +443,10 @@ def save_state(
         for name, contents in (extra_files or {}).items():
             files[name] = write_file(work / name, [contents])
         files["index.json"] = write_index(work, names, index)
-        if path.exists():  # damaged, or the run would have continued from it
-            os.rename(path, path.with_name(f".{path.name}.damaged.tmp"))
+        if os.path.lexists(path):  # damaged, or the run would have continued from it
+            os.rename(path, replaced)
         complete(work, path, {**manifest, "files": files})
+        remove(replaced)
         return total_bytes({"files": files})
 
     index = choose_writers(state, torch.stack(on_each_rank(begin, group)))
@@ -469,8 +473,20 @@ def on_each_rank(work: Callable, group: torch.distributed.ProcessGroup | None) -
 
 def remove_leftovers(path: Path) -> None:
     """Remove what killed or failed saves have left beside the checkpoint `path`."""
-    for leftover in path.parent.glob(".*step-*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in [*temporary_names(path), *path.parent.glob(".step-*.tmp")]:
+        remove(leftover)
+
+
+def temporary_names(path: Path) -> list[Path]:
+    """The names of a checkpoint while it is written, and of an older one while it is replaced."""
+    return [path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.replaced.tmp")]
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or a symbolic link and not what it leads to. Raises nothing."""
+    shutil.rmtree(path, ignore_errors=True)  # leaves links as they are
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def local_parts(state: dict) -> dict[str, Tensor]:

@@ -46,7 +46,11 @@ def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
             if (descriptor := try_lock(path)) is not None:
                 break
         except OSError as error:
-            raise UsageError(f"--out {out}: {error.strerror}; choose another --out") from None
+            why = error.strerror
+            if isinstance(error, FileExistsError) and os.path.islink(error.filename):
+                link = error.filename
+                why = f"{link} is a link to {os.readlink(link)}, where there is no folder"
+            raise UsageError(f"--out {out}: {why}; choose another --out") from None
         if time.monotonic() >= deadline:
             raise UsageError(
                 f"--out {out} is in use by {path.read_text() or 'another run'}: "

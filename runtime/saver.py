@@ -1,7 +1,6 @@
 """How a run saves: in the background or not, after failures, and which checkpoints it removes."""
 
 import contextlib
-import shutil
 import threading
 import time
 import weakref
@@ -144,4 +143,4 @@ class Saver:
                 continue
             with contextlib.suppress(OSError):  # it is gone, or another user's
                 # Renamed first, so that a run killed meanwhile leaves no incomplete checkpoint.
-                shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed.tmp")))
+                checkpoint.remove(path.rename(path.with_name(f".{path.name}.removed.tmp")))

@@ -280,6 +280,21 @@ def test_a_save_keeps_what_is_newer_and_counts_only_what_is_not(tmp_path, one_ra
         assert [checkpoint.step_of(path) for path in left] == list(steps)
 
 
+def test_a_linked_checkpoint_is_removed_and_its_target_stays(tmp_path, one_rank):
+    """By retention, and where a save replaces it."""
+    archived = tmp_path / "archived"
+    write_two_files(archived)
+    for step in (1, 2):
+        path = checkpoint.step_path(tmp_path, step)
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(archived)
+    saver = Saver(tmp_path, False, 1, 0, timedelta(seconds=5))
+    saver.save({"a": torch.ones(2)}, {"step": 2})
+    assert file_names(tmp_path / "checkpoints") == ["step-00000002"]
+    assert not checkpoint.step_path(tmp_path, 2).is_symlink()
+    assert checkpoint.verify(archived) is None
+
+
 def write_two_files_as(run: Path, step: int) -> None:
     (run / "checkpoints").mkdir(exist_ok=True)
     path = checkpoint.step_path(run, step)

@@ -395,6 +395,16 @@ def test_an_unused_lock_leaves_what_was_there(tmp_path):
         pass
 
 
+def test_a_link_to_no_folder_is_named(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    line = f"{link} is a link to {tmp_path}/gone, where there is no folder; choose another"
+    for out in (link, link / "run"):
+        with pytest.raises(UsageError, match=line), run_folder.hold_lock(out):
+            pass
+    assert not (tmp_path / "gone").exists()
+
+
 def test_a_lock_file_replaced_before_it_was_locked_locks_nothing(tmp_path):
     """The last holder removes it, and a third run creates it anew."""
     path = tmp_path / "lock"
