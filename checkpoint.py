@@ -102,7 +102,7 @@ def start_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(chunk.offsets)
 
 
-def load_state(path: Path, state: dict) -> None:
+def load_state(path: Path | str, state: dict) -> None:
     """Fill the tensors of `state` in place, from a checkpoint of any mesh and format.
 
     A checkpoint loads on any mesh because it does not know of meshes. A mesh only decides how a
@@ -119,7 +119,7 @@ def load_state(path: Path, state: dict) -> None:
     `state` may then be filled.
     """
     with reading(path):
-        reader = Reader(path)
+        reader = Reader(Path(path))
         for name, tensor in flatten(state):
             entry = reader.tensors.get(name)
             if entry is None or entry.full.shape != tensor.shape:
@@ -130,7 +130,7 @@ def load_state(path: Path, state: dict) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path | str) -> Iterator[None]:
     """Turn any exception into a CheckpointError: damaged JSON can raise most of them."""
     try:
         yield
@@ -265,7 +265,7 @@ def read_manifest(path: Path) -> dict:
 def check_manifest(path: Path, manifest: dict) -> None:
     """Raise ValueError for a wrong field, CheckpointError if the step is not the folder's."""
     step, files = manifest.get("step"), manifest["files"]
-    numbers = {"step": step, "tokens": manifest.get("tokens", 0)}
+    numbers = {"the step": step, "the number of tokens": manifest.get("tokens", 0)}
     for name, file in files.items():
         numbers[f"the size of {name!r}"] = file["bytes"]
         if Path(name).name != name:
@@ -297,12 +297,13 @@ def total_bytes(manifest: dict) -> int:
     return sum(file["bytes"] for file in manifest["files"].values())
 
 
-def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
+def verify(path: Path | str, part: int = 0, parts: int = 1) -> str | None:
     """Compare a checkpoint with its manifest: return the first problem, or None.
 
     Compares all sizes, and the checksums of every `parts`-th file starting with `part`, so that
     `parts` ranks can share the reading. CRC-32 detects damage, not forgery, at about 1 GB/s.
     """
+    path = Path(path)
     try:
         files = read_manifest(path)["files"]
         for number, name in enumerate(sorted(files)):
@@ -404,7 +405,7 @@ def complete(work: Path, path: Path, manifest: dict) -> None:
 
 
 def save_state(
-    path: Path,
+    path: Path | str,
     state: dict,
     manifest: dict,
     extra_files: dict[str, bytes] | None = None,
@@ -413,21 +414,26 @@ def save_state(
 ) -> int:
     """Write `state`, nested dicts of tensors and DTensors, as a checkpoint; return its bytes.
 
-    All ranks call it together. The checkpoint has its name only when all is on disk: if a rank is
-    killed at any time, there is none, and earlier ones are intact.
+    All ranks call it together; a process without a process group is the only rank. The checkpoint
+    has its name only when all is on disk: if a rank is killed at any time, there is none, and
+    earlier ones are intact.
 
-    extra_files: {name: contents}, such as the tokenizer. group: with a CPU backend, by default that
-    of all ranks. local: what to write instead of this rank's parts, by name, such as a copy of
-    them; or why there is none. Raises CheckpointError on all ranks, if one fails.
+    manifest: "step", and what else the caller wants to read again. extra_files: {name: contents},
+    such as the tokenizer. group: with a CPU backend, by default that of all ranks. local: what to
+    write instead of this rank's parts, by name, such as a copy of them; or why there is none.
+    Raises CheckpointError on all ranks, if one fails.
     """
-    rank = torch.distributed.get_rank()
+    path = Path(path)
+    rank, world_size = rank_and_world_size()
     work, replaced = temporary_names(path)
-    names = [f"rank-{i:05d}.safetensors" for i in range(torch.distributed.get_world_size())]
+    names = [f"rank-{i:05d}.safetensors" for i in range(world_size)]
     local = local_parts(state) if local is None else local
 
     def begin() -> Tensor:
         if isinstance(local, Exception):
             raise local
+        planned = dict.fromkeys([*names, *(extra_files or {})], {"bytes": 0})  # sizes come later
+        check_manifest(path, seal({**manifest, "files": planned}))
         if rank == 0:
             remove_leftovers(path)
             work.mkdir(parents=True)
@@ -460,15 +466,24 @@ def on_each_rank(work: Callable, group: torch.distributed.ProcessGroup | None) -
     try:
         result = work()
     except Exception as error:  # no rank may wait for another
-        rank = torch.distributed.get_rank()
+        rank, _ = rank_and_world_size()
         where = "" if isinstance(error, CheckpointError) else f"rank {rank}: "
         problem = f"{where}{reason(error)}"  # text can always be sent
-    answers = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(answers, (result, problem), group=group)
+    answers = [(result, problem)]
+    if torch.distributed.is_initialized():
+        answers *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(answers, answers[0], group=group)
     for _, problem in answers:
         if problem:
             raise CheckpointError(problem)
     return [result for result, _ in answers]
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """(0, 1) without a process group."""
+    if not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def remove_leftovers(path: Path) -> None:

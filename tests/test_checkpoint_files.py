@@ -1,5 +1,6 @@
 """The files of a checkpoint: damaged, hostile, as one file; tools.checkpoint."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from conftest import (
 from test_house import MODULES, imported_modules
 
 import checkpoint
+import dist
 from runtime.saver import Saver
 from tools.checkpoint import consolidate
 
@@ -266,6 +268,62 @@ def test_checkpoints_of_another_format_are_refused(tmp_path, format):
     line = f"has format {format.get('format', 1)}, not 2: use the version that wrote it"
     with pytest.raises(checkpoint.PathError, match=line):
         checkpoint.read_manifest(tmp_path / "checkpoint")
+
+
+UNREADABLE = {  # manifest -> the error
+    '{"tokens": 5}': "the step is None, not an integer of at least 0",
+    '{"step": -1}': "the step is -1, not",
+    '{"step": 7}': "step-00000006 was renamed: it holds step 7, not 6",
+    '{"step": 6, "tokens": "many"}': "the number of tokens is 'many', not",
+}
+
+
+def save_with_manifest(path: Path, manifest: dict, **extra_files) -> str | None:
+    """Save on the ranks that there are; return the error."""
+    try:
+        checkpoint.save_state(path, {"a": torch.ones(2)}, manifest, extra_files)
+    except checkpoint.CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_a_manifest_that_no_one_could_read_is_not_saved(tmp_path, text):
+    path = checkpoint.step_path(tmp_path, 6)
+    assert UNREADABLE[text] in save_with_manifest(path, json.loads(text))
+    assert "'../x' is not the name of a file" in save_with_manifest(
+        path, {"step": 6}, **{"../x": b""}
+    )
+    assert "not JSON serializable" in save_with_manifest(path, {"step": 6, "path": tmp_path})
+    assert not file_names(tmp_path)
+
+
+def save_with_manifest_of_rank(path: Path) -> str | None:
+    world = dist.start("cpu")
+    return save_with_manifest(path, {} if world.rank == 1 else {"step": 6})
+
+
+def test_a_manifest_that_one_rank_rejects_is_not_saved(pool, tmp_path):
+    first, second = pool(2, save_with_manifest_of_rank, tmp_path / "checkpoint")
+    assert first == second == "rank 1: the step is None, not an integer of at least 0"
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_copy_of_the_file_saves_and_loads_without_ranks(tmp_path):
+    """Also three times under one name, in place of the one before."""
+    file = shutil.copy(checkpoint.__file__, tmp_path / "copied.py")
+    specification = importlib.util.spec_from_file_location("copied", file)
+    copied = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(copied)
+    path = str(tmp_path / "saved/latest")
+    for value in (1.0, 2.0, 3.0):
+        saved = {"a": {"weight": torch.full((2, 3), value)}, "b": torch.arange(3)}
+        loaded = {"a": {"weight": torch.zeros(2, 3)}, "b": torch.zeros(3, dtype=torch.int64)}
+        copied.save_state(path, saved, {"step": 5, "mine": {1: (2, 3)}})
+        assert copied.verify(path) is None
+        copied.load_state(path, loaded)
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    assert copied.read_manifest(Path(path))["mine"] == {"1": [2, 3]}
+    assert file_names(tmp_path / "saved") == ["latest"]
 
 
 def test_a_save_keeps_what_is_newer_and_counts_only_what_is_not(tmp_path, one_rank):
