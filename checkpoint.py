@@ -51,6 +51,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CHANGED = "has changed since it was written: its checksum differs"
 
 
 class CheckpointError(RuntimeError):
@@ -222,10 +223,7 @@ def step_path(run: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """100 for a folder step-00000100; None for one that `step_path` would not name so, as step-100.
-
-    The latter is a user's copy: a run neither continues from it nor removes it.
-    """
+    """100 for a folder step-00000100; None for another name, also for step-100: a user's copy."""
     match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name)
     return int(match[1]) if match else None
 
@@ -244,10 +242,8 @@ def read_manifest(path: Path) -> dict:
     """
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
-        if "crc32" in manifest and manifest["crc32"] != crc32_of_fields(manifest):
-            raise CheckpointError(
-                f"{path}/manifest.json has changed since it was written: its checksum differs"
-            )
+        if "crc32" in manifest and manifest["crc32"] != seal(manifest)["crc32"]:
+            raise CheckpointError(f"{path}/manifest.json {CHANGED}")
         check_manifest(path, manifest)
     except CheckpointError:
         raise
@@ -280,17 +276,11 @@ def check_manifest(path: Path, manifest: dict) -> None:
 
 
 def seal(manifest: dict) -> dict:
-    """The manifest as it is written: with its format, the version of torch and a checksum."""
-    text = json.dumps({**manifest, "format": FORMAT, "torch": torch.__version__})
-    manifest = json.loads(text)  # as it will be read: keys become strings
-    return manifest | {"crc32": crc32_of_fields(manifest)}
-
-
-def crc32_of_fields(manifest: dict) -> str:
-    """The checksum of all fields but "crc32" itself, whatever their order in the file."""
-    fields = {name: value for name, value in manifest.items() if name != "crc32"}
+    """The manifest as it will be read, with "crc32": a checksum of its other fields, sorted."""
+    fields = json.loads(json.dumps(manifest))  # keys become strings
+    fields.pop("crc32", None)
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-    return f"{zlib.crc32(text.encode()):08x}"
+    return fields | {"crc32": f"{zlib.crc32(text.encode()):08x}"}
 
 
 def total_bytes(manifest: dict) -> int:
@@ -318,7 +308,7 @@ def verify(path: Path | str, part: int = 0, parts: int = 1) -> str | None:
                 while block := file.read(1 << 20):
                     crc = zlib.crc32(block, crc)
             if f"{crc:08x}" != expected.get("crc32"):
-                return f"{name} has changed since it was written: its checksum differs"
+                return f"{name} {CHANGED}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (CheckpointError, OSError) as error:
@@ -393,7 +383,8 @@ def write_index(folder: Path, files: list[str], tensors: dict[str, dict]) -> dic
 
 def complete(work: Path, path: Path, manifest: dict) -> None:
     """Turn the temporary folder `work` into the checkpoint `path`, which must not exist."""
-    text = json.dumps(seal(manifest), indent=2)
+    manifest = seal({**manifest, "format": FORMAT, "torch": torch.__version__})
+    text = json.dumps(manifest, indent=2)
     write_file(work / "manifest.json", [text.encode()])
     sync(work)
     os.rename(work, path)
@@ -418,21 +409,20 @@ def save_state(
     has its name only when all is on disk: if a rank is killed at any time, there is none, and
     earlier ones are intact.
 
-    manifest: "step", and what else the caller wants to read again. extra_files: {name: contents},
-    such as the tokenizer. group: with a CPU backend, by default that of all ranks. local: what to
-    write instead of this rank's parts, by name, such as a copy of them; or why there is none.
-    Raises CheckpointError on all ranks, if one fails.
+    manifest: "step", and what the caller wants to read later. extra_files: {name: contents}, such
+    as the tokenizer. group: with a CPU backend, by default that of all ranks. local: what to write
+    instead of this rank's parts, by name, such as a copy of them; or why there is none. Raises
+    CheckpointError on all ranks, if one fails.
     """
     path = Path(path)
-    rank, world_size = rank_and_world_size()
-    work, replaced = temporary_names(path)
-    names = [f"rank-{i:05d}.safetensors" for i in range(world_size)]
+    rank = own_rank()
+    work = path.with_name(f".{path.name}.tmp")
     local = local_parts(state) if local is None else local
 
     def begin() -> Tensor:
         if isinstance(local, Exception):
             raise local
-        planned = dict.fromkeys([*names, *(extra_files or {})], {"bytes": 0})  # sizes come later
+        planned = dict.fromkeys(["index.json", *(extra_files or {})], {"bytes": 0})
         check_manifest(path, seal({**manifest, "files": planned}))
         if rank == 0:
             remove_leftovers(path)
@@ -450,12 +440,14 @@ def save_state(
             files[name] = write_file(work / name, [contents])
         files["index.json"] = write_index(work, names, index)
         if os.path.lexists(path):  # damaged, or the run would have continued from it
-            os.rename(path, replaced)
+            os.rename(path, path.with_name(f".{path.name}.damaged.tmp"))
         complete(work, path, {**manifest, "files": files})
-        remove(replaced)
+        remove_leftovers(path)
         return total_bytes({"files": files})
 
-    index = choose_writers(state, torch.stack(on_each_rank(begin, group)))
+    bounds = on_each_rank(begin, group)
+    names = [f"rank-{i:05d}.safetensors" for i in range(len(bounds))]
+    index = choose_writers(state, torch.stack(bounds))
     files = dict(zip(names, on_each_rank(write_chunks, group)))
     return on_each_rank(end, group)[0]
 
@@ -466,42 +458,29 @@ def on_each_rank(work: Callable, group: torch.distributed.ProcessGroup | None) -
     try:
         result = work()
     except Exception as error:  # no rank may wait for another
-        rank, _ = rank_and_world_size()
-        where = "" if isinstance(error, CheckpointError) else f"rank {rank}: "
+        where = "" if isinstance(error, CheckpointError) else f"rank {own_rank()}: "
         problem = f"{where}{reason(error)}"  # text can always be sent
     answers = [(result, problem)]
     if torch.distributed.is_initialized():
-        answers *= torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(answers, answers[0], group=group)
+        answers = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(answers, (result, problem), group=group)
     for _, problem in answers:
         if problem:
             raise CheckpointError(problem)
     return [result for result, _ in answers]
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """(0, 1) without a process group."""
-    if not torch.distributed.is_initialized():
-        return 0, 1
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+def own_rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what killed or failed saves have left beside the checkpoint `path`."""
-    for leftover in [*temporary_names(path), *path.parent.glob(".step-*.tmp")]:
-        remove(leftover)
-
-
-def temporary_names(path: Path) -> list[Path]:
-    """The names of a checkpoint while it is written, and of an older one while it is replaced."""
-    return [path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.replaced.tmp")]
-
-
-def remove(path: Path) -> None:
-    """Remove a folder, or a symbolic link and not what it leads to. Raises nothing."""
-    shutil.rmtree(path, ignore_errors=True)  # leaves links as they are
-    with contextlib.suppress(OSError):
-        path.unlink()
+    """Remove what saves have left beside the checkpoint `path`. Raises nothing."""
+    own = [path.with_name(f".{path.name}{kind}.tmp") for kind in ("", ".damaged")]
+    for leftover in [*own, *path.parent.glob(".step-*.tmp")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            leftover.unlink()  # a symbolic link: what it leads to stays
 
 
 def local_parts(state: dict) -> dict[str, Tensor]:

@@ -143,4 +143,5 @@ class Saver:
                 continue
             with contextlib.suppress(OSError):  # it is gone, or another user's
                 # Renamed first, so that a run killed meanwhile leaves no incomplete checkpoint.
-                checkpoint.remove(path.rename(path.with_name(f".{path.name}.removed.tmp")))
+                path.rename(path.with_name(f".{path.name}.removed.tmp"))
+                checkpoint.remove_leftovers(path)
