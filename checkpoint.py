@@ -103,7 +103,7 @@ def start_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(chunk.offsets)
 
 
-def load_state(path: Path | str, state: dict) -> None:
+def load_state(path: Path | str, state: dict, verify_files: bool = False) -> None:
     """Fill the tensors of `state` in place, from a checkpoint of any mesh and format.
 
     A checkpoint loads on any mesh because it does not know of meshes. A mesh only decides how a
@@ -116,9 +116,16 @@ def load_state(path: Path | str, state: dict) -> None:
         copied                          rows 0-2   3-4
 
     Files are mapped into memory, so that only what is copied is read. There is no collective: each
-    rank loads alone. Tensors that `state` lacks are skipped. Raises CheckpointError; part of
-    `state` may then be filled.
+    rank loads alone. Tensors that `state` lacks are skipped. Values are converted to the dtype of
+    the tensor that they fill. Raises CheckpointError; part of `state` may then be filled.
+
+    Checks the checksums of manifest.json and index.json, the sizes of the files that it reads, and
+    the name, dtype and shape of each chunk. By default it does not read the checksums of the
+    safetensors files: it does not notice changed values, nor chunks of equal shape and dtype, or
+    files with equal headers, that were exchanged. With `verify_files` it reads them all first.
     """
+    if verify_files and (problem := verify(path)):
+        raise CheckpointError(f"cannot read {path}: {problem}")
     with reading(path):
         reader = Reader(Path(path))
         for name, tensor in flatten(state):
@@ -150,14 +157,18 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """The tensors of a checkpoint, by name. Raises CheckpointError for a damaged file."""
+    """The tensors of a checkpoint, checked as `load_state` says. Raises CheckpointError."""
 
     def __init__(self, path: Path):
         self.path = path
         self.tensors: dict[str, Entry] = {}
         self.map_file = functools.cache(map_safetensors)  # each file once
+        self.entries = read_manifest(path)["files"]  # sizes and checksums
         with reading(path / "index.json"):
-            index = json.loads((path / "index.json").read_bytes())
+            text = (path / "index.json").read_bytes()
+            if f"{zlib.crc32(text):08x}" != self.entries["index.json"]["crc32"]:
+                raise ValueError(f"it {CHANGED}")
+            index = json.loads(text)
             self.files: list[str] = index["files"]
             for name, value in index["tensors"].items():
                 full = torch.empty(value["shape"], dtype=DTYPES[value["dtype"]], device="meta")
@@ -176,15 +187,30 @@ class Reader:
 
         The part begins at the indices `start` of the full tensor.
         """
-        _, edges, grid = self.tensors[name]
+        edges = self.tensors[name].edges
         of_dims = [overlaps_along(*dim) for dim in zip(edges, start, shape)]
         for overlap in itertools.product(*of_dims):
             position = tuple(i for i, _, _ in overlap)
             in_part = tuple(place for _, place, _ in overlap)
             in_chunk = tuple(place for _, _, place in overlap)
-            chunks, buffer = self.map_file(self.path / self.files[grid[position]])
-            yield in_part, chunks[name][in_chunk]
+            chunk, buffer = self.map_chunk(name, position)
+            yield in_part, chunk[in_chunk]
             buffer.madvise(mmap.MADV_DONTNEED)  # what was copied leaves this process's memory
+
+    def map_chunk(self, name: str, position: tuple[int, ...]) -> tuple[Tensor, mmap.mmap]:
+        """The chunk of a tensor at this position of its grid, and the mapping of its file."""
+        full, edges, grid = self.tensors[name]
+        shape = [edge[i + 1] - edge[i] for edge, i in zip(edges, position)]
+        with reading(self.path):
+            file = self.files[grid[position]]
+            chunks, buffer = self.map_file(self.path / file)
+            size = self.entries[file]["bytes"]
+            if len(buffer) != size:
+                raise ValueError(f"{file} has {len(buffer):,} bytes, not {size:,}")
+            chunk = chunks.get(name)
+            if chunk is None or (chunk.dtype, [*chunk.shape]) != (full.dtype, shape):
+                raise ValueError(f"{file} has no {name} of shape {shape} and type {full.dtype}")
+        return chunk, buffer
 
 
 def overlaps_along(edges: list[int], start: int, size: int) -> Iterator[tuple[int, slice, slice]]:
@@ -207,8 +233,13 @@ def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
         header = json.loads(buffer[8:start])
         header.pop("__metadata__", None)
         data = torch.frombuffer(buffer, dtype=torch.uint8, offset=start)
+        begins, ends = zip(*sorted(entry["data_offsets"] for entry in header.values()))
+        if (0, *ends) != (*begins, len(data)):  # each begins where the one before ends
+            raise ValueError("its tensors overlap, or do not fill it")
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
             values = data[begin:end].view(DTYPES[entry["dtype"]])
             tensors[name] = values.view(entry["shape"])
     return tensors, buffer

@@ -91,17 +91,17 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, com
 WHOLE = torch.arange(24.0).view(6, 4)
 
 
-def write_two_files(path: Path) -> None:
-    """A checkpoint: `a` in two chunks of rows, `b` in the first file."""
+def write_two_files(path: Path, cut: int = 4) -> None:
+    """A checkpoint: `a` in two chunks of rows, the second from row `cut`; `b` in the first file."""
     work = path.with_name("work")
     work.mkdir()
-    first = {"a": WHOLE[:4], "b": torch.arange(3)}
+    first = {"a": WHOLE[:cut], "b": torch.arange(3)}
     files = [f"rank-0000{rank}.safetensors" for rank in range(2)]
-    a = {"dtype": "F32", "shape": [6, 4], "cuts": [[0, 4], [0]], "grid": [0, 1]}
+    a = {"dtype": "F32", "shape": [6, 4], "cuts": [[0, cut], [0]], "grid": [0, 1]}
     b = {"dtype": "I64", "shape": [3], "cuts": [[0]], "grid": [0]}
     entries = {
         files[0]: checkpoint.write_safetensors(work / files[0], first),
-        files[1]: checkpoint.write_safetensors(work / files[1], {"a": WHOLE[4:]}),
+        files[1]: checkpoint.write_safetensors(work / files[1], {"a": WHOLE[cut:]}),
         "index.json": checkpoint.write_index(work, files, {"a": a, "b": b}),
     }
     checkpoint.complete(work, path, {"step": 1, "files": entries})
@@ -152,6 +152,11 @@ HOSTILE = {
     "absurd shape": header(shape=[2**40, 2**40]),
     "size of thousands of digits": raw('{"a": {"shape": [1' + 5000 * "0" + "]}}"),
     "offset behind the end": header(data_offsets=[32, 64]),
+    "offset before the beginning": header(data_offsets=[-64, -32], data=bytes(64)),
+    "offset behind a gap": header(data_offsets=[8, 40], data=bytes(40)),
+    "bytes behind the last tensor": header(data=bytes(40)),
+    "dtype of another kind": header(dtype="I32"),
+    "chunk that would be repeated": header(shape=[1, 4], data_offsets=[0, 16], data=bytes(16)),
     "empty file": put("rank-00001.safetensors", b""),
     "chunk of another shape": header(shape=[4, 2]),
     "chunk that is missing": raw('{"c": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}}'),
@@ -166,9 +171,17 @@ HOSTILE = {
 }
 
 
+def fit_manifest(path: Path) -> None:
+    """Give the manifest the sizes and checksums that the files have now."""
+    files = checkpoint.read_manifest(path)["files"]
+    for name in files.keys() & set(file_names(path)):
+        files[name] = checkpoint.write_file(path / name, [(path / name).read_bytes()])
+    change_manifest(path, files=files)
+
+
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_file_is_refused_in_one_line(tmp_path, case):
-    """And takes little memory: 8 MB are for Python."""
+    """And takes little memory: 8 MB are for Python. Also if its checksums fit."""
     path = tmp_path / "checkpoint"
     write_two_files(path)
     state = {"b": torch.zeros(3, dtype=torch.int64), "a": torch.zeros(6, 4)}
@@ -182,9 +195,31 @@ def test_a_hostile_file_is_refused_in_one_line(tmp_path, case):
 
     assert memory_taken(load) < 8e6
     assert checkpoint.verify(path)  # finds it, too
-    with pytest.raises(checkpoint.CheckpointError):
-        consolidate(path, tmp_path / "one")
-    assert not (tmp_path / "one").exists()
+    for _ in range(2):
+        with pytest.raises(checkpoint.CheckpointError):
+            consolidate(path, tmp_path / "one")
+        assert not (tmp_path / "one").exists()
+        fit_manifest(path)
+        load()
+
+
+def test_chunks_of_one_shape_that_were_exchanged_are_found(tmp_path):
+    path = tmp_path / "checkpoint"
+    write_two_files(path, cut=3)
+    of_a(grid=[1, 0])(path)
+    with pytest.raises(checkpoint.CheckpointError, match="index.json: it has changed since it"):
+        checkpoint.load_state(path, {"a": torch.zeros(6, 4)})
+
+
+def test_a_changed_value_is_found_if_an_argument_asks(tmp_path):
+    path = tmp_path / "checkpoint"
+    write_two_files(path)
+    state = {"a": torch.zeros(6, 4)}
+    checkpoint.load_state(path, state, verify_files=True)
+    assert torch.equal(state["a"], WHOLE)
+    flip_a_bit(path)
+    with pytest.raises(checkpoint.CheckpointError, match="^cannot read .*safetensors has changed"):
+        checkpoint.load_state(path, state, verify_files=True)
 
 
 def test_what_is_no_file_of_the_folder_does_not_verify(tmp_path):
