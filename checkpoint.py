@@ -45,8 +45,15 @@ DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -520,7 +527,7 @@ def local_parts(state: dict) -> dict[str, Tensor]:
     for name, value in flatten(state):
         kind = getattr(value, "dtype", type(value).__name__)
         if kind not in DTYPE_NAMES:
-            raise CheckpointError(f"{name} cannot be saved: safetensors holds no such {kind}")
+            raise CheckpointError(f"{name} cannot be saved: {kind} is none of {', '.join(DTYPES)}")
         parts[name] = part_of(value)
     return parts
 
