@@ -383,7 +383,7 @@ class Optimizer:
                   the head or the last norm; Muon takes the matrices among them
 
     All ranks together skip an update whose gradient is not finite: it changes neither weights nor
-    slots.
+    slots. Raises ValueError if the chosen optimizer takes no parameter.
     """
 
     def __init__(
@@ -402,6 +402,10 @@ class Optimizer:
             updaters[name] = updater(settings.optimizer, name, parameter.shape, hidden)
             group = (updaters[name], settings.weight_decay if decays(name) else 0.0)
             self.groups.setdefault(group, []).append(name)
+        if OPTIMIZERS[settings.optimizer] not in updaters.values():
+            raise ValueError(
+                f"{settings.optimizer} takes no parameter: check is_hidden and takes()"
+            )
         grouped = torch.distributed.is_initialized()
         self.world_size = torch.distributed.get_world_size() if grouped else 1
         device = parameter.device

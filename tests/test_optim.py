@@ -241,6 +241,15 @@ def test_an_optimizer_is_added_as_one_class_and_one_entry(pool):
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_an_optimizer_that_takes_no_parameter_is_refused(monkeypatch, name):
+    """Muon for a misspelled prefix, a fork's for a model without its parameter."""
+    monkeypatch.setitem(optim.OPTIMIZERS, "sgd", Sgd)
+    parameters = torch.nn.Linear(3, 2).named_parameters()
+    with pytest.raises(ValueError, match=f"^{name} takes no parameter: check is_hidden"):
+        optim.Optimizer(parameters, str.isupper, settings(optimizer=name), str.isupper)
+
+
 # --------------------------------------------------------------------------------------------------
 # Weight decay and schedules
 
