@@ -119,7 +119,9 @@ def source_hash() -> str:
 def sum_bits(weights: dict[str, Tensor]) -> list[tuple]:
     """For each weight: which part of it this rank holds, and the sum of the bits of that part.
 
-    The sums are taken on the device: exact in any order, and others after a single bit has changed.
+    The sums are taken on the device and are exact in any order. A single changed bit changes a sum.
+    Changes that cancel do not: two exchanged elements, or a bit that is set in one element and
+    cleared in another. To weigh elements by position would copy the weight.
     """
     parts, sums = [], []
     for weight in weights.values():
