@@ -179,11 +179,10 @@ def run_beside(session, items: list, reports) -> None:
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    """A process group of this process alone."""
+    """A process group of this process alone, as its dist.World."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    dist.start("cpu")
-    yield
+    yield dist.start("cpu")
     torch.distributed.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Who writes a run folder, which run may continue in it, and from where."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -12,13 +13,14 @@ import zlib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 import checkpoint
+import data
 from config import Config, model_config
 from model import ModelConfig
 from runtime import preflight, run_folder
@@ -57,38 +59,28 @@ def save(out, step: int, **changes):
     return path
 
 
-@pytest.fixture
-def begin(tmp_path):
-    """begin(now, **flags): where a run in tmp_path / "run" with these flags begins."""
+FOLDER = data.TokenFolder(Path("tokens/a"), np.dtype("<u2"), 257, "bytes", fingerprint="abc")
 
-    def call(now=None, **flags):
-        flags = {"out": str(tmp_path / "run"), **flags}
-        now = now or manifest(0, **flags)
-        config = preflight.Config(**now["config"])
-        saved = checkpoint.list_checkpoints(Path(config.out))
-        preflight.check_folder(config, saved, run_folder.read_starts(Path(config.out)))
-        damaged = {}
-        origin = preflight.find_origin(config, saved, damaged)
-        while origin.path and (problem := checkpoint.verify(origin.path)):
-            damaged[origin.path] = problem
-            origin = preflight.find_origin(config, saved, damaged)
-        step, changes = preflight.find_step(origin, ModelConfig(**now["model"]), now)
-        return Begin(step, changes, origin, damaged)
+
+@pytest.fixture
+def begin(tmp_path, one_rank):
+    """begin(**flags): where a run in tmp_path / "run" with these flags begins."""
+
+    def call(**flags) -> preflight.Start:
+        sizes = {name: size for name, size in MODEL.items() if name != "vocab_size"}
+        own = {"out": str(tmp_path / "run"), "data": "tokens/a", "dtype": "float32"}
+        config = Config(**{"global_batch_size": 8, **sizes, **own, **flags})
+        no_data = mock.patch.object(data, "open_folders", lambda names: [FOLDER])
+        with no_data, contextlib.ExitStack() as held:
+            return preflight.find_start(config, one_rank, held)
 
     return call
 
 
-class Begin(NamedTuple):
-    step: int
-    changes: list[str]
-    origin: preflight.Origin
-    damaged: dict[Path, str]
-
-
-def place(start: Begin) -> tuple:
-    """The step, the checkpoint with all of the state, and that with weights only."""
-    path, only_weights = start.origin.path, start.origin.only_weights
-    return start.step, None if only_weights else path, path if only_weights else None
+def place(start: preflight.Start) -> tuple:
+    """The step, the checkpoint with all of the state, and the one with weights only."""
+    path = start.checkpoint
+    return start.step, None if start.only_weights else path, path if start.only_weights else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -99,8 +91,13 @@ def test_a_run_continues_from_its_newest_valid_checkpoint(begin, tmp_path):
     assert place(begin()) == (0, None, None)
     good, newest = (save(tmp_path / "run", step) for step in (10, 20))
     assert place(begin()) == (20, newest, None)
-    os.truncate(newest / "full.safetensors", 3)
-    assert place(begin()) == (10, good, None)
+    newest_of_all = save(tmp_path / "run", 30)
+    for path in (newest, newest_of_all):
+        os.truncate(path / "full.safetensors", 3)
+    start = begin()
+    assert place(start) == (10, good, None)
+    problem = "full.safetensors has 3 bytes, not 60,000"
+    assert start.damaged == {newest_of_all: problem, newest: problem}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +127,7 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(begin, tmp_path):
 def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path):
     named = save(tmp_path / "other", 10, data="other", schedule="linear")
     assert place(begin(init_from=str(named))) == (0, None, named)
-    for field, value in {"vocab_size": 256, "n_layer": 1, "n_head": 4, "rope_theta": 5.0}.items():
+    for field, value in {"vocab_size": 256, "n_layer": 1, "n_head": 4}.items():
         other = save(tmp_path / field, 10, model=MODEL | {field: value})
         with pytest.raises(UsageError, match=f"has {field} {value}, and this run has .*: its wei"):
             begin(init_from=str(other))
@@ -138,32 +135,24 @@ def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path
 
 def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
     """Checkpoints of before a field existed."""
-    out = str(tmp_path / "run")
-    now = manifest(0, model={**MODEL, "norm_eps": 1e-5, "rope_scaling": None}, out=out)
     save(tmp_path / "run", 10)
-    assert begin(now).step == 10
-    other = manifest(0, model={**MODEL, "norm_eps": 1e-6}, out=out)
-    with pytest.raises(UsageError, match="norm_eps 1e-05 -> 1e-06"):
-        begin(other)
+    assert begin().step == 10
     named = save(tmp_path / "other", 10)
-    now["config"] |= {"init_from": str(named), "out": str(tmp_path / "new")}
-    assert place(begin(now)) == (0, None, named)
+    assert place(begin(init_from=str(named), out=str(tmp_path / "new"))) == (0, None, named)
+    save(tmp_path / "run", 20, model={**MODEL, "norm_eps": 1e-6})
+    with pytest.raises(UsageError, match="norm_eps 1e-06 -> 1e-05"):
+        begin()
 
 
-def settled(**flags) -> Config:
-    """What a start's flags become, where they are the run's or its model's."""
-    config = Config(**flags)
-    return preflight.settle(config, preflight.find_origin(config, [], {}))
-
-
-def test_an_evaluation_is_as_in_the_run(tmp_path):
+def test_an_evaluation_is_as_in_the_run(begin, tmp_path):
     path = save(tmp_path, 10, dtype="bfloat16", eval_sequences=7)
     saved = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(saved | {"micro_batch_size": 3}))
     run = {"eval_only": True, "out": str(tmp_path)}
 
     def evaluated(**flags) -> tuple:
-        c = settled(**run, **flags)
+        not_given = {"data": None, "eval_sequences": None, "dtype": "auto"}
+        c = begin(**run, **not_given | flags).config
         return c.dtype, c.data, c.eval_sequences, c.micro_batch_size
 
     assert evaluated() == ("bfloat16", "tokens/a", 7, 3)
@@ -171,26 +160,32 @@ def test_an_evaluation_is_as_in_the_run(tmp_path):
     assert evaluated(**given) == ("float32", "tokens/b", 5, 1)
     imported = {name: saved[name] for name in ("format", "step", "files", "model")}  # by tools.hf
     (path / "manifest.json").write_text(json.dumps(imported))
-    assert evaluated() == ("auto", "tokens/python", 512, None)
+    with mock.patch.object(preflight, "prepare_builtin"):
+        assert evaluated() == ("auto", "tokens/python", 512, None)
 
 
-@pytest.mark.parametrize("flag", ["resume", "init_from"])
-def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(tmp_path, flag):
+@pytest.mark.parametrize("flag, seq_len", [("resume", 16), ("init_from", 8)])
+def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(
+    begin, tmp_path, flag, seq_len
+):
     """Also where no flag could describe it, and where the run has its own checkpoint by now."""
     model = MODEL | {"vocab_size": 500, "rope_theta": 5e5, "tied": False, "norm_eps": 1e-6}
     save(tmp_path / "other", 10, model=model)
-    config = Config(out=str(tmp_path / "run"), seq_len=8, **{flag: str(tmp_path / "other")})
+    flags = dict.fromkeys(MODEL.keys() - {"vocab_size"}) | {"seq_len": seq_len}
+    flags |= {flag: str(tmp_path / "other")}
     for own in (False, True):
         if own:
-            save(tmp_path / "run", 20, model=model)
+            save(tmp_path / "run", 20, model=model | {"seq_len": seq_len})
             (tmp_path / "other").rename(tmp_path / "gone")
-        saved = checkpoint.list_checkpoints(tmp_path / "run")
-        origin = preflight.find_origin(config, saved, {})
-        c = preflight.settle(config, origin)
-        now = model_config(c, 257, origin.model)
-        assert now == ModelConfig(**model | {"seq_len": 8})
-        assert (c.n_layer, c.d_model, c.seq_len) == (2, 32, 8)  # in config.json, for a new run
-    assert model_config(c, 501, origin.model).vocab_size == 512  # which its weights do not fit
+        start = begin(**flags)
+        assert start.model == ModelConfig(**model | {"seq_len": seq_len})
+        c = start.config
+        assert (c.n_layer, c.d_model, c.seq_len) == (
+            2,
+            32,
+            seq_len,
+        )  # in config.json, for a new run
+    assert model_config(c, 501, start.model).vocab_size == 512  # which its weights do not fit
 
 
 def test_another_model_batch_seed_optimizer_or_other_data_is_refused(begin, tmp_path):
@@ -247,9 +242,7 @@ def change(begin, tmp_path):
     save(tmp_path / "run", 3, lr=0.25)
 
     def call(name: str, value, **flags) -> list[str]:
-        now = manifest(0, **{"lr": 0.25, "out": str(tmp_path / "run"), **flags})
-        now["config"][name] = value
-        return begin(now).changes
+        return begin(**{"lr": 0.25, **flags, name: value}).changes
 
     return call
 
@@ -266,9 +259,11 @@ def test_any_other_flag_may_change_and_is_printed_unless_it_holds_for_one_start(
     assert {n for n, p in POLICIES.items() if p == "never"} == ANOTHER_RUN
     assert {n for n, p in POLICIES.items() if p == "not compared"} == OF_ONE_START
     free = {n for n, p in POLICIES.items() if p == "allowed"}
+    values = {"data": "tokens/b", "model": "gpt2-124m", "tp": 2}
     for name in free - MODEL.keys():
-        (said,) = change(name, 5)  # nothing is built, so that any value will do
-        assert said.startswith(f"--{name} ") and said.endswith(" -> 5")
+        value = values.get(name, 5)  # nothing is built, so that any value will do
+        (said,) = change(name, value)
+        assert said.startswith(f"--{name} ") and said.endswith(f" -> {value}")
     for name in ("allow_changes", "dry_run"):
         assert change(name, True) == []
 
@@ -286,7 +281,7 @@ def test_flags_are_compared_as_resolved(begin, tmp_path):
     save(tmp_path / "run", 10, lr=0.5 / 32, warmup_steps=50, dtype="float32")
     assert begin().changes == []
     with pytest.raises(UsageError, match="--dtype float32 -> bfloat16"):
-        begin(manifest(0, dtype="bfloat16", out=str(tmp_path / "run")))
+        begin(dtype="bfloat16")
 
 
 TWO_RANKS = SimpleNamespace(size=2, local_size=2, device=torch.device("cpu"))
