@@ -113,6 +113,9 @@ LLAMA = {
 SPOILT_LLAMAS = {
     "qwen2": {"model_type": "qwen2"},
     "window": {"model_type": "mistral", "sliding_window": 4096},
+    "deep": {"num_hidden_layers": 10**9},
+    "quoted": {"hidden_size": "32", "head_dim": 8},
+    "wide": {"head_dim": 16},
     "good": {},
 }
 

@@ -115,6 +115,12 @@ MISTAKES = {
         ("import {foreign} {root}/new", "config.json: it lacks 'model_type'"),
         ("import {qwen2} {root}/new", "{qwen2}/config.json: the model needs model_ty"),
         ("import {window} {root}/new", "needs sliding_window 4096, which this decoder d"),
+        (
+            "import {deep} {root}/new",
+            "num_hidden_layers is 1000000000, not an integer from 1 to 9,999",
+        ),
+        ("import {quoted} {root}/new", "hidden_size is '32', not an integer from 1 to 999,999"),
+        ("import {wide} {root}/new", "the model needs head_dim 16, but this decoder has only hid"),
         ("import {good} {root}/new", "good has no model.safetensors: other formats are"),
     ],
 }

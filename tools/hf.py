@@ -21,6 +21,7 @@ import tiktoken
 import torch
 
 import checkpoint
+from config import Config
 from model import ModelConfig, RopeScaling, Transformer
 from runtime import cli, run_folder
 from runtime.cli import UsageError
@@ -229,7 +230,13 @@ def copy_weights(found: dict, buffers: list[mmap.mmap], weights: dict, work: Pat
     def read(name: str) -> torch.Tensor:
         for buffer in buffers:  # the pages of the tensor before
             buffer.madvise(mmap.MADV_DONTNEED)
-        return found[hf_name(name.removeprefix("model."))].float()
+        theirs = hf_name(name.removeprefix("model."))
+        values = found[theirs].float()
+        if not values.isfinite().all():
+            raise UsageError(
+                f"{theirs} has values that are nan or infinite: they cannot be trained"
+            )
+        return values
 
     return write_full(work, layout, read)
 
@@ -250,15 +257,32 @@ def read_config(hf: dict) -> ModelConfig:
     rope = read_rope(hf)
     if feature := missing_feature(hf, rope):
         raise ValueError(f"the model needs {feature}, which this decoder does not have")
-    sizes = {ours: hf[theirs] for ours, theirs in INTEGERS.items()}
     return ModelConfig(
-        **sizes,
-        n_kv_head=hf.get("num_key_value_heads") or sizes["n_head"],
+        **read_sizes(hf),
         rope_theta=float(rope["rope_theta"]),
         tied=bool(hf.get("tie_word_embeddings", False)),
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         rope_scaling=read_rope_scaling(rope),
     )
+
+
+def read_sizes(hf: dict) -> dict[str, int]:
+    """Sizes of ModelConfig, within the limits of train.py's flags. Raises KeyError, ValueError."""
+    sizes = {ours: hf[theirs] for ours, theirs in INTEGERS.items()}
+    sizes["n_kv_head"] = hf.get("num_key_value_heads") or sizes["n_head"]
+    limits = {field.name: field.metadata["below"] for field in dataclasses.fields(Config)}
+    for name, size in sizes.items():
+        below = min(limits.get(name, 2**32), 2**32)
+        if type(size) is not int or not 1 <= size < below:
+            theirs = INTEGERS.get(name, "num_key_value_heads")
+            raise ValueError(f"{theirs} is {size!r}, not an integer from 1 to {below - 1:,}")
+    width, n_head, head_dim = sizes["d_model"], sizes["n_head"], hf.get("head_dim")
+    if head_dim not in (None, width / n_head):
+        raise ValueError(
+            f"the model needs head_dim {head_dim!r}, but this decoder has only hidden_size {width} "
+            f"/ num_attention_heads {n_head}"
+        )
+    return sizes
 
 
 def read_rope(hf: dict) -> dict:
@@ -290,28 +314,30 @@ def missing_feature(hf: dict, rope: dict) -> str | None:
     for key, values in COMPUTED.items():
         if key in fields and fields[key] not in values:
             return f"{key} {fields[key]!r}"
-    head_dim = hf.get("head_dim")
-    if head_dim is not None and head_dim * hf["num_attention_heads"] != hf["hidden_size"]:
-        return (
-            f"head_dim {head_dim} (not hidden_size {hf['hidden_size']} / "
-            f"num_attention_heads {hf['num_attention_heads']})"
-        )
     return None
 
 
 def check_weights(folder: Path, found: dict, weights: dict) -> None:
-    """Raise UsageError unless `found` has exactly the tensors of the model's weights."""
-    expected = {hf_name(name): list(weight.shape) for name, weight in weights.items()}
+    """Raise UsageError unless `found` has exactly the tensors of the model's weights, as floats."""
+    expected = {hf_name(name): [*weight.shape] for name, weight in weights.items()}
     given = {}
     for name, tensor in found.items():
-        if not name.endswith("rotary_emb.inv_freq"):  # RoPE's frequencies, in old Llama files
-            given[name] = list(tensor.shape)
+        if name.endswith("rotary_emb.inv_freq"):  # RoPE's frequencies, in old Llama files
+            continue
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            dtype = checkpoint.DTYPE_NAMES[tensor.dtype]
+            raise UsageError(f"{folder}: {name} is {dtype}: quantized weights are not read")
+        given[name] = [*tensor.shape]
     for name in expected | given:
-        theirs, ours = given.get(name), expected.get(name)
-        if theirs != ours:
-            raise UsageError(
-                f"{folder}: {name} has the shape {theirs}, by config.json {ours} (None: absent)"
-            )
+        if name not in given:
+            problem = f"is missing; config.json describes it, with the shape {expected[name]}"
+        elif name not in expected:
+            problem = "is not a part of the model that config.json describes"
+        elif given[name] != expected[name]:
+            problem = f"has the shape {given[name]}; config.json describes {expected[name]}"
+        else:
+            continue
+        raise UsageError(f"{folder}: {name} {problem}")
 
 
 # --------------------------------------------------------------------------------------------------
