@@ -1,5 +1,6 @@
 """The files of a checkpoint: damaged, hostile, as one file; tools.checkpoint."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -24,6 +25,8 @@ from test_house import MODULES, imported_modules
 
 import checkpoint
 import dist
+from config import parse
+from runtime import preflight
 from runtime.saver import Saver
 from tools.checkpoint import consolidate
 
@@ -34,12 +37,10 @@ def change_manifest(path: Path, **fields) -> None:
     (path / "manifest.json").write_text(json.dumps(checkpoint.seal(manifest)))
 
 
-def flip_a_bit(path: Path) -> None:
-    with open(path / "rank-00000.safetensors", "r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-5, os.SEEK_END)
-        file.write(bytes([byte ^ 4]))
+def flip_a_bit(path: Path, name: str = "rank-00000.safetensors", place: int = -5) -> None:
+    contents = bytearray((path / name).read_bytes())
+    contents[place] ^= 4
+    (path / name).write_bytes(contents)
 
 
 DAMAGE = {
@@ -83,6 +84,39 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, com
     assert checkpoint.verify(damaged[-1]) is None
     torch.testing.assert_close(tensors(damaged[-1]), weights, rtol=0, atol=0, equal_nan=True)
     assert not paths[0].exists()
+
+
+def find_damage_on_two_hosts(argv: list[str]) -> str:
+    """The error of a start on two hosts of one rank each."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    options = parse(argv)
+    world = dist.start(options.device)
+    with contextlib.ExitStack() as held, pytest.raises(checkpoint.CheckpointError) as error:
+        preflight.find_start(options, world, held)
+    return str(error.value)
+
+
+def test_ranks_of_two_hosts_verify_all_files_together(whole, pool, tokens, tmp_path):
+    """The damaged file is one of the first rank's in one checkpoint, of the second's in another."""
+    out = tmp_path / "run"
+    shutil.copytree(whole["ddp --async_save"], out)
+    damaged = ["index.json", "rank-00000.safetensors"]
+    for path, name in zip(checkpoint.list_checkpoints(out), damaged, strict=True):
+        flip_a_bit(path, name)
+    argv = flags(f"--data {tokens} --out {out} {TEN_STEPS} --strategy ddp")
+    for error in pool(2, find_damage_on_two_hosts, argv):
+        for name in damaged:
+            assert f"{name} has changed since it was written" in error
+
+
+def test_a_changed_first_byte_of_a_long_file_is_found(tmp_path):
+    """Of a file that is read in several blocks."""
+    path = tmp_path / "checkpoint"
+    checkpoint.save_state(path, {"weight": torch.ones(1 << 19)}, {"step": 1})
+    assert (path / "rank-00000.safetensors").stat().st_size > 2 << 20
+    assert checkpoint.verify(path) is None
+    flip_a_bit(path, place=0)
+    assert "rank-00000.safetensors has changed" in checkpoint.verify(path)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -91,6 +91,23 @@ def test_what_could_not_be_loaded_is_refused_at_the_first_save(tmp_path, one_ran
     assert not file_names(tmp_path)
 
 
+def test_an_async_save_communicates_on_its_own_group_only(tmp_path, one_rank):
+    """On another, its collectives could meet those of the training step."""
+    groups = []
+    gather = torch.distributed.all_gather_object
+
+    def record(answers, result, group=None):
+        groups.append(group)
+        gather(answers, result, group=group)
+
+    saver = Saver(tmp_path, True, 0, 0, timedelta(seconds=20))
+    with mock.patch.object(torch.distributed, "all_gather_object", record):
+        saver.save({"weight": torch.ones(3)}, {"step": 1})
+        saver.wait()
+    assert groups == [saver.group] * 3
+    assert saver.failure is None
+
+
 def test_an_async_save_waits_for_the_save_before_it_copies(tmp_path, one_rank):
     """Otherwise the first checkpoint would have weights of the second, under valid checksums."""
     saver = Saver(tmp_path, True, 0, 0, timedelta(seconds=20))
