@@ -224,7 +224,7 @@ def trained_tokens(tokenizers, size: int) -> list[bytes]:
     )
     bpe.train_from_iterator([Path(__file__).read_text(), *UGLY, "aaa aaaa " * 50], trainer)
     words = sorted(bpe.get_vocab(), key=bpe.get_vocab().get)[256:]
-    return [bytes(map(tokenizer.ALPHABET.get, word)) for word in words]
+    return [bytes(map(hf.ALPHABET.get, word)) for word in words]
 
 
 @pytest.mark.hf

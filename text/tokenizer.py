@@ -252,14 +252,6 @@ def package_errors(what: str) -> Iterator[None]:
 load_json = functools.lru_cache(maxsize=1)(JsonEncoding)
 
 
-# Characters of a byte-level vocabulary, such as GPT-2's, and their bytes. Printable ones of Latin-1
-# are their own characters; the others start at U+0100.
-PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-ALPHABET = {chr(byte): byte for byte in PRINTABLE}
-ALPHABET |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
-
-
 # --------------------------------------------------------------------------------------------------
 # Text <-> tokens
 

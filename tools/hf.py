@@ -382,6 +382,14 @@ def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
     }
 
 
+# Characters of a byte-level vocabulary, such as GPT-2's, and their bytes. Printable ones of Latin-1
+# are their own characters; the others start at U+0100.
+PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+ALPHABET = {chr(byte): byte for byte in PRINTABLE}
+ALPHABET |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+
+
 def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Encoding | None:
     """Copy the tokenizer.json of a model folder to `work`, if tokenizer.py can read it.
 
@@ -396,7 +404,7 @@ def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Enco
     except tokenizer.TokenizerError as error:
         print(error)
         return None
-    is_bytes = json.loads(file.read_bytes())["model"]["vocab"] == tokenizer.ALPHABET
+    is_bytes = json.loads(file.read_bytes())["model"]["vocab"] == ALPHABET
     if is_bytes and (encoding.eot_token, encoding.n_vocab) == (256, 257):
         return tokenizer.load_encoding("bytes")
     if encoding.n_vocab > vocab_size:
