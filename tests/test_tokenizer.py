@@ -64,6 +64,18 @@ def test_the_patterns_are_those_of_tiktoken(monkeypatch):
     assert {name: tokenizer.pattern_of(name) for name in names} == names
 
 
+def test_the_bytes_of_validation_are_not_its_characters(tmp_path):
+    (tmp_path / "text").write_text("<|endoftext|>".join(c * 100 for c in "éàüößñ"))
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "six", val_fraction=0.5)
+    folder = data.open_folder(tmp_path / "six")
+    assert len(folder.tokens("train"))
+    assert folder.val_bytes == (folder.tokens("val") < 256).sum() > 0
+    (tmp_path / "text").write_text("é" * 100)  # validation gets the tail
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "one", val_fraction=0.5)
+    folder = data.open_folder(tmp_path / "one")
+    assert folder.val_bytes == 200 * len(folder.tokens("val")) // 201
+
+
 def test_a_million_spaces_in_a_row_are_no_problem(tmp_path, capsys):
     """tiktoken's regular expressions overflow their stack on as many at once."""
     name = write_ranks(tmp_path / "mine.tiktoken", [b"  "])
