@@ -154,6 +154,22 @@ def test_sources_keep_their_order_and_folders_and_globs_are_sorted(tmp_path, mon
         find_files(["a", "*.jsonl"], takes_binary=False)
 
 
+def test_folders_behind_links_are_read_once(tmp_path):
+    """Whatever the number of paths to them; of those, the first is taken on every machine."""
+    for name in ("text/own", "other/deep"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("text/own/1", "other/2", "other/deep/3"):
+        (tmp_path / name).write_text(name)
+    for name in "hgfedcba":
+        (tmp_path / "text" / name).symlink_to("../other")
+    (tmp_path / "text/deep").symlink_to("../other/deep")
+    text = tmp_path / "text"
+    expected = [text / "a/2", text / "a/deep/3", text / "own/1"]
+    assert find_files([f"{text}/**/*"], takes_binary=False).files == expected
+    (text / "own/loop").symlink_to(".")
+    assert find_files([str(text)], takes_binary=False).files == expected
+
+
 # ---- chunks
 
 

@@ -105,7 +105,7 @@ def builtin_sources() -> list[Path]:
 
 
 def expand(source: str) -> list[Path]:
-    """List the files in a folder or behind a glob, each once. Raises SourceError."""
+    """List the files in a folder or behind a glob; follow links to folders. Raises SourceError."""
 
     def fail(error: OSError) -> None:  # os.walk would skip unreadable folders
         raise unreadable(error.filename, error)
@@ -113,14 +113,24 @@ def expand(source: str) -> list[Path]:
     matches = [source] if os.path.isdir(source) else glob.glob(source, recursive=True)
     if not matches:
         raise SourceError(f"--source {source} matches no file")
-    found = set()
-    for match in matches:
+    # Links can lead to a folder by several paths, and can form loops: each folder counts once.
+    found = {}  # (real folder, name) -> path
+    walked = set()  # real folders
+    for match in sorted(matches):
         if not os.path.isdir(match):
-            found.add(Path(match))
+            folder, name = os.path.split(match)
+            found.setdefault((os.path.realpath(folder), name), Path(match))
             continue
-        for folder, _, names in os.walk(match, onerror=fail):
-            found |= {Path(folder, name) for name in names}
-    return sorted(found)
+        for folder, subfolders, names in os.walk(match, onerror=fail, followlinks=True):
+            real_folder = os.path.realpath(folder)
+            if real_folder in walked:
+                subfolders.clear()
+                continue
+            walked.add(real_folder)
+            subfolders.sort()  # so that of two paths each machine takes the same
+            for name in names:
+                found.setdefault((real_folder, name), Path(folder, name))
+    return sorted(found.values())
 
 
 def plural(count: int, noun: str) -> str:
