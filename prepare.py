@@ -94,7 +94,8 @@ def prepare(
         encoder = Encoder(encoding)
         splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads)
         if not splitter.size:
-            raise SourceError(f"the sources hold no text ({corpus.describe_skipped()})")
+            found = corpus.describe_skipped() or plural(len(corpus.files), "file") + " without text"
+            raise SourceError(f"the sources hold no text ({found})")
         fill_empty_split(folder, val_fraction, encoder.dtype.itemsize)
         meta = describe_tokens(name, encoder, splitter, folder)
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -140,6 +141,8 @@ def describe_tokens(name: str, encoder: Encoder, splitter: Splitter, folder: Pat
 
 def report(out: Path, corpus: Corpus, splitter: Splitter, meta: dict) -> None:
     files = plural(len(corpus.files), "file")
+    if corpus.binary:
+        files += f", {corpus.binary:,} of them binary"
     documents = plural(sum(splitter.documents.values()), "document")
     print(f"read {files}: {documents}, {plural(splitter.size, 'byte')} of text")
     if corpus.skipped:

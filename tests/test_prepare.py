@@ -36,7 +36,7 @@ def prepared(
     return data.open_folder(tmp_path / "tokens")
 
 
-def test_bytes_come_back_exactly_and_documents_end(tmp_path):
+def test_bytes_come_back_exactly_and_documents_end(tmp_path, capsys):
     texts = {"a": "one\r\ntwo é\n", "b": bytes(range(256)), "c": "x<|endoftext|>y"}
     folder = prepared(tmp_path, texts, named=True, val_fraction=0.5)
     tokens = np.concatenate([folder.tokens("train"), folder.tokens("val")]).tolist()
@@ -44,6 +44,13 @@ def test_bytes_come_back_exactly_and_documents_end(tmp_path):
     documents = {bytes(group) for is_end, group in ends if not is_end}
     assert documents == {texts["a"].encode(), texts["b"], b"x", b"y"}
     assert tokens.count(256) == 4
+    assert capsys.readouterr().out.startswith("read 3 files, 1 of them binary: 4 documents, ")
+
+
+def test_sources_without_a_row_are_refused_with_their_number(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n")
+    with pytest.raises(sources.SourceError, match=r"hold no text \(1 file without text\)"):
+        prepare.prepare([str(tmp_path)], tmp_path / "tokens")
 
 
 def test_documents_are_split_by_their_content_and_meta_counts_them(tmp_path):

@@ -77,10 +77,6 @@ REFUSED = {
 }
 
 
-def refused(path: Path, kind: str) -> SourceError:
-    return SourceError(f"--source {path} {REFUSED[kind]}")
-
-
 class NoField(SourceError):
     def __init__(self, path: Path, text_field: str, fields: Iterable[str]):
         super().__init__(
@@ -150,7 +146,8 @@ class Corpus:
     size: int = 0  # bytes of `files` without standard input
     skipped: Counter[str] = field(default_factory=Counter)
     first_broken: str = ""  # "FILE, line N: REASON"
-    replaced: int = 0  # bytes that are not UTF-8
+    binary: int = 0  # files read although they are binary
+    replaced: int = 0  # characters
     first_replaced: Path | None = None
     position: int = 0  # bytes of `files` read so far
 
@@ -176,7 +173,7 @@ class Corpus:
             kind = f"file (no field {self.text_field})"
         takes = kind == "binary file" and is_named and self.takes_binary
         if is_named and kind in REFUSED and not takes:
-            raise refused(path, kind)
+            raise SourceError(f"--source {path} {REFUSED[kind]}")
         if takes or kind in ("text", *ROWS):
             self.files.append(path)
             self.size += path.stat().st_size
@@ -300,8 +297,10 @@ def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
     if kind in ROWS:
         yield from cut_rows(corpus, path, read_rows(corpus, path, kind, contents))
         return
-    if kind == "binary file" and not corpus.takes_binary:  # from standard input, or changed since
-        raise refused(path, kind)
+    if kind == "binary file":
+        corpus.binary += 1
+        if not corpus.takes_binary:  # from standard input, or changed since
+            raise SourceError(f"--source {path} {REFUSED[kind]}")
     if kind == "empty file":
         corpus.skipped[kind] += 1
         return
