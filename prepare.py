@@ -178,7 +178,7 @@ def build_parser() -> cli.Parser:
         dest="sources",
         nargs="+",
         metavar="FILE|DIR|GLOB|-",
-        help="text, .jsonl, .ndjson, .json or .csv (also .gz, .bz2, .xz), .parquet, folders, "
+        help="text, .jsonl, .ndjson, .json, .csv or .tsv (also .gz, .bz2, .xz), .parquet, folders, "
         "quoted globs, or - for standard input (default: the library of the installed Python)",
     )
     field_help = "JSON field or column with the text (default: text)"

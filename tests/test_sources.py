@@ -92,24 +92,29 @@ def test_a_text_file_is_a_document_compressed_or_not(tmp_path, suffix):
 
 
 @pytest.mark.parametrize(
-    "name", ["a.JSONL", "a.ndjson.xz", "a.json.GZ", "array.json.bz2", "array.json", "a.csv.xz"]
+    "name",
+    ["a.JSONL", "a.ndjson.xz", "a.json.GZ", "array.json.bz2", "array.json", "a.csv.xz", "a.TSV.GZ"],
 )
 def test_a_json_object_or_csv_row_is_a_document(tmp_path, name):
     text = json_lines(DOCUMENTS, "body").decode()
     expected = DOCUMENTS
     if "array" in name:
         text = f" [{','.join(text.splitlines())}]"
-    if "csv" in name:
+    if "csv" in name or "TSV" in name:
         table = io.StringIO()
+        delimiter = "," if "csv" in name else "\t"
         expected = [text.replace("\0", "") for text in DOCUMENTS]  # which make a binary file
-        csv.writer(table).writerows([["id", "body"], *enumerate(expected)])
+        csv.writer(table, delimiter=delimiter).writerows([["id", "body"], *enumerate(expected)])
         text = table.getvalue()
     pack = PACKED.get(Path(name).suffix, bytes)
     (tmp_path / name).write_bytes(pack(text.encode("utf-8-sig")))
     assert documents(tmp_path, text_field="body") == expected
 
 
-@pytest.mark.parametrize("name, text", [("a.json", '[{"body": "x"}]'), ("a.csv", "body,b\nx,y\n")])
+@pytest.mark.parametrize(
+    "name, text",
+    [("a.json", '[{"body": "x"}]'), ("a.csv", "body,b\nx,y\n"), ("a.tsv", "body\tb\nx\ty\n")],
+)
 def test_json_and_csv_without_the_field_are_refused_if_named_else_counted(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     (tmp_path / "text").write_text("text")
@@ -204,6 +209,7 @@ def test_the_position_counts_the_bytes_of_all_files_so_far(tmp_path):
 def test_broken_lines_are_skipped_and_counted(tmp_path):
     lines = [
         b'{"text": "first"}\r',
+        b'{"text": "number", "id": %s}' % (b"1" * 5000),  # more digits than Python's int takes
         b"",
         b'{"text": "cut',
         b'["no object"]',
@@ -217,12 +223,52 @@ def test_broken_lines_are_skipped_and_counted(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"\n".join(lines))
     corpus = find_files([str(file)], takes_binary=False)
-    assert join(corpus.read()) == ["first", "last"]
+    assert join(corpus.read()) == ["first", "number", "last"]
     assert corpus.describe_skipped() == (
         "2 blank documents, 2 broken lines (no text in the field text), "
         "3 broken lines (not a JSON object)"
     )
-    assert corpus.first_broken == f"{file}, line 3: not a JSON object"
+    assert corpus.first_broken == f"{file}, line 4: not a JSON object"
+
+
+TWO_ROWS = 'id,text\n0,"two\nlines"\n1,one\n'
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        (TWO_ROWS + '2,"never closed\n3,x\n4,y\n', 5),
+        (TWO_ROWS + '2,"closed by the next\n3,"x"\n', 5),
+        (TWO_ROWS + '2,"he said "no", and went"\n', 5),
+        ('id,"text\n0,x\n', 1),
+    ],
+)
+def test_a_stray_quote_in_csv_is_refused_with_its_line(tmp_path, text, line):
+    file = tmp_path / "a.csv"
+    for suffix, delimiter in ((".csv", ","), (".tsv", "\t")):
+        file = file.with_suffix(suffix)
+        file.write_text(text.replace(",", delimiter))
+        problem = (
+            f"--source {file} cannot be read \\(the row that begins at line {line} has a quote"
+        )
+        with pytest.raises(SourceError, match=problem):
+            documents(file)
+
+
+def test_a_comma_without_quotes_does_not_cut_a_text(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("text,label\nHello, world,1\nno label\nlast,2,,\n")
+    corpus = find_files([str(file)], takes_binary=False)
+    assert join(corpus.read()) == ["no label", "last"]
+    assert corpus.describe_skipped() == "1 broken line (more fields than columns)"
+    assert corpus.first_broken == f"{file}, row 1: more fields than columns"
+
+
+def test_two_columns_with_the_name_of_the_field_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("text,b,text\n1,2,3\n")
+    with pytest.raises(SourceError, match="a.csv has several columns text: rename all but one"):
+        find_files([str(tmp_path)], takes_binary=False)
+    assert documents(tmp_path / "a.csv", text_field="b") == ["2"]
 
 
 def test_what_is_not_utf_8_becomes_u_fffd_and_is_counted(tmp_path):

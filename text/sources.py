@@ -55,17 +55,14 @@ def unreadable(path: str | Path, error: Exception) -> SourceError:
     )
 
 
-DAMAGE = (zlib.error, lzma.LZMAError, csv.Error)  # pyarrow's errors are ValueErrors
-
-
 @contextmanager
 def source_errors(path: Path) -> Iterator[None]:
-    """Turn all that can be wrong with a file, damage included, into a SourceError."""
+    """Turn all that can be wrong with a file into a SourceError. pyarrow raises ValueErrors."""
     try:
         yield
     except SourceError:
         raise
-    except (EOFError, OSError, ValueError, RecursionError, *DAMAGE) as error:
+    except (EOFError, OSError, ValueError, RecursionError, zlib.error, lzma.LZMAError) as error:
         raise unreadable(path, error) from None
 
 
@@ -168,7 +165,7 @@ class Corpus:
         try:
             kind = classify(path, self.text_field)
         except NoField:
-            if is_named or not re.search(r"\.(json|csv)(\.\w+)?$", path.name, re.I):
+            if is_named or not re.search(r"\.(json|csv|tsv)(\.\w+)?$", path.name, re.I):
                 raise
             kind = f"file (no field {self.text_field})"
         takes = kind == "binary file" and is_named and self.takes_binary
@@ -247,7 +244,8 @@ COMPRESSED = {
     rb"\xfd7zXZ\0": lzma.open,
 }
 # Suffix of a name, before that of a compressed file -> how its rows are read
-SUFFIXES = {".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON lines", ".csv": "CSV"}
+SUFFIXES = {".csv": "CSV", ".tsv": "TSV"}
+SUFFIXES |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "JSON lines")
 
 
 def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
@@ -356,6 +354,9 @@ def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) ->
         if name not in row and is_first:
             raise NoField(path, name, row)
         is_first = False
+        if any(row.get(None, ())):  # of CSV: a comma in the text, without quotes around it
+            corpus.skip_line(place, "more fields than columns")
+            continue
         text = row.get(name, MISSING)
         if isinstance(text, bytes):  # of parquet
             text = text.decode("utf-8", "surrogateescape")
@@ -367,17 +368,27 @@ def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) ->
 
 EMPTY = object()
 MISSING = object()
+JSON = json.JSONDecoder(parse_int=float)  # an int may have at most 4,300 digits
 
 
 def parse_line(line: str) -> object:
     """The value of a line, EMPTY for a blank one, None for a broken one."""
     with suppress(ValueError, RecursionError):
-        return EMPTY if line.isspace() else json.loads(line)
+        return EMPTY if line.isspace() else JSON.decode(line)
 
 
-def read_csv(path: Path, file: TextIO, name: str) -> Iterator[dict]:
+def read_csv(path: Path, file: TextIO, name: str, delimiter: str) -> Iterator[dict]:
+    """Yield rows; fields beyond the columns are under None. Raises SourceError and ValueError."""
     csv.field_size_limit(sys.maxsize)
-    return csv.DictReader(file)
+    # If it were not strict, a stray quote could hide rows and cut texts.
+    rows = csv.DictReader(file, delimiter=delimiter, strict=True)
+    try:
+        if (rows.fieldnames or []).count(name) > 1:
+            raise SourceError(f"--source {path} has several columns {name}: rename all but one")
+        yield from rows
+    except csv.Error as error:
+        row = f"the row that begins at line {rows.line_num + 1}"
+        raise ValueError(f"{row} has a quote that is not closed or not doubled: {error}") from None
 
 
 def read_parquet(path: Path, file: BinaryIO, name: str) -> Iterator[dict]:
@@ -401,7 +412,8 @@ def read_parquet(path: Path, file: BinaryIO, name: str) -> Iterator[dict]:
 # Formats with one document per row: how to read their rows
 ROWS = {
     "JSON lines": lambda path, file, name: map(parse_line, file),
-    "JSON array": lambda path, file, name: json.load(file),
-    "CSV": read_csv,
+    "JSON array": lambda path, file, name: JSON.decode(file.read()),
+    "CSV": lambda path, file, name: read_csv(path, file, name, ","),
+    "TSV": lambda path, file, name: read_csv(path, file, name, "\t"),
     "parquet": read_parquet,
 }
