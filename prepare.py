@@ -151,8 +151,9 @@ def report(out: Path, corpus: Corpus, splitter: Splitter, meta: dict) -> None:
         print(f"the first broken line is {corpus.first_broken}")
     if corpus.replaced:
         print(
-            f"{plural(corpus.replaced, 'byte')} not in UTF-8 became U+FFFD, the first in "
-            f"{corpus.first_replaced}: convert such files, as with iconv -f latin1 -t utf-8"
+            f"{plural(corpus.replaced, 'character')} became U+FFFD, the first in "
+            f"{corpus.first_replaced}: bytes that are not UTF-8 (convert the file, as with iconv "
+            "-f latin1 -t utf-8), or halves of a surrogate pair, such as \\ud83d alone in JSON"
         )
     train, val = meta["train_tokens"], meta["val_tokens"]
     print(
