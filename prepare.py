@@ -17,11 +17,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runtime import cli
-from runtime.cli import UsageError
+from runtime.cli import UsageError, plural
 from runtime.lock import try_lock
 from text import tokenizer
 from text.encode import Encoder, Splitter, tokenize
-from text.sources import Corpus, SourceError, find_files, plural
+from text.sources import Corpus, SourceError, find_files
 
 # --------------------------------------------------------------------------------------------------
 # Token folders

@@ -1,4 +1,4 @@
-"""Shared by all commands: one-line usage errors, exit statuses, --version."""
+"""Shared by all commands: one-line usage errors, exit statuses, --version, plurals."""
 
 import argparse
 import contextlib
@@ -45,6 +45,13 @@ def number(kind: type, least: float, below: float = math.inf) -> Callable[[str],
 
 
 positive_number = number(float, 1e-12)
+
+
+def plural(count: int, noun: str) -> str:
+    """For 2 and "line (broken)", "2 lines (broken)"."""
+    word, bracket, note = noun.partition(" (")
+    ending = "" if count == 1 else "s"
+    return f"{count:,} {word}{ending}{bracket}{note}"
 
 
 class Parser(argparse.ArgumentParser):

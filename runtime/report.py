@@ -9,8 +9,8 @@ import dist
 import metrics
 from layout import Setup, estimate_memory
 from model import Transformer
+from runtime.cli import plural
 from runtime.preflight import Start
-from text.sources import plural
 
 
 def say(world: dist.World, lines: Iterable[str]) -> None:

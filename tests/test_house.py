@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
     "runtime.console",
-    "runtime.cli runtime.lock runtime.memory runtime.profiling runtime.saver "
+    "runtime.cli",
+    "runtime.lock runtime.memory runtime.profiling runtime.saver "
     "runtime.slurm text.sources text.tokenizer",
     "runtime.agreement text.encode",
     "runtime.watchdog",
@@ -97,11 +98,11 @@ def test_no_public_name_is_defined_twice_outside_tools():
 # The lines that a room aims at. No code is shaped to an aim: a room may exceed it by 3%, and what
 # takes more room than that takes the place of something else.
 AIMS = {
-    # 2,650 and 4,150 once dist.py no longer holds how processes meet
-    "train.py model.py data.py dist.py optim.py checkpoint.py": 2800,
-    "*.py": 4350,
+    # 2,650 and 4,150 when dist.py no longer holds how processes meet, and a run is resolved once
+    "train.py model.py data.py dist.py optim.py checkpoint.py": 2850,
+    "*.py": 4400,
     "runtime/*.py": 1650,
-    "text/*.py": 860,
+    "text/*.py": 870,
     "tools/**/*.py": 3900,
     "*.py runtime/*.py text/*.py tools/**/*.py": 10550,
     "docs/*.py": 500,

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
 
+from runtime.cli import plural
+
 # Separates the documents of a text file.
 SEPARATOR = "<|endoftext|>"
 # Characters read and encoded at a time, so that memory stays flat for a document of any size. A
@@ -124,13 +126,6 @@ def expand(source: str) -> list[Path]:
             for name in names:
                 found.setdefault((real_folder, name), Path(folder, name))
     return sorted(found.values())
-
-
-def plural(count: int, noun: str) -> str:
-    """For 2 and "line (broken)", "2 lines (broken)"."""
-    word, bracket, note = noun.partition(" (")
-    ending = "" if count == 1 else "s"
-    return f"{count:,} {word}{ending}{bracket}{note}"
 
 
 @dataclass
