@@ -21,6 +21,7 @@ from model import (
     Transformer,
     causal_attention,
     checkpoint_activations,
+    scale_frequencies,
 )
 from sample import NotFinite, draw, generate
 
@@ -119,6 +120,14 @@ def test_forward_is_the_published_formula(config):
     targets = tokens.roll(-1)
     loss = F.cross_entropy(logits, targets)
     torch.testing.assert_close(model(tokens[None], targets[None]), loss, rtol=1e-5, atol=1e-5)
+
+
+def test_rope_scaling_is_the_published_formula():
+    """For Llama 3.1's own numbers; its frequencies are fast, slow and in between."""
+    scaling = RopeScaling(8.0, 1.0, 4.0, original_seq_len=8192)
+    frequencies = 500_000.0 ** (-torch.arange(0, 128, 2) / 128)
+    expected = torch.tensor([scaled(frequency, scaling) for frequency in frequencies.tolist()])
+    torch.testing.assert_close(scale_frequencies(frequencies, scaling), expected)
 
 
 class Operations(TorchDispatchMode):
