@@ -91,9 +91,12 @@ def find_damage_on_two_hosts(argv: list[str]) -> str:
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     options = parse(argv)
     world = dist.start(options.device)
-    with contextlib.ExitStack() as held, pytest.raises(checkpoint.CheckpointError) as error:
-        preflight.find_start(options, world, held)
-    return str(error.value)
+    try:
+        with contextlib.ExitStack() as held:
+            path = preflight.find_start(options, world, held).checkpoint
+    except checkpoint.CheckpointError as error:
+        return str(error)
+    return f"{path} verifies"
 
 
 def test_ranks_of_two_hosts_verify_all_files_together(whole, pool, tokens, tmp_path):
@@ -245,6 +248,18 @@ def test_chunks_of_one_shape_that_were_exchanged_are_found(tmp_path):
         checkpoint.load_state(path, {"a": torch.zeros(6, 4)})
 
 
+def test_a_file_of_another_size_is_refused(tmp_path):
+    """Even if its header is right, and has the chunk."""
+    path = tmp_path / "checkpoint"
+    write_two_files(path)
+    wrong = {"a": WHOLE[:2], "c": torch.ones(3)}
+    checkpoint.write_safetensors(path / "rank-00001.safetensors", wrong)
+    with pytest.raises(
+        checkpoint.CheckpointError, match="rank-00001.safetensors has .* bytes, not"
+    ):
+        checkpoint.load_state(path, {"a": torch.zeros(6, 4)})
+
+
 def test_a_changed_value_is_found_if_an_argument_asks(tmp_path):
     path = tmp_path / "checkpoint"
     write_two_files(path)
@@ -387,11 +402,11 @@ def test_a_copy_of_the_file_saves_and_loads_without_ranks(tmp_path):
     for value in (1.0, 2.0, 3.0):
         saved = {"a": {"weight": torch.full((2, 3), value)}, "b": torch.arange(3)}
         loaded = {"a": {"weight": torch.zeros(2, 3)}, "b": torch.zeros(3, dtype=torch.int64)}
-        copied.save_state(path, saved, {"step": 5, "mine": {1: (2, 3)}})
+        copied.save_state(path, saved, {"step": 5, "mine": {2: (3, 4), 10: 5}})
         assert copied.verify(path) is None
         copied.load_state(path, loaded)
         torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
-    assert copied.read_manifest(Path(path))["mine"] == {"1": [2, 3]}
+    assert copied.read_manifest(Path(path))["mine"] == {"2": [3, 4], "10": 5}
     assert file_names(tmp_path / "saved") == ["latest"]
 
 
