@@ -215,7 +215,7 @@ class Reader:
             if len(buffer) != size:
                 raise ValueError(f"{file} has {len(buffer):,} bytes, not {size:,}")
             chunk = chunks.get(name)
-            if chunk is None or (chunk.dtype, [*chunk.shape]) != (full.dtype, shape):
+            if chunk is None or chunk.dtype != full.dtype or list(chunk.shape) != shape:
                 raise ValueError(f"{file} has no {name} of shape {shape} and type {full.dtype}")
         return chunk, buffer
 
@@ -299,7 +299,7 @@ def read_manifest(path: Path) -> dict:
 def check_manifest(path: Path, manifest: dict) -> None:
     """Raise ValueError for a wrong field, CheckpointError if the step is not the folder's."""
     step, files = manifest.get("step"), manifest["files"]
-    numbers = {"the step": step, "the number of tokens": manifest.get("tokens", 0)}
+    numbers = {"the manifest's step": step, "the manifest's tokens": manifest.get("tokens", 0)}
     for name, file in files.items():
         numbers[f"the size of {name!r}"] = file["bytes"]
         if Path(name).name != name:

@@ -254,9 +254,8 @@ def test_a_file_of_another_size_is_refused(tmp_path):
     write_two_files(path)
     wrong = {"a": WHOLE[:2], "c": torch.ones(3)}
     checkpoint.write_safetensors(path / "rank-00001.safetensors", wrong)
-    with pytest.raises(
-        checkpoint.CheckpointError, match="rank-00001.safetensors has .* bytes, not"
-    ):
+    line = "rank-00001.safetensors has .* bytes, not"
+    with pytest.raises(checkpoint.CheckpointError, match=line):
         checkpoint.load_state(path, {"a": torch.zeros(6, 4)})
 
 
@@ -355,10 +354,10 @@ def test_checkpoints_of_another_format_are_refused(tmp_path, format):
 
 
 UNREADABLE = {  # manifest -> the error
-    '{"tokens": 5}': "the step is None, not an integer of at least 0",
-    '{"step": -1}': "the step is -1, not",
+    '{"tokens": 5}': "the manifest's step is None, not an integer of at least 0",
+    '{"step": -1}': "the manifest's step is -1, not",
     '{"step": 7}': "step-00000006 was renamed: it holds step 7, not 6",
-    '{"step": 6, "tokens": "many"}': "the number of tokens is 'many', not",
+    '{"step": 6, "tokens": "many"}': "the manifest's tokens is 'many', not",
 }
 
 
@@ -388,7 +387,7 @@ def save_with_manifest_of_rank(path: Path) -> str | None:
 
 def test_a_manifest_that_one_rank_rejects_is_not_saved(pool, tmp_path):
     first, second = pool(2, save_with_manifest_of_rank, tmp_path / "checkpoint")
-    assert first == second == "rank 1: the step is None, not an integer of at least 0"
+    assert first == second == "rank 1: the manifest's step is None, not an integer of at least 0"
     assert not (tmp_path / "checkpoint").exists()
 
 
