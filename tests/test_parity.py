@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import call_train, flags, rows, tensors, torchrun
+import torch
+from conftest import build_run, call_train, flags, rows, tensors, torchrun
+from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
 
@@ -122,6 +124,22 @@ def test_a_single_process_gives_the_numbers_of_2026_11_22(trained, dtype):
         assert found == pytest.approx(expected[key], rel={"float32": 1e-4, "bfloat16": 2e-2}[dtype])
     assert log[-1]["loss"] < 0.7 * log[0]["loss"]
     assert {row["clipped"] for row in log} == {0, 1}
+
+
+def loss_over_all_tokens(argv: list[str]) -> float:
+    """The initial loss of a batch in which each of 256 bytes occurs."""
+    run = build_run(argv)
+    tokens = torch.arange(256).view(16, 16)
+    with loss_parallel(), torch.no_grad():
+        return run.forward(tokens, tokens.roll(1)).item()
+
+
+def test_tensor_parallel_ranks_look_up_every_token(pool, tokens, tmp_path):
+    losses = []
+    for tp in (1, 2):
+        argv = flags(f"--data {tokens} --out {tmp_path}/{tp} --dtype float32 --tp {tp}")
+        losses += pool(tp, loss_over_all_tokens, argv)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
 @pytest.mark.slow

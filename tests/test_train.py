@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -35,6 +37,7 @@ from conftest import (
 import checkpoint
 import model
 import optim
+import train
 from runtime import run_folder
 
 
@@ -121,6 +124,44 @@ def test_a_vocabulary_with_room_stays(pool, tokens, tmp_path):
     assert (after[name] - before[name]).abs().max() < 0.01 < before[name].abs().max()
 
 
+def signal_in_step_2(argv: list[str]) -> tuple[int, str, str]:
+    """train.py with a signal to stop in its second step."""
+    step = train.train_step
+
+    def signal_and_step(forward, optimizer, batches, number, *rest):
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(forward, optimizer, batches, number, *rest)
+
+    with mock.patch.object(train, "train_step", signal_and_step):
+        return listen(argv)
+
+
+@pytest.mark.parametrize("max_steps, status", [(3, 0), (4, os.EX_TEMPFAIL)])
+def test_a_signal_before_the_last_step_stops_nothing(pool, tokens, tmp_path, max_steps, status):
+    """All ranks learn of it a step later."""
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps {max_steps}")
+    ((found, said, _),) = pool(1, signal_in_step_2, argv)
+    assert found == status
+    assert ("stopped after step 3" in said) == (status != 0)
+    assert last_checkpoint(tmp_path / "run").name == "step-00000003"
+
+
+def seconds_waited_for_data(argv: list[str]) -> float:
+    """For the micro-batches of a step, where reading each takes a second."""
+    run = build_run(argv)
+    before = run.batches.waited
+    with mock.patch.object(time, "perf_counter", itertools.count().__next__):
+        for _ in range(run.n):
+            next(run.batches)
+    return run.batches.waited - before
+
+
+def test_waiting_for_data_adds_up_over_micro_batches(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --micro_batch_size 2")
+    assert pool(1, seconds_waited_for_data, argv) == [4]
+
+
 def settings_of_the_optimizer(argv: list[str]) -> dict:
     return vars(build_run(argv).state.optimizer.settings)
 
@@ -181,6 +222,13 @@ def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens
         assert loss == pytest.approx(row["val_loss"], rel=1e-5)
         assert perplexity == pytest.approx(math.exp(loss), rel=1e-4)
         assert bits == pytest.approx(loss / math.log(2) * tokens_per_byte, rel=1e-5)
+    # A validation set that is smaller than asked for is read once.
+    size = (len(ids) - 1) // 16
+    lines = []
+    for count in (size, 3 * size + 1):
+        asked = [*argv, "single", "--eval_sequences", str(count)]
+        lines += [said for _, said, _ in pool(1, listen, asked)]
+    assert lines[0] == lines[1] and f"({size} sequences of 16 tokens)" in lines[0]
     assert files(tmp_path) == before
 
 
@@ -306,11 +354,13 @@ def test_wandb_gets_the_numbers_of_each_row_from_rank_0_and_may_fail(pool, token
     assert tracker.sent[0][1]["loss"] == rows(out)[0]["loss"]
     assert tracker.sent[2][1] == {"val_loss": rows(out, "val_loss")[0]["val_loss"]}
 
-    # It goes on in the same run, as far as there is a network.
+    # It goes on in the same run, named by the time of the first start, if there is a network.
+    start = json.loads((out / "starts.jsonl").read_text()) | {"time": "2020-01-01T00:00:00+00:00"}
+    (out / "starts.jsonl").write_text(json.dumps(start) + "\n")
     failing = FakeTracker(fails_after=1)
     ((status, said, err), again), _ = pool(2, train_with, failing, [*argv, "5"])
     assert (status, err, len(again.sent)) == (0, "", 1)
-    assert again.opened[0]["id"] == options["id"]
+    assert again.opened[0]["id"].startswith("run-2020")
     line = "--tracker failed and is off until the next start: ConnectionError('no network')\n"
     assert said.count(line) == said.count("no network") == 1
     assert len(rows(out)) == 5
