@@ -25,6 +25,8 @@ def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Bomb()))
     folder = data.open_folder(tmp_path)
     assert folder.vocab_size == 65 and folder.tokenizer is None
+    np.append(tokens, 70).astype(np.uint16).tofile(tmp_path / "val.bin")  # a rare character
+    assert data.open_folder(tmp_path).vocab_size == 71
     dataset = data.TokenDataset(folder, "train", 8, None)
     assert dataset[[0, 1]][1].tolist() == list(range(8, 17))
     # 3000 is a multiple of 8, and the last window needs a token after it.

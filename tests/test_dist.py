@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags, free_port, listen
+from conftest import build_run, flags, free_port, listen
 
 import dist
 import layout
@@ -75,6 +75,21 @@ def test_ranks_that_do_not_join_are_named(monkeypatch):
         dist.start("cpu", timeout, join_timeout=timedelta(seconds=1))
 
 
+def test_a_missing_rank_is_named_in_each_attempt(monkeypatch):
+    """In torchrun's store, which also has what the attempt before has left."""
+    port = free_port()
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job"}
+    for attempt in range(2):
+        for name, value in (variables | {"TORCHELASTIC_RESTART_COUNT": attempt}).items():
+            monkeypatch.setenv(name, str(value))
+        line = "^1 of 2 ranks did not join within 0.5 s, first rank 1$"
+        with pytest.raises(ConnectionError, match=line):
+            dist.start("cpu", timedelta(seconds=5), join_timeout=timedelta(seconds=0.5))
+    assert store.port == port  # it was there until here
+
+
 def place_on_mesh(shape: tuple[int, int, int], device: str = "cpu") -> tuple[int, list[tuple]]:
     """The dp_rank, and (members, timeout, description) of this rank's group on each axis."""
     world = dist.start(device, timedelta(seconds=77))
@@ -106,6 +121,24 @@ def test_each_axis_has_a_group_and_ranks_that_share_data_a_dp_rank(pool, shape, 
     assert [dp_rank for dp_rank, _ in answers] == [rank // tp for rank in range(world_size)]
     expected = [(members, 77, axis) for members, axis in zip(groups_of_last, dist.AXES)]
     assert answers[-1][1] == expected
+
+
+def dtype_of_rotations(argv: list[str]) -> torch.dtype:
+    """The dtype of what a block that FSDP has wrapped gets as RoPE's table."""
+    run = build_run(argv)
+    seen = []
+
+    def see(attention, inputs, keywords) -> None:
+        seen.append(keywords["rope"].dtype)
+
+    run.state.model.blocks[0].attention.register_forward_pre_hook(see, with_kwargs=True)
+    run.forward(torch.zeros(1, 16, dtype=torch.int64))
+    return seen[0]
+
+
+def test_rotations_stay_in_float32_in_a_bfloat16_run(pool, tokens, tmp_path):
+    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --dtype bfloat16"
+    assert pool(2, dtype_of_rotations, flags(text)) == [torch.float32] * 2
 
 
 @pytest.fixture
