@@ -413,12 +413,15 @@ def test_a_save_keeps_what_is_newer_and_counts_only_what_is_not(tmp_path, one_ra
     """What is newer did not verify when the run started."""
     for step in range(1, 6):
         write_two_files_as(tmp_path, step)
+    for name in (".step-00000001.tmp", ".step-00000009.damaged.tmp"):  # of killed saves
+        (tmp_path / "checkpoints" / name).mkdir()
     saver = Saver(tmp_path, False, 2, 0, timedelta(seconds=5))
     for step, steps in {3: (2, 3, 4, 5), 4: (3, 4, 5), 7: (5, 7)}.items():
         saver.save({"a": torch.ones(2)}, {"step": step})
         assert saver.failure is None
         left = checkpoint.list_checkpoints(tmp_path)
         assert [checkpoint.step_of(path) for path in left] == list(steps)
+    assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 def test_a_linked_checkpoint_is_removed_and_its_target_stays(tmp_path, one_rank):
