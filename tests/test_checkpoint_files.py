@@ -120,6 +120,8 @@ def test_a_changed_first_byte_of_a_long_file_is_found(tmp_path):
     assert checkpoint.verify(path) is None
     flip_a_bit(path, place=0)
     assert "rank-00000.safetensors has changed" in checkpoint.verify(path)
+    with mock.patch("builtins.open", side_effect=OSError(5, "Input/output error")):
+        assert "Input/output error" in checkpoint.verify(path)  # of the disk
 
 
 # --------------------------------------------------------------------------------------------------

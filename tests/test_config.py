@@ -16,11 +16,13 @@ from runtime.cli import UsageError
 
 def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"lr": 0.5, "async_save": True, "model": "gpt2-124m", "tp": 1}))
+    flags = {"lr": 0.5, "async_save": True, "model": "gpt2-124m", "tp": 1, "allow_changes": True}
+    file.write_text(json.dumps(flags))
     file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())  # as some editors write it
     config = parse(["--config", str(file), "--lr", "1e-3"])
     assert (config.lr, config.async_save, config.max_steps) == (1e-3, True, 600)
     assert config.out == "runs/gpt2-124m"
+    assert not config.allow_changes  # it applied to one start
 
 
 def test_a_run_from_other_weights_has_their_name():
