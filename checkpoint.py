@@ -5,7 +5,7 @@
         full.safetensors            full format: instead, one file in which each tensor is one chunk
         index.json                  which file holds which chunk of a tensor
         tokenizer.*                 the tokenizer, if it is a file
-        manifest.json               step, tokens, config, data; file sizes and checksums
+        manifest.json               step, tokens, config, data; file sizes, checksums, also its own
 
 The manifest is written last: a directory without one is not a checkpoint. Nothing in these files
 can be executed. A safetensors file is 8 bytes with the size of its header, the header in JSON and
