@@ -8,6 +8,7 @@ import shutil
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch

@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import math
+import os
+import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -30,6 +33,14 @@ def log_step(the_log: metrics.Log, step: int, loss: float = 2.5, **changes: floa
     values |= {"loss": loss} | changes
     values = {name: torch.tensor(value) for name, value in values.items()}
     the_log.step(step, values | {"lr": 0.1}, stops=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_host_memory_is_in_bytes():
+    """More than this process has now, and less than a terabyte."""
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    resident = resident_pages * os.sysconf("SC_PAGE_SIZE")
+    assert 0.9 * resident <= metrics.peak_memory(torch.device("cpu"))["peak_host_memory"] < 1e12
 
 
 @pytest.fixture
