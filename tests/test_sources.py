@@ -155,6 +155,7 @@ def test_sources_keep_their_order_and_folders_and_globs_are_sorted(tmp_path, mon
     assert documents("?/*.txt") == ["a/[x].txt", "b/1.txt", "b/2.txt"]
     everything = ["a/[x].txt", "a/y.md", "b/1.txt", "b/2.txt", "c/deep/3.txt"]
     assert documents("*") == documents("**") == documents(tmp_path) == everything
+    assert documents("**/*.txt") == [name for name in everything if name.endswith("txt")]
     with pytest.raises(SourceError, match="--source \\*.jsonl matches no file"):
         find_files(["a", "*.jsonl"], takes_binary=False)
 
