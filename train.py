@@ -23,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -86,10 +86,12 @@ def run(
     watchdog: Watchdog,
     held: contextlib.ExitStack,
     handle_signals: bool = True,
+    after_load: Callable[["State"], None] | None = None,
 ) -> int:
     """What happens, from the first look at the disk to the last line; returns the exit status.
 
-    `held` keeps the lock of the run folder.
+    `held` keeps the lock of the run folder. `after_load` is called with the state before the ranks
+    compare their weights.
 
     In a step the host queues work and does not wait for the device: batches are copied from pinned
     memory, tensors decide on clipping and skipping (optim.Optimizer), ranks agree to stop with CPU
@@ -110,6 +112,8 @@ def run(
     mesh = dist.make_mesh(world, setup.mesh_shape)
     state, forward = build(c, setup, mesh)
     load(state, start)
+    if after_load:
+        after_load(state)
 
     # The data, and whether all ranks together form one run
     folders = data.open_folders(c.data)

@@ -115,7 +115,8 @@ class Ranks:
         self.world = world
         self.watchdog = watchdog
         self.store = world.store.clone()
-        self.store_keeper = torch.distributed.group.WORLD
+        # `alone` leaves this group, which on rank 0, without torchrun, keeps the store's server.
+        self.first_group = torch.distributed.group.WORLD
         device = metrics.device_name(world.device)
         name = f"rank {world.rank} ({socket.gethostname()}, {device}, torch {torch.__version__})"
         self.names = dist.on_all_ranks(lambda: name)
@@ -142,21 +143,17 @@ class Ranks:
         """
         out = self.folder / name
         squares = Counter()
-        load = train.load
 
-        def load_and_prepare(state: train.State, start: preflight.Start) -> None:
-            load(state, start)
+        def prepare(state: train.State) -> None:
             if seed is not None:
                 move_by_an_ulp(state.tensors["model"], seed)
             if not c.compile:
                 sum_outputs(state, squares)
 
         with loss_parallel(), contextlib.redirect_stdout(None), contextlib.ExitStack() as held:
-            train.load = load_and_prepare
-            held.callback(setattr, train, "load", load)
             flags = dataclasses.replace(c, out=str(out))
             # A signal ends this process, not only the run.
-            train.run(flags, world, self.watchdog, held, handle_signals=False)
+            train.run(flags, world, self.watchdog, held, handle_signals=False, after_load=prepare)
         return dist.on_rank0(training_rows, out), sum(dist.on_all_ranks(squares.copy), Counter())
 
     def alone(self) -> tuple[tuple, list, list]:
