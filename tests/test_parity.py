@@ -110,6 +110,15 @@ def test_every_mesh_gives_the_numbers_of_a_single_process(
         assert difference <= (1e-5 if dtype == "float32" else 5e-2) * weight.norm(), name
 
 
+def test_micro_batches_of_any_size_give_the_same_numbers(trained):
+    """On one rank, the reference of the meshes, which accumulate as often as it does."""
+    policies = "", "--micro_batch_size 16"  # four of 4 sequences, one of 16
+    logs = [rows(trained("single", 4, "float32", 5, policy)) for policy in policies]
+    for expected, row in zip(*logs, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_single_process_gives_the_numbers_of_2026_11_22(trained, dtype):
     """Nearly: those are of an AMD EPYC Zen 5, and other CPUs round differently.
