@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import subprocess
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -199,6 +200,19 @@ def test_a_difference_of_either_sign_in_any_row_fails(losses, largest):
     check.compare(result, "one rank's", expected, found, {"loss": 1e-5, "grad_norm": 1e-5})
     assert result.figures == {"one rank's loss": largest, "one rank's grad_norm": 0.0}
     assert len(result.problems) == 1
+
+
+@pytest.mark.parametrize("second, slow", [([1, 2], 1), ([1, 1], 0), ([2, 1], 0)])
+def test_a_link_is_slow_if_a_second_measurement_agrees(second, slow):
+    world = SimpleNamespace(device=torch.device("cpu"))
+    ranks = SimpleNamespace(names=["rank 0", "rank 1"], world=world)
+    pairs = [(0, 1), (1, 0)]
+    times = [dict(zip(pairs, seconds)) for seconds in ([1, 2], second)]
+    result = check.Check()
+    with mock.patch.object(check, "best_times", side_effect=times):
+        check.time_links(ranks, result, "on a host", pairs)
+    expected = ["slow: the link from rank 1 to rank 0, 2.0 x as long as others"]
+    assert result.problems == slow * expected
 
 
 @pytest.mark.slow

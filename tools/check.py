@@ -239,24 +239,34 @@ def links(ranks: Ranks, check: Check) -> None:
 
 
 def time_links(ranks: Ranks, check: Check, kind: str, pairs: list[tuple[int, int]]) -> None:
-    """Time the transfers of (sender, receiver), one after the other, and compare the best times."""
+    """Time the links from a sender to a receiver, and name those that are slow twice."""
     device = ranks.world.device
+    best = best_times(pairs, device)
+    check.figures[f"{kind} GB/s"] = LINK_BYTES[device.type] / max(best.values()) / 1e9
+    slow = slow_links(best)
+    if slow:  # perhaps other work on these hosts was in the way
+        again = slow_links(best_times(pairs, device))
+        slow = {pair: ratio for pair, ratio in again.items() if pair in slow}
+    for (sender, receiver), ratio in slow.items():
+        link = f"the link from {ranks.names[sender]} to {ranks.names[receiver]}"
+        check.problems.append(f"slow: {link}, {ratio:.1f} x as long as others")
+
+
+def best_times(pairs: list[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], float]:
+    """The least seconds of a transfer over each link, tried one after the other; on all ranks."""
     seconds = dict.fromkeys(pairs, math.inf)
     for pair in pairs * REPEATS:
         took = transfer(*pair, device)
         seconds[pair] = min(took, seconds[pair])
     of_ranks = dist.on_all_ranks(seconds.copy)
-    best = {}
-    for sender, receiver in pairs:
-        best[sender, receiver] = of_ranks[receiver][sender, receiver]
+    return {pair: of_ranks[pair[1]][pair] for pair in pairs}
+
+
+def slow_links(best: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """The links that take over SLOW times as long as the faster ones, and how many times."""
     by_time = sorted(best.values())
-    typical = by_time[len(pairs) // 4]  # one slow host slows many links
-    check.figures[f"{kind} GB/s"] = LINK_BYTES[device.type] / by_time[-1] / 1e9
-    for (sender, receiver), least in best.items():
-        if least > SLOW * typical:
-            link = f"the link from {ranks.names[sender]} to {ranks.names[receiver]}"
-            ratio = least / typical
-            check.problems.append(f"slow: {link}, {ratio:.1f} x as long as others")
+    typical = by_time[len(best) // 4]  # one slow host slows many links
+    return {pair: least / typical for pair, least in best.items() if least > SLOW * typical}
 
 
 def transfer(sender: int, receiver: int, device: torch.device) -> float:
