@@ -453,7 +453,7 @@ def save_state(
     CheckpointError on all ranks, if one fails.
     """
     path = Path(path)
-    rank = own_rank()
+    rank = this_rank()
     work = path.with_name(f".{path.name}.tmp")
     local = local_parts(state) if local is None else local
 
@@ -496,7 +496,7 @@ def on_each_rank(work: Callable, group: torch.distributed.ProcessGroup | None) -
     try:
         result = work()
     except Exception as error:  # no rank may wait for another
-        where = "" if isinstance(error, CheckpointError) else f"rank {own_rank()}: "
+        where = "" if isinstance(error, CheckpointError) else f"rank {this_rank()}: "
         problem = f"{where}{reason(error)}"  # text can always be sent
     answers = [(result, problem)]
     if torch.distributed.is_initialized():
@@ -508,14 +508,14 @@ def on_each_rank(work: Callable, group: torch.distributed.ProcessGroup | None) -
     return [result for result, _ in answers]
 
 
-def own_rank() -> int:
+def this_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def remove_leftovers(path: Path) -> None:
     """Remove what saves have left beside the checkpoint `path`. Raises nothing."""
-    own = [path.with_name(f".{path.name}{kind}.tmp") for kind in ("", ".damaged")]
-    for leftover in [*own, *path.parent.glob(".step-*.tmp")]:
+    of_path = [path.with_name(f".{path.name}{kind}.tmp") for kind in ("", ".damaged")]
+    for leftover in [*of_path, *path.parent.glob(".step-*.tmp")]:
         shutil.rmtree(leftover, ignore_errors=True)
         with contextlib.suppress(OSError):
             leftover.unlink()  # a symbolic link: what it leads to stays

@@ -60,15 +60,26 @@ PRINTS = """
 import sys, time
 from runtime import cli, console
 console.INTERVAL = 0.01
-what = "converting"
-with console.live(lambda: what):
+what, asked = "converting", 0
+
+def doing():
+    global asked
+    asked += 1
+    return what
+
+def wait_until_drawn():
+    enough = asked + 3
+    while sys.stdout.isatty() and asked < enough:
+        time.sleep(0.001)
+
+with console.live(doing):
     print("a line")
-    time.sleep(0.05)
+    wait_until_drawn()
     print("a part", end="", flush=True)
-    time.sleep(0.05)
+    wait_until_drawn()
     print(" and the rest")
     what = "still converting"
-    time.sleep(0.3)
+    wait_until_drawn()
 cli.report_error("prog", "the last line")
 """
 
