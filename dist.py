@@ -12,6 +12,7 @@ unique and covers 0 ... R * S - 1.
 
 import itertools
 import os
+import pickle
 import resource
 import socket
 import time
@@ -200,23 +201,44 @@ def join_group(world: World, store: torch.distributed.Store) -> None:
         ) from None
 
 
-def on_all_ranks(function: Callable, *arguments) -> list:
-    """Call `function` on each rank; return the results of all, by rank.
+class RankError(RuntimeError):
+    """An error of another rank, whose class cannot be sent."""
 
-    If one raises, raises its exception on all, so that none waits.
+    exit_status = 1
+
+
+def on_all_ranks(function: Callable, *arguments) -> list:
+    """Call `function` on each rank; return the results of all ranks, by rank.
+
+    If a rank raises, all ranks raise, so that none waits: this rank its own exception, the other
+    ranks one of the same class with the same text. If several ranks raise, the first one counts.
     """
-    result = error = None
+    result = error = sent = None
     try:
         result = function(*arguments)
     except Exception as exception:
         error = exception
+        sent = class_and_text(error)  # an exception may have arguments that cannot be sent
     outcomes: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(outcomes, (result, error))
-    outcomes[torch.distributed.get_rank()] = (result, error)  # this rank's, with its traceback
-    for _, error in outcomes:
-        if error is not None:
-            raise error
+    torch.distributed.all_gather_object(outcomes, (result, sent))
+    for rank, (_, sent) in enumerate(outcomes):
+        if sent:
+            raise error if rank == torch.distributed.get_rank() else exception_of(*sent)
     return [result for result, _ in outcomes]
+
+
+def class_and_text(error: Exception) -> tuple[type, str]:
+    try:
+        pickle.dumps(type(error))
+    except (pickle.PicklingError, AttributeError):  # a local class
+        return RankError, f"{type(error).__name__}: {error}"
+    return type(error), str(error)
+
+
+def exception_of(error_class: type, text: str) -> Exception:
+    error = error_class.__new__(error_class)  # not called: it may take other arguments
+    error.args = (text,)
+    return error if str(error) == text else RankError(f"{error_class.__name__}: {text}")
 
 
 def on_rank0(function: Callable, *arguments):

@@ -190,23 +190,50 @@ def test_a_rank_may_open_as_many_files_as_the_system_grants(pool):
     assert soft == hard == hard_before
 
 
-def fail_on_one_rank(failing_rank: int) -> str:
-    world = dist.start("cpu")
+class TwoArguments(ValueError):
+    def __init__(self, disk: str, problem: str):
+        super().__init__(f"this {disk} is {problem}")
+
+
+def fail_on_rank_1(kind: str) -> tuple[str, str]:
+    """The class and the text of the error on this rank, or what it returned."""
+
+    class Local(Exception):
+        pass
+
+    world = dist.start("cpu", timedelta(seconds=9))
+    text = "this disk is full"
+    errors = {"system": OSError(text), "two": TwoArguments("disk", "full")}
+    errors |= {"local": Local(text), "key": KeyError(text)}
 
     def work() -> str:
-        if world.rank == failing_rank:
-            raise OSError("this disk is full")
+        if world.rank == 1 and kind in errors:
+            raise errors[kind]
         return f"done on {world.rank}"
 
     try:
-        return dist.on_all_ranks(work)[world.rank]
-    except OSError as error:
-        return str(error)
+        return "", dist.on_all_ranks(work)[world.rank]
+    except Exception as error:
+        return type(error).__name__, str(error)
 
 
-def test_an_error_on_one_rank_is_raised_on_all(pool):
-    assert pool(3, fail_on_one_rank, 1) == ["this disk is full"] * 3
-    assert pool(3, fail_on_one_rank, 9) == ["done on 0", "done on 1", "done on 2"]
+@pytest.mark.parametrize(
+    "kind, on_rank_1, on_rank_0",
+    [
+        ("system", ("OSError", "this disk is full"), ("OSError", "this disk is full")),
+        ("two", ("TwoArguments", "this disk is full"), ("TwoArguments", "this disk is full")),
+        ("local", ("Local", "this disk is full"), ("RankError", "Local: this disk is full")),
+        (
+            "key",
+            ("KeyError", "'this disk is full'"),
+            ("RankError", "KeyError: 'this disk is full'"),
+        ),
+        ("none", ("", "done on 1"), ("", "done on 0")),
+    ],
+)
+def test_an_error_on_one_rank_is_raised_on_all(pool, kind, on_rank_1, on_rank_0):
+    """Whatever its class, and with its text."""
+    assert pool(2, fail_on_rank_1, kind) == [on_rank_0, on_rank_1]
 
 
 @pytest.mark.parametrize(
