@@ -124,8 +124,8 @@ def test_a_vocabulary_with_room_stays(pool, tokens, tmp_path):
     assert (after[name] - before[name]).abs().max() < 0.01 < before[name].abs().max()
 
 
-def signal_in_step_2(argv: list[str]) -> tuple[int, str, str]:
-    """train.py with a signal to stop in its second step."""
+def signal_in_step_2(argv: list[str], max_restarts: str) -> tuple[int, str, str]:
+    """train.py with a signal to stop in its second step, under torchrun --max-restarts."""
     step = train.train_step
 
     def signal_and_step(forward, optimizer, batches, number, *rest):
@@ -133,18 +133,30 @@ def signal_in_step_2(argv: list[str]) -> tuple[int, str, str]:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(forward, optimizer, batches, number, *rest)
 
-    with mock.patch.object(train, "train_step", signal_and_step):
+    restarts = mock.patch.dict(os.environ, TORCHELASTIC_MAX_RESTARTS=max_restarts)
+    with restarts, mock.patch.object(train, "train_step", signal_and_step):
         return listen(argv)
 
 
-@pytest.mark.parametrize("max_steps, status", [(3, 0), (4, os.EX_TEMPFAIL)])
-def test_a_signal_before_the_last_step_stops_nothing(pool, tokens, tmp_path, max_steps, status):
-    """All ranks learn of it a step later."""
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps {max_steps}")
-    ((found, said, _),) = pool(1, signal_in_step_2, argv)
+@pytest.mark.parametrize(
+    "text, max_restarts, status, saved",
+    [
+        ("--max_steps 3", "0", 0, ["step-00000003"]),  # which step 3 ends anyway
+        ("--max_steps 4", "0", os.EX_TEMPFAIL, ["step-00000003"]),
+        ("--max_steps 4", "3", 0, ["step-00000003"]),  # torchrun would restart it at once
+        ("--max_steps 4 --checkpoint none", "0", os.EX_TEMPFAIL, []),
+    ],
+)
+def test_a_signal_stops_a_run_after_the_next_step(
+    pool, tokens, tmp_path, text, max_restarts, status, saved
+):
+    """All ranks learn of it a step later, and log that step."""
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --log_interval 100 {text}")
+    ((found, said, _),) = pool(1, signal_in_step_2, argv, max_restarts)
     assert found == status
-    assert ("stopped after step 3" in said) == (status != 0)
-    assert last_checkpoint(tmp_path / "run").name == "step-00000003"
+    assert ("stopped after step 3" in said) == ("--max_steps 4" in text)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 3]
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "run")] == saved
 
 
 def seconds_waited_for_data(argv: list[str]) -> float:
