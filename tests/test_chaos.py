@@ -201,10 +201,11 @@ def strike(kind: str, victim, other, host: str, out: Path, rng: random.Random) -
         os.truncate(file, rng.randrange(file.stat().st_size))
     if kind == "full":
         filler = out.parent / "filler"
-        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
-            while file.write(bytes(1 << 16)):
-                pass
-        time.sleep(0.5)
+        until = time.monotonic() + 0.5
+        with open(filler, "wb", buffering=0) as file:
+            while time.monotonic() < until:  # also fills what removed checkpoints leave
+                with contextlib.suppress(OSError):
+                    file.write(bytes(1 << 16))
         filler.unlink()
     if kind in ("interface", "gone"):
         other.join(15 * SILENCE if kind == "gone" else rng.uniform(0.5, SILENCE / 2))
