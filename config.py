@@ -333,6 +333,12 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
 # What follows from the flags
 
 
+def from_saved(flags: dict) -> Config:
+    """The Config of saved flags. Newer flags have their defaults; unknown flags are left out."""
+    known = {f.name: flags[f.name] for f in dataclasses.fields(Config) if f.name in flags}
+    return Config(**known)
+
+
 def fill_learning_rate(config: Config) -> Config:
     """The flags with computed defaults filled in: also an optim.Settings. Raises UsageError.
 

@@ -427,7 +427,7 @@ def report_stop(c: Config, step: int, log: metrics.Log) -> int:
     line = f"stopped after step {step}{continues}"
     log.say(line)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # once in the report of each host's torchrun
-        cli.write_root_cause(line, time.time())
+        cli.write_root_cause(line)
     # 75 tells a scheduler to try again. With torchrun --max-restarts, which would retry at once,
     # return 0.
     will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0

@@ -75,23 +75,24 @@ class Parser(argparse.ArgumentParser):
 def report_error(program: str, message: str, where: str = "", began: float | None = None) -> None:
     """Print an error in one line, if stderr still takes it, and put it into torchrun's report.
 
-    `began` is when the error occurred, in seconds since the epoch; by default now.
+    `began`: see `write_root_cause`.
     """
     line = f"{program}: error{where}: {message}"
     with contextlib.suppress(OSError):
         clear = console.CLEAR if sys.stderr.isatty() else ""  # of a live line
         print(f"{clear}{line}", file=sys.stderr, flush=True)
-    write_root_cause(line, began or time.time())
+    write_root_cause(line, began)
 
 
-def write_root_cause(line: str, began: float) -> None:
+def write_root_cause(line: str, began: float | None = None) -> None:
     """Write why this rank ends where torchrun reads it, for "Root Cause" in its report.
 
     The file has the format of torch.distributed.elastic's ErrorHandler, without a traceback.
-    torchrun shows the failure with the earliest timestamp as the root cause.
+    torchrun shows the failure that `began` first, in seconds since the epoch, as the root cause; by
+    default, this failure begins now.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": line, "extraInfo": {"timestamp": str(int(began))}}
+        message = {"message": line, "extraInfo": {"timestamp": str(int(began or time.time()))}}
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps({"message": message}))
 

@@ -22,6 +22,7 @@ from config import (
     Config,
     fill_learning_rate,
     fill_sizes,
+    from_saved,
     model_config,
     read_model,
 )
@@ -82,8 +83,7 @@ def check(
         check_folder(flags, saved, starts)
     origin = find_origin(flags, saved, damaged)
     c = settle(flags, origin)
-    if c.data == BUILTIN and not Path(BUILTIN).exists():
-        prepare_builtin()
+    if c.data == BUILTIN and prepare_builtin():
         held.push(remove_rejected_builtin)
     folders = data.open_folders(c.data)
     first = folders[0]  # for what all share: vocabulary and tokenizer
@@ -105,9 +105,12 @@ def check(
     return Start(c, model, manifest, device_memory, times, *found)
 
 
-def prepare_builtin() -> None:
-    if not Path(BUILTIN).exists():
+def prepare_builtin() -> bool:
+    """Prepare the built-in data unless it exists; return whether this call has prepared it."""
+    is_missing = not Path(BUILTIN).exists()
+    if is_missing:
         prepare.prepare(None, Path(BUILTIN))
+    return is_missing
 
 
 def remove_rejected_builtin(kind, error, traceback) -> None:
@@ -245,9 +248,8 @@ def check_changes(path: Path, saved: dict, manifest: dict) -> list[str]:
 def properties(path: Path, manifest: dict) -> dict:
     """What a manifest says of a run: its flags with defaults resolved, its model and its data."""
     flags, model = manifest.get("config") or {}, vars(read_model(path, manifest))
-    names = {f.name for f in dataclasses.fields(Config)}
-    known = {name: flags[name] for name in names & flags.keys()}  # newer flags have their defaults
-    resolved = vars(fill_learning_rate(Config(**known | {"d_model": model["d_model"]})))
+    c = dataclasses.replace(from_saved(flags), d_model=model["d_model"])
+    resolved = vars(fill_learning_rate(c))
     dtype = {"dtype": manifest.get("dtype", resolved["dtype"])}  # what --dtype auto chose
     merged = flags | resolved | dtype
     found = {f"--{name}": value for name, value in merged.items() if name not in model}

@@ -6,7 +6,6 @@ python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config import Config, fill_learning_rate
+from config import fill_learning_rate, from_saved
 from metrics import read_log
 from runtime import cli
 from runtime.cli import UsageError
@@ -85,8 +84,7 @@ def read_all(folders: list[str]) -> list[Log]:
 
 def with_learning_rate(flags: dict) -> dict:
     """The flags of config.json, with the values that a run computes for --lr and --warmup_steps."""
-    known = {f.name: flags[f.name] for f in dataclasses.fields(Config) if f.name in flags}
-    filled = fill_learning_rate(Config(**known))
+    filled = fill_learning_rate(from_saved(flags))
     return flags | {"lr": filled.lr, "warmup_steps": filled.warmup_steps}
 
 
