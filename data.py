@@ -65,6 +65,21 @@ class TokenFolder:
         return memmap_tokens(self.path / f"{split}.bin", self.dtype)
 
 
+@dataclass(frozen=True)
+class DataFacts:
+    """What a run needs to know of its data before it reads any."""
+
+    vocab_size: int
+    tokenizer: str | None  # its name in a checkpoint
+    fingerprint: str  # of all folders; changes when the tokens do
+
+
+def facts_of(folders: list[TokenFolder]) -> DataFacts:
+    """Return the facts of one folder, or of the folders of a mixture, which share a vocabulary."""
+    fingerprint = ", ".join(folder.fingerprint for folder in folders)
+    return DataFacts(folders[0].vocab_size, folders[0].tokenizer_name, fingerprint)
+
+
 def open_folders(data: str) -> list[TokenFolder]:
     """Open the folder DIR, or the folders of a mixture DIR:SHARE,DIR:SHARE,... Raises DataError.
 

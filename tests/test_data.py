@@ -209,6 +209,14 @@ def test_each_folder_of_a_mixture_keeps_its_own_order(mixture):
         assert of_folder.equal(alone[list(range(2100 * folder.share // 1000))][:, 0])
 
 
+def test_the_facts_of_a_mixture_name_each_folders_fingerprint(mixture):
+    folders = data.open_folders(mixture)
+    facts = data.facts_of(folders)
+    assert (facts.vocab_size, facts.tokenizer) == (folders[1].vocab_size, folders[1].tokenizer_name)
+    assert facts.fingerprint.split(", ") == [folder.fingerprint for folder in folders]
+    assert facts.fingerprint.startswith("700/1000 of ")
+
+
 def test_the_order_of_a_mixture_is_that_of_2026_11_22(mixture):
     """A run that continues reads on where it stopped."""
     folders = data.open_folders(mixture)
