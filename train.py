@@ -52,8 +52,9 @@ from config import Config, fill_learning_rate, parse, profile_window
 from layout import Setup
 from metrics import is_due
 from model import Transformer, eval_mode
-from runtime import agreement, cli, console, memory, preflight, profiling, report, run_folder, slurm
+from runtime import agreement, cli, console, memory, preflight, profiling, run_folder, slurm
 from runtime.saver import Saver
+from runtime.startup_lines import describe_evaluation, describe_no_steps, describe_start, say
 from runtime.watchdog import SLOW_FACTOR, Watchdog, end_with_launcher, take_over_nccl_errors
 from sample import closing_sample
 
@@ -104,7 +105,7 @@ def run(
     start = preflight.find_start(flags, world, held)
     c = start.config  # the flags; those not given have the values of the run that continues
     if start.step >= c.max_steps:
-        report.say(world, report.describe_no_steps(start))
+        say(world, describe_no_steps(start))
         return 0
 
     # From flags and ranks to a model on the mesh, with its weights
@@ -122,9 +123,9 @@ def run(
     val_batches = agree(flags, c, setup, mesh, state, val_data)
     if c.eval_only:
         val_loss = evaluate(forward, val_batches, watchdog, state.step)
-        report.say(world, report.describe_evaluation(start, val_loss, val_data))
+        say(world, describe_evaluation(start, val_loss, val_data))
         return 0
-    report.say(world, report.describe_start(start, setup, world, state.model, train_data.parts))
+    say(world, describe_start(start, setup, world, state.model, train_data.parts))
     if c.dry_run:
         return 0
 

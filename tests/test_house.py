@@ -22,7 +22,7 @@ FLOORS = [
     "layout",
     "prepare sample",
     "runtime.preflight",
-    "runtime.report",
+    "runtime.startup_lines",
     "train",
     "tools.planning.rehearse",
     "tools.planning.predict",

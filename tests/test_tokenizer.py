@@ -15,7 +15,7 @@ from tiktoken_ext import openai_public
 import data
 import prepare
 from config import Config
-from runtime import report
+from runtime import startup_lines
 from text import encode, sources, tokenizer
 
 
@@ -111,7 +111,7 @@ def test_bits_per_byte_of_a_mixture_weigh_the_bytes_of_a_token_by_its_shares():
         parts.append(mock.MagicMock(folder=folder, seq_len=5))
     val_data = data.Mixture(parts)
     start = SimpleNamespace(config=Config(eval_sequences=1), checkpoint="a", damaged={})
-    (said,) = report.describe_evaluation(start, math.log(2), val_data)
+    (said,) = startup_lines.describe_evaluation(start, math.log(2), val_data)
     assert f", {1 / 3.5:.6f} bits per byte (" in said
 
 
