@@ -98,7 +98,9 @@ def describe_evaluation(
     for part in val_data.parts:
         mean = part.folder.val_bytes / len(part.folder.tokens("val"))
         bytes_per_token += part.folder.share / 1000 * mean
-    bits = val_loss / math.log(2) / (bytes_per_token or math.nan)  # 0: meta.json lacks val_bytes
+    bits = math.nan  # of a folder whose meta.json lacks val_bytes
+    if bytes_per_token:
+        bits = val_loss / math.log(2) / bytes_per_token
     perplexity = math.exp(min(val_loss, 700))  # exp(710) overflows
     n, seq_len = min(start.config.eval_sequences, len(val_data)), val_data.parts[0].seq_len
     yield (
