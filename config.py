@@ -9,82 +9,131 @@ import functools
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import optim
-from model import SIZES, ModelConfig
+from model import SIZES
 from runtime import cli
 from runtime.cli import UsageError
 
 BUILTIN = "tokens/python"
-WARMUP_STEPS = 50  # the default of --warmup_steps
-EVAL_SEQUENCES = 512  # that of --eval_sequences
+
+
+def parse_wrap(text: str) -> str:
+    """The argparse type of --wrap."""
+    if text != "auto":
+        blocks_per_unit(text)
+    return text
+
+
+def blocks_per_unit(wrap: str) -> int | None:
+    """How many blocks an FSDP unit has by --wrap, which is not auto; None: it has all."""
+    match = re.fullmatch(r"none|block(?:_group:(\d*[1-9]\d*))?", wrap)
+    if not match:
+        raise argparse.ArgumentTypeError(
+            f"{wrap}: choose auto, block, block_group:K (K blocks at a time) or none"
+        )
+    return None if wrap == "none" else int(match[1] or 1)
+
+
+def parse_window(text: str) -> str:
+    """The argparse type of --profile."""
+    profile_window(text)
+    return text
+
+
+def profile_window(profile: str) -> tuple[int, int]:
+    """The two steps of --profile START:STOP."""
+    match = re.fullmatch(r"(\d+):(\d+)", profile)
+    start, stop = map(int, match.groups()) if match else (0, 0)
+    if start >= stop:
+        raise argparse.ArgumentTypeError(
+            f"{profile}: give START:STOP with START < STOP, like 10:13"
+        )
+    return start, stop
 
 
 def flag(
     group: str,
     default,
     help: str,
+    *,
     least: float | None = None,
     below: float = math.inf,
     metavar: str | None = None,
+    parse: Callable | None = None,
     resume: Literal["never", "refused", "allowed", "not compared"] = "refused",
 ):
-    """A field of Config: its group in --help, default, help text and, for numbers, limits.
+    """A field of Config: its group in --help, its default, its help text, and how it is parsed.
 
-    Numbers must be in least <= value < below. `resume` is what happens if the value changes when a
-    run continues: by default it is refused without --allow_changes, "never" in any case.
+    Numbers must be in least <= value < below. `parse` is an argparse type, instead of the field's.
+    `resume` is what happens if the value differs from the value of the run that continues:
+
+    never           refused: it would be another run
+    refused         refused without --allow_changes: results would change
+    allowed         printed. If its default is None or "auto", layout.resolve computes the default
+                    for the ranks of each start.
+    not compared    nothing: it applies to one start, and a start that continues does not inherit it
     """
-    metadata = {"group": group, "help": help, "least": least, "below": below}
-    metadata |= {"metavar": metavar, "resume": resume}
-    return field(default=default, metadata=metadata)
+    metadata = {"group": group, "help": help, "least": least, "below": below, "resume": resume}
+    return field(default=default, metadata=metadata | {"metavar": metavar, "parse": parse})
 
 
-# It would be another run.
 fixed = functools.partial(flag, resume="never")
-# May change: results stay the same, or preflight.properties has what the flag stands for (model,
-# data), or the run reports the change at start (max_steps).
 free = functools.partial(flag, resume="allowed")
-# Applies to one start and is not compared with earlier ones.
 once = functools.partial(flag, resume="not compared")
 
 
 @dataclass(frozen=True)
 class Config:
-    """The flags. To add one, add a field here; --help prints it.
+    """The flags and their defaults. To add a flag, add a field here; --help prints it.
 
-    A field named like one of ModelConfig overrides it unless it is None. Resuming refuses a changed
-    value unless the field is `free` or `once`.
+    A field with the name of a field of ModelConfig overrides it unless it is None. A run that
+    continues refuses a changed value unless the field is `free` or `once`. layout.resolve replaces
+    the defaults None and "auto" by values.
     """
 
-    data: str | None = free(
-        "basics", None, f"token folder, or DIR:SHARE,... (default: {BUILTIN})", metavar="DIR"
-    )
+    data: str = free("basics", BUILTIN, "token folder, or DIR:SHARE,...", metavar="DIR")
     out: str | None = once(
         "basics", None, "run folder (default: runs/MODEL or runs/INIT_FROM)", metavar="DIR"
     )
-    seed: int = fixed("data", 0, "seed of the initial weights and of the data order", 0, 2**32)
+    seed: int = fixed(
+        "data", 0, "seed of the initial weights and of the data order", least=0, below=2**32
+    )
 
-    model: Literal[tuple(SIZES)] = free(
+    model: Literal[tuple(SIZES)] = fixed(
         "basics", "tiny", "named size; --n_layer ... --seq_len override its parts"
     )
-    n_layer: int | None = free("model", None, "number of blocks", 1, 10_000)
-    n_head: int | None = free("model", None, "number of attention heads", 1, 10_000)
-    n_kv_head: int | None = free("model", None, "key and value heads; fewer than n_head: GQA", 1)
-    d_model: int | None = free("model", None, "width of the residual stream", 1, 1_000_000)
-    d_ff: int | None = free("model", None, "hidden width of the MLP", 1, 10_000_000)
-    seq_len: int | None = free("model", None, "tokens per sequence", 1)
+    n_layer: int | None = free("model", None, "number of blocks", least=1, below=10_000)
+    n_head: int | None = free("model", None, "number of attention heads", least=1, below=10_000)
+    n_kv_head: int | None = free(
+        "model", None, "key and value heads; fewer than n_head: GQA", least=1
+    )
+    d_model: int | None = free(
+        "model", None, "width of the residual stream", least=1, below=1_000_000
+    )
+    d_ff: int | None = free("model", None, "hidden width of the MLP", least=1, below=10_000_000)
+    seq_len: int | None = free("model", None, "tokens per sequence", least=1)
 
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = free(
         "basics", "auto", "auto: ddp if everything fits on a device, else fsdp, across hosts hsdp"
     )
-    dp_replicate: int | None = free("mesh", None, "number of replicas (hsdp: one per host)", 1)
-    dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: those of a host)", 1)
-    tp: int = free("mesh", 1, "tensor parallelism: ranks that compute one forward together", 1)
+    dp_replicate: int | None = free(
+        "mesh", None, "number of replicas (hsdp: one per host)", least=1
+    )
+    dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: those of a host)", least=1)
+    tp: int = free(
+        "mesh", 1, "tensor parallelism: ranks that compute one forward together", least=1
+    )
     wrap: str = free(
-        "mesh", "auto", "FSDP unit: auto, block, block_group:K or none", metavar="UNIT"
+        "mesh",
+        "auto",
+        "FSDP unit: auto, block, block_group:K or none",
+        metavar="UNIT",
+        parse=parse_wrap,
     )
     reshard_after_forward: bool = free(
         "mesh", True, "drop gathered weights after forward, gather them again; false: SHARD_GRAD_OP"
@@ -94,58 +143,72 @@ class Config:
     )
 
     # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
-    global_batch_size: int = fixed("basics", 32, "sequences per optimizer step, over all ranks", 1)
+    global_batch_size: int = fixed(
+        "basics", 32, "sequences per optimizer step, over all ranks", least=1
+    )
     micro_batch_size: int | None = free(
-        "basics", None, "sequences per rank and forward (default: its share of the global batch)", 1
+        "basics",
+        None,
+        "sequences per rank and forward (default: its share of the global batch)",
+        least=1,
     )
     activation_checkpointing: Literal["none", "selective", "full"] = free(
         "memory", "none", "recompute blocks in backward; selective: all but matmuls and attention"
     )
-    loss_chunks: int = free("memory", 1, "compute logits in N chunks, twice, to save memory", 1)
-
-    max_steps: int = free("basics", 600, "optimizer steps of the run", 1)
-    lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", 0)
-    min_lr: float = flag("optimizer", 0.0, "learning rate one step after the last", 0)
-    warmup_steps: int | None = flag(
-        "optimizer", None, f"steps of linear warm-up from 0 to lr (default: {WARMUP_STEPS})", 0
+    loss_chunks: int = free(
+        "memory", 1, "compute logits in N chunks, twice, to save memory", least=1
     )
+
+    max_steps: int = free("basics", 600, "optimizer steps of the run", least=1)
+    lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", least=0)
+    min_lr: float = flag("optimizer", 0.0, "learning rate one step after the last", least=0)
+    warmup_steps: int = flag("optimizer", 50, "steps of linear warm-up from 0 to lr", least=0)
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
         "optimizer", "cosine", "decay to min_lr; wsd: only in the last fifth after warm-up"
     )
     optimizer: Literal[tuple(optim.OPTIMIZERS)] = fixed(
         "optimizer", "adamw", "muon: for the matrices of the blocks, AdamW for the rest"
     )
-    weight_decay: float = flag("optimizer", 0.1, "not applied to norms and the embedding", 0)
-    beta1: float = flag("optimizer", 0.9, "AdamW beta1", 0, 1)
-    beta2: float = flag("optimizer", 0.95, "AdamW beta2", 0, 1)
-    eps: float = flag("optimizer", 1e-8, "AdamW epsilon", 0)
+    weight_decay: float = flag("optimizer", 0.1, "not applied to norms and the embedding", least=0)
+    beta1: float = flag("optimizer", 0.9, "AdamW beta1", least=0, below=1)
+    beta2: float = flag("optimizer", 0.95, "AdamW beta2", least=0, below=1)
+    eps: float = flag("optimizer", 1e-8, "AdamW epsilon", least=0)
     clip: Literal[tuple(optim.CLIPS)] = flag(
         "optimizer", "norm", "norm: full gradient; adaptive: each parameter"
     )
-    max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm", 1e-9)
-    max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", 1e-9)
-    max_skipped: int = free("optimizer", 100, "skipped updates in a row that end a run; 0: off", 0)
+    max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm", least=1e-9)
+    max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", least=1e-9)
+    max_skipped: int = free(
+        "optimizer", 100, "skipped updates in a row that end a run; 0: off", least=0
+    )
 
-    log_interval: int = free("cadence", 10, "steps between log rows", 1)
+    log_interval: int = free("cadence", 10, "steps between log rows", least=1)
     tracker: Literal["none", "wandb"] = free(
         "cadence", "none", "also send training and evaluation rows to wandb (pip install wandb)"
     )
     optim_metrics_interval: int = free(
-        "cadence", 0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", 0
+        "cadence",
+        0,
+        "steps between rows of per-parameter statistics in optim.jsonl; 0: none",
+        least=0,
     )
-    eval_interval: int = free("basics", 250, "steps between evaluations; 0: only at the end", 0)
-    eval_sequences: int | None = free(
-        "cadence", None, f"per evaluation, always the same (default: {EVAL_SEQUENCES})", 1
+    eval_interval: int = free(
+        "basics", 250, "steps between evaluations; 0: only at the end", least=0
     )
+    eval_sequences: int = free("cadence", 512, "per evaluation, always the same", least=1)
     eval_only: bool = once(
         "cadence", False, "print the validation loss of --out's latest checkpoint; write nothing"
     )
-    sample_tokens: int = free("cadence", 256, "tokens to sample at the end; 0: none", 0)
-    profile: str | None = free("cadence", None, "steps to trace", metavar="START:STOP")
+    sample_tokens: int = free("cadence", 256, "tokens to sample at the end; 0: none", least=0)
+    profile: str | None = once(
+        "cadence", None, "steps to trace", metavar="START:STOP", parse=parse_window
+    )
 
-    save_interval: int = free("basics", 250, "steps between checkpoints; 0: only at the end", 0)
-    keep_last: int = flag("checkpoints", 2, "latest ones to keep; 0: all", 0)
-    keep_every: int = flag("checkpoints", 0, "also keep those of every N-th step; 0: none", 0)
+    save_interval: int = free(
+        "basics", 250, "steps between checkpoints; 0: only at the end", least=0
+    )
+    keep_last: int = flag("checkpoints", 2, "latest ones to keep; 0: all", least=0)
+    keep_every: int = flag("checkpoints", 0, "also keep those of every N-th step; 0: none", least=0)
     checkpoint: Literal["sharded", "none"] = free(
         "checkpoints", "sharded", "sharded: one file per rank; none: the run cannot be continued"
     )
@@ -162,24 +225,28 @@ class Config:
     allow_changes: bool = once("checkpoints", False, "continue a run even if its results change")
 
     dry_run: bool = once("stops", False, "build and check all up to the first step; write nothing")
-    timeout: float = free(
-        "stops", 120.0, "seconds without progress that end the run; 10 x to start or save", 1, 1e9
+    timeout: float = once(
+        "stops",
+        120.0,
+        "seconds without progress that end the run; 10 x to start or save",
+        least=1,
+        below=1e9,
     )
 
-    device: Literal["auto", "cpu", "cuda"] = free("hardware", "auto", "auto: GPUs if available")
+    device: Literal["auto", "cpu", "cuda"] = once("hardware", "auto", "auto: GPUs if available")
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "hardware", "auto", "compute dtype; auto: bfloat16 if the hardware has it"
     )
     compile: bool = free("hardware", False, "compile the model, or its layers, with torch.compile")
     num_workers: int | None = free(
-        "hardware", None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", 0
+        "hardware",
+        None,
+        "processes per rank that read ahead (default: 2 with GPUs, else 0)",
+        least=0,
     )
-    peak_tflops: float | None = free("hardware", None, "dense TFLOP/s of a device, for MFU", 1e-9)
-
-    @property
-    def source(self) -> str | None:
-        """The checkpoint or run that --init_from or --resume names: it has the model."""
-        return self.init_from or (None if self.resume in ("auto", "never") else self.resume)
+    peak_tflops: float | None = free(
+        "hardware", None, "dense TFLOP/s of a device, for MFU", least=1e-9
+    )
 
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -197,64 +264,60 @@ docs/reference.md has the log's fields, exit statuses, file formats and guarante
 
 
 # --------------------------------------------------------------------------------------------------
-# Flags -> Config
+# Command line -> flags
 
 
-def parse(argv: list[str]) -> Config:
-    """Parse the command line. Raises UsageError."""
-    return to_config(parse_flags(build_parser(), argv))
+def parse(argv: list[str]) -> dict:
+    """Return {name: value} of the flags that are typed, or that the --config file holds.
 
-
-def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
-    """Flag -> value; flags in `argv` override those of a --config file. Raises UsageError.
-
-    `parser` has at least the flags of `build_parser`.
+    `out` is always there: its default follows from the flags that are typed. Raises UsageError.
     """
-    given = parser.parse_known_args(argv)[0]
-    if given.config:
-        argv = config_flags(parser, given.config, given.out) + argv
-    flags = vars(parser.parse_args(argv))
-    del flags["config"]
-    return flags
-
-
-def to_config(flags: dict) -> Config:
-    """Fill in defaults that depend on other flags, then check all. Raises UsageError."""
-    if flags["out"] is None:
-        flags["out"] = f"runs/{name_of(flags['init_from'] or flags['model'])}"
-    if not flags["eval_only"]:  # for which the checkpoint has the defaults
-        flags["data"] = flags["data"] or BUILTIN
-        flags["eval_sequences"] = flags["eval_sequences"] or EVAL_SEQUENCES
-    config = Config(**flags)
-    if Path.cwd().is_relative_to(Path(config.out).resolve()):
+    flags = parse_flags(build_parser(), argv)
+    flags.setdefault("out", default_out(flags))
+    if Path.cwd().is_relative_to(Path(flags["out"]).resolve()):
         raise UsageError(
-            f"--out {config.out or repr('')} is the current folder or a folder above it: "
+            f"--out {flags['out'] or repr('')} is the current folder or a folder above it: "
             "name a folder for this run alone, such as runs/mine"
         )
-    if config.warmup_steps is not None and config.warmup_steps > config.max_steps:
-        raise UsageError(
-            f"--warmup_steps {config.warmup_steps} is more than --max_steps {config.max_steps}: "
-            "the learning rate would never reach --lr"
-        )
-    if config.init_from and config.resume not in ("auto", "never"):
+    if "init_from" in flags and named_run(flags) != flags["init_from"]:
         raise UsageError(
             "--init_from begins a new run and --resume PATH continues one: give only one of them"
         )
-    # Fail early on flags that cannot fit together, whatever the data and the number of processes.
-    if not (config.source or config.eval_only):  # the checkpoint has the model
-        model_config(config, vocab_size=64 * config.tp)
-        fill_learning_rate(config)
-    check_wrap(config.wrap)
-    profile_window(config)
-    return config
+    return flags
 
 
-def name_of(source: str) -> str:
-    """The name of a model, a run or an imported checkpoint; RUN-step-N for one of a run."""
-    path = Path(source)
+def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
+    """Flag -> value; flags in `argv` override the flags of a --config file. Raises UsageError.
+
+    `parser` has at least the flags of `build_parser`. Those have no defaults here.
+    """
+    given = parser.parse_known_args(argv)[0]
+    if given.config:
+        argv = config_flags(parser, given.config, getattr(given, "out", None)) + argv
+    flags = vars(parser.parse_args(argv))
+    return {name: value for name, value in flags.items() if name != "config"}
+
+
+def default_out(flags: dict) -> str:
+    """runs/NAME, with the name of the model, run or imported checkpoint of a new run.
+
+    A checkpoint of a run gives RUN-step-N.
+    """
+    path = Path(flags.get("init_from") or flag_value(flags, "model"))
     if path.parent.name == "checkpoints":
-        return f"{path.parent.parent.name}-{path.name}"
-    return path.name
+        return f"runs/{path.parent.parent.name}-{path.name}"
+    return f"runs/{path.name}"
+
+
+def flag_value(flags: dict, name: str):
+    """The value of a flag that is never taken from another run: as typed, else its default."""
+    return flags.get(name, getattr(Config, name))
+
+
+def named_run(flags: dict) -> str | None:
+    """The checkpoint or run that --resume or --init_from names."""
+    resume = flag_value(flags, "resume")
+    return flags.get("init_from") if resume in ("auto", "never") else resume
 
 
 def build_parser() -> cli.Parser:
@@ -282,7 +345,8 @@ def build_parser() -> cli.Parser:
 
 
 def add_flag(group, f: dataclasses.Field) -> None:
-    options = {"default": f.default, "help": f.metadata["help"]}
+    # Only a flag that is typed has a value: layout.resolve fills in the defaults.
+    options = {"default": argparse.SUPPRESS, "help": f.metadata["help"]}
     least = f.metadata["least"]
     if f.default is not None:
         options["help"] += f" (default: {str(f.default).lower()})"
@@ -293,8 +357,10 @@ def add_flag(group, f: dataclasses.Field) -> None:
         # --async_save alone is --async_save true
         options |= {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
     else:
-        checked = kind if least is None else cli.number(kind, least, f.metadata["below"])
-        options |= {"type": checked, "metavar": f.metadata["metavar"] or METAVARS[kind]}
+        parse = f.metadata["parse"] or kind
+        if least is not None:
+            parse = cli.number(kind, least, f.metadata["below"])
+        options |= {"type": parse, "metavar": f.metadata["metavar"] or METAVARS[kind]}
     group.add_argument(f"--{f.name}", **options)
 
 
@@ -327,91 +393,3 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
     except (OSError, ValueError) as error:  # such as a UsageError
         raise UsageError(f"--config {file}: {error}") from None
     return flags
-
-
-# --------------------------------------------------------------------------------------------------
-# What follows from the flags
-
-
-def from_saved(flags: dict) -> Config:
-    """The Config of saved flags. Newer flags have their defaults; unknown flags are left out."""
-    known = {f.name: flags[f.name] for f in dataclasses.fields(Config) if f.name in flags}
-    return Config(**known)
-
-
-def fill_learning_rate(config: Config) -> Config:
-    """The flags with computed defaults filled in: also an optim.Settings. Raises UsageError.
-
-    Of a checkpoint's model, call it with the sizes filled in.
-    """
-    lr, warmup_steps = config.lr, config.warmup_steps
-    if lr is None:
-        lr = 0.5 / (config.d_model or SIZES[config.model].d_model)
-    if warmup_steps is None:
-        warmup_steps = WARMUP_STEPS
-    if config.min_lr > lr:
-        raise UsageError(f"--min_lr {config.min_lr} is above the peak learning rate {lr}")
-    return dataclasses.replace(config, lr=lr, warmup_steps=warmup_steps)
-
-
-def read_model(path: Path, manifest: dict) -> ModelConfig:
-    """The model in the manifest of `path`. Raises UsageError."""
-    try:
-        return ModelConfig.from_dict(manifest.get("model", {}))
-    except ValueError as error:
-        raise UsageError(f"{path} cannot be used: {error}") from None
-
-
-def fill_sizes(config: Config, base: ModelConfig) -> Config:
-    """The flags, with those that override parts of `base` filled in from it."""
-    sizes = {}
-    for f in dataclasses.fields(base):
-        if getattr(config, f.name, 0) is None:
-            sizes[f.name] = getattr(base, f.name)
-    if base.n_kv_head == base.n_head and config.n_kv_head is None:
-        # A size without grouped queries gets them only from --n_kv_head.
-        sizes["n_kv_head"] = config.n_head or base.n_head
-    return dataclasses.replace(config, **sizes)
-
-
-def model_config(config: Config, vocab_size: int, base: ModelConfig | None = None) -> ModelConfig:
-    """The named size, or `base`, the model of a checkpoint; flags named like its fields override.
-
-    The vocabulary of a checkpoint stays if it has room for `vocab_size`; else it is padded to a
-    multiple of 64, where matrix kernels are fast. Raises UsageError.
-    """
-    size = base or SIZES[config.model]
-    overrides = {}
-    if base is None or vocab_size > base.vocab_size:
-        overrides["vocab_size"] = math.ceil(vocab_size / 64) * 64
-    for name, value in vars(fill_sizes(config, size)).items():
-        if hasattr(size, name) and value is not None:
-            overrides[name] = value
-    try:
-        model = dataclasses.replace(size, **overrides)
-        model.check_tensor_parallel(config.tp)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    return model
-
-
-def check_wrap(wrap: str) -> None:
-    """Raises UsageError."""
-    if not re.fullmatch(r"auto|none|block|block_group:\d*[1-9]\d*", wrap):
-        raise UsageError(
-            f"--wrap {wrap}: choose auto, block, block_group:K (K blocks at a time) or none"
-        )
-
-
-def profile_window(config: Config) -> tuple[int, int] | None:
-    """--profile as (start, stop). Raises UsageError."""
-    if config.profile is None:
-        return None
-    match = re.fullmatch(r"(\d+):(\d+)", config.profile)
-    start, stop = map(int, match.groups()) if match else (0, 0)
-    if not start < stop < config.max_steps:
-        raise UsageError(
-            f"--profile {config.profile}: give START:STOP with START < STOP < max_steps "
-            f"{config.max_steps}, like 10:13"
-        )
-    return start, stop

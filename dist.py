@@ -238,6 +238,22 @@ def exception_of(error_class: type, text: str) -> Exception:
     return error if str(error) == text else RankError(f"{error_class.__name__}: {text}")
 
 
+@contextmanager
+def raise_on_all_ranks() -> Iterator[None]:
+    """TEMPORARY"""
+    error = None
+    try:
+        yield
+    except Exception as exception:
+        error = exception
+
+    def raise_it():
+        if error:
+            raise error
+
+    on_all_ranks(raise_it)
+
+
 def on_rank0(function: Callable, *arguments):
     """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
     is_first = torch.distributed.get_rank() == 0

@@ -1,237 +1,486 @@
-"""From flags and ranks to a model on the mesh: strategy, mesh shape, batch, dtype, memory."""
+"""From flags and ranks to a run, and from a run to its model on the mesh.
 
+`resolve` fills in every default, `place` lays the model out, and `estimate_memory` says what a rank
+needs.
+"""
+
+import dataclasses
 import functools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import dist
+import metrics
 import optim
-from config import Config
-from model import (
-    ModelConfig,
-    Transformer,
-    activation_bytes_of_block,
-    checkpoint_activations,
-    compile_modules,
-)
+from config import Config, blocks_per_unit, named_run, profile_window
+from data import DataFacts
+from model import SIZES, ModelConfig, Transformer, activation_bytes_of_block
 from runtime.cli import UsageError
+from runtime.machine import Machine
+from runtime.preflight import NEW_RUN, Origin
 
 # --------------------------------------------------------------------------------------------------
-# The setup of a run
+# A run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Config):
+    """A resolved run: every flag with its value, and what follows from flags, ranks and data.
+
+    It is the same on all ranks, and a checkpoint's manifest holds it. No value is None or "auto",
+    with these exceptions: no init_from, no profile, a device whose peak_tflops is not known, data
+    without a tokenizer, a model without rope_scaling, and resume, whose "auto" names a behaviour.
+    """
+
+    flags: dict  # as typed, for this start or an earlier one of the run
+    model_config: ModelConfig
+    data_facts: DataFacts
+
+    @property
+    def mesh_shape(self) -> tuple[int, int, int]:
+        return self.dp_replicate, self.dp_shard, self.tp
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def grad_accum_steps(self) -> int:
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.seq_len
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the forward pass."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def config(self) -> dict:
+        """The flags with their values."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(Config)}
+
+    @property
+    def manifest(self) -> dict:
+        """What every checkpoint of the run records."""
+        return {
+            "flags": self.flags,
+            "config": self.config,
+            "model": dataclasses.asdict(self.model_config),
+            "data": self.data_facts.fingerprint,
+            "tokenizer": self.data_facts.tokenizer,
+            "tokens_in_vocabulary": self.data_facts.vocab_size,
+        }
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags -> run
+
+# Flags that together describe the mesh
+MESH = ("strategy", "dp_replicate", "dp_shard", "tp", "grad_sync")
+
+
+def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW_RUN) -> Run:
+    """Fill in every default of a run. Reads no file, prints nothing and asks no hardware.
+
+    flags     {name: value} of the flags that were typed, as config.parse returns them
+    machine   the ranks and their hardware
+    data      vocabulary, tokenizer and fingerprint of the data
+    origin    the checkpoint that this start takes over, if any
+
+    Raises UsageError and MeshError if flags, ranks, data and model do not fit together.
+    """
+    values = take_over(flags, origin)
+    model_config = resolve_model(values, data.vocab_size, origin.model_config)
+    values = compute_defaults(values, model_config, machine)
+    check_steps(values)
+    typed = all_flags(flags, origin)
+    if named_run(flags):  # for --config in a new run, which does not have that checkpoint
+        typed |= {name: values[name] for name in ("model", *sizes_of(model_config))}
+    facts = {"flags": typed, "model_config": model_config, "data_facts": data}
+    *preferred, last = possible_strategies(values, machine)
+    for strategy in preferred:
+        run = Run(**values | split(values, strategy, machine), **facts)
+        if fits(run, machine.device_memory):
+            return run
+    return Run(**values | split(values, last, machine), **facts)
+
+
+def take_over(flags: dict, origin: Origin) -> dict:
+    """The value of every flag: as typed, else of the run that continues, else its default.
+
+    A computed default is still None or "auto".
+    """
+    values = default_values()
+    if inherits(flags, origin):
+        for f in dataclasses.fields(Config):
+            if not is_computed_anew(f) and f.name in origin.values:
+                values[f.name] = origin.values[f.name]
+    elif origin.path:
+        values["model"] = origin.values.get("model", values["model"])
+    values |= all_flags(flags, origin)
+    if values["eval_only"] and "micro_batch_size" not in flags:
+        values["micro_batch_size"] = origin.values.get("micro_batch_size")  # it fitted in memory
+    return values
+
+
+def default_values() -> dict:
+    return {f.name: f.default for f in dataclasses.fields(Config)}
+
+
+def inherits(flags: dict, origin: Origin) -> bool:
+    """Whether flags that are not typed take the values of the run of the checkpoint."""
+    return origin.path is not None and bool(flags.get("eval_only") or not origin.only_weights)
+
+
+def is_computed_anew(f: dataclasses.Field) -> bool:
+    """Whether a flag that was never typed has its default in each start, computed for its ranks."""
+    policy = f.metadata["resume"]
+    follows_ranks = policy == "allowed" and f.default in (None, "auto")
+    return policy == "not compared" or follows_ranks or f.name in MESH
+
+
+def all_flags(flags: dict, origin: Origin) -> dict:
+    """The flags that were typed for this start, or before for the run that continues."""
+    if not inherits(flags, origin):
+        return dict(flags)
+    has_mesh = not flags.keys().isdisjoint(MESH) or flags.get("eval_only")
+    kept = {}
+    for f in dataclasses.fields(Config):
+        is_of_one_start = f.metadata["resume"] == "not compared"
+        is_replaced = f.name in MESH and has_mesh
+        if f.name in origin.flags and not is_of_one_start and not is_replaced:
+            kept[f.name] = origin.flags[f.name]
+    return kept | flags
+
+
+def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) -> dict:
+    """The values with the model's sizes, and without None or "auto" for a computed default."""
+    filled = values | {name: getattr(model_config, name) for name in sizes_of(model_config)}
+    filled["device"] = machine.device_type
+    if filled["dtype"] == "auto":
+        filled["dtype"] = "bfloat16" if machine.has_bfloat16 else "float32"
+    if filled["wrap"] == "auto":
+        filled["wrap"] = choose_wrap(model_config)
+    if filled["lr"] is None:
+        filled["lr"] = 0.5 / model_config.d_model
+    if filled["num_workers"] is None:
+        filled["num_workers"] = 2 if machine.device_type == "cuda" else 0
+    if filled["peak_tflops"] is None:
+        filled["peak_tflops"] = metrics.peak_tflops(machine.device_name, filled["dtype"])
+    return filled
+
+
+def sizes_of(model_config: ModelConfig) -> list[str]:
+    """The names of the flags that override a part of the model."""
+    return [f.name for f in dataclasses.fields(Config) if hasattr(model_config, f.name)]
+
+
+def new_defaults(run: Run, machine: Machine) -> list[str]:
+    """Return where a run keeps a value that would not be its default if it began now, as text."""
+    now = compute_defaults(default_values() | run.flags, run.model_config, machine)
+    kept = []
+    for f in dataclasses.fields(Config):
+        value = getattr(run, f.name)
+        if not is_computed_anew(f) and value != now[f.name]:
+            kept.append(f"--{f.name} {value}: the default would be {now[f.name]} here and now")
+    return kept
+
+
+def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> ModelConfig:
+    """The named size, or `saved`, the model of a checkpoint; flags named like its fields override.
+
+    The vocabulary of a checkpoint stays if it has room for `vocab_size`; else it is padded to a
+    multiple of 64, where matrix kernels are fast. Raises UsageError.
+    """
+    size = saved or SIZES[values["model"]]
+    overrides = {}
+    if saved is None or vocab_size > saved.vocab_size:
+        overrides["vocab_size"] = math.ceil(vocab_size / 64) * 64
+    for name in sizes_of(size):
+        if values[name] is not None:
+            overrides[name] = values[name]
+    if size.n_kv_head == size.n_head and values["n_kv_head"] is None:
+        # A size without grouped queries gets them only from --n_kv_head.
+        overrides["n_kv_head"] = overrides.get("n_head", size.n_head)
+    try:
+        model_config = dataclasses.replace(size, **overrides)
+        model_config.check_tensor_parallel(values["tp"])
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return model_config
+
+
+def check_steps(values: dict) -> None:
+    """Raise UsageError for steps or learning rates that contradict each other."""
+    max_steps = values["max_steps"]
+    if values["min_lr"] > values["lr"]:
+        raise UsageError(
+            f"--min_lr {values['min_lr']} is above the peak learning rate {values['lr']}"
+        )
+    if values["warmup_steps"] > max_steps and values["warmup_steps"] != Config.warmup_steps:
+        raise UsageError(
+            f"--warmup_steps {values['warmup_steps']} is more than --max_steps {max_steps}: "
+            "the learning rate would never reach --lr"
+        )
+    if values["profile"] and profile_window(values["profile"])[1] >= max_steps:
+        raise UsageError(f"--profile {values['profile']}: STOP must be below max_steps {max_steps}")
+
+
+def possible_strategies(values: dict, machine: Machine) -> list[str]:
+    """--strategy; for auto, what is possible, least communication first. The last always fits."""
+    if values["strategy"] != "auto":
+        return [values["strategy"]]
+    if machine.world_size == values["tp"]:
+        return ["single"]
+    if values["dp_replicate"] or values["dp_shard"] or values["grad_sync"] == "shard":
+        return ["hsdp"]
+    if machine.world_size > machine.local_size:
+        return ["ddp", "hsdp", "fsdp"]
+    return ["ddp", "fsdp"]
+
+
+def split(values: dict, strategy: str, machine: Machine) -> dict:
+    """The shape of the mesh, and a rank's share of the batch, as flags.
+
+    Raises UsageError, as for a batch that cannot be split, and MeshError.
+    """
+    if values["grad_sync"] == "shard" and strategy != "hsdp":
+        raise UsageError(f"--grad_sync shard is for --strategy hsdp, not {strategy}")
+    asked = (values["dp_replicate"], values["dp_shard"], values["tp"])
+    shape = dist.mesh_shape(strategy, machine.world_size, machine.local_size, *asked)
+    dp_size = shape[0] * shape[1]
+    global_batch_size = values["global_batch_size"]
+    micro_batch_size = values["micro_batch_size"] or max(1, global_batch_size // dp_size)
+    per_forward = micro_batch_size * dp_size  # sequences of all ranks
+    if global_batch_size % per_forward and not values["eval_only"]:
+        raise UsageError(
+            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
+            f"{micro_batch_size} x {dp_size} data-parallel ranks = {per_forward}: "
+            "change --global_batch_size, --micro_batch_size or the number of ranks"
+        )
+    return {
+        "strategy": strategy,
+        "dp_replicate": shape[0],
+        "dp_shard": shape[1],
+        "micro_batch_size": micro_batch_size,
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# FSDP units
 
 UNIT_BYTES = 8_000_000  # of float32 weights in an FSDP unit at most, under --wrap auto
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What follows from flags, ranks and model: the same on every rank."""
+@functools.cache  # a search asks for each of a thousand candidates
+def choose_wrap(model_config: ModelConfig) -> str:
+    """--wrap auto: as many blocks as have UNIT_BYTES, or the whole model if it has no more.
 
-    device_type: str
-    strategy: str
-    mesh_shape: tuple[int, int, int]  # dp_replicate, dp_shard, tp
-    micro_batch_size: int
-    grad_accum_steps: int
-    dtype: torch.dtype  # of the forward pass
-    model: ModelConfig
-    blocks_per_unit: int | None  # of FSDP; None: the whole model is one unit
-
-    @property
-    def dp_size(self) -> int:
-        return self.mesh_shape[0] * self.mesh_shape[1]
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.micro_batch_size * self.grad_accum_steps * self.dp_size * self.model.seq_len
-
-
-def choose(c: Config, world: dist.World, model: ModelConfig, device_memory: int) -> Setup:
-    """Check that flags, ranks and model fit together. Raises UsageError and MeshError.
-
-    `device_memory` is the bytes that one rank may fill. --strategy auto takes the first that fits
-    of ddp, which communicates least, hsdp across hosts, and fsdp.
+    A message costs time whatever its size, so small blocks go together; a model that fits into one
+    unit is gathered once a micro-batch.
     """
-    if c.strategy != "auto":
-        return make_setup(c, world, model, c.strategy)
-    if world.size == c.tp:
-        return make_setup(c, world, model, "single")
-    if c.dp_replicate or c.dp_shard or c.grad_sync == "shard":
-        return make_setup(c, world, model, "hsdp")
-    for strategy in ("ddp", "hsdp") if world.size > world.local_size else ("ddp",):
-        setup = make_setup(c, world, model, strategy)
-        if fits(c, setup, device_memory):
-            return setup
-    return make_setup(c, world, model, "fsdp")
+    with torch.device("meta"):
+        model = Transformer(model_config)
+    if 4 * model.parameter_count() <= UNIT_BYTES:
+        return "none"
+    block_bytes = 4 * sum(p.numel() for p in model.blocks[0].parameters())
+    return f"block_group:{max(1, UNIT_BYTES // block_bytes)}"
 
 
-def make_setup(c: Config, world: dist.World, model: ModelConfig, strategy: str) -> Setup:
-    """Raises UsageError, as for a batch that cannot be split, and MeshError."""
-    if c.grad_sync == "shard" and strategy != "hsdp":
-        raise UsageError(f"--grad_sync shard is for --strategy hsdp, not {strategy}")
-    shape = dist.mesh_shape(
-        strategy, world.size, world.local_size, c.dp_replicate, c.dp_shard, c.tp
-    )
-    batch = split_batch(c, shape[0] * shape[1])
-    dtype = compute_dtype(c.dtype, world.device)
-    blocks = blocks_per_unit(c.wrap, model)
-    return Setup(world.device.type, strategy, shape, *batch, dtype, model, blocks)
+def fsdp_units(model: Transformer, wrap: str) -> list[list[nn.Module]]:
+    """The modules that FSDP gathers together; the rest of the model, its root, is one more unit.
 
-
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """--dtype; auto: bfloat16 if the hardware multiplies in it, else float32."""
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cuda":
-        supported = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        capabilities = torch.cpu.get_capabilities()
-        supported = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return torch.bfloat16 if supported else torch.float32
-
-
-def split_batch(c: Config, dp_size: int) -> tuple[int, int]:
-    """Return (micro_batch_size, grad_accum_steps) for `dp_size` ranks. Raises UsageError."""
-    size = c.micro_batch_size or max(1, c.global_batch_size // dp_size)
-    if c.eval_only:  # no global batch
-        return size, 1
-    per_forward = size * dp_size  # sequences of all ranks
-    if c.global_batch_size % per_forward == 0:
-        return size, c.global_batch_size // per_forward
-    raise UsageError(
-        f"global_batch_size {c.global_batch_size} is not a multiple of micro_batch_size "
-        f"{size} x {dp_size} data-parallel ranks = {per_forward}: "
-        "change --global_batch_size, --micro_batch_size or the number of ranks"
-    )
+    Larger units send fewer, longer messages and need more memory for gathered weights. Untied, the
+    embedding and the head are units too. --wrap none: the whole model is the root.
+    """
+    size = blocks_per_unit(wrap)
+    if size is None:
+        return []
+    starts = range(0, len(model.blocks), size)
+    units = [list(model.blocks[start : start + size]) for start in starts]
+    return units if model.config.tied else [[model.embed], *units, [model.head]]
 
 
 # --------------------------------------------------------------------------------------------------
 # The model on the mesh
 
 
-def empty_model(c: Config, setup: Setup) -> Transformer:
+def empty_model(run: Run) -> Transformer:
     """The model on the meta device, without memory."""
     with torch.device("meta"):
-        return Transformer(setup.model, setup.dtype, c.loss_chunks)
-
-
-@functools.cache  # a search asks for each of a thousand candidates
-def blocks_per_unit(wrap: str, model: ModelConfig) -> int | None:
-    """--wrap as a number of blocks; None: the whole model is one unit.
-
-    auto: as many as have UNIT_BYTES of float32 weights. A message costs time whatever its size, so
-    small blocks go together; a model that fits into one unit is gathered once a micro-batch.
-    """
-    if wrap == "auto":
-        with torch.device("meta"):
-            net = Transformer(model)
-        if 4 * net.parameter_count() <= UNIT_BYTES:
-            return None
-        block_bytes = 4 * sum(p.numel() for p in net.blocks[0].parameters())
-        return max(1, UNIT_BYTES // block_bytes)
-    if wrap == "none":
-        return None
-    return int(wrap.removeprefix("block").removeprefix("_group:") or 1)
-
-
-def fsdp_units(model: Transformer, blocks_per_unit: int | None) -> list[list[nn.Module]]:
-    """The modules that FSDP gathers together; the rest of the model, its root, is one more unit.
-
-    Larger units send fewer, longer messages and need more memory for gathered weights. Untied, the
-    embedding and the head are units too. blocks_per_unit None: the whole model is the root.
-    """
-    if blocks_per_unit is None:
-        return []
-    starts = range(0, len(model.blocks), blocks_per_unit)
-    units = [list(model.blocks[start : start + blocks_per_unit]) for start in starts]
-    return units if model.config.tied else [[model.embed], *units, [model.head]]
+        return Transformer(run.model_config, run.compute_dtype, run.loss_chunks)
 
 
 def place(
-    model: Transformer, mesh: dist.DeviceMesh, c: Config, setup: Setup, init_weights: bool = True
+    model: Transformer, mesh: dist.DeviceMesh, run: Run, init_weights: bool = True
 ) -> nn.Module:
     """Place the model on the mesh; return the module to call.
 
     `init_weights` False: weights get memory, but no values, as a rehearsal needs them.
     Under ddp this runs one forward and backward pass: see dist.settle_buckets.
     """
-    checkpoint_activations(model.blocks, c.activation_checkpointing)
-    if c.compile:
+    checkpoint_activations(model.blocks, run.activation_checkpointing)
+    if run.compile:
         modules = [*model.blocks, model.head]
-        if c.tp > 1:
+        if run.tp > 1:
             # Inductor silently gave wrong losses under torch's loss_parallel() (2.13, CPU).
             modules.remove(model.head)
-        elif setup.strategy == "single" and len(model.blocks) <= 4:
+        elif run.strategy == "single" and len(model.blocks) <= 4:
             modules = [model]  # deeper models gain nothing and take longer to compile
         compile_modules(modules)
     forward = dist.parallelize(
         model,
         mesh,
-        setup.strategy,
-        init=functools.partial(model.init_tensor, seed=c.seed) if init_weights else None,
-        dtype=setup.dtype,
+        run.strategy,
+        init=functools.partial(model.init_tensor, seed=run.seed) if init_weights else None,
+        dtype=run.compute_dtype,
         tp_plan=model.tensor_parallel_plan(),
-        fsdp_units=fsdp_units(model, setup.blocks_per_unit),
-        reshard_after_forward=c.reshard_after_forward,
-        keep_gradients=c.grad_sync == "batch" and setup.grad_accum_steps > 1,
+        fsdp_units=fsdp_units(model, run.wrap),
+        reshard_after_forward=run.reshard_after_forward,
+        keep_gradients=run.grad_sync == "batch" and run.grad_accum_steps > 1,
     )
-    is_ddp = forward is not model
-    if is_ddp and not c.eval_only:
-        shape = (setup.micro_batch_size, setup.model.seq_len + 1)  # as in train_step
+    if isinstance(forward, DistributedDataParallel) and not run.eval_only:
+        shape = (run.micro_batch_size, run.seq_len + 1)  # as in train_step
         tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
         dist.settle_buckets(forward, tokens[:, :-1], tokens[:, 1:])
     return forward
 
 
 # --------------------------------------------------------------------------------------------------
+# Recomputation and compilation
+
+# What selective activation checkpointing keeps: what costs most to compute.
+SAVED_OPERATIONS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,  # written-out attention
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # tp's, so that it is not sent twice
+]
+
+
+def is_saved(context, operator, *args, **kwargs) -> bool:
+    """Whether selective checkpointing keeps the result of an operator.
+
+    Under tp, a row-wise layer's product is a partial sum as large as the full output. It is
+    computed again; the result of its reduce_scatter, 1 / tp as large, is kept.
+    """
+    if operator not in SAVED_OPERATIONS:
+        return False
+    return not (isinstance(args[0], DTensor) and args[0].placements == (Shard(1),))
+
+
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
+    """Keep fewer activations of each block and recompute the others in backward (Chen et al. 2016).
+
+    full keeps only the input of a block, for a third more compute. selective keeps the results of
+    matrix products and attention and recomputes the rest (Korthikanti et al. 2022).
+    """
+    if mode == "none":
+        return
+    # By default checkpoint() also restores the random generators, so that dropout in a fork drops
+    # the same elements when a block is computed again.
+    options = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, is_saved)
+    for block in blocks:  # replaces forward only, so that parameters keep their names
+        block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+def compile_modules(modules: Iterable[nn.Module]) -> None:
+    """Compile the forward and backward of each module for the shapes of its first call.
+
+    Replaces their forward. Other shapes (samples, the odd batch of an evaluation) run uncompiled.
+    Equal modules share one compilation. Call it before FSDP wraps them, so that gathering weights
+    stays outside the compiled region. Parameters keep their names.
+    """
+    # By default Dynamo splits graphs at DDP's bucket boundaries, to send buckets during backward.
+    # Compiling layer by layer overlaps as well, and faster. No public name: torch's notes on DDP.
+    torch._dynamo.config.optimize_ddp = False
+    for module in modules:
+        module.forward = compiled_for_one_shape(module.forward)
+
+
+def compiled_for_one_shape(forward: Callable) -> Callable:
+    """Compile a function; calls with other shapes than the first call's are not compiled."""
+    compiled = torch.compile(forward, dynamic=False)
+    first_shapes = None
+
+    def call(*args, **kwargs) -> Tensor:
+        nonlocal first_shapes
+        shapes = [getattr(arg, "shape", None) for arg in (*args, *kwargs.values())]
+        if first_shapes is None:
+            first_shapes = shapes
+        if shapes == first_shapes:
+            return compiled(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    return call
+
+
+# --------------------------------------------------------------------------------------------------
 # Memory
 
 
-def fits(c: Config, setup: Setup, device_memory: int) -> bool:
+def fits(run: Run, device_memory: int) -> bool:
     """Whether a fifth of `device_memory` stays free for what `estimate_memory` leaves out."""
-    need = estimate_memory(c, setup, empty_model(c, setup))
+    need = estimate_memory(run, empty_model(run))
     return sum(need.values()) <= 0.8 * device_memory
 
 
-def estimate_memory(c: Config, setup: Setup, model: Transformer) -> dict[str, int]:
-    """The least that a rank needs at its peak, {part: bytes}; activations peak before gradients.
+def estimate_memory(run: Run, model: Transformer) -> dict[str, int]:
+    """Estimate the bytes that a rank needs, by part.
 
-    Weights, gradients and optimizer are exact. What FSDP gathers, communication buffers and the
-    process itself come on top: tools.plan rehearses a step and counts them.
+    Weights, gradients and optimizer are exact. Activations reach their peak before the gradients
+    do. What FSDP gathers, communication buffers and the process itself come on top: tools.plan
+    rehearses a step and counts them.
     """
-    m = setup.model
-    _, dp_shard, tp = setup.mesh_shape
     weights = optimizer = 0
     for name, parameter in model.named_parameters():
         # FSDP splits the rows of all parameters, and pads the last shards to the size of the first;
         # tp splits those of matrices.
-        parts = dp_shard * (tp if parameter.dim() > 1 else 1)
+        parts = run.dp_shard * (run.tp if parameter.dim() > 1 else 1)
         local = math.ceil(len(parameter) / parts) * (parameter.numel() // len(parameter))
         weights += 4 * local
-        updater = optim.updater(c.optimizer, name, parameter.shape, model.is_hidden(name))
+        updater = optim.updater(run.optimizer, name, parameter.shape, model.is_hidden(name))
         for shape in updater.slots(parameter.shape).values():
             optimizer += 4 * (local if shape else 1)  # a slot is sharded like its parameter
     # A logit and its gradient in float32, and once in the compute dtype
-    logit_size = 4 + 4 + (setup.dtype.itemsize if setup.dtype != torch.float32 else 0)
-    logits = setup.micro_batch_size * m.seq_len * m.vocab_size // c.loss_chunks // tp
+    logit_size = 4 + 4
+    if run.compute_dtype != torch.float32:
+        logit_size += run.compute_dtype.itemsize
+    tokens = run.micro_batch_size * run.seq_len
+    logits = tokens * run.model_config.vocab_size // run.loss_chunks // run.tp
     return {
         "weights": weights,
         "gradients": weights,
         "optimizer": optimizer,
-        "activations": activation_bytes(c, setup),
+        "activations": activation_bytes(run),
         "logits": logit_size * logits,
     }
 
 
-def activation_bytes(c: Config, setup: Setup) -> int:
+def activation_bytes(run: Run) -> int:
     """Bytes that all blocks save for backward in one micro-batch."""
-    m, tp = setup.model, c.tp
-    block = activation_bytes_of_block(m, setup.dtype, setup.device_type, tp)  # per token
+    dtype = run.compute_dtype
+    block = activation_bytes_of_block(run.model_config, dtype, run.device, run.tp)  # per token
     kept = {
-        "none": m.n_layer * block,
-        "selective": m.n_layer * block // 2,  # about
+        "none": run.n_layer * block,
+        "selective": run.n_layer * block // 2,  # about
         # Inputs, and a recomputed block
-        "full": m.n_layer * setup.dtype.itemsize * m.d_model // tp + block,
+        "full": run.n_layer * dtype.itemsize * run.d_model // run.tp + block,
     }
-    return setup.micro_batch_size * m.seq_len * kept[c.activation_checkpointing]
+    return run.micro_batch_size * run.seq_len * kept[run.activation_checkpointing]

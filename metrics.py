@@ -72,13 +72,11 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
 
 
-def peak_flops(
-    device: torch.device, dtype: torch.dtype, peak_tflops: float | None = None
-) -> float | None:
-    """FLOP/s that MFU divides by: `peak_tflops`, else from PEAK_FLOPS, else None."""
-    if peak_tflops is not None:
-        return peak_tflops * 1e12
-    return PEAK_FLOPS.get(device_name(device)) if dtype == torch.bfloat16 else None
+def peak_tflops(name: str, dtype: str) -> float | None:
+    """The TFLOP/s that MFU divides by, of the device `name`; None if they are not known."""
+    if dtype != "bfloat16" or name not in PEAK_FLOPS:
+        return None
+    return PEAK_FLOPS[name] / 1e12
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

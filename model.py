@@ -7,10 +7,9 @@ In shape comments B is sequences, T tokens of a sequence, H heads, and d_head = 
 """
 
 import contextlib
-import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
 )
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -474,74 +473,3 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-# --------------------------------------------------------------------------------------------------
-# Recomputation and compilation
-
-# What selective activation checkpointing keeps: what costs most to compute.
-SAVED_OPERATIONS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,  # written-out attention
-    torch.ops.aten.baddbmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # tp's, so that it is not sent twice
-]
-
-
-def is_saved(context, operator, *args, **kwargs) -> bool:
-    """Whether selective checkpointing keeps the result of an operator.
-
-    Under tp, a row-wise layer's product is a partial sum as large as the full output. It is
-    computed again; the result of its reduce_scatter, 1 / tp as large, is kept.
-    """
-    if operator not in SAVED_OPERATIONS:
-        return False
-    return not (isinstance(args[0], DTensor) and args[0].placements == (Shard(1),))
-
-
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Keep fewer activations of each block and recompute the others in backward (Chen et al. 2016).
-
-    full keeps only the input of a block, for a third more compute. selective keeps the results of
-    matrix products and attention and recomputes the rest (Korthikanti et al. 2022).
-    """
-    if mode == "none":
-        return
-    # By default checkpoint() also restores the random generators, so that dropout in a fork drops
-    # the same elements when a block is computed again.
-    options = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, is_saved)
-    for block in blocks:  # replaces forward only, so that parameters keep their names
-        block.forward = functools.partial(checkpoint, block.forward, **options)
-
-
-def compile_modules(modules: Iterable[nn.Module]) -> None:
-    """Compile the forward and backward of each module, in place, for the shapes of its first call.
-
-    Other shapes (samples, the odd batch of an evaluation) run uncompiled. Equal modules share one
-    compilation. Call it before FSDP wraps them, so that gathering weights stays outside the
-    compiled region. Parameters keep their names.
-    """
-    # By default Dynamo splits graphs at DDP's bucket boundaries, to send buckets during backward.
-    # Compiling layer by layer overlaps as well, and faster. No public name: torch's notes on DDP.
-    torch._dynamo.config.optimize_ddp = False
-    for module in modules:
-        module.forward = compiled_for_one_shape(module.forward)
-
-
-def compiled_for_one_shape(forward: Callable) -> Callable:
-    compiled = torch.compile(forward, dynamic=False)
-    first_shapes = None
-
-    def call(*args, **kwargs) -> Tensor:
-        nonlocal first_shapes
-        shapes = [getattr(arg, "shape", None) for arg in (*args, *kwargs.values())]
-        first_shapes = first_shapes or shapes
-        return (compiled if shapes == first_shapes else forward)(*args, **kwargs)
-
-    return call

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 import checkpoint
 import data
 import dist
-from config import read_model
 from model import ModelConfig, Transformer, eval_mode
-from runtime import cli, memory, run_folder
+from runtime import cli, run_folder
+from runtime.machine import keep_freed_memory
+from runtime.preflight import read_model
 from text import tokenizer
 
 
@@ -227,7 +228,7 @@ def main(argv: list[str]) -> int:
         args = build_parser().parse_args(argv)
         device = dist.start(args.device).device
         if device.type == "cpu":
-            memory.keep_freed_memory()  # each token takes the same activations
+            keep_freed_memory()  # each token takes the same activations
         try:
             sample(args, device)
         except torch.OutOfMemoryError as error:

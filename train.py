@@ -2,30 +2,29 @@
 
     torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
-Read `run`, then `train_step`. What they call, by question:
+Read `command`, `train` and `train_step`. What they call, by question:
 
-    the learning rate, its default             optim.learning_rate, config.fill_learning_rate
+    the learning rate, its default             optim.learning_rate, layout.compute_defaults
     clipping, an update                        optim.Optimizer.step, CLIPS
     attention, the loss                        model.Attention, Head
     how ranks average gradients                dist.gradient_sync
     which rank reads which sequences           data.train_indices; data.py on packing
     a checkpoint of one mesh on another        checkpoint.load_state
     a row of the log, without a host sync      metrics.Log.step
-    a flag, and what follows from it           config.Config, layout.choose
+    a flag, and what follows from it           config.Config, layout.resolve
     a rank that dies or hangs                  runtime.watchdog.Watchdog
 """
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -43,18 +42,19 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
+import config
 import data
 import dist
 import layout
 import metrics
 import optim
-from config import Config, fill_learning_rate, parse, profile_window
-from layout import Setup
+from layout import Run
 from metrics import is_due
 from model import Transformer, eval_mode
-from runtime import agreement, cli, console, memory, preflight, profiling, run_folder, slurm
+from runtime import agreement, cli, console, preflight, profiling, run_folder, slurm, startup_lines
+from runtime.machine import check_bfloat16, keep_freed_memory, read_machine
+from runtime.preflight import Origin
 from runtime.saver import Saver
-from runtime.startup_lines import describe_evaluation, describe_no_steps, describe_start, say
 from runtime.watchdog import SLOW_FACTOR, Watchdog, end_with_launcher, take_over_nccl_errors
 from sample import closing_sample
 
@@ -63,36 +63,58 @@ from sample import closing_sample
 
 
 def command(argv: list[str]) -> int:
-    """Join the other ranks, train or evaluate, and leave; return the exit status."""
-    flags = parse(argv)
+    """From the command line to a resolved run; train or evaluate it; return the exit status."""
+    flags = config.parse(argv)
+    timeout = config.flag_value(flags, "timeout")
     # Collectives get longer, since a rank may wait in one while another compiles or saves.
-    timeout = timedelta(seconds=SLOW_FACTOR * flags.timeout)
-    take_over_nccl_errors(timeout)
-    world = dist.start(flags.device, timeout, join_timeout=timedelta(seconds=flags.timeout))
+    collective_timeout = timedelta(seconds=SLOW_FACTOR * timeout)
+    take_over_nccl_errors(collective_timeout)
+    device = config.flag_value(flags, "device")
+    world = dist.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
     # A rank that dies or hangs ends all ranks. torchrun --max-restarts or a scheduler starts them
     # again, and they continue from the last checkpoint.
-    watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
+    watchdog = Watchdog(world.store, world.rank, world.size, timeout)
     # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
     with contextlib.ExitStack() as held, watchdog, loss_parallel(), no_garbage_collection():
         if world.rank == 0:
             held.enter_context(console.live(lambda: watchdog.place))
-        status = run(flags, world, watchdog, held)
+        if not config.flag_value(flags, "eval_only"):  # which only reads
+            lock = run_folder.hold_lock(Path(flags["out"]), timeout)
+            dist.on_rank0(held.enter_context, lock)
+        origin = preflight.find_origin(flags, world)
+        data_path = layout.take_over(flags, origin)["data"]
+        if data_path == config.BUILTIN:
+            dist.on_rank0(held.enter_context, preflight.builtin_data())
+        machine = dist.on_rank0(read_machine, world)
+        with dist.raise_on_all_ranks():
+            folders = data.open_folders(data_path)
+            if world.rank == 0:
+                preflight.check_tokenizer(folders[0])
+            run = layout.resolve(flags, machine, data.facts_of(folders), origin)
+            changes = preflight.find_changes(origin, run.manifest)
+            if run.dtype == "bfloat16" and not (run.eval_only or "dtype" in run.flags):
+                check_bfloat16(world)
+        notes = [f"changed: {change}" for change in changes]
+        notes += [f"kept: {default}" for default in layout.new_defaults(run, machine)]
+        status = train(run, origin, folders, world, watchdog, notes)
     torch.distributed.destroy_process_group()
     return status
 
 
-def run(
-    flags: Config,
+def train(
+    run: Run,
+    origin: Origin,
+    folders: list[data.TokenFolder],
     world: dist.World,
     watchdog: Watchdog,
-    held: contextlib.ExitStack,
+    notes: Iterable[str] = (),
     handle_signals: bool = True,
     after_load: Callable[["State"], None] | None = None,
 ) -> int:
-    """What happens, from the first look at the disk to the last line; returns the exit status.
+    """A run from its model to its last line, in the order of events; returns the exit status.
 
-    `held` keeps the lock of the run folder. `after_load` is called with the state before the ranks
-    compare their weights.
+    `notes` are printed at the start. `after_load` is called with the state before the ranks compare
+    their weights.
 
     In a step the host queues work and does not wait for the device: batches are copied from pinned
     memory, tensors decide on clipping and skipping (optim.Optimizer), ranks agree to stop with CPU
@@ -101,76 +123,81 @@ def run(
     a save, the end, optim.jsonl, a host more than a step behind and, with --log_interval 1, the
     previous row.
     """
-    # Lock the run folder; check it, flags and data before the model is built.
-    start = preflight.find_start(flags, world, held)
-    c = start.config  # the flags; those not given have the values of the run that continues
-    if start.step >= c.max_steps:
-        say(world, describe_no_steps(start))
+    started = datetime.now().astimezone()
+    if origin.step >= run.max_steps:
+        startup_lines.say(world, startup_lines.describe_no_steps(run, origin, notes))
         return 0
 
-    # From flags and ranks to a model on the mesh, with its weights
-    setup = layout.choose(c, world, start.model, start.device_memory)
-    mesh = dist.make_mesh(world, setup.mesh_shape)
-    state, forward = build(c, setup, mesh)
-    load(state, start)
+    # The model on the mesh, with its weights
+    mesh = dist.make_mesh(world, run.mesh_shape)
+    state, forward = build(run, mesh)
+    load(state, origin)
     if after_load:
         after_load(state)
 
     # The data, and whether all ranks together form one run
-    folders = data.open_folders(c.data)
-    train_data = data.open_dataset(folders, "train", setup.model.seq_len, c.seed)
-    val_data = data.open_dataset(folders, "val", setup.model.seq_len, seed=None)
-    val_batches = agree(flags, c, setup, mesh, state, val_data)
-    if c.eval_only:
+    train_data = data.open_dataset(folders, "train", run.seq_len, run.seed)
+    val_data = data.open_dataset(folders, "val", run.seq_len, seed=None)
+    with dist.raise_on_all_ranks():
+        val_batches = read_val_batches(run, mesh, val_data)
+    check_ranks_agree(run, mesh, state, val_data)
+    if run.eval_only:
         val_loss = evaluate(forward, val_batches, watchdog, state.step)
-        say(world, describe_evaluation(start, val_loss, val_data))
+        startup_lines.say(world, startup_lines.describe_evaluation(run, origin, val_loss, val_data))
         return 0
-    say(world, describe_start(start, setup, world, state.model, train_data.parts))
-    if c.dry_run:
+    start = startup_lines.describe_start(run, origin, world, state.model, train_data.parts, notes)
+    startup_lines.say(world, start)
+    if run.dry_run:
         return 0
 
     # From here on the run writes
-    out = Path(c.out)
-    chosen = {"strategy": setup.strategy, "micro_batch_size": setup.micro_batch_size}
-    manifest = start.manifest | chosen
+    out = Path(run.out)
     if world.rank == 0:
-        run_folder.create(out, manifest, world, start.step, start.times[-1])
+        run_folder.record_start(out, run.manifest, world, origin.step, started)
     stop_request = agreement.StopRequest(world.timeout, handle_signals)  # from here on
     tokenizer_file = folders[0].tokenizer_file
-    saver = Saver(out, c.async_save, c.keep_last, c.keep_every, world.timeout, tokenizer_file)
-    batches = MicroBatches(c, setup, mesh, train_data, watchdog, start.step)
-    flops_per_token = state.model.flops_per_token(setup.model.seq_len)
-    peak_flops = metrics.peak_flops(world.device, setup.dtype, c.peak_tflops)
-    rates = metrics.Rates(world.device, setup.tokens_per_step, flops_per_token, peak_flops)
-    log = metrics.Log(out, c, rates, start.step, start.times[0], batches)
-    profiler = None
-    if window := profile_window(c):
+    saver = Saver(out, run.async_save, run.keep_last, run.keep_every, world.timeout, tokenizer_file)
+    batches = MicroBatches(run, mesh, train_data, watchdog, origin.step)
+    flops_per_token = state.model.flops_per_token(run.seq_len)
+    peak_flops = run.peak_tflops and 1e12 * run.peak_tflops
+    rates = metrics.Rates(world.device, run.tokens_per_step, flops_per_token, peak_flops)
+    log = metrics.Log(out, run, rates, origin.step, origin.first_start or started, batches)
+    profiler = contextlib.nullcontext
+    if run.profile:
+        window = config.profile_window(run.profile)
         in_flight = [stop_request, saver]
-        profiler = profiling.Profiler(window, out / "profile", mesh, log.say, in_flight)
+        profiler = profiling.Profiler(window, out / "profile", mesh, log.say, in_flight).step
 
     if world.device.type == "cpu":
-        memory.keep_freed_memory()
-    n, grad_sync = setup.grad_accum_steps, c.grad_sync
-    for step in range(start.step + 1, c.max_steps + 1):
-        measure = is_due(step, c.optim_metrics_interval)
-        with profiler.step(step, batches.waited) if profiler else contextlib.nullcontext():
-            values = train_step(forward, state.optimizer, batches, step, n, grad_sync, measure)
-        state.step = step
-        is_last = step == c.max_steps
+        keep_freed_memory()
+    for state.step in range(origin.step + 1, run.max_steps + 1):
+        step = state.step
+        measure = is_due(step, run.optim_metrics_interval)
+        with profiler(step, batches.waited) if run.profile else contextlib.nullcontext():
+            values = train_step(
+                forward,
+                state.optimizer,
+                batches,
+                step,
+                run.grad_accum_steps,
+                run.grad_sync,
+                measure,
+            )
+        is_last = step == run.max_steps
         # Whether any rank asked a step ago: all ranks stop after the same step.
         stop = stop_request() and not is_last
         log.step(step, values, stops=stop)  # a row if one is due
-        evaluates = is_last or is_due(step, c.eval_interval)
-        saves = c.checkpoint != "none" and (is_last or stop or is_due(step, c.save_interval))
+        evaluates = is_last or is_due(step, run.eval_interval)
+        saves = run.checkpoint != "none" and (is_last or stop or is_due(step, run.save_interval))
         if evaluates or saves:
             with log.pause():
                 if saves and stop:  # save first: torchrun kills the ranks 30 s after a signal
-                    save(setup, state, manifest, saver, log.loss, watchdog)
+                    save(run, state, saver, log.loss, watchdog)
                 if evaluates:
                     log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
                 # After the evaluation: a kill between the two repeats both, and loses no row.
                 if saves and not stop:
-                    save(setup, state, manifest, saver, log.loss, watchdog)
+                    save(run, state, saver, log.loss, watchdog)
         while saver.rows:
             log.checkpoint(saver.rows.pop(0))
         if stop or saver.ends_run:
@@ -187,11 +214,10 @@ def run(
         raise checkpoint.CheckpointError(saver.failure)
     log.say(log.goodput())
     if stop:
-        return report_stop(c, state.step, log)
-    if c.sample_tokens:
+        return report_stop(run, state.step, log)
+    if run.sample_tokens:
         watchdog.progress(state.step, "sampling", slow=True)
-        seq_len = setup.model.seq_len
-        text = closing_sample(forward, folders[0], c.sample_tokens, seq_len, c.tp, world)
+        text = closing_sample(forward, folders[0], run.sample_tokens, run.seq_len, run.tp, world)
         log.say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
     return 0
 
@@ -207,77 +233,89 @@ class State:
     step: int  # updates so far
     model: Transformer
     optimizer: optim.Optimizer | None  # None with --eval_only
-    tensors: dict  # the live tensors, sharded: saved, and loaded in place
+    # The live tensors, sharded: saved, and loaded in place. They are taken before the first
+    # forward, because FSDP's root shows gathered weights after an evaluation.
+    tensors: dict
 
 
 def build(
-    c: Config,
-    setup: Setup,
+    run: Run,
     mesh: dist.DeviceMesh,
     model: Transformer | None = None,
     init_weights: bool = True,
 ) -> tuple[State, nn.Module]:
-    """The model with its initial weights and the optimizer, on the mesh; and what a step calls.
+    """Build the model with its initial weights and the optimizer, on the mesh.
 
-    `model` is on the meta device: by default a new one. `init_weights`: see layout.place.
+    Returns the state and the module that a step calls. `model` is on the meta device: by default a
+    new one. `init_weights`: see layout.place.
     """
-    model = model or layout.empty_model(c, setup)
-    forward = layout.place(model, mesh, c, setup, init_weights)
-    # Taken before the first forward: after an evaluation FSDP's root shows gathered weights.
+    model = model or layout.empty_model(run)
+    forward = layout.place(model, mesh, run, init_weights)
     tensors = {"model": {name: weight.detach() for name, weight in model.named_parameters()}}
     optimizer = None
-    if not c.eval_only:
-        optimizer = optim.Optimizer(
-            model.named_parameters(), model.decays, fill_learning_rate(c), model.is_hidden
-        )
+    if not run.eval_only:
+        optimizer = optim.Optimizer(model.named_parameters(), model.decays, run, model.is_hidden)
         tensors["optimizer"] = optimizer.state()
     torch.cuda.empty_cache()  # full tensors, now that each rank has its shards; nothing on CPUs
     return State(0, model, optimizer, tensors), forward
 
 
-def load(state: State, start: preflight.Start) -> None:
+def load(state: State, origin: Origin) -> None:
     """Fill the state from the checkpoint to continue from, or its weights from another run's."""
-    if start.checkpoint:
+    if origin.path:
         weights = {"model": state.tensors["model"]}
-        checkpoint.load_state(start.checkpoint, weights if start.only_weights else state.tensors)
-    state.step = start.step
+        checkpoint.load_state(origin.path, weights if origin.only_weights else state.tensors)
+    state.step = origin.step
 
 
-def agree(
-    flags: Config,
-    c: Config,
-    setup: Setup,
-    mesh: dist.DeviceMesh,
-    state: State,
-    val_data: data.TokenDataset | data.Mixture,
+def train_indices(run: Run, mesh: dist.DeviceMesh, steps: range) -> Iterator[list[int]]:
+    """Yield the sequence indices of this rank's micro-batches in `steps`."""
+    return data.train_indices(
+        steps, run.global_batch_size, run.micro_batch_size, dist.dp_rank(mesh), run.dp_size
+    )
+
+
+def val_indices(run: Run, mesh: dist.DeviceMesh, val_data: data.TokenDataset) -> list[list[int]]:
+    """The sequence indices of this rank's batches of the fixed validation set; some are empty."""
+    count = min(run.eval_sequences, len(val_data))
+    dp_rank = dist.dp_rank(mesh)
+    return list(data.val_indices(count, len(val_data), run.micro_batch_size, dp_rank, run.dp_size))
+
+
+def read_val_batches(
+    run: Run, mesh: dist.DeviceMesh, val_data: data.TokenDataset | data.Mixture
 ) -> list[tuple[int, Tensor]]:
+    """Read this rank's batches of the validation set: number of sequences, tokens (B, T + 1).
+
+    They are read once, so that a damaged file ends the run before its first step.
+    """
+    batches = []
+    for indices in val_indices(run, mesh, val_data):
+        # A rank with none left reads any: it takes part in the forward, with weight 0.
+        batches.append((len(indices), val_data[indices or [0]]))
+    return batches
+
+
+def check_ranks_agree(
+    run: Run, mesh: dist.DeviceMesh, state: State, val_data: data.TokenDataset | data.Mixture
+) -> None:
     """Check that the ranks form one run: flags, code and data, weights, and who reads what.
 
-    Returns this rank's batches of the fixed validation set, (number of sequences, tokens
-    (B, T + 1)), read once, so that a damaged file ends the run before its first step. Raises
-    UsageError and DataError on all ranks.
+    Raises UsageError on all ranks.
     """
-    reader = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
-    n_val = min(c.eval_sequences, len(val_data))
-    val_indices = list(data.val_indices(n_val, len(val_data), *reader))
-    first_indices = val_indices
-    if not c.eval_only:
-        first_step = range(state.step + 1, state.step + 2)
-        first_indices = data.train_indices(first_step, c.global_batch_size, *reader)
-    must_match = {f"--{name}": value for name, value in dataclasses.asdict(flags).items()}
+    first_indices = val_indices(run, mesh, val_data)
+    if not run.eval_only:
+        first_indices = train_indices(run, mesh, range(state.step + 1, state.step + 2))
+    must_match = {}
+    for name, value in run.config.items():
+        must_match[f"--{name}"] = run.flags.get(name, "not given")
+        must_match[f"the resolved --{name}"] = value
     folders = [part.folder for part in val_data.parts]
     must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
-    val_batches = []
-
-    def read_and_claim() -> dict:
-        for indices in val_indices:
-            # A rank with none left reads any: it takes part in the forward, with weight 0.
-            val_batches.append((len(indices), val_data[indices or [0]]))
-        indices = itertools.chain.from_iterable(first_indices)
-        return agreement.local_claims(mesh, must_match, indices, state.tensors["model"])
-
-    agreement.compare_claims(dist.on_all_ranks(read_and_claim))
-    return val_batches
+    indices = itertools.chain.from_iterable(first_indices)
+    weights = state.tensors["model"]
+    claims = dist.on_all_ranks(agreement.local_claims, mesh, must_match, indices, weights)
+    agreement.compare_claims(claims)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,45 +323,41 @@ def agree(
 
 
 class MicroBatches:
-    """This rank's micro-batches (B, T + 1) on its device, of the steps after `resumed_step`.
+    """An iterator over this rank's micro-batches (B, T + 1) on its device, after `start_step`.
 
-    Their order is given by (seed, step). `waited` is the seconds spent waiting for them so far.
+    (seed, step) gives their order. `waited` is the seconds spent waiting for them so far.
     """
 
     def __init__(
         self,
-        c: Config,
-        setup: Setup,
+        run: Run,
         mesh: dist.DeviceMesh,
         train_data: data.TokenDataset | data.Mixture,
         watchdog: Watchdog,
-        resumed_step: int,
+        start_step: int,
     ):
+        indices = train_indices(run, mesh, range(start_step + 1, run.max_steps + 1))
         is_cuda = mesh.device_type == "cuda"
-        workers = c.num_workers
-        if workers is None:
-            workers = 2 if is_cuda else 0
-        reader = setup.micro_batch_size, dist.dp_rank(mesh), setup.dp_size
-        steps = range(resumed_step + 1, c.max_steps + 1)
-        indices = data.train_indices(steps, c.global_batch_size, *reader)
-        self.batches = data.loader(train_data, indices, workers, pin=is_cuda)
-        self.device = mesh.device_type
+        self.batches = data.loader(train_data, indices, run.num_workers, pin=is_cuda)
+        self.run = run
         self.watchdog = watchdog
-        self.resumed_step = resumed_step
-        self.per_step = setup.grad_accum_steps
-        self.first_doing = "compiling" if c.compile else "computing"
+        self.start_step = start_step
         self.read = 0
         self.waited = 0.0
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
     def __next__(self) -> Tensor:
-        step = self.resumed_step + self.read // self.per_step  # steps done
-        is_first = step == self.resumed_step  # it allocates its memory and may compile
+        step = self.start_step + self.read // self.run.grad_accum_steps  # steps done
         self.watchdog.progress(step, "reading data")
         began = time.perf_counter()
-        tokens = next(self.batches).to(self.device, non_blocking=True)  # from pinned memory
+        tokens = next(self.batches).to(self.run.device, non_blocking=True)  # from pinned memory
         self.waited += time.perf_counter() - began
         self.read += 1
-        self.watchdog.progress(step, self.first_doing if is_first else "computing", slow=is_first)
+        is_first = step == self.start_step  # it allocates its memory and may compile
+        doing = "compiling" if is_first and self.run.compile else "computing"
+        self.watchdog.progress(step, doing, slow=is_first)
         return tokens
 
 
@@ -384,9 +418,7 @@ def evaluate(
     return loss / sequences
 
 
-def save(
-    setup: Setup, state: State, manifest: dict, saver: Saver, loss: float, watchdog: Watchdog
-) -> None:
+def save(run: Run, state: State, saver: Saver, loss: float, watchdog: Watchdog) -> None:
     """Save a checkpoint, or start saving it with --async_save.
 
     Refuses if it is not finite. If the weights of ranks have drifted apart, the run ends.
@@ -399,8 +431,8 @@ def save(
     if difference := agreement.compare_replicas(state.tensors["model"], sums):
         saver.refuse(state.step, f"{difference}: check these devices", ends_run=True)
         return
-    tokens = state.step * setup.tokens_per_step
-    saver.save(state.tensors, {"step": state.step, "tokens": tokens, **manifest})
+    progress = {"step": state.step, "tokens": state.step * run.tokens_per_step}
+    saver.save(state.tensors, progress | run.manifest)
 
 
 def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
@@ -422,9 +454,9 @@ def no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def report_stop(c: Config, step: int, log: metrics.Log) -> int:
-    """Say that a run stopped before its end; return the exit status."""
-    continues = "" if c.checkpoint == "none" else "; the same command continues"
+def report_stop(run: Run, step: int, log: metrics.Log) -> int:
+    """Print that a run stopped before its end; return the exit status."""
+    continues = "" if run.checkpoint == "none" else "; the same command continues"
     line = f"stopped after step {step}{continues}"
     log.say(line)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # once in the report of each host's torchrun

@@ -1,108 +1,258 @@
-"""Everything that can refuse a run before its first step and needs no weights.
+"""Where a start begins, and what it refuses before a model is built.
 
-It checks flags, data, run folder, what the run continues from, and which flags may change. Later,
-train.agree checks whether the ranks form one run.
+`find_origin` finds the checkpoint that a start takes over. `find_changes` compares the run that it
+recorded with the run of this start. Later, train.check_ranks_agree looks at the weights.
 """
 
 import contextlib
 import dataclasses
+import functools
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 import checkpoint
-import data
 import dist
-import layout
 import prepare
-from config import (
-    BUILTIN,
-    EVAL_SEQUENCES,
-    Config,
-    fill_learning_rate,
-    fill_sizes,
-    from_saved,
-    model_config,
-    read_model,
-)
+from config import BUILTIN, Config, flag_value, named_run
+from data import TokenFolder
 from metrics import read_log
 from model import ModelConfig
-from runtime import memory, run_folder
+from runtime import run_folder
 from runtime.cli import UsageError
 from text import tokenizer
 
+# --------------------------------------------------------------------------------------------------
+# The checkpoint that a start takes over
+
 
 @dataclass(frozen=True)
-class Start:
-    """Where a run begins."""
+class Origin:
+    """The checkpoint that a start takes over. Without one, a new run begins."""
 
-    config: Config  # with the values that the run or its model has for flags not given
-    model: ModelConfig
-    manifest: dict  # goes into every checkpoint
-    device_memory: int  # bytes that a rank may fill, for --strategy auto
-    times: list[datetime]  # of all starts of the run, this one last
-    step: int  # done before; 0 for a new run
-    checkpoint: Path | None  # the state to begin with
-    only_weights: bool  # of `checkpoint`: for a new run, or for --eval_only
-    changes: list[str]  # since the checkpoint, such as "--max_steps 100 -> 200"
-    damaged: dict[Path, str]  # newer checkpoints and their problems
+    path: Path | None = None
+    manifest: dict = field(default_factory=dict)
+    only_weights: bool = False  # for a new run with --init_from, or for --eval_only
+    damaged: dict[Path, str] = field(default_factory=dict)  # newer checkpoints and their problems
+    first_start: datetime | None = None  # of the run in --out
+
+    @property
+    def step(self) -> int:
+        """The steps that are done before this start's first."""
+        return 0 if self.path is None or self.only_weights else self.manifest["step"]
+
+    @functools.cached_property
+    def flags(self) -> dict:
+        """The flags that were typed for the run of the checkpoint."""
+        if "flags" in self.manifest:
+            return self.manifest["flags"]
+        # Until 2026-11-24, a manifest had all flags, with None or "auto" for computed defaults.
+        defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+        flags = {}
+        for name, value in (self.manifest.get("config") or {}).items():
+            if value is not None and value != defaults.get(name):
+                flags[name] = value
+        return flags
+
+    @functools.cached_property
+    def values(self) -> dict:
+        """The flags of the run of the checkpoint with their values, where they are recorded."""
+        values = dict(self.manifest.get("config") or {})
+        for name in ("strategy", "micro_batch_size", "dtype"):  # until 2026-11-24
+            values[name] = self.manifest.get(name, values.get(name))
+        return {name: value for name, value in values.items() if value not in (None, "auto")}
+
+    @functools.cached_property
+    def model_config(self) -> ModelConfig | None:
+        """The model of the checkpoint, if there is one. Raises UsageError."""
+        return read_model(self.path, self.manifest) if self.path else None
 
 
-def find_start(flags: Config, world: dist.World, held: contextlib.ExitStack) -> Start:
-    """Find where the run begins. A collective: rank 0 checks for all ranks, as `check` does.
+NEW_RUN = Origin()
 
-    All ranks verify its checkpoint together; if it is damaged, rank 0 finds the one before.
+
+def read_model(path: Path, manifest: dict) -> ModelConfig:
+    """The model in the manifest of the checkpoint `path`. Raises UsageError."""
+    if "model" not in manifest:
+        raise UsageError(f"{path} is not a checkpoint of train.py: its manifest.json lacks 'model'")
+    try:
+        return ModelConfig.from_dict(manifest["model"])
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be used: {error}") from None
+
+
+def find_origin(flags: dict, world: dist.World) -> Origin:
+    """Find the checkpoint that a start takes over. All ranks call it and get the same answer.
+
+    Rank 0 looks for it, and all ranks share the reading of its files. If it is damaged, rank 0
+    finds the one before. Raises UsageError, PathError and CheckpointError on all ranks.
     """
-    start = dist.on_rank0(check, flags, world, held, {})
-    while path := start.checkpoint:
-        problems = dist.on_all_ranks(checkpoint.verify, path, world.rank, world.size)
+    damaged: dict[Path, str] = {}
+    while True:
+        origin = dist.on_rank0(read_origin, flags, damaged)
+        if origin.path is None:
+            return origin
+        problems = dist.on_all_ranks(checkpoint.verify, origin.path, world.rank, world.size)
         if not any(problems):
-            break
-        damaged = start.damaged | {path: next(filter(None, problems))}
-        start = dist.on_rank0(check, flags, world, held, damaged)
-    return start
+            return origin
+        damaged = origin.damaged | {origin.path: next(filter(None, problems))}
 
 
-def check(
-    flags: Config, world: dist.World, held: contextlib.ExitStack, damaged: dict[Path, str]
-) -> Start:
-    """Check what needs no weights, on rank 0; find where the run begins and with what model.
+def read_origin(flags: dict, damaged: dict[Path, str]) -> Origin:
+    """Read the manifest of the latest checkpoint that is not `damaged`. Does not verify its files.
 
-    The first call, with nothing `damaged` yet, enters the lock of --out into `held`. Files of the
-    checkpoint are not verified. Writes only the built-in data, which `held` removes again if the
-    start is rejected. Raises UsageError, PathError, CheckpointError, DataError and TokenizerError.
+    The checkpoints of --out take precedence over --init_from and --resume, so that the same command
+    can be repeated, even if what these name is gone. Raises UsageError, PathError and
+    CheckpointError.
     """
-    now = datetime.now().astimezone()
-    saved, starts = [], []
-    if not flags.eval_only:  # which only reads
-        out = Path(flags.out)
-        if not damaged:
-            held.enter_context(run_folder.hold_lock(out, flags.timeout))
-        saved, starts = checkpoint.list_checkpoints(out), run_folder.read_starts(out)
+    out = Path(flags["out"])
+    evaluates = flag_value(flags, "eval_only")
+    named = named_run(flags) or (out if evaluates else None)
+    saved = [] if evaluates else checkpoint.list_checkpoints(out)
+    starts = [] if evaluates else run_folder.read_starts(out)
+    if not evaluates:
         check_folder(flags, saved, starts)
-    origin = find_origin(flags, saved, damaged)
-    c = settle(flags, origin)
-    if c.data == BUILTIN and prepare_builtin():
-        held.push(remove_rejected_builtin)
-    folders = data.open_folders(c.data)
-    first = folders[0]  # for what all share: vocabulary and tokenizer
-    if first.tokenizer_file:  # a built-in tokenizer has none, and may need the network
-        tokenizer.find(first.path.absolute(), first.tokenizer_name, first.vocab_size)
-    model = model_config(c, first.vocab_size, origin.model)
-    manifest = {
-        "config": dataclasses.asdict(c),
-        "model": dataclasses.asdict(model),
-        "dtype": str(layout.compute_dtype(c.dtype, world.device)).removeprefix("torch."),
-        "data": ", ".join(folder.fingerprint for folder in folders),
-        "tokenizer": first.tokenizer_name,
-        "tokens_in_vocabulary": first.vocab_size,
-    }
-    step, changes = find_step(origin, model, manifest)
-    device_memory = memory.device_memory(world.device, world.local_size)
-    times = [*(datetime.fromisoformat(row["time"]) for row in starts), now]
-    found = step, origin.path, origin.only_weights, changes, damaged
-    return Start(c, model, manifest, device_memory, times, *found)
+    first_start = datetime.fromisoformat(starts[0]["time"]) if starts else None
+    if saved:
+        origin = read_latest(saved, damaged)
+    elif named:
+        origin = read_named(Path(named), damaged)
+        only_weights = evaluates or "init_from" in flags
+        origin = dataclasses.replace(origin, only_weights=only_weights)
+    else:
+        origin = NEW_RUN
+    return dataclasses.replace(origin, first_start=first_start)
+
+
+def read_named(path: Path, damaged: dict[Path, str]) -> Origin:
+    """Read the manifest of the checkpoint `path`, or of the latest one of the run `path`.
+
+    Raises PathError, CheckpointError.
+    """
+    return read_latest(run_folder.checkpoints_at(path)[-1:], damaged)
+
+
+def read_latest(paths: list[Path], damaged: dict[Path, str]) -> Origin:
+    """Read the manifest of the last of `paths` that is not `damaged` and can be read.
+
+    The problems of later ones are in the result. Raises CheckpointError if there is none.
+    """
+    problems = dict(damaged)
+    for path in reversed(paths):
+        if path in problems:
+            continue
+        try:
+            return Origin(path, checkpoint.read_manifest(path), damaged=problems)
+        except checkpoint.CheckpointError as error:
+            problems[path] = str(error)
+    listed = "; ".join(f"{path}: {problem}" for path, problem in problems.items())
+    raise checkpoint.CheckpointError(
+        f"no checkpoint to use: {listed}; restore one, or name another with --resume"
+    )
+
+
+def check_folder(flags: dict, saved: list[Path], starts: list[dict]) -> None:
+    """Refuse a folder whose contents a run would overwrite. Raises UsageError.
+
+    `saved` has its checkpoints, damaged or not, and `starts` the rows of starts.jsonl.
+    """
+    out = Path(flags["out"])
+    if flag_value(flags, "resume") == "never":
+        if any(path.name != "lock" for path in out.glob("*")):
+            raise UsageError(f"--resume never would overwrite --out {out}: choose another --out")
+        return
+    if saved:
+        return
+    rows = read_log(out / "metrics.jsonl")
+    logged = [row["step"] for row in rows if row.get("event") == "checkpoint"]
+    if logged:
+        reason = f"its checkpoint of step {logged[-1]} is gone: restore it"
+    elif not starts and (out / "config.json").exists():
+        reason = "it holds files that are not train.py's: choose another --out"
+    elif starts and rows and starts[-1]["config"].get("checkpoint") == "none":
+        reason = "its run has --checkpoint none: choose another --out"
+    else:
+        return
+    raise UsageError(f"cannot continue --out {out}: {reason}")
+
+
+# --------------------------------------------------------------------------------------------------
+# What has changed since
+
+
+def find_changes(origin: Origin, manifest: dict) -> list[str]:
+    """Return what differs between the run of the checkpoint and this start's `manifest`, as text.
+
+    Raises UsageError for what may not change, or not without --allow_changes (see config.flag), and
+    for weights that do not fit.
+    """
+    if origin.path is None:
+        return []
+    if origin.only_weights:
+        check_weights(origin, manifest["model"])
+        return []
+    policies = {f"--{f.name}": f.metadata["resume"] for f in dataclasses.fields(Config)}
+    before, now = origin.values, manifest["config"]
+    recorded = properties(before, vars(origin.model_config), origin.manifest.get("data"))
+    found = properties(now, manifest["model"], manifest["data"])
+    changes = []
+    refused = {}
+    for name, old in recorded.items():
+        new = found.get(name, "unknown to this code")
+        policy = policies.get(name, "refused" if name.startswith("--") else "never")
+        if new == old or policy == "not compared":
+            continue
+        change = f"{name} {old} -> {new}"
+        if name == "the data's fingerprint":  # a hash, which does not name the folder
+            change += f" (--data {before.get('data')} -> {now['data']})"
+        changes.append(change)
+        if policy == "never" or (policy == "refused" and not now["allow_changes"]):
+            refused[change] = policy
+    if refused:
+        remedy = "choose another --out, or give --allow_changes"
+        if "never" in refused.values():
+            remedy = (
+                f"or begin a new run with its weights: --init_from {origin.path} and another --out"
+            )
+        raise UsageError(
+            f"cannot continue from {origin.path}: {', '.join(refused)}; change that back, {remedy}"
+        )
+    return changes
+
+
+def properties(values: dict, model: dict, fingerprint: str | None) -> dict:
+    """What two runs are compared by: flags, model and data."""
+    flags = {f"--{name}": value for name, value in values.items() if name not in model}
+    return flags | model | {"the data's fingerprint": fingerprint}
+
+
+def check_weights(origin: Origin, model: dict) -> None:
+    """Raise UsageError if the model of a checkpoint is not the run's, except in seq_len.
+
+    Names and shapes are checked when they are loaded.
+    """
+    for name, before in vars(origin.model_config).items():
+        value = model[name]
+        if value != before and name != "seq_len":
+            raise UsageError(
+                f"{origin.path} has {name} {before}, and this run has {value}: "
+                "its weights do not fit"
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# The data
+
+
+def check_tokenizer(folder: TokenFolder) -> None:
+    """Load the tokenizer of a token folder, if it is a file. Raises TokenizerError.
+
+    A built-in tokenizer is not loaded: it may need the network.
+    """
+    if folder.tokenizer_file:
+        tokenizer.find(folder.path.absolute(), folder.tokenizer_name, folder.vocab_size)
 
 
 def prepare_builtin() -> bool:
@@ -113,144 +263,16 @@ def prepare_builtin() -> bool:
     return is_missing
 
 
-def remove_rejected_builtin(kind, error, traceback) -> None:
-    """Remove the built-in data, which this start has prepared, if the start is rejected.
-
-    For contextlib.ExitStack.push, which passes on the exception that ends the block.
-    """
-    if getattr(error, "exit_status", None) == UsageError.exit_status:
-        shutil.rmtree(BUILTIN)
-        with contextlib.suppress(OSError):  # other data is there
-            Path(BUILTIN).parent.rmdir()
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The checkpoint that a start takes something over from, if any."""
-
-    path: Path | None = None  # the latest checkpoint of --out, else that of --init_from or --resume
-    manifest: dict = field(default_factory=dict)  # of that
-    model: ModelConfig | None = None  # with --init_from or --resume; flags override its parts
-    only_weights: bool = False  # with --init_from
-
-
-def find_origin(config: Config, saved: list[Path], damaged: dict[Path, str]) -> Origin:
-    """Read what a start takes over. Raises UsageError, PathError and CheckpointError.
-
-    `saved`, the checkpoints of --out, take precedence over --init_from and --resume, so that the
-    same command can be repeated, even if what they named is gone. Of those, passes over the
-    `damaged`, and adds those without a readable manifest to them.
-    """
-    named = config.source or (config.out if config.eval_only else None)
-    paths = saved
-    if named and not saved:
-        paths = run_folder.checkpoints_at(Path(named))[-1:]
-    for path in reversed(paths):
-        if path in damaged:
-            continue
-        try:
-            manifest = checkpoint.read_manifest(path)
-        except checkpoint.CheckpointError as error:
-            damaged[path] = str(error)
-            continue
-        only_weights = config.eval_only or bool(config.init_from and not saved)
-        return Origin(path, manifest, read_model(path, manifest) if named else None, only_weights)
-    if damaged:
-        problems = "; ".join(f"{path}: {problem}" for path, problem in damaged.items())
-        raise checkpoint.CheckpointError(f"no checkpoint to use: {problems}; restore or name one")
-    return Origin()
-
-
-def check_folder(c: Config, saved: list[Path], starts: list[dict]) -> None:
-    """Refuse a folder whose contents a run would overwrite. Raises UsageError.
-
-    `saved` has its checkpoints, damaged or not, and `starts` the rows of starts.jsonl.
-    """
-    out = Path(c.out)
-    if c.resume == "never":
-        if any(path.name != "lock" for path in out.glob("*")):
-            raise UsageError(f"--resume never would overwrite --out {out}: choose another --out")
-        return
-    rows = read_log(out / "metrics.jsonl")
-    has_saved = any(row.get("event") == "checkpoint" for row in rows)
-    saves_nothing = rows and starts and starts[-1]["config"].get("checkpoint") == "none"
-    is_foreign = not starts and (out / "config.json").exists()
-    if not saved and (has_saved or saves_nothing or is_foreign):
-        raise UsageError(
-            f"cannot continue --out {out}: it has no checkpoint, but files that a new run would "
-            "overwrite; choose another --out"
-        )
-
-
-def settle(config: Config, origin: Origin) -> Config:
-    """Fill in the flags whose values are the checkpoint's."""
-    saved = origin.manifest
-    flags = saved.get("config") or {}
-    values = {}
-    if config.eval_only:  # by default on the checkpoint's data, in its dtype and batches
-        for name, default in {"data": BUILTIN, "eval_sequences": EVAL_SEQUENCES}.items():
-            values[name] = getattr(config, name) or flags.get(name) or default
-        values["dtype"] = saved.get("dtype", "auto") if config.dtype == "auto" else config.dtype
-        values["micro_batch_size"] = config.micro_batch_size or saved.get("micro_batch_size")
-    if origin.model:
-        config = fill_sizes(config, origin.model)
-        # The rest of the model is the named size's, if any: --config RUN/config.json needs both.
-        values["model"] = flags.get("model", config.model)
-    return dataclasses.replace(config, **values)
-
-
-def find_step(origin: Origin, model: ModelConfig, manifest: dict) -> tuple[int, list[str]]:
-    """The step after which a run begins, and what changed since. Raises UsageError."""
-    path, saved = origin.path, origin.manifest
-    if path is None:
-        return 0, []
-    if not origin.only_weights:
-        return saved["step"], check_changes(path, saved, manifest)
-    # Names and shapes are checked when they are loaded.
-    for key, before in vars(read_model(path, saved)).items():
-        value = getattr(model, key)
-        if value != before and key != "seq_len":
-            raise UsageError(
-                f"{path} has {key} {before}, and this run has {value}: its weights do not fit"
-            )
-    return 0, []
-
-
-def check_changes(path: Path, saved: dict, manifest: dict) -> list[str]:
-    """Return what differs between the checkpoint `path` and this start, as text.
-
-    Raises UsageError for what may not change, or not without --allow_changes (see config.flag).
-    """
-    policies = {f"--{f.name}": f.metadata["resume"] for f in dataclasses.fields(Config)}
-    before, now = properties(path, saved), properties(path, manifest)
-    changes, refused = [], {}
-    for name, old in before.items():
-        # A flag that this code no longer has, and that was not set, changes nothing.
-        new = now.get(name, None if old is None else "unknown to this code")
-        policy = policies.get(name, "refused" if name.startswith("--") else "never")
-        if new == old or policy == "not compared":
-            continue
-        changes.append(f"{name} {old} -> {new}")
-        if name == "the data's fingerprint":  # a hash, which tells nobody the folder
-            changes[-1] += f" (--data {before['--data']} -> {now['--data']})"
-        if policy == "never" or (policy == "refused" and not now["--allow_changes"]):
-            refused[changes[-1]] = policy
-    if refused:
-        remedy = "choose another --out, or give --allow_changes"
-        if "never" in refused.values():
-            remedy = f"or begin a new run with its weights: --init_from {path} and another --out"
-        raise UsageError(
-            f"cannot continue from {path}: {', '.join(refused)}; change that back, {remedy}"
-        )
-    return changes
-
-
-def properties(path: Path, manifest: dict) -> dict:
-    """What a manifest says of a run: its flags with defaults resolved, its model and its data."""
-    flags, model = manifest.get("config") or {}, vars(read_model(path, manifest))
-    c = dataclasses.replace(from_saved(flags), d_model=model["d_model"])
-    resolved = vars(fill_learning_rate(c))
-    dtype = {"dtype": manifest.get("dtype", resolved["dtype"])}  # what --dtype auto chose
-    merged = flags | resolved | dtype
-    found = {f"--{name}": value for name, value in merged.items() if name not in model}
-    return found | model | {"the data's fingerprint": manifest.get("data")}
+@contextlib.contextmanager
+def builtin_data() -> Iterator[None]:
+    """Prepare the built-in data unless it exists; remove it again if the start is rejected."""
+    is_new = prepare_builtin()
+    try:
+        yield
+    except Exception as error:
+        is_rejected = getattr(error, "exit_status", None) == UsageError.exit_status
+        if is_new and is_rejected:
+            shutil.rmtree(BUILTIN)
+            with contextlib.suppress(OSError):  # other data is there
+                Path(BUILTIN).parent.rmdir()
+        raise

@@ -1,7 +1,7 @@
 """The contents of a run folder, and who may write it.
 
-OUT/config.json      the flags of the last start
-    starts.jsonl     one row per start: when, where, from which step, with which flags
+OUT/config.json      the flags that were typed for the last start, or before for the run
+    starts.jsonl     one row per start: when, where, from which step, the resolved run
     metrics.jsonl    one row per log_interval, evaluation and checkpoint
     optim.jsonl      one row per parameter, with --optim_metrics_interval
     checkpoints/     see checkpoint.py
@@ -105,8 +105,10 @@ def read_starts(out: Path) -> list[dict]:
     return [row for row in rows if isinstance(row["config"], dict)]
 
 
-def create(out: Path, manifest: dict, world: dist.World, step: int, started: datetime) -> None:
-    """Make `out` this run's folder and add this start."""
+def record_start(
+    out: Path, manifest: dict, world: dist.World, step: int, started: datetime
+) -> None:
+    """Write config.json and a row of starts.jsonl for this start, which follows step `step`."""
     logged = read_log(out / "metrics.jsonl")  # before the rows of lost steps are dropped
     start = {
         **manifest,
@@ -121,4 +123,4 @@ def create(out: Path, manifest: dict, world: dist.World, step: int, started: dat
     out.mkdir(parents=True, exist_ok=True)
     starts = [*read_starts(out), start]
     replace_file(out / "starts.jsonl", "".join(json.dumps(start) + "\n" for start in starts))
-    replace_file(out / "config.json", json.dumps(manifest["config"], indent=2) + "\n")
+    replace_file(out / "config.json", json.dumps(manifest["flags"], indent=2) + "\n")

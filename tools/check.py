@@ -49,8 +49,10 @@ import layout
 import metrics
 import optim
 import train
-from config import Config
-from runtime import agreement, cli, memory, preflight, slurm, watchdog
+from layout import Run
+from runtime import agreement, cli, preflight, slurm, watchdog
+from runtime.machine import Machine, read_machine
+from runtime.preflight import NEW_RUN
 from runtime.watchdog import Watchdog
 from tools.bench import three_digits
 from tools.measuring.harness import training_rows
@@ -125,7 +127,7 @@ class RunLog:
 class Ranks:
     """This rank among the others: the planned run, cut short, on its mesh and on one rank."""
 
-    def __init__(self, c: Config, out: str | None, world: dist.World, watchdog: Watchdog):
+    def __init__(self, flags: dict, out: str | None, world: dist.World, watchdog: Watchdog):
         self.world = world
         self.watchdog = watchdog
         self.store = world.store.clone()
@@ -139,58 +141,78 @@ class Ranks:
         self.folder = Path(dist.on_rank0(tempfile.mkdtemp, None, "check-", parent))
         if not all(dist.on_all_ranks(self.folder.exists)):
             raise cli.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
-        if c.data == config.BUILTIN:
+        data_path = config.flag_value(flags, "data")
+        if data_path == config.BUILTIN:
             dist.on_rank0(preflight.prepare_builtin)
-        vocab_size = data.open_folders(c.data)[0].vocab_size
-        base = dist.on_rank0(lambda: preflight.find_origin(c, [], {})).model
-        available = dist.on_rank0(lambda: memory.device_memory(world.device, world.local_size))
-        self.config, self.setup = short_run(c, world, vocab_size, available, base)
-        self.device_memory = available
+        self.folders = data.open_folders(data_path)
+        self.machine = dist.on_rank0(read_machine, world)
+        origin = NEW_RUN
+        if named := config.named_run(flags):
+            origin = dist.on_rank0(preflight.read_named, Path(named), {})
+        self.origin = dataclasses.replace(origin, only_weights=True)
+        planned = self.resolve(flags, self.machine)
+        self.flags = shorten(planned)
+        self.run = self.resolve(self.flags, self.machine)
 
-    def train(self, c: Config, world: dist.World, name: str, seed: int | None = None) -> RunLog:
-        """Train as train.py does, with a `seed` from weights that are moved by an ulp."""
+    def resolve(self, flags: dict, machine: Machine) -> Run:
+        """The run of some flags, with the model of the checkpoint that they name, if any."""
+        return layout.resolve(flags, machine, data.facts_of(self.folders), self.origin)
+
+    def train(self, run: Run, world: dist.World, name: str, seed: int | None = None) -> RunLog:
+        """Train as train.py does, with a `seed` from weights that are moved by an ulp.
+
+        A run of the same name continues.
+        """
         out = self.folder / name
+        run = dataclasses.replace(run, out=str(out))
         squares = Counter()
 
         def prepare(state: train.State) -> None:
             state.model.eval()  # a fork's dropout would differ from mesh to mesh
             if seed is not None:
                 move_by_an_ulp(state.tensors["model"], seed)
-            if not c.compile:
+            if not run.compile:
                 sum_outputs(state, squares)
 
-        with loss_parallel(), contextlib.redirect_stdout(None), contextlib.ExitStack() as held:
-            flags = dataclasses.replace(c, out=str(out))
-            # A signal ends this process, not only the run.
-            train.run(flags, world, self.watchdog, held, handle_signals=False, after_load=prepare)
+        origin = preflight.find_origin({"out": run.out}, world)
+        with loss_parallel(), contextlib.redirect_stdout(None):
+            train.train(
+                run,
+                origin if origin.path else self.origin,
+                self.folders,
+                world,
+                self.watchdog,
+                handle_signals=False,  # a signal ends this process, not only the run
+                after_load=prepare,
+            )
         rows, of_parameters = dist.on_rank0(read_logs, out)
         return RunLog(rows, of_parameters, sum(dist.on_all_ranks(squares.copy), Counter()))
 
     def alone(self) -> tuple[RunLog, list[RunLog], list[rehearse.Communication]]:
         """The run on one rank, perturbed ones, and what a rank sends in a rehearsed step of all."""
         rehearse.leave_group()
-        place = self.world, self.setup.model, self.device_memory
-        sent = rehearse.rehearse(self.config, *place).communication
+        found = rehearse.rehearse(self.run, self.world.local_size, self.world.rank)
         # Each rank is a world of its own.
         store = torch.distributed.HashStore()
         one = dict(rank=0, size=1, local_rank=0, local_size=1, store=store)
         world = dataclasses.replace(self.world, **one)
         dist.join_group(world, store)
-        per_step = self.config.global_batch_size // self.setup.micro_batch_size
+        per_step = self.run.global_batch_size // self.run.micro_batch_size
         steps = max(LEAST_STEPS, MICRO_BATCHES // per_step)
-        steps = min(self.config.max_steps, steps)
-        mesh = dict(strategy="single", tp=1, dp_replicate=None, dp_shard=None, grad_sync="batch")
-        rest = dict(compile=False, checkpoint="none", async_save=False, max_steps=steps)
-        c = dataclasses.replace(self.config, **mesh, **rest, optim_metrics_interval=1)
+        mesh = dict(strategy="single", tp=1, dp_replicate=1, dp_shard=1, grad_sync="batch")
+        rest = dict(compile=False, checkpoint="none", async_save=False, optim_metrics_interval=1)
+        rest["max_steps"] = min(self.run.max_steps, steps)
+        machine = dataclasses.replace(self.machine, world_size=1, local_size=1)
+        run = self.resolve(self.flags | mesh | rest, machine)
         folder = f"alone on rank {self.world.rank}"
-        log = self.train(c, world, folder)
+        log = self.train(run, world, folder)
         # Each rank has a share of the perturbed runs.
         seeds = range(self.world.rank, PERTURBED, self.world.size)
-        perturbed = [self.train(c, world, f"{folder}, {seed}", seed) for seed in seeds]
+        perturbed = [self.train(run, world, f"{folder}, {seed}", seed) for seed in seeds]
         gc.collect()  # a group still referenced keeps its connections
         rehearse.leave_group()
         dist.join_group(self.world, torch.distributed.PrefixStore("after", self.store))
-        return log, perturbed, sent
+        return log, perturbed, found.communication
 
 
 def read_logs(out: Path) -> tuple[list[dict], list[dict]]:
@@ -222,21 +244,14 @@ def sum_outputs(state: train.State, squares: Counter) -> None:
             layer.register_forward_hook(functools.partial(add, name))
 
 
-def short_run(
-    c: Config, world: dist.World, vocab_size: int, device_memory: int, base=None
-) -> tuple[Config, layout.Setup]:
-    """The run cut to two blocks and two micro-batches per rank, on the full run's mesh."""
-    dp_size = max(1, world.size // c.tp)
-    size = c.micro_batch_size or max(1, c.global_batch_size // dp_size)
-    batch = {"micro_batch_size": size, "global_batch_size": GRAD_ACCUM_STEPS * size * dp_size}
-    c = dataclasses.replace(c, **batch, profile=None)
-    model = config.model_config(c, vocab_size, base)
-    chosen = layout.choose(c, world, model, device_memory)
-    dtype = str(chosen.dtype).removeprefix("torch.")
-    n_layer = min(2, model.n_layer)
-    c = dataclasses.replace(c, strategy=chosen.strategy, dtype=dtype, n_layer=n_layer)
-    model = config.model_config(c, vocab_size, base)
-    return c, layout.choose(c, world, model, device_memory)
+def shorten(planned: Run) -> dict:
+    """The flags of a run cut to two blocks and two micro-batches per rank, on the same mesh."""
+    per_forward = planned.micro_batch_size * planned.dp_size  # sequences of all ranks
+    return planned.config | {
+        "n_layer": min(2, planned.n_layer),
+        "global_batch_size": GRAD_ACCUM_STEPS * per_forward,
+        "profile": None,
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -313,8 +328,8 @@ def parity(ranks: Ranks, check: Check) -> None:
     limits = rounding_limits(alone, perturbed)
     steps = len(alone.rows)
     half = steps // 2
-    c = dataclasses.replace(ranks.config, max_steps=steps, checkpoint="none", async_save=False)
-    profiled = dataclasses.replace(c, profile=f"{half}:{steps - 1}")
+    run = dataclasses.replace(ranks.run, max_steps=steps, checkpoint="none", async_save=False)
+    profiled = dataclasses.replace(run, profile=f"{half}:{steps - 1}")
     mesh = ranks.train(profiled, ranks.world, "mesh")
     file = ranks.folder / f"mesh/profile/rank_{ranks.world.rank}.json"
     check_profile(check, json.loads(file.read_text()), sent)
@@ -322,22 +337,22 @@ def parity(ranks: Ranks, check: Check) -> None:
     compare(check, "one rank's", alone.rows, mesh.rows, limits)
     if len(check.problems) > before:
         check.problems.append(first_difference(alone.squares, mesh.squares, limits["loss"]))
-    c = dataclasses.replace(c, checkpoint="sharded", optim_metrics_interval=1)
+    run = dataclasses.replace(run, checkpoint="sharded", optim_metrics_interval=1)
     try:
         for last in (half, steps):
-            part = dataclasses.replace(c, max_steps=last)
+            part = dataclasses.replace(run, max_steps=last)
             resumed = ranks.train(part, ranks.world, "resumed")
     except checkpoint.CheckpointError as error:
         check.problems.append(str(error))
         return
     # Bit for bit on CPUs. On GPUs attention's backward is not deterministic, and the step that the
     # profile counts is not compiled.
-    if ranks.world.device.type == "cpu" and not c.compile:
+    if ranks.world.device.type == "cpu" and not run.compile:
         limits = dict.fromkeys(limits, 0.0)
     compare(check, "resumed", mesh.rows, resumed.rows, limits)
-    check_gradients(check, alone, perturbed, resumed, ranks.setup.dtype)
+    check_gradients(check, alone, perturbed, resumed, run.compute_dtype)
     if ranks.world.rank == 0:
-        check_learning(check, resumed, c)
+        check_learning(check, resumed, run)
 
 
 def rounding_limits(alone: RunLog, perturbed: list[RunLog]) -> dict[str, float]:
@@ -411,7 +426,7 @@ def first_difference(expected: Counter, found: Counter, limit: float) -> str:
     return f"of {len(found)} layers no output differs in step 1: gradients or the update do"
 
 
-def check_learning(check: Check, log: RunLog, c: Config) -> None:
+def check_learning(check: Check, log: RunLog, run: Run) -> None:
     """Limit the loss of the second half by the first half's, and look at each parameter.
 
     Two dead models agree. Each tensor needs a gradient after the first step, when a block may not
@@ -421,8 +436,7 @@ def check_learning(check: Check, log: RunLog, c: Config) -> None:
     losses = [row["loss"] for row in log.rows]
     ratio = sum(losses[-half:]) / sum(losses[:half])
     check.limit("loss, second half / first", ratio, LEARNED)
-    settings = config.fill_learning_rate(c)
-    decay = 2 * settings.lr * settings.weight_decay  # twice, since weights may shrink
+    decay = 2 * run.lr * run.weight_decay  # twice, since weights may shrink
     names, with_gradient, updated = set(), set(), set()
     for row in log.of_parameters:
         names.add(row["parameter"])
@@ -459,27 +473,29 @@ def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication
 # The command line
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """This command's own flags, and the planned run. Raises UsageError."""
+def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
+    """This command's own flags, and the flags of the planned run. Raises UsageError."""
     parser = config.build_parser()
     parser.prog = "tools.check"
     parser.usage = "torchrun ... -m tools.check [--FLAG VALUE ...]"
     parser.description = "Check the ranks, with the flags of the run that is planned: train.py's."
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     flags = config.parse_flags(parser, [*argv, *SHORT.split()])
-    options = argparse.Namespace(json=flags.pop("json"), out=flags["out"], argv=argv)
+    options = argparse.Namespace(json=flags["json"], out=flags.get("out"), argv=argv)
     if options.json and not options.json.absolute().parent.is_dir():
         raise cli.UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
-    return options, config.to_config(flags)
+    return options, {name: value for name, value in flags.items() if name != "json"}
 
 
 def check_ranks(argv: list[str]) -> int:
     """On every rank. Rank 0 prints and writes the results, and returns 1 if a check failed."""
-    options, c = parse(argv)
-    world = dist.start(c.device, timedelta(seconds=watchdog.SLOW_FACTOR * c.timeout))
-    with Watchdog(world.store, world.rank, world.size, c.timeout) as guard:
+    options, flags = parse(argv)
+    timeout = config.flag_value(flags, "timeout")
+    device = config.flag_value(flags, "device")
+    world = dist.start(device, timedelta(seconds=watchdog.SLOW_FACTOR * timeout))
+    with Watchdog(world.store, world.rank, world.size, timeout) as guard:
         guard.progress(0, "in the check", slow=True)
-        ranks = Ranks(c, options.out, world, guard)
+        ranks = Ranks(flags, options.out, world, guard)
         check = run_check(ranks)
         if world.rank == 0:
             print(check, flush=True)

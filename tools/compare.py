@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config import fill_learning_rate, from_saved
 from metrics import read_log
 from runtime import cli
 from runtime.cli import UsageError
+from runtime.run_folder import read_starts
 
 # Rounding differences of parameters grow until they are as large as the values: in float32, above
 # the default tolerance, at most 12-fold from one step to the next, and 41-fold in ten.
@@ -36,7 +36,7 @@ class Log:
     """What one run logged. Times are seconds of training, without evaluations and checkpoints."""
 
     name: str
-    config: dict  # the flags
+    config: dict  # the flags of the last start with their values
     rows: list[dict]  # all of metrics.jsonl
     training: list[dict]  # training rows, each with its "time" since the start of the run
     val: list[dict]  # evaluations, each with the "time" of its step
@@ -82,19 +82,13 @@ def read_all(folders: list[str]) -> list[Log]:
     return [read(folder, name) for folder, name in zip(folders, names)]
 
 
-def with_learning_rate(flags: dict) -> dict:
-    """The flags of config.json, with the values that a run computes for --lr and --warmup_steps."""
-    filled = fill_learning_rate(from_saved(flags))
-    return flags | {"lr": filled.lr, "warmup_steps": filled.warmup_steps}
-
-
 def read(folder: str, name: str) -> Log:
     """Read a run folder. Raises UsageError if it is none."""
     run = Path(folder)
-    try:
-        config = with_learning_rate(json.loads((run / "config.json").read_bytes()))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} is not the folder of a started run: {error}") from None
+    starts = read_starts(run)
+    if not starts:
+        raise UsageError(f"{folder} is not the folder of a started run: it has no starts.jsonl")
+    config = starts[-1]["config"]
     rows = read_rows(run / "metrics.jsonl")
     training, val = with_times(rows)
     if not training:

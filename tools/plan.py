@@ -22,10 +22,13 @@ import torch
 import config
 import data
 import dist
-from layout import compute_dtype
-from model import SIZES, ModelConfig
-from runtime import cli, memory, preflight, run_folder
+from data import DataFacts
+from layout import Run
+from model import SIZES
+from runtime import cli, preflight, run_folder
 from runtime.cli import UsageError
+from runtime.machine import device_memory
+from runtime.preflight import NEW_RUN, Origin
 from tools.bench import add_flags, count
 from tools.compare import read
 from tools.planning import predict, search
@@ -85,46 +88,65 @@ def build_parser() -> cli.Parser:
     return parser
 
 
-def parse(argv: list[str]) -> tuple[Request, argparse.Namespace]:
-    """The run, and this command's own flags; `free` holds train.py's flags that were not given.
+@dataclass(frozen=True)
+class Measured:
+    """What a run took. Times in seconds."""
+
+    step_time: float  # the median
+    peak_memory: int  # bytes of tensors on a device; on CPUs of the whole process
+    save: float | None  # the median; None: there was none
+    restart: float | None
+
+
+def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None]:
+    """The run to plan, this command's own flags, and what the run took, if it is --run.
 
     Raises UsageError, MeshError and DataError.
     """
-    flags = config.parse_flags(build_parser(), argv)
-    options = argparse.Namespace(**{name: flags.pop(name) for name in FLAGS})
-    given = {word.split("=")[0].removeprefix("--") for word in argv}
-    options.free = frozenset(flags) - given
-    options.measured, options.costs = {}, {}
+    given = config.parse_flags(build_parser(), argv)
+    options = argparse.Namespace(**{name: given[name] for name in FLAGS})
+    flags = {name: value for name, value in given.items() if name not in FLAGS}
+    typed = {word.split("=")[0].removeprefix("--") for word in argv}
     if options.run:
-        if others := given & flags.keys() - {"peak_tflops"}:
+        if others := typed & flags.keys() - {"peak_tflops"}:
             raise UsageError(f"--run takes the flags of the run: leave out --{min(others)}")
-        return read_run(options, flags["peak_tflops"]), options
-    folders = flags["data"]
-    c = config.to_config(flags)
-    cluster = make_cluster(options)
-    if c.dtype == "auto":  # for the planned device, not this machine
-        is_cuda = cluster.device.kind == "cuda"
-        dtype = torch.bfloat16 if is_cuda else compute_dtype("auto", torch.device("cpu"))
-        c = dataclasses.replace(c, dtype=str(dtype).removeprefix("torch."))
-    predict.peak_flops(cluster, c)  # raises early if unknown
-    base = preflight.find_origin(c, [], {}).model
-    vocab_size = (base or SIZES[c.model]).vocab_size
-    if folders and ("data" in given or Path(folders).exists()):  # a --config's may be missing
-        vocab_size = data.open_folders(folders)[0].vocab_size
-    return Request(c, cluster, vocab_size, base), options
+        request, measured = read_run(options, flags)
+        return request, options, measured
+    if options.search:  # the flags of a --config file are searched, too
+        searched = {*search.SEARCHED, "dp_replicate"}
+        flags = {name: flags[name] for name in flags if name in typed or name not in searched}
+    flags.setdefault("out", config.default_out(flags))
+    cluster = make_cluster(options, options.world_size, options.nproc_per_node, options.device_type)
+    origin = NEW_RUN
+    if named := config.named_run(flags):
+        origin = preflight.read_named(Path(named), damaged={})
+        origin = dataclasses.replace(origin, only_weights="init_from" in flags)
+    request = Request(flags, cluster, read_facts(flags, typed, origin), origin)
+    predict.peak_flops(cluster, request.resolve())  # raises early if unknown
+    return request, options, None
 
 
-def make_cluster(options: argparse.Namespace) -> Cluster:
+def read_facts(flags: dict, typed: set[str], origin: Origin) -> DataFacts:
+    """What is known of the data: of the token folder, if there is one, else of the model."""
+    path = config.flag_value(flags, "data")
+    if "data" in typed or ("data" in flags and Path(path).exists()):  # a --config's may be missing
+        return data.facts_of(data.open_folders(path))
+    model_config = origin.model_config or SIZES[config.flag_value(flags, "model")]
+    return DataFacts(model_config.vocab_size, tokenizer=None, fingerprint="")
+
+
+def make_cluster(
+    options: argparse.Namespace, world_size: int | None, local_size: int, device_type: str
+) -> Cluster:
     """Raises UsageError if ranks and hosts do not match."""
-    world_size = options.world_size
     if world_size is None:
         raise UsageError("--world_size is missing: give the number of devices in all")
-    local_size = min(options.nproc_per_node, world_size)
+    local_size = min(local_size, world_size)
     if world_size % local_size:
         raise UsageError(
             f"--world_size {world_size} is not a multiple of --nproc_per_node {local_size}"
         )
-    device = DEVICES[options.device_type]
+    device = DEVICES[device_type]
     bandwidths = {
         "intra_bandwidth": options.intra_host_bandwidth,
         "host_bandwidth": options.inter_host_bandwidth,
@@ -132,49 +154,61 @@ def make_cluster(options: argparse.Namespace) -> Cluster:
     given = {name: 1e9 * value for name, value in bandwidths.items() if value}
     return Cluster(
         world_size=world_size,
-        device_type=options.device_type,
+        device_type=device_type,
         device=device,
-        device_memory=device.memory or memory.device_memory(torch.device("cpu"), local_size),
+        device_memory=device.memory or device_memory(torch.device("cpu"), local_size),
         links=dataclasses.replace(predict.default_links(device, local_size), **given),
         achieved=options.achieved,
     )
 
 
-def read_run(options: argparse.Namespace, peak_tflops: float | None) -> Request:
-    """The last start of --run; sets `measured` and `costs`. Raises UsageError if none has a row."""
+def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measured]:
+    """The last start of --run, with `flags`, and what it took.
+
+    Raises UsageError if it has no row.
+    """
     folder = options.run
     log = read(folder, folder)
-    rows = log.training
     starts = run_folder.read_starts(Path(folder))
-    rows = [row for row in rows if starts and row["step"] > starts[-1]["step"]]
+    start = starts[-1]
+    rows = [row for row in log.training if row["step"] > start["step"]]
     if not rows:
         raise UsageError(f"{folder} has no training row of its last start yet: let it run on")
-    start = starts[-1]
-    chosen = {name: start[name] for name in ("strategy", "dtype") if name in start}
-    chosen |= {"peak_tflops": peak_tflops} if peak_tflops else {}
-    given = {name: value for name, value in start["config"].items() if value is not None}
-    try:
-        c = config.Config(**given | chosen)
-    except TypeError as error:
-        raise UsageError(f"{folder} was trained by other code: {error}") from None
-    options.world_size = start["ranks"]
-    options.nproc_per_node = start.get("ranks_per_host", options.nproc_per_node)
+    origin = Origin(Path(folder), start, only_weights=True)
+    values = origin.values
+    if unknown := values.keys() - vars(config.Config).keys():
+        raise UsageError(f"{folder} was trained by other code: --{min(unknown)} is unknown here")
     on_device = max(row["peak_device_memory"] for row in rows)
-    names = {device.name: name for name, device in DEVICES.items()}
-    options.device_type = names.get(start["device"], options.device_type) if on_device else "cpu"
-    options.measured = {
-        "step_time": statistics.median(row["step_time"] for row in rows[1:] or rows),
-        "peak_memory": on_device or max(row["peak_host_memory"] for row in rows),
-    }
+    device_type = "cpu"
+    if on_device:
+        names = {device.name: name for name, device in DEVICES.items()}
+        device_type = names.get(start["device"], options.device_type)
+    local_size = start.get("ranks_per_host", options.nproc_per_node)
+    cluster = make_cluster(options, start["ranks"], local_size, device_type)
+    facts = DataFacts(start["tokens_in_vocabulary"], start.get("tokenizer"), start["data"])
     saves = [row["blocking_seconds"] for row in log.rows if row.get("event") == "checkpoint"]
-    options.costs = {"save": statistics.median(saves)} if saves else {}
-    if stops := [seconds(each["last_logged"]) for each in starts if each.get("last_logged")]:
-        times = [seconds(row["time"]) for row in log.rows]
-        # From the last row before each stop to the first one after it
-        waits = [min(time for time in times if time > stop) - stop for stop in stops]
-        options.costs["restart"] = statistics.median(waits)
-    model = ModelConfig.from_dict(start["model"])
-    return Request(c, make_cluster(options), start["tokens_in_vocabulary"], model)
+    measured = Measured(
+        step_time=statistics.median(row["step_time"] for row in rows[1:] or rows),
+        peak_memory=on_device or max(row["peak_host_memory"] for row in rows),
+        save=median_or_none(saves),
+        restart=median_or_none(restarts(log.rows, starts)),
+    )
+    return Request(values | flags, cluster, facts, origin), measured
+
+
+def restarts(rows: list[dict], starts: list[dict]) -> list[float]:
+    """The seconds from the last row before each restart to the first row after it."""
+    times = [seconds(row["time"]) for row in rows]
+    waits = []
+    for start in starts:
+        if start.get("last_logged"):
+            stop = seconds(start["last_logged"])
+            waits.append(min(time for time in times if time > stop) - stop)
+    return waits
+
+
+def median_or_none(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -188,7 +222,17 @@ class Plan:
     request: Request
     rehearsal: Rehearsal
     speed: predict.Speed
-    tokens: float | None = None  # to train on
+    options: argparse.Namespace
+    measured: Measured | None = None
+
+    @property
+    def run(self) -> Run:
+        return self.rehearsal.run
+
+    @property
+    def tokens(self) -> float | None:
+        """The tokens to train on."""
+        return self.options.tokens
 
     @property
     def fits(self) -> bool:
@@ -208,7 +252,7 @@ class Plan:
         """
         local_size = self.request.cluster.links.local_size
         held = self.rehearsal.state["parameters"] + self.rehearsal.state["optimizer"]
-        written = held // self.rehearsal.setup.mesh_shape[0]
+        written = held // self.run.dp_replicate
         return {
             "bytes_per_rank": written,
             "host_bytes_sharded": local_size * written,
@@ -218,7 +262,7 @@ class Plan:
     def communication(self) -> list[dict]:
         """One row per axis and collective of a step."""
         links = self.request.cluster.links
-        shape = self.rehearsal.setup.mesh_shape
+        shape = self.run.mesh_shape
         rows = {}
         for entry in self.rehearsal.communication:
             group = predict.group_of(entry.axis, shape, links.local_size)
@@ -232,50 +276,52 @@ class Plan:
         return list(rows.values())
 
 
-def make_plan(request: Request, tokens: float | None = None) -> Plan:
-    rehearsal = request.rehearse()
-    return Plan(request, rehearsal, predict.speed(rehearsal, request), tokens)
+def make_plan(
+    request: Request, options: argparse.Namespace, measured: Measured | None = None
+) -> Plan:
+    """Rehearse the run and predict its speed. Raises UsageError and MeshError."""
+    rehearsal = request.rehearse(request.resolve())
+    speed = predict.speed(rehearsal, request.cluster)
+    return Plan(request, rehearsal, speed, options, measured)
 
 
 # --------------------------------------------------------------------------------------------------
 # The report
 
 
-def report(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
+def report(plan: Plan) -> Iterator[str]:
     """The lines for people: one screen, with the arithmetic."""
     yield from describe_run(plan)
     yield from describe_memory(plan)
     yield from describe_communication(plan)
     yield from describe_checkpoint(plan)
     yield from describe_step(plan)
-    yield from describe_goodput(plan, options)
-    if took := options.measured:
+    yield from describe_goodput(plan)
+    if took := plan.measured:
         yield (
-            f"measured    step {took['step_time']:.4g} s, the median; peak memory "
-            f"{gigabytes(took['peak_memory'])} GB, on CPUs of the whole process"
+            f"measured    step {took.step_time:.4g} s, the median; peak memory "
+            f"{gigabytes(took.peak_memory)} GB, on CPUs of the whole process"
         )
 
 
 def describe_run(plan: Plan) -> Iterator[str]:
-    c = plan.request.config
+    run = plan.run
     cluster = plan.request.cluster
     rehearsal = plan.rehearsal
-    setup = rehearsal.setup
-    m = setup.model
     yield (
-        f"model       {c.model}: {m.n_layer} layers x {m.d_model} wide, vocabulary "
-        f"{m.vocab_size:,}: {rehearsal.parameters:,} parameters, "
+        f"model       {run.model}: {run.n_layer} layers x {run.d_model} wide, vocabulary "
+        f"{run.model_config.vocab_size:,}: {rehearsal.parameters:,} parameters, "
         f"{rehearsal.parameters_per_rank:,} a rank"
     )
-    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, setup.mesh_shape))
+    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, run.mesh_shape))
     yield (
-        f"mesh        {setup.strategy}: {axes} = {cluster.world_size} x {cluster.device_type}, "
+        f"mesh        {run.strategy}: {axes} = {cluster.world_size} x {cluster.device_type}, "
         f"{cluster.links.local_size} on each of {cluster.hosts} hosts"
     )
     yield (
-        f"batch       {c.global_batch_size:,} sequences = micro_batch_size "
-        f"{setup.micro_batch_size} x grad_accum_steps {setup.grad_accum_steps} x dp_size "
-        f"{setup.dp_size}; x {m.seq_len:,} tokens = {setup.tokens_per_step:,} tokens a step"
+        f"batch       {run.global_batch_size:,} sequences = micro_batch_size "
+        f"{run.micro_batch_size} x grad_accum_steps {run.grad_accum_steps} x dp_size "
+        f"{run.dp_size}; x {run.seq_len:,} tokens = {run.tokens_per_step:,} tokens a step"
     )
 
 
@@ -342,7 +388,7 @@ def describe_step(plan: Plan) -> Iterator[str]:
     )
     low, high = (f"{factor * speed.step_time:.4g}" for factor in predict.TOOK)
     yield f"            half of the published runs would take {low} to {high} s, a quarter more"
-    eager = ", not compiled" if plan.request.config.compile else ""
+    eager = ", not compiled" if plan.run.compile else ""
     yield (
         f"speed       at most {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "
         f"MFU {speed.mfu:.1%}{eager}"
@@ -355,23 +401,39 @@ def describe_step(plan: Plan) -> Iterator[str]:
         )
 
 
-def describe_goodput(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
+def describe_goodput(plan: Plan) -> Iterator[str]:
     """Interruptions of the run, and the share of its time that trains."""
-    c, cluster, saved = plan.request.config, plan.request.cluster, plan.checkpoint()
-    write = saved["bytes_per_rank"] / predict.WRITE
-    copy = saved["host_bytes_async"] / cluster.links.local_size / predict.COPY
-    costs = {"save": copy if c.async_save else write, "restart": c.timeout + write} | options.costs
-    step = options.measured.get("step_time", plan.speed.step_time)
-    total = 3600 * plan.hours if plan.tokens else c.max_steps * step
-    between = 3600 * options.interruption / cluster.world_size
+    run = plan.run
+    cluster = plan.request.cluster
+    save, restart = costs(plan)
+    step_time = plan.measured.step_time if plan.measured else plan.speed.step_time
+    total = 3600 * plan.hours if plan.tokens else run.max_steps * step_time
+    between = 3600 * plan.options.interruption / cluster.world_size
     yield (
         f"goodput     {total / between:,.3g} interruptions, one in {between / 3600:,.3g} hours; "
-        f"a save costs {costs['save']:.3g} s, a restart {costs['restart']:.3g} s"
+        f"a save costs {save:.3g} s, a restart {restart:.3g} s"
     )
-    best = math.sqrt(2 * costs["save"] * between)  # Young 1974
-    for of, interval in ("the best", best), ("--save_interval", c.save_interval * step or total):
-        share = predict.training_share(interval, **costs, between=between)
-        yield f"            {share:.1%} of the time trains, saving every {interval:,.0f} s, {of}"
+    intervals = {
+        "the best": math.sqrt(2 * save * between),  # Young 1974
+        "--save_interval": run.save_interval * step_time or total,
+    }
+    for name, interval in intervals.items():
+        share = predict.training_share(interval, save, restart, between)
+        yield f"            {share:.1%} of the time trains, saving every {interval:,.0f} s, {name}"
+
+
+def costs(plan: Plan) -> tuple[float, float]:
+    """Seconds that training waits for a save, and for a restart: measured, else predicted."""
+    run = plan.run
+    saved = plan.checkpoint()
+    write = saved["bytes_per_rank"] / predict.WRITE
+    copy = saved["host_bytes_async"] / plan.request.cluster.links.local_size / predict.COPY
+    save = copy if run.async_save else write
+    restart = run.timeout + write
+    if plan.measured:
+        save = plan.measured.save or save
+        restart = plan.measured.restart or restart
+    return save, restart
 
 
 def gigabytes(size: int) -> str:
@@ -388,12 +450,12 @@ def gigabytes(size: int) -> str:
 
 
 def run(argv: list[str]) -> None:
-    request, options = parse(argv)
+    request, options, measured = parse(argv)
     if options.search:
-        found = search.search(request, options.free, options.search_seconds)
+        found = search.search(request, options.search_seconds)
         lines = search.table(found, request.cluster)
     else:
-        lines = report(make_plan(request, options.tokens), options)
+        lines = report(make_plan(request, options, measured))
     print("\n".join(lines))
 
 

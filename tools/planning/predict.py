@@ -9,12 +9,16 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
+
 import dist
-import metrics
-from config import Config, model_config
-from model import ModelConfig
+import layout
+from data import DataFacts
+from layout import Run
 from runtime.cli import UsageError
-from tools.planning.rehearse import Communication, Operation, Rehearsal, make_world, rehearse
+from runtime.machine import Machine, has_bfloat16
+from runtime.preflight import NEW_RUN, Origin
+from tools.planning.rehearse import Communication, Operation, Rehearsal, rehearse
 
 # Speed of attention relative to large matrix products. FlashAttention-2 forward: 178 to 187 of 271
 # TFLOP/s on an A100 (github.com/liangan1/GPU_travel, performance/flash-attn); backward: less.
@@ -127,29 +131,37 @@ class Cluster:
     def hosts(self) -> int:
         return math.ceil(self.world_size / self.links.local_size)
 
+    @property
+    def machine(self) -> Machine:
+        is_cuda = self.device.kind == "cuda"
+        here = torch.device("cpu")
+        return Machine(
+            world_size=self.world_size,
+            local_size=self.links.local_size,
+            device_type=self.device.kind,
+            device_name=self.device.name or "",
+            device_memory=self.device_memory,
+            has_bfloat16=is_cuda or has_bfloat16(here),
+        )
+
 
 @dataclass(frozen=True)
 class Request:
     """A run of train.py planned for a cluster."""
 
-    config: Config  # its dtype is not auto
+    flags: dict  # as config.parse returns them
     cluster: Cluster
-    vocab_size: int
-    base: ModelConfig | None = None  # the model of --init_from or --resume
+    data_facts: DataFacts
+    origin: Origin = NEW_RUN  # the checkpoint of --init_from or --resume, or of a run
 
-    def world(self) -> dist.World:
-        """As rank 0 sees it, which holds the most where shards are uneven."""
-        cluster = self.cluster
-        return make_world(0, cluster.world_size, cluster.links.local_size, cluster.device.kind)
+    def resolve(self, changes: dict | None = None) -> Run:
+        """The run on the cluster, with changed flags. Raises UsageError and MeshError."""
+        flags = self.flags | (changes or {})
+        return layout.resolve(flags, self.cluster.machine, self.data_facts, self.origin)
 
-    def model(self, c: Config) -> ModelConfig:
-        """The model, with the parts that flags override."""
-        return model_config(c, self.vocab_size, self.base)
-
-    def rehearse(self) -> Rehearsal:
-        """Raises UsageError and MeshError."""
-        model = self.model(self.config)
-        return rehearse(self.config, self.world(), model, self.cluster.device_memory)
+    def rehearse(self, run: Run) -> Rehearsal:
+        """Rehearse rank 0's step, which holds the most where shards are uneven."""
+        return rehearse(run, self.cluster.links.local_size)
 
 
 def fits(peak: int, cluster: Cluster) -> bool:
@@ -157,16 +169,14 @@ def fits(peak: int, cluster: Cluster) -> bool:
     return peak <= USABLE * cluster.device_memory
 
 
-def peak_flops(cluster: Cluster, c: Config) -> float:
+def peak_flops(cluster: Cluster, run: Run) -> float:
     """FLOP/s of a device in the compute dtype. Raises UsageError if unknown."""
-    if c.peak_tflops is not None:
-        return c.peak_tflops * 1e12
-    if cluster.device.name is None or c.dtype != "bfloat16":
+    if run.peak_tflops is None:
         raise UsageError(
-            f"the speed of --device_type {cluster.device_type} with --dtype {c.dtype} is not "
+            f"the speed of --device_type {cluster.device_type} with --dtype {run.dtype} is not "
             "known: give --peak_tflops, the dense TFLOP/s of one device"
         )
-    return metrics.PEAK_FLOPS[cluster.device.name]
+    return run.peak_tflops * 1e12
 
 
 def operation_seconds(row: Operation, peak: float, cluster: Cluster) -> float:
@@ -308,19 +318,19 @@ class Queue:
         return Counter({axis: seconds * part / total for axis, part in self.seconds.items()})
 
 
-def speed(rehearsal: Rehearsal, request: Request) -> Speed:
+def speed(rehearsal: Rehearsal, cluster: Cluster) -> Speed:
     """Predict a step. Raises UsageError if the device's speed is unknown.
 
     docs/plan.md lists what overlaps and what is left out.
     """
-    setup = rehearsal.setup
-    n = setup.grad_accum_steps
-    peak = peak_flops(request.cluster, request.config)
+    run = rehearsal.run
+    n = run.grad_accum_steps
+    peak = peak_flops(cluster, run)
     phases = Counter()  # phase -> seconds
     for row in rehearsal.operations:
-        phases[row.phase] += operation_seconds(row, peak, request.cluster)
+        phases[row.phase] += operation_seconds(row, peak, cluster)
     forward, backward = phases["forward"] / n, phases["backward"] / n  # of a micro-batch
-    beside, exposed, total = overlap(rehearsal, request)
+    beside, exposed, total = overlap(rehearsal, cluster)
     for work, compute, times in (
         ("forward", forward, n),
         ("backward", backward, n - 1),
@@ -333,21 +343,21 @@ def speed(rehearsal: Rehearsal, request: Request) -> Speed:
         optimizer=phases["optimizer"],
         exposed=dict(exposed),
         communication=dict(total),
-        tokens=setup.tokens_per_step / math.prod(setup.mesh_shape),
+        tokens=run.tokens_per_step / math.prod(run.mesh_shape),
         peak=peak,
         flops=rehearsal.flops,
     )
 
 
-def overlap(rehearsal: Rehearsal, request: Request) -> tuple[dict[str, Queue], Counter, Counter]:
+def overlap(rehearsal: Rehearsal, cluster: Cluster) -> tuple[dict[str, Queue], Counter, Counter]:
     """Communication by the work it overlaps; seconds by axis that overlap none, and in total."""
-    setup = rehearsal.setup
-    cluster, links = request.cluster, request.cluster.links
-    n = setup.grad_accum_steps
+    run = rehearsal.run
+    links = cluster.links
+    n = run.grad_accum_steps
     beside = {work: Queue() for work in ("forward", "backward", "last backward")}
     alone, total = Counter(), Counter()  # axis -> seconds per step
     for row in rehearsal.communication:
-        group = group_of(row.axis, setup.mesh_shape, links.local_size)
+        group = group_of(row.axis, run.mesh_shape, links.local_size)
         seconds = collective_seconds(row, group, links)
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds
@@ -357,7 +367,7 @@ def overlap(rehearsal: Rehearsal, request: Request) -> tuple[dict[str, Queue], C
             alone[row.axis] += seconds
         elif row.phase == "forward":
             beside["forward"].add(row, seconds, slowed, n)
-        elif is_last_only(row, request.config):
+        elif is_last_only(row, run.grad_sync):
             beside["last backward"].add(row, seconds, slowed, 1)
         else:
             beside["backward"].add(row, seconds, slowed, n)
@@ -365,11 +375,11 @@ def overlap(rehearsal: Rehearsal, request: Request) -> tuple[dict[str, Queue], C
     return beside, alone, total
 
 
-def is_last_only(row: Communication, c: Config) -> bool:
+def is_last_only(row: Communication, grad_sync: str) -> bool:
     """Whether a collective of the backward pass runs only in the last micro-batch."""
-    if row.collective == "all_gather" or c.grad_sync == "micro_batch":
+    if row.collective == "all_gather" or grad_sync == "micro_batch":
         return False
-    return c.grad_sync == "batch" or row.collective == "all_reduce"
+    return grad_sync == "batch" or row.collective == "all_reduce"
 
 
 def training_share(interval: float, save: float, restart: float, between: float) -> float:

@@ -10,6 +10,7 @@ one rank of thousands.
 import dataclasses
 import difflib
 import itertools
+import math
 import warnings
 import weakref
 from collections import Counter
@@ -41,9 +42,8 @@ import layout
 import model
 import optim
 import train
-from config import Config
-from layout import Setup
-from model import ModelConfig
+from config import blocks_per_unit
+from layout import Run
 from runtime.profiling import CommunicationCounter, Traffic
 
 # --------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ KINDS = (
 class Rehearsal:
     """What one optimizer step of one rank takes."""
 
-    setup: Setup
+    run: Run
     parameters: int  # of the whole model
     parameters_per_rank: int
     memory: dict[str, int]  # bytes of tensors by KINDS, at the peak
@@ -113,38 +113,27 @@ class Rehearsal:
 # The rehearsal
 
 
-def rehearse(
-    config: Config, world: dist.World, model_config: ModelConfig, device_memory: int
-) -> Rehearsal:
-    """Run one optimizer step of a rank of `world`, which `make_world` describes.
+def rehearse(run: Run, local_size: int, rank: int = 0) -> Rehearsal:
+    """Run one optimizer step of a rank of `run`, on hosts of `local_size` ranks.
 
-    `device_memory` is the bytes one rank may fill, for --strategy auto. On a "cuda" device the step
-    allocates as on a GPU, and `config` must name the dtype, since auto would ask this machine. The
-    step is not compiled. Raises UsageError and MeshError if flags and ranks do not fit together, as
-    train.py does.
+    If the run's device is "cuda", the step allocates as on a GPU. The step is not compiled.
     """
-    c = dataclasses.replace(config, compile=False)
-    with fake_group(world.rank, world.size) as store:
-        setup = layout.choose(c, world, model_config, device_memory)
-        device_type = world.device.type
-        # On "cuda" FSDP would need a GPU's streams.
-        world = dataclasses.replace(world, device=torch.device("cpu"), store=store)
-        with as_on(device_type), warnings.catch_warnings():
+    world_size = math.prod(run.mesh_shape)
+    with fake_group(rank, world_size) as store:
+        world = dist.World(
+            rank=rank,
+            size=world_size,
+            local_rank=rank % local_size,
+            local_size=local_size,
+            device=torch.device("cpu"),  # on "cuda" FSDP would need a GPU's streams
+            timeout=timedelta(minutes=1),
+            store=store,
+        )
+        with as_on(run.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run shows them
-            return run_layers(c, setup, world)
-
-
-def make_world(rank: int, world_size: int, local_size: int, device_type: str) -> dist.World:
-    """Rank `rank` of `world_size`, with `local_size` ranks per host, which need not exist."""
-    return dist.World(
-        rank=rank,
-        size=world_size,
-        local_rank=rank % local_size,
-        local_size=local_size,
-        device=torch.device(device_type),
-        timeout=timedelta(minutes=1),
-        store=None,
-    )
+            on_cpu = dataclasses.replace(run, compile=False, device="cpu")
+            found = run_layers(on_cpu, world)
+    return dataclasses.replace(found, run=run)
 
 
 @contextmanager
@@ -167,27 +156,27 @@ def leave_group() -> None:
     debug._clear_fast_path_sharding_prop_cache()
 
 
-def run_step(c: Config, setup: Setup, mesh: dist.DeviceMesh) -> Rehearsal:
+def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
     """Build the model and the optimizer, run a step and sum up."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fakes)
-    net = layout.empty_model(c, setup)  # outside: a parameter that is followed cannot move
+    net = layout.empty_model(run)  # outside: a parameter that is followed cannot move
     with fakes, recorder, loss_parallel(), train.no_garbage_collection():
-        state, forward = train.build(c, setup, mesh, net, init_weights=False)
-        recorder.follow(mesh, setup, state, forward)
+        state, forward = train.build(run, mesh, net, init_weights=False)
+        recorder.follow(mesh, run, state, forward)
         # How many micro-batches each rehearsed one stands for: the first, a middle one, the last
-        n = setup.grad_accum_steps
+        n = run.grad_accum_steps
         all_times = [[1] * n if n <= 3 else [1, n - 2, 1]]
         if isinstance(forward, DistributedDataParallel):
             all_times.insert(0, [1])  # the first step, where DDP rebuilds its buckets
-        shape = (setup.micro_batch_size, setup.model.seq_len + 1)
+        shape = (run.micro_batch_size, run.seq_len + 1)
         for times in all_times:
             recorder.forget_counts()
             tokens = (torch.zeros(shape, dtype=torch.int64) for _ in times)
             batches = recorder.batches(tokens, times)
-            train.train_step(forward, state.optimizer, batches, 1, len(times), c.grad_sync)
+            train.train_step(forward, state.optimizer, batches, 1, len(times), run.grad_sync)
     return Rehearsal(
-        setup=setup,
+        run=run,
         parameters=state.model.parameter_count(),
         parameters_per_rank=sum(optim.local(w).numel() for w in state.model.parameters()),
         memory={},
@@ -206,29 +195,29 @@ def run_step(c: Config, setup: Setup, mesh: dist.DeviceMesh) -> Rehearsal:
 REHEARSED_UNITS = 2  # of FSDP: the first and the last
 
 
-def run_layers(c: Config, setup: Setup, world: dist.World) -> Rehearsal:
-    """The step of `setup`, extended from a few layers if that is exact.
+def run_layers(run: Run, world: dist.World) -> Rehearsal:
+    """The step of `run`, extended from a few layers if that is exact.
 
     Units between the first and the last do the same, in the same places of the step. What one unit
     adds to these two, all others add too. Not for DDP, whose buckets end anywhere, nor for Muon,
     whose matrices are dealt to all ranks.
     """
-    mesh = dist.make_mesh(world, setup.mesh_shape)  # once: DTensor keeps the groups of the first
+    mesh = dist.make_mesh(world, run.mesh_shape)  # once: DTensor keeps the groups of the first
 
-    def run(n_layer: int) -> Rehearsal:
-        model_config = dataclasses.replace(setup.model, n_layer=n_layer)
-        return run_step(c, dataclasses.replace(setup, model=model_config), mesh)
+    def rehearse_layers(n_layer: int) -> Rehearsal:
+        model_config = dataclasses.replace(run.model_config, n_layer=n_layer)
+        return run_step(dataclasses.replace(run, n_layer=n_layer, model_config=model_config), mesh)
 
-    n_layer = setup.model.n_layer
-    unit = setup.blocks_per_unit or n_layer  # one unit: nothing repeats
+    n_layer = run.n_layer
+    unit = blocks_per_unit(run.wrap) or n_layer  # one unit: nothing repeats
     more = n_layer // unit - REHEARSED_UNITS  # units
     few = n_layer - more * unit
     found = None
-    repeats = c.optimizer != "muon" and (setup.strategy != "ddp" or c.tp > 1)
+    repeats = run.optimizer != "muon" and (run.strategy != "ddp" or run.tp > 1)
     if more > REHEARSED_UNITS + 1 and repeats:
         with suppress(ValueError):  # they do not: see `extend`
-            found = extend(run(few), run(few + unit), more)
-    found = found or run(n_layer)
+            found = extend(rehearse_layers(few), rehearse_layers(few + unit), more)
+    found = found or rehearse_layers(n_layer)
     return dataclasses.replace(found, memory=at_peak(found.changes), changes=[])
 
 
@@ -539,15 +528,14 @@ class Recorder(TorchDispatchMode):
     def follow(
         self,
         mesh: dist.DeviceMesh,
-        setup: Setup,
+        run: Run,
         state: train.State,
         forward: nn.Module,
     ) -> None:
         """Recognize the tensors of a built run, and the phases of its steps."""
         self.collectives = Collectives(mesh, self)
         net, optimizer = state.model, state.optimizer
-        tp = setup.mesh_shape[2]
-        self.vocab_size = setup.model.vocab_size // tp  # of this rank
+        self.vocab_size = run.model_config.vocab_size // run.tp  # of this rank
         self.mark(net.parameters(), "parameters")
         self.mark(tree_leaves(optimizer.state()), "optimizer")
         self.mark_gradients(net)

@@ -5,7 +5,6 @@ The search rehearses the first of each group that fits by the estimate of --stra
 next of the fastest group, until time is up.
 """
 
-import dataclasses
 import itertools
 import math
 import time
@@ -13,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import dist
-from config import Config
-from layout import Setup, choose, fits
+from config import flag_value
+from layout import fits
 from runtime.cli import UsageError
 from tools.planning import predict
 from tools.planning.predict import Cluster, Request
@@ -29,11 +28,6 @@ CHECKPOINTING = ("none", "selective", "full")
 SYNCS = ("batch", "shard", "micro_batch")
 
 
-def setup_of(c: Config, request: Request) -> Setup:
-    """The setup on a cluster. Raises UsageError and MeshError."""
-    return choose(c, request.world(), request.model(c), request.cluster.device_memory)
-
-
 # --------------------------------------------------------------------------------------------------
 # Candidates
 
@@ -42,16 +36,19 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def candidates(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Config]:
-    """Every combination of the flags in `free`, simplest first; the others keep their value.
+def candidates(flags: dict, cluster: Cluster) -> Iterator[dict]:
+    """Every combination of the flags that are not in `flags`, simplest first.
 
     Some do not fit the model, the batch or the number of ranks.
     """
 
     def choices(name: str, values: Sequence, can_differ: bool = True) -> Sequence:
-        return values if can_differ and name in free else [getattr(c, name)]
+        return values if can_differ and name not in flags else [flag_value(flags, name)]
 
-    strategies = STRATEGIES if c.strategy == "auto" else choices("strategy", STRATEGIES)
+    strategies = [flag_value(flags, "strategy")]
+    if strategies == ["auto"]:
+        strategies = STRATEGIES
+    global_batch_size = flag_value(flags, "global_batch_size")
     tps = choices("tp", divisors(cluster.links.local_size))  # across hosts it is too slow
     for tp, strategy in itertools.product(tps, strategies):
         dp_size = cluster.world_size // tp
@@ -60,35 +57,36 @@ def candidates(c: Config, cluster: Cluster, free: frozenset[str]) -> Iterator[Co
         is_hsdp = strategy == "hsdp"
         is_sharded = is_hsdp or strategy == "fsdp"
         shards = divisors(dp_size)[1:-1]  # 1 is ddp, dp_size fsdp
-        sizes = divisors(c.global_batch_size // dp_size)[::-1]
+        sizes = divisors(global_batch_size // dp_size)[::-1]
         syncs = SYNCS if is_hsdp else ("batch", "micro_batch")
-        flags = {
-            "dp_shard": choices("dp_shard", shards, is_hsdp and "dp_replicate" in free),
+        policies = {
+            "dp_shard": choices("dp_shard", shards, is_hsdp and "dp_replicate" not in flags),
             "micro_batch_size": choices("micro_batch_size", sizes),
             "activation_checkpointing": choices("activation_checkpointing", CHECKPOINTING),
             "grad_sync": choices("grad_sync", syncs, is_sharded),
             "reshard_after_forward": choices("reshard_after_forward", (True, False), is_sharded),
         }
-        for values in itertools.product(*flags.values()):
-            one = dict(zip(flags, values))
+        for values in itertools.product(*policies.values()):
+            one = dict(zip(policies, values))
             is_whole = [one["micro_batch_size"]] == sizes[:1]
-            if is_whole and one["grad_sync"] != "batch" and "grad_sync" in free:
+            if is_whole and one["grad_sync"] != "batch" and "grad_sync" not in flags:
                 continue  # no effect with one micro-batch
-            yield dataclasses.replace(c, tp=tp, strategy=strategy, **one)
+            yield {"tp": tp, "strategy": strategy, **one}
 
 
 # --------------------------------------------------------------------------------------------------
 # The search
 
 
-def search(request: Request, free: frozenset[str], seconds: float) -> dict:
-    """Rank the candidates over `free` until time is up: `ranked`, fastest first, and `passed_over`.
+def search(request: Request, seconds: float) -> dict:
+    """Rank the candidates over the flags that are not given, until time is up.
 
-    Finds at least one that fits, however long that takes. Raises UsageError if none does.
+    Returns `ranked`, fastest first, and `passed_over`. Finds at least one that
+    fits, however long that takes. Raises UsageError if none does.
     """
     began = time.monotonic()
     cluster = request.cluster
-    groups, impossible = group_candidates(request, free)
+    groups, impossible = group_candidates(request)
     speeds = dict.fromkeys(groups, math.inf)  # of the last one rehearsed, tokens/s/device
     passed_over = Counter({"are impossible": impossible})
     found = []
@@ -97,19 +95,24 @@ def search(request: Request, free: frozenset[str], seconds: float) -> dict:
             passed_over["had no time left"] = sum(map(len, groups.values()))
             break
         fastest = max(groups, key=speeds.get)
-        c, setup = groups[fastest].pop(0)
+        candidate, run = groups[fastest].pop(0)
         if not groups[fastest]:
             del groups[fastest]
-        if not fits(c, setup, cluster.device_memory):
+        if not fits(run, cluster.device_memory):
             passed_over["are too large by the estimate"] += 1
             continue
-        one = dataclasses.replace(request, config=c)
-        rehearsal = one.rehearse()
+        rehearsal = request.rehearse(run)
         if not predict.fits(rehearsal.peak, cluster):
             passed_over["are too large when rehearsed"] += 1
             continue
-        speed = predict.speed(rehearsal, one)
-        found.append({"flags": flags_of(c), "peak": rehearsal.peak, "speed": speed})
+        speed = predict.speed(rehearsal, cluster)
+        found.append(
+            {
+                "flags": command_line(request.flags | candidate),
+                "peak": rehearsal.peak,
+                "speed": speed,
+            }
+        )
         speeds[fastest] = speed.tokens_per_second_per_device
     if not found:
         raise UsageError(
@@ -120,21 +123,21 @@ def search(request: Request, free: frozenset[str], seconds: float) -> dict:
     return {"ranked": found, "passed_over": dict(passed_over)}
 
 
-def group_candidates(request: Request, free: frozenset[str]) -> tuple[dict[tuple, list], int]:
+def group_candidates(request: Request) -> tuple[dict[tuple, list], int]:
     """Lists of those that compute alike, simplest first, and how many candidates are impossible.
 
     If all are, raises the UsageError or MeshError of the last.
     """
     groups = {}
     problems = []
-    for c in candidates(request.config, request.cluster, free):
+    for candidate in candidates(request.flags, request.cluster):
         try:
-            setup = setup_of(c, request)
+            run = request.resolve(candidate)
         except (UsageError, dist.MeshError) as error:
             problems.append(error)
             continue
-        key = (c.tp, setup.micro_batch_size, c.activation_checkpointing)
-        groups.setdefault(key, []).append((c, setup))
+        key = (run.tp, run.micro_batch_size, run.activation_checkpointing)
+        groups.setdefault(key, []).append((candidate, run))
     if problems and not groups:
         raise problems[-1]
     return groups, len(problems)
@@ -144,15 +147,14 @@ def group_candidates(request: Request, free: frozenset[str]) -> tuple[dict[tuple
 # Output
 
 
-def flags_of(c: Config) -> str:
+def command_line(flags: dict) -> str:
     """The flags of a candidate that differ from their defaults."""
-    defaults = Config()
-    flags = []
+    words = []
     for name in SEARCHED:
-        value = getattr(c, name)
-        if value != getattr(defaults, name):
-            flags.append(f"--{name} {str(value).lower()}")
-    return " ".join(flags)
+        value = flag_value(flags, name)
+        if value != flag_value({}, name):
+            words.append(f"--{name} {str(value).lower()}")
+    return " ".join(words)
 
 
 def table(found: dict, cluster: Cluster) -> Iterator[str]:
