@@ -6,6 +6,7 @@ A leaf can be lifted into another project by copying one file.
 import ast
 import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,29 @@ AIMS = {
 def test_a_room_keeps_to_its_aim(room):
     paths = [path for pattern in room.split() for path in ROOT.glob(pattern)]
     assert sum(len(path.read_text().splitlines()) for path in paths) <= 1.03 * AIMS[room]
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def density(function: ast.FunctionDef, lines: list[str]) -> float:
+    """Expressions and statements per code line of the body; 0 if it has fewer than six code lines.
+
+    Blank lines, comments and the docstring are not code lines.
+    """
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    if not body:
+        return 0
+    code = [line.strip() for line in lines[body[0].lineno - 1 : function.end_lineno]]
+    code = [line for line in code if line and not line.startswith("#")]
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    count = sum(isinstance(node, ast.expr | ast.stmt) for node in nodes)
+    return count / len(code) if len(code) >= 6 else 0
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_code_line_has_ten_expressions_at_most(name):
+    lines = MODULES[name].read_text().splitlines()
+    dense = [f for f in functions(parse(MODULES[name])) if density(f, lines) > 10]
+    assert not [f"{f.name}: {density(f, lines):.1f}" for f in dense]
