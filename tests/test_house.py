@@ -5,11 +5,18 @@ A leaf can be lifted into another project by copying one file.
 
 import ast
 import functools
+import inspect
+import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 
 import pytest
+from conftest import flags, listen
+
+import train
 
 ROOT = Path(__file__).parent.parent
 # Each file may import only files of the floors above its own in this list.
@@ -151,3 +158,70 @@ def test_a_code_line_has_ten_expressions_at_most(name):
     lines = MODULES[name].read_text().splitlines()
     dense = [f for f in functions(parse(MODULES[name])) if density(f, lines) > 10]
     assert not [f"{f.name}: {density(f, lines):.1f}" for f in dense]
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions that a reader meets
+
+BEFORE_STEP_1 = 115
+IN_A_LOGGED_STEP = 48
+TRACED_STEP = 3
+
+
+def trace(argv: list[str]) -> list[set[tuple[str, int, str]]]:
+    """The functions of ours that rank 0 enters before step 1, in step 1, in step 2, ...
+
+    Each is (file, line, name). Step n lasts from the n-th call of train_step to the next call, so
+    that writing its row belongs to it. Only the main thread is traced, up to TRACED_STEP. Lambdas,
+    comprehensions, class bodies and generated functions, such as a dataclass has, do not count.
+    """
+    for name in MODULES.keys() & sys.modules.keys():
+        for value in vars(sys.modules[name]).values():
+            if hasattr(value, "cache_clear"):  # an earlier run in this process has filled it
+                value.cache_clear()
+    files = {str(path): module_name(path) for path in MODULES.values()}
+    entered = [set()]
+
+    def profile(frame, event: str, _) -> None:
+        code: CodeType = frame.f_code
+        if event != "call" or code.co_filename not in files:
+            return
+        if code is inspect.unwrap(train.train_step).__code__:
+            entered.append(set())
+        if len(entered) == TRACED_STEP + 2:
+            sys.setprofile(None)
+        elif code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<"):
+            entered[-1].add((files[code.co_filename], code.co_firstlineno, code.co_name))
+
+    if os.environ["RANK"] == "0":
+        sys.setprofile(profile)  # of this thread
+    try:
+        status, _, error = listen(argv)
+    finally:
+        sys.setprofile(None)
+    assert status == 0, error
+    return entered
+
+
+def describe(entered: set[tuple[str, int, str]]) -> str:
+    """How many functions in how many files, and their names by file."""
+    by_file = defaultdict(list)
+    for file, _, name in sorted(entered):
+        by_file[file].append(name)
+    lines = [f"{file} ({len(names)}): {', '.join(names)}" for file, names in by_file.items()]
+    return "\n".join([f"{len(entered)} functions in {len(by_file)} files", *lines])
+
+
+@pytest.fixture(scope="module")
+def entered(pool, tokens, tmp_path_factory) -> list[set[tuple[str, int, str]]]:
+    out = tmp_path_factory.mktemp("traced") / "run"
+    text = f"--data {tokens} --out {out} --strategy fsdp --max_steps {TRACED_STEP + 2}"
+    return pool(2, trace, flags(text))[0]
+
+
+def test_few_functions_run_before_step_1(entered):
+    assert len(entered[0]) <= BEFORE_STEP_1, describe(entered[0])
+
+
+def test_few_functions_run_in_a_logged_step(entered):
+    assert len(entered[TRACED_STEP]) <= IN_A_LOGGED_STEP, describe(entered[TRACED_STEP])
