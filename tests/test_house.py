@@ -225,3 +225,85 @@ def test_few_functions_run_before_step_1(entered):
 
 def test_few_functions_run_in_a_logged_step(entered):
     assert len(entered[TRACED_STEP]) <= IN_A_LOGGED_STEP, describe(entered[TRACED_STEP])
+
+
+# --------------------------------------------------------------------------------------------------
+# Who changes what
+
+# Attributes of modules that are settings of the process.
+SETTINGS = {
+    "os.environ",  # os.environ |= ... updates it in place
+    "sys.argv",  # what a script that runpy runs reads as its own
+    "torch._dynamo.config.optimize_ddp",  # torch documents no other way to set it
+}
+# Classes of arguments that a function fills in: it may set the attributes of such an argument, but
+# not an attribute of an attribute.
+RECORDS = {"State", "Corpus", "Check"}
+
+
+def changed(tree: ast.AST) -> Iterator[ast.expr]:
+    """Each a.b and a[b] that is assigned or deleted, also by setattr(a, b, c) and a.pop(b)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            yield node
+        elif isinstance(node, ast.Call):
+            if ast.unparse(node.func) in ("setattr", "delattr"):
+                yield ast.Attribute(node.args[0], ast.unparse(node.args[1]), ast.Store())
+            elif isinstance(node.func, ast.Attribute) and node.func.attr == "pop":
+                yield ast.Subscript(node.func.value, ast.Constant("..."), ast.Del())
+
+
+def owner(node: ast.expr) -> str:
+    """The first name of a chain: a for a.b[0].c, and "" for f().b."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_code_assigns_an_attribute_of_a_module(name):
+    imported = set()
+    for node in ast.walk(parse(MODULES[name])):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    attributes = [node for node in changed(parse(MODULES[name])) if isinstance(node, ast.Attribute)]
+    assigned = {ast.unparse(node) for node in attributes if owner(node) in imported}
+    assert not assigned - SETTINGS
+    assert "unittest" not in {module.split(".")[0] for module in imported_modules(MODULES[name])}
+
+
+def classes_of_arguments(function: ast.FunctionDef) -> dict[str, str]:
+    """{argument: its class, or ""}, without self.
+
+    A name that is assigned an attribute of an argument counts as an argument, too.
+    """
+    every = function.args
+    classes = {}
+    for argument in [*every.posonlyargs, *every.args, *every.kwonlyargs]:
+        annotation = ast.unparse(argument.annotation) if argument.annotation else ""
+        classes[argument.arg] = annotation.strip("'").split(".")[-1]
+    for name in ("self", "cls"):
+        classes.pop(name, None)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            targets, values = node.targets, [node.value]
+            if isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                targets, values = targets[0].elts, node.value.elts
+            for target, value in zip(targets, values, strict=False):
+                is_part = isinstance(value, ast.Attribute) and "[" not in ast.unparse(value)
+                if isinstance(target, ast.Name) and is_part and owner(value) in classes:
+                    classes.setdefault(target.id, "")
+    return classes
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_function_changes_its_arguments(name):
+    for function in functions(parse(MODULES[name])):
+        classes = classes_of_arguments(function)
+        found = []
+        for node in changed(function):
+            depth = sum(isinstance(part, ast.Attribute) for part in ast.walk(node))
+            is_filled = classes.get(owner(node)) in RECORDS and depth == 1
+            if owner(node) in classes and not is_filled:
+                found.append(ast.unparse(node))
+        assert not found, f"{function.name} changes {found}"
