@@ -249,6 +249,20 @@ class Config:
     )
 
 
+DEFAULTS = {f.name: f.default for f in dataclasses.fields(Config)}
+POLICIES = {f.name: f.metadata["resume"] for f in dataclasses.fields(Config)}
+# Flags of the mesh go together: if one of them is typed, none is taken from an earlier start.
+MESH = ("strategy", "dp_replicate", "dp_shard", "tp", "grad_sync")
+# Flags that have their default in each start if they were never typed: those that apply to one
+# start, and those whose default is computed for its ranks
+PER_START = {
+    f.name
+    for f in dataclasses.fields(Config)
+    if f.name in MESH
+    or f.metadata["resume"] == "not compared"
+    or (f.metadata["resume"] == "allowed" and f.default in (None, "auto"))
+}
+
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 EXAMPLES = """
@@ -273,7 +287,8 @@ def parse(argv: list[str]) -> dict:
     `out` is always there: its default follows from the flags that are typed. Raises UsageError.
     """
     flags = parse_flags(build_parser(), argv)
-    flags.setdefault("out", default_out(flags))
+    if "out" not in flags:
+        flags["out"] = default_out(flags)
     if Path.cwd().is_relative_to(Path(flags["out"]).resolve()):
         raise UsageError(
             f"--out {flags['out'] or repr('')} is the current folder or a folder above it: "

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import dist
 import metrics
 import optim
-from config import Config, blocks_per_unit, named_run, profile_window
+from config import DEFAULTS, PER_START, Config, blocks_per_unit, named_run, profile_window
 from data import DataFacts
 from model import SIZES, ModelConfig, Transformer, activation_bytes_of_block
 from runtime.cli import UsageError
@@ -42,39 +42,18 @@ class Run(Config):
     flags: dict  # as typed, for this start or an earlier one of the run
     model_config: ModelConfig
     data_facts: DataFacts
-
-    @property
-    def mesh_shape(self) -> tuple[int, int, int]:
-        return self.dp_replicate, self.dp_shard, self.tp
-
-    @property
-    def dp_size(self) -> int:
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def grad_accum_steps(self) -> int:
-        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.seq_len
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of the forward pass."""
-        return getattr(torch, self.dtype)
-
-    @property
-    def config(self) -> dict:
-        """The flags with their values."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(Config)}
+    mesh_shape: tuple[int, int, int]  # dp_replicate, dp_shard, tp
+    dp_size: int  # dp_replicate x dp_shard
+    grad_accum_steps: int
+    tokens_per_step: int  # of all ranks
+    compute_dtype: torch.dtype  # of the forward pass
 
     @property
     def manifest(self) -> dict:
         """What every checkpoint of the run records."""
         return {
             "flags": self.flags,
-            "config": self.config,
+            "config": {name: getattr(self, name) for name in DEFAULTS},
             "model": dataclasses.asdict(self.model_config),
             "data": self.data_facts.fingerprint,
             "tokenizer": self.data_facts.tokenizer,
@@ -85,8 +64,8 @@ class Run(Config):
 # --------------------------------------------------------------------------------------------------
 # Flags -> run
 
-# Flags that together describe the mesh
-MESH = ("strategy", "dp_replicate", "dp_shard", "tp", "grad_sync")
+# Flags that override a part of the model
+SIZE_FLAGS = DEFAULTS.keys() & {f.name for f in dataclasses.fields(ModelConfig)}
 
 
 def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW_RUN) -> Run:
@@ -102,17 +81,16 @@ def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW
     values = take_over(flags, origin)
     model_config = resolve_model(values, data.vocab_size, origin.model_config)
     values = compute_defaults(values, model_config, machine)
-    check_steps(values)
-    typed = all_flags(flags, origin)
+    typed = origin.kept_flags | flags
+    check_steps(values, typed)
     if named_run(flags):  # for --config in a new run, which does not have that checkpoint
-        typed |= {name: values[name] for name in ("model", *sizes_of(model_config))}
-    facts = {"flags": typed, "model_config": model_config, "data_facts": data}
+        typed |= {name: values[name] for name in ("model", *SIZE_FLAGS)}
     *preferred, last = possible_strategies(values, machine)
     for strategy in preferred:
-        run = Run(**values | split(values, strategy, machine), **facts)
+        run = on_mesh(values, strategy, machine, typed, model_config, data)
         if fits(run, machine.device_memory):
             return run
-    return Run(**values | split(values, last, machine), **facts)
+    return on_mesh(values, last, machine, typed, model_config, data)
 
 
 def take_over(flags: dict, origin: Origin) -> dict:
@@ -120,52 +98,12 @@ def take_over(flags: dict, origin: Origin) -> dict:
 
     A computed default is still None or "auto".
     """
-    values = default_values()
-    if inherits(flags, origin):
-        for f in dataclasses.fields(Config):
-            if not is_computed_anew(f) and f.name in origin.values:
-                values[f.name] = origin.values[f.name]
-    elif origin.path:
-        values["model"] = origin.values.get("model", values["model"])
-    values |= all_flags(flags, origin)
-    if values["eval_only"] and "micro_batch_size" not in flags:
-        values["micro_batch_size"] = origin.values.get("micro_batch_size")  # it fitted in memory
-    return values
-
-
-def default_values() -> dict:
-    return {f.name: f.default for f in dataclasses.fields(Config)}
-
-
-def inherits(flags: dict, origin: Origin) -> bool:
-    """Whether flags that are not typed take the values of the run of the checkpoint."""
-    return origin.path is not None and bool(flags.get("eval_only") or not origin.only_weights)
-
-
-def is_computed_anew(f: dataclasses.Field) -> bool:
-    """Whether a flag that was never typed has its default in each start, computed for its ranks."""
-    policy = f.metadata["resume"]
-    follows_ranks = policy == "allowed" and f.default in (None, "auto")
-    return policy == "not compared" or follows_ranks or f.name in MESH
-
-
-def all_flags(flags: dict, origin: Origin) -> dict:
-    """The flags that were typed for this start, or before for the run that continues."""
-    if not inherits(flags, origin):
-        return dict(flags)
-    has_mesh = not flags.keys().isdisjoint(MESH) or flags.get("eval_only")
-    kept = {}
-    for f in dataclasses.fields(Config):
-        is_of_one_start = f.metadata["resume"] == "not compared"
-        is_replaced = f.name in MESH and has_mesh
-        if f.name in origin.flags and not is_of_one_start and not is_replaced:
-            kept[f.name] = origin.flags[f.name]
-    return kept | flags
+    return DEFAULTS | origin.kept_values | origin.kept_flags | flags
 
 
 def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) -> dict:
     """The values with the model's sizes, and without None or "auto" for a computed default."""
-    filled = values | {name: getattr(model_config, name) for name in sizes_of(model_config)}
+    filled = values | {name: getattr(model_config, name) for name in SIZE_FLAGS}
     filled["device"] = machine.device_type
     if filled["dtype"] == "auto":
         filled["dtype"] = "bfloat16" if machine.has_bfloat16 else "float32"
@@ -175,25 +113,20 @@ def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) 
         filled["lr"] = 0.5 / model_config.d_model
     if filled["num_workers"] is None:
         filled["num_workers"] = 2 if machine.device_type == "cuda" else 0
-    if filled["peak_tflops"] is None:
-        filled["peak_tflops"] = metrics.peak_tflops(machine.device_name, filled["dtype"])
+    if filled["peak_tflops"] is None and filled["dtype"] == "bfloat16":
+        filled["peak_tflops"] = metrics.PEAK_TFLOPS.get(machine.device_name)
     return filled
-
-
-def sizes_of(model_config: ModelConfig) -> list[str]:
-    """The names of the flags that override a part of the model."""
-    return [f.name for f in dataclasses.fields(Config) if hasattr(model_config, f.name)]
 
 
 def new_defaults(run: Run, machine: Machine) -> list[str]:
     """Return where a run keeps a value that would not be its default if it began now, as text."""
-    now = compute_defaults(default_values() | run.flags, run.model_config, machine)
+    now = compute_defaults(DEFAULTS | run.flags, run.model_config, machine)
     kept = []
-    for f in dataclasses.fields(Config):
-        value = getattr(run, f.name)
-        if not is_computed_anew(f) and value != now[f.name]:
-            kept.append(f"--{f.name} {value}: the default would be {now[f.name]} here and now")
-    return kept
+    for name in DEFAULTS.keys() - PER_START:
+        value = getattr(run, name)
+        if value != now[name]:
+            kept.append(f"--{name} {value}, as in the run; the default would be {now[name]}")
+    return sorted(kept)
 
 
 def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> ModelConfig:
@@ -206,7 +139,7 @@ def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> M
     overrides = {}
     if saved is None or vocab_size > saved.vocab_size:
         overrides["vocab_size"] = math.ceil(vocab_size / 64) * 64
-    for name in sizes_of(size):
+    for name in SIZE_FLAGS:
         if values[name] is not None:
             overrides[name] = values[name]
     if size.n_kv_head == size.n_head and values["n_kv_head"] is None:
@@ -220,14 +153,17 @@ def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> M
     return model_config
 
 
-def check_steps(values: dict) -> None:
-    """Raise UsageError for steps or learning rates that contradict each other."""
+def check_steps(values: dict, typed: dict) -> None:
+    """Raise UsageError for steps or learning rates that contradict each other.
+
+    The default of warmup_steps may be larger than max_steps: such a run is a trial.
+    """
     max_steps = values["max_steps"]
     if values["min_lr"] > values["lr"]:
         raise UsageError(
             f"--min_lr {values['min_lr']} is above the peak learning rate {values['lr']}"
         )
-    if values["warmup_steps"] > max_steps and values["warmup_steps"] != Config.warmup_steps:
+    if "warmup_steps" in typed and values["warmup_steps"] > max_steps:
         raise UsageError(
             f"--warmup_steps {values['warmup_steps']} is more than --max_steps {max_steps}: "
             "the learning rate would never reach --lr"
@@ -249,8 +185,15 @@ def possible_strategies(values: dict, machine: Machine) -> list[str]:
     return ["ddp", "fsdp"]
 
 
-def split(values: dict, strategy: str, machine: Machine) -> dict:
-    """The shape of the mesh, and a rank's share of the batch, as flags.
+def on_mesh(
+    values: dict,
+    strategy: str,
+    machine: Machine,
+    flags: dict,
+    model_config: ModelConfig,
+    data: DataFacts,
+) -> Run:
+    """The run with a strategy: the shape of its mesh, and a rank's share of the batch.
 
     Raises UsageError, as for a batch that cannot be split, and MeshError.
     """
@@ -268,12 +211,23 @@ def split(values: dict, strategy: str, machine: Machine) -> dict:
             f"{micro_batch_size} x {dp_size} data-parallel ranks = {per_forward}: "
             "change --global_batch_size, --micro_batch_size or the number of ranks"
         )
-    return {
+    on_this_mesh = {
         "strategy": strategy,
         "dp_replicate": shape[0],
         "dp_shard": shape[1],
         "micro_batch_size": micro_batch_size,
     }
+    return Run(
+        **values | on_this_mesh,
+        flags=flags,
+        model_config=model_config,
+        data_facts=data,
+        mesh_shape=shape,
+        dp_size=dp_size,
+        grad_accum_steps=global_batch_size // per_forward,
+        tokens_per_step=global_batch_size * values["seq_len"],
+        compute_dtype=getattr(torch, values["dtype"]),
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -329,7 +283,8 @@ def place(
     `init_weights` False: weights get memory, but no values, as a rehearsal needs them.
     Under ddp this runs one forward and backward pass: see dist.settle_buckets.
     """
-    checkpoint_activations(model.blocks, run.activation_checkpointing)
+    if run.activation_checkpointing != "none":
+        checkpoint_activations(model.blocks, run.activation_checkpointing)
     if run.compile:
         modules = [*model.blocks, model.head]
         if run.tp > 1:
@@ -389,8 +344,6 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     full keeps only the input of a block, for a third more compute. selective keeps the results of
     matrix products and attention and recomputes the rest (Korthikanti et al. 2022).
     """
-    if mode == "none":
-        return
     # By default checkpoint() also restores the random generators, so that dropout in a fork drops
     # the same elements when a block is computed again.
     options = {"use_reentrant": False}

@@ -18,33 +18,33 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-# Dense bfloat16 FLOP/s, accumulated in float32, keyed by torch.cuda.get_device_name. Comments quote
-# NVIDIA's figures in TFLOP/s; those "with sparsity" are twice the dense ones.
-PEAK_FLOPS = {
+# Dense bfloat16 TFLOP/s, accumulated in float32; the keys are what torch.cuda.get_device_name
+# returns. Comments quote NVIDIA's figures; a figure "with sparsity" is twice the dense one.
+PEAK_TFLOPS = {
     # A100 data sheet 1758950: 312 dense, PCIe and SXM
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
     # nvidia.com/en-us/data-center/h100, with sparsity: SXM 1,979, PCIe 1,513, NVL 1,671
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835,
     # nvidia.com/en-us/data-center/h200, with sparsity: SXM 1,979, NVL 1,671
-    "NVIDIA H200": 989e12,
-    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H200": 989,
+    "NVIDIA H200 NVL": 835,
     # nvidia.com/en-us/data-center/grace-hopper-superchip: as the H100 SXM
-    "NVIDIA GH200 480GB": 989e12,
-    "NVIDIA GH200 144G HBM3e": 989e12,
+    "NVIDIA GH200 480GB": 989,
+    "NVIDIA GH200 144G HBM3e": 989,
     # Blackwell data sheet 3384703, with sparsity, of one GPU: HGX B200 4,500, GB200 5,000
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2500e12,
+    "NVIDIA B200": 2250,
+    "NVIDIA GB200": 2500,
     # nvidia.com/en-us/data-center/l4: 242 with sparsity; L40S data sheet: 362.05 dense
-    "NVIDIA L4": 121e12,
-    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121,
+    "NVIDIA L40S": 362,
     # White papers, dense: Ada, appendix A: 165.2; RTX Blackwell, table 3: 209.5
-    "NVIDIA GeForce RTX 4090": 165.2e12,
-    "NVIDIA GeForce RTX 5090": 209.5e12,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 5090": 209.5,
 }
 
 
@@ -70,13 +70,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
-
-
-def peak_tflops(name: str, dtype: str) -> float | None:
-    """The TFLOP/s that MFU divides by, of the device `name`; None if they are not known."""
-    if dtype != "bfloat16" or name not in PEAK_FLOPS:
-        return None
-    return PEAK_FLOPS[name] / 1e12
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

@@ -88,14 +88,16 @@ def command(argv: list[str]) -> int:
         machine = dist.on_rank0(read_machine, world)
         with dist.raise_on_all_ranks():
             folders = data.open_folders(data_path)
-            if world.rank == 0:
+            if world.rank == 0 and folders[0].tokenizer_file:
                 preflight.check_tokenizer(folders[0])
             run = layout.resolve(flags, machine, data.facts_of(folders), origin)
-            changes = preflight.find_changes(origin, run.manifest)
+            notes = []  # for the lines of the start
+            if origin.path:
+                changes = preflight.find_changes(origin, run.manifest)
+                notes += [f"changed: {change}" for change in changes]
+                notes += [f"kept: {value}" for value in layout.new_defaults(run, machine)]
             if run.dtype == "bfloat16" and not (run.eval_only or "dtype" in run.flags):
                 check_bfloat16(world)
-        notes = [f"changed: {change}" for change in changes]
-        notes += [f"kept: {default}" for default in layout.new_defaults(run, machine)]
         status = train(run, origin, folders, world, watchdog, notes)
     torch.distributed.destroy_process_group()
     return status
@@ -307,7 +309,7 @@ def check_ranks_agree(
     if not run.eval_only:
         first_indices = train_indices(run, mesh, range(state.step + 1, state.step + 2))
     must_match = {}
-    for name, value in run.config.items():
+    for name, value in run.manifest["config"].items():
         must_match[f"--{name}"] = run.flags.get(name, "not given")
         must_match[f"the resolved --{name}"] = value
     folders = [part.folder for part in val_data.parts]

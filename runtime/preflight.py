@@ -6,7 +6,6 @@ recorded with the run of this start. Later, train.check_ranks_agree looks at the
 
 import contextlib
 import dataclasses
-import functools
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,15 @@ from pathlib import Path
 import checkpoint
 import dist
 import prepare
-from config import BUILTIN, Config, flag_value, named_run
+from config import (
+    BUILTIN,
+    DEFAULTS,
+    MESH,
+    PER_START,
+    POLICIES,
+    flag_value,
+    named_run,
+)
 from data import TokenFolder
 from metrics import read_log
 from model import ModelConfig
@@ -34,43 +41,38 @@ class Origin:
 
     path: Path | None = None
     manifest: dict = field(default_factory=dict)
+    step: int = 0  # the steps that are done before this start's first
     only_weights: bool = False  # for a new run with --init_from, or for --eval_only
+    model_config: ModelConfig | None = None
+    # What flags that are not typed take over from the run of the checkpoint: flags that were typed
+    # for it, and values of its defaults
+    kept_flags: dict = field(default_factory=dict)
+    kept_values: dict = field(default_factory=dict)
     damaged: dict[Path, str] = field(default_factory=dict)  # newer checkpoints and their problems
     first_start: datetime | None = None  # of the run in --out
 
-    @property
-    def step(self) -> int:
-        """The steps that are done before this start's first."""
-        return 0 if self.path is None or self.only_weights else self.manifest["step"]
-
-    @functools.cached_property
-    def flags(self) -> dict:
-        """The flags that were typed for the run of the checkpoint."""
-        if "flags" in self.manifest:
-            return self.manifest["flags"]
-        # Until 2026-11-24, a manifest had all flags, with None or "auto" for computed defaults.
-        defaults = {f.name: f.default for f in dataclasses.fields(Config)}
-        flags = {}
-        for name, value in (self.manifest.get("config") or {}).items():
-            if value is not None and value != defaults.get(name):
-                flags[name] = value
-        return flags
-
-    @functools.cached_property
-    def values(self) -> dict:
-        """The flags of the run of the checkpoint with their values, where they are recorded."""
-        values = dict(self.manifest.get("config") or {})
-        for name in ("strategy", "micro_batch_size", "dtype"):  # until 2026-11-24
-            values[name] = self.manifest.get(name, values.get(name))
-        return {name: value for name, value in values.items() if value not in (None, "auto")}
-
-    @functools.cached_property
-    def model_config(self) -> ModelConfig | None:
-        """The model of the checkpoint, if there is one. Raises UsageError."""
-        return read_model(self.path, self.manifest) if self.path else None
-
 
 NEW_RUN = Origin()
+
+
+def recorded_flags(manifest: dict) -> dict:
+    """The flags that were typed for the run of a checkpoint."""
+    if "flags" in manifest:
+        return manifest["flags"]
+    # Until 2026-11-24, a manifest had all flags, with None or "auto" for computed defaults.
+    flags = {}
+    for name, value in (manifest.get("config") or {}).items():
+        if value is not None and value != DEFAULTS.get(name):
+            flags[name] = value
+    return flags
+
+
+def recorded_values(manifest: dict) -> dict:
+    """The flags of the run of a checkpoint with their values, where they are recorded."""
+    values = dict(manifest.get("config") or {})
+    for name in ("strategy", "micro_batch_size", "dtype"):  # until 2026-11-24
+        values[name] = manifest.get(name, values.get(name))
+    return {name: value for name, value in values.items() if value not in (None, "auto")}
 
 
 def read_model(path: Path, manifest: dict) -> ModelConfig:
@@ -108,49 +110,78 @@ def read_origin(flags: dict, damaged: dict[Path, str]) -> Origin:
     CheckpointError.
     """
     out = Path(flags["out"])
-    evaluates = flag_value(flags, "eval_only")
-    named = named_run(flags) or (out if evaluates else None)
-    saved = [] if evaluates else checkpoint.list_checkpoints(out)
-    starts = [] if evaluates else run_folder.read_starts(out)
-    if not evaluates:
-        check_folder(flags, saved, starts)
-    first_start = datetime.fromisoformat(starts[0]["time"]) if starts else None
+    if flag_value(flags, "eval_only"):  # which only reads
+        return read_named(flags, named_run(flags) or out, damaged)
+    saved = checkpoint.list_checkpoints(out)
+    starts = run_folder.read_starts(out)
+    check_folder(flags, saved, starts)
     if saved:
-        origin = read_latest(saved, damaged)
-    elif named:
-        origin = read_named(Path(named), damaged)
-        only_weights = evaluates or "init_from" in flags
-        origin = dataclasses.replace(origin, only_weights=only_weights)
+        origin = read_latest(flags, saved, damaged)
+    elif named := named_run(flags):
+        origin = read_named(flags, named, damaged)
     else:
         origin = NEW_RUN
+    first_start = datetime.fromisoformat(starts[0]["time"]) if starts else None
     return dataclasses.replace(origin, first_start=first_start)
 
 
-def read_named(path: Path, damaged: dict[Path, str]) -> Origin:
-    """Read the manifest of the checkpoint `path`, or of the latest one of the run `path`.
+def read_named(flags: dict, named: Path | str, damaged: dict[Path, str]) -> Origin:
+    """Read the manifest of the checkpoint `named`, or of the latest one of the run `named`.
 
-    Raises PathError, CheckpointError.
+    Raises PathError and the errors of `read_latest`.
     """
-    return read_latest(run_folder.checkpoints_at(path)[-1:], damaged)
+    paths = run_folder.checkpoints_at(Path(named))[-1:]
+    only_weights = "init_from" in flags or flag_value(flags, "eval_only")
+    return read_latest(flags, paths, damaged, only_weights)
 
 
-def read_latest(paths: list[Path], damaged: dict[Path, str]) -> Origin:
+def read_latest(
+    flags: dict, paths: list[Path], damaged: dict[Path, str], only_weights: bool = False
+) -> Origin:
     """Read the manifest of the last of `paths` that is not `damaged` and can be read.
 
-    The problems of later ones are in the result. Raises CheckpointError if there is none.
+    Raises CheckpointError if there is none, and UsageError if its model cannot be used.
     """
     problems = dict(damaged)
     for path in reversed(paths):
         if path in problems:
             continue
         try:
-            return Origin(path, checkpoint.read_manifest(path), damaged=problems)
+            manifest = checkpoint.read_manifest(path)
         except checkpoint.CheckpointError as error:
             problems[path] = str(error)
+            continue
+        return Origin(
+            path=path,
+            manifest=manifest,
+            step=0 if only_weights else manifest["step"],
+            only_weights=only_weights,
+            model_config=read_model(path, manifest),
+            damaged=problems,
+            **flags_to_keep(flags, manifest, only_weights),
+        )
     listed = "; ".join(f"{path}: {problem}" for path, problem in problems.items())
     raise checkpoint.CheckpointError(
         f"no checkpoint to use: {listed}; restore one, or name another with --resume"
     )
+
+
+def flags_to_keep(flags: dict, manifest: dict, only_weights: bool) -> dict[str, dict]:
+    """What the flags that are not typed take over from the run of a checkpoint."""
+    typed = recorded_flags(manifest)
+    values = recorded_values(manifest)
+    evaluates = flag_value(flags, "eval_only")
+    if only_weights and not evaluates:
+        name = {"model": values["model"]} if "model" in values else {}
+        return {"kept_values": name}
+    left_out = {name for name, policy in POLICIES.items() if policy == "not compared"}
+    if evaluates or not flags.keys().isdisjoint(MESH):
+        left_out |= {*MESH}
+    kept_values = {name: values[name] for name in DEFAULTS.keys() & values.keys() - PER_START}
+    if evaluates and "micro_batch_size" in values:  # a batch that fitted in memory
+        kept_values["micro_batch_size"] = values["micro_batch_size"]
+    kept_flags = {name: typed[name] for name in DEFAULTS.keys() & typed.keys() - left_out}
+    return {"kept_values": kept_values, "kept_flags": kept_flags}
 
 
 def check_folder(flags: dict, saved: list[Path], starts: list[dict]) -> None:
@@ -188,13 +219,12 @@ def find_changes(origin: Origin, manifest: dict) -> list[str]:
     Raises UsageError for what may not change, or not without --allow_changes (see config.flag), and
     for weights that do not fit.
     """
-    if origin.path is None:
-        return []
     if origin.only_weights:
         check_weights(origin, manifest["model"])
         return []
-    policies = {f"--{f.name}": f.metadata["resume"] for f in dataclasses.fields(Config)}
-    before, now = origin.values, manifest["config"]
+    policies = {f"--{name}": policy for name, policy in POLICIES.items()}
+    before = recorded_values(origin.manifest)
+    now = manifest["config"]
     recorded = properties(before, vars(origin.model_config), origin.manifest.get("data"))
     found = properties(now, manifest["model"], manifest["data"])
     changes = []
@@ -247,12 +277,8 @@ def check_weights(origin: Origin, model: dict) -> None:
 
 
 def check_tokenizer(folder: TokenFolder) -> None:
-    """Load the tokenizer of a token folder, if it is a file. Raises TokenizerError.
-
-    A built-in tokenizer is not loaded: it may need the network.
-    """
-    if folder.tokenizer_file:
-        tokenizer.find(folder.path.absolute(), folder.tokenizer_name, folder.vocab_size)
+    """Load the tokenizer file of a token folder. Raises TokenizerError."""
+    tokenizer.find(folder.path.absolute(), folder.tokenizer_name, folder.vocab_size)
 
 
 def prepare_builtin() -> bool:

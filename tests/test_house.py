@@ -24,8 +24,7 @@ FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
     "runtime.console",
     "runtime.cli",
-    "runtime.lock runtime.memory runtime.profiling runtime.saver "
-    "runtime.slurm text.sources text.tokenizer",
+    "runtime.lock runtime.profiling runtime.saver runtime.slurm text.sources text.tokenizer",
     "runtime.agreement text.encode",
     "runtime.watchdog",
     "config",

@@ -146,12 +146,11 @@ class Ranks:
             dist.on_rank0(preflight.prepare_builtin)
         self.folders = data.open_folders(data_path)
         self.machine = dist.on_rank0(read_machine, world)
-        origin = NEW_RUN
+        self.origin = NEW_RUN
         if named := config.named_run(flags):
-            origin = dist.on_rank0(preflight.read_named, Path(named), {})
-        self.origin = dataclasses.replace(origin, only_weights=True)
-        planned = self.resolve(flags, self.machine)
-        self.flags = shorten(planned)
+            origin = dist.on_rank0(preflight.read_named, flags, named, {})
+            self.origin = dataclasses.replace(origin, step=0, only_weights=True)
+        self.flags = shorten(self.resolve(flags, self.machine))
         self.run = self.resolve(self.flags, self.machine)
 
     def resolve(self, flags: dict, machine: Machine) -> Run:
@@ -247,7 +246,7 @@ def sum_outputs(state: train.State, squares: Counter) -> None:
 def shorten(planned: Run) -> dict:
     """The flags of a run cut to two blocks and two micro-batches per rank, on the same mesh."""
     per_forward = planned.micro_batch_size * planned.dp_size  # sequences of all ranks
-    return planned.config | {
+    return planned.manifest["config"] | {
         "n_layer": min(2, planned.n_layer),
         "global_batch_size": GRAD_ACCUM_STEPS * per_forward,
         "profile": None,

@@ -119,8 +119,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
     cluster = make_cluster(options, options.world_size, options.nproc_per_node, options.device_type)
     origin = NEW_RUN
     if named := config.named_run(flags):
-        origin = preflight.read_named(Path(named), damaged={})
-        origin = dataclasses.replace(origin, only_weights="init_from" in flags)
+        origin = preflight.read_named(flags, named, damaged={})
     request = Request(flags, cluster, read_facts(flags, typed, origin), origin)
     predict.peak_flops(cluster, request.resolve())  # raises early if unknown
     return request, options, None
@@ -174,9 +173,8 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
     rows = [row for row in log.training if row["step"] > start["step"]]
     if not rows:
         raise UsageError(f"{folder} has no training row of its last start yet: let it run on")
-    origin = Origin(Path(folder), start, only_weights=True)
-    values = origin.values
-    if unknown := values.keys() - vars(config.Config).keys():
+    values = preflight.recorded_values(start)
+    if unknown := values.keys() - config.DEFAULTS.keys():
         raise UsageError(f"{folder} was trained by other code: --{min(unknown)} is unknown here")
     on_device = max(row["peak_device_memory"] for row in rows)
     device_type = "cpu"
@@ -193,6 +191,7 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
         save=median_or_none(saves),
         restart=median_or_none(restarts(log.rows, starts)),
     )
+    origin = Origin(model_config=preflight.read_model(Path(folder), start))
     return Request(values | flags, cluster, facts, origin), measured
 
 

@@ -61,7 +61,7 @@ class Device:
     """A row of the table. Bytes, and bytes per second in one direction, from data sheets."""
 
     kind: str  # as in torch: cuda or cpu
-    name: str | None  # in metrics.PEAK_FLOPS
+    name: str | None  # in metrics.PEAK_TFLOPS
     products: float  # share of that peak reached by the fastest matrix products
     memory: int | None  # torch's total_memory; None: this machine's
     memory_bandwidth: float
