@@ -6,6 +6,7 @@ They form a new gloo group for every case. Tests that need torchrun, signals or 
 
 import contextlib
 import ctypes
+import dataclasses
 import io
 import itertools
 import json
@@ -32,12 +33,15 @@ import torch
 
 import checkpoint
 import dist
+import layout
 import prepare
 import train
 from config import parse
+from data import DataFacts
 from metrics import is_due
 from model import ModelConfig, Transformer
-from runtime.watchdog import Watchdog
+from runtime.machine import Machine
+from runtime.preflight import NEW_RUN, Origin
 from tools import checkpoint as commands
 
 ROOT = Path(__file__).parent.parent
@@ -304,36 +308,58 @@ def listen(argv: list[str]) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
+CPU = Machine(
+    world_size=1,
+    local_size=1,
+    device_type="cpu",
+    device_name="",
+    device_memory=10**9,
+    has_bfloat16=False,
+)
+FACTS = DataFacts(vocab_size=257, tokenizer="bytes", fingerprint="abc")
+
+
+def resolve(text: str, origin: Origin = NEW_RUN, facts: DataFacts = FACTS, **machine) -> layout.Run:
+    """The run of a command line, on one CPU or as `machine` changes it."""
+    if "world_size" in machine:
+        machine = {"local_size": machine["world_size"], **machine}
+    return layout.resolve(parse(text.split()), dataclasses.replace(CPU, **machine), facts, origin)
+
+
 class FirstStep(Exception):
-    """Ends train.run where its first step would begin."""
+    """Ends a run where its first step would begin."""
 
 
 def build_run(argv: list[str]) -> SimpleNamespace:
-    """What train.run has built on this rank where its first step would begin, by its names."""
-    flags = parse(argv)
-    world = dist.start(flags.device)
-    watchdog = Watchdog(world.store, world.rank, world.size, flags.timeout)
-    run = SimpleNamespace()
+    """What train.train has built on this rank where its first step would begin, by its names."""
+    built = SimpleNamespace()
 
     def stop(*_):
-        vars(run).update(sys._getframe(1).f_locals)
+        vars(built).update(sys._getframe(1).f_locals)
         raise FirstStep
 
     with (
         mock.patch.object(train, "train_step", stop),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.suppress(FirstStep),
-        contextlib.ExitStack() as held,
     ):
-        train.run(flags, world, watchdog, held, handle_signals=False)
-    return run
+        train.command(argv)
+    return built
 
 
-def train_step(run: SimpleNamespace, batches, step: int) -> dict:
+def train_step(built: SimpleNamespace, batches, step: int) -> dict:
     """A step of train.py with the run's flags."""
-    measure = is_due(step, run.c.optim_metrics_interval)
-    optimizer = run.state.optimizer
-    return train.train_step(run.forward, optimizer, batches, step, run.n, run.grad_sync, measure)
+    run = built.run
+    measure = is_due(step, run.optim_metrics_interval)
+    return train.train_step(
+        built.forward,
+        built.state.optimizer,
+        batches,
+        step,
+        run.grad_accum_steps,
+        run.grad_sync,
+        measure,
+    )
 
 
 def memory_taken(task: Callable[[], None]) -> int:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import flags, listen
 
+import config
 import data
 import dist
 import model
 import prepare
-import train
 from runtime import agreement
 from runtime.cli import UsageError
 
@@ -22,7 +22,7 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[in
     """train.py on four ranks, of which rank 2 is not like the others, or cannot read its data."""
     rank = int(os.environ["RANK"])
     is_odd = rank == 2
-    parse, open_folder, dp_rank = train.parse, data.open_folder, dist.dp_rank
+    parse, open_folder, dp_rank = config.parse, data.open_folder, dist.dp_rank
     init_tensor, read = model.Transformer.init_tensor, data.TokenDataset.__getitem__
 
     def parse_with_a_flag(argv):
@@ -46,7 +46,7 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[in
         return read(dataset, indices)
 
     patches = {
-        "flag": (train, "parse", parse_with_a_flag),
+        "flag": (config, "parse", parse_with_a_flag),
         "code": (agreement, "source_hash", lambda: "abc" if is_odd else "def"),
         "data": (data, "open_folder", open_other_folder),
         "weights": (model.Transformer, "init_tensor", other_weights),

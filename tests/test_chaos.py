@@ -267,8 +267,8 @@ def test_the_goodput_of_a_run_that_is_killed_is_the_predicted_one(tokens, tmp_pa
     starts, last = run_folder.read_starts(out), rows(out)[-1]
     first = datetime.fromisoformat(starts[0]["time"])
     between = (datetime.fromisoformat(last["time"]) - first).total_seconds() / 15
-    _, options = plan.parse(["--run", str(out), "--peak_tflops", "1"])
-    interval = 100 * options.measured["step_time"]
-    predicted = predict.training_share(interval, **options.costs, between=between)
-    print(f"\ngoodput {last['goodput']:.1%}, predicted {predicted:.1%}, costs {options.costs}")
+    _, _, took = plan.parse(["--run", str(out), "--peak_tflops", "1"])
+    interval = 100 * took.step_time
+    predicted = predict.training_share(interval, took.save, took.restart, between)
+    print(f"\ngoodput {last['goodput']:.1%}, predicted {predicted:.1%}, {took}")
     assert last["goodput"] == pytest.approx(predicted, abs=0.05)

@@ -19,6 +19,7 @@ from conftest import (
     documented_fields,
     flags,
     last_checkpoint,
+    resolve,
     rows,
     tensors,
 )
@@ -26,9 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import checkpoint
 import dist
-import layout
 import train
-from config import model_config
 from model import full_tensor
 from optim import local
 from runtime.saver import Saver
@@ -116,9 +115,9 @@ def states_of_meshes(argv: list[str]) -> Iterator[tuple[str, dict[str, torch.Ten
     """Build the run on each mesh of this many ranks."""
     world = dist.start("cpu")
     for mesh in MESHES[world.size]:
-        c = train.parse([*argv, "--strategy", *mesh.split()])
-        setup = layout.choose(c, world, model_config(c, 257), device_memory=10**9)
-        state, _ = train.build(c, setup, dist.make_mesh(world, setup.mesh_shape))
+        text = " ".join([*argv, "--strategy", mesh])
+        run = resolve(text, world_size=world.size)
+        state, _ = train.build(run, dist.make_mesh(world, run.mesh_shape))
         yield f"{world.size}_{mesh.replace(' ', '')}", dict(checkpoint.flatten(state.tensors))
 
 

@@ -1,6 +1,5 @@
 """The files of a checkpoint: damaged, hostile, as one file; tools.checkpoint."""
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -90,11 +89,9 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, com
 def find_damage_on_two_hosts(argv: list[str]) -> str:
     """The error of a start on two hosts of one rank each."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    options = parse(argv)
-    world = dist.start(options.device)
+    world = dist.start("cpu")
     try:
-        with contextlib.ExitStack() as held:
-            path = preflight.find_start(options, world, held).checkpoint
+        path = preflight.find_origin(parse(argv), world).path
     except checkpoint.CheckpointError as error:
         return str(error)
     return f"{path} verifies"

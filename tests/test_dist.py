@@ -7,11 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_run, flags, free_port, listen
+from conftest import build_run, flags, free_port, listen, resolve
 
 import dist
 import layout
-from config import Config, model_config
 
 
 @pytest.mark.parametrize(
@@ -245,10 +244,9 @@ def test_an_error_on_one_rank_is_raised_on_all(pool, kind, on_rank_1, on_rank_0)
     ],
 )
 def test_auto_takes_the_first_strategy_that_fits(size, local_size, strategies):
-    world = dist.World(0, size, 0, local_size, torch.device("cpu"), timeout=None, store=None)
-    c = Config(global_batch_size=16, micro_batch_size=1)
-    model = model_config(c, vocab_size=257)
-    ddp = layout.make_setup(c, world, model, "ddp")
-    need = sum(layout.estimate_memory(c, ddp, layout.empty_model(c, ddp)).values())
-    found = [layout.choose(c, world, model, room).strategy for room in (2 * need, need, 1)]
-    assert found == strategies
+    text = "--global_batch_size 16 --micro_batch_size 1"
+    ranks = {"world_size": size, "local_size": local_size}
+    ddp = resolve(f"{text} --strategy ddp", **ranks)
+    need = sum(layout.estimate_memory(ddp, layout.empty_model(ddp)).values())
+    found = [resolve(text, **ranks, device_memory=room) for room in (2 * need, need, 1)]
+    assert [run.strategy for run in found] == strategies

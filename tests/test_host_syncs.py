@@ -104,8 +104,8 @@ def test_the_host_reads_from_the_device_for_log_rows_only(pool, tokens, tmp_path
 def cuda_steps(argv: list[str]) -> int:
     run = build_run(argv)
     batches = run.batches
-    rates = metrics.Rates(run.world.device, run.setup.tokens_per_step, 1.0, None)
-    log = metrics.Log(Path(run.c.out), run.c, rates, 0, datetime.now(), batches)
+    rates = metrics.Rates(run.world.device, run.run.tokens_per_step, 1.0, None)
+    log = metrics.Log(Path(run.run.out), run.run, rates, 0, datetime.now(), batches)
     with clip_in_every_way():
         for step in (1, 2, 3):  # the first allocates
             train_step(run, batches, step)

@@ -10,16 +10,15 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_model, build_run, flags, listen, train_step
+from conftest import build_model, build_run, flags, listen, resolve, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
 import layout
 import model
 import optim
-import train
-from config import model_config, parse
-from runtime import memory
+from config import blocks_per_unit
+from runtime.machine import keep_freed_memory, read_machine
 
 
 def test_auto_counts_the_parameters_of_the_run_and_the_start_says_the_sum(pool, tokens, tmp_path):
@@ -55,7 +54,7 @@ def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     slots = itertools.chain(*(slots.values() for slots in optimizer.slots.values()))
     taken["weights"] = sum(4 * optim.local(weight).numel() for weight in weights)
     taken["optimizer"] = sum(optim.local(slot).nbytes for slot in slots)
-    return layout.estimate_memory(run.c, run.setup, run.state.model), taken
+    return layout.estimate_memory(run.run, run.state.model), taken
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def gradient_storages(argv: list[str]) -> tuple[dict[str, int], list[set[tuple[i
     batches = run.batches
     for step in (1, 2, 3):
         train_step(run, batches, step)
-    return layout.estimate_memory(run.c, run.setup, run.state.model), found
+    return layout.estimate_memory(run.run, run.state.model), found
 
 
 def test_ddp_accumulates_gradients_in_its_bucket_and_nowhere_else(pool, tokens, tmp_path):
@@ -124,13 +123,21 @@ def parts(
     """The estimate of a decoder of two blocks for two sequences of 16 tokens."""
     dtype = "" if "--dtype" in text else "--dtype bfloat16"
     text += f" {dtype} --micro_batch_size 2 --global_batch_size {2 * 2 * accum}"
-    config = train.parse(text.split())
-    sizes = {"vocab_size": 64, "n_layer": 2, "d_model": 32, "d_ff": 64, "seq_len": 16} | sizes
-    decoder = model.ModelConfig(n_head=4, n_kv_head=2, **sizes)
-    size = math.prod(shape)
-    world = dist.World(0, size, 0, size, torch.device(device), timeout=None, store=None)
-    setup = layout.make_setup(config, world, decoder, strategy)
-    return layout.estimate_memory(config, setup, layout.empty_model(config, setup))
+    sizes = {
+        "n_head": 4,
+        "n_kv_head": 2,
+        "n_layer": 2,
+        "d_model": 32,
+        "d_ff": 64,
+        "seq_len": 16,
+    } | sizes
+    vocab_size = sizes.pop("vocab_size", 64)
+    text += "".join(f" --{name} {size}" for name, size in sizes.items())
+    run = resolve(f"{text} --strategy {strategy}", world_size=math.prod(shape), device_type=device)
+    decoder = dataclasses.replace(run.model_config, vocab_size=vocab_size)
+    run = dataclasses.replace(run, model_config=decoder)
+    assert run.mesh_shape == shape
+    return layout.estimate_memory(run, layout.empty_model(run))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -158,17 +165,15 @@ def test_activations_are_estimated_close_to_what_autograd_keeps(dtype):
 def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     """What --strategy auto takes where ddp would use these shares of a rank's memory."""
     world = dist.start("cpu")
-    c = train.parse(argv)
-    decoder = model_config(c, 257)
-    one = dataclasses.replace(c, strategy="ddp")
-    setup = layout.choose(one, world, decoder, 0)
-    ddp = sum(layout.estimate_memory(one, setup, layout.empty_model(one, setup)).values())
+    text = " ".join(argv)
+    one = resolve(f"{text} --strategy ddp", world_size=world.size)
+    ddp = sum(layout.estimate_memory(one, layout.empty_model(one)).values())
     found = []
     for share in used:
         sizes = {"SC_PHYS_PAGES": int(world.local_size * ddp / share), "SC_PAGE_SIZE": 1}
         with mock.patch("os.sysconf", sizes.__getitem__):
-            of_rank = memory.device_memory(world.device, world.local_size)
-        found.append(layout.choose(c, world, decoder, of_rank).strategy)
+            here = vars(read_machine(world))
+        found.append(resolve(text, **here).strategy)
     return found
 
 
@@ -180,7 +185,7 @@ def test_auto_takes_ddp_up_to_80_percent_of_a_ranks_host_memory(pool, tokens, tm
 
 def page_faults_of_a_large_tensor() -> int:
     dist.start("cpu")
-    memory.keep_freed_memory()
+    keep_freed_memory()
     faults = []
     for _ in range(30):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -208,5 +213,5 @@ def test_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
     ],
 )
 def test_wrap_is_a_number_of_blocks_of_8_mb_by_default(wrap, size, blocks):
-    shape = model_config(parse(["--model", *size.split()]), vocab_size=257)
-    assert layout.blocks_per_unit(wrap, shape) == blocks
+    run = resolve(f"--model {size} --wrap {wrap}")
+    assert blocks_per_unit(run.wrap) == blocks

@@ -10,9 +10,9 @@ import random
 import statistics
 
 import pytest
-from conftest import ROOT, TINY, rows
+from conftest import ROOT, TINY, resolve, rows
 
-import config
+from config import parse
 from layout import empty_model, estimate_memory
 from model import SIZES
 from tools import plan
@@ -40,22 +40,27 @@ CLUSTER = Cluster(
 )
 
 
-def plan_of(text: str) -> tuple[predict.Request, object]:
-    return plan.parse(f"{TINY} {text}".split())
+def plan_of(text: str) -> predict.Request:
+    return plan.parse(f"{TINY} {text}".split())[0]
 
 
-def rehearsal(communication=(), flops=0.0, recomputed=0.0, grad_accum_steps=1, mesh=(1, 8, 1)):
+def rehearsal(communication=(), flops=0.0, recomputed=0.0, grad_accum_steps=1, mesh=(1, 8, 1), grad_sync="batch"):
     """What a rehearsal could have found, for a tiny model of 1,000,000 parameters."""
-    request, _ = plan_of("--world_size 8 --micro_batch_size 1 --strategy fsdp")
-    setup = search.setup_of(request.config, request)
-    setup = dataclasses.replace(setup, grad_accum_steps=grad_accum_steps, mesh_shape=mesh)
+    text = f"{TINY} --peak_tflops 1 --dtype bfloat16 --micro_batch_size 1 --strategy fsdp"
+    run = resolve(f"{text} --grad_sync {grad_sync}", world_size=8, device_type="cuda")
+    run = dataclasses.replace(
+        run,
+        grad_accum_steps=grad_accum_steps,
+        mesh_shape=mesh,
+        tokens_per_step=math.prod(mesh[:2]) * grad_accum_steps * run.seq_len,
+    )
     operations = [
         Operation("forward", "mm", (), flops=flops / 3, bytes=10**9),
         Operation("backward", "mm", (), flops=flops * 2 / 3 + recomputed),
         Operation("optimizer", "_fused_adamw_", (), bytes=32 * 10**6),
     ]
     return Rehearsal(
-        setup=setup,
+        run=run,
         parameters=10**6,
         parameters_per_rank=10**6,
         memory={"parameters": 4 * 10**6, "activations": 10**6},
@@ -67,17 +72,13 @@ def rehearsal(communication=(), flops=0.0, recomputed=0.0, grad_accum_steps=1, m
     )
 
 
-def flags(text: str = "") -> config.Config:
-    return config.parse(f"{TINY} --peak_tflops 1 --dtype bfloat16 {text}".split())
-
-
 def sends(seconds, collective="all_gather", phase="forward", count=10) -> Communication:
     """Over 8 ranks of two hosts, in all as many seconds (an all_reduce twice as many)."""
     return Communication("dp_shard", collective, phase, count, round(seconds * 10e9 * 8 / 7))
 
 
-def step(found: Rehearsal, text: str = "", cluster: Cluster = CLUSTER) -> predict.Speed:
-    return predict.speed(found, predict.Request(flags(text), cluster, 257))
+def step(found: Rehearsal, cluster: Cluster = CLUSTER) -> predict.Speed:
+    return predict.speed(found, cluster)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -141,25 +142,25 @@ HSDP = (2, 4, 1)
 
 
 @pytest.mark.parametrize(
-    "row, micro_batches, mesh, text, exposed",
+    "row, micro_batches, mesh, grad_sync, exposed",
     [
         # A forward pass of 2 s hides 9 of 10 gathers
-        (sends(1.0), 1, None, "", 0.1),
+        (sends(1.0), 1, None, "batch", 0.1),
         # Hidden, they slow compute as much as they carry: links between hosts a tenth
-        (WITHIN, 4, HSDP, "", predict.SLOWED),
+        (WITHIN, 4, HSDP, "batch", predict.SLOWED),
         # Gradients reduced once overlap the last micro-batch only: 15 of 16 parts
-        (SCATTERED, 4, None, "", 16 - 4 * 15 / 16),
-        (SCATTERED, 4, None, "--grad_sync micro_batch", 4 * (4 - 4 * 3 / 4)),
+        (SCATTERED, 4, None, "batch", 16 - 4 * 15 / 16),
+        (SCATTERED, 4, None, "micro_batch", 4 * (4 - 4 * 3 / 4)),
         # Of matrices 7 of 8 parts, each rank of a host on its share of the card
-        (EXCHANGED, 1, HSDP, "", 2e9 * 7 / 8 / (10e9 / 4)),
+        (EXCHANGED, 1, HSDP, "batch", 2e9 * 7 / 8 / (10e9 / 4)),
         # The next layer needs a sum over tp, and the update needs the norm, at once.
-        (TP, 1, (1, 2, 4), "", 0.015),
-        (sends(1.0, "all_reduce", "optimizer", count=1), 1, None, "", 2.0),
+        (TP, 1, (1, 2, 4), "batch", 0.015),
+        (sends(1.0, "all_reduce", "optimizer", count=1), 1, None, "batch", 2.0),
     ],
 )
-def test_compute_hides_what_runs_beside_it(row, micro_batches, mesh, text, exposed):
+def test_compute_hides_what_runs_beside_it(row, micro_batches, mesh, grad_sync, exposed):
     flops = 3e12 * micro_batches
-    found = step(rehearsal([row], flops, 0.0, micro_batches, mesh or (1, 8, 1)), text)
+    found = step(rehearsal([row], flops, 0.0, micro_batches, mesh or (1, 8, 1), grad_sync))
     assert found.exposed == pytest.approx({row.axis: exposed})
     assert found.compute == pytest.approx(6.0 * micro_batches)
 
@@ -176,8 +177,8 @@ def test_on_cpus_a_host_does_not_compute_while_it_copies_and_scatters_twice_as_m
 
 def test_a_row_of_two_phases_is_their_sum():
     found = rehearsal([sends(1.0), sends(3.0, phase="backward")])
-    request = dataclasses.replace(plan_of("--world_size 8")[0], cluster=CLUSTER)
-    (row,) = plan.Plan(request, found, step(found)).communication()
+    request = dataclasses.replace(plan_of("--world_size 8"), cluster=CLUSTER)
+    (row,) = plan.Plan(request, found, step(found), options=None).communication()
     assert row["count"] == 20
     assert row["seconds"] == pytest.approx(4.0)
 
@@ -199,7 +200,8 @@ ON_TWO_HOSTS = "--world_size 16 --strategy hsdp --micro_batch_size 1 --global_ba
 
 def figures(text: str) -> tuple[list[dict], dict[str, int], int]:
     """What a rank sends and saves, and its number of parameters."""
-    one = plan.make_plan(plan.parse(text.split())[0], tokens=1e9)
+    request, options, _ = plan.parse(f"{text} --tokens 1e9".split())
+    one = plan.make_plan(request, options)
     hours = 1e9 / 3600 / one.speed.tokens_per_second_per_device
     assert one.fits and one.hours == pytest.approx(hours / one.request.cluster.world_size)
     assert one.rehearsal.memory["optimizer"] >= 8 * one.rehearsal.parameters_per_rank
@@ -220,7 +222,7 @@ def test_a_plan_says_what_leaves_a_host_and_what_is_saved(pool):
 def test_the_report_fits_on_a_screen_and_says_what_does_not_fit(monkeypatch, capsys):
     found = rehearsal([sends(1.0)], flops=3e12)
     too_large = dataclasses.replace(found, memory={"other": 10**12})
-    monkeypatch.setattr(predict.Request, "rehearse", lambda request: too_large)
+    monkeypatch.setattr(predict.Request, "rehearse", lambda request, run: too_large)
     text = "--world_size 8 --micro_batch_size 1 --strategy fsdp --tokens 1e9"
     assert plan.main(f"{TINY} {text}".split()) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -244,8 +246,8 @@ def errors_of_published() -> list[float]:
     """Predicted / published - 1, row by row."""
     errors = []
     for row in PUBLISHED:
-        request, _ = plan.parse(row["flags"].split())
-        predicted = plan.make_plan(request).speed.tokens_per_second_per_device
+        request, options, _ = plan.parse(row["flags"].split())
+        predicted = plan.make_plan(request, options).speed.tokens_per_second_per_device
         errors.append(predicted / row["tokens_per_second_per_device"] - 1)
     return errors
 
@@ -257,8 +259,8 @@ def test_published_runs_are_predicted_as_docs_plan_says(pool):
     groups = {}
     for row, error in zip(PUBLISHED, errors):
         print(f"| {row['name']} | {row['tokens_per_second_per_device']:,.0f} | {error:+.0%} |")
-        request, _ = plan.parse(row["flags"].split())
-        device = request.cluster.device_type + (", tp" if request.config.tp > 1 else "")
+        request, _, _ = plan.parse(row["flags"].split())
+        device = request.cluster.device_type + (", tp" if request.resolve().tp > 1 else "")
         names = [SETS[row["set"]]]
         if row["set"] == "unseen":
             names += [f"not seen: {kind}" for kind in (device, row["trainer"])]
@@ -284,15 +286,15 @@ def test_published_runs_are_predicted_as_docs_plan_says(pool):
 def test_links_are_those_of_the_flags_and_the_vocabulary_that_of_the_data(tokens):
     text = "--world_size 8 --nproc_per_node 4 --model gpt2-124m"
     bandwidths = "--intra_host_bandwidth 100 --inter_host_bandwidth 10"
-    request, _ = plan.parse(f"{text} {bandwidths} --data {tokens}".split())
+    request, _, _ = plan.parse(f"{text} {bandwidths} --data {tokens}".split())
     links = request.cluster.links
     assert (links.intra_bandwidth, links.host_bandwidth) == (100e9, 10e9)
-    assert (request.vocab_size, request.world().rank, request.world().local_size) == (257, 0, 4)
-    assert plan.parse(text.split())[0].vocab_size == 50257
+    assert (request.data_facts.vocab_size, request.cluster.machine.local_size) == (257, 4)
+    assert plan.parse(text.split())[0].data_facts.vocab_size == 50257
     # A configuration is planned where its data is not.
     argv = ["--config", str(ROOT / "configs/olmo-1b.json"), "--world_size", "64"]
-    request, _ = plan.parse(argv)
-    assert request.vocab_size == SIZES["olmo-1b"].vocab_size
+    request, _, _ = plan.parse(argv)
+    assert request.data_facts.vocab_size == SIZES["olmo-1b"].vocab_size
 
 
 def simulate(interval: float, save: float, restart: float, between: float) -> float:
@@ -336,9 +338,9 @@ def test_the_last_start_of_a_run_is_planned_and_what_it_took_is_shown(run, pool)
         file = out / f"{name}.jsonl"
         lines = [json.loads(line) | change for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    request, options = plan.parse(["--run", str(out)])
-    assert (request.cluster.device_type, request.config.strategy) == ("b200", "ddp")
-    assert options.measured["peak_memory"] == 7
+    request, _, measured = plan.parse(["--run", str(out)])
+    assert (request.cluster.device_type, request.resolve().strategy) == ("b200", "ddp")
+    assert measured.peak_memory == 7
 
 
 # --------------------------------------------------------------------------------------------------
@@ -352,15 +354,15 @@ def search_beside_auto() -> tuple[str, str, bool]:
     """
     text = "--world_size 16 --grad_sync batch --tp 1 --micro_batch_size 1 --d_model 256"
     text += " --global_batch_size 64 --activation_checkpointing none --reshard_after_forward true"
-    request, own = plan_of(text)
-    ddp = dataclasses.replace(request.config, strategy="ddp")
-    setup = search.setup_of(ddp, request)
-    need = sum(estimate_memory(ddp, setup, empty_model(ddp, setup)).values())
+    request = plan_of(text)
+    ddp = request.resolve({"strategy": "ddp"})
+    need = sum(estimate_memory(ddp, empty_model(ddp)).values())
     cluster = dataclasses.replace(request.cluster, device_memory=int(1.2 * need))
     request = dataclasses.replace(request, cluster=cluster)
-    (best,) = search.search(request, own.free, 0)["ranked"]
-    auto = search.setup_of(request.config, request).strategy
-    return flags(best["flags"]).strategy, auto, predict.fits(request.rehearse().peak, cluster)
+    (best,) = search.search(request, 0)["ranked"]
+    auto = request.resolve()
+    peak = request.rehearse(auto).peak
+    return parse(best["flags"].split())["strategy"], auto.strategy, predict.fits(peak, cluster)
 
 
 def test_auto_and_the_search_agree_where_the_choice_fits(pool):
@@ -368,18 +370,18 @@ def test_auto_and_the_search_agree_where_the_choice_fits(pool):
 
 
 def test_flags_that_are_given_are_not_searched():
-    request, own = plan_of("--world_size 16 --strategy hsdp --dp_shard 4 --global_batch_size 64")
-    found = list(search.candidates(request.config, request.cluster, own.free))
-    whole = [c for c in found if c.micro_batch_size == 4 * c.tp]
-    assert {c.grad_sync for c in whole} == {"batch"}  # of one micro-batch
-    assert {(c.strategy, c.dp_shard) for c in found} == {("hsdp", 4)}
-    assert {c.grad_sync for c in found} == {"batch", "shard", "micro_batch"}
-    assert {1, 2, 4} <= {c.micro_batch_size for c in found}
+    request = plan_of("--world_size 16 --strategy hsdp --dp_shard 4 --global_batch_size 64")
+    found = list(search.candidates(request.flags, request.cluster))
+    whole = [flags for flags in found if flags["micro_batch_size"] == 4 * flags["tp"]]
+    assert {flags["grad_sync"] for flags in whole} == {"batch"}  # of one micro-batch
+    assert {(flags["strategy"], flags["dp_shard"]) for flags in found} == {("hsdp", 4)}
+    assert {flags["grad_sync"] for flags in found} == {"batch", "shard", "micro_batch"}
+    assert {1, 2, 4} <= {flags["micro_batch_size"] for flags in found}
     given = "--strategy hsdp --dp_shard 4 --micro_batch_size 2 --reshard_after_forward false"
-    assert search.flags_of(flags(given)) == given
+    assert search.command_line(parse(given.split())) == given
     # A policy of one strategy leaves the others out.
-    request, own = plan_of("--world_size 16 --grad_sync shard --global_batch_size 64")
-    groups, impossible = search.group_candidates(request, own.free)
-    meshes = {(s.strategy, s.mesh_shape) for group in groups.values() for _, s in group}
+    request = plan_of("--world_size 16 --grad_sync shard --global_batch_size 64")
+    groups, impossible = search.group_candidates(request)
+    meshes = {(run.strategy, run.mesh_shape) for group in groups.values() for _, run in group}
     shapes = [(8, 2, 1), (4, 4, 1), (2, 8, 1), (4, 2, 2), (2, 4, 2)]
     assert meshes == {("hsdp", shape) for shape in shapes} and impossible > 0

@@ -1,24 +1,23 @@
 """What is rehearsed for one rank is what a real step of four ranks does."""
 
+import dataclasses
 from argparse import Namespace
 from unittest import mock
 
 import pytest
 import torch
-from conftest import build_run, flags, train_step
+from conftest import FACTS, build_run, flags, resolve, train_step
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import optim
 import train
-from config import model_config
 from model import Transformer
 from tools.planning import rehearse as rehearsing
 from tools.planning.rehearse import (
     Recorder,
     Rehearsal,
     at_peak,
-    make_world,
     rehearse,
 )
 
@@ -53,12 +52,12 @@ def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
     recorder = RealRecorder(fakes=None)
     with recorder, loss_parallel(), train.no_garbage_collection():
         run = build_run(argv)
-        recorder.follow(run.mesh, run.setup, run.state, run.forward)
-        steps = 2 if run.setup.strategy == "ddp" else 1  # in the first, DDP replaces its buckets
+        recorder.follow(run.mesh, run.run, run.state, run.forward)
+        steps = 2 if run.run.strategy == "ddp" else 1  # in the first, DDP replaces its buckets
         batches = run.batches
         for step in range(1, steps + 1):
             recorder.forget_counts()
-            micro_batches = recorder.batches(batches, [1] * run.setup.grad_accum_steps)
+            micro_batches = recorder.batches(batches, [1] * run.run.grad_accum_steps)
             train_step(run, micro_batches, step)
     for block in recorder.live.values():
         assert block.size == block.reference().nbytes()  # also of storages that were resized
@@ -73,7 +72,7 @@ def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
     if run.world.rank < 3:
         return real, None
     torch.distributed.destroy_process_group()
-    return real, rehearse(run.c, make_world(3, 4, 4, "cpu"), run.setup.model, device_memory=10**9)
+    return real, rehearse(run.run, local_size=4, rank=3)
 
 
 def operations(found: Namespace | Rehearsal) -> list[str]:
@@ -100,10 +99,9 @@ def test_a_rehearsed_step_is_the_real_one(pool, tokens, tmp_path, strategy):
 def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
     found = []
     for text in texts:
-        config = train.parse(text.split())
-        decoder = model_config(config, 50257)
-        world = make_world(77, 512, 8, "cuda")
-        found.append(rehearse(config, world, decoder, device_memory=80 * 10**9))
+        facts = dataclasses.replace(FACTS, vocab_size=50257)
+        run = resolve(text, facts=facts, world_size=512, local_size=8, device_type="cuda")
+        found.append(rehearse(run, local_size=8, rank=77))
         assert not torch.distributed.is_initialized()
     return found
 
@@ -131,7 +129,7 @@ def test_a_rank_of_512_gpus(pool):
     assert moved["embedding"] == 2 * 4 * 1024 * 768 * 2
     assert moved["_fused_adamw_"] == pytest.approx(2 * sum(plain.state.values()), rel=0.01)
     with torch.device("meta"):
-        flops_per_token = Transformer(plain.setup.model).flops_per_token(1024)
+        flops_per_token = Transformer(plain.run.model_config).flops_per_token(1024)
     assert plain.flops == flops_per_token * 8 * 1024
     # Four times as many micro-batches, of which each is computed by four ranks
     assert full.flops == flops_per_token * (4096 // 128) * 1024 / 4
@@ -163,11 +161,10 @@ EXTENDED = [
 
 def rehearse_by_layers(text: str) -> tuple[Rehearsal, Rehearsal]:
     """What comes of a few layers, and the whole rehearsal."""
-    config = train.parse(f"{LAYERS} {text}".split())
-    arguments = (config, make_world(3, 8, 4, "cuda"), model_config(config, 257), 80 * 10**9)
-    found = rehearse(*arguments)
+    run = resolve(f"{LAYERS} {text}", world_size=8, local_size=4, device_type="cuda")
+    found = rehearse(run, local_size=4, rank=3)
     with mock.patch.object(rehearsing, "REHEARSED_UNITS", 100):
-        return found, rehearse(*arguments)
+        return found, rehearse(run, local_size=4, rank=3)
 
 
 @pytest.mark.parametrize("text", EXTENDED)
@@ -178,12 +175,11 @@ def test_a_step_extended_from_few_layers_is_the_whole_one(pool, text):
 
 def first_rehearsed(text: str) -> int:
     """The number of layers that are rehearsed first."""
-    config = train.parse(f"{LAYERS} {text}".split())
-    arguments = (config, make_world(3, 8, 4, "cuda"), model_config(config, 257), 80 * 10**9)
+    run = resolve(f"{LAYERS} {text}", world_size=8, local_size=4, device_type="cuda")
     first = mock.patch.object(rehearsing, "run_step", side_effect=KeyError)
     with first as run_step, pytest.raises(KeyError):
-        rehearse(*arguments)
-    return run_step.call_args.args[1].model.n_layer
+        rehearse(run, local_size=4, rank=3)
+    return run_step.call_args.args[0].n_layer
 
 
 def test_what_is_not_alike_in_all_layers_is_rehearsed_whole(pool):

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from conftest import resolve
 from tiktoken_ext import openai_public
 
 import data
 import prepare
-from config import Config
 from runtime import startup_lines
+from runtime.preflight import Origin
 from text import encode, sources, tokenizer
 
 
@@ -110,8 +111,9 @@ def test_bits_per_byte_of_a_mixture_weigh_the_bytes_of_a_token_by_its_shares():
         folder = SimpleNamespace(val_bytes=val_bytes, share=share, tokens=tokens)
         parts.append(mock.MagicMock(folder=folder, seq_len=5))
     val_data = data.Mixture(parts)
-    start = SimpleNamespace(config=Config(eval_sequences=1), checkpoint="a", damaged={})
-    (said,) = startup_lines.describe_evaluation(start, math.log(2), val_data)
+    origin = Origin(path=Path("a"))
+    run = resolve("--eval_sequences 1")
+    (said,) = startup_lines.describe_evaluation(run, origin, math.log(2), val_data)
     assert f", {1 / 3.5:.6f} bits per byte (" in said
 
 

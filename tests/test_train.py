@@ -164,7 +164,7 @@ def seconds_waited_for_data(argv: list[str]) -> float:
     run = build_run(argv)
     before = run.batches.waited
     with mock.patch.object(time, "perf_counter", itertools.count().__next__):
-        for _ in range(run.n):
+        for _ in range(run.run.grad_accum_steps):
             next(run.batches)
     return run.batches.waited - before
 
