@@ -1,4 +1,21 @@
-"""If ranks hang or die, the job ends with one line that names them."""
+"""If ranks hang or die, the job ends with one line that names them.
+
+What happens when rank 3 is killed in step 41:
+
+1. Collectives with rank 3 fail on other ranks, and the error passes through `Watchdog.__exit__`. If
+   they hang instead, the thread of rank 2 misses the heartbeats of rank 3 (`Watchdog.run`).
+2. A rank that noticed reads all heartbeats (`abort_if_confirmed`). The first rank to announce the
+   failure prints who died after which step, also for torchrun's report (`cli.report_error`).
+3. Every rank ends with status 1, even if its main thread hangs (`abort`). NCCL, which would end
+   ranks earlier without that line, only logs (`runtime.launch.take_over_nccl_errors`).
+4. `torchrun --max-restarts` or Slurm starts all ranks again. If the launcher itself dies, Linux
+   kills its ranks (`runtime.launch.end_with_launcher`).
+5. Rank 0 waits for the lock of the killed run (`run_folder.hold_lock`). The run resumes from its
+   latest valid checkpoint, and trains the steps since then again, on the same data.
+
+A rank with an error of its own, while all ranks are alive, prints that error (`cli.execute`). When
+the rank has ended, the other ranks find it silent.
+"""
 
 import atexit
 import ctypes
@@ -22,7 +39,7 @@ from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
 CONFIRM_INTERVALS = 3  # between two reads that show which ranks are silent
-STORE_GONE = "the store in which the ranks meet is gone: rank 0 or its host was lost"
+STORE_GONE = "the store that the ranks share is gone: rank 0 or its host was lost"
 LAST_WORDS_SECONDS = 10  # for a rank that failed alone, to leave
 
 
@@ -44,7 +61,7 @@ class Watchdog:
     - makes no progress itself for that long, or SLOW_FACTOR times as long in slow places,
     - or leaves the context because a collective failed,
 
-    reads the heartbeats of all ranks for CONFIRM_INTERVALS. The first that finds ranks to blame
+    reads the heartbeats of all ranks for CONFIRM_INTERVALS. The first that finds which ranks failed
     prints them. Every rank then exits with 1.
     """
 
@@ -59,10 +76,10 @@ class Watchdog:
         self.place = "before the first step"
         self.slow = True
         self.stopped = threading.Event()
-        self.accusing = threading.Lock()  # held from before the verdict until the end
+        self.announcing = threading.Lock()  # held from before the announcement until the end
         self.ending = threading.Lock()
         self.send_heartbeat()  # now, so that no reader waits for the first
-        store.add("verdicts", 0)
+        store.add("failures announced", 0)
 
     def progress(self, step: int, doing: str, slow: bool = False) -> None:
         """Report that this rank has done `step` steps and is `doing` something, perhaps `slow`."""
@@ -74,7 +91,7 @@ class Watchdog:
         self.thread = threading.Thread(target=self.run, daemon=True)
         if self.world_size > 1:
             self.thread.start()
-            threading.Thread(target=self.guard, daemon=True).start()
+            threading.Thread(target=self.watch_store, daemon=True).start()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -83,19 +100,18 @@ class Watchdog:
         if error is None:
             torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
         else:
-            # torch's destructors wait for NCCL, whose other ranks may never answer. A C thread,
-            # which needs no GIL, then ends this process, and prints nothing after the error.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            end_later = faulthandler.dump_traceback_later
-            atexit.register(end_later, LAST_WORDS_SECONDS, exit=True, file=nowhere)
+            atexit.register(end_process_soon)
         if kind is RuntimeError or isinstance(error, torch.distributed.DistError):
             # Perhaps a collective failed because another rank was lost: then this does not return.
-            self.investigate(collective_failed=True)
+            self.abort_if_confirmed(collective_failed=True)
         self.stopped.set()
         self.thread.join(2 * self.interval)  # not forever: it may wait for a store that is gone
 
     def run(self) -> None:
-        """Run the thread. Time is counted in heartbeats: none passes while a job is suspended."""
+        """Watch the next rank and this rank's progress: the work of the thread.
+
+        Time is counted in heartbeats: none passes while a job is suspended.
+        """
         self.store.set_timeout(timedelta(seconds=self.timeout))
         # Early enough to print the line within `timeout`.
         limit = self.timeout / self.interval - 2 * CONFIRM_INTERVALS
@@ -112,12 +128,13 @@ class Watchdog:
             last_reports = self.reports
             patience = SLOW_FACTOR if self.slow else 1
             if max(silent_for, stalled_for / patience) > limit:
-                self.investigate()
+                self.abort_if_confirmed()
 
-    def guard(self) -> None:
-        """Abort if the store does not answer: a host that is gone closes no connection.
+    def watch_store(self) -> None:
+        """Abort if the store does not answer `run`: the work of a second thread.
 
-        After its timeout the store's client asks once more, and waits forever.
+        A host that is gone closes no connection. After its timeout the store's client asks once
+        more, and waits forever.
         """
         waited, last_count = 0, -1
         while not self.stopped.wait(self.interval):
@@ -132,36 +149,37 @@ class Watchdog:
         self.count += 1
 
     def exchange(self, ranks: Iterable[int]) -> list[Heartbeat]:
-        """Send a heartbeat and return those of `ranks`; abort if there is a verdict."""
+        """Send a heartbeat and return the last ones of `ranks`; abort if a failure is announced."""
         names = [f"heartbeat {rank}" for rank in ranks]
         try:
             self.send_heartbeat()
-            *texts, verdicts = self.store.multi_get([*names, "verdicts"])
+            *texts, failures = self.store.multi_get([*names, "failures announced"])
         except RuntimeError:
             # Without torchrun, rank 0 keeps the store and may just have finished.
             if self.stopped.wait(2 * CONFIRM_INTERVALS * self.interval):
-                sys.exit()  # this thread
+                sys.exit()  # ends this thread alone: the main thread has left the context
             self.abort(STORE_GONE)
-        if int(verdicts):
-            with self.accusing:  # another thread of this rank may be about to print why
-                self.abort()  # the first rank to find out has printed it
+        if int(failures):
+            with self.announcing:  # the main thread or `run` may be about to print the line
+                self.abort()  # without a line: the rank that announced the failure prints it
         return [Heartbeat(*json.loads(text)) for text in texts]
 
-    def investigate(self, collective_failed: bool = False) -> None:
-        """Abort with what the heartbeats of all ranks show, if they show anything."""
+    def abort_if_confirmed(self, collective_failed: bool = False) -> None:
+        """Read the heartbeats of all ranks for a while; announce a failure that they show."""
         before = self.exchange(range(self.world_size))
         for _ in range(CONFIRM_INTERVALS):
             if self.stopped.wait(self.interval):
                 return
             after = self.exchange(range(self.world_size))
         if line := self.diagnose(before, after, collective_failed):
-            with self.accusing:
-                self.abort(line if self.store.add("verdicts", 1) == 1 else None)
+            with self.announcing:
+                is_first = self.store.add("failures announced", 1) == 1
+                self.abort(line if is_first else None)
 
     def diagnose(
         self, before: list[Heartbeat], after: list[Heartbeat], collective_failed: bool
     ) -> str | None:
-        """Name the ranks to blame, from the heartbeats of all ranks at two times.
+        """Return a line on the ranks that failed, from the heartbeats of all ranks at two times.
 
         None if a collective failed and every other rank is alive: then the error is this rank's.
         """
@@ -193,10 +211,21 @@ class Watchdog:
                 began = time.time() - self.timeout
                 cli.report_error(Path(sys.argv[0]).name, line, began=began)
             if self.rank == 0:
-                # It may keep the store, where the others read the verdict once per interval.
+                # Rank 0 may keep the store, where the other ranks read the announcement.
                 time.sleep(2 * self.interval)
         finally:
             os._exit(1)
+
+
+def end_process_soon() -> None:
+    """End this process with status 1 in LAST_WORDS_SECONDS, while Python exits after an error.
+
+    The destructors of torch's process groups wait for NCCL, whose other ranks may never answer, and
+    hold the GIL. faulthandler's timer is a C thread, which needs no GIL. Its traceback goes
+    nowhere, so that the error stays the last line.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=nowhere)
 
 
 def take_over_nccl_errors(timeout: timedelta) -> None:

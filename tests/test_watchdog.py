@@ -75,7 +75,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def lose_a_rank_in_two_threads(said: Path) -> None:
-    """One thread finds rank 1 silent; the other reads the verdict before the first has printed."""
+    """One thread finds rank 1 silent; the other reads that before the first has printed."""
     store = torch.distributed.HashStore()
     dog = watchdog.Watchdog(store, 0, 2, timeout=4)
     store.set("heartbeat 1", store.get("heartbeat 0"))
@@ -93,10 +93,10 @@ def lose_a_rank_in_two_threads(said: Path) -> None:
     reader = threading.Thread(target=lambda: [dog.exchange([1]) for _ in range(10**6)])
     with open(said, "w") as file, contextlib.redirect_stderr(file):
         reader.start()
-        dog.investigate()
+        dog.abort_if_confirmed()
 
 
-def test_the_line_is_printed_whichever_thread_reads_the_verdict_first(tmp_path):
+def test_the_line_is_printed_whichever_thread_reads_first(tmp_path):
     process = FORK.Process(target=lose_a_rank_in_two_threads, args=[tmp_path / "said"])
     process.start()
     process.join(30)
@@ -193,12 +193,12 @@ def test_a_rank_that_fails_alone_ends_although_nccl_waits_for_others():
 )
 def test_who_is_to_blame(after, collective_failed, line):
     store = torch.distributed.HashStore()
-    guard, *_ = (watchdog.Watchdog(store, rank, 3, timeout=60) for rank in range(3))
+    dog, *_ = (watchdog.Watchdog(store, rank, 3, timeout=60) for rank in range(3))
     looks = []
     for text in ("2 9 a|4 9 a|4 9 b", after):
         beats = [beat.split(" ", 2) for beat in text.split("|")]
         looks.append([watchdog.Heartbeat(int(n), int(m), place) for n, m, place in beats])
-    assert guard.diagnose(*looks, collective_failed) == line
+    assert dog.diagnose(*looks, collective_failed) == line
 
 
 class Beats:
@@ -211,8 +211,8 @@ class Beats:
 
     def wait(self, seconds: float) -> bool:
         self.passed += 1
-        for guard in self.others:
-            guard.send_heartbeat()
+        for dog in self.others:
+            dog.send_heartbeat()
         return self.passed > self.count
 
 
@@ -234,15 +234,15 @@ SILENT = "rank 1 stopped or died, last seen before the first step; rank 0 is aft
 def test_slow_work_may_take_ten_times_the_timeout_but_silence_not(seconds, slow, is_silent, line):
     """Two ranks without progress, with a timeout of 60 seconds: a beat is a second."""
     store = torch.distributed.HashStore()
-    guards = [watchdog.Watchdog(store, rank, 2, timeout=60) for rank in range(2)]
-    for guard in guards:
-        guard.progress(3, "saving", slow=slow)
-    guards[0].stopped = Beats(seconds, [] if is_silent else guards[1:])
+    dogs = [watchdog.Watchdog(store, rank, 2, timeout=60) for rank in range(2)]
+    for dog in dogs:
+        dog.progress(3, "saving", slow=slow)
+    dogs[0].stopped = Beats(seconds, [] if is_silent else dogs[1:])
     with (
-        mock.patch.object(guards[0], "abort", side_effect=SystemExit) as abort,
+        mock.patch.object(dogs[0], "abort", side_effect=SystemExit) as abort,
         contextlib.suppress(SystemExit),
     ):
-        guards[0].run()
+        dogs[0].run()
     assert abort.call_args_list == ([mock.call(line)] if line else [])
 
 
@@ -250,7 +250,7 @@ def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
     """(steps done, what is done next, whether that may be slow), each once."""
     seen = []
 
-    def see(guard, step: int, doing: str, slow: bool = False) -> None:
+    def see(dog, step: int, doing: str, slow: bool = False) -> None:
         seen.append((step, doing, slow))
 
     with mock.patch.object(watchdog.Watchdog, "progress", see):
