@@ -114,28 +114,50 @@ def execute(program: str, command: Callable, *arguments) -> int:
     except Exception as error:
         if (message := explain(error)) is None:
             raise
-        rank = int(os.environ.get("RANK", 0))
-        began = time.time()
-        if rank:
-            # If all ranks fail, rank 0 prints, and torchrun ends the others when it exits. A rank
-            # that is still there after three seconds has failed alone.
-            time.sleep(3)
-        report_error(program, message, f" on rank {rank}" if rank else "", began)
+        report_error_once(program, message)
         return getattr(error, "exit_status", 1)
 
 
+def report_error_once(program: str, message: str) -> None:
+    """Print the error of this rank, unless all ranks fail: then rank 0 prints for all.
+
+    torchrun ends the other ranks as soon as rank 0 exits. A rank that is still alive after 3 s has
+    failed alone, and prints its own error.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    if rank == 0:
+        report_error(program, message)
+        return
+    began = time.time()  # before other ranks end, so that torchrun reports this rank as the cause
+    time.sleep(3)
+    report_error(program, message, f" on rank {rank}", began)
+
+
+# In torch's messages for too little memory. Only CUDA's error has a class of its own; the errors of
+# the CPU are plain RuntimeErrors, which only their texts tell from bugs.
+OUT_OF_MEMORY = (
+    "out of memory",  # CUDA
+    "allocate memory",  # CPU: "DefaultCPUAllocator: can't allocate memory: you tried to ..."
+    "calculation overflowed",  # both: "Storage size calculation overflowed", above 2**63 bytes
+)
+
+
 def explain(error: Exception) -> str | None:
-    """One line for an expected error: ours, of the system, no memory, or from torch.compile."""
+    """Return a line for an expected error: ours, the system's, too little memory, torch.compile's.
+
+    None for other errors: they are bugs, and their traceback helps.
+    """
     if hasattr(error, "exit_status") or isinstance(error, OSError):
         return str(error)
     inner = getattr(error, "inner_exception", None)  # in torch.compile's errors
     first_line = str(inner or error).partition("\n")[0]
     if isinstance(error, MemoryError):
         first_line = "out of memory"
-    for text in ("out of memory", "allocate memory", "calculation overflowed"):  # CUDA, CPU, both
-        if isinstance(error, RuntimeError | MemoryError) and text in first_line:
-            need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
-            return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
+    is_memory = any(text in first_line for text in OUT_OF_MEMORY)
+    if is_memory and isinstance(error, RuntimeError | MemoryError):
+        need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
+        return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
     if inner:
         return f"--compile: {first_line}"
+    return None
     return None

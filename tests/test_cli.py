@@ -24,12 +24,17 @@ NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp\n"
             1,
             f"prog: error: can't allocate memory; {NO_MEMORY}",
         ),
+        (
+            RuntimeError("calculation overflowed"),
+            1,
+            f"prog: error: calculation overflowed; {NO_MEMORY}",
+        ),
         (MemoryError(), 1, f"prog: error: out of memory; {NO_MEMORY}"),
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 130, ""),  # the reader of a pipe has left
     ],
 )
-def test_an_error_that_a_person_can_mend_is_a_line_and_a_status(capsys, error, status, said):
+def test_an_expected_error_is_a_line_and_a_status(capsys, error, status, said):
     assert cli.execute("prog", mock.Mock(side_effect=error)) == status
     assert capsys.readouterr() == ("", said)
 
