@@ -33,9 +33,16 @@ class Trained:
     vocab_size: int  # of the data; the model's is padded
 
 
-def describe(path: Path) -> Trained:
+def read_trained(path: Path) -> Trained:
     """Read the manifest of a checkpoint. Raises CheckpointError, UsageError and TokenizerError."""
     manifest = checkpoint.read_manifest(path)
+    needed = ("model", "tokens_in_vocabulary", "tokenizer")
+    missing = ", ".join(name for name in needed if name not in manifest)
+    if missing:  # save_state has other callers than train.py
+        raise cli.UsageError(
+            f"{path} is not a checkpoint of train.py: its manifest.json lacks {missing}; "
+            "name a checkpoint that train.py or tools.hf has written"
+        )
     config = read_model(path, manifest)
     vocab_size = manifest["tokens_in_vocabulary"]
     name = manifest["tokenizer"]
@@ -64,30 +71,37 @@ class NotFinite(ArithmeticError):
     exit_status = 1
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How `generate` draws tokens, and where it ends. See `draw`."""
+
+    temperature: float = 1.0  # 0: take the most likely token
+    top_k: int = 0  # 0: draw from all tokens
+    top_p: float = 1.0
+    stop: int | None = None  # the token before which the text ends
+    seed: int = 0
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
     prompt: list[int],
     n: int,
+    sampling: Sampling,
     *,
     seq_len: int,
     vocab_size: int,
     device: torch.device | str,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    stop: int | None = None,
-    seed: int = 0,
     tp: int = 1,
 ) -> Iterator[int]:
-    """Continue a prompt, which must not be empty: yield up to n tokens, and end before `stop`.
+    """Continue a prompt, which must not be empty: yield up to n tokens.
 
     A token depends on the last seq_len tokens and comes from `draw`; ids of vocab_size and above
     only pad the head and are never drawn. The same seed gives the same tokens. The `tp` ranks that
     split a sequence divide seq_len. Raises NotFinite.
     """
     tokens = list(prompt)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(sampling.seed)
     with eval_mode(model):
         for _ in range(n):
             context = tokens[-seq_len:]
@@ -98,32 +112,30 @@ def generate(
                 raise NotFinite(
                     "the model's logits are not finite: its weights have diverged or are damaged"
                 )
-            token = draw(logits, temperature, top_k, top_p, generator)
-            if token == stop:
+            token = draw(logits, sampling, generator)
+            if token == sampling.stop:
                 return
             tokens.append(token)
             yield token
 
 
-def draw(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> int:
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw a token from softmax(logits / temperature); at temperature 0 take the most likely.
 
     top_k > 0 leaves the top_k most likely tokens, top_p < 1 the fewest whose probabilities add up
     to top_p or more (nucleus sampling, Holtzman et al. 2020).
     """
-    if temperature == 0:
+    if sampling.temperature == 0:
         return int(logits.argmax())
-    if 0 < top_k < len(logits):
-        smallest_kept = logits.topk(top_k).values[-1]
+    if 0 < sampling.top_k < len(logits):
+        smallest_kept = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < smallest_kept, -math.inf)
     # Subtract the largest first, so that no temperature above 0 overflows.
-    probabilities = ((logits - logits.max()) / temperature).softmax(-1)
-    if top_p < 1:
+    probabilities = ((logits - logits.max()) / sampling.temperature).softmax(-1)
+    if sampling.top_p < 1:
         ranked, tokens = probabilities.sort(descending=True)
         before = ranked.cumsum(-1) - ranked  # total of all more likely tokens
-        probabilities[tokens[before >= top_p]] = 0
+        probabilities[tokens[before >= sampling.top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
@@ -136,10 +148,10 @@ def closing_sample(
         model,
         prompt,
         n,
+        Sampling(temperature=0.8),
         seq_len=seq_len,
         vocab_size=folder.vocab_size,
         device=world.device,
-        temperature=0.8,
         tp=tp,
     )
     try:
@@ -197,22 +209,19 @@ def encode_prompt(prompt: str, trained: Trained) -> list[int]:
 def sample(args: argparse.Namespace, device: torch.device) -> None:
     """Print the prompt and its continuation, token by token."""
     path = run_folder.newest_checkpoint(args.run)
-    trained = describe(path)
+    trained = read_trained(path)
     name = trained.tokenizer
     prompt = encode_prompt(args.prompt, trained)
     model = load_model(path, trained.config, device)
+    stop = tokenizer.load_encoding(name).eot_token if name else None
     tokens = generate(
         model,
         prompt,
         args.max_new_tokens,
+        Sampling(args.temperature, args.top_k, args.top_p, stop, args.seed),
         seq_len=trained.config.seq_len,
         vocab_size=trained.vocab_size,
         device=device,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        stop=tokenizer.load_encoding(name).eot_token if name else None,
-        seed=args.seed,
     )
     texts = tokenizer.decode(name, tokens, prompt if args.prompt else [])
     beginning = next(texts, "")  # before printing the prompt: the model may prove broken

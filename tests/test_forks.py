@@ -179,7 +179,7 @@ from tools import hf
 import sample
 assert hf.main(["import", sys.argv[1] + "/qwen3", sys.argv[1] + "/ours"]) == 0
 path = Path(sys.argv[1] + "/ours")
-ours = sample.load_model(path, sample.describe(path).config, torch.device("cpu"))
+ours = sample.load_model(path, sample.read_trained(path).config, torch.device("cpu"))
 tokens = torch.randint(320, (2, 16))
 with torch.no_grad():
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)

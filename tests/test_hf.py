@@ -46,7 +46,7 @@ def convert(command: str, source: Path, out: Path) -> Path:
 
 
 def our_logits(path: Path) -> torch.Tensor:
-    model = sample.load_model(path, sample.describe(path).config, torch.device("cpu"))
+    model = sample.load_model(path, sample.read_trained(path).config, torch.device("cpu"))
     with torch.no_grad():
         return model(TOKENS)
 
@@ -105,7 +105,7 @@ def test_an_exported_model_comes_in_again_bit_for_bit(safetensors, trained, tmp_
     assert checkpoint.verify(imported) is None
     before, after = tensors(trained, "model."), tensors(imported)
     torch.testing.assert_close(before, after, rtol=0, atol=0)
-    assert sample.describe(imported) == sample.describe(trained)
+    assert sample.read_trained(imported) == sample.read_trained(trained)
 
 
 @pytest.mark.hf
@@ -197,7 +197,7 @@ def test_a_head_of_its_own_is_imported_untied(transformers, tmp_path):
     embedding = "model.embed_tokens.weight"
     spoil(theirs, lambda s: s.update({"lm_head.weight": s[embedding] + torch.randn(32)}))
     imported = convert("import", theirs, tmp_path / "imported")
-    assert not sample.describe(imported).config.tied
+    assert not sample.read_trained(imported).config.tied
     expected = their_logits(transformers, theirs)
     torch.testing.assert_close(our_logits(imported), expected, rtol=0, atol=1e-4)
 

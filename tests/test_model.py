@@ -23,7 +23,7 @@ from model import (
     checkpoint_activations,
     scale_frequencies,
 )
-from sample import NotFinite, draw, generate
+from sample import NotFinite, Sampling, draw, generate
 
 SMALL = ModelConfig(
     vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=48, seq_len=16
@@ -310,10 +310,10 @@ class Stub(nn.Module):
         self.forward = logits
 
 
-def generated(model: nn.Module, prompt: list[int], n: int, **options) -> list[int]:
-    """What `generate` adds to a prompt."""
-    settings = {"seq_len": 16, "vocab_size": 60, "device": "cpu"}
-    return list(generate(model, prompt, n, **settings, **options))
+def generated(model: nn.Module, prompt: list[int], n: int, tp: int = 1, **options) -> list[int]:
+    """What `generate` adds to a prompt; `options` are fields of Sampling."""
+    settings = {"seq_len": 16, "vocab_size": 60, "device": "cpu", "tp": tp}
+    return list(generate(model, prompt, n, Sampling(**options), **settings))
 
 
 def test_generate_is_greedy_at_temperature_0_and_repeats_by_seed():
@@ -360,7 +360,7 @@ DRAWN += [(2, 1.0, {2, 0}), (3, 0.51, {2}), (4, 1.0, {2, 0, 1, 3})]
 def test_top_k_and_top_p_leave_the_most_likely_tokens(top_k, top_p, drawn):
     logits = torch.tensor([0.3, 0.15, 0.5, 0.05]).double().log()
     generator = torch.Generator().manual_seed(0)
-    draws = [draw(logits, 1.0, top_k, top_p, generator) for _ in range(300)]
+    draws = [draw(logits, Sampling(top_k=top_k, top_p=top_p), generator) for _ in range(300)]
     assert set(draws) == drawn
 
 

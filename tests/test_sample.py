@@ -77,6 +77,22 @@ def test_a_damaged_checkpoint_is_refused_and_another_can_be_named(run, text, cap
     assert text(damaged.with_name("step-00000001"))[0]
 
 
+def test_a_checkpoint_of_another_program_is_refused_in_one_line(run, capsys):
+    """save_state takes any manifest, as in the notebook of docs/forking.md."""
+    path = newest(run)
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name in ("tokens_in_vocabulary", "tokenizer", "model"):
+        del manifest[name]
+        (path / "manifest.json").write_text(json.dumps(checkpoint.seal(manifest)))
+        assert sample.main(["--run", str(path)]) == 2
+        line = capsys.readouterr().err
+        begins = (
+            f"sample.py: error: {path} is not a checkpoint of train.py: its manifest.json lacks "
+        )
+        assert line.startswith(begins) and name in line.removeprefix(begins)
+        assert line.count("\n") == 1
+
+
 def test_a_tokenizer_is_read_in_its_checkpoint_only(run, tmp_path, trained, text, capsys):
     """Until 2026-11-21 manifests had its absolute path. One may be hostile."""
     path = newest(run)

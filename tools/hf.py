@@ -25,7 +25,7 @@ from config import Config
 from model import ModelConfig, RopeScaling, Transformer
 from runtime import cli, run_folder
 from runtime.cli import UsageError
-from sample import describe
+from sample import read_trained
 from text import tokenizer
 from tools.checkpoint import new_folder, read_full, write_full
 
@@ -79,7 +79,7 @@ def export_model(source: Path, out: Path) -> None:
     Holds one tensor at a time. Raises UsageError, CheckpointError and TokenizerError.
     """
     path = run_folder.newest_checkpoint(source)
-    trained = describe(path)
+    trained = read_trained(path)
     encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
     config = to_hf(trained.config, encoding)
     with new_folder(out) as work:
