@@ -42,26 +42,32 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class TokenFolder:
+    """A folder of train.bin and val.bin, checked, and what its meta.json tells about them."""
+
     path: Path
-    dtype: np.dtype
-    vocab_size: int
-    tokenizer: str | None  # for tokenizer.load_encoding; None: unknown, ids have no text
+    dtype: np.dtype  # of the files: uint16 or uint32
+    vocab_size: int  # ids are below it
+    # What to load to make text of ids here: "bytes", "gpt2" or the path of the tokenizer's file in
+    # this folder. None: unknown, ids have no text.
+    tokenizer: str | None
     fingerprint: str  # changes when the tokens do
-    # The tokenizer's file, {name: contents}, to copy into checkpoints; empty for a built-in one
+    # That file as {name: contents}, to copy into checkpoints; empty without one
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
     val_bytes: int = 0  # of val.bin's text; 0: unknown
     share: int = 1000  # of a mixture's sequences, in thousandths
 
     @property
     def tokenizer_name(self) -> str | None:
-        """The tokenizer's name in a checkpoint, which holds a copy of its file."""
+        """The tokenizer's name in a checkpoint: "bytes", "gpt2", or of the file copied into it."""
         return next(iter(self.tokenizer_file), self.tokenizer)
 
     @property
-    def vocabulary(self) -> tuple:  # shared by the folders of a mixture
+    def vocabulary(self) -> tuple:
+        """What the folders of a mixture must share, wherever they are: what an id means."""
         return self.vocab_size, self.tokenizer_name, self.tokenizer_file
 
     def tokens(self, split: str) -> np.ndarray:
+        """Map the tokens of train.bin or val.bin, (n_tokens,)."""
         return memmap_tokens(self.path / f"{split}.bin", self.dtype)
 
 
@@ -144,6 +150,8 @@ def open_folder(path: Path) -> TokenFolder:
             )
     try:
         return read_folder(path)
+    except DataError:
+        raise
     except Exception as error:  # damaged files can raise most of them
         reason = f"meta.json lacks {error}" if isinstance(error, KeyError) else error
         raise DataError(f"--data {path} is damaged: {reason}; prepare it again") from None
@@ -165,18 +173,30 @@ def read_folder(path: Path) -> TokenFolder:
         count = int(meta[f"{split}_tokens"]) if is_ours else size // dtype.itemsize
         if size != count * dtype.itemsize:
             raise ValueError(f"{file} has {size:,} bytes, not {count:,} tokens of {dtype.itemsize}")
-        spot_check(file, dtype, vocab_size, digest)
+        tokens = memmap_tokens(file, dtype)
+        digest.update(len(tokens).to_bytes(8))
+        for block in spread_blocks(tokens):
+            check_range(block, vocab_size, file)
+            digest.update(block.tobytes())
     tokenizer = meta["tokenizer"]
     tokenizer_file = {}
     if tokenizer not in (None, "bytes", "gpt2"):  # unknown or built in
-        if tokenizer != Path(str(tokenizer)).name:
-            raise ValueError("the tokenizer in meta.json is not the name of a file in the folder")
-        file = (path / tokenizer).absolute()
-        tokenizer = str(file)
-        tokenizer_file[file.name] = file.read_bytes()
+        tokenizer_file = read_tokenizer_file(path, tokenizer)
+        tokenizer = str((path / tokenizer).absolute())
     fingerprint = digest.hexdigest()[:16]
     val_bytes = meta.get("val_bytes", 0)
     return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file, val_bytes)
+
+
+def read_tokenizer_file(path: Path, name: str) -> dict[str, bytes]:
+    """Return {name: contents} of the tokenizer's file. Raises DataError and ValueError."""
+    if name != Path(str(name)).name:
+        raise ValueError("the tokenizer in meta.json is not the name of a file in the folder")
+    try:
+        return {name: (path / name).read_bytes()}
+    except OSError as error:
+        what = f"{path / name}, the tokenizer's file: {error.strerror}"
+        raise DataError(f"{what}; put it back, or prepare the folder again") from None
 
 
 def nanogpt_meta(path: Path) -> dict:
@@ -190,28 +210,28 @@ def nanogpt_meta(path: Path) -> dict:
     return meta
 
 
-def spot_check(file: Path, dtype: np.dtype, vocab_size: int, digest) -> None:
-    """Hash and range-check up to 256 blocks of 64 KiB, spread evenly over a file.
+def spread_blocks(tokens: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield up to 256 blocks of 64 KiB, spread evenly over the tokens.
 
-    That covers a file of up to 16 MiB and samples a larger one, so that a run starts in
+    256 blocks cover a file of up to 16 MiB and sample a larger file, so that a run starts in
     milliseconds on any corpus. TokenDataset checks the range of every batch.
     """
-    tokens = memmap_tokens(file, dtype)
-    block = (1 << 16) // dtype.itemsize  # tokens
+    block = (1 << 16) // tokens.itemsize  # tokens
     blocks = -(-len(tokens) // block)
-    checked = min(blocks, 256)
-    digest.update(len(tokens).to_bytes(8))
-    for i in range(checked):
-        start = i * blocks // checked * block
-        contents = tokens[start : start + block]
-        check_range(contents, vocab_size, file)
-        digest.update(contents.tobytes())
+    count = min(blocks, 256)
+    for i in range(count):
+        start = i * blocks // count * block
+        yield tokens[start : start + block]
 
 
 def check_range(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
+    """Raise DataError if a token of `file` is not below vocab_size."""
     highest = int(tokens.max(initial=0))
     if highest >= vocab_size:
-        raise DataError(f"{file} holds token {highest}, above its vocabulary of {vocab_size}")
+        raise DataError(
+            f"{file} holds token {highest}, above its vocabulary of {vocab_size}; prepare it again "
+            "with prepare.py"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -251,7 +271,7 @@ class TokenDataset(Dataset):
         self.file = folder.path / f"{split}.bin"
         self.seq_len = seq_len
         self.seed = seed
-        self.parts = [self]  # as in a Mixture
+        self.parts = [self]  # so that one folder can be read like a Mixture
         n_tokens = len(folder.tokens(split))
         self.n_windows = (n_tokens - 1) // seq_len
         if self.n_windows < 1:
@@ -290,6 +310,11 @@ class Mixture(Dataset):
     With seeds, folders take turns in the same order in every thousand sequences, each with its own
     epochs. Without, they stand one after the other, stretched to their shares, so that the evenly
     spread `val_indices` meet each folder in proportion to its share, from beginning to end.
+
+    For example, folders A and B have the shares 0.7 and 0.3, and 60 and 25 sequences. With seeds,
+    turn t of A is due at (t + 0.25) / 700 and turn t of B at (t + 0.75) / 300: the order is
+    A A B A A B A A A B ... Without, the length is 1000 * 60: numbers below 42,000 are stretched
+    over A (21,000 reads its sequence 30), and the other 18,000 over B.
     """
 
     def __init__(self, parts: list[TokenDataset]):
@@ -315,6 +340,7 @@ class Mixture(Dataset):
             if n < stretched:
                 return i, n * len(self.parts[i]) // stretched
             n -= stretched
+        raise IndexError("a sequence number past the end of the mixture")
 
     def __getitem__(self, indices: list[int]) -> Tensor:
         return torch.cat([self.parts[i][[number]] for i, number in map(self.source, indices)])
@@ -323,6 +349,10 @@ class Mixture(Dataset):
 def open_dataset(
     folders: list[TokenFolder], split: str, seq_len: int, seed: int | None
 ) -> TokenDataset | Mixture:
+    """Return the sequences of a split, "train" or "val", of one folder or of a mixture.
+
+    `seed` None keeps the order of the files, for validation. Raises DataError.
+    """
     parts = [TokenDataset(folder, split, seq_len, seed) for folder in folders]
     return parts[0] if len(parts) == 1 else Mixture(parts)
 
@@ -385,7 +415,8 @@ def loader(
             traceback.clear_frames(error.__traceback__)
         if not isinstance(error, DataError):
             raise
-        # From a worker, its traceback comes before the message.
+        # torch raises a worker's error with the worker's traceback as the message. It ends with
+        # "data.DataError: " and the message, which is one line.
         last_line = str(error).strip().splitlines()[-1]
         raise DataError(last_line.removeprefix("data.DataError: ")) from None
 

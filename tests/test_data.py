@@ -42,6 +42,10 @@ def test_the_tokenizer_file_comes_with_the_folder(tokens, tmp_path):
     assert opened.tokenizer_file == {"my.tiktoken": b"IQ== 0"}
     assert opened.tokenizer_name == "my.tiktoken"
     assert opened.tokenizer == str(folder / "my.tiktoken")
+    (folder / "my.tiktoken").unlink()
+    line = f"^{folder}/my.tiktoken, the tokenizer's file: No such file or directory; put it back"
+    with pytest.raises(data.DataError, match=line):
+        data.open_folder(folder)
 
 
 HOSTILE = [{"dtype": "O"}, {"vocab_size": float("inf")}, {"train_tokens": None}]
