@@ -47,7 +47,7 @@ def read_trained(path: Path) -> Trained:
     vocab_size = manifest["tokens_in_vocabulary"]
     name = manifest["tokenizer"]
     if name:
-        name = tokenizer.find(path, name, vocab_size)
+        name = tokenizer.find_in_folder(path, name, vocab_size)
     return Trained(config, name, vocab_size)
 
 

@@ -278,7 +278,7 @@ def check_weights(origin: Origin, model: dict) -> None:
 
 def check_tokenizer(folder: TokenFolder) -> None:
     """Load the tokenizer file of a token folder. Raises TokenizerError."""
-    tokenizer.find(folder.path.absolute(), folder.tokenizer_name, folder.vocab_size)
+    tokenizer.find_in_folder(folder.path.absolute(), folder.tokenizer_name, folder.vocab_size)
 
 
 def prepare_builtin() -> bool:

@@ -131,11 +131,7 @@ def map_in_order(function: Callable, items: Iterable, num_threads: int) -> Itera
 
 
 def tokenize(
-    corpus: Corpus,
-    encoder: Encoder,
-    folder: Path,
-    val_fraction: float,
-    num_threads: int,
+    corpus: Corpus, encoder: Encoder, folder: Path, val_fraction: float, num_threads: int
 ) -> Splitter:
     """Write train.bin and val.bin into `folder`; return the counts."""
     splitter = Splitter(corpus, val_fraction)

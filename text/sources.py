@@ -223,7 +223,7 @@ def classify(path: Path, text_field: str) -> str:
             return "special file"
         with open(path, "rb") as file:
             kind, contents = detect(path, file)
-            if kind in ROWS:  # does the first row have the field? Broken lines count later
+            if kind in ROWS:  # NoField if the first row lacks it; `read` counts broken lines
                 next(read_rows(Corpus(text_field), path, kind, contents), None)
             return kind
 
@@ -340,7 +340,7 @@ def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) ->
     name = corpus.text_field
     is_first = True  # no object was read yet
     for number, row in enumerate(ROWS[kind](path, file, name), start=1):
-        if row is EMPTY:
+        if row is BLANK:
             continue
         place = f"{path}, {'line' if kind == 'JSON lines' else 'row'} {number}"
         if not isinstance(row, dict):
@@ -352,7 +352,7 @@ def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) ->
         if any(row.get(None, ())):  # of CSV: a comma in the text, without quotes around it
             corpus.skip_line(place, "more fields than columns")
             continue
-        text = row.get(name, MISSING)
+        text = row.get(name, NO_TEXT)
         if isinstance(text, bytes):  # of parquet
             text = text.decode("utf-8", "surrogateescape")
         if text is None or isinstance(text, str):
@@ -361,15 +361,15 @@ def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) ->
             corpus.skip_line(place, f"no text in the field {name}")
 
 
-EMPTY = object()
-MISSING = object()
+BLANK = object()  # the row of a blank line
+NO_TEXT = object()  # the text of a row without the field; null is an empty text
 JSON = json.JSONDecoder(parse_int=float)  # an int may have at most 4,300 digits
 
 
 def parse_line(line: str) -> object:
-    """The value of a line, EMPTY for a blank one, None for a broken one."""
+    """The value of a line, BLANK for a blank one, None for a broken one."""
     with suppress(ValueError, RecursionError):
-        return EMPTY if line.isspace() else JSON.decode(line)
+        return BLANK if line.isspace() else JSON.decode(line)
 
 
 def read_csv(path: Path, file: TextIO, name: str, delimiter: str) -> Iterator[dict]:

@@ -91,10 +91,10 @@ def load_encoding(name: str, pattern: str | None = None) -> "tiktoken.Encoding |
         ) from None
 
 
-def find(path: Path, name: str, vocab_size: int) -> str:
-    """The tokenizer `name`: built in, or a file in the checkpoint `path`.
+def find_in_folder(path: Path, name: str, vocab_size: int) -> str:
+    """Return what to load for `name`: a built-in tokenizer, or a file in the folder `path`.
 
-    Raises TokenizerError.
+    Raises TokenizerError, also if the tokenizer does not have vocab_size tokens.
     """
     if name not in ("bytes", "gpt2"):
         # Older manifests have the file's path in a token folder.
@@ -117,8 +117,10 @@ def pattern_of(path: str) -> str:
 
     prepare.py writes tokenizer.PATTERN.tiktoken into a token folder.
     """
-    words = re.split("[^a-z0-9]+", Path(path).name.lower())
-    return next((word for word in words if word in PATTERNS), "llama3")
+    for word in re.split("[^a-z0-9]+", Path(path).name.lower()):
+        if word in PATTERNS:
+            return word
+    return "llama3"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,11 +137,9 @@ def load_ranks(path: Path, contents: bytes, pattern: str) -> tiktoken.Encoding:
             "token and its rank, with a token for each of the 256 bytes; SentencePiece models, "
             "as Llama 2 has, are not supported"
         ) from None
+    special = {END_OF_TEXT: len(ranks)}
     return tiktoken.Encoding(
-        path.name,
-        pat_str=PATTERNS[pattern],
-        mergeable_ranks=ranks,
-        special_tokens={END_OF_TEXT: len(ranks)},
+        path.name, pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=special
     )
 
 
@@ -175,21 +175,22 @@ class JsonEncoding:
     def __init__(self, path: Path, contents: bytes):
         """Raises what `load_encoding` catches."""
         spec = json.loads(contents)
-        vocab = spec["model"]["vocab"]
+        model = spec["model"]
+        vocab = model["vocab"]
         if isinstance(vocab, list):  # Unigram's: [piece, score]
             vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
         self.path = path
         self.name = path.name
         self.contents = contents
         self.added_tokens = {token["content"]: token["id"] for token in spec["added_tokens"]}
-        self.special_tokens_set = {t["content"] for t in spec["added_tokens"] if t["special"]}
+        special = [token for token in spec["added_tokens"] if token["special"]]
+        self.special_tokens_set = {token["content"] for token in special}
         ends = [name for name in ENDS_OF_TEXT if name in self.special_tokens_set]
         if not ends:
             raise ValueError(f"none of its special tokens is {', '.join(ENDS_OF_TEXT)}")
         self.eot_token = self.added_tokens[ends[0]]
-        self.special_ids = {self.added_tokens[name] for name in self.special_tokens_set}
-        # The unknown token, which Unigram names by its id.
-        self.special_ids -= {vocab.get(spec["model"].get("unk_token")), spec["model"].get("unk_id")}
+        unknown = {vocab.get(model.get("unk_token")), model.get("unk_id")}  # Unigram has its id
+        self.special_ids = {self.added_tokens[name] for name in self.special_tokens_set} - unknown
         self.n_vocab = 1 + max(*vocab.values(), *self.added_tokens.values())
         # Byte fallback: `decode` waits for the last byte of a character.
         self.byte_tokens = {vocab.get(f"<0x{byte:02X}>") for byte in range(256)}
@@ -248,8 +249,10 @@ def package_errors(what: str) -> Iterator[None]:
         raise TokenizerError(f"{what}: {reason}") from None
 
 
-# A run reads the file at its start and samples at its end: load it once.
-load_json = functools.lru_cache(maxsize=1)(JsonEncoding)
+@functools.lru_cache(maxsize=1)
+def load_json(path: Path, contents: bytes) -> JsonEncoding:
+    """Load a tokenizer.json once, for the start of a run and the sample at its end."""
+    return JsonEncoding(path, contents)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -295,17 +298,18 @@ def decode(name: str | None, tokens: Iterable[int], before: Iterable[int] = ()) 
     encoding = load_encoding(name)
     byte_tokens = getattr(encoding, "byte_tokens", ())
     before = list(before)
-    new: list[int] = []
-
-    def text() -> str:
-        return encoding.decode(before + new)[len(encoding.decode(before)) :]
-
+    new = []
     for token in tokens:
         new.append(token)
-        whole = text()
-        if token in byte_tokens or whole.endswith("\ufffd"):
+        text = added_text(encoding, before, new)
+        if token in byte_tokens or text.endswith("\ufffd"):
             yield ""
         else:
-            yield whole
+            yield text
             before, new = new, []
-    yield text()
+    yield added_text(encoding, before, new)
+
+
+def added_text(encoding, before: list[int], new: list[int]) -> str:
+    """Return the text of the tokens `new` where they follow the tokens `before`."""
+    return encoding.decode(before + new)[len(encoding.decode(before)) :]
