@@ -182,16 +182,32 @@ def build_parser() -> cli.Parser:
         help="text, .jsonl, .ndjson, .json, .csv or .tsv (also .gz, .bz2, .xz), .parquet, folders, "
         "quoted globs, or - for standard input (default: the library of the installed Python)",
     )
-    field_help = "JSON field or column with the text (default: text)"
-    add("--field", default="text", metavar="NAME", help=field_help)
-    name_help = "bytes, gpt2, PATH.tiktoken or tokenizer.json (default: bytes)"
-    add("--tokenizer", dest="name", default="bytes", metavar="NAME", help=name_help)
-    pattern_help = "how text is cut, with PATH.tiktoken (default: as its name says, else llama3)"
-    add("--pattern", choices=tokenizer.PATTERNS, help=pattern_help)
+    add(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="JSON field or column with the text (default: text)",
+    )
+    add(
+        "--tokenizer",
+        dest="name",
+        default="bytes",
+        metavar="NAME",
+        help="bytes, gpt2, PATH.tiktoken or tokenizer.json (default: bytes)",
+    )
+    add(
+        "--pattern",
+        choices=tokenizer.PATTERNS,
+        help="how text is cut, with PATH.tiktoken (default: as its name says, else llama3)",
+    )
     add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
-    fraction = cli.number(float, 1e-9, 1)
-    fraction_help = "fraction of the documents kept for validation (default: 0.05)"
-    add("--val_fraction", type=fraction, default=0.05, metavar="F", help=fraction_help)
+    add(
+        "--val_fraction",
+        type=cli.number(float, 1e-9, 1),
+        default=0.05,
+        metavar="F",
+        help="fraction of the documents kept for validation (default: 0.05)",
+    )
     add(
         "--num_threads",
         type=cli.number(int, 1),
@@ -203,6 +219,7 @@ def build_parser() -> cli.Parser:
 
 
 def run_command(argv: list[str]) -> None:
+    """Prepare; after Ctrl-C or SIGTERM, report that nothing was created."""
     args = build_parser().parse_args(argv)
     if args.sources and "" in args.sources:
         raise UsageError("--source '' is empty: name a file or a folder")
@@ -225,7 +242,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, exit_on_signal)
     try:
         status = main(sys.argv[1:])
-    except SystemExit as ended:
+    except SystemExit as ended:  # from argparse's --help or from exit_on_signal
         status = ended.code or 0
     with suppress(OSError):  # the reader of a pipe is gone
         sys.stdout.flush()
