@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 
-CLEAR = "\r\x1b[J"  # this line, and what a narrowed window wrapped of it
+CLEAR = "\r\x1b[J"  # erases the line, and the lines onto which a narrowed window wrapped it
 INTERVAL = 1.0  # seconds between live lines
 
 
