@@ -59,7 +59,9 @@ class TokenFolder:
     @property
     def tokenizer_name(self) -> str | None:
         """The tokenizer's name in a checkpoint: "bytes", "gpt2", or of the file copied into it."""
-        return next(iter(self.tokenizer_file), self.tokenizer)
+        if self.tokenizer_file:
+            return Path(self.tokenizer).name
+        return self.tokenizer
 
     @property
     def vocabulary(self) -> tuple:
