@@ -72,6 +72,11 @@ def recorded_values(manifest: dict) -> dict:
     values = dict(manifest.get("config") or {})
     for name in ("strategy", "micro_batch_size", "dtype"):  # until 2026-11-24
         values[name] = manifest.get(name, values.get(name))
+    return without_computed(values)
+
+
+def without_computed(values: dict) -> dict:
+    """Leave out None and "auto", which stand for a computed value."""
     return {name: value for name, value in values.items() if value not in (None, "auto")}
 
 
@@ -223,7 +228,8 @@ def find_changes(origin: Origin, manifest: dict) -> list[str]:
         check_weights(origin, manifest["model"])
         return []
     policies = {f"--{name}": policy for name, policy in POLICIES.items()}
-    before = recorded_values(origin.manifest)
+    # A flag that is newer than the checkpoint had its default.
+    before = without_computed(DEFAULTS) | recorded_values(origin.manifest)
     now = manifest["config"]
     recorded = properties(before, vars(origin.model_config), origin.manifest.get("data"))
     found = properties(now, manifest["model"], manifest["data"])

@@ -3,15 +3,19 @@
 import codecs
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
-from conftest import ROOT
+from conftest import CPU, FACTS, ROOT, resolve
 
-import config
-from config import Config, model_config, parse, profile_window
-from layout import split_batch
+import layout
+from config import POLICIES, parse, profile_window
 from runtime.cli import UsageError
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
 
 
 def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):
@@ -19,18 +23,23 @@ def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):
     flags = {"lr": 0.5, "async_save": True, "model": "gpt2-124m", "tp": 1, "allow_changes": True}
     file.write_text(json.dumps(flags))
     file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())  # as some editors write it
-    config = parse(["--config", str(file), "--lr", "1e-3"])
-    assert (config.lr, config.async_save, config.max_steps) == (1e-3, True, 600)
-    assert config.out == "runs/gpt2-124m"
-    assert not config.allow_changes  # it applied to one start
+    parsed = parse(["--config", str(file), "--lr", "1e-3"])
+    assert parsed == {  # without allow_changes, which applied to one start
+        "lr": 1e-3,
+        "async_save": True,
+        "model": "gpt2-124m",
+        "tp": 1,
+        "out": "runs/gpt2-124m",
+    }
+    assert resolve(f"--config {file}").max_steps == 600
 
 
 def test_a_run_from_other_weights_has_their_name():
     """Nothing is read: the path may be another host's."""
     source = "runs/a/checkpoints/step-00000600"
-    assert parse(["--init_from", "imported/smollm2"]).out == "runs/smollm2"
-    assert parse(["--init_from", source]).out == "runs/a-step-00000600"
-    assert parse(["--init_from", source, "--out", "mine"]).out == "mine"
+    assert parse(["--init_from", "imported/smollm2"])["out"] == "runs/smollm2"
+    assert parse(["--init_from", source])["out"] == "runs/a-step-00000600"
+    assert parse(["--init_from", source, "--out", "mine"])["out"] == "mine"
 
 
 def test_where_a_run_began_does_not_go_into_another(tmp_path):
@@ -40,53 +49,77 @@ def test_where_a_run_began_does_not_go_into_another(tmp_path):
         file = run / "config.json"
         file.write_text(json.dumps({name: path, "lr": 0.5, "out": str(run)}))
         written_by_hand = parse(["--config", str(file), "--out", "new"])
-        assert getattr(written_by_hand, name) == path
+        assert written_by_hand[name] == path
         (run / "starts.jsonl").touch()
         other = parse(["--config", str(file), "--out", "new"])
-        assert (other.lr, other.resume, other.init_from) == (0.5, "auto", None)
+        assert other == {"lr": 0.5, "out": "new"}
         for same in ([], ["--out", str(run)]):
-            assert getattr(parse(["--config", str(file), *same]), name) == path
+            assert parse(["--config", str(file), *same])[name] == path
 
 
-def test_a_flag_of_a_fork_can_be_true_false_or_not_given(monkeypatch):
-    """For a field of ModelConfig that has none here."""
+def test_a_flag_of_a_fork_overrides_a_field_of_the_model():
+    """For a field of ModelConfig that has no flag here, typed or not."""
+    fork = """
+import dataclasses, config
+from model import ModelConfig
 
-    @dataclasses.dataclass(frozen=True)
-    class Fork(Config):
-        qk_norm: bool | None = config.free("model", None, "")
-        rope_theta: float | None = config.free("model", None, "")
+@dataclasses.dataclass(frozen=True)
+class Fork(config.Config):
+    tied: bool | None = config.free("model", None, "")
+    rope_theta: float | None = config.free("model", None, "", least=1)
 
-    assert model_config(Fork(rope_theta=5.0), vocab_size=64).rope_theta == 5.0
-    assert model_config(Fork(model="llama3-8b"), vocab_size=64).rope_theta == 500_000.0
-    monkeypatch.setattr(config, "Config", Fork)
-    values = [parse(argv).qk_norm for argv in ([], ["--qk_norm"], ["--qk_norm", "false"])]
-    assert values == [None, True, False]
+config.Config = Fork
+config.DEFAULTS |= {"tied": None, "rope_theta": None}
+config.POLICIES |= {"tied": "allowed", "rope_theta": "allowed"}
+from conftest import resolve
+
+for text in ("", "--tied", "--tied false", "--model llama3-8b", "--rope_theta 5"):
+    model_config = resolve(text).model_config
+    print(model_config.tied, model_config.rope_theta)
+"""
+    command = [sys.executable, "-c", fork]
+    found = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == [
+        "True 10000.0",
+        "True 10000.0",
+        "False 10000.0",
+        "False 500000.0",
+        "True 5.0",
+    ]
 
 
 def test_the_reference_tells_which_flags_may_not_change():
     resuming = (ROOT / "docs/reference.md").read_text().partition("## Resuming")[2]
     (of_numbers,) = re.findall(r"^\| (`--lr`.*?) \| Refused without", resuming, re.M)
-    refused = {f.name for f in dataclasses.fields(Config) if f.metadata["resume"] == "refused"}
+    refused = {name for name, policy in POLICIES.items() if policy == "refused"}
     assert {*re.findall(r"--(\w+)", of_numbers)} == refused
 
 
-def test_a_profile_window_lies_within_the_run_and_wrap_is_one_of_four():
-    assert profile_window(Config()) is None
-    assert profile_window(Config(profile="10:13")) == (10, 13)
-    for text in ("3", "3:3", "a:b", "-1:3", "3:600"):
+def test_a_profile_window_lies_within_the_run():
+    assert profile_window("10:13") == (10, 13)
+    for text in ("3", "3:3", "a:b", "-1:3"):
         with pytest.raises(UsageError, match="give START:STOP"):
-            profile_window(Config(profile=text))
-    for wrap in ("blocks", "block_group", "block_group:0", "block:2", "none:2", "auto:2"):
-        with pytest.raises(UsageError, match=f"--wrap {wrap}: choose auto, block, block_group"):
-            parse(["--wrap", wrap])
+            parse([f"--profile={text}"])
+    with pytest.raises(UsageError, match="--profile 3:600: STOP must be below max_steps 600"):
+        resolve("--profile 3:600")
+
+
+@pytest.mark.parametrize(
+    "wrap", ["blocks", "block_group", "block_group:0", "block:2", "none:2", "auto:2"]
+)
+def test_wrap_is_one_of_four(wrap):
+    with pytest.raises(UsageError, match=f"--wrap: {wrap}: choose auto, block, block_group"):
+        parse(["--wrap", wrap])
 
 
 def test_a_batch_is_split_into_micro_batches():
-    assert split_batch(Config(global_batch_size=32), dp_size=4) == (8, 1)
-    assert split_batch(Config(global_batch_size=32, micro_batch_size=2), dp_size=4) == (2, 4)
+    run = resolve("--strategy fsdp", world_size=4)
+    assert (run.micro_batch_size, run.grad_accum_steps) == (8, 1)
+    run = resolve("--strategy fsdp --micro_batch_size 2", world_size=4)
+    assert (run.micro_batch_size, run.grad_accum_steps) == (2, 4)
     # As where a host was lost, and the run continues on the others
     with pytest.raises(UsageError, match="16 is not a multiple of micro_batch_size 2 x 6 .* = 12:"):
-        split_batch(Config(global_batch_size=16, micro_batch_size=2), dp_size=6)
+        resolve("--strategy fsdp --global_batch_size 16 --micro_batch_size 2", world_size=6)
 
 
 @pytest.mark.parametrize(
@@ -98,16 +131,78 @@ def test_a_batch_is_split_into_micro_batches():
     ],
 )
 def test_configs_have_the_arithmetic_of_the_reference(name, ranks, split, tokens_per_step, tokens):
-    config = parse(["--config", str(ROOT / f"configs/{name}.json")])
-    model = model_config(config, vocab_size=64)
-    assert split_batch(config, ranks) == split
-    assert config.global_batch_size * model.seq_len == tokens_per_step
-    assert config.max_steps * tokens_per_step == pytest.approx(tokens, rel=1e-3)
+    run = resolve(f"--config {ROOT}/configs/{name}.json", world_size=ranks, local_size=8)
+    assert (run.micro_batch_size, run.grad_accum_steps) == split
+    assert run.tokens_per_step == tokens_per_step
+    assert run.max_steps * tokens_per_step == pytest.approx(tokens, rel=1e-3)
 
 
 def test_a_named_size_takes_overrides_and_a_padded_vocabulary():
-    model = model_config(Config(model="tiny", n_head=2, d_ff=64), vocab_size=257)
-    assert (model.vocab_size, model.n_head, model.n_kv_head, model.d_ff) == (320, 2, 2, 64)
-    assert model_config(Config(model="llama3-8b", n_head=64), vocab_size=64).n_kv_head == 8
+    run = resolve("--n_head 2 --d_ff 64")
+    assert (run.n_head, run.n_kv_head, run.d_ff) == (2, 2, 64)
+    assert run.model_config.vocab_size == 320
+    assert resolve("--model llama3-8b --n_head 64").n_kv_head == 8
     with pytest.raises(UsageError, match="n_kv_head 4 / tp 3"):
-        model_config(Config(model="tiny", tp=3), vocab_size=257)
+        resolve("--tp 3", world_size=3)
+
+
+# --------------------------------------------------------------------------------------------------
+# The resolved run
+
+NONE_IS_A_VALUE = {"init_from", "profile", "peak_tflops", "rope_scaling"}
+COMMAND_LINES = [
+    ("", 1),
+    ("--strategy ddp", 2),
+    ("--strategy fsdp --wrap block_group:2", 4),
+    ("--strategy hsdp --dp_replicate 2 --grad_sync shard", 4),
+    ("--tp 2 --strategy fsdp --model tinyllama-1.1b", 4),
+    ("--model gpt2-124m --global_batch_size 512 --micro_batch_size 8", 8),
+    ("--model llama3-70b --strategy fsdp --activation_checkpointing full", 512),
+    ("--optimizer muon --schedule wsd --lr 1e-3 --warmup_steps 10", 1),
+    ("--eval_only --out runs/mine", 1),
+    ("--dry_run --dtype bfloat16 --compile", 2),
+    ("--max_steps 20 --checkpoint none --sample_tokens 0", 1),
+    ("--n_layer 2 --d_model 32 --n_head 4 --d_ff 64 --seq_len 16", 2),
+]
+
+
+@pytest.mark.parametrize("text, ranks", COMMAND_LINES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_resolved_run_has_no_value_left_open(text, ranks, device):
+    options = f"{text} --global_batch_size 512" if ranks == 512 else text
+    run = resolve(options, world_size=ranks, device_type=device)
+    values = vars(run) | vars(run.model_config) | vars(run.data_facts)
+    assert {name for name, value in values.items() if value is None} <= NONE_IS_A_VALUE
+    assert {name for name, value in values.items() if value == "auto"} <= {"resume"}
+    for name in layout.SIZE_FLAGS:
+        assert getattr(run, name) == getattr(run.model_config, name)
+
+
+def test_a_run_is_a_function_of_its_arguments_alone():
+    flags = parse(["--n_layer", "3"])
+    before = dict(flags)
+    runs = [layout.resolve(flags, CPU, FACTS) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert flags == before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        runs[0].lr = 1.0
+
+
+@pytest.mark.parametrize(
+    "hardware, dtype, workers, tflops",
+    [
+        ({"device_type": "cpu"}, "float32", 0, None),
+        ({"device_type": "cpu", "has_bfloat16": True}, "bfloat16", 0, None),
+        (
+            {"device_type": "cuda", "has_bfloat16": True, "device_name": "NVIDIA H200"},
+            "bfloat16",
+            2,
+            989,
+        ),
+    ],
+)
+def test_defaults_follow_from_the_hardware(hardware, dtype, workers, tflops):
+    run = resolve("", **hardware)
+    assert (run.dtype, run.num_workers, run.peak_tflops) == (dtype, workers, tflops)
+    assert resolve("--dtype float32 --peak_tflops 7", **hardware).peak_tflops == 7
+    assert resolve("--dtype float32", **hardware).peak_tflops is None

@@ -44,7 +44,14 @@ def plan_of(text: str) -> predict.Request:
     return plan.parse(f"{TINY} {text}".split())[0]
 
 
-def rehearsal(communication=(), flops=0.0, recomputed=0.0, grad_accum_steps=1, mesh=(1, 8, 1), grad_sync="batch"):
+def rehearsal(
+    communication=(),
+    flops=0.0,
+    recomputed=0.0,
+    grad_accum_steps=1,
+    mesh=(1, 8, 1),
+    grad_sync="batch",
+):
     """What a rehearsal could have found, for a tiny model of 1,000,000 parameters."""
     text = f"{TINY} --peak_tflops 1 --dtype bfloat16 --micro_batch_size 1 --strategy fsdp"
     run = resolve(f"{text} --grad_sync {grad_sync}", world_size=8, device_type="cuda")

@@ -120,7 +120,8 @@ def test_a_rank_of_512_gpus(pool):
     texts += [f"{selective} --n_layer {n}" for n in (2, 3)]
     (found,) = pool(1, rehearse_on_gpus, texts)
     plain, full, again, two, three = found
-    assert plain == again  # also what it would take compiled
+    # Also what it would take compiled
+    assert plain == dataclasses.replace(again, run=plain.run)
     rows = [row for row in plain.operations if row.phase in ("forward", "optimizer")]
     moved = {row.name: row.bytes for row in rows}
     # silu reads and writes gate, an embedding reads the rows that it returns, in two micro-batches;

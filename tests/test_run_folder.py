@@ -1,7 +1,5 @@
 """Who writes a run folder, which run may continue in it, and from where."""
 
-import contextlib
-import dataclasses
 import fcntl
 import json
 import multiprocessing
@@ -18,14 +16,19 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from conftest import CPU, resolve
 
 import checkpoint
+import config
 import data
-from config import Config, model_config
+import layout
+import train
+from config import POLICIES
 from model import ModelConfig
 from runtime import preflight, run_folder
 from runtime.cli import UsageError
 from runtime.lock import try_lock
+from runtime.machine import has_bfloat16
 
 MODEL = {
     "vocab_size": 320,
@@ -59,28 +62,56 @@ def save(out, step: int, **changes):
     return path
 
 
+def save_run(out, step: int, run: layout.Run):
+    """A checkpoint with the manifest of a run."""
+    path = save(out, step)
+    saved = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(saved | run.manifest))
+
+
 FOLDER = data.TokenFolder(Path("tokens/a"), np.dtype("<u2"), 257, "bytes", fingerprint="abc")
 
 
 @pytest.fixture
-def begin(tmp_path, one_rank):
-    """begin(**flags): where a run in tmp_path / "run" with these flags begins."""
+def begin(tmp_path):
+    """begin(**flags): what train.command passes to train.train, for a run in tmp_path / "run"."""
 
-    def call(**flags) -> preflight.Start:
+    def call(**flags) -> SimpleNamespace:
         sizes = {name: size for name, size in MODEL.items() if name != "vocab_size"}
         own = {"out": str(tmp_path / "run"), "data": "tokens/a", "dtype": "float32"}
-        config = Config(**{"global_batch_size": 8, **sizes, **own, **flags})
-        no_data = mock.patch.object(data, "open_folders", lambda names: [FOLDER])
-        with no_data, contextlib.ExitStack() as held:
-            return preflight.find_start(config, one_rank, held)
+        given = {"global_batch_size": 8, "device": "cpu", **sizes, **own, **flags}
+        argv = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        started = SimpleNamespace()
+
+        def train_nothing(run, origin, folders, world, watchdog, notes) -> int:
+            vars(started).update(run=run, origin=origin, notes=notes)
+            return 0
+
+        with (
+            mock.patch.object(data, "open_folders", lambda names: [FOLDER]),
+            mock.patch.object(train, "train", train_nothing),
+        ):
+            try:
+                assert train.command(argv) == 0
+            finally:
+                if torch.distributed.is_initialized():  # after an error
+                    torch.distributed.destroy_process_group()
+        return started
 
     return call
 
 
-def place(start: preflight.Start) -> tuple:
+def place(start: SimpleNamespace) -> tuple:
     """The step, the checkpoint with all of the state, and the one with weights only."""
-    path = start.checkpoint
-    return start.step, None if start.only_weights else path, path if start.only_weights else None
+    origin = start.origin
+    only_weights = origin.path if origin.only_weights else None
+    return origin.step, None if only_weights else origin.path, only_weights
+
+
+def changes(start: SimpleNamespace) -> list[str]:
+    """The lines on flags that changed."""
+    lines = [note.partition("changed: ")[2] for note in start.notes]
+    return [line for line in lines if line]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -97,7 +128,7 @@ def test_a_run_continues_from_its_newest_valid_checkpoint(begin, tmp_path):
     start = begin()
     assert place(start) == (10, good, None)
     problem = "full.safetensors has 3 bytes, not 60,000"
-    assert start.damaged == {newest_of_all: problem, newest: problem}
+    assert start.origin.damaged == {newest_of_all: problem, newest: problem}
 
 
 @pytest.mark.parametrize(
@@ -136,12 +167,11 @@ def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path
 def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
     """Checkpoints of before a field existed."""
     save(tmp_path / "run", 10)
-    assert begin().step == 10
+    assert begin().origin.step == 10
     named = save(tmp_path / "other", 10)
     assert place(begin(init_from=str(named), out=str(tmp_path / "new"))) == (0, None, named)
     save(tmp_path / "run", 20, model={**MODEL, "norm_eps": 1e-6})
-    with pytest.raises(UsageError, match="norm_eps 1e-06 -> 1e-05"):
-        begin()
+    assert begin().run.model_config.norm_eps == 1e-6  # which no flag sets
 
 
 def test_an_evaluation_is_as_in_the_run(begin, tmp_path):
@@ -151,17 +181,18 @@ def test_an_evaluation_is_as_in_the_run(begin, tmp_path):
     run = {"eval_only": True, "out": str(tmp_path)}
 
     def evaluated(**flags) -> tuple:
-        not_given = {"data": None, "eval_sequences": None, "dtype": "auto"}
-        c = begin(**run, **not_given | flags).config
-        return c.dtype, c.data, c.eval_sequences, c.micro_batch_size
+        not_given = {"data": None, "eval_sequences": None, "dtype": None}
+        found = begin(**run, **not_given | flags).run
+        return found.dtype, found.data, found.eval_sequences, found.micro_batch_size
 
     assert evaluated() == ("bfloat16", "tokens/a", 7, 3)
     given = {"dtype": "float32", "data": "tokens/b", "eval_sequences": 5, "micro_batch_size": 1}
     assert evaluated(**given) == ("float32", "tokens/b", 5, 1)
     imported = {name: saved[name] for name in ("format", "step", "files", "model")}  # by tools.hf
     (path / "manifest.json").write_text(json.dumps(imported))
+    here = "bfloat16" if has_bfloat16(torch.device("cpu")) else "float32"
     with mock.patch.object(preflight, "prepare_builtin"):
-        assert evaluated() == ("auto", "tokens/python", 512, None)
+        assert evaluated() == (here, "tokens/python", 512, 8)
 
 
 @pytest.mark.parametrize("flag, seq_len", [("resume", 16), ("init_from", 8)])
@@ -178,21 +209,20 @@ def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(
             save(tmp_path / "run", 20, model=model | {"seq_len": seq_len})
             (tmp_path / "other").rename(tmp_path / "gone")
         start = begin(**flags)
-        assert start.model == ModelConfig(**model | {"seq_len": seq_len})
-        c = start.config
-        assert (c.n_layer, c.d_model, c.seq_len) == (
-            2,
-            32,
-            seq_len,
-        )  # in config.json, for a new run
-    assert model_config(c, 501, start.model).vocab_size == 512  # which its weights do not fit
+        assert start.run.model_config == ModelConfig(**model | {"seq_len": seq_len})
+        assert (start.run.n_layer, start.run.d_model, start.run.seq_len) == (2, 32, seq_len)
+        if not own:  # in config.json, for a new run
+            assert start.run.flags["n_layer"] == 2
+    facts = data.DataFacts(vocab_size=501, tokenizer=None, fingerprint="abc")
+    grown = layout.resolve(start.run.flags, CPU, facts, start.origin)
+    assert grown.model_config.vocab_size == 512  # which its weights do not fit
 
 
 def test_another_model_batch_seed_optimizer_or_other_data_is_refused(begin, tmp_path):
     changes = {"global_batch_size": 16, "seed": 7, "optimizer": "muon", "data": "other"}
     path = save(tmp_path / "run", 10, model=MODEL | {"d_model": 64}, **changes)
     with pytest.raises(UsageError) as error:
-        begin(allow_changes=True)
+        begin(allow_changes=True, seed=0, optimizer="adamw")
     line = str(error.value)
     assert line.startswith(f"cannot continue from {path}: ") and f"--init_from {path}" in line
     for change in (
@@ -221,7 +251,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '12\n{"step')
     assert place(begin()) == (0, None, None)  # stopped before its first save
     log.write_text(json.dumps(failed | {"step": 250, "event": "checkpoint"}) + "\n")
-    with pytest.raises(UsageError, match="it has no checkpoint, but files that"):
+    with pytest.raises(UsageError, match="its checkpoint of step 250 is gone: restore it"):
         begin()
 
 
@@ -230,40 +260,54 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
 
 
 # docs/reference.md lists them (test_config.py)
-POLICIES = {f.name: f.metadata["resume"] for f in dataclasses.fields(Config)}
 REFUSED = {name for name, policy in POLICIES.items() if policy == "refused"}
-ANOTHER_RUN = {"seed", "global_batch_size", "optimizer"}
+ANOTHER_RUN = {"seed", "global_batch_size", "optimizer", "model"}
 OF_ONE_START = {"out", "resume", "init_from", "allow_changes", "dry_run", "eval_only"}
+OF_ONE_START |= {"device", "timeout", "profile"}
 
 
 @pytest.fixture
 def change(begin, tmp_path):
     """change(name, value, **flags): what a start says with another value of one flag."""
-    save(tmp_path / "run", 3, lr=0.25)
+    save_run(tmp_path / "run", 3, begin(lr=0.25).run)
 
     def call(name: str, value, **flags) -> list[str]:
-        return begin(**{"lr": 0.25, **flags, name: value}).changes
+        return changes(begin(**{"lr": 0.25, **flags, name: value}))
 
     return call
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED - {"dtype"}))
-def test_a_flag_that_changes_the_numbers_is_refused_unless_it_is_allowed(change, name):
+def test_a_flag_that_changes_the_numbers_is_refused_unless_allowed(change, name):
+    values = {"schedule": "wsd", "clip": "adaptive"}
+    values |= dict.fromkeys(("keep_last", "keep_every", "warmup_steps"), 5)
+    value = values.get(name, 0.125)
     with pytest.raises(UsageError, match=f"--{name} .* -> .*give --allow_changes"):
-        change(name, 0.125)
-    (said,) = change(name, 0.125, allow_changes=True)
+        change(name, value)
+    (said,) = change(name, value, allow_changes=True)
     assert said.startswith(f"--{name} ")
 
 
-def test_any_other_flag_may_change_and_is_printed_unless_it_holds_for_one_start(change, tmp_path):
-    assert {n for n, p in POLICIES.items() if p == "never"} == ANOTHER_RUN
-    assert {n for n, p in POLICIES.items() if p == "not compared"} == OF_ONE_START
-    free = {n for n, p in POLICIES.items() if p == "allowed"}
-    values = {"data": "tokens/b", "model": "gpt2-124m", "tp": 2}
+OTHER_VALUES = {"data": "tokens/b", "wrap": "block", "strategy": "fsdp"}
+OTHER_VALUES |= {"reshard_after_forward": False}
+OTHER_VALUES |= {"activation_checkpointing": "full", "tracker": "wandb", "checkpoint": "none"}
+OTHER_VALUES |= {"async_save": True, "compile": True, "micro_batch_size": 4}
+
+
+def test_any_other_flag_may_change_and_is_printed(change):
+    assert {name for name, policy in POLICIES.items() if policy == "never"} == ANOTHER_RUN
+    free = {name for name, policy in POLICIES.items() if policy == "allowed"}
+    # These need more ranks, or have no value before.
+    free -= {"tp", "dp_replicate", "dp_shard", "grad_sync", "peak_tflops"}
     for name in free - MODEL.keys():
-        value = values.get(name, 5)  # nothing is built, so that any value will do
-        (said,) = change(name, value)
-        assert said.startswith(f"--{name} ") and said.endswith(f" -> {value}")
+        value = OTHER_VALUES.get(name, 5)
+        said = change(name, value)
+        assert f" -> {value}" in said[-1] and len(said) == 1
+        assert said[0].startswith(f"--{name} ")
+
+
+def test_a_flag_of_one_start_is_not_compared(change):
+    assert {name for name, policy in POLICIES.items() if policy == "not compared"} == OF_ONE_START
     for name in ("allow_changes", "dry_run"):
         assert change(name, True) == []
 
@@ -272,26 +316,76 @@ def test_a_flag_that_only_the_checkpoint_has_is_refused(begin, tmp_path):
     save(tmp_path / "run", 10, label_smoothing=0.1)
     with pytest.raises(UsageError, match="--label_smoothing 0.1 -> unknown to this code"):
         begin()
-    assert len(begin(allow_changes=True).changes) == 1
+    assert len(changes(begin(allow_changes=True))) == 1
     save(tmp_path / "run", 20, label_smoothing=None)  # not set
-    assert begin().changes == []
+    assert changes(begin()) == []
 
 
 def test_flags_are_compared_as_resolved(begin, tmp_path):
     save(tmp_path / "run", 10, lr=0.5 / 32, warmup_steps=50, dtype="float32")
-    assert begin().changes == []
+    assert changes(begin()) == []
     with pytest.raises(UsageError, match="--dtype float32 -> bfloat16"):
         begin(dtype="bfloat16")
 
 
+# --------------------------------------------------------------------------------------------------
+# Flags that are not typed
+
+
+NOT_TYPED = dict.fromkeys((*MODEL.keys() - {"vocab_size"}, "global_batch_size", "data", "dtype"))
+
+
+def test_a_run_continues_with_its_own_flags(begin, tmp_path):
+    """Also a run whose manifests hold no typed flags, as those of before 2026-11-24."""
+    save(tmp_path / "run", 10, lr=0.25, schedule="linear", max_steps=20)
+    start = begin(**NOT_TYPED, max_steps=30)
+    assert changes(start) == ["--max_steps 20 -> 30"]
+    run = start.run
+    assert (run.lr, run.schedule, run.global_batch_size) == (0.25, "linear", 8)
+    assert (run.dtype, run.d_model, run.data, run.seed) == ("float32", 32, "tokens/a", 0)
+    assert {"lr", "schedule", "max_steps"} <= run.flags.keys()
+    assert "warmup_steps" not in run.flags
+
+
+def test_what_follows_from_the_ranks_is_computed_again(begin, tmp_path):
+    text = "--strategy fsdp --global_batch_size 8 --data tokens/a"
+    of_two = resolve(text, world_size=2)
+    assert of_two.micro_batch_size == 4
+    save_run(tmp_path / "run", 10, of_two)
+    start = begin(**NOT_TYPED)
+    assert (start.run.strategy, start.run.dp_shard, start.run.micro_batch_size) == ("fsdp", 1, 8)
+    assert changes(start) == ["--dp_shard 2 -> 1", "--micro_batch_size 4 -> 8"]
+    # A typed flag of the mesh replaces all of them.
+    assert begin(**NOT_TYPED, tp=1).run.strategy == "single"
+
+
+def test_a_new_default_is_printed_and_the_run_keeps_the_old(begin, tmp_path):
+    save(tmp_path / "run", 10, weight_decay=0.1, lr=0.5 / 32, warmup_steps=50)
+    assert begin(**NOT_TYPED).notes == []
+    defaults = {"weight_decay": 0.2, "warmup_steps": 70}
+    save_run(tmp_path / "run", 20, resolve("--global_batch_size 8"))
+    with mock.patch.dict(config.DEFAULTS, defaults):
+        start = begin(**NOT_TYPED)
+    assert (start.run.weight_decay, start.run.warmup_steps) == (0.1, 50)
+    kept = [note for note in start.notes if note.startswith("kept: ")]
+    assert kept[-2:] == [
+        "kept: --warmup_steps 50, as in the run; the default would be 70",
+        "kept: --weight_decay 0.1, as in the run; the default would be 0.2",
+    ]
+
+
 TWO_RANKS = SimpleNamespace(size=2, local_size=2, device=torch.device("cpu"))
+
+
+def started_with(lr: float) -> dict:
+    return manifest(0, lr=lr) | {"flags": {"lr": lr}}
 
 
 def test_the_folder_holds_the_flags_of_every_start(tmp_path):
     began = datetime(2026, 11, 21, tzinfo=UTC)
     for step, lr in ((0, 0.5), (10, 0.25)):
         now = began + timedelta(hours=step)
-        run_folder.create(tmp_path, manifest(0, lr=lr), TWO_RANKS, step, now)
+        run_folder.record_start(tmp_path, started_with(lr), TWO_RANKS, step, now)
         times = [began + timedelta(hours=hours) for hours in (1, 2)]
         log = [{"step": 1, "val_loss": 5.5, "time": time.isoformat()} for time in times]
         lines = "".join(json.dumps(row) + "\n" for row in log)
@@ -304,7 +398,7 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
 
     with open(tmp_path / "starts.jsonl", "a") as file:
         file.write('12\n{"note": 1}\n{"config": {"lr": 0.5}')  # torn, by a kill or a full disk
-    run_folder.create(tmp_path, manifest(0, lr=0.1), TWO_RANKS, 20, now)
+    run_folder.record_start(tmp_path, started_with(0.1), TWO_RANKS, 20, now)
     starts = run_folder.read_starts(tmp_path)
     assert [start["config"]["lr"] for start in starts] == [0.5, 0.25, 0.1]
     assert starts[0]["time"] == began.isoformat()
