@@ -206,7 +206,9 @@ class RankError(RuntimeError):
     exit_status = 1
 
 
-def on_all_ranks(function: Callable, *arguments) -> list:
+def on_all_ranks(
+    function: Callable, *arguments, group: torch.distributed.ProcessGroup | None = None
+) -> list:
     """Call `function` on each rank; return the results of all ranks, by rank.
 
     If a rank raises, all ranks raise, so that none waits: this rank its own exception, the other
@@ -219,7 +221,7 @@ def on_all_ranks(function: Callable, *arguments) -> list:
         error = exception
         sent = class_and_text(error)  # an exception may have arguments that cannot be sent
     outcomes: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(outcomes, (result, sent))
+    torch.distributed.all_gather_object(outcomes, (result, sent), group=group)
     for rank, (_, sent) in enumerate(outcomes):
         if sent:
             raise error if rank == torch.distributed.get_rank() else exception_of(*sent)
