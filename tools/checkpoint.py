@@ -68,11 +68,12 @@ def consolidate(named: Path, out: Path) -> None:
     with new_folder(out) as work:
         reader = checkpoint.Reader(path)
         layout = {name: entry.full for name, entry in reader.tensors.items()}
-        replaced = (".safetensors", "index.json")
-        kept = {k: file for k, file in manifest["files"].items() if not k.endswith(replaced)}
+        kept = {}  # entries with their checksums, so that a file damaged before does not verify
+        for name, entry in manifest["files"].items():
+            if not name.endswith((".safetensors", "index.json")):
+                kept[name] = entry
+                checkpoint.write_file(work / name, [(path / name).read_bytes()])
         files = kept | write_full(work, layout, lambda name: read_full(reader, name))
-        for name in kept:
-            checkpoint.write_file(work / name, [(path / name).read_bytes()])
         checkpoint.complete(work, out, manifest | {"files": files})
 
 
@@ -95,10 +96,16 @@ def write_full(
     """
     index = {}
     for name, tensor in layout.items():
-        dtype, cuts = checkpoint.DTYPE_NAMES[tensor.dtype], [[0]] * tensor.dim()
-        index[name] = {"dtype": dtype, "shape": [*tensor.shape], "cuts": cuts, "grid": [0]}
-    full = checkpoint.write_safetensors(folder / FULL, layout, read)
-    return {FULL: full, "index.json": checkpoint.write_index(folder, [FULL], index)}
+        index[name] = {
+            "dtype": checkpoint.DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "cuts": [[0]] * tensor.dim(),
+            "grid": [0],
+        }
+    files = {}
+    files[FULL] = checkpoint.write_safetensors(folder / FULL, layout, read)
+    files["index.json"] = checkpoint.write_index(folder, [FULL], index)
+    return files
 
 
 @contextlib.contextmanager
@@ -133,14 +140,21 @@ def build_parser() -> cli.Parser:
         description=__doc__,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (
-        ("list", "list the checkpoints of a run: step, tokens and size"),
-        ("verify", "compare checkpoints with their manifests"),
-        ("consolidate", "convert a checkpoint, by default a run's latest, to the full format"),
-    ):
-        add = commands.add_parser(name, help=text)
-        add.add_argument("path", metavar="RUN|CHECKPOINT", type=Path)
-    add.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
+    path = {"metavar": "RUN|CHECKPOINT", "type": Path}
+
+    listing = commands.add_parser(
+        "list", help="list the checkpoints of a run: step, tokens and size"
+    )
+    listing.add_argument("path", **path)
+
+    verifying = commands.add_parser("verify", help="compare checkpoints with their manifests")
+    verifying.add_argument("path", **path)
+
+    consolidating = commands.add_parser(
+        "consolidate", help="convert a checkpoint, by default a run's latest, to the full format"
+    )
+    consolidating.add_argument("path", **path)
+    consolidating.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
     return parser
 
 
