@@ -195,8 +195,8 @@ class Reader:
         The part begins at the indices `start` of the full tensor.
         """
         edges = self.tensors[name].edges
-        of_dims = [overlaps_along(*dim) for dim in zip(edges, start, shape)]
-        for overlap in itertools.product(*of_dims):
+        along_dims = [overlaps_along(*dim) for dim in zip(edges, start, shape)]
+        for overlap in itertools.product(*along_dims):
             position = tuple(i for i, _, _ in overlap)
             in_part = tuple(place for _, place, _ in overlap)
             in_chunk = tuple(place for _, _, place in overlap)
@@ -207,7 +207,9 @@ class Reader:
     def map_chunk(self, name: str, position: tuple[int, ...]) -> tuple[Tensor, mmap.mmap]:
         """The chunk of a tensor at this position of its grid, and the mapping of its file."""
         full, edges, grid = self.tensors[name]
-        shape = [edge[i + 1] - edge[i] for edge, i in zip(edges, position)]
+        shape = []
+        for edge, i in zip(edges, position):
+            shape.append(edge[i + 1] - edge[i])
         with reading(self.path):
             file = self.files[grid[position]]
             chunks, buffer = self.map_file(self.path / file)
@@ -257,6 +259,7 @@ def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
 
 
 def step_path(run: Path, step: int) -> Path:
+    """The folder of a run's checkpoint after this update, such as RUN/checkpoints/step-00000100."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
@@ -286,7 +289,9 @@ def read_manifest(path: Path) -> dict:
     except CheckpointError:
         raise
     except Exception as error:  # damaged JSON can raise most of them
-        problem = "missing" if isinstance(error, FileNotFoundError) else f"damaged: {reason(error)}"
+        problem = f"damaged: {reason(error)}"
+        if isinstance(error, FileNotFoundError):
+            problem = "missing"
         raise CheckpointError(
             f"{path} is not a complete checkpoint: its manifest.json is {problem}"
         ) from None
@@ -297,20 +302,23 @@ def read_manifest(path: Path) -> dict:
 
 
 def check_manifest(path: Path, manifest: dict) -> None:
-    """Raise ValueError for a wrong field, CheckpointError if the step is not the folder's."""
-    step, files = manifest.get("step"), manifest["files"]
-    numbers = {"the manifest's step": step, "the manifest's tokens": manifest.get("tokens", 0)}
-    for name, file in files.items():
-        numbers[f"the size of {name!r}"] = file["bytes"]
+    """Raise ValueError for a wrong field, CheckpointError if the folder's name has another step."""
+    step = manifest.get("step")
+    check_number("the manifest's step", step)
+    check_number("the manifest's tokens", manifest.get("tokens", 0))
+    if not manifest["files"]:
+        raise ValueError("it lists no files")
+    for name, file in manifest["files"].items():
         if Path(name).name != name:
             raise ValueError(f"{name!r} is not the name of a file in its folder")
-    for name, number in numbers.items():
-        if type(number) is not int or number < 0:
-            raise ValueError(f"{name} is {number!r}, not an integer of at least 0")
-    if not files:
-        raise ValueError("it lists no files")
+        check_number(f"the size of {name!r}", file["bytes"])
     if step_of(path) not in (None, step):
         raise CheckpointError(f"{path} was renamed: it holds step {step}, not {step_of(path)}")
+
+
+def check_number(name: str, number: object) -> None:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{name} is {number!r}, not an integer of at least 0")
 
 
 def seal(manifest: dict) -> dict:
@@ -322,6 +330,7 @@ def seal(manifest: dict) -> dict:
 
 
 def total_bytes(manifest: dict) -> int:
+    """The size of a checkpoint's files in bytes, without its manifest.json."""
     return sum(file["bytes"] for file in manifest["files"].values())
 
 
@@ -385,10 +394,12 @@ def write_safetensors(
     layout: dict[str, Tensor],
     read: Callable[[str], Tensor] | None = None,
 ) -> dict:
-    """Write the tensors `layout` to a file, from where they lie; return its entry in the manifest.
+    """Write tensors to a file; return the file's entry in the manifest.
 
-    With `read`, `layout` has meta tensors, and read(name) returns the values of one.
+    `layout` gives their names, dtypes and shapes, and read(name) the values of one: by default the
+    values in `layout`, which can otherwise be on the meta device.
     """
+    read = read or layout.__getitem__
     # By falling element size, behind a header padded to 8 bytes, each tensor is aligned.
     names = sorted(layout, key=lambda name: -layout[name].itemsize)
     header: dict = {"__metadata__": {"format": "pt"}}
@@ -405,7 +416,7 @@ def write_safetensors(
     def blocks() -> Iterator:
         yield len(text).to_bytes(8, "little") + text
         for name in names:
-            tensor = read(name) if read else layout[name]
+            tensor = read(name)
             values = tensor.cpu().contiguous()
             yield values.view(-1).view(torch.uint8).numpy()
             del tensor, values  # before the next one is read
@@ -414,6 +425,7 @@ def write_safetensors(
 
 
 def write_index(folder: Path, files: list[str], tensors: dict[str, dict]) -> dict:
+    """Write index.json, with the fields shown above; return the file's entry in the manifest."""
     index = {"files": files, "tensors": tensors}
     text = json.dumps(index, separators=(",", ":"))
     return write_file(folder / "index.json", [text.encode()])
