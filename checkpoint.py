@@ -450,84 +450,115 @@ def save_state(
     state: dict,
     manifest: dict,
     extra_files: dict[str, bytes] | None = None,
-    group: torch.distributed.ProcessGroup | None = None,
-    local: dict[str, Tensor] | Exception | None = None,
+    on_all_ranks: Callable | None = None,
+    parts: dict[str, Tensor] | None = None,
 ) -> int:
     """Write `state`, nested dicts of tensors and DTensors, as a checkpoint; return its bytes.
 
-    All ranks call it together; a process without a process group is the only rank. The checkpoint
-    has its name only when all is on disk: if a rank is killed at any time, there is none, and
-    earlier ones are intact.
+    All ranks call it together. The checkpoint has its name only when all is on disk: if a rank is
+    killed at any time, there is none, and earlier ones are intact.
 
-    manifest: "step", and what the caller wants to read later. extra_files: {name: contents}, such
-    as the tokenizer. group: with a CPU backend, by default that of all ranks. local: what to write
-    instead of this rank's parts, by name, such as a copy of them; or why there is none. Raises
-    CheckpointError on all ranks, if one fails.
+    manifest       "step", and what the caller wants to read later
+    extra_files    {name: contents}, such as the tokenizer
+    on_all_ranks   such as dist.on_all_ranks: on_all_ranks(function, *arguments) returns the results
+                   of all ranks, or raises on all ranks; None if this process is the only rank
+    parts          {name: values} to write instead of this rank's parts, such as a copy of them
+
+    Raises CheckpointError on all ranks, if one fails.
     """
     path = Path(path)
-    rank = this_rank()
-    work = path.with_name(f".{path.name}.tmp")
-    local = local_parts(state) if local is None else local
-
-    def begin() -> Tensor:
-        if isinstance(local, Exception):
-            raise local
-        planned = dict.fromkeys(["index.json", *(extra_files or {})], {"bytes": 0})
-        check_manifest(path, seal({**manifest, "files": planned}))
-        if rank == 0:
-            remove_leftovers(path)
-            work.mkdir(parents=True)
-        return bounds_of_parts(state)
-
-    def write_chunks() -> dict:
-        mine = {name: local[name] for name in index if rank in index[name]["grid"]}
-        return write_safetensors(work / names[rank], mine)
-
-    def end() -> int:
-        if rank != 0:
-            return 0
-        for name, contents in (extra_files or {}).items():
-            files[name] = write_file(work / name, [contents])
-        files["index.json"] = write_index(work, names, index)
-        if os.path.lexists(path):  # damaged, or the run would have continued from it
-            os.rename(path, path.with_name(f".{path.name}.damaged.tmp"))
-        complete(work, path, {**manifest, "files": files})
-        remove_leftovers(path)
-        return total_bytes({"files": files})
-
-    bounds = on_each_rank(begin, group)
-    names = [f"rank-{i:05d}.safetensors" for i in range(len(bounds))]
+    extra_files = extra_files or {}
+    on_all_ranks = on_all_ranks or on_only_rank
+    bounds = on_all_ranks(begin_save, path, state, manifest, extra_files)
     index = choose_writers(state, torch.stack(bounds))
-    files = dict(zip(names, on_each_rank(write_chunks, group)))
-    return on_each_rank(end, group)[0]
+    if parts is None:
+        parts = local_parts(state)
+    written = on_all_ranks(write_chunks, path, parts, index)
+    return on_all_ranks(publish, path, manifest, extra_files, index, written)[0]
 
 
-def on_each_rank(work: Callable, group: torch.distributed.ProcessGroup | None) -> list:
-    """Call `work` on each rank; return all results, or raise on all ranks what one raised."""
-    result = problem = None
-    try:
-        result = work()
-    except Exception as error:  # no rank may wait for another
-        where = "" if isinstance(error, CheckpointError) else f"rank {this_rank()}: "
-        problem = f"{where}{reason(error)}"  # text can always be sent
-    answers = [(result, problem)]
-    if torch.distributed.is_initialized():
-        answers = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(answers, (result, problem), group=group)
-    for _, problem in answers:
-        if problem:
-            raise CheckpointError(problem)
-    return [result for result, _ in answers]
+def on_only_rank(function: Callable, *arguments) -> list:
+    """Call `function`; return its result as that of the only rank. Raises ValueError for more."""
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise ValueError("on several ranks, save_state needs on_all_ranks=dist.on_all_ranks")
+    return [function(*arguments)]
 
 
 def this_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
+@contextlib.contextmanager
+def saving() -> Iterator[None]:
+    """Turn any exception into a CheckpointError that names this rank."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"rank {this_rank()}: {reason(error)}") from None
+
+
+@saving()
+def begin_save(path: Path, state: dict, manifest: dict, extra_files: dict[str, bytes]) -> Tensor:
+    """Create the temporary folder, if all can be saved; return this rank's `bounds_of_parts`."""
+    bounds = bounds_of_parts(state, local_parts(state))
+    planned = dict.fromkeys(["index.json", *extra_files], {"bytes": 0})
+    check_manifest(path, seal({**manifest, "files": planned}))
+    if this_rank() == 0:
+        remove_leftovers(path)
+        temporary(path).mkdir(parents=True)
+    return bounds
+
+
+@saving()
+def write_chunks(path: Path, parts: dict[str, Tensor], index: dict[str, dict]) -> dict:
+    """Write the chunks that `index` gives to this rank; return their file's manifest entry."""
+    rank = this_rank()
+    chunks = {name: parts[name] for name, entry in index.items() if rank in entry["grid"]}
+    return write_safetensors(temporary(path) / rank_file(rank), chunks)
+
+
+@saving()
+def publish(
+    path: Path,
+    manifest: dict,
+    extra_files: dict[str, bytes],
+    index: dict[str, dict],
+    written: list[dict],
+) -> int:
+    """Complete a checkpoint whose chunks are written, on rank 0; return its bytes, 0 elsewhere.
+
+    `written` has the manifest entry of each rank's file.
+    """
+    if this_rank() != 0:
+        return 0
+    work = temporary(path)
+    names = [rank_file(rank) for rank in range(len(written))]
+    files = dict(zip(names, written))
+    for name, contents in extra_files.items():
+        files[name] = write_file(work / name, [contents])
+    files["index.json"] = write_index(work, names, index)
+    if os.path.lexists(path):  # damaged, or the run would have continued from it
+        os.rename(path, temporary(path, ".damaged"))
+    complete(work, path, {**manifest, "files": files})
+    remove_leftovers(path)
+    return total_bytes({"files": files})
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def temporary(path: Path, kind: str = "") -> Path:
+    """The name beside the checkpoint `path` of what is not yet, or no longer, a checkpoint."""
+    return path.with_name(f".{path.name}{kind}.tmp")
+
+
 def remove_leftovers(path: Path) -> None:
     """Remove what saves have left beside the checkpoint `path`. Raises nothing."""
-    of_path = [path.with_name(f".{path.name}{kind}.tmp") for kind in ("", ".damaged")]
-    for leftover in [*of_path, *path.parent.glob(".step-*.tmp")]:
+    leftovers = [temporary(path), temporary(path, ".damaged"), *path.parent.glob(".step-*.tmp")]
+    for leftover in leftovers:
         shutil.rmtree(leftover, ignore_errors=True)
         with contextlib.suppress(OSError):
             leftover.unlink()  # a symbolic link: what it leads to stays
@@ -544,41 +575,44 @@ def local_parts(state: dict) -> dict[str, Tensor]:
     return parts
 
 
-def bounds_of_parts(state: dict) -> Tensor:
+def bounds_of_parts(state: dict, parts: dict[str, Tensor]) -> Tensor:
     """Where this rank's part of each tensor begins, and its shape, one after the other."""
     numbers = []
-    for _, tensor in flatten(state):
-        numbers += [*start_of(tensor), *part_of(tensor).shape]
+    for name, tensor in flatten(state):
+        numbers += [*start_of(tensor), *parts[name].shape]
     return torch.tensor(numbers, dtype=torch.int64)
 
 
 def choose_writers(state: dict, bounds: Tensor) -> dict[str, dict]:
     """Choose who writes each chunk: of the ranks that hold it, the one with the least to write.
 
-    `bounds` has the `bounds_of_parts` of each rank. Returns the tensors of index.json, the same on
-    all ranks. For Llama-3 70B on 512 ranks, 1.1 million chunks, this takes 2 to 4 s.
+    `bounds` has the `bounds_of_parts` of each rank as a row. Returns the tensors of index.json, the
+    same on all ranks. A tensor (10, 4) of hsdp, where ranks 0 and 2 hold rows 0-4, and ranks 1 and
+    3 hold rows 5-9, may get the grid [0, 3]. For Llama-3 70B on 512 ranks, 1.1 million chunks, this
+    takes 2 to 4 s.
     """
     tensors = dict(flatten(state))
-    sizes = [2 * tensor.dim() for tensor in tensors.values()]
-    bounds_of = dict(zip(tensors, bounds.split(sizes, dim=1)))
+    widths = [2 * tensor.dim() for tensor in tensors.values()]
+    columns = dict(zip(tensors, bounds.split(widths, dim=1)))
     index = dict.fromkeys(tensors)
-    load = [0] * len(bounds)  # bytes to write, by rank
+    bytes_to_write = [0] * len(bounds)  # by rank
     for name in sorted(tensors, key=lambda name: -tensors[name].numel()):  # the largest first
         tensor = tensors[name]
-        parts = bounds_of[name].unflatten(1, (2, tensor.dim())).tolist()  # (start, shape) by rank
+        # Where the part of each rank begins, and its shape: (ranks, 2, dimensions)
+        parts = columns[name].unflatten(1, (2, tensor.dim())).tolist()
         writers = {}  # start of a chunk -> the rank that writes it
-        written = 0
-        for rank in sorted(range(len(load)), key=load.__getitem__):
+        numel_of_chunks = 0
+        for rank in sorted(range(len(parts)), key=bytes_to_write.__getitem__):
             start = tuple(parts[rank][0])
             numel = math.prod(parts[rank][1])
             is_held = numel > 0 or tensor.numel() == 0
             if is_held and start not in writers:
                 writers[start] = rank
-                written += numel
-                load[rank] += numel * tensor.itemsize
+                numel_of_chunks += numel
+                bytes_to_write[rank] += numel * tensor.itemsize
         cuts = [sorted({start[dim] for start in writers}) for dim in range(tensor.dim())]
         grid = [writers.get(start) for start in itertools.product(*cuts)]
-        if written != tensor.numel() or None in grid:
+        if numel_of_chunks != tensor.numel() or None in grid:
             raise CheckpointError(f"the ranks' parts do not make up the whole of {name}")
         dtype = DTYPE_NAMES[tensor.dtype]
         index[name] = {"dtype": dtype, "shape": [*tensor.shape], "cuts": cuts, "grid": grid}

@@ -200,8 +200,8 @@ def train(
                 # After the evaluation: a kill between the two repeats both, and loses no row.
                 if saves and not stop:
                     save(run, state, saver, log.loss, watchdog)
-        while saver.rows:
-            log.checkpoint(saver.rows.pop(0))
+        for row in saver.take_rows():
+            log.checkpoint(row)
         if stop or saver.ends_run:
             break
         if step % 100 == 0:
@@ -210,8 +210,8 @@ def train(
     # The end
     watchdog.progress(state.step, "saving", slow=True)
     saver.wait()
-    while saver.rows:
-        log.checkpoint(saver.rows.pop(0))
+    for row in saver.take_rows():
+        log.checkpoint(row)
     if saver.failure:
         raise checkpoint.CheckpointError(saver.failure)
     log.say(log.goodput())

@@ -361,10 +361,10 @@ UNREADABLE = {  # manifest -> the error
 }
 
 
-def save_with_manifest(path: Path, manifest: dict, **extra_files) -> str | None:
-    """Save on the ranks that there are; return the error."""
+def save_with_manifest(path: Path, manifest: dict, on_all_ranks=None, **extra_files) -> str | None:
+    """Save on this rank, or on all; return the error."""
     try:
-        checkpoint.save_state(path, {"a": torch.ones(2)}, manifest, extra_files)
+        checkpoint.save_state(path, {"a": torch.ones(2)}, manifest, extra_files, on_all_ranks)
     except checkpoint.CheckpointError as error:
         return str(error)
 
@@ -382,13 +382,28 @@ def test_a_manifest_that_no_one_could_read_is_not_saved(tmp_path, text):
 
 def save_with_manifest_of_rank(path: Path) -> str | None:
     world = dist.start("cpu")
-    return save_with_manifest(path, {} if world.rank == 1 else {"step": 6})
+    manifest = {} if world.rank == 1 else {"step": 6}
+    return save_with_manifest(path, manifest, dist.on_all_ranks)
 
 
 def test_a_manifest_that_one_rank_rejects_is_not_saved(pool, tmp_path):
     first, second = pool(2, save_with_manifest_of_rank, tmp_path / "checkpoint")
     assert first == second == "rank 1: the manifest's step is None, not an integer of at least 0"
     assert not (tmp_path / "checkpoint").exists()
+
+
+def save_alone(path: Path) -> str:
+    """The error of a save that does not know of the other ranks."""
+    dist.start("cpu")
+    with pytest.raises(ValueError) as error:
+        checkpoint.save_state(path, {"a": torch.ones(2)}, {"step": 6})
+    return str(error.value)
+
+
+def test_a_save_that_forgets_the_other_ranks_is_refused(pool, tmp_path):
+    line = "on several ranks, save_state needs on_all_ranks=dist.on_all_ranks"
+    assert pool(2, save_alone, tmp_path / "checkpoint") == [line] * 2
+    assert not file_names(tmp_path)
 
 
 def test_a_copy_of_the_file_saves_and_loads_without_ranks(tmp_path):

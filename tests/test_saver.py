@@ -16,6 +16,7 @@ import torch
 from conftest import file_names, flags, last_checkpoint, listen, rows, tensors
 
 import checkpoint
+import dist
 import optim
 import train
 from runtime.saver import Saver
@@ -87,7 +88,7 @@ def test_what_could_not_be_loaded_is_refused_at_the_first_save(tmp_path, one_ran
         saver.wait()
         assert f"b.odd cannot be saved: {kind} is none of F64, F32, F16" in saver.failure
         assert "\n" not in saver.failure
-        assert [row["event"] for row in saver.rows] == ["checkpoint_failed"]
+        assert [row["event"] for row in saver.take_rows()] == ["checkpoint_failed"]
     assert not file_names(tmp_path)
 
 
@@ -104,7 +105,7 @@ def test_an_async_save_communicates_on_its_own_group_only(tmp_path, one_rank):
     with mock.patch.object(torch.distributed, "all_gather_object", record):
         saver.save({"weight": torch.ones(3)}, {"step": 1})
         saver.wait()
-    assert groups == [saver.group] * 3
+    assert groups == [saver.group] * 4  # after the copy, and three times in save_state
     assert saver.failure is None
 
 
@@ -209,6 +210,71 @@ class Unpicklable(Exception):
         raise TypeError("cannot be pickled")
 
 
+class TwoArguments(Exception):
+    def __init__(self, name: str, problem: str):
+        super().__init__(f"{name} is {problem}")
+
+
+def errors_that_cannot_be_sent() -> list[Exception]:
+    """With the text "the disk is lost". Their text can be sent to other ranks, they cannot."""
+
+    class Local(Exception):
+        pass
+
+    text = "the disk is lost"
+    with_lock = OSError(text)
+    with_lock.lock = threading.Lock()
+    return [Unpicklable(text), TwoArguments("the disk", "lost"), Local(text), with_lock]
+
+
+class Raising(dict):
+    """A dict whose items cannot be read."""
+
+    def __init__(self, error: Exception):
+        super().__init__({"weight": torch.ones(3)})
+        self.error = error
+
+    def items(self):
+        raise self.error
+
+
+def state_that_raises(error: Exception) -> dict:
+    """Two tensors whose values cannot be read."""
+
+    class Lost(torch.Tensor):
+        def cpu(self):
+            raise error
+
+    return {name: torch.ones(3).as_subclass(Lost) for name in ("a", "b")}
+
+
+def save_with_errors_that_cannot_be_sent(run: Path) -> list[str]:
+    """The errors of saves that fail on a rank: planning, writing its file, publishing."""
+    rank = dist.start("cpu").rank
+    on_all_ranks = dist.on_all_ranks
+    found = []
+
+    def save(state: dict, extra_files: dict) -> None:
+        path = checkpoint.step_path(run, 1)
+        with pytest.raises(checkpoint.CheckpointError) as error:
+            checkpoint.save_state(path, state, {"step": 1}, extra_files, on_all_ranks)
+        found.append(str(error.value))
+
+    for error in errors_that_cannot_be_sent():
+        state = {"a": torch.ones(3), "b": torch.ones(3)}
+        save(Raising(error) if rank == 1 else state, {})
+        save(state_that_raises(error) if rank == 1 else state, {})
+        save(state, Raising(error))  # rank 0 writes these files
+    return found
+
+
+def test_an_error_that_cannot_be_sent_ends_a_save_everywhere(pool, tmp_path):
+    answers = pool(2, save_with_errors_that_cannot_be_sent, tmp_path, timeout=10)
+    ranks = [1, 1, 0] * len(errors_that_cannot_be_sent())
+    assert answers == [[f"rank {rank}: the disk is lost" for rank in ranks]] * 2
+    assert not checkpoint.list_checkpoints(tmp_path)
+
+
 # What fails on rank 1: the first thing that it does, and the writing of its file
 PLACES = ["local_parts", "write_safetensors"]
 
@@ -240,7 +306,7 @@ def save_with_errors(run: Path, async_save: bool) -> list[str | None]:
                     stack.enter_context(mock.patch.object(checkpoint, place, side_effect=error))
                 save(2)
     save(2)
-    events = [row["event"] for row in saver.rows]
+    events = [row["event"] for row in saver.take_rows()]
     assert events == ["checkpoint_failed"] * (len(failures) - 2) + ["checkpoint"]
     return failures
 
