@@ -187,7 +187,7 @@ def train(
             )
         is_last = step == run.max_steps
         # Whether any rank asked a step ago: all ranks stop after the same step.
-        stop = stop_request() and not is_last
+        stop = stop_request.poll() and not is_last
         log.step(step, values, stops=stop)  # a row if one is due
         evaluates = is_last or is_due(step, run.eval_interval)
         saves = run.checkpoint != "none" and (is_last or stop or is_due(step, run.save_interval))
@@ -429,8 +429,8 @@ def save(run: Run, state: State, saver: Saver, loss: float, watchdog: Watchdog) 
     if not is_finite(state.tensors["model"], loss):
         saver.refuse(state.step, "the loss or a weight is not finite")
         return
-    sums = dist.on_all_ranks(agreement.sum_bits, state.tensors["model"])
-    if difference := agreement.compare_replicas(state.tensors["model"], sums):
+    hosts_and_sums = dist.on_all_ranks(agreement.host_and_sums, state.tensors["model"])
+    if difference := agreement.compare_replicas(state.tensors["model"], hosts_and_sums):
         saver.refuse(state.step, f"{difference}: check these devices", ends_run=True)
         return
     progress = {"step": state.step, "tokens": state.step * run.tokens_per_step}

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-import dist
 import optim
 from runtime.cli import UsageError
 
@@ -53,10 +52,10 @@ class StopRequest:
             # Without torchrun, a second Ctrl-C ends the run at once.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def __call__(self) -> bool:
+    def poll(self) -> bool:
         """Send whether this rank got a signal; return whether any rank had one a step ago."""
         self.wait()
-        any_rank = self.flag.numpy()[0] > 0  # not .item(), which --profile counts as a host sync
+        any_rank = bool(self.flag.numpy()[0])  # not .item(), which --profile counts as a host sync
         self.flag = torch.tensor([float(self.signalled)])
         self.in_flight = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
         return any_rank
@@ -73,20 +72,24 @@ def local_claims(
     first_indices: Iterable[int],
     weights: dict[str, Tensor],
 ) -> dict[str, object]:
-    """What this rank says of itself: by name, values that all ranks with the name must share.
+    """Return this rank's claims, {name: value}. Ranks with a claim of one name must agree on it:
 
-    All ranks must have equal values in `must_match`, and the same code. The ranks of a tp group
-    must read the same `first_indices`, the sequences of their first step, and no other rank may
-    read any of them. Ranks with the same part of a weight must have the same bits.
+    each name of `must_match`, the code          all ranks have the same
+    the first sequences of dp_replicate R, ...   a tp group reads the same `first_indices`
+    the sum of the bits of part P of a weight    ranks with the same part hold the same values
+    the reader of sequence N                     no two dp ranks read the same sequence
     """
-    *dp_coordinates, _ = mesh.get_coordinate()
-    reader = f"dp_replicate {dp_coordinates[0]}, dp_shard {dp_coordinates[1]}"
+    replicate_rank, shard_rank, _ = mesh.get_coordinate()
+    reader = f"dp_replicate {replicate_rank}, dp_shard {shard_rank}"
     first_indices = list(first_indices)
-    claims = must_match | {"the code": source_hash()}
+    claims = dict(must_match)
+    claims["the code"] = source_hash()
     claims[f"the first sequences of {reader}"] = first_indices
     for name, (part, total) in zip(weights, sum_bits(weights)):
-        claims[f"the sum of the bits of {name}, part {part},"] = total
-    return claims | {f"the reader of sequence {index}": reader for index in first_indices}
+        claims[f"the sum of the bits of part {part} of {name}"] = total
+    for index in first_indices:
+        claims[f"the reader of sequence {index}"] = reader
+    return claims
 
 
 def compare_claims(claims: list[dict]) -> None:
@@ -107,11 +110,12 @@ def compare_claims(claims: list[dict]) -> None:
 
 
 def source_hash() -> str:
-    """Hash the Python files of a run."""
+    """Hash the Python files of a run and their paths: 12 hexadecimal digits."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for pattern in ("*.py", "runtime/*.py", "text/*.py"):
         for path in sorted(root.glob(pattern)):
+            digest.update(f"{path.relative_to(root)}\n".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -119,9 +123,10 @@ def source_hash() -> str:
 def sum_bits(weights: dict[str, Tensor]) -> list[tuple]:
     """For each weight: which part of it this rank holds, and the sum of the bits of that part.
 
-    The sums are taken on the device and are exact in any order. A single changed bit changes a sum.
-    Changes that cancel do not: two exchanged elements, or a bit that is set in one element and
-    cleared in another. To weigh elements by position would copy the weight.
+    Elements are added on the device as integers, so the order of the additions does not matter. A
+    sum changes if a single bit does, but not if changes cancel: if two elements are exchanged, or
+    a bit is set in one element and cleared in another. Weighting the elements by their position
+    would find these too, but would copy the weight.
     """
     parts, sums = [], []
     for weight in weights.values():
@@ -135,22 +140,30 @@ def sum_bits(weights: dict[str, Tensor]) -> list[tuple]:
     return list(zip(parts, torch.stack(sums).cpu().tolist()))
 
 
-def compare_replicas(names: Iterable[str], sums_of_ranks: Iterable[list[tuple]]) -> str | None:
-    """Say which rank holds other bits of a weight than the ranks with the same part of it.
+def host_and_sums(weights: dict[str, Tensor]) -> tuple[str, list[tuple]]:
+    """Return this rank's host name and `sum_bits`: what `compare_replicas` reads of each rank."""
+    return socket.gethostname(), sum_bits(weights)
 
-    `sums_of_ranks` has the `sum_bits` of all ranks. All ranks call it and get the same answer; None
-    if there is no difference.
+
+def compare_replicas(
+    names: Iterable[str], hosts_and_sums: Iterable[tuple[str, list[tuple]]]
+) -> str | None:
+    """Describe the first weight whose bits differ between ranks that hold the same part of it.
+
+    `names` are the names of the weights, `hosts_and_sums` has the `host_and_sums` of all ranks.
+    Returns None if there is no difference.
     """
+    hosts, sums_of_ranks = zip(*hosts_and_sums)
     for name, sums in zip(names, zip(*sums_of_ranks)):
         parts: dict[tuple, dict[int, list[int]]] = {}  # part -> sum -> the ranks that have it
         for rank, (part, total) in enumerate(sums):
             parts.setdefault(part, {}).setdefault(total, []).append(rank)
-        for ranks in parts.values():
-            if len(ranks) > 1:
-                few, *_, many = sorted(ranks.values(), key=len)
-                hosts = dist.on_all_ranks(socket.gethostname)
+        for ranks_by_sum in parts.values():
+            if len(ranks_by_sum) > 1:
+                groups = sorted(ranks_by_sum.values(), key=len)
+                fewest, most = groups[0], groups[-1]
                 return (
-                    f"{name} has other bits on {format_ranks(few)} ({hosts[few[0]]}) than on rank "
-                    f"{many[0]} ({hosts[many[0]]}), which holds the same part of it"
+                    f"{name} has other bits on {format_ranks(fewest)} ({hosts[fewest[0]]}) than on "
+                    f"rank {most[0]} ({hosts[most[0]]}), which holds the same part of it"
                 )
     return None
