@@ -380,16 +380,18 @@ def test_a_manifest_that_no_one_could_read_is_not_saved(tmp_path, text):
     assert not file_names(tmp_path)
 
 
-def save_with_manifest_of_rank(path: Path) -> str | None:
+def save_with_manifest_of_rank(path: Path, manifests: list[dict]) -> str | None:
     world = dist.start("cpu")
-    manifest = {} if world.rank == 1 else {"step": 6}
-    return save_with_manifest(path, manifest, dist.on_all_ranks)
+    return save_with_manifest(path, manifests[world.rank], dist.on_all_ranks)
 
 
-def test_a_manifest_that_one_rank_rejects_is_not_saved(pool, tmp_path):
-    first, second = pool(2, save_with_manifest_of_rank, tmp_path / "checkpoint")
-    assert first == second == "rank 1: the manifest's step is None, not an integer of at least 0"
-    assert not (tmp_path / "checkpoint").exists()
+@pytest.mark.parametrize("steps, error", [((6, -1), "rank 1: "), ((-1, -2), "rank 0: ")])
+def test_a_manifest_that_one_rank_rejects_is_not_saved(pool, tmp_path, steps, error):
+    """The first error of several is raised on all ranks."""
+    path = tmp_path / "checkpoint"
+    first, second = pool(2, save_with_manifest_of_rank, path, [{"step": step} for step in steps])
+    assert first == second == f"{error}the manifest's step is -1, not an integer of at least 0"
+    assert not path.exists()
 
 
 def save_alone(path: Path) -> str:

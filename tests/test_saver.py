@@ -326,6 +326,25 @@ def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async
         assert succeeded is None
 
 
+def test_a_refused_save_is_a_row_and_touches_no_file(tmp_path, one_rank):
+    """Nor does it communicate: all ranks know that they refuse."""
+    (tmp_path / "checkpoints/.step-00000002.tmp").mkdir(parents=True)  # of a killed save
+    saver = Saver(tmp_path, False, 1, 0, timedelta(seconds=20))
+    no_gather = mock.patch.object(torch.distributed, "all_gather_object", side_effect=OSError)
+    with no_gather as gather:
+        saver.refuse(3, "a weight is not finite", ends_run=True)
+    assert not gather.called
+    path = checkpoint.step_path(tmp_path, 3)
+    (row,) = saver.take_rows()
+    assert row.pop("seconds") == row.pop("blocking_seconds")
+    failed = {"step": 3, "event": "checkpoint_failed", "error": "a weight is not finite"}
+    assert row == failed | {"path": str(path)}
+    assert saver.failure == f"cannot write {path}: a weight is not finite"
+    assert saver.ends_run
+    assert file_names(tmp_path / "checkpoints") == [".step-00000002.tmp"]
+    assert saver.take_rows() == []
+
+
 def listen_with_a_fault(argv: list[str], odd: int, name: str, fault: str) -> tuple[int, str, str]:
     """train.py, where a weight of rank `odd` changes after step 4: one bit, or it is nan."""
     train_step = train.train_step
