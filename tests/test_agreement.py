@@ -124,6 +124,17 @@ def test_one_shared_sequence_of_many_is_found(pool):
         )
 
 
+def test_the_odd_replica_of_a_weight_is_named_with_its_host():
+    """Ranks 0 to 2 hold part 0 of the second weight, rank 3 part 1."""
+    a_sums, b_parts, b_sums = [9, 9, 9, 9], [0, 0, 0, 1], [5, 5, 6, 7]
+    ranks = []
+    for host, a, part, b in zip("uvwx", a_sums, b_parts, b_sums, strict=True):
+        ranks.append((host, [((), a), ((part,), b)]))
+    line = "b has other bits on rank 2 (w) than on rank 0 (u), which holds the same part of it"
+    assert agreement.compare_replicas(["a", "b"], ranks) == line
+    assert agreement.compare_replicas(["a"], ranks) is None
+
+
 def signal_one_rank(number: int, steps: int) -> list[bool]:
     """What this rank was told in each step, where rank 1 gets a signal before step 2."""
     world = dist.start("cpu")
