@@ -478,13 +478,14 @@ def save_state(
 
 
 def on_only_rank(function: Callable, *arguments) -> list:
-    """Call `function`; return its result as that of the only rank. Raises ValueError for more."""
+    """Call `function` in a process without other ranks. Raises ValueError if there are any."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise ValueError("on several ranks, save_state needs on_all_ranks=dist.on_all_ranks")
     return [function(*arguments)]
 
 
 def this_rank() -> int:
+    """The rank of this process; 0 without a process group."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
@@ -551,7 +552,7 @@ def rank_file(rank: int) -> str:
 
 
 def temporary(path: Path, kind: str = "") -> Path:
-    """The name beside the checkpoint `path` of what is not yet, or no longer, a checkpoint."""
+    """The name of an incomplete, replaced or removed checkpoint, in the same folder as `path`."""
     return path.with_name(f".{path.name}{kind}.tmp")
 
 

@@ -72,7 +72,7 @@ def local_claims(
     first_indices: Iterable[int],
     weights: dict[str, Tensor],
 ) -> dict[str, object]:
-    """Return this rank's claims, {name: value}. Ranks with a claim of one name must agree on it:
+    """Return this rank's claims, {name: value}. All ranks that make a claim must give it one value:
 
     each name of `must_match`, the code          all ranks have the same
     the first sequences of dp_replicate R, ...   a tp group reads the same `first_indices`
