@@ -89,7 +89,7 @@ def test_an_axis_of_one_rank_sends_nothing(pool):
 def switches(argv: list[str]) -> tuple[int, list]:
     """(status, what is in flight where the profiler starts and stops) of train.py."""
     works, saves, found = [], [], []
-    all_reduce, finish = torch.distributed.all_reduce, Saver.finish
+    all_reduce, write = torch.distributed.all_reduce, Saver.write
 
     def late(*args, **options):
         if not options.get("async_op"):
@@ -101,7 +101,7 @@ def switches(argv: list[str]) -> tuple[int, list]:
     def slow(saver, *save):
         saves.append("a save")
         threading.Event().wait(0.2)
-        finish(saver, *save)
+        write(saver, *save)
         saves.pop()
 
     def in_flight() -> list[str]:
@@ -118,7 +118,7 @@ def switches(argv: list[str]) -> tuple[int, list]:
 
     with (
         mock.patch("torch.distributed.all_reduce", late),
-        mock.patch.object(Saver, "finish", slow),
+        mock.patch.object(Saver, "write", slow),
         mock.patch.object(profiling, "profile", Switch),
     ):
         status, *_ = listen(argv)
