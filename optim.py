@@ -423,7 +423,7 @@ class Optimizer:
         self.no_slot = torch.full((1,), math.nan, device=device)
         self.norm_average = torch.zeros(len(self.parameters), device=device)  # for clip_adaptive
         self.skipped_steps = torch.zeros((), device=device)
-        self.skipped_in_a_row = torch.zeros((), device=device)  # up to this update
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int, device=device)  # up to this update
 
     def allocate_slots(self, updaters: dict[str, type], device: torch.device) -> None:
         """Create the tensors of all slots at start, not in the first update.
@@ -448,9 +448,9 @@ class Optimizer:
         """Update the weights from their gradients, then free or zero the gradients.
 
         `step` is counted from 1. Returns lr, a float, and 0-d tensors on the device: grad_norm of
-        the full gradient before clipping; clipped, 1 if any gradient was; skipped_steps so far;
-        skipped_in_a_row up to this update. `measure` adds "parameters", a ParameterTable, for one
-        more collective where weights are sharded.
+        the full gradient before clipping; and integers: clipped, 1 if any gradient was;
+        skipped_steps so far; skipped_in_a_row up to this update. `measure` adds "parameters", a
+        ParameterTable, for one more collective where weights are sharded.
         """
         s = self.settings
         grads = self.local_gradients()
@@ -482,8 +482,8 @@ class Optimizer:
         values = {
             "grad_norm": grad_norm,
             "lr": lr,
-            "clipped": clipped.any().float(),
-            "skipped_steps": self.skipped_steps.clone(),
+            "clipped": clipped.any().int(),
+            "skipped_steps": self.skipped_steps.int(),
             "skipped_in_a_row": self.skipped_in_a_row,
         }
         if measure:
