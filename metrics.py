@@ -53,7 +53,7 @@ all_gather_single = getattr(
     torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
 )
 
-REMEDY = "The checkpoints in --out are from before: lower --lr or check the data"
+REMEDY = "The checkpoints in --out precede the divergence: lower --lr or check the data"
 
 
 class Diverged(RuntimeError):
@@ -67,16 +67,18 @@ class Diverged(RuntimeError):
 
 
 def device_name(device: torch.device) -> str:
+    """The name of a GPU, or the architecture of a CPU and the threads that this rank uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Peak bytes so far: of tensors on the device, and of this process's resident memory.
+    """Peak bytes so far of tensors on the device, and of this process's resident memory.
 
-    Of the device also what torch's allocator has reserved, and how often it had to free its cache
-    and try again, which waits for the device. On a CPU the device's figures are 0.
+    Also the peak bytes that torch's allocator has reserved on the device, and how often it had to
+    free its cache and try again, which waits for the device. All but the resident memory are 0 on
+    a CPU.
     """
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
@@ -121,11 +123,12 @@ def read_log(path: Path) -> list[dict]:
 
 
 def is_row(value: object) -> bool:
+    """Whether the value of a line is a row, and no note of a user's: an object with a `step`."""
     return isinstance(value, dict) and type(value.get("step")) is int
 
 
 def drop_rows_after(path: Path, step: int) -> list[dict]:
-    """Drop the rows after `step`, where a run resumes; return the others."""
+    """Drop the rows after `step`, where a run resumes; return the rows that are left."""
     if not path.exists():
         return []
     kept = [line for line, row in read_lines(path) if not is_row(row) or row["step"] <= step]
@@ -161,7 +164,12 @@ def open_wandb(out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
     wandb = importlib.import_module("wandb")  # an optional package
     options = {"project": "nanoshard", "name": out.name, "dir": out, "config": config}
     run = wandb.init(id=run_id, resume="allow", **options)
-    return lambda row: run.log(row, step=row.pop("step"))
+
+    def send(row: dict) -> None:
+        values = {name: value for name, value in row.items() if name != "step"}
+        run.log(values, step=row["step"])
+
+    return send
 
 
 # --------------------------------------------------------------------------------------------------
@@ -367,14 +375,16 @@ class Log:
     def checkpoint(self, row: dict) -> None:
         """Write the row of a save that succeeded or failed."""
         self.record(row)
+        step, path = row["step"], row["path"]
         if row["event"] == "checkpoint_failed":
-            problem = f"cannot write {row['path']}: {row['error']}"
-            self.say(f"NOT SAVED: {problem}; earlier checkpoints are intact", row["step"])
+            problem = f"cannot write {path}: {row['error']}"
+            self.say(f"NOT SAVED: {problem}; earlier checkpoints are intact", step)
             return
-        line = f"saved {row['path']}: {row['bytes'] / 1e6:,.1f} MB in {row['seconds']:.2f} s"
-        if row["blocking_seconds"] < row["seconds"]:
-            line += f", of which training waited {row['blocking_seconds']:.2f} s"
-        self.say(line, row["step"])
+        seconds, blocking_seconds = row["seconds"], row["blocking_seconds"]
+        line = f"saved {path}: {row['bytes'] / 1e6:,.1f} MB in {seconds:.2f} s"
+        if blocking_seconds < seconds:
+            line += f", of which training waited {blocking_seconds:.2f} s"
+        self.say(line, step)
 
     # Output
 
@@ -400,15 +410,15 @@ class Log:
             print(line, flush=True)
 
     def goodput(self) -> str:
-        """The share of time since the first start that made progress, in words."""
+        """The line for the console: the share of the time since the first start in useful steps."""
         age = time.time() - self.first_start
         return (
             f"goodput {self.useful_time / age:.0%}: {self.useful_time:,.0f} of the {age:,.0f} s "
-            "since the first start went into steps that count"
+            "since the first start were training steps, lost steps excluded"
         )
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Append rows to a file. Training goes on without those that cannot be written."""
+        """Append rows to a file. If they cannot be written, training goes on without them."""
         if not self.is_rank0:
             return
         lines = []

@@ -199,8 +199,10 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(log, tmp_path, 
     assert [row["goodput"] for row in rows(tmp_path)] == [1.0, 1.0, pytest.approx(7 / 70)]
     capsys.readouterr()
     again.say(again.goodput())
-    line = "goodput 10%: 7 of the 70 s since the first start went into steps that count\n"
-    assert capsys.readouterr().out == line
+    line = (
+        "goodput 10%: 7 of the 70 s since the first start were training steps, lost steps excluded"
+    )
+    assert capsys.readouterr().out == f"{line}\n"
     now = datetime.fromtimestamp(1100, UTC)  # without starts.jsonl the first start is this one
     assert metrics.Log(tmp_path, again.c, again.rates, 5, now, NO_DATA).useful_time == 0
 

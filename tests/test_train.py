@@ -95,8 +95,8 @@ def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, tokens,
     assert status == 1 and "changed: --lr 0.003 -> 1e+300\n" in said
     assert f"NOT SAVED: cannot write {out}/checkpoints/step-00000004: the loss or a weight" in said
     assert err == (
-        "train.py: error: the validation loss of step 5 is nan. The checkpoints in --out are from "
-        "before: lower --lr or check the data\n"
+        "train.py: error: the validation loss of step 5 is nan. The checkpoints in --out precede "
+        "the divergence: lower --lr or check the data\n"
     )
     assert checkpoint.list_checkpoints(out) == good and checkpoint.verify(good[0]) is None
 
