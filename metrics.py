@@ -1,4 +1,7 @@
-"""The log: rows of metrics.jsonl and optim.jsonl, and lines on the console."""
+"""The log: rows of metrics.jsonl and optim.jsonl, and lines on the console.
+
+StepMeter measures: it times steps and gathers a row from all ranks. Log writes the rows.
+"""
 
 import importlib
 import json
@@ -173,14 +176,35 @@ def open_wandb(out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The log
+# Measuring a row
 
 
-# A row has the mean over ranks; for a loss, that over the global batch. Of these columns it has the
-# maximum, of counts as an integer.
-LARGEST = {"lr", "grad_norm", "data_wait"}
-COUNTS = {"clipped", "skipped_steps", "skipped_in_a_row", "peak_device_memory"}
-COUNTS |= {"peak_reserved_memory", "allocation_retries", "peak_host_memory"}
+@dataclass(frozen=True)
+class Column:
+    """A value of this rank. The row has the mean over ranks; a plain value means the same."""
+
+    value: Tensor | float  # a tensor is 0-d, and may be on the device
+
+    def is_integer(self) -> bool:
+        if isinstance(self.value, Tensor):
+            return not self.value.is_floating_point()
+        return isinstance(self.value, int)
+
+    @staticmethod
+    def reduce(by_rank: list) -> float:
+        return sum(by_rank) / len(by_rank)
+
+
+class Maximum(Column):
+    """A value of this rank. The row has the largest value of any rank."""
+
+    reduce = staticmethod(max)
+
+
+class Minimum(Column):
+    """A value of this rank. The row has the smallest value of any rank."""
+
+    reduce = staticmethod(min)
 
 
 @dataclass(frozen=True)
@@ -196,9 +220,8 @@ class Rates:
 class Mark:
     """The start or end of a row's interval: now, or on a GPU after all work queued so far."""
 
-    def __init__(self, device: torch.device, step: int, data_wait: float):
+    def __init__(self, device: torch.device, step: int):
         self.step = step
-        self.data_wait = data_wait  # seconds so far
         self.host_time = time.perf_counter()
         self.event = None
         if device.type == "cuda":
@@ -221,149 +244,189 @@ class Mark:
 
 @dataclass(frozen=True)
 class PendingRow:
-    """A row on its way from the devices to the log."""
+    """A row on its way from the devices to the host."""
 
     began: Mark
     ended: Mark  # `values` have arrived
-    names: list[str]
-    values: Tensor  # (world_size, len(names)), float64, in host memory
+    columns: dict[str, Column]
+    values: Tensor  # (world_size, columns), float64, in host memory
+
+
+class StepMeter:
+    """Times steps and gathers rows from all ranks: `send_row`, and later `compute_row`.
+
+    rates           of this device and model
+    step            steps so far: the first row begins after it
+    useful_seconds  time in steps so far, without lost steps; only rank 0 knows it
+    """
+
+    def __init__(self, rates: Rates, step: int, useful_seconds: float):
+        self.rates = rates
+        self.useful_seconds = useful_seconds
+        self.began = Mark(rates.device, step)  # where the next row begins
+        self.pending: PendingRow | None = None
+
+    def restart(self) -> None:
+        """Begin the next row now: the time since the last row is no part of a step."""
+        self.began = Mark(self.rates.device, self.began.step)
+
+    def send_row(self, step: int, values: dict[str, Column | Tensor | float]) -> None:
+        """Make the pending row: one small all_gather and an asynchronous copy to the host."""
+        device = self.rates.device
+        values = values | {name: Maximum(value) for name, value in peak_memory(device).items()}
+        tensors, numbers = {}, {}
+        for name, value in values.items():
+            column = value if isinstance(value, Column) else Column(value)
+            group = tensors if isinstance(column.value, Tensor) else numbers
+            group[name] = column
+
+        on_host = [column.value for column in numbers.values()]
+        on_device = torch.tensor(on_host, dtype=torch.float64)  # (numbers,)
+        if device.type == "cuda":
+            on_device = on_device.pin_memory().to(device, non_blocking=True)
+        parts = [column.value.double()[None] for column in tensors.values()]  # (1,) each
+        local = torch.cat((*parts, on_device))  # (columns,)
+
+        world_size = torch.distributed.get_world_size()
+        gathered = local.new_empty(world_size * len(local))
+        all_gather_single(gathered, local)
+        gathered = gathered.view(world_size, -1)  # (world_size, columns)
+        gathered = gathered.to("cpu", non_blocking=True)
+        began, self.began = self.began, Mark(device, step)
+        self.pending = PendingRow(began, self.began, tensors | numbers, gathered)
+
+    def has_arrived(self) -> bool:
+        return self.pending is not None and self.pending.ended.has_passed()
+
+    def compute_row(self) -> dict:
+        """Wait for the pending row, and compute it from the values of all ranks."""
+        pending, self.pending = self.pending, None
+        pending.ended.wait()
+        step, rates = pending.ended.step, self.rates
+        row = {"step": step, "tokens": step * rates.tokens_per_step}
+        by_column = pending.values.T.tolist()  # (columns, world_size)
+        for (name, column), by_rank in zip(pending.columns.items(), by_column):
+            if column.is_integer():
+                by_rank = [int(value) for value in by_rank]
+            row[name] = column.reduce(by_rank)
+
+        seconds = pending.ended.since(pending.began)
+        step_time = seconds / (step - pending.began.step)
+        tokens_per_second = rates.tokens_per_step / step_time
+        per_device = tokens_per_second / len(pending.values)
+        row["step_time"] = step_time
+        row["tokens_per_second"] = tokens_per_second
+        row["tokens_per_second_per_device"] = per_device
+        row["mfu"] = None
+        if rates.peak_flops:
+            row["mfu"] = per_device * rates.flops_per_token / rates.peak_flops
+        self.useful_seconds += seconds
+        return row
+
+
+def find_useful_seconds(rows: list[dict], first_start: float) -> float:
+    """The useful seconds up to the last training row of a run that continues."""
+    rows = [row for row in rows if "loss" in row]
+    if not rows:
+        return 0.0
+    row = rows[-1]
+    # Negative without starts.jsonl: then this start is the first, and earlier steps do not count.
+    age = max(0.0, datetime.fromisoformat(row["time"]).timestamp() - first_start)
+    return row["goodput"] * age
+
+
+# --------------------------------------------------------------------------------------------------
+# The log
 
 
 class Log:
-    """Rows and console lines from rank 0; every rank takes part in the all_gather of a row.
+    """Writes rows and console lines on rank 0; every rank takes part in a training row.
 
     out         the run folder
     c           the flags, or anything with their names
     rates       of this device and model
-    last_step   the run resumes after it
+    start_step  the run continues after it; later rows are dropped
     first_start when the run first started
-    batches     its `waited` is the seconds that this rank has waited for data so far
-
-    A training row goes step -> send -> write -> append.
     """
 
-    def __init__(self, out: Path, c, rates: Rates, last_step: int, first_start: datetime, batches):
+    def __init__(self, out: Path, c, rates: Rates, start_step: int, first_start: datetime):
         self.out = out
         self.c = c
-        self.rates = rates
-        self.last_step = last_step
+        self.start_step = start_step
         self.first_start = first_start.timestamp()
-        self.batches = batches
         self.is_rank0 = torch.distributed.get_rank() == 0
-        self.skipped_in_a_row = 0
-        self.loss = math.nan  # last row: mean over the global batch
-        self.pending: PendingRow | None = None
-        self.mark = Mark(rates.device, last_step, batches.waited)
-        self.useful_time = 0.0  # seconds in steps so far, lost ones excluded
         self.tracker = None  # send(row)
-        if not self.is_rank0:
-            return
-        drop_rows_after(out / "optim.jsonl", last_step)
-        rows = [row for row in drop_rows_after(out / "metrics.jsonl", last_step) if "loss" in row]
-        if rows:
-            age = datetime.fromisoformat(rows[-1]["time"]).timestamp() - self.first_start
-            self.useful_time = rows[-1]["goodput"] * max(0.0, age)  # < 0: starts.jsonl is missing
-        if c.tracker != "none":
-            run_id = f"{out.name}-{first_start:%Y%m%d-%H%M%S}"
-            try:
-                self.tracker = open_wandb(out, run_id, vars(c))
-            except Exception as error:
-                self.drop_tracker(error)
+        self.last_row: dict | None = None  # of this process's training rows, on every rank
+        useful_seconds = 0.0
+        if self.is_rank0:
+            drop_rows_after(out / "optim.jsonl", start_step)
+            rows = drop_rows_after(out / "metrics.jsonl", start_step)
+            useful_seconds = find_useful_seconds(rows, self.first_start)
+            if c.tracker != "none":
+                self.open_tracker(f"{out.name}-{first_start:%Y%m%d-%H%M%S}")
+        self.meter = StepMeter(rates, start_step, useful_seconds)
+
+    # Training rows
+
+    def row_is_due(self, step: int, stop: bool = False) -> bool:
+        """Whether a row ends with this step, the same on all ranks. `stop`: the run stops here."""
+        c = self.c
+        if stop or step in (self.start_step + 1, c.max_steps):
+            return True
+        intervals = (c.log_interval, c.eval_interval, c.save_interval)
+        return any(is_due(step, interval) for interval in intervals)
+
+    def send_row(self, step: int, values: dict[str, Column | Tensor | float]) -> None:
+        """Gather the row of the steps since the last row; write it as soon as it has arrived.
+
+        `values` are its columns, with the same names on all ranks: numbers, and 0-d tensors on the
+        device, for which the host does not wait. The row has the mean over ranks, or what a Maximum
+        or Minimum has. Waits if the previous row has not arrived. Raises Diverged on all ranks in
+        the same step if training no longer makes progress.
+        """
+        self.flush()
+        self.meter.send_row(step, values)
+        if self.meter.rates.device.type == "cpu":  # it is already here
+            self.flush()
+
+    def write_arrived_row(self) -> None:
+        """Write the pending row if it has arrived. Call after each step; never waits."""
+        if self.meter.has_arrived():
+            self.write_row(self.meter.compute_row())
+
+    def flush(self) -> None:
+        """Wait for the pending row and write it. Raises Diverged as `send_row` does."""
+        if self.meter.pending:
+            self.write_row(self.meter.compute_row())
+        # Only here: a row may arrive on one rank before another, but all ranks flush together.
+        row, limit = self.last_row, self.c.max_skipped
+        if row and limit and row["skipped_in_a_row"] >= limit:
+            raise Diverged(
+                f"{row['skipped_in_a_row']} updates in a row were skipped up to step "
+                f"{row['step']}, because their gradients were not finite. {REMEDY}"
+            )
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Excludes its block from the step time; first writes the pending row."""
         self.flush()
         yield
-        self.mark = Mark(self.rates.device, self.mark.step, self.batches.waited)
+        self.meter.restart()
 
-    # Training rows
-
-    def step(self, step: int, values: dict, stops: bool = False) -> None:
-        """Call after each step: writes the row that has arrived, and sends one if it is due.
-
-        `values` is what train_step returned: every 0-d tensor and every number in it is a column.
-        `stops`: the run stops here. Raises Diverged on all ranks in the same step if training no
-        longer makes progress.
-        """
-        if self.pending and self.pending.ended.has_passed():
-            self.write()
-        table = values.pop("parameters", None)  # an optim.ParameterTable
-        if table and self.is_rank0:
-            self.append("optim.jsonl", [{"step": step, **row} for row in table.rows()])
-        c = self.c
-        due = stops or step in (self.last_step + 1, c.max_steps)
-        for interval in (c.log_interval, c.eval_interval, c.save_interval):
-            due = due or is_due(step, interval)
-        if due:
-            self.flush()  # waits only if the previous row has not arrived
-            self.send(step, values)
-            if self.rates.device.type == "cpu":  # it is already here
-                self.flush()
-
-    def send(self, step: int, values: dict) -> None:
-        """Make the pending row: one small all_gather and an asynchronous copy to the host."""
-        device = self.rates.device
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        numbers = {name: value for name, value in values.items() if name not in tensors}
-        numbers["data_wait"] = self.batches.waited - self.mark.data_wait
-        numbers |= peak_memory(device)
-        columns = torch.tensor(list(numbers.values()), dtype=torch.float64)
-        if device.type == "cuda":
-            columns = columns.pin_memory().to(device, non_blocking=True)
-        parts = [value.double()[None] for value in tensors.values()]
-        columns = torch.cat((*parts, columns))
-        ranks = columns.new_empty(torch.distributed.get_world_size() * len(columns))
-        all_gather_single(ranks, columns)
-        ranks = ranks.view(-1, len(columns)).to("cpu", non_blocking=True)
-        began, self.mark = self.mark, Mark(device, step, self.batches.waited)
-        self.pending = PendingRow(began, self.mark, [*tensors, *numbers], ranks)
-
-    def flush(self) -> None:
-        """Wait for the pending row and write it. Raises Diverged as `step` does."""
-        if self.pending:
-            self.pending.ended.wait()
-            self.write()
-        if self.c.max_skipped and self.skipped_in_a_row >= self.c.max_skipped:
-            raise Diverged(
-                f"{self.skipped_in_a_row} updates in a row were skipped up to step "
-                f"{self.mark.step}, because their gradients were not finite. {REMEDY}"
-            )
-
-    def write(self) -> None:
-        """Compute the pending row from the values of all ranks, write it and print it."""
-        row, self.pending = self.pending, None
-        steps = row.ended.step - row.began.step
-        world_size = len(row.values)
-        columns = {}
-        for name, ranks in zip(row.names, row.values.T.tolist()):
-            columns[name] = max(ranks) if name in LARGEST else sum(ranks) / world_size
-            if name in COUNTS:
-                columns[name] = int(max(ranks))
-            if name == "data_wait":
-                columns["data_wait_min"] = min(ranks)
-        self.skipped_in_a_row = columns.pop("skipped_in_a_row")
-        self.loss = columns["loss"]
-        step_time = row.ended.since(row.began) / steps
-        self.useful_time += steps * step_time
-        tokens_per_second = self.rates.tokens_per_step / step_time
-        flops = tokens_per_second / world_size * self.rates.flops_per_token
-        peak_flops = self.rates.peak_flops
-        line = {
-            "step": row.ended.step,
-            "tokens": row.ended.step * self.rates.tokens_per_step,
-            **columns,
-            "step_time": step_time,
-            "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_device": tokens_per_second / world_size,
-            "mfu": flops / peak_flops if peak_flops else None,
-            "goodput": self.useful_time / (time.time() - self.first_start),
-        }
-        self.record(line)
-        is_first = row.began.step == self.last_step
-        self.say(console_line(line, self.c.max_steps, is_first), line["step"])
+    def write_row(self, row: dict) -> None:
+        """Write a training row and print it."""
+        age = time.time() - self.first_start
+        row = {**row, "goodput": self.meter.useful_seconds / age}
+        self.record(row)
+        is_first = self.last_row is None
+        self.say(console_line(row, self.c.max_steps, is_first), row["step"])
+        self.last_row = row
 
     # Other rows
+
+    def parameters(self, step: int, rows: list[dict]) -> None:
+        """Append the rows of an optim.ParameterTable to optim.jsonl."""
+        self.append("optim.jsonl", [{"step": step, **row} for row in rows])
 
     def evaluation(self, step: int, val_loss: float) -> None:
         """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
@@ -397,6 +460,12 @@ class Log:
             except Exception as error:
                 self.drop_tracker(error)
 
+    def open_tracker(self, run_id: str) -> None:
+        try:
+            self.tracker = open_wandb(self.out, run_id, vars(self.c))
+        except Exception as error:
+            self.drop_tracker(error)
+
     def drop_tracker(self, error: Exception) -> None:
         self.tracker = None
         self.say(f"--tracker failed and is off until the next start: {error!r}")
@@ -410,11 +479,12 @@ class Log:
             print(line, flush=True)
 
     def goodput(self) -> str:
-        """The line for the console: the share of the time since the first start in useful steps."""
+        """The line for the console on the goodput up to the last training row."""
+        useful_seconds = self.meter.useful_seconds
         age = time.time() - self.first_start
         return (
-            f"goodput {self.useful_time / age:.0%}: {self.useful_time:,.0f} of the {age:,.0f} s "
-            "since the first start were training steps, lost steps excluded"
+            f"goodput {useful_seconds / age:.0%}: {useful_seconds:,.0f} of the {age:,.0f} s since "
+            "the first start were training steps, lost steps excluded"
         )
 
     def append(self, name: str, rows: list[dict]) -> None:

@@ -10,7 +10,7 @@ Read `command`, `train` and `train_step`. What they call, by question:
     how ranks average gradients                dist.gradient_sync
     which rank reads which sequences           data.train_indices; data.py on packing
     a checkpoint of one mesh on another        checkpoint.load_state
-    a row of the log, without a host sync      metrics.Log.step
+    a row of the log, without a host sync      metrics.StepMeter: send_row, compute_row
     a flag, and what follows from it           config.Config, layout.resolve
     a rank that dies or hangs                  runtime.watchdog.Watchdog
 """
@@ -163,7 +163,7 @@ def train(
     flops_per_token = state.model.flops_per_token(run.seq_len)
     peak_flops = run.peak_tflops and 1e12 * run.peak_tflops
     rates = metrics.Rates(world.device, run.tokens_per_step, flops_per_token, peak_flops)
-    log = metrics.Log(out, run, rates, origin.step, origin.first_start or started, batches)
+    log = metrics.Log(out, run, rates, origin.step, origin.first_start or started)
     profiler = contextlib.nullcontext
     if run.profile:
         window = config.profile_window(run.profile)
@@ -176,7 +176,7 @@ def train(
         step = state.step
         measure = is_due(step, run.optim_metrics_interval)
         with profiler(step, batches.waited) if run.profile else contextlib.nullcontext():
-            values = train_step(
+            values, table = train_step(
                 forward,
                 state.optimizer,
                 batches,
@@ -188,18 +188,22 @@ def train(
         is_last = step == run.max_steps
         # Whether any rank asked a step ago: all ranks stop after the same step.
         stop = stop_request.poll() and not is_last
-        log.step(step, values, stops=stop)  # a row if one is due
+        log.write_arrived_row()  # of an earlier step
+        if table and world.rank == 0:
+            log.parameters(step, table.rows())  # waits for the device
+        if log.row_is_due(step, stop):
+            log.send_row(step, values | batches.take_waits())
         evaluates = is_last or is_due(step, run.eval_interval)
         saves = run.checkpoint != "none" and (is_last or stop or is_due(step, run.save_interval))
         if evaluates or saves:
             with log.pause():
                 if saves and stop:  # save first: torchrun kills the ranks 30 s after a signal
-                    save(run, state, saver, log.loss, watchdog)
+                    save(run, state, saver, log.last_row["loss"], watchdog)
                 if evaluates:
                     log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
                 # After the evaluation: a kill between the two repeats both, and loses no row.
                 if saves and not stop:
-                    save(run, state, saver, log.loss, watchdog)
+                    save(run, state, saver, log.last_row["loss"], watchdog)
         for row in saver.take_rows():
             log.checkpoint(row)
         if stop or saver.ends_run:
@@ -346,6 +350,7 @@ class MicroBatches:
         self.start_step = start_step
         self.read = 0
         self.waited = 0.0
+        self.waited_before = 0.0  # when take_waits was last called
 
     def __iter__(self) -> Iterator[Tensor]:
         return self
@@ -362,6 +367,11 @@ class MicroBatches:
         self.watchdog.progress(step, doing, slow=is_first)
         return tokens
 
+    def take_waits(self) -> dict[str, metrics.Column]:
+        """Columns of a row: the seconds that ranks waited since the last call."""
+        waited, self.waited_before = self.waited - self.waited_before, self.waited
+        return {"data_wait": metrics.Maximum(waited), "data_wait_min": metrics.Minimum(waited)}
+
 
 def train_step(
     forward: nn.Module,
@@ -371,12 +381,12 @@ def train_step(
     grad_accum_steps: int = 1,
     grad_sync: str = "batch",
     measure: bool = False,
-) -> dict:
+) -> tuple[dict, optim.ParameterTable | None]:
     """Train on one global batch. The host queues the work and does not wait for the device.
 
     `forward` is the model, or DDP around it; `batches` yields this rank's micro-batches (B, T + 1);
-    a step takes grad_accum_steps. Returns the columns of a log row: numbers, and 0-d tensors on the
-    device; `measure` adds "parameters", an optim.ParameterTable.
+    a step takes grad_accum_steps. Returns the columns of a log row, which metrics.Log.send_row
+    describes, and with `measure` the statistics of the parameters.
     """
     n = grad_accum_steps
     loss = 0
@@ -389,7 +399,11 @@ def train_step(
             micro_loss.backward()  # in the last one, DDP and FSDP average the gradients
         loss = loss + micro_loss.detach()
     # Clip, set the learning rate of this step, update
-    return {"loss": loss, **optimizer.step(step, measure)}
+    update = optimizer.step(step, measure)
+    table = update.pop("parameters", None)
+    # Equal on all ranks: the maximum is exact, where a mean would be rounded.
+    equal = {name: metrics.Maximum(value) for name, value in update.items()}
+    return {"loss": loss, **equal}, table
 
 
 # --------------------------------------------------------------------------------------------------

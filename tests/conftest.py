@@ -347,7 +347,7 @@ def build_run(argv: list[str]) -> SimpleNamespace:
     return built
 
 
-def train_step(built: SimpleNamespace, batches, step: int) -> dict:
+def train_step(built: SimpleNamespace, batches, step: int) -> tuple:
     """A step of train.py with the run's flags."""
     run = built.run
     measure = is_due(step, run.optim_metrics_interval)

@@ -105,15 +105,15 @@ def cuda_steps(argv: list[str]) -> int:
     run = build_run(argv)
     batches = run.batches
     rates = metrics.Rates(run.world.device, run.run.tokens_per_step, 1.0, None)
-    log = metrics.Log(Path(run.run.out), run.run, rates, 0, datetime.now(), batches)
+    log = metrics.Log(Path(run.run.out), run.run, rates, 0, datetime.now())
     with clip_in_every_way():
         for step in (1, 2, 3):  # the first allocates
             train_step(run, batches, step)
         torch.cuda.set_sync_debug_mode("error")
         for step in (4, 5, 6):
-            values = train_step(run, batches, step)
-            values.pop("parameters", None)  # whose rows wait
-            log.step(step, values, stops=True)
+            values, _ = train_step(run, batches, step)  # a table's rows wait
+            log.write_arrived_row()
+            log.send_row(step, values | batches.take_waits())
     torch.cuda.set_sync_debug_mode("default")
     with log.pause():  # which waits for the row
         return 0

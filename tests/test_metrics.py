@@ -7,7 +7,6 @@ import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,23 +15,21 @@ from conftest import build_model, flags, listen, rows
 
 import dist
 import metrics
+import train
 from config import Config
 from model import ModelConfig
 
-NO_DATA = SimpleNamespace(waited=0.0)
 
-
-def make_log(out, batches=NO_DATA, last_step: int = 0) -> metrics.Log:
+def make_log(out, start_step: int = 0) -> metrics.Log:
     c = Config(max_steps=100, max_skipped=3)
     rates = metrics.Rates(torch.device("cpu"), 1000, flops_per_token=2e6, peak_flops=1e12)
-    return metrics.Log(out, c, rates, last_step, datetime.fromtimestamp(1000, UTC), batches)
+    return metrics.Log(out, c, rates, start_step, datetime.fromtimestamp(1000, UTC))
 
 
 def log_step(the_log: metrics.Log, step: int, loss: float = 2.5, **changes: float) -> None:
-    values = {"grad_norm": 2.0, "clipped": 1.0, "skipped_steps": 5.0, "skipped_in_a_row": 0.0}
-    values |= {"loss": loss} | changes
-    values = {name: torch.tensor(value) for name, value in values.items()}
-    the_log.step(step, values | {"lr": 0.1}, stops=True)
+    values = {"grad_norm": 2.0, "clipped": 1, "skipped_steps": 5, "skipped_in_a_row": 0, "lr": 0.1}
+    equal = {name: metrics.Maximum(value) for name, value in (values | changes).items()}
+    the_log.send_row(step, {"loss": torch.tensor(loss), **equal})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -60,7 +57,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def log(tmp_path, one_rank, clock):
-    """log(last_step=0): a log of one process."""
+    """log(start_step=0): a log of one process."""
     return lambda **settings: make_log(tmp_path, **settings)
 
 
@@ -83,29 +80,70 @@ def test_times_are_those_of_a_step_whatever_the_interval(log, tmp_path, clock):
 
 
 def log_of_a_rank(out) -> float:
-    """A row in which everything of rank 1 is larger but its data_wait and device memory."""
+    """A row in which everything of rank 1 is larger but its device memory."""
     rank = dist.start("cpu").rank
     memory = {"peak_device_memory": 500 - rank, "peak_host_memory": 700 + rank}
     memory |= {"peak_reserved_memory": 600 - rank, "allocation_retries": 2 + rank}
-    batches = SimpleNamespace(waited=0.0)
-    the_log = make_log(out, batches)
-    batches.waited += 30 - 20 * rank
+    the_log = make_log(out)
     with mock.patch.object(metrics, "peak_memory", lambda device: memory):
         log_step(the_log, 1, 2.0 + rank, grad_norm=3.0 + rank)
-        batches.waited += 1
         log_step(the_log, 2, 5.0 + rank)
-    return the_log.loss
+    return the_log.last_row["loss"]
 
 
 def test_a_row_is_of_all_ranks(pool, tmp_path):
     assert pool(2, log_of_a_rank, tmp_path) == [5.5, 5.5]
-    row, next_row = rows(tmp_path)
+    row, _ = rows(tmp_path)
     assert (row["loss"], row["grad_norm"], row["lr"]) == (2.5, 4.0, 0.1)
-    assert (row["data_wait"], row["data_wait_min"]) == (30.0, 10.0)
     assert (row["peak_device_memory"], row["peak_host_memory"]) == (500, 701)
     assert (row["peak_reserved_memory"], row["allocation_retries"]) == (600, 3)
-    # Times are those of the row's own interval.
-    assert (next_row["data_wait"], next_row["data_wait_min"]) == (1.0, 1.0)
+
+
+def train_a_fork(argv: list[str]) -> tuple[int, str, str]:
+    """train.py with more columns, which differ on ranks, and longer and longer waits for data."""
+    rank = int(os.environ["RANK"])
+    train_step, read = train.train_step, train.MicroBatches.__next__
+
+    def forked_step(*arguments):
+        values, table = train_step(*arguments)
+        spread = torch.tensor([10.0, 14.0, 11.0][rank])
+        values["spread"] = metrics.Maximum(spread)
+        values["spread_min"] = metrics.Minimum(spread)
+        values["spread_mean"] = spread
+        values["count"] = metrics.Maximum(torch.tensor(rank))
+        values["count_mean"] = torch.tensor([0, 4, 1][rank])
+        values["constant"] = metrics.Minimum(7)
+        return values, table
+
+    def read_slowly(batches):
+        batches.waited += 100 + 100 * rank
+        return read(batches)
+
+    with (
+        mock.patch.object(train, "train_step", forked_step),
+        mock.patch.object(train.MicroBatches, "__next__", read_slowly),
+    ):
+        return listen(argv)
+
+
+def test_a_column_of_a_fork_is_reduced_as_it_says(pool, tokens, tmp_path):
+    """Rows after steps 1, 2, 4 and 5, and an evaluation after step 4."""
+    text = f"--data {tokens} --out {tmp_path} --strategy ddp --max_steps 5 --eval_interval 4"
+    text += " --global_batch_size 9 --micro_batch_size 3 --lr 0.1 --schedule constant"
+    for status, _, _ in pool(3, train_a_fork, flags(f"{text} --log_interval 2")):
+        assert status == 0
+    log = rows(tmp_path)
+    assert [row["step"] for row in log] == [1, 2, 4, 5]
+    for row in log:
+        names = ("spread", "spread_min", "spread_mean", "count", "count_mean", "constant")
+        assert [row[name] for name in names] == [14.0, 10.0, 35 / 3, 2, 5 / 3, 7]
+        kinds = [type(row[name]) for name in ("spread", "count", "constant", "clipped")]
+        assert kinds == [float, int, int, int]
+        assert row["lr"] == 0.1  # exactly: no mean of three equal values
+    # Waits are those of the row's own steps.
+    for name, of_a_step in {"data_wait": 300, "data_wait_min": 100}.items():
+        waits = [of_a_step * steps for steps in (1, 1, 2, 1)]
+        assert [row[name] for row in log] == pytest.approx(waits, abs=20)
 
 
 def test_the_console_says_what_a_step_and_a_save_took(log, capsys, clock):
@@ -133,27 +171,36 @@ def test_a_row_is_written_when_it_has_arrived(log, tmp_path, monkeypatch, clock)
     monkeypatch.setattr(metrics.Mark, "has_passed", lambda mark: mark in arrived)
     monkeypatch.setattr(metrics.Mark, "wait", lambda mark: arrived.append(mark))
     the_log = log()
-    the_log.rates = dataclasses.replace(the_log.rates, device=torch.device("meta"))
+    meter = the_log.meter
+    meter.rates = dataclasses.replace(meter.rates, device=torch.device("meta"))
     clock(1001)
     log_step(the_log, 1)
-    the_log.step(2, {})
+    the_log.write_arrived_row()
     assert not (tmp_path / "metrics.jsonl").exists()
-    arrived.append(the_log.mark)
-    the_log.step(3, {})
+    arrived.append(meter.began)
+    the_log.write_arrived_row()
     assert len(rows(tmp_path)) == 1
     clock(1004)
     log_step(the_log, 4)
     with the_log.pause():
-        assert the_log.pending is None and len(rows(tmp_path)) == 2
+        assert meter.pending is None and len(rows(tmp_path)) == 2
+
+
+def test_a_row_ends_with_each_step_that_logs_evaluates_saves_or_stops(log):
+    the_log = log(start_step=20)
+    the_log.c = Config(max_steps=62, log_interval=10, eval_interval=25, save_interval=0)
+    due = [step for step in range(21, 63) if the_log.row_is_due(step)]
+    assert due == [21, 25, 30, 40, 50, 60, 62]
+    assert the_log.row_is_due(33, stop=True)
 
 
 def test_too_many_skips_in_a_row_end_the_run_after_their_row(log, tmp_path, clock):
     the_log = log()
     clock(1001)
-    log_step(the_log, 7, math.nan, skipped_in_a_row=2.0)
+    log_step(the_log, 7, math.nan, skipped_in_a_row=2)
     clock(1002)
     with pytest.raises(metrics.Diverged, match="3 updates in a row were skipped up to step 8"):
-        log_step(the_log, 8, math.nan, skipped_in_a_row=3.0)
+        log_step(the_log, 8, math.nan, skipped_in_a_row=3)
     # JSON has no nan.
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(7, None), (8, None)]
 
@@ -171,7 +218,7 @@ def test_a_run_that_continues_drops_rows_after_its_checkpoint_and_keeps_notes(lo
     file.write_bytes(b"\n".join([*kept, third, b'{"step": 3, "lo']))
     read = metrics.read_log(file)
     assert read == [json.loads(line) for line in (first, second, third)]
-    log(last_step=2)
+    log(start_step=2)
     assert file.read_bytes().splitlines()[: len(kept)] == kept
     assert metrics.read_log(file) == read[:2]
 
@@ -192,7 +239,7 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(log, tmp_path, 
     of_parameters = [json.dumps({"step": step, "parameter": "w"}) + "\n" for step in (3, 4)]
     (tmp_path / "optim.jsonl").write_text("".join(of_parameters))
     clock(1067)
-    again = log(last_step=3)
+    again = log(start_step=3)
     assert (tmp_path / "optim.jsonl").read_text() == of_parameters[0]
     clock(1070)
     log_step(again, 5)
@@ -204,7 +251,8 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(log, tmp_path, 
     )
     assert capsys.readouterr().out == f"{line}\n"
     now = datetime.fromtimestamp(1100, UTC)  # without starts.jsonl the first start is this one
-    assert metrics.Log(tmp_path, again.c, again.rates, 5, now, NO_DATA).useful_time == 0
+    rates = again.meter.rates
+    assert metrics.Log(tmp_path, again.c, rates, 5, now).meter.useful_seconds == 0
 
 
 def test_training_goes_on_without_the_rows_that_a_disk_does_not_take(log, tmp_path, capsys):

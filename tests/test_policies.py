@@ -247,8 +247,9 @@ def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
     compiled = torch._dynamo.utils.counters["aot_autograd"]
     numbers = []
     for step in range(1, 5):
-        metrics = train_step(run, batches, step)
-        numbers.append([float(metrics[name]) for name in ("loss", "grad_norm", "lr")])
+        values, _ = train_step(run, batches, step)
+        norm, lr = values["grad_norm"].value, values["lr"].value
+        numbers.append([float(values["loss"]), float(norm), lr])
     graphs = [compiled["total"]]
     for _ in range(2):
         numbers.append([train.evaluate(run.forward, run.val_batches, run.watchdog, 4)])
