@@ -321,6 +321,7 @@ class StepMeter:
         if rates.peak_flops:
             row["mfu"] = per_device * rates.flops_per_token / rates.peak_flops
         self.useful_seconds += seconds
+        row["useful_seconds"] = self.useful_seconds
         return row
 
 
@@ -332,7 +333,9 @@ def find_useful_seconds(rows: list[dict], first_start: float) -> float:
     row = rows[-1]
     # Negative without starts.jsonl: then this start is the first, and earlier steps do not count.
     age = max(0.0, datetime.fromisoformat(row["time"]).timestamp() - first_start)
-    return row["goodput"] * age
+    if "useful_seconds" not in row:  # a row of an older version
+        return row["goodput"] * age
+    return min(row["useful_seconds"], age)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -416,7 +419,7 @@ class Log:
     def write_row(self, row: dict) -> None:
         """Write a training row and print it."""
         age = time.time() - self.first_start
-        row = {**row, "goodput": self.meter.useful_seconds / age}
+        row = {**row, "goodput": row["useful_seconds"] / age}
         self.record(row)
         is_first = self.last_row is None
         self.say(console_line(row, self.c.max_steps, is_first), row["step"])
@@ -480,7 +483,7 @@ class Log:
 
     def goodput(self) -> str:
         """The line for the console on the goodput up to the last training row."""
-        useful_seconds = self.meter.useful_seconds
+        useful_seconds = self.last_row["useful_seconds"]
         age = time.time() - self.first_start
         return (
             f"goodput {useful_seconds / age:.0%}: {useful_seconds:,.0f} of the {age:,.0f} s since "

@@ -223,8 +223,14 @@ def test_a_run_that_continues_drops_rows_after_its_checkpoint_and_keeps_notes(lo
     assert metrics.read_log(file) == read[:2]
 
 
-def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(log, tmp_path, clock, capsys):
-    """3 steps of 4 seconds count in the first 4; then one of a second is lost, and a minute."""
+@pytest.mark.parametrize("missing", ["goodput", "useful_seconds"])
+def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
+    log, tmp_path, clock, capsys, missing
+):
+    """3 steps of 4 seconds count in the first 4; then one of a second is lost, and a minute.
+
+    Rows of older versions have no useful_seconds.
+    """
     the_log = log()
     for now, step in ((1003, 1), (1004, 3), (1010, 4)):
         clock(now)
@@ -235,7 +241,12 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(log, tmp_path, 
     clock(1021)
     log_step(the_log, 5)
     assert [row["goodput"] for row in rows(tmp_path)] == [1.0, 1.0, 1.0, pytest.approx(11 / 21)]
+    assert [row["useful_seconds"] for row in rows(tmp_path)] == [3, 4, 10, 11]
 
+    log_file = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in log_file.read_text().splitlines()]
+    lines = [{name: row[name] for name in row if name != missing} for row in lines]
+    log_file.write_text("".join(json.dumps(row) + "\n" for row in lines))
     of_parameters = [json.dumps({"step": step, "parameter": "w"}) + "\n" for step in (3, 4)]
     (tmp_path / "optim.jsonl").write_text("".join(of_parameters))
     clock(1067)
@@ -243,7 +254,9 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(log, tmp_path, 
     assert (tmp_path / "optim.jsonl").read_text() == of_parameters[0]
     clock(1070)
     log_step(again, 5)
-    assert [row["goodput"] for row in rows(tmp_path)] == [1.0, 1.0, pytest.approx(7 / 70)]
+    last = rows(tmp_path)[-1]
+    assert (last["useful_seconds"], last["goodput"]) == (7.0, pytest.approx(7 / 70))
+    assert len(rows(tmp_path)) == 3
     capsys.readouterr()
     again.say(again.goodput())
     line = (
