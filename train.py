@@ -218,6 +218,7 @@ def train(
         log.checkpoint(row)
     if saver.failure:
         raise checkpoint.CheckpointError(saver.failure)
+    log.flush()  # on a GPU, a stop without a save has left its row pending
     log.say(log.goodput())
     if stop:
         return report_stop(run, state.step, log)

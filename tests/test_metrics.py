@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -192,6 +193,33 @@ def test_a_row_ends_with_each_step_that_logs_evaluates_saves_or_stops(log):
     due = [step for step in range(21, 63) if the_log.row_is_due(step)]
     assert due == [21, 25, 30, 40, 50, 60, 62]
     assert the_log.row_is_due(33, stop=True)
+
+
+def stop_with_rows_in_flight(argv: list[str]) -> tuple[int, str, str]:
+    """train.py, told to stop in step 2, with rows that arrive as late as those of a GPU may."""
+    train_step = train.train_step
+
+    def step_and_stop(forward, optimizer, batches, step, *rest):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(forward, optimizer, batches, step, *rest)
+
+    def send_row(log, step, values):
+        log.flush()
+        log.meter.send_row(step, values)
+
+    with (
+        mock.patch.object(train, "train_step", step_and_stop),
+        mock.patch.object(metrics.Log, "send_row", send_row),
+        mock.patch.object(metrics.StepMeter, "has_arrived", lambda meter: False),
+    ):
+        return listen(argv)
+
+
+def test_the_last_row_of_a_stop_without_a_save_is_written(pool, tokens, tmp_path):
+    text = f"--data {tokens} --out {tmp_path} --max_steps 9 --checkpoint none"
+    ((status, _, _),) = pool(1, stop_with_rows_in_flight, flags(text))
+    assert (status, [row["step"] for row in rows(tmp_path)]) == (os.EX_TEMPFAIL, [1, 2, 3])
 
 
 def test_too_many_skips_in_a_row_end_the_run_after_their_row(log, tmp_path, clock):
