@@ -20,7 +20,10 @@ from torch.optim.adamw import adamw
 
 @dataclass(frozen=True)
 class Settings:
-    """What an Optimizer reads. train.py passes its flags, which have the same names."""
+    """The options of `Optimizer` and `learning_rate`.
+
+    Any object with these attributes serves in its place. train.py passes its own options.
+    """
 
     lr: float  # peak learning rate
     max_steps: int
@@ -40,38 +43,40 @@ class Settings:
 # --------------------------------------------------------------------------------------------------
 # Learning rate
 
-# Height between min_lr (0) and lr (1), at progress x from 0 (the first step after warm-up) to 1
-# (the step after the last); `s` is the Settings, where a schedule finds its own parameters.
+# A schedule returns a factor: at 1 the learning rate is lr, at 0 it is min_lr. Its progress is 0 in
+# the first step after warm-up, and would be 1 in the step after max_steps. A schedule reads its own
+# parameters from the settings.
 SCHEDULES: dict[str, Callable[[float, Settings], float]] = {
-    "cosine": lambda x, s: 0.5 * (1 + math.cos(math.pi * x)),
+    "cosine": lambda progress, settings: 0.5 * (1 + math.cos(math.pi * progress)),
     # warm-up, stable, decay: falls only in the last fifth after warm-up (Hu et al. 2024)
-    "wsd": lambda x, s: min(1.0, (1 - x) / 0.2),
-    "linear": lambda x, s: 1 - x,
-    "constant": lambda x, s: 1.0,
+    "wsd": lambda progress, settings: min(1.0, (1 - progress) / 0.2),
+    "linear": lambda progress, settings: 1 - progress,
+    "constant": lambda progress, settings: 1.0,
 }
 
 
-def learning_rate(step: int, s: Settings) -> float:
+def learning_rate(step: int, settings: Settings) -> float:
     """The learning rate of update `step`, counted from 1. Stateless, so resuming restores nothing.
 
     Rises linearly to `lr` at step `warmup_steps`, then follows the schedule towards `min_lr`, which
     it would reach at step max_steps + 1.
     """
-    if step <= s.warmup_steps:
-        return s.lr * step / s.warmup_steps
-    steps_after = max(1, s.max_steps - s.warmup_steps)
-    progress = min(1.0, (step - 1 - s.warmup_steps) / steps_after)
-    height = SCHEDULES[s.schedule](progress, s)
-    return s.min_lr + (s.lr - s.min_lr) * height
+    warmup_steps = settings.warmup_steps
+    if step <= warmup_steps:
+        return settings.lr * step / warmup_steps
+    steps_after = max(1, settings.max_steps - warmup_steps)
+    progress = min(1.0, (step - 1 - warmup_steps) / steps_after)
+    factor = SCHEDULES[settings.schedule](progress, settings)
+    return settings.min_lr + (settings.lr - settings.min_lr) * factor
 
 
 # --------------------------------------------------------------------------------------------------
 # Clipping strategies
 #
-#     clip_x(s, g) -> Clipped
+#     clip_x(settings, gradients) -> Clipped
 #
-# s is the Settings, g the Gradients. The update divides all gradients by `divisor`; a clip by
-# parameter writes into g.local and returns 1.
+# The update divides all gradients by `divisor`. A clip that scales each gradient by a factor of its
+# own multiplies gradients.local in place and returns a divisor of 1.
 #
 # torch._foreach_* launch one kernel for many tensors. They have no public name, but torch.optim and
 # torch.nn.utils.clip_grad_norm_ use them, too.
@@ -88,34 +93,39 @@ class Gradients(NamedTuple):
 
 
 class Clipped(NamedTuple):
+    """What a clip decided about the n gradients of an update."""
+
     divisor: Tensor  # 0-d
     clipped: Tensor  # (n,) bool: whether each gradient was clipped
 
 
-def clip_norm(s: Settings, g: Gradients) -> Clipped:
+def clip_norm(settings: Settings, gradients: Gradients) -> Clipped:
     """Scale all gradients so that their total norm is at most max_grad_norm (Pascanu et al. 2013).
 
     AdamW's kernel divides the gradients by the divisor as it reads them: no pass over memory here.
     """
-    total_norm = g.norms.norm()
-    divisor = ((total_norm + 1e-6) / s.max_grad_norm).clamp(min=1.0)
-    return Clipped(divisor, (total_norm > s.max_grad_norm).expand_as(g.norms))
+    total_norm = gradients.norms.norm()
+    divisor = ((total_norm + 1e-6) / settings.max_grad_norm).clamp(min=1.0)
+    is_clipped = total_norm > settings.max_grad_norm
+    return Clipped(divisor, is_clipped.expand_as(gradients.norms))
 
 
-def clip_adaptive(s: Settings, g: Gradients) -> Clipped:
+def clip_adaptive(settings: Settings, gradients: Gradients) -> Clipped:
     """Limit each gradient's norm to max_grad_norm_ratio x the moving average of its clipped norms.
 
     After OLMo's per-parameter clipping (Groeneveld et al. 2024). The average starts at the first
     norm above 0.
     """
-    average = torch.where(g.averages > 0, g.averages, g.norms)
-    limits = s.max_grad_norm_ratio * average
-    factors = (limits / (g.norms + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(g.local, factors.unbind())
-    clipped_norms = g.norms * factors
-    average = average.lerp(clipped_norms, 1 - max(s.beta1, s.beta2))
-    write(g.averages, average, g.skip)
-    return Clipped(torch.ones_like(g.norms[0]), g.norms > limits)
+    norms = gradients.norms
+    averages = torch.where(gradients.averages > 0, gradients.averages, norms)
+    limits = settings.max_grad_norm_ratio * averages
+    factors = (limits / (norms + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients.local, factors.unbind())
+
+    new_share = 1 - max(settings.beta1, settings.beta2)
+    averages = averages.lerp(norms * factors, new_share)
+    assign_unless(gradients.skip, gradients.averages, averages)
+    return Clipped(divisor=torch.ones_like(norms[0]), clipped=norms > limits)
 
 
 CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive}
@@ -129,8 +139,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def write(tensor: Tensor, value: Tensor, skip: Tensor) -> None:
-    """Set a tensor in place, unless `skip`, 0-d bool on the device."""
+def assign_unless(skip: Tensor, tensor: Tensor, value: Tensor) -> None:
+    """Set a tensor in place, unless `skip`, a 0-d bool on the device, is true."""
     tensor.copy_(torch.where(skip, tensor, value))
 
 
@@ -147,21 +157,25 @@ def num_shards(parameter: Tensor) -> int:
 #
 # Each is a class of three functions:
 #
-#     takes(name, shape, hidden) -> bool    whether it updates a parameter; AdamW updates the others
-#     slots(shape) -> {slot: shape}         its state for a parameter of this shape, in float32, of
-#                                           the same shape or (), a number
-#     update(optimizer, names, u)
+#     takes(name, shape, hidden) -> bool    whether it updates a parameter; AdamW updates the rest
+#     slots(shape) -> {slot: shape}         its state for a parameter of this shape, in float32
+#     update(optimizer, names, update)
 #
 #     hidden        is_hidden(name), by the Optimizer's argument: names differ from model to model
 #     optimizer     the Optimizer: optimizer.settings; optimizer.parameters[name], a DTensor on a
 #                   mesh; its .grad, distributed like it; and optimizer.slots[slot][name]
 #     names         parameters that have a gradient
-#     u             the Update: how large, and whether at all
+#     update        the Update: how large, and whether at all
 #
-# A slot with the shape of its parameter is distributed like it. Slots begin as zeros; numbers are
-# views of one tensor, as which a checkpoint holds them. Checkpoints, statistics and the memory
-# estimate know slots only through slots(). A skipped update must leave weights and slots unchanged,
-# as `write` does, and the host must not read `skip`.
+# The functions are static, since all state is in the one Optimizer: so it can clip, skip, measure
+# and save any class's parameters in the same way. It is no torch.optim.Optimizer, whose state_dict
+# numbers the parameters: a checkpoint has their names.
+#
+# A slot either has the shape of its parameter, and is distributed like it, or is a number, shape
+# (), for every parameter that has the slot. Slots begin as zeros. The numbers of a slot are views
+# of one tensor, and a checkpoint holds that tensor. Checkpoints, statistics and the memory estimate
+# know slots only through slots(). A skipped update must leave weights and slots unchanged, as
+# `assign_unless` does, and the host must not read `skip`.
 
 
 class Update(NamedTuple):
@@ -183,15 +197,18 @@ class AdamW:
 
     @staticmethod
     def takes(name: str, shape: torch.Size, hidden: bool) -> bool:
+        """Any parameter."""
         return True
 
     @staticmethod
     def slots(shape: torch.Size) -> dict[str, torch.Size]:
+        """A count of updates, and the moving averages of the gradient and of its square."""
         return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
 
     @staticmethod
-    def update(optimizer: "Optimizer", names: list[str], u: Update) -> None:
-        s, slots = optimizer.settings, optimizer.slots
+    def update(optimizer: "Optimizer", names: list[str], update: Update) -> None:
+        """Update this rank's parts of the parameters, all of them in one kernel."""
+        settings, slots = optimizer.settings, optimizer.slots
         parameters = [optimizer.parameters[name] for name in names]
         # Local parts: the kernel takes tensors of a single mesh, and under tp the norms are on a
         # smaller one.
@@ -203,14 +220,14 @@ class AdamW:
             max_exp_avg_sqs=[],
             state_steps=[slots["step"][name] for name in names],
             fused=True,
-            grad_scale=u.divisor,
-            found_inf=u.skip.float(),
+            grad_scale=update.divisor,
+            found_inf=update.skip.float(),
             amsgrad=False,
-            beta1=s.beta1,
-            beta2=s.beta2,
-            lr=u.lr,
-            weight_decay=u.weight_decay,
-            eps=s.eps,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            lr=update.lr,
+            weight_decay=update.weight_decay,
+            eps=settings.eps,
             maximize=False,
         )
 
@@ -227,39 +244,42 @@ class Muon:
 
     @staticmethod
     def takes(name: str, shape: torch.Size, hidden: bool) -> bool:
+        """The matrices of hidden layers."""
         return hidden and len(shape) == 2
 
     @staticmethod
     def slots(shape: torch.Size) -> dict[str, torch.Size]:
+        """A moving average of the gradient."""
         return {"momentum_buffer": shape}
 
     @staticmethod
-    def update(optimizer: "Optimizer", names: list[str], u: Update) -> None:
+    def update(optimizer: "Optimizer", names: list[str], update: Update) -> None:
+        """Orthogonalize the momentum of each matrix, and subtract it from the weights."""
         world_size = optimizer.world_size
         matrices = optimizer.parameters
         # The largest first, so that the ranks of a turn take about as long
         names = sorted(names, key=lambda name: -matrices[name].numel())
         for start in range(0, len(names), world_size):  # a turn: one matrix for each rank
             turn = names[start : start + world_size]
-            directions = [Muon.direction(optimizer, name, u) for name in turn]
+            directions = [Muon.direction(optimizer, name, update) for name in turn]
             parts = orthogonalize_turn([matrices[name] for name in turn], directions, world_size)
             for name, orthogonal in zip(turn, parts):
                 # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side), that of
                 # an AdamW update 0.2 to 0.4.
                 scale = 0.2 * math.sqrt(max(matrices[name].shape))
                 weight = local(matrices[name])
-                decayed = weight * (1 - u.lr * u.weight_decay)
-                decayed.add_(orthogonal, alpha=-u.lr * scale)
-                write(weight, decayed, u.skip)
+                decayed = weight * (1 - update.lr * update.weight_decay)
+                decayed.add_(orthogonal, alpha=-update.lr * scale)
+                assign_unless(update.skip, weight, decayed)
 
     @staticmethod
-    def direction(optimizer: "Optimizer", name: str, u: Update) -> Tensor:
-        """Nesterov momentum, this rank's part in bfloat16."""
-        grad = local(optimizer.parameters[name].grad) / u.divisor
+    def direction(optimizer: "Optimizer", name: str, update: Update) -> Tensor:
+        """Nesterov momentum, this rank's part in bfloat16. Updates the momentum buffer."""
+        gradient = local(optimizer.parameters[name].grad) / update.divisor
         buffer = local(optimizer.slots["momentum_buffer"][name])
-        momentum = buffer.lerp(grad, 1 - Muon.MOMENTUM)
-        write(buffer, momentum, u.skip)
-        return grad.lerp_(momentum, Muon.MOMENTUM).bfloat16()
+        momentum = buffer.lerp(gradient, 1 - Muon.MOMENTUM)
+        assign_unless(update.skip, buffer, momentum)
+        return gradient.lerp_(momentum, Muon.MOMENTUM).bfloat16()
 
 
 def orthogonalize_turn(

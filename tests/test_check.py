@@ -65,9 +65,9 @@ def loads_no_moments(path, state):
     load_state(path, {"model": state["model"]})
 
 
-def only_decays(optimizer, names, u):
+def only_decays(optimizer, names, update):
     for name in names:
-        optimizer.parameters[name].detach().mul_(1 - u.lr * u.weight_decay)
+        optimizer.parameters[name].detach().mul_(1 - update.lr * update.weight_decay)
 
 
 def is_dead(mlp, x):

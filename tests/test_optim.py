@@ -217,13 +217,14 @@ class Sgd:
         return {"momentum": shape, "updates": torch.Size()}
 
     @staticmethod
-    def update(optimizer, names, u):
+    def update(optimizer, names, update):
         for name in names:
-            parameter, momentum = optimizer.parameters[name], optimizer.slots["momentum"][name]
-            grad = optim.local(parameter.grad) / u.divisor
-            optim.write(optim.local(momentum), 0.9 * optim.local(momentum) + grad, u.skip)
+            parameter = optimizer.parameters[name]
+            grad = optim.local(parameter.grad) / update.divisor
+            momentum = optim.local(optimizer.slots["momentum"][name])
+            optim.assign_unless(update.skip, momentum, 0.9 * momentum + grad)
             weight = optim.local(parameter)
-            optim.write(weight, weight - u.lr * optim.local(momentum), u.skip)
+            optim.assign_unless(update.skip, weight, weight - update.lr * momentum)
 
 
 def train_with_sgd(strategy: str) -> tuple:
