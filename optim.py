@@ -6,6 +6,7 @@ strategy one function and one entry in CLIPS, a schedule one entry in SCHEDULES.
 their flags are in config.py.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -285,50 +286,70 @@ class Muon:
 def orthogonalize_turn(
     matrices: list[Tensor], directions: list[Tensor], world_size: int
 ) -> list[Tensor]:
-    """Orthogonalize directions that are distributed like `matrices`, the k-th by rank k.
+    """Orthogonalize at most world_size directions, each on one rank.
 
-    Takes and returns this rank's parts. A rank collects its matrix from its replica, the ranks that
-    together hold it once, and sends to all ranks their parts. One collective after the other: two
-    in flight under gloo corrupt the heap.
+    matrices      parameters of a mesh; direction k is distributed like matrix k
+    directions    this rank's part of each
+    returns       this rank's part of each orthogonalized direction
+
+    Rank k collects direction k from the ranks of its replica, which together hold it once, and then
+    sends every rank its part. With four matrices under hsdp on 2 replicas x 2 shards, A0 and A1 are
+    the two shards of direction A:
+
+        rank                             0             1             2             3
+        directions                  A0 B0 C0 D0   A1 B1 C1 D1   A0 B0 C0 D0   A1 B1 C1 D1
+        all_to_all in a replica        A0 A1         B0 B1         C0 C1         D0 D1
+        orthogonalize                    A             B             C             D
+        all_to_all                  A0 B0 C0 D0   A1 B1 C1 D1   A0 B0 C0 D0   A1 B1 C1 D1
+
+    One collective after the other: two in flight under gloo corrupt the heap.
     """
     if world_size == 1:
         return [orthogonalize(directions[0])]
     rank = torch.distributed.get_rank()
-    like = matrices[rank % len(matrices)]
-    full = directions[0].new_empty(like.shape if rank < len(matrices) else (0, 0))
-    views = parts_of_ranks(full, like) if isinstance(like, DTensor) else [full] * world_size
-    ranks = max(map(num_shards, matrices))  # of a replica
-    first = rank // ranks * ranks
-    replica = slice(first, first + ranks)
+    shards = max(map(num_shards, matrices))  # the ranks of a replica, which are consecutive
+    replica_start = rank - rank % shards
+    replica = range(replica_start, replica_start + shards)
 
-    flat = torch.cat([direction.flatten() for direction in directions])
-    numels = [direction.numel() for direction in directions]  # of this rank's parts, by rank
-    numels += [0] * (world_size - len(numels))
-    full_numels = [view.numel() for view in views]  # of the parts of this rank's matrix, by rank
-    collected = flat[sum(numels[:first]) :][: sum(numels[replica])]
-    if ranks > 1:
-        sent = [0] * world_size
-        sent[replica] = numels[replica]
-        received = [0] * world_size
-        received[replica] = full_numels[replica]
-        outgoing = collected
-        collected = flat.new_empty(sum(received))
-        torch.distributed.all_to_all_single(collected, outgoing, received, sent)
-    for view, part in zip(views[replica], collected.split(full_numels[replica])):
-        view.copy_(part.view_as(view))
-    full.copy_(orthogonalize(full))
-    outgoing = torch.cat([view.flatten() for view in views])
-    torch.distributed.all_to_all_single(flat, outgoing, numels, full_numels)
-    return [part.view_as(direction) for part, direction in zip(flat.split(numels), directions)]
+    nothing = directions[0].new_empty(0)
+    by_rank = directions + [nothing] * (world_size - len(directions))  # k: what rank k collects
+    full_parts = [nothing] * world_size  # r: rank r's part of this rank's direction
+    if rank < len(matrices):
+        full = nothing.new_empty(matrices[rank].shape)
+        full_parts = parts_of_ranks(full, matrices[rank], world_size)
+
+    sent = [part if k in replica else nothing for k, part in enumerate(by_rank)]
+    collected = [part if r in replica else nothing for r, part in enumerate(full_parts)]
+    received = all_to_all(sent, like=collected) if shards > 1 else sent
+    for part, value in zip(collected, received):
+        part.copy_(value)
+    if rank < len(matrices):
+        full.copy_(orthogonalize(full))
+    return all_to_all(full_parts, like=by_rank)[: len(directions)]
 
 
-def parts_of_ranks(full: Tensor, like: DTensor) -> list[Tensor]:
+def all_to_all(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    """Send tensor r to rank r; return what each rank sent, of the shapes of the tensors `like`."""
+    sent = torch.cat([tensor.flatten() for tensor in tensors])
+    sent_sizes = [tensor.numel() for tensor in tensors]
+    received_sizes = [tensor.numel() for tensor in like]
+    received = sent.new_empty(sum(received_sizes))
+    torch.distributed.all_to_all_single(received, sent, received_sizes, sent_sizes)
+    parts = received.split(received_sizes)
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like)]
+
+
+def parts_of_ranks(full: Tensor, like: Tensor, world_size: int) -> list[Tensor]:
     """Views of what each rank holds of a matrix that is distributed `like` another; some empty."""
-    views = [full]
+    if not isinstance(like, DTensor):
+        return [full] * world_size
+    parts = [full]
+    axes = list(zip(like.placements, like.device_mesh.shape))
     # From the last axis: FSDP, whose axis is before tp's, splits what tp has left.
-    for placement, size in reversed([*zip(like.placements, like.device_mesh.shape)]):
-        views = [chunk(view, placement, i, size) for i in range(size) for view in views]
-    return views
+    for placement, size in reversed(axes):
+        chunks = [[chunk(part, placement, i, size) for part in parts] for i in range(size)]
+        parts = list(itertools.chain(*chunks))
+    return parts
 
 
 def chunk(x: Tensor, placement: Placement, i: int, size: int) -> Tensor:
