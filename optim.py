@@ -471,18 +471,20 @@ class Optimizer:
 
         A run that does not fit in memory fails early, and a checkpoint can be loaded in place.
         """
-        self.slots: dict[str, dict[str, Tensor]] = {}  # slot -> parameter -> tensor
+        shapes: dict[str, dict[str, torch.Size]] = {}  # slot -> parameter -> shape
         for name, parameter in self.parameters.items():
             for slot, shape in updaters[name].slots(parameter.shape).items():
-                slots = self.slots.setdefault(slot, {})
-                slots[name] = torch.zeros_like(parameter) if shape else None  # None: see below
-        # A checkpoint holds numbers as one tensor for each slot, not as thousands of single ones.
+                shapes.setdefault(slot, {})[name] = shape
+        self.slots: dict[str, dict[str, Tensor]] = {}  # slot -> parameter -> tensor
         self.numbers: dict[str, Tensor] = {}  # slot -> (parameters that have it,)
-        for slot, slots in self.slots.items():
-            names = [name for name, tensor in slots.items() if tensor is None]
-            if names:
+        for slot, shapes_of_slot in shapes.items():
+            names = list(shapes_of_slot)
+            if any(shapes_of_slot.values()):
+                tensors = [torch.zeros_like(self.parameters[name]) for name in names]
+            else:  # numbers, which a checkpoint holds as one tensor, not as thousands
                 self.numbers[slot] = torch.zeros(len(names), device=device)
-                slots.update(zip(names, self.numbers[slot]))  # views
+                tensors = self.numbers[slot].unbind()  # views
+            self.slots[slot] = dict(zip(names, tensors))
 
     @torch.no_grad()
     def step(self, step: int, measure: bool = False) -> dict:
