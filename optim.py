@@ -419,9 +419,9 @@ class Optimizer:
 
     parameters    (name, parameter) pairs, DTensors or plain tensors
     decays        decays(name): whether the parameter gets weight decay
-    settings      Settings, or anything with its attributes
+    settings      Settings, or an object with the same attributes
     is_hidden     is_hidden(name): whether the parameter is of a hidden layer, not the embedding,
-                  the head or the last norm; Muon takes the matrices among them
+                  the head or the last norm; Muon takes the matrices of hidden layers
 
     All ranks together skip an update whose gradient is not finite: it changes neither weights nor
     slots. Raises ValueError if the chosen optimizer takes no parameter.
@@ -487,17 +487,17 @@ class Optimizer:
             self.slots[slot] = dict(zip(names, tensors))
 
     @torch.no_grad()
-    def step(self, step: int, measure: bool = False) -> dict:
+    def step(self, step: int, lr: float, measure: bool = False) -> dict:
         """Update the weights from their gradients, then free or zero the gradients.
 
-        `step` is counted from 1. Returns lr, a float, and 0-d tensors on the device: grad_norm of
-        the full gradient before clipping; and integers: clipped, 1 if any gradient was;
+        `step` is counted from 1; `lr` is its learning rate. Returns lr, and 0-d tensors on the
+        device: grad_norm of the full gradient before clipping; and integers: clipped, 1 if any
+        gradient was;
         skipped_steps so far; skipped_in_a_row up to this update. `measure` adds "parameters", a
         ParameterTable, for one more collective where weights are sharded.
         """
-        s = self.settings
-        grads = self.local_gradients()
-        squared_norms = square_sums(grads)  # (n,), of this rank's parts
+        gradients = self.local_gradients()
+        squared_norms = square_sums(gradients)  # (n,), of this rank's parts
         if self.is_sharded:
             squared_norms /= self.copies
             torch.distributed.all_reduce(squared_norms)
@@ -507,15 +507,15 @@ class Optimizer:
         if measure:
             old_weights = [local(p).clone() for p in self.parameters.values()]
         norms = squared_norms.sqrt()
-        gradients = Gradients(grads, norms, self.numels, self.norm_average, skip)
-        divisor, clipped = CLIPS[s.clip](s, gradients)
-        lr = learning_rate(step, s)
+        clip = CLIPS[self.settings.clip]
+        to_clip = Gradients(gradients, norms, self.numels, self.norm_average, skip)
+        divisor, clipped = clip(self.settings, to_clip)
         for (chosen, weight_decay), names in self.groups.items():
             present = [name for name in names if self.parameters[name].grad is not None]
             if present:
                 chosen.update(self, present, Update(step, lr, weight_decay, divisor, skip))
         if self.keep_gradients:
-            torch._foreach_zero_(grads)
+            torch._foreach_zero_(gradients)
         else:
             for parameter in self.parameters.values():
                 parameter.grad = None
@@ -535,14 +535,14 @@ class Optimizer:
 
     def local_gradients(self) -> list[Tensor]:
         """This rank's parts of the n gradients; an empty tensor for a parameter without one."""
-        grads = []
+        gradients = []
         for parameter in self.parameters.values():
             grad = parameter.grad
             if isinstance(grad, DTensor) and grad.placements != parameter.placements:
                 # Under tp without FSDP, each rank has its part of the sum of a norm's gradient.
                 parameter.grad = grad.redistribute(placements=parameter.placements)
-            grads.append(self.empty_grad if grad is None else local(parameter.grad))
-        return grads
+            gradients.append(self.empty_grad if grad is None else local(parameter.grad))
+        return gradients
 
     def parameter_stats(
         self, grad_norms: Tensor, old_weights: list[Tensor], clipped: Tensor

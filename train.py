@@ -174,6 +174,7 @@ def train(
         keep_freed_memory()
     for state.step in range(origin.step + 1, run.max_steps + 1):
         step = state.step
+        lr = optim.learning_rate(step, run)
         measure = is_due(step, run.optim_metrics_interval)
         with profiler(step, batches.waited) if run.profile else contextlib.nullcontext():
             values, table = train_step(
@@ -181,6 +182,7 @@ def train(
                 state.optimizer,
                 batches,
                 step,
+                lr,
                 run.grad_accum_steps,
                 run.grad_sync,
                 measure,
@@ -379,6 +381,7 @@ def train_step(
     optimizer: optim.Optimizer,
     batches: Iterator[Tensor],
     step: int,
+    lr: float,
     grad_accum_steps: int = 1,
     grad_sync: str = "batch",
     measure: bool = False,
@@ -386,7 +389,7 @@ def train_step(
     """Train on one global batch. The host queues the work and does not wait for the device.
 
     `forward` is the model, or DDP around it; `batches` yields this rank's micro-batches (B, T + 1);
-    a step takes grad_accum_steps. Returns the columns of a log row, which metrics.Log.send_row
+    a step takes grad_accum_steps. `lr` is the step's learning rate. Returns the columns of a log row, which metrics.Log.send_row
     describes, and with `measure` the statistics of the parameters.
     """
     n = grad_accum_steps
@@ -399,8 +402,8 @@ def train_step(
             micro_loss = forward(tokens[:, :-1], tokens[:, 1:]) / n
             micro_loss.backward()  # in the last one, DDP and FSDP average the gradients
         loss = loss + micro_loss.detach()
-    # Clip, set the learning rate of this step, update
-    update = optimizer.step(step, measure)
+    # Clip and update the weights
+    update = optimizer.step(step, lr, measure)
     table = update.pop("parameters", None)
     # Equal on all ranks: the maximum is exact, where a mean would be rounded.
     equal = {name: metrics.Maximum(value) for name, value in update.items()}

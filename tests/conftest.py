@@ -34,6 +34,7 @@ import torch
 import checkpoint
 import dist
 import layout
+import optim
 import prepare
 import train
 from config import parse
@@ -356,6 +357,7 @@ def train_step(built: SimpleNamespace, batches, step: int) -> tuple:
         built.state.optimizer,
         batches,
         step,
+        optim.learning_rate(step, run),
         run.grad_accum_steps,
         run.grad_sync,
         measure,

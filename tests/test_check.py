@@ -92,12 +92,12 @@ def scales_a_gradient(state, start):
         state.model.blocks[0].attention.q.weight.register_hook(lambda grad: scale * grad)
 
 
-def weights_the_last_micro_batch(forward, optimizer, batches, step, n, *rest):
+def weights_the_last_micro_batch(forward, optimizer, batches, step, lr, n, *rest):
     factors = [1.0] * n
     if n > 1 and torch.distributed.get_world_size() > 1:
         factors[-1] = 1.5
     with forward.register_forward_hook(lambda net, inputs, loss: factors.pop(0) * loss):
-        return train_step(forward, optimizer, batches, step, n, *rest)
+        return train_step(forward, optimizer, batches, step, lr, n, *rest)
 
 
 @contextlib.contextmanager

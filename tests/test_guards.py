@@ -34,7 +34,7 @@ def test_a_skipped_step_changes_nothing_but_its_count(optimizer):
     for step, factor in enumerate((1.0, math.nan, 1.0, math.nan, math.inf, 1.0), 1):
         before = all_tensors(optimizer, net)
         (net(torch.full((2, 4), float(step))).sum() * factor).backward()
-        metrics = optimizer.step(step)
+        metrics = optimizer.step(step, lr=0.001 * step)
         in_a_row.append(metrics["skipped_in_a_row"].item())
         after = all_tensors(optimizer, net)
         changed = {name for name in after if not torch.equal(after[name], before[name])}
@@ -53,7 +53,7 @@ def test_an_optimizer_that_was_loaded_clips_by_the_steps_before():
 
     def step(i: int, number: int, gradient: float) -> None:
         weights[i].grad = torch.tensor([gradient])
-        optimizers[i].step(number)
+        optimizers[i].step(number, lr=0.1)
 
     for number in range(1, 20):
         step(0, number, 1.0)

@@ -28,7 +28,6 @@ def lr_at(step: int) -> float:
 
 
 def settings(**options) -> optim.Settings:
-    """Warm-up with the learning rates of `lr_at`."""
     return optim.Settings(lr=0.1, warmup_steps=100, max_steps=200, **options)
 
 
@@ -86,7 +85,7 @@ def train_on_mesh(mesh_name: str, steps: int, options: dict) -> tuple[list[dict]
         with loss_parallel():
             loss = setup.forward(tokens[:, :-1], tokens[:, 1:]) * loss_factor(step)
             loss.backward()
-        metrics = setup.optimizer.step(step)
+        metrics = setup.optimizer.step(step, lr_at(step))
         log.append({name: float(value) for name, value in metrics.items()})
     weights = {}
     for name, parameter in setup.net.named_parameters():

@@ -23,12 +23,12 @@ def profiled(argv: list[str]) -> tuple[int, str, str]:
     """train.py that waits 0.1 s for data, asks for a value from step 4 on; rank 1 sleeps there."""
     step, read = optim.Optimizer.step, data.TokenDataset.__getitem__
 
-    def ask(self, number, measure=False):
+    def ask(self, number, lr, measure=False):
         if number > 3:
             torch.ones(()).item()  # here
         if int(os.environ["RANK"]) == 1 and 3 < number <= 5:
             threading.Event().wait(0.7)  # time.sleep is patched here
-        return step(self, number, measure)
+        return step(self, number, lr, measure)
 
     def wait(dataset, indices):
         threading.Event().wait(0.1)

@@ -41,7 +41,7 @@ def test_statistics_are_of_raw_gradients_and_updated_weights():
     net(torch.tensor([[0.1, -2.0, 3.0]])).sum().backward()
     grads = {name: p.grad.clone() for name, p in net.named_parameters()}
     old_weights = {name: p.detach().clone() for name, p in net.named_parameters()}
-    table = optimizer.step(1, measure=True)["parameters"]
+    table = optimizer.step(1, lr=0.001, measure=True)["parameters"]
     for (name, parameter), row in zip(net.named_parameters(), table.rows(), strict=True):
         weight = parameter.detach()
         update_norm = (weight - old_weights[name]).norm()

@@ -174,7 +174,7 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
             recorder.forget_counts()
             tokens = (torch.zeros(shape, dtype=torch.int64) for _ in times)
             batches = recorder.batches(tokens, times)
-            train.train_step(forward, state.optimizer, batches, 1, len(times), run.grad_sync)
+            train.train_step(forward, state.optimizer, batches, 1, 0.1, len(times), run.grad_sync)
     return Rehearsal(
         run=run,
         parameters=state.model.parameter_count(),
