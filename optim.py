@@ -405,11 +405,6 @@ class ParameterTable:
         return rows
 
 
-def square_sums(tensors: list[Tensor]) -> Tensor:
-    """The sums of squares of n tensors: (n,)."""
-    return torch.stack(torch._foreach_norm(tensors)).square()
-
-
 # --------------------------------------------------------------------------------------------------
 # The optimizer
 
@@ -452,8 +447,8 @@ class Optimizer:
         device = parameter.device
         shards = [num_shards(p) for p in self.parameters.values()]
         self.is_sharded = max(shards) > 1
-        # This many ranks hold each element: a sum over all ranks counts it that many times.
-        self.copies = torch.tensor([self.world_size / n for n in shards], device=device)  # (n,)
+        overcount = [self.world_size / n for n in shards]
+        self.overcount = torch.tensor(overcount, device=device)  # (n,): see all_reduce_squares
         numels = [p.numel() for p in self.parameters.values()]
         self.numels = torch.tensor(numels, device=device)  # (n,)
         self.allocate_slots(updaters, device)
@@ -497,10 +492,7 @@ class Optimizer:
         ParameterTable, for one more collective where weights are sharded.
         """
         gradients = self.local_gradients()
-        squared_norms = square_sums(gradients)  # (n,), of this rank's parts
-        if self.is_sharded:
-            squared_norms /= self.copies
-            torch.distributed.all_reduce(squared_norms)
+        (squared_norms,) = self.all_reduce_squares(gradients)  # (n,)
         grad_norm = squared_norms.sum().sqrt()
         skip = ~grad_norm.isfinite()
 
@@ -544,6 +536,33 @@ class Optimizer:
             gradients.append(self.empty_grad if grad is None else local(parameter.grad))
         return gradients
 
+    def all_reduce_squares(self, *lists: list[Tensor]) -> Tensor:
+        """Sum the squares of full tensors over all ranks, each from the ranks' parts of it.
+
+        lists      k lists of n tensors, one for each parameter and distributed like it
+        returns    (k, n): the squared norms of the full tensors, the same on all ranks
+
+        If a parameter is split into s shards, world_size / s ranks hold each element, and a sum
+        over all ranks counts it that many times: its overcount, by which each rank divides first.
+        On 4 ranks, 2 replicas x 2 shards, the squares of one tensor's shards add up to 6 and 10,
+        and a second tensor, not split, has 8:
+
+            rank                        0     1     2     3
+            squares of the first        6    10     6    10
+            / overcount 4 / 2           3     5     3     5     their sum is 16 = 6 + 10
+            squares of the second       8     8     8     8
+            / overcount 4 / 1           2     2     2     2     their sum is 8
+
+        If nothing is split, each rank has the full tensors, and no rank sends anything.
+        """
+        tensors = itertools.chain(*lists)
+        norms = torch.stack(torch._foreach_norm(list(tensors)))
+        squares = norms.square().view(len(lists), -1)
+        if self.is_sharded:
+            squares /= self.overcount
+            torch.distributed.all_reduce(squares)
+        return squares
+
     def parameter_stats(
         self, grad_norms: Tensor, old_weights: list[Tensor], clipped: Tensor
     ) -> ParameterTable:
@@ -553,18 +572,14 @@ class Optimizer:
         that a parameter does not have.
         """
         weights = [local(p) for p in self.parameters.values()]
-        sums = {"weight_norm": square_sums(weights)}
+        lists = {"weight_norm": weights}
         for slot, slots in self.slots.items():
             if slot not in self.numbers:
                 parts = [local(slots.get(name, self.no_slot)) for name in self.parameters]
-                sums[f"{slot}_norm"] = square_sums(parts)
-        updates = torch._foreach_sub(weights, old_weights)
-        sums["update_norm"] = square_sums(updates)
-        stacked = torch.stack(list(sums.values()))  # (2 + slots, n)
-        if self.is_sharded:
-            stacked /= self.copies
-            torch.distributed.all_reduce(stacked)
-        columns = {"grad_norm": grad_norms, **dict(zip(sums, stacked.sqrt()))}
+                lists[f"{slot}_norm"] = parts
+        lists["update_norm"] = torch._foreach_sub(weights, old_weights)
+        norms = self.all_reduce_squares(*lists.values()).sqrt()  # (2 + slots, n)
+        columns = {"grad_norm": grad_norms, **dict(zip(lists, norms))}
         columns["update_ratio"] = columns["update_norm"] / columns["weight_norm"]
         columns["clipped"] = clipped.float()
         values = torch.stack(list(columns.values()), dim=1)  # (n, len(columns))
