@@ -7,6 +7,7 @@ In shape comments B is sequences, T tokens of a sequence, H heads, and d_head = 
 """
 
 import contextlib
+import dataclasses
 import math
 import zlib
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
 )
+from torch.overrides import wrap_torch_function
 from torch.utils.checkpoint import checkpoint
 
 
@@ -58,10 +60,14 @@ class ModelConfig:
         Raises ValueError, also for an unknown field: it changes the model.
         """
         try:
+            check_fields("model", cls, fields)
             scaling = fields.get("rope_scaling")
-            return cls(**fields | {"rope_scaling": scaling and RopeScaling(**scaling)})
+            if scaling:
+                check_fields("rope_scaling", RopeScaling, scaling)
+                scaling = RopeScaling(**scaling)
+            return cls(**fields | {"rope_scaling": scaling})
         except (TypeError, AttributeError, ArithmeticError) as error:
-            raise ValueError(f"its model has other fields than this code: {error}") from None
+            raise ValueError(f"its model has a value of a wrong kind: {error}") from None
 
     def __post_init__(self):
         if self.d_model % self.n_head or self.d_model // self.n_head % 2:
@@ -82,6 +88,19 @@ class ModelConfig:
                     f"{name} {size} / tp {tp} = {size / tp:.3g}, but each rank of a tp group "
                     f"needs a whole number: choose a --tp that divides {size}"
                 )
+
+
+def check_fields(what: str, cls: type, fields: dict) -> None:
+    """Raise ValueError if required fields of a dataclass are missing, or fields are unknown."""
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    required = [name for name in known if known[name].default is dataclasses.MISSING]
+    missing = ", ".join(name for name in required if name not in fields)
+    unknown = ", ".join(name for name in fields if name not in known)
+    if missing or unknown:
+        raise ValueError(
+            f"its {what} has other fields than this code: "
+            f"missing: {missing or 'none'}; unknown: {unknown or 'none'}"
+        )
 
 
 LLAMA3_SHAPE = dict(vocab_size=128256, n_kv_head=8, seq_len=8192, rope_theta=500_000.0, tied=False)
@@ -105,8 +124,14 @@ SIZES = {
 }
 
 
-def is_gpu(device: torch.device) -> bool:
-    return device.type != "cpu"
+@wrap_torch_function(lambda x: (x,))
+def is_gpu(x: Tensor) -> bool:
+    """Whether to choose a GPU's kernels for a tensor.
+
+    A torch.overrides.TorchFunctionMode may answer in its place, as for any function of torch. The
+    rehearsal of tools.plan does, which runs on a CPU with the kernels of a GPU.
+    """
+    return x.device.type != "cpu"
 
 
 class Linear(nn.Linear):
@@ -142,7 +167,7 @@ def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
     CPUs sum in the dtype of the weight, and so does CUDA for up to 3,072 tokens. In bfloat16, which
     FSDP gathers, a sum stops growing at 256 times its addend.
     """
-    if is_gpu(weight.device) and tokens.numel() > 3072:
+    if is_gpu(weight) and tokens.numel() > 3072:
         return F.embedding(tokens, weight)
     return F.embedding(tokens, weight.float()).to(weight.dtype)
 
@@ -212,11 +237,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q is (B, H, T, d_head); k and v may have fewer heads, if their number divides H.
     """
     B, H, T, d_head = q.shape
-    on_gpu = is_gpu(q.device)
+    on_gpu = is_gpu(q)
     writes_out = not on_gpu and T <= CPU_KERNEL_ABOVE
     group_size = H // k.size(1)  # query heads that share a key and value head
     # In float32 a GPU's only kernel that does not write out the scores cannot share heads.
-    if group_size > 1 and (writes_out or (on_gpu and q.dtype == torch.float32)):
+    takes_groups = not writes_out and not (on_gpu and q.dtype == torch.float32)
+    if group_size > 1 and not takes_groups:
         k = k.repeat_interleave(group_size, dim=1)
         v = v.repeat_interleave(group_size, dim=1)
         group_size = 1
@@ -228,9 +254,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # The backward of torch's kernel takes twice as long here. In bfloat16 these scores are rounded,
     # the kernel's are not; float32 scores would take a sixth longer.
     mask = q.new_full((T, T), -math.inf).triu(1)
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T, d_head)
+    q = q.flatten(0, 1)  # (B * H, T, d_head)
+    k = k.flatten(0, 1)
+    v = v.flatten(0, 1)
     scores = torch.baddbmm(mask, q, k.mT, alpha=d_head**-0.5)  # (B * H, T, T)
-    return (scores.softmax(-1) @ v).view(B, H, T, d_head)
+    y = scores.softmax(-1) @ v  # (B * H, T, d_head)
+    return y.view(B, H, T, d_head)
 
 
 class Attention(nn.Module):
@@ -242,11 +271,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.d_head = config.d_model // config.n_head
-        self.q = Linear(config.d_model, config.n_head * self.d_head)
-        self.k = Linear(config.d_model, config.n_kv_head * self.d_head)
-        self.v = Linear(config.d_model, config.n_kv_head * self.d_head)
-        self.out = Linear(config.n_head * self.d_head, config.d_model)
+        d_model = config.d_model
+        self.d_head = d_model // config.n_head
+        d_kv = config.n_kv_head * self.d_head
+        self.q = Linear(d_model, d_model)  # n_head * d_head = d_model
+        self.k = Linear(d_model, d_kv)
+        self.v = Linear(d_model, d_kv)
+        self.out = Linear(d_model, d_model)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         q = self.split_heads(self.q(x))  # (B, n_head, T, d_head)
@@ -262,7 +293,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
+    """SwiGLU (Shazeer 2020): (B, T, d_model) -> (B, T, d_model)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -275,6 +306,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """x + attention(norm(x)), then the same with the MLP: (B, T, d_model) -> (B, T, d_model)."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
@@ -314,7 +347,8 @@ class Head(Linear):
     holds 1 / chunks of the logits at a time, for one more matrix product.
 
     A tied head has no parameter and takes the embedding's weight as an argument: a parameter that
-    two modules share would become two when the model leaves the meta device.
+    two modules share would become two when the model leaves the meta device. For a tied head under
+    tp, see `Transformer.tensor_parallel_plan`.
     """
 
     def __init__(self, config: ModelConfig, chunks: int):
@@ -326,21 +360,30 @@ class Head(Linear):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, weight: Tensor | None = None
     ) -> Tensor:
-        weight = (self.weight if weight is None else weight).to(x.dtype)
+        if weight is None:
+            weight = self.weight
+        weight = weight.to(x.dtype)  # (vocab_size, d_model)
         if targets is None:
-            return F.linear(x, weight).float()  # (B, T, vocab_size)
-
-        def loss_sum(x: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
-
+            return logits(x, weight)
         x = x.flatten(0, 1)  # (B * T, d_model)
         targets = targets.flatten()  # (B * T,)
         if self.chunks == 1:
-            return loss_sum(x, targets) / targets.numel()
-        total = 0
-        for chunk in zip(x.chunk(self.chunks), targets.chunk(self.chunks)):
-            total = total + checkpoint(loss_sum, *chunk, use_reentrant=False)
-        return total / targets.numel()
+            return loss_sum(x, weight, targets) / targets.numel()
+        loss_sums = (
+            checkpoint(loss_sum, x_chunk, weight, targets_chunk, use_reentrant=False)
+            for x_chunk, targets_chunk in zip(x.chunk(self.chunks), targets.chunk(self.chunks))
+        )
+        return sum(loss_sums) / targets.numel()
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., d_model), weight (vocab_size, d_model) -> (..., vocab_size) in float32."""
+    return F.linear(x, weight).float()
+
+
+def loss_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of targets (N,), summed; x is (N, d_model)."""
+    return F.cross_entropy(logits(x, weight), targets, reduction="sum")
 
 
 class Transformer(nn.Module):
@@ -403,6 +446,11 @@ class Transformer(nn.Module):
         after attention, MLP and embedding. Backward swaps the two. A norm's gradient is a partial
         sum, too: see RMSNorm.
 
+        Tied, the head is given the embedding's weight, a DTensor whose rows are split over tp:
+        Shard(0), (vocab_size / T, d_model) on a rank. Its product with the gathered x has the
+        layout that a column-wise head has, logits split by vocabulary. The gradients of the head
+        and of the embedding are Shard(0), too, so that autograd adds them without communication.
+
         Under torch's loss_parallel() the loss never gathers the logits.
         """
         tokens = Shard(1)  # of (B, T, d_model)
@@ -438,6 +486,7 @@ class Transformer(nn.Module):
         return name.startswith("blocks.")
 
     def parameter_count(self) -> int:
+        """Elements of all parameters, over all ranks."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -454,10 +503,13 @@ class Transformer(nn.Module):
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """Gather a whole DTensor on every rank; return a plain tensor unchanged."""
-    if isinstance(x, DTensor):
-        return x.full_tensor().clone()  # FSDP's hook on its output can be lost on a view
-    return x
+    """Gather a whole DTensor on every rank; return a plain tensor unchanged.
+
+    A copy, not the view that DTensor.full_tensor returns. FSDP puts a hook on the output of the
+    model, which gathers weights again before backward. An in-place operation on a view, such as
+    `loss /= 2` by a caller, would drop the hook without an error.
+    """
+    return x.full_tensor().clone() if isinstance(x, DTensor) else x
 
 
 @contextlib.contextmanager

@@ -76,7 +76,10 @@ MISTAKES = {
         ("--run {root}/nowhere", "nowhere holds no checkpoint: name a run folder such"),
         ("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
         ("--run {damaged}", "{damaged}: rank-00000.safetensors is missing; name another", 1),
-        ("--run {forked}", "its model has other fields than this code: ModelConfig"),
+        (
+            "--run {forked}",
+            "its model has other fields than this code: missing: none; unknown: window",
+        ),
     ],
     "tools.checkpoint": [
         ("consolidate {other}", "the following arguments are required: OUT"),

@@ -241,6 +241,16 @@ def test_an_optimizer_is_added_as_one_class_and_one_entry(pool):
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-5)
 
 
+def test_a_scalar_parameter_keeps_its_moments_in_a_checkpoint():
+    weights = {"scale": torch.nn.Parameter(torch.ones(())), "w": torch.nn.Parameter(torch.ones(2))}
+    optimizer = optim.Optimizer(weights.items(), str.isupper, settings(), str.isupper)
+    state = optimizer.state()
+    assert {name: tensor.shape for name, tensor in state["exp_avg"].items()} == {
+        name: weight.shape for name, weight in weights.items()
+    }
+    assert state["step"].shape == (2,)
+
+
 @pytest.mark.parametrize("name", ["muon", "sgd"])
 def test_an_optimizer_that_takes_no_parameter_is_refused(monkeypatch, name):
     """Muon for a misspelled prefix, a fork's for a model without its parameter."""

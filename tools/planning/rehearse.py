@@ -32,6 +32,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -129,10 +130,9 @@ def rehearse(run: Run, local_size: int, rank: int = 0) -> Rehearsal:
             timeout=timedelta(minutes=1),
             store=store,
         )
-        with as_on(run.device), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run shows them
-            on_cpu = dataclasses.replace(run, compile=False, device="cpu")
-            found = run_layers(on_cpu, world)
+            found = run_layers(dataclasses.replace(run, compile=False), world)
     return dataclasses.replace(found, run=run)
 
 
@@ -161,6 +161,8 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fakes)
     net = layout.empty_model(run)  # outside: a parameter that is followed cannot move
+    if run.device != "cpu":
+        choose_gpu_kernels(net)
     with fakes, recorder, loss_parallel(), train.no_garbage_collection():
         state, forward = train.build(run, mesh, net, init_weights=False)
         recorder.follow(mesh, run, state, forward)
@@ -606,22 +608,36 @@ def is_real(args, kwargs) -> bool:
 # What a GPU allocates
 
 
-@contextmanager
-def as_on(device_type: str) -> Iterator[None]:
-    """Make the model allocate on the CPU as on a device of this type."""
-    if device_type == "cpu":
-        yield
-        return
-    # There attention is one kernel for any length. The CPU's keeps as much (q, k, v, result, a
-    # number per token and head) and returns the result in q's layout, like cuDNN. A norm is one
-    # kernel too.
-    on_cpu = model.is_gpu, F.rms_norm
-    model.is_gpu = lambda device: True
-    F.rms_norm = lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight)
-    try:
-        yield
-    finally:
-        model.is_gpu, F.rms_norm = on_cpu
+def choose_gpu_kernels(net: nn.Module) -> None:
+    """Make the model allocate on the CPU as on a GPU.
+
+    There attention is one kernel for any length. The CPU's keeps as much (q, k, v, result, a number
+    per token and head) and returns the result in q's layout, like cuDNN. A norm is one kernel, too.
+    """
+    kernels = GpuKernels()
+    # By module: autograd switches modes off in backward, where a block may be computed again.
+    for module in net.modules():
+        if isinstance(module, model.Attention | model.Embedding | model.RMSNorm):
+            module.register_forward_pre_hook(kernels.enter)
+            module.register_forward_hook(kernels.leave, always_call=True)
+
+
+class GpuKernels(TorchFunctionMode):
+    """Answers in place of the functions by which the model chooses a kernel."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is model.is_gpu:
+            return True
+        if function is F.rms_norm:
+            return FusedRMSNorm.apply(args[0], kwargs["weight"])
+        return function(*args, **kwargs)
+
+    def enter(self, *_) -> None:
+        self.__enter__()
+
+    def leave(self, *_) -> None:
+        self.__exit__(None, None, None)
 
 
 class FusedRMSNorm(torch.autograd.Function):
