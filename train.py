@@ -389,8 +389,9 @@ def train_step(
     """Train on one global batch. The host queues the work and does not wait for the device.
 
     `forward` is the model, or DDP around it; `batches` yields this rank's micro-batches (B, T + 1);
-    a step takes grad_accum_steps. `lr` is the step's learning rate. Returns the columns of a log row, which metrics.Log.send_row
-    describes, and with `measure` the statistics of the parameters.
+    a step takes grad_accum_steps. `lr` is the learning rate of the step. Returns the columns of a
+    log row, which metrics.Log.send_row describes, and with `measure` the statistics of the
+    parameters.
     """
     n = grad_accum_steps
     loss = 0
