@@ -294,7 +294,7 @@ def parse(argv: list[str]) -> dict:
             f"--out {flags['out'] or repr('')} is the current folder or a folder above it: "
             "name a folder for this run alone, such as runs/mine"
         )
-    if "init_from" in flags and named_run(flags) != flags["init_from"]:
+    if "init_from" in flags and flag_value(flags, "resume") not in ("auto", "never"):
         raise UsageError(
             "--init_from begins a new run and --resume PATH continues one: give only one of them"
         )

@@ -19,7 +19,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import dist
 import metrics
 import optim
-from config import DEFAULTS, PER_START, Config, blocks_per_unit, named_run, profile_window
+from config import (
+    DEFAULTS,
+    PER_START,
+    Config,
+    blocks_per_unit,
+    default_out,
+    named_run,
+    profile_window,
+)
 from data import DataFacts
 from model import SIZES, ModelConfig, Transformer, activation_bytes_of_block
 from runtime.cli import UsageError
@@ -104,6 +112,8 @@ def take_over(flags: dict, origin: Origin) -> dict:
 def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) -> dict:
     """The values with the model's sizes, and without None or "auto" for a computed default."""
     filled = values | {name: getattr(model_config, name) for name in SIZE_FLAGS}
+    if filled["out"] is None:
+        filled["out"] = default_out(values)
     filled["device"] = machine.device_type
     if filled["dtype"] == "auto":
         filled["dtype"] = "bfloat16" if machine.has_bfloat16 else "float32"

@@ -51,9 +51,15 @@ MISTAKES = {
         ("--out {other} --resume never", "--resume never would overwrite --out {other}: cho"),
         ("--out {other} --data {changed}", "the data's fingerprint "),
         ("--out {other} --lr 0.5", "--lr 0.003 -> 0.5"),
-        ("--out {foreign}", "cannot continue --out {foreign}: it has no checkpoint, but"),
-        ("--out {gone}", "cannot continue --out {gone}: it has no checkpoint, but files"),
-        ("--out {unsaved}", "cannot continue --out {unsaved}: it has no checkpoint, but"),
+        (
+            "--out {foreign}",
+            "cannot continue --out {foreign}: it holds files that are not train.py's",
+        ),
+        ("--out {gone}", "cannot continue --out {gone}: its checkpoint of step 2 is gone: restore"),
+        (
+            "--out {unsaved}",
+            "cannot continue --out {unsaved}: its run has --checkpoint none: choose",
+        ),
         ("--resume {root}", "{root} holds no checkpoint: name a run folder such as"),
         ("--resume {other} --init_from {other}", "--init_from begins a new run and --resum"),
         ("--init_from {other} --d_ff 80", "has d_ff 64, and this run has 80: its weights d"),
@@ -185,7 +191,7 @@ def listen_without_data(argv: list[str], folder: Path) -> tuple[int, str, str]:
         return listen(argv)
 
 
-@pytest.mark.parametrize("mistake", ["--global_batch_size 7", "--out other --lr 0.5"])
+@pytest.mark.parametrize("mistake", ["--global_batch_size 7", "--out other --data tokens/python"])
 def test_a_rejected_start_leaves_no_builtin_data(pool, folders, tmp_path, mistake):
     (tmp_path / "other").symlink_to(folders["other"])
     argv = flags(f"--out new --max_steps 2 {mistake}")

@@ -72,8 +72,8 @@ def write_run(
     for step, val_loss in evaluations:
         log.append({"step": step, "val_loss": val_loss, "time": "2026-11-22T12:00:01+00:00"})
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    for name, lines in (("metrics", log), ("optim", statistics)):
+    start = {"time": "2026-11-22T12:00:00+00:00", "step": 0, "config": config}
+    for name, lines in (("metrics", log), ("optim", statistics), ("starts", [start])):
         text = "".join(json.dumps(row) + "\n" for row in lines)
         (folder / f"{name}.jsonl").write_text(text)
     return folder

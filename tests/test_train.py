@@ -317,7 +317,7 @@ def test_a_dry_run_and_a_finished_run_write_nothing(run, pool, tokens, tmp_path)
     finished = [flag for flag in flags(f"{text} 2") if flag != "--dry_run"]
     ((status, said, _),) = pool(1, listen, finished)
     assert status == 0 and said.startswith(f"{tmp_path}/run is finished, step 2 of 2: raise ")
-    assert said.endswith("        changed: --strategy auto -> fsdp\n")
+    assert said.endswith("        changed: --strategy single -> fsdp\n")
     new = flags(f"--data {tokens} --out {tmp_path}/new --max_steps 2 --resume {tmp_path}/run")
     ((status, said, _),) = pool(1, listen, new)
     path = f"{tmp_path}/run/checkpoints/step-00000002"
