@@ -1,4 +1,4 @@
-"""The process group, the device mesh, and how each strategy lays a model out on the mesh.
+"""The device mesh, and how each strategy lays a model out on the mesh.
 
     dp_replicate x dp_shard x tp
 
@@ -6,16 +6,14 @@
 
 Ranks that differ in dp_shard or tp hold different parts of the weights; ranks that differ only in
 dp_replicate hold the same part. The ranks of a tp group read the same data and compute one
-forward pass together. All others read different data: dp_rank = replicate_rank * S + shard_rank is
-unique and covers 0 ... R * S - 1.
+forward pass together. All other ranks read different data: dp_rank = replicate_rank * S +
+shard_rank is unique and covers 0 ... R * S - 1.
 """
 
 import itertools
 import os
-import resource
-import socket
-import time
-from collections.abc import Callable, Iterator
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,7 +35,7 @@ class MeshError(ValueError):
 
 
 # --------------------------------------------------------------------------------------------------
-# The process group
+# The mesh
 
 
 @dataclass(frozen=True)
@@ -50,220 +48,8 @@ class World:
     local_size: int
     device: torch.device
     timeout: timedelta  # of collectives
-    store: torch.distributed.Store  # a second connection to the rendezvous store
+    store: torch.distributed.Store  # a second connection to the store in which the ranks met
 
-
-def start(
-    device: str = "auto",
-    timeout: timedelta = torch.distributed.default_pg_timeout,
-    join_timeout: timedelta | None = None,
-) -> World:
-    """Join the process group that torchrun's variables describe, or form one of a single process.
-
-    There is always a group, so that no code needs a second case for one process. gloo carries CPU
-    tensors and objects, nccl carries CUDA tensors. `timeout` applies to collectives, `join_timeout`
-    (default: the same) to the meeting of the ranks. Raises MeshError if the variables are
-    incomplete or there are too few devices, ConnectionError if ranks are missing.
-    """
-    rank, size, local_rank, local_size = read_variables()
-    local_device = set_device(device, local_rank, local_size)
-    # gloo connects each rank of a group to every other: three groups of the whole world take
-    # 3 x (N - 1) sockets, and the usual limit of 1,024 is reached at about 340 ranks.
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    try:
-        store = find_store(join_timeout or timeout)
-        # Cloned now: later, rank 0 and its store might be gone.
-        world = World(rank, size, local_rank, local_size, local_device, timeout, store.clone())
-        await_ranks(world, store, join_timeout or timeout)
-        join_group(world, store)
-    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConnectionError(f"the ranks do not meet: {reason}") from None
-    return world
-
-
-def read_variables() -> tuple[int, int, int, int]:
-    """Return rank, world size, local rank and local size. Raises MeshError.
-
-    Checks all variables before this process waits for ranks that do not exist.
-    """
-    env = os.environ
-    if "RANK" not in env and env.get("WORLD_SIZE", "1") == "1":  # as some schedulers leave it
-        return 0, 1, 0, 1
-    needed = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
-    with suppress(KeyError, ValueError):
-        rank, size, _ = (int(env[name]) for name in needed[:3])
-        if 0 <= rank < size and env["MASTER_ADDR"]:
-            return rank, size, int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
-    found = ", ".join(f"{name}={env[name]}" for name in needed if name in env)
-    raise MeshError(
-        f"{found} in the environment is no rank of a run: unset these for one process, or "
-        "start the ranks with torchrun --nproc_per_node N, which sets all"
-    )
-
-
-def find_store(timeout: timedelta) -> torch.distributed.Store:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT; without torchrun, rank 0 keeps it."""
-    if "RANK" not in os.environ:
-        return torch.distributed.HashStore()
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_agents or os.environ["RANK"] != "0":
-        await_listener(timeout)
-    store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
-    if is_agents:
-        # torchrun --max-restarts keeps its store, with the addresses of ranks that died, so each
-        # attempt uses its own prefix. Agents that joined later count fewer attempts: where hosts
-        # come and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each.
-        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        store = torch.distributed.PrefixStore(f"attempt {attempt}", store)
-    return store
-
-
-def await_listener(timeout: timedelta) -> None:
-    """Wait until the store listens. TCPStore would wait as well, and then print a stack."""
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    seconds = timeout.total_seconds()
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with suppress(OSError):
-            socket.create_connection(place, timeout=seconds).close()
-            return
-        time.sleep(0.2)
-    raise ConnectionError(
-        f"nobody listens at MASTER_ADDR:MASTER_PORT, {place[0]}:{place[1]}, after {seconds:g} s: "
-        "rank 0 or its torchrun is missing"
-    )
-
-
-def await_ranks(world: World, store: torch.distributed.Store, timeout: timedelta) -> None:
-    """Wait for all ranks, each with a few messages. Raises ConnectionError naming a missing one."""
-    store.set(f"joined {world.rank}", "")
-    if store.add("joined", 1) == world.size:
-        store.set("all joined", "")
-    deadline = time.monotonic() + timeout.total_seconds()
-    pause = 0.01
-    while not store.check(["all joined"]):  # not wait, which holds Ctrl-C back and logs
-        if time.monotonic() > deadline:
-            missing = [rank for rank in range(world.size) if not store.check([f"joined {rank}"])]
-            raise ConnectionError(
-                f"{len(missing)} of {world.size} ranks did not join within "
-                f"{timeout.total_seconds():g} s, first rank {missing[0]}"
-            )
-        time.sleep(pause)
-        pause = min(1.0, 1.5 * pause)  # thousands of ranks ask one store
-
-
-def set_device(name: str, local_rank: int, local_size: int) -> torch.device:
-    """Return this process's device and make it the current one; `auto` prefers GPUs."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
-    gpus = torch.cuda.device_count()
-    index = local_rank
-    if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        # srun --gpus-per-task=1 shows each process only its GPU; torchrun shows all GPUs to all.
-        index = 0
-    elif local_size > gpus:
-        raise MeshError(
-            f"{local_size} processes were started on this host, which has {gpus} GPUs: "
-            f"use --nproc_per_node {gpus}"
-        )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
-
-
-def join_group(world: World, store: torch.distributed.Store) -> None:
-    """Form torch's default group of all ranks, which meet in `store`."""
-    is_cuda = world.device.type == "cuda"
-    try:
-        torch.distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=world.timeout,
-            device_id=world.device if is_cuda else None,
-        )
-    except RuntimeError as error:
-        if not any(name in str(error) for name in ("Gloo connect", "Connect: ")):  # gloo, NCCL
-            raise
-        # gloo publishes the address that this host's name resolves to: on Debian, 127.0.1.1.
-        reason = str(error).splitlines()[-1].rpartition("] ")[2]
-        raise ConnectionError(
-            f"{socket.gethostname()} cannot connect to another rank: {reason}; set "
-            "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for NCCL) on each host to the name of the "
-            "network interface that the others reach (ip addr lists them)"
-        ) from None
-
-
-class RankError(RuntimeError):
-    """An error of another rank, whose class cannot be sent."""
-
-    exit_status = 1
-
-
-def on_all_ranks(
-    function: Callable, *arguments, group: torch.distributed.ProcessGroup | None = None
-) -> list:
-    """Call `function` on each rank; return the results of all ranks, by rank.
-
-    If a rank raises, all ranks raise, so that none waits: this rank its own exception, the other
-    ranks one of the same class with the same text. If several ranks raise, the first one counts.
-    """
-    result = error = sent = None
-    try:
-        result = function(*arguments)
-    except Exception as exception:
-        error = exception
-        sent = class_and_text(error)  # an exception may have arguments that cannot be sent
-    outcomes: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(outcomes, (result, sent), group=group)
-    for rank, (_, sent) in enumerate(outcomes):
-        if sent:
-            raise error if rank == torch.distributed.get_rank() else exception_of(*sent)
-    return [result for result, _ in outcomes]
-
-
-def class_and_text(error: Exception) -> tuple[type, str]:
-    if "<locals>" in type(error).__qualname__:  # other ranks cannot import the class
-        return RankError, f"{type(error).__name__}: {error}"
-    return type(error), str(error)
-
-
-def exception_of(error_class: type, text: str) -> Exception:
-    error = error_class.__new__(error_class)  # not called: it may take other arguments
-    error.args = (text,)
-    return error if str(error) == text else RankError(f"{error_class.__name__}: {text}")
-
-
-@contextmanager
-def raise_on_all_ranks() -> Iterator[None]:
-    """TEMPORARY"""
-    error = None
-    try:
-        yield
-    except Exception as exception:
-        error = exception
-
-    def raise_it():
-        if error:
-            raise error
-
-    on_all_ranks(raise_it)
-
-
-def on_rank0(function: Callable, *arguments):
-    """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
-    is_first = torch.distributed.get_rank() == 0
-    return on_all_ranks(function if is_first else lambda *_: None, *arguments)[0]
-
-
-# --------------------------------------------------------------------------------------------------
-# The mesh
 
 # tp is last, so that its ranks, which communicate most, are neighbours on a host. A new axis also
 # needs a size in mesh_shape and a place in `parallelize`; ranks that share a batch share a dp_rank.
@@ -330,6 +116,41 @@ def dp_rank(mesh: DeviceMesh) -> int:
     return replicate_rank * mesh["dp_shard"].size() + shard_rank
 
 
+def start(device: str = "cpu", timeout: timedelta = torch.distributed.default_pg_timeout) -> World:
+    """Join the process group of torchrun's ranks; without torchrun, form a group of this process.
+
+    `device`: cpu or cuda. runtime.launch.start also explains why ranks do not meet.
+    """
+    if "RANK" in os.environ:
+        store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    else:
+        store, rank, size = torch.distributed.HashStore(), 0, 1
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    place = torch.device(device, local_rank if device == "cuda" else None)
+    world = World(rank, size, local_rank, local_size, place, timeout, store.clone())
+    join_group(world, store)
+    return world
+
+
+def join_group(world: World, store: torch.distributed.Store) -> None:
+    """Form torch's default group of all ranks, which meet in `store`.
+
+    gloo carries CPU tensors and objects, nccl carries CUDA tensors.
+    """
+    is_cuda = world.device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(world.device)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=world.timeout,
+        device_id=world.device if is_cuda else None,
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # A model on the mesh
 
@@ -342,7 +163,7 @@ def parallelize(
     init: Callable[[str, Tensor], None] | None,
     dtype: torch.dtype = torch.float32,
     tp_plan: dict[str, ParallelStyle] | None = None,
-    fsdp_units: list[list[nn.Module]] = (),
+    fsdp_units: Sequence[list[nn.Module]] = (),
     reshard_after_forward: bool = True,
     keep_gradients: bool = False,
 ) -> nn.Module:
@@ -382,15 +203,18 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
     """Choose whether the backward of this micro-batch averages gradients over ranks.
 
     A context around forward *and* backward, since DDP decides at forward. `is_last` marks the last
-    micro-batch of a step. Modes:
+    micro-batch of a step. Modes, and what FSDP does in backward:
 
-    batch: after the last micro-batch. Until then gradients accumulate on each rank, under DDP in
-        its buckets (see `keep_gradients`), under FSDP unsharded in float32: 4 bytes x all
-        parameters.
-    micro_batch: after every micro-batch. Gradients stay sharded, 4 bytes x parameters / dp_shard,
-        at grad_accum_steps times the traffic.
-    shard, for hsdp: reduce_scatter over dp_shard, where links are fast, after every micro-batch,
-        all_reduce over dp_replicate after the last: the memory of micro_batch and, between hosts,
+                       a micro-batch before the last    the last
+        batch          -                                reduce_scatter, all_reduce
+        micro_batch    reduce_scatter, all_reduce       reduce_scatter, all_reduce
+        shard          reduce_scatter                   reduce_scatter, all_reduce
+
+    batch: until the last micro-batch, gradients accumulate on each rank, under DDP in its buckets
+        (see `keep_gradients`), under FSDP unsharded in float32: 4 bytes x all parameters.
+    micro_batch: gradients stay sharded, 4 bytes x parameters / dp_shard, at grad_accum_steps times
+        the traffic.
+    shard, for hsdp: links are fast within dp_shard; the memory of micro_batch and, between hosts,
         the traffic of batch.
     """
     if isinstance(model, DistributedDataParallel) and mode == "batch" and not is_last:
@@ -421,7 +245,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Mo
     )
 
 
-def settle_buckets(model: DistributedDataParallel, *inputs: Tensor) -> None:
+def warm_up_buckets(model: DistributedDataParallel, *inputs: Tensor) -> None:
     """Make DDP choose its final buckets now, by a forward and backward pass without effect.
 
     DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived.
@@ -437,7 +261,7 @@ def shard(
     model: nn.Module,
     mesh: DeviceMesh,
     dtype: torch.dtype,
-    units: list[list[nn.Module]],
+    units: Sequence[list[nn.Module]],
     reshard_after_forward: bool,
 ) -> None:
     """Apply FSDP to each unit, then to the rest of the model."""
@@ -480,3 +304,95 @@ def materialize(
             tensor.copy_(
                 distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
             )
+
+
+# --------------------------------------------------------------------------------------------------
+# An exception on one rank
+
+
+class RankError(RuntimeError):
+    """An exception of another rank, of a class that this rank cannot find or make."""
+
+    exit_status = 1
+
+
+@contextmanager
+def raise_on_all_ranks(group: torch.distributed.ProcessGroup | None = None) -> Iterator[None]:
+    """A context that raises on all ranks of the group if its block raises on one: see on_all_ranks.
+
+    The end of the context is a collective.
+    """
+    error = None
+    try:
+        yield
+    except Exception as exception:
+        error = exception
+    errors = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(errors, error and class_and_text(error), group)
+    raise_first(errors, error, group)
+
+
+def on_all_ranks(
+    function: Callable, *arguments, group: torch.distributed.ProcessGroup | None = None
+) -> list:
+    """Call `function` on each rank of the group; return the results of all ranks, by rank.
+
+    If a rank raises, or its result cannot be pickled, all ranks raise, so that none waits: the
+    first rank that failed its own exception, the other ranks one of the same class and text.
+    """
+    error = None
+    outcomes = [None] * torch.distributed.get_world_size(group)
+    try:
+        torch.distributed.all_gather_object(outcomes, (function(*arguments), None), group)
+    except Exception as exception:  # nothing was sent: the result is pickled first
+        error = exception
+        torch.distributed.all_gather_object(outcomes, (None, class_and_text(error)), group)
+    raise_first([sent for _, sent in outcomes], error, group)
+    return [result for result, _ in outcomes]
+
+
+def on_rank0(function: Callable, *arguments):
+    """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
+    outcome = [None, None]  # the result; the class and the text of the exception
+    is_rank0 = torch.distributed.get_rank() == 0
+    try:
+        if is_rank0:
+            outcome[0] = function(*arguments)
+        torch.distributed.broadcast_object_list(outcome)
+    except Exception as error:  # nothing was sent: the result is pickled first
+        if is_rank0:
+            torch.distributed.broadcast_object_list([None, class_and_text(error)])
+        raise
+    result, sent = outcome
+    if sent:
+        raise exception_of(*sent)
+    return result
+
+
+def raise_first(
+    errors: list[tuple | None],
+    own: Exception | None,
+    group: torch.distributed.ProcessGroup | None,
+) -> None:
+    """Raise the first exception of `errors`, which has each rank's `class_and_text`; or return."""
+    for rank, sent in enumerate(errors):
+        if sent and rank == torch.distributed.get_rank(group):
+            raise own
+        if sent:
+            raise exception_of(*sent) from own
+
+
+def class_and_text(error: Exception) -> tuple[str, str, str]:
+    """Return the module and name of the exception's class, and its text: all can be sent."""
+    return type(error).__module__, type(error).__qualname__, str(error)
+
+
+def exception_of(module: str, name: str, text: str) -> Exception:
+    """Return an exception of this class and text, or a RankError if that is not possible."""
+    with suppress(Exception):
+        error_class = pkgutil.resolve_name(f"{module}:{name}")
+        error = error_class.__new__(error_class)  # not called: it may take other arguments
+        error.args = (text,)
+        if str(error) == text:
+            return error
+    return RankError(f"{name.rpartition('.')[2]}: {text}")

@@ -291,7 +291,7 @@ def place(
     """Place the model on the mesh; return the module to call.
 
     `init_weights` False: weights get memory, but no values, as a rehearsal needs them.
-    Under ddp this runs one forward and backward pass: see dist.settle_buckets.
+    Under ddp this runs one forward and backward pass: see dist.warm_up_buckets.
     """
     if run.activation_checkpointing != "none":
         checkpoint_activations(model.blocks, run.activation_checkpointing)
@@ -317,7 +317,7 @@ def place(
     if isinstance(forward, DistributedDataParallel) and not run.eval_only:
         shape = (run.micro_batch_size, run.seq_len + 1)  # as in train_step
         tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
-        dist.settle_buckets(forward, tokens[:, :-1], tokens[:, 1:])
+        dist.warm_up_buckets(forward, tokens[:, :-1], tokens[:, 1:])
     return forward
 
 

@@ -18,7 +18,7 @@ import checkpoint
 import data
 import dist
 from model import ModelConfig, Transformer, eval_mode
-from runtime import cli, run_folder
+from runtime import cli, launch, run_folder
 from runtime.machine import keep_freed_memory
 from runtime.preflight import read_model
 from text import tokenizer
@@ -235,7 +235,7 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
 def main(argv: list[str]) -> int:
     def command() -> None:
         args = build_parser().parse_args(argv)
-        device = dist.start(args.device).device
+        device = launch.start(args.device).device
         if device.type == "cpu":
             keep_freed_memory()  # each token takes the same activations
         try:

@@ -12,6 +12,7 @@ Read `command`, `train` and `train_step`. What they call, by question:
     a checkpoint of one mesh on another        checkpoint.load_state
     a row of the log, without a host sync      metrics.StepMeter: send_row, compute_row
     a flag, and what follows from it           config.Config, layout.resolve
+    how the ranks meet                         runtime.launch.start
     a rank that dies or hangs                  runtime.watchdog.Watchdog
 """
 
@@ -51,11 +52,12 @@ import optim
 from layout import Run
 from metrics import is_due
 from model import Transformer, eval_mode
-from runtime import agreement, cli, console, preflight, profiling, run_folder, slurm, startup_lines
+from runtime import agreement, cli, console, launch, preflight, run_folder, startup_lines
 from runtime.machine import check_bfloat16, keep_freed_memory, read_machine
 from runtime.preflight import Origin
+from runtime.profiling import Profiler
 from runtime.saver import Saver
-from runtime.watchdog import SLOW_FACTOR, Watchdog, end_with_launcher, take_over_nccl_errors
+from runtime.watchdog import SLOW_FACTOR, Watchdog
 from sample import closing_sample
 
 # --------------------------------------------------------------------------------------------------
@@ -68,9 +70,8 @@ def command(argv: list[str]) -> int:
     timeout = config.flag_value(flags, "timeout")
     # Collectives get longer, since a rank may wait in one while another compiles or saves.
     collective_timeout = timedelta(seconds=SLOW_FACTOR * timeout)
-    take_over_nccl_errors(collective_timeout)
     device = config.flag_value(flags, "device")
-    world = dist.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
+    world = launch.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
     # A rank that dies or hangs ends all ranks. torchrun --max-restarts or a scheduler starts them
     # again, and they continue from the last checkpoint.
     watchdog = Watchdog(world.store, world.rank, world.size, timeout)
@@ -168,7 +169,7 @@ def train(
     if run.profile:
         window = config.profile_window(run.profile)
         in_flight = [stop_request, saver]
-        profiler = profiling.Profiler(window, out / "profile", mesh, log.say, in_flight).step
+        profiler = Profiler(window, out / "profile", mesh, log.say, in_flight).step
 
     if world.device.type == "cpu":
         keep_freed_memory()
@@ -489,8 +490,7 @@ def report_stop(run: Run, step: int, log: metrics.Log) -> int:
 
 
 def main(argv: list[str]) -> int:
-    slurm.read_slurm()
-    end_with_launcher()
+    launch.read_slurm()
     return cli.execute("train.py", command, argv)
 
 

@@ -18,11 +18,9 @@ the rank has ended, the other ranks find it silent.
 """
 
 import atexit
-import ctypes
 import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -226,30 +224,3 @@ def end_process_soon() -> None:
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=nowhere)
-
-
-def take_over_nccl_errors(timeout: timedelta) -> None:
-    """Leave it to the Watchdog to end ranks when NCCL fails. Call it before the group is formed.
-
-    `timeout` is that of collectives.
-    """
-    os.environ |= {
-        # NCCL's own watchdog would end a rank before ours knows whom to blame; 0: it only logs.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        # Its monitor would end all, through a key that the next attempt finds in torchrun's store.
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        # A CUDA error would call std::terminate on NCCL's thread before the main thread raises it.
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    }
-    # The monitor is left one task, which needs no GIL: ending a process that hangs in CUDA.
-    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
-
-
-def end_with_launcher() -> None:
-    """Have Linux kill this rank when torchrun or srun, which started it, has gone.
-
-    A process that a shell started may outlive the shell.
-    """
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
-    if is_launched and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

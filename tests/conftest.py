@@ -89,6 +89,12 @@ def end_process(process: subprocess.Popen | BaseProcess) -> None:
             process.kill()
 
 
+def is_running(pid: int) -> bool:
+    """Whether the process exists, and is no zombie whose parent has not read its status yet."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and ") Z " not in status.read_text()
+
+
 def end_with_pytest() -> None:
     """Make this new process end with its parent, and handle signals as under a terminal.
 

@@ -26,7 +26,7 @@ from test_house import MODULES, imported_modules
 import checkpoint
 import dist
 from config import parse
-from runtime import preflight
+from runtime import launch, preflight
 from runtime.saver import Saver
 from tools.checkpoint import consolidate
 
@@ -89,7 +89,7 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, com
 def find_damage_on_two_hosts(argv: list[str]) -> str:
     """The error of a start on two hosts of one rank each."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    world = dist.start("cpu")
+    world = launch.start("cpu")
     try:
         path = preflight.find_origin(parse(argv), world).path
     except checkpoint.CheckpointError as error:

@@ -1,13 +1,12 @@
-"""The process group, mesh shapes and the choice of a strategy."""
+"""The mesh, a model on the mesh, the choice of a strategy, and an exception on one rank."""
 
 import math
-import resource
+import threading
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
-from conftest import build_run, flags, free_port, listen, resolve
+from conftest import build_run, flags, resolve
 
 import dist
 import layout
@@ -37,58 +36,6 @@ def test_a_mesh_that_does_not_multiply_is_refused_with_its_product():
         dist.mesh_shape("ddp", 4, 4, 2, 2)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        "WORLD_SIZE=2",
-        "RANK=0, WORLD_SIZE=1, MASTER_PORT=b, MASTER_ADDR=a",
-        "RANK=2, WORLD_SIZE=2, MASTER_PORT=1, MASTER_ADDR=a",
-    ],
-)
-def test_variables_that_are_incomplete_are_refused_at_once(monkeypatch, tokens, variables):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # of a rank other than 0
-    for variable in variables.split(", "):
-        monkeypatch.setenv(*variable.split("="))
-    status, out, err = listen(flags(f"--data {tokens} --max_steps 1"))
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert f": {variables} in the environment is no rank of a run: unset these" in err
-
-
-def test_ranks_that_do_not_join_are_named(monkeypatch):
-    store, timeout = torch.distributed.HashStore(), timedelta(minutes=20)
-    world = dist.World(1, 4, 1, 4, torch.device("cpu"), timeout, store)
-    store.set("joined 0", "")
-    store.add("joined", 1)
-    line = "^2 of 4 ranks did not join within 0.5 s, first rank 2$"
-    with pytest.raises(ConnectionError, match=line):
-        dist.await_ranks(world, store, timedelta(seconds=0.5))
-    port = free_port()
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
-    line = f"nobody listens at MASTER_ADDR:MASTER_PORT, 127.0.0.1:{port}, after 0.5 s: rank 0"
-    with pytest.raises(ConnectionError, match=line):
-        dist.start("cpu", timeout, join_timeout=timedelta(seconds=0.5))
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConnectionError, match="the ranks do not meet: Timed out .* 1/2 clients"):
-        dist.start("cpu", timeout, join_timeout=timedelta(seconds=1))
-
-
-def test_a_missing_rank_is_named_in_each_attempt(monkeypatch):
-    """In torchrun's store, which also has what the attempt before has left."""
-    port = free_port()
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job"}
-    for attempt in range(2):
-        for name, value in (variables | {"TORCHELASTIC_RESTART_COUNT": attempt}).items():
-            monkeypatch.setenv(name, str(value))
-        line = "^1 of 2 ranks did not join within 0.5 s, first rank 1$"
-        with pytest.raises(ConnectionError, match=line):
-            dist.start("cpu", timedelta(seconds=5), join_timeout=timedelta(seconds=0.5))
-    assert store.port == port  # it was there until here
-
-
 def place_on_mesh(shape: tuple[int, int, int], device: str = "cpu") -> tuple[int, list[tuple]]:
     """The dp_rank, and (members, timeout, description) of this rank's group on each axis."""
     world = dist.start(device, timedelta(seconds=77))
@@ -100,6 +47,7 @@ def place_on_mesh(shape: tuple[int, int, int], device: str = "cpu") -> tuple[int
         timeout = group._get_backend(world.device).options._timeout
         members = torch.distributed.get_process_group_ranks(group)
         found.append((members, timeout.total_seconds(), group.group_desc))
+    dist.on_all_ranks(int)  # no rank leaves while another one connects
     return dist.dp_rank(mesh), found
 
 
@@ -140,53 +88,7 @@ def test_rotations_stay_in_float32_in_a_bfloat16_run(pool, tokens, tmp_path):
     assert pool(2, dtype_of_rotations, flags(text)) == [torch.float32] * 2
 
 
-@pytest.fixture
-def see_gpus(monkeypatch):
-    """see_gpus(n): this process sees n GPUs."""
-
-    def see(count: int) -> None:
-        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-
-    return see
-
-
-def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(see_gpus, monkeypatch):
-    see_gpus(8)
-    assert dist.set_device("auto", local_rank=3, local_size=8) == torch.device("cuda", 3)
-    see_gpus(4)
-    with pytest.raises(dist.MeshError, match="8 processes .* 4 GPUs: use --nproc_per_node 4"):
-        dist.set_device("auto", local_rank=0, local_size=8)
-    see_gpus(1)  # srun --gpus-per-task=1
-    assert dist.set_device("auto", local_rank=3, local_size=8) == torch.device("cuda", 0)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")  # torchrun shows the same GPUs to all ranks
-    with pytest.raises(dist.MeshError, match="8 processes .* 1 GPUs: use --nproc_per_node 1"):
-        dist.set_device("auto", local_rank=0, local_size=8)
-
-
-def test_ranks_that_do_not_reach_each_other_name_the_interface():
-    reason = "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:42420$1"
-    error = RuntimeError(f"Gloo connectFullMesh failed with [/gloo/tcp/pair.cc:152] {reason}")
-    world = dist.World(0, 2, 0, 1, torch.device("cpu"), timedelta(seconds=9), mock.Mock())
-    refused = pytest.raises(ConnectionError, match="set GLOO_SOCKET_IFNAME .NCCL_SOCKET_IFNAME")
-    with mock.patch("torch.distributed.init_process_group", side_effect=error), refused as said:
-        dist.join_group(world, mock.Mock())
-    assert f"cannot connect to another rank: {reason}; " in str(said.value)
-
-
-def open_file_limits() -> list[int]:
-    """The soft limit before and after a start, and the hard one, where it begins low."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    dist.start("cpu")
-    return [*resource.getrlimit(resource.RLIMIT_NOFILE), hard]
-
-
-def test_a_rank_may_open_as_many_files_as_the_system_grants(pool):
-    ((soft, hard, hard_before),) = pool(1, open_file_limits)
-    assert soft == hard == hard_before
+FULL = "this disk is full"
 
 
 class TwoArguments(ValueError):
@@ -194,45 +96,101 @@ class TwoArguments(ValueError):
         super().__init__(f"this {disk} is {problem}")
 
 
-def fail_on_rank_1(kind: str) -> tuple[str, str]:
-    """The class and the text of the error on this rank, or what it returned."""
+class FromAttribute(ValueError):
+    def __str__(self) -> str:
+        return self.reason
+
+
+def outcome(how: str, kinds: str) -> tuple[str, str]:
+    """The class and the text of what this rank raises or returns, where `work` ends as `kinds`."""
 
     class Local(Exception):
         pass
 
     world = dist.start("cpu", timedelta(seconds=9))
-    text = "this disk is full"
-    errors = {"system": OSError(text), "two": TwoArguments("disk", "full")}
-    errors |= {"local": Local(text), "key": KeyError(text)}
+    endings = {"fine": f"done on {world.rank}", "lock": threading.Lock(), "system": OSError(FULL)}
+    endings |= {"two": TwoArguments("disk", "full"), "key": KeyError(FULL), "local": Local(FULL)}
+    endings["attribute"] = FromAttribute()
+    endings["attribute"].reason = FULL
 
-    def work() -> str:
-        if world.rank == 1 and kind in errors:
-            raise errors[kind]
-        return f"done on {world.rank}"
+    def work():
+        ending = endings[kinds.split()[world.rank]]
+        if isinstance(ending, Exception):
+            raise ending
+        return ending
 
     try:
-        return "", dist.on_all_ranks(work)[world.rank]
+        if how == "on_all_ranks":
+            result = dist.on_all_ranks(work)[world.rank]
+        elif how == "on_rank0":
+            result = dist.on_rank0(work)
+        else:
+            with dist.raise_on_all_ranks():
+                result = work()
     except Exception as error:
-        return type(error).__name__, str(error)
+        result = error
+    return type(result).__name__, str(result).partition(" at 0x")[0]
+
+
+LOCAL = ("Local", FULL), ("RankError", f"Local: {FULL}")
+LOCK = ("TypeError", "cannot pickle '_thread.lock' object")
 
 
 @pytest.mark.parametrize(
-    "kind, on_rank_1, on_rank_0",
+    "how, kinds, on_rank_0, on_rank_1",
     [
-        ("system", ("OSError", "this disk is full"), ("OSError", "this disk is full")),
-        ("two", ("TwoArguments", "this disk is full"), ("TwoArguments", "this disk is full")),
-        ("local", ("Local", "this disk is full"), ("RankError", "Local: this disk is full")),
+        ("on_all_ranks", "fine fine", ("str", "done on 0"), ("str", "done on 1")),
+        ("on_all_ranks", "fine system", ("OSError", FULL), ("OSError", FULL)),
+        ("on_all_ranks", "fine two", ("TwoArguments", FULL), ("TwoArguments", FULL)),
         (
-            "key",
-            ("KeyError", "'this disk is full'"),
-            ("RankError", "KeyError: 'this disk is full'"),
+            "on_all_ranks",
+            "fine key",
+            ("RankError", f"KeyError: '{FULL}'"),
+            ("KeyError", f"'{FULL}'"),
         ),
-        ("none", ("", "done on 1"), ("", "done on 0")),
+        (
+            "on_all_ranks",
+            "fine attribute",
+            ("RankError", f"FromAttribute: {FULL}"),
+            ("FromAttribute", FULL),
+        ),
+        ("on_all_ranks", "local system", *LOCAL),
+        ("on_all_ranks", "fine lock", LOCK, LOCK),
+        ("on_rank0", "fine local", ("str", "done on 0"), ("str", "done on 0")),
+        ("on_rank0", "local fine", *LOCAL),
+        ("on_rank0", "lock fine", LOCK, LOCK),
+        (
+            "raise_on_all_ranks",
+            "fine lock",
+            ("str", "done on 0"),
+            ("lock", "<unlocked _thread.lock object"),
+        ),
+        ("raise_on_all_ranks", "fine local", *reversed(LOCAL)),
+        ("raise_on_all_ranks", "local system", *LOCAL),
     ],
 )
-def test_an_error_on_one_rank_is_raised_on_all(pool, kind, on_rank_1, on_rank_0):
-    """Whatever its class, and with its text."""
-    assert pool(2, fail_on_rank_1, kind) == [on_rank_0, on_rank_1]
+def test_an_error_on_one_rank_is_raised_on_all(pool, how, kinds, on_rank_0, on_rank_1):
+    """With its text, within seconds, although it or a result cannot be pickled."""
+    assert pool(2, outcome, how, kinds, timeout=8) == [on_rank_0, on_rank_1]
+
+
+def fail_in_a_group() -> list:
+    """What ranks 1 and 2 tell each other in a group of their own, in which rank 2 then fails."""
+    rank = dist.start("cpu", timedelta(seconds=9)).rank
+    group = torch.distributed.new_group([1, 2])
+    found = []
+    if rank > 0:
+        found = dist.on_all_ranks(lambda: rank, group=group)
+        try:
+            dist.on_all_ranks(lambda: 1 // (2 - rank), group=group)
+        except ZeroDivisionError as error:
+            found.append(str(error))
+    return dist.on_all_ranks(lambda: found)[rank]  # no rank leaves while another one connects
+
+
+def test_a_group_that_is_not_the_world_knows_its_ranks(pool):
+    error = "integer division or modulo by zero"
+    assert pool(3, fail_in_a_group) == [[], [1, 2, error], [1, 2, error]]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from conftest import TRAIN, Job, flags, free_port, listen, rows
-from test_slurm import slurm_task
+from test_launch import slurm_task
 
 from runtime import run_folder
 

@@ -1,4 +1,4 @@
-"""The variables of srun, and examples/slurm.sh under a real Slurm: two nodes on this machine."""
+"""examples/slurm.sh, alone and under a real Slurm: two nodes on this machine."""
 
 import contextlib
 import os
@@ -11,57 +11,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from conftest import ROOT, assert_same, call_train, flags, free_port, newest_step, rows, wait_until
-
-from runtime.slurm import read_slurm
-
-
-def slurm_task(rank: int, **more: str) -> dict[str, str]:
-    """The variables of srun's task `rank` of 4 on two hosts."""
-    return {
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_LOCALID": str(rank % 2),
-        "SLURM_NODEID": str(rank // 2),
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-        "SLURM_JOB_ID": "123456",
-        **more,
-    }
-
-
-@pytest.mark.parametrize(
-    "hosts, tasks, node, address, local_size",
-    [
-        ("gpu[07-09,12]", "8(x3),4", 3, "gpu07", "4"),
-        ("rack[1-2]node[3-4],login", "8(x4)", 3, "rack1node3", "8"),
-    ],
-)
-def test_the_lists_of_slurm(hosts, tasks, node, address, local_size):
-    more = {"SLURM_STEP_NODELIST": hosts, "SLURM_STEP_TASKS_PER_NODE": tasks}
-    variables = slurm_task(3, **more, SLURM_NODEID=str(node))
-    expected = {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": "23456",
-    }
-    with mock.patch.dict(os.environ, variables):
-        for name in expected:
-            os.environ.pop(name, None)
-        read_slurm()
-        assert {name: os.environ[name] for name in expected} == expected
-        os.environ |= {"RANK": "7", "MASTER_ADDR": "a"}  # torchrun's own numbers
-        read_slurm()
-        assert os.environ["RANK"] == "7" and os.environ["MASTER_ADDR"] == "a"
-
-
-# --------------------------------------------------------------------------------------------------
-# A real Slurm
 
 SCRIPT = ROOT / "examples/slurm.sh"
 # Slurm names the first host of a job, and the ranks meet there: its name must have an address.

@@ -16,17 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags, fork_ranks, start_process, wait_until
+from conftest import flags, fork_ranks, is_running, start_process, wait_until
 
 import data
 import train
 from runtime import watchdog
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists, and is no zombie whose parent has not read its status yet."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and ") Z " not in status.read_text()
 
 
 def train_without_batch_40(argv: list[str], folder: Path, fate: str) -> int:
@@ -102,34 +96,6 @@ def test_the_line_is_printed_whichever_thread_reads_first(tmp_path):
     process.join(30)
     assert process.exitcode == 1
     assert "error: rank 1 stopped or died" in (tmp_path / "said").read_text()
-
-
-def wait_for_the_end(folder: Path) -> None:
-    watchdog.end_with_launcher()
-    (folder / str(os.getpid())).touch()
-    time.sleep(1000)
-
-
-def launch_two(folder: Path) -> None:
-    """Start a rank as torchrun does, and another process as a shell does; then die."""
-    for environment in ({"TORCHELASTIC_RUN_ID": "1"}, {}):
-        with mock.patch.dict(os.environ, environment):
-            FORK.Process(target=wait_for_the_end, args=[folder]).start()
-    wait_until(lambda: len(list(folder.iterdir())) == 2, 20)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_ranks_end_when_their_launcher_has_gone_but_may_outlive_a_shell(tmp_path):
-    launcher = FORK.Process(target=launch_two, args=[tmp_path])
-    launcher.start()
-    launcher.join()
-    rank, other = sorted(int(path.name) for path in tmp_path.iterdir())
-    try:
-        wait_until(lambda: not is_running(rank), 10)
-        assert is_running(other)
-    finally:
-        for pid in filter(is_running, (rank, other)):
-            os.kill(pid, signal.SIGKILL)
 
 
 def start_and_wait(folder: Path) -> None:

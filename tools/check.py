@@ -50,7 +50,7 @@ import metrics
 import optim
 import train
 from layout import Run
-from runtime import agreement, cli, preflight, slurm, watchdog
+from runtime import agreement, cli, launch, preflight, watchdog
 from runtime.machine import Machine, read_machine
 from runtime.preflight import NEW_RUN
 from runtime.watchdog import Watchdog
@@ -491,7 +491,8 @@ def check_ranks(argv: list[str]) -> int:
     options, flags = parse(argv)
     timeout = config.flag_value(flags, "timeout")
     device = config.flag_value(flags, "device")
-    world = dist.start(device, timedelta(seconds=watchdog.SLOW_FACTOR * timeout))
+    collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * timeout)
+    world = launch.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
     with Watchdog(world.store, world.rank, world.size, timeout) as guard:
         guard.progress(0, "in the check", slow=True)
         ranks = Ranks(flags, options.out, world, guard)
@@ -536,7 +537,7 @@ def write_json(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
 
 
 def main(argv: list[str]) -> int:
-    slurm.read_slurm()
+    launch.read_slurm()
     return cli.execute("tools.check", check_ranks, argv)
 
 

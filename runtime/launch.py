@@ -1,0 +1,224 @@
+"""From a launcher's variables to a process group.
+
+torchrun, or srun in words of its own, tells each process its rank and where the ranks meet. `start`
+reads the variables, finds a device, prepares the process, waits at MASTER_ADDR:MASTER_PORT for all
+ranks, and forms torch's process group. What a user can fix ends in one line, within the time that
+ranks have to join.
+"""
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed
+
+import dist
+
+
+def read_slurm() -> None:
+    """Translate srun's variables to torchrun's, in a task that srun started directly.
+
+    The ranks meet on the first host of the job step, at a port derived from the job id.
+    MASTER_ADDR and MASTER_PORT override both.
+    """
+    env = os.environ
+    if "RANK" in env or "SLURM_STEP_NUM_TASKS" not in env:
+        return
+    tasks = []  # of each host: "4(x2),3" is [4, 4, 3]
+    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"]):
+        tasks += [count] * int(repeats or 1)
+    # "rack[1-2]n[07-09,12]-ib,login" begins with rack1n07-ib
+    hosts = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"])
+    env |= dict(
+        RANK=env["SLURM_PROCID"],
+        WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
+        LOCAL_RANK=env["SLURM_LOCALID"],
+        LOCAL_WORLD_SIZE=tasks[int(env["SLURM_NODEID"])],
+    )
+    env.setdefault("MASTER_ADDR", hosts.partition(",")[0])
+    env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))
+
+
+def start(
+    device: str = "auto",
+    timeout: timedelta = torch.distributed.default_pg_timeout,
+    join_timeout: timedelta | None = None,
+) -> dist.World:
+    """Join the process group that torchrun's variables describe, or form one of a single process.
+
+    There is always a group, so that no code needs a second case for one process. `timeout` applies
+    to collectives, `join_timeout` (default: the same) to the meeting of the ranks. Raises MeshError
+    if the variables are incomplete or there are too few devices, ConnectionError if ranks are
+    missing or cannot connect.
+    """
+    rank, size, local_rank, local_size = read_variables()
+    local_device = find_device(device, local_rank, local_size)
+    end_with_launcher()
+    raise_file_limit()
+    take_over_nccl_errors(timeout)
+    join_timeout = join_timeout or timeout
+    try:
+        store = find_store(join_timeout)
+        # Cloned now: later, rank 0 and its store might be gone.
+        world = dist.World(rank, size, local_rank, local_size, local_device, timeout, store.clone())
+        await_ranks(world, store, join_timeout)
+        connect_ranks(world, store)
+    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConnectionError(f"the ranks do not meet: {reason}") from None
+    return world
+
+
+def read_variables() -> tuple[int, int, int, int]:
+    """Return rank, world size, local rank and local size. Raises MeshError.
+
+    Checks all variables before this process waits for ranks that do not exist.
+    """
+    env = os.environ
+    if "RANK" not in env and env.get("WORLD_SIZE", "1") == "1":  # as some schedulers leave it
+        return 0, 1, 0, 1
+    needed = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    with suppress(KeyError, ValueError):
+        rank, size, port = (int(env[name]) for name in needed[:3])
+        if 0 <= rank < size and 0 <= port < 2**16 and env["MASTER_ADDR"]:
+            return rank, size, int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    found = ", ".join(f"{name}={env[name]}" for name in needed if name in env)
+    raise dist.MeshError(
+        f"{found} in the environment is no rank of a run: unset these for one process, or "
+        "start the ranks with torchrun --nproc_per_node N, which sets all"
+    )
+
+
+def find_device(name: str, local_rank: int, local_size: int) -> torch.device:
+    """Return this process's device; `auto` prefers GPUs. Raises MeshError."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise dist.MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        # srun --gpus-per-task=1 shows each process only its GPU; torchrun shows all GPUs to all.
+        return torch.device("cuda", 0)
+    if local_size > gpus:
+        raise dist.MeshError(
+            f"{local_size} processes were started on this host, which has {gpus} GPUs: "
+            f"use --nproc_per_node {gpus}"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def end_with_launcher() -> None:
+    """Have Linux kill this rank when torchrun or srun, which started it, has gone.
+
+    A process that a shell started may outlive the shell.
+    """
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
+    if is_launched and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system grants.
+
+    gloo connects each rank of a group to every other rank: three groups of the whole world take
+    3 x (N - 1) sockets, and the usual limit of 1,024 is reached at about 340 ranks.
+    """
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+
+
+def take_over_nccl_errors(timeout: timedelta) -> None:
+    """Leave it to the Watchdog to end ranks when NCCL fails. Call it before the group is formed.
+
+    `timeout` applies to collectives.
+    """
+    os.environ |= {
+        # NCCL's own watchdog would end a rank before ours knows whom to blame; 0: it only logs.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        # Its monitor would end all, through a key that the next attempt finds in torchrun's store.
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        # A CUDA error would call std::terminate on NCCL's thread before the main thread raises it.
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    }
+    # The monitor is left one task, which needs no GIL: ending a process that hangs in CUDA.
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
+
+
+def find_store(timeout: timedelta) -> torch.distributed.Store:
+    """Connect to the store at MASTER_ADDR:MASTER_PORT; without torchrun, rank 0 keeps it."""
+    env = os.environ
+    if "RANK" not in env:
+        return torch.distributed.HashStore()
+    is_agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = env["RANK"] == "0" and not is_agents
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    if not is_server:
+        await_listener(host, port, timeout)
+    # rendezvous("env://") would make rank 0 wait for all clients, and count the missing ones
+    # instead of naming them.
+    store = torch.distributed.TCPStore(
+        host, port, is_master=is_server, timeout=timeout, wait_for_workers=False
+    )
+    if is_agents:
+        # torchrun --max-restarts keeps its store, with the addresses of ranks that died, so each
+        # attempt uses its own prefix. Agents that joined later count fewer attempts: where hosts
+        # come and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each.
+        store = torch.distributed.PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", store)
+    return store
+
+
+def await_listener(host: str, port: int, timeout: timedelta) -> None:
+    """Wait until the store listens. TCPStore would wait twice as long, and print a C++ stack."""
+    seconds = timeout.total_seconds()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            socket.create_connection((host, port), timeout=seconds).close()
+            return
+        time.sleep(0.2)
+    raise ConnectionError(
+        f"nobody listens at MASTER_ADDR:MASTER_PORT, {host}:{port}, after {seconds:g} s: "
+        "rank 0 or its torchrun is missing"
+    )
+
+
+def await_ranks(world: dist.World, store: torch.distributed.Store, timeout: timedelta) -> None:
+    """Wait for all ranks, each with a few messages. Raises ConnectionError naming a missing one."""
+    store.set(f"joined {world.rank}", "")
+    store.add("joined", 1)
+    deadline = time.monotonic() + timeout.total_seconds()
+    pause = 0.01
+    while store.add("joined", 0) < world.size:  # not wait, which holds Ctrl-C back and logs
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(world.size) if not store.check([f"joined {rank}"])]
+            raise ConnectionError(
+                f"{len(missing)} of {world.size} ranks did not join within "
+                f"{timeout.total_seconds():g} s, first rank {missing[0]}"
+            )
+        time.sleep(pause)
+        pause = min(1.0, 1.5 * pause)  # thousands of ranks ask one store
+
+
+def connect_ranks(world: dist.World, store: torch.distributed.Store) -> None:
+    """Form the process group. Raises ConnectionError with what to set if ranks cannot connect."""
+    try:
+        dist.join_group(world, store)
+    except RuntimeError as error:
+        if not any(name in str(error) for name in ("Gloo connect", "Connect: ")):  # gloo, NCCL
+            raise
+        # gloo publishes the address that this host's name resolves to: on Debian, 127.0.1.1.
+        reason = str(error).splitlines()[-1].rpartition("] ")[2]
+        raise ConnectionError(
+            f"{socket.gethostname()} cannot connect to another rank: {reason}; set "
+            "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for NCCL) on each host to the name of the "
+            "network interface that the other hosts reach (ip addr lists them)"
+        ) from None

@@ -1,0 +1,202 @@
+"""From a launcher's variables to a process group."""
+
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import flags, free_port, is_running, listen, wait_until
+
+import dist
+from runtime import launch
+
+FORK = multiprocessing.get_context("fork")
+
+# --------------------------------------------------------------------------------------------------
+# The variables
+
+
+def slurm_task(rank: int, **more: str) -> dict[str, str]:
+    """The variables of srun's task `rank` of 4 on two hosts."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_NODEID": str(rank // 2),
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_JOB_ID": "123456",
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    "hosts, tasks, node, address, local_size",
+    [
+        ("gpu[07-09,12]", "8(x3),4", 3, "gpu07", "4"),
+        ("rack[1-2]node[3-4],login", "8(x4)", 3, "rack1node3", "8"),
+    ],
+)
+def test_the_lists_of_slurm(hosts, tasks, node, address, local_size):
+    more = {"SLURM_STEP_NODELIST": hosts, "SLURM_STEP_TASKS_PER_NODE": tasks}
+    variables = slurm_task(3, **more, SLURM_NODEID=str(node))
+    expected = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": "23456",
+    }
+    with mock.patch.dict(os.environ, variables):
+        for name in expected:
+            os.environ.pop(name, None)
+        launch.read_slurm()
+        assert {name: os.environ[name] for name in expected} == expected
+        os.environ |= {"RANK": "7", "MASTER_ADDR": "a"}  # torchrun's own numbers
+        launch.read_slurm()
+        assert os.environ["RANK"] == "7" and os.environ["MASTER_ADDR"] == "a"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        "WORLD_SIZE=2",
+        "RANK=0, WORLD_SIZE=1, MASTER_PORT=b, MASTER_ADDR=a",
+        "RANK=1, WORLD_SIZE=2, MASTER_PORT=65536, MASTER_ADDR=a",
+        "RANK=2, WORLD_SIZE=2, MASTER_PORT=1, MASTER_ADDR=a",
+    ],
+)
+def test_variables_that_are_incomplete_are_refused_at_once(monkeypatch, tokens, variables):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # of a rank other than 0
+    for variable in variables.split(", "):
+        monkeypatch.setenv(*variable.split("="))
+    status, out, err = listen(flags(f"--data {tokens} --max_steps 1"))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f": {variables} in the environment is no rank of a run: unset these" in err
+
+
+# --------------------------------------------------------------------------------------------------
+# This process
+
+
+@pytest.fixture
+def see_gpus(monkeypatch):
+    """see_gpus(n): this process sees n GPUs."""
+
+    def see(count: int) -> None:
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return see
+
+
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(see_gpus, monkeypatch):
+    see_gpus(8)
+    assert launch.find_device("auto", local_rank=3, local_size=8) == torch.device("cuda", 3)
+    see_gpus(4)
+    with pytest.raises(dist.MeshError, match="8 processes .* 4 GPUs: use --nproc_per_node 4"):
+        launch.find_device("auto", local_rank=0, local_size=8)
+    see_gpus(1)  # srun --gpus-per-task=1
+    assert launch.find_device("auto", local_rank=3, local_size=8) == torch.device("cuda", 0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")  # torchrun shows the same GPUs to all ranks
+    with pytest.raises(dist.MeshError, match="8 processes .* 1 GPUs: use --nproc_per_node 1"):
+        launch.find_device("auto", local_rank=0, local_size=8)
+
+
+def open_file_limits() -> list[int]:
+    """The soft limit before and after a start, and the hard one, where it begins low."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    launch.start("cpu")
+    return [*resource.getrlimit(resource.RLIMIT_NOFILE), hard]
+
+
+def test_a_rank_may_open_as_many_files_as_the_system_grants(pool):
+    ((soft, hard, hard_before),) = pool(1, open_file_limits)
+    assert soft == hard == hard_before
+
+
+def wait_for_the_end(folder: Path) -> None:
+    launch.end_with_launcher()
+    (folder / str(os.getpid())).touch()
+    time.sleep(1000)
+
+
+def launch_two(folder: Path) -> None:
+    """Start a rank as torchrun does, and another process as a shell does; then die."""
+    for environment in ({"TORCHELASTIC_RUN_ID": "1"}, {}):
+        with mock.patch.dict(os.environ, environment):
+            FORK.Process(target=wait_for_the_end, args=[folder]).start()
+    wait_until(lambda: len(list(folder.iterdir())) == 2, 20)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_ranks_end_when_their_launcher_has_gone_but_may_outlive_a_shell(tmp_path):
+    launcher = FORK.Process(target=launch_two, args=[tmp_path])
+    launcher.start()
+    launcher.join()
+    rank, other = sorted(int(path.name) for path in tmp_path.iterdir())
+    try:
+        wait_until(lambda: not is_running(rank), 10)
+        assert is_running(other)
+    finally:
+        for pid in filter(is_running, (rank, other)):
+            os.kill(pid, signal.SIGKILL)
+
+
+# --------------------------------------------------------------------------------------------------
+# The meeting of the ranks
+
+
+def test_ranks_that_do_not_join_are_named(monkeypatch):
+    store, timeout = torch.distributed.HashStore(), timedelta(minutes=20)
+    world = dist.World(1, 4, 1, 4, torch.device("cpu"), timeout, store)
+    store.set("joined 0", "")
+    store.add("joined", 1)
+    line = "^2 of 4 ranks did not join within 0.5 s, first rank 2$"
+    with pytest.raises(ConnectionError, match=line):
+        launch.await_ranks(world, store, timedelta(seconds=0.5))
+    port = free_port()
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    line = f"nobody listens at MASTER_ADDR:MASTER_PORT, 127.0.0.1:{port}, after 0.5 s: rank 0"
+    with pytest.raises(ConnectionError, match=line):
+        launch.start("cpu", timeout, join_timeout=timedelta(seconds=0.5))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(
+        ConnectionError, match="^1 of 2 ranks did not join within 1 s, first rank 1$"
+    ):
+        launch.start("cpu", timeout, join_timeout=timedelta(seconds=1))
+
+
+def test_a_missing_rank_is_named_in_each_attempt(monkeypatch):
+    """In torchrun's store, which also has what the attempt before has left."""
+    port = free_port()
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for attempt in range(2):
+        for name, value in (variables | {"TORCHELASTIC_RESTART_COUNT": attempt}).items():
+            monkeypatch.setenv(name, str(value))
+        line = "^1 of 2 ranks did not join within 0.5 s, first rank 1$"
+        with pytest.raises(ConnectionError, match=line):
+            launch.start("cpu", timedelta(seconds=5), join_timeout=timedelta(seconds=0.5))
+    assert store.port == port  # it was there until here
+
+
+def test_ranks_that_do_not_reach_each_other_name_the_interface():
+    reason = "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:42420$1"
+    error = RuntimeError(f"Gloo connectFullMesh failed with [/gloo/tcp/pair.cc:152] {reason}")
+    world = dist.World(0, 2, 0, 1, torch.device("cpu"), timedelta(seconds=9), mock.Mock())
+    refused = pytest.raises(ConnectionError, match="set GLOO_SOCKET_IFNAME .NCCL_SOCKET_IFNAME")
+    with mock.patch("torch.distributed.init_process_group", side_effect=error), refused as said:
+        launch.connect_ranks(world, mock.Mock())
+    assert f"cannot connect to another rank: {reason}; " in str(said.value)
