@@ -345,6 +345,8 @@ class Recorder(TorchDispatchMode):
         self.phase = "build"
         self.times = 1  # micro-batches that the current one stands for
         self.live: dict[int, Block] = {}  # by storage id
+        self.resizable: dict[int, Block] = {}  # the blocks of `live` that FSDP may resize
+        self.vocab_size = 0  # of this rank; `follow` sets it
         self.phases = 0  # begun so far
         self.events: list[tuple[int, Block, int]] = []  # Changes, before kinds are known
         self.collectives: Collectives | None = None
@@ -352,22 +354,6 @@ class Recorder(TorchDispatchMode):
         self.operations: dict[tuple, Operation] = {}
         self.state: dict[str, int] = {}
         self.empty = torch.empty(0, device="meta")
-
-    def __enter__(self):
-        resize = torch.UntypedStorage.resize_
-
-        def resize_and_record(storage: torch.UntypedStorage, size: int) -> None:
-            resize(storage, size)
-            self.resized(storage)
-
-        # FSDP frees gathered weights this way, which is not an operation that a mode sees.
-        self.resize = resize
-        torch.UntypedStorage.resize_ = resize_and_record
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        torch.UntypedStorage.resize_ = self.resize
-        return super().__exit__(*error)
 
     # Operations
 
@@ -382,6 +368,8 @@ class Recorder(TorchDispatchMode):
             return result
         operands, results = tensors_in((args, kwargs)), tensors_in(result)
         if not function.is_view:  # a view adds only gloo's buffers, split later
+            if self.phase != "optimizer":  # FSDP is done by then
+                self.see_resized()
             for tensor in results:
                 self.see(tensor)
         self.classify(function, operands, results)
@@ -437,18 +425,28 @@ class Recorder(TorchDispatchMode):
             is_logits = tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size
             kind = "logits" if is_logits else "activations"
         reference = weakref.ref(storage, lambda _: self.freed(key))
-        self.live[key] = Block(0, self.phase, kind, reference)
-        self.resized(storage)
+        block = Block(0, self.phase, kind, reference)
+        self.live[key] = block
+        self.set_size(block, storage.nbytes())
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        if block := self.live.get(id(storage)):
-            self.events.append((self.phases, block, storage.nbytes() - block.size))
-            block.size = storage.nbytes()
+    def see_resized(self) -> None:
+        """Record which storages FSDP has freed or regrown since the last call.
+
+        Resizing a storage is not an operation that a mode sees.
+        """
+        for block in self.resizable.values():
+            size = block.reference().nbytes()
+            if size != block.size:
+                self.set_size(block, size)
+
+    def set_size(self, block: Block, size: int) -> None:
+        self.events.append((self.phases, block, size - block.size))
+        block.size = size
 
     def freed(self, key: int) -> None:
         block = self.live.pop(key)
-        self.events.append((self.phases, block, -block.size))
-        block.size = 0
+        self.resizable.pop(key, None)
+        self.set_size(block, 0)
         block.reference = None
 
     def block_of(self, tensor: Tensor) -> Block | None:
@@ -463,7 +461,12 @@ class Recorder(TorchDispatchMode):
 
     def classify(self, function, operands: list[Tensor], results: list[Tensor]) -> None:
         """Recognize FSDP's buffers and cast weights."""
-        if function.namespace == "fsdp":
+        if function is torch.ops.aten.empty.memory_format and self.phase in ("forward", "backward"):
+            # FSDP allocates a gathered weight once, with torch.empty, and then resizes its storage.
+            key = id(results[0].untyped_storage())
+            if key in self.live:
+                self.resizable[key] = self.live[key]
+        elif function.namespace == "fsdp":
             self.mark(operands, "gathered")
         elif function is torch.ops.aten._to_copy.default:
             source = self.block_of(operands[0])
@@ -553,6 +556,7 @@ class Recorder(TorchDispatchMode):
         optimizer.step = step
 
     def begin(self, phase: str) -> None:
+        self.see_resized()
         self.phase = phase
         self.phases += 1
         if phase == "optimizer":
