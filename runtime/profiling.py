@@ -89,14 +89,22 @@ class Traffic:
     bytes: int = 0
 
 
+def group_name(args) -> str | None:
+    """The name of the process group among the arguments of a c10d operation, None if none is."""
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.ScriptObject):
+            return torch.distributed.ProcessGroup.unbox(leaf).group_name
+    return None
+
+
 class CommunicationCounter(OperationCounter):
     """Counts collectives, including those of DDP and FSDP: {(kind, axis): Traffic}.
 
     `kind` is all_gather, reduce_scatter, all_reduce, ...; `axis` is the mesh axis whose ranks took
-    part, or "world". An axis of one rank sends nothing and does not count. Bytes are those of the
-    full tensor that is gathered, scattered or reduced: on a ring each rank sends (n - 1) / n of it
-    for a gather or a scatter, twice that for an all_reduce. Of an all_to_all, in which ranks may
-    send and receive different amounts, the larger of this rank's.
+    part, or "world". An axis of one rank sends nothing and does not count. Bytes are the size of
+    the full tensor that is gathered, scattered or reduced: on a ring each rank sends (n - 1) / n of
+    it for a gather or a scatter, and 2 (n - 1) / n for an all_reduce. In an all_to_all a rank may
+    send and receive different amounts: the larger amount counts.
     """
 
     KINDS = {
@@ -121,9 +129,7 @@ class CommunicationCounter(OperationCounter):
     def count_operation(self, function, args, kwargs, result) -> None:
         namespace, _, name = function._schema.name.partition("::")
         if namespace == "c10d":
-            boxed = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject))
-            group = torch.distributed.ProcessGroup.unbox(boxed).group_name
-            kind = self.KINDS.get(name, name)
+            kind, group = self.KINDS.get(name, name), group_name(args)
         elif namespace == "_c10d_functional" and name in self.KINDS:
             kind, group = self.KINDS[name], args[-1]
         else:
@@ -157,7 +163,6 @@ def clocks(data_wait: float) -> np.ndarray:
     return np.array([time.perf_counter(), time.thread_time(), data_wait])
 
 
-@dataclass
 class Profiler:
     """Traces the steps start + 1 ... stop on each rank, and counts in the step after them.
 
@@ -169,53 +174,56 @@ class Profiler:
     Before it does, `wait` of each object `in_flight` is called; the step's own have ended by then.
     """
 
-    window: tuple[int, int]  # start, stop
-    folder: Path
-    mesh: DeviceMesh
-    say: Callable[[str], None]
-    in_flight: Iterable
-    trace: profile | None = None  # from its first step on
-
-    def __post_init__(self):
-        self.start, self.stop = self.window
-        self.path = self.folder / f"rank_{torch.distributed.get_rank()}"
-        self.is_cuda = self.mesh.device_type == "cuda"
+    def __init__(
+        self,
+        window: tuple[int, int],  # start, stop
+        folder: Path,
+        mesh: DeviceMesh,
+        say: Callable[[str], None],
+        in_flight: Iterable,
+    ):
+        self.start, self.stop = window
+        self.path = folder / f"rank_{torch.distributed.get_rank()}"
+        self.mesh = mesh
+        self.say = say
+        self.in_flight = in_flight
+        self.is_cuda = mesh.device_type == "cuda"
+        self.trace: profile | None = None  # from the window's first step on
+        self.began = np.zeros(3)  # clocks at that step
 
     @contextmanager
     def step(self, step: int, data_wait: float) -> Iterator[None]:
         """Wrap step number `step`; `data_wait` is the seconds waited for data so far."""
         if step == self.start + 1:
-            self.settle()
-            cuda = [ProfilerActivity.CUDA] if self.is_cuda else []
-            self.trace = profile(activities=[ProfilerActivity.CPU, *cuda])
-            self.trace.start()
-            self.began = clocks(data_wait)
-        if not self.trace or step != self.stop + 1:
+            self.begin(data_wait)
+        if self.trace and step == self.stop + 1:
+            figures = self.end(data_wait)
+            with CommunicationCounter(self.mesh) as traffic, HostSyncCounter() as syncs:
+                yield
+            self.finish(figures, traffic, syncs)
+        else:
             yield
-            return
-        figures = self.end(data_wait)
-        with CommunicationCounter(self.mesh) as traffic, HostSyncCounter() as syncs:
-            yield
-        waited = [0.0] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(waited, figures["waited"])
-        figures |= {"waited": waited, "host_syncs": dict(syncs.counts), "communicated": []}
-        for (kind, axis), total in traffic.counts.items():
-            figures["communicated"].append({"kind": kind, "axis": axis, **vars(total)})
-        self.path.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
-        self.describe(figures)
 
-    def settle(self) -> None:
+    def wait_for_collectives(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
         for each in self.in_flight:
             each.wait()
+
+    def begin(self, data_wait: float) -> None:
+        """Start the trace."""
+        self.wait_for_collectives()
+        cuda = [ProfilerActivity.CUDA] if self.is_cuda else []
+        self.trace = profile(activities=[ProfilerActivity.CPU, *cuda])
+        self.trace.start()
+        self.began = clocks(data_wait)
 
     def end(self, data_wait: float) -> dict:
         """Write the trace; return the figures of the window."""
         if self.is_cuda:
             torch.cuda.synchronize()
         wall, thread, data_wait = (clocks(data_wait) - self.began).tolist()
-        self.settle()
+        self.wait_for_collectives()
         self.trace.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.trace.export_chrome_trace(f"{self.path}.trace.json")
@@ -246,22 +254,40 @@ class Profiler:
         busy = covered_seconds(work)
         return busy, busy - covered_seconds(compute)
 
-    def describe(self, f: dict) -> None:
-        """Say the figures of this rank, and which rank is the slowest."""
+    def finish(self, figures: dict, traffic: CommunicationCounter, syncs: HostSyncCounter) -> None:
+        """Gather how long each rank waited, then write and print all figures."""
+        waited = [0.0] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(waited, figures["waited"])
+        communicated = []
+        for (kind, axis), total in traffic.counts.items():
+            communicated.append({"kind": kind, "axis": axis, **vars(total)})
+        figures |= {"waited": waited, "host_syncs": dict(syncs.counts)}
+        figures["communicated"] = communicated
+        self.path.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
+        self.describe(figures)
+
+    def describe(self, figures: dict) -> None:
+        """Print the figures of this rank, and which rank is the slowest."""
+        milliseconds = 1e3 * figures["step_time"]
         self.say(
-            f"profile steps {self.start + 1} to {self.stop}, {f['step_time'] * 1e3:,.1f} ms each, "
-            f"on this rank: {f['busy']:.0%} busy, {f['exposed_communication']:.0%} exposed "
-            f"communication, {f['data_wait']:.0%} waiting for data"
+            f"profile steps {self.start + 1} to {self.stop}, {milliseconds:,.1f} ms each, "
+            f"on this rank: {figures['busy']:.0%} busy, "
+            f"{figures['exposed_communication']:.0%} exposed communication, "
+            f"{figures['data_wait']:.0%} waiting for data"
         )
-        syncs = [f"{times} x {place}" for place, times in f["host_syncs"].items()]
+        syncs = [f"{times} x {place}" for place, times in figures["host_syncs"].items()]
         self.say(f"        host syncs: {', '.join(syncs) or 'none'}")
-        least, most = min(f["waited"]), max(f["waited"])
-        if len(f["waited"]) > 1:
+        waited = figures["waited"]
+        least, most = min(waited), max(waited)
+        if len(waited) > 1:
             self.say(
-                f"        slowest is rank {f['waited'].index(least)}: it waited {least * 1e3:,.1f} "
-                f"ms a step for the others, who waited up to {most * 1e3:,.1f} ms"
+                f"        slowest is rank {waited.index(least)}: it waited {1e3 * least:,.1f} "
+                f"ms a step for the others, who waited up to {1e3 * most:,.1f} ms"
             )
-        for row in f["communicated"]:
-            total = f"{row['bytes'] / 1e6:,.2f} MB a step handed to torch"
-            self.say(f"        {row['calls']} x {row['kind']} over {row['axis']}: {total}")
+        for row in figures["communicated"]:
+            megabytes = row["bytes"] / 1e6
+            self.say(
+                f"        {row['calls']} x {row['kind']} over {row['axis']}: "
+                f"{megabytes:,.2f} MB a step handed to torch"
+            )
         self.say(f"        trace: {self.path}.trace.json")
