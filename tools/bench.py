@@ -87,9 +87,6 @@ def strategies(args: Namespace) -> list[dict]:
 
     The limit is the speed of the matrix products alone, without attention's, in the same process.
     """
-    for name, value in (ACROSS_HOSTS if args.hosts > 1 else ONE_HOST).items():
-        if getattr(args, name) in (None, "auto"):
-            setattr(args, name, value)
     runs = flags_of_runs(args)
     found = {name: [] for name in runs}
     with contextlib.ExitStack() as stack:
@@ -142,10 +139,11 @@ def measure(
     # torchrun leaves folders in TMPDIR.
     printed = run_all(commands, out, OMP_NUM_THREADS="1", TMPDIR=str(out.parent))
     rows = training_rows(out)
-    c = json.loads((out / "config.json").read_text())
-    tokens = c["micro_batch_size"] * rows[0]["tokens"] // c["global_batch_size"]
-    speed = statistics.median(row["tokens_per_second_per_device"] for row in rows[2:])
-    return speed, products_limit(printed, tokens)
+    config = json.loads((out / "config.json").read_text())
+    micro_batches = config["global_batch_size"] // config["micro_batch_size"]  # of all ranks
+    limit = products_limit(printed, rows[0]["tokens"] // micro_batches)
+    speeds = [row["tokens_per_second_per_device"] for row in rows[2:]]
+    return statistics.median(speeds), limit
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,14 +262,26 @@ def add_flags(parser: ArgumentParser, flags: dict[str, dict]) -> None:
         parser.add_argument(f"--{name}", **options)
 
 
-def bench(argv: list[str]) -> None:
-    """Run a benchmark and print its rows: column -> text or measurements."""
+def parse(argv: list[str]) -> Namespace:
+    """The flags of a benchmark, each with a value."""
     parser = cli.Parser(prog="tools.bench", description="Measure nanoshard on this machine.")
     tables = parser.add_subparsers(dest="table", required=True, metavar="TABLE")
     for name, table in TABLES.items():
         summary = table.__doc__.splitlines()[0]
         add_flags(tables.add_parser(name, help=summary, description=table.__doc__), FLAGS[name])
     args = parser.parse_args(argv)
+    if args.table != "strategies":
+        return args
+    values = {**vars(args)}
+    for name, default in (ACROSS_HOSTS if args.hosts > 1 else ONE_HOST).items():
+        if values[name] in (None, "auto"):
+            values[name] = default
+    return Namespace(**values)
+
+
+def bench(argv: list[str]) -> None:
+    """Run a benchmark and print its rows: column -> text or measurements."""
+    args = parse(argv)
     rows = TABLES[args.table](args)
     if args.json:
         print(json.dumps({"flags": vars(args), "rows": rows}, default=str))
