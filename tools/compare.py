@@ -175,7 +175,9 @@ def reached(log: Log, tokens: int, loss: float | None) -> dict[str, str]:
 
 
 def shown(value: float | None, spec: str) -> str:
-    return "none" if value is None else format(value, spec)
+    if value is None:
+        return "none"
+    return format(value, spec)
 
 
 def different_flags(logs: list[Log], left_out: set[str]) -> list[dict[str, str]]:
@@ -276,8 +278,9 @@ def relative_difference(a: float, b: float) -> float:
         return 0.0
     if math.isnan(a) or math.isnan(b):
         return math.inf
-    larger = max(abs(a), abs(b))
-    return abs(a - b) / larger if larger else 0.0
+    if a == b:  # also if both are 0
+        return 0.0
+    return abs(a - b) / max(abs(a), abs(b))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -349,8 +352,10 @@ def p_value(pairs: list[float]) -> float:
 
     With t = sqrt(df) tan(x), the density of Student's t is cos(x)^(df - 1) over its integral.
     """
-    df = len(pairs) - 1
-    spread = stdev(pairs) * math.sqrt(df / len(pairs))
+    n = len(pairs)
+    df = n - 1
+    # t = mean / (stdev / sqrt(n)), so tan(x) = t / sqrt(df) = mean / spread
+    spread = stdev(pairs) * math.sqrt(df / n)
     start = math.atan2(abs(fmean(pairs)), spread)
     angles = np.linspace(0, math.pi / 2, 100_000)
     density = np.cos(angles) ** (df - 1)
