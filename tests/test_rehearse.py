@@ -52,7 +52,8 @@ def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
     recorder = RealRecorder(fakes=None)
     with recorder, loss_parallel(), train.no_garbage_collection():
         run = build_run(argv)
-        recorder.follow(run.mesh, run.run, run.state, run.forward)
+        optimizer = recorder.follow(run.mesh, run.run, run.state, run.forward)
+        run.state = dataclasses.replace(run.state, optimizer=optimizer)
         steps = 2 if run.run.strategy == "ddp" else 1  # in the first, DDP replaces its buckets
         batches = run.batches
         for step in range(1, steps + 1):

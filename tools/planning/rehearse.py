@@ -165,7 +165,7 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
         choose_gpu_kernels(net)
     with fakes, recorder, loss_parallel(), train.no_garbage_collection():
         state, forward = train.build(run, mesh, net, init_weights=False)
-        recorder.follow(mesh, run, state, forward)
+        optimizer = recorder.follow(mesh, run, state, forward)
         # How many micro-batches each rehearsed one stands for: the first, a middle one, the last
         n = run.grad_accum_steps
         all_times = [[1] * n if n <= 3 else [1, n - 2, 1]]
@@ -176,7 +176,7 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
             recorder.forget_counts()
             tokens = (torch.zeros(shape, dtype=torch.int64) for _ in times)
             batches = recorder.batches(tokens, times)
-            train.train_step(forward, state.optimizer, batches, 1, 0.1, len(times), run.grad_sync)
+            train.train_step(forward, optimizer, batches, 1, 0.1, len(times), run.grad_sync)
     return Rehearsal(
         run=run,
         parameters=state.model.parameter_count(),
@@ -536,8 +536,11 @@ class Recorder(TorchDispatchMode):
         run: Run,
         state: train.State,
         forward: nn.Module,
-    ) -> None:
-        """Recognize the tensors of a built run, and the phases of its steps."""
+    ) -> "RecordedOptimizer":
+        """Recognize the tensors of a built run, and the phases of its steps.
+
+        Returns the optimizer to hand to train.train_step.
+        """
         self.collectives = Collectives(mesh, self)
         net, optimizer = state.model, state.optimizer
         self.vocab_size = run.model_config.vocab_size // run.tp  # of this rank
@@ -545,15 +548,12 @@ class Recorder(TorchDispatchMode):
         self.mark(tree_leaves(optimizer.state()), "optimizer")
         self.mark_gradients(net)
         forward.register_forward_hook(lambda *_: self.begin("backward"))
-        update = optimizer.step
+        return RecordedOptimizer(optimizer, self, net)
 
-        def step(*arguments) -> dict[str, Tensor]:
-            self.begin("optimizer")
-            self.mark_gradients(net)
-            self.state = self.state_bytes()
-            return update(*arguments)
-
-        optimizer.step = step
+    def begin_update(self, net: nn.Module) -> None:
+        self.begin("optimizer")
+        self.mark_gradients(net)
+        self.state = self.state_bytes()
 
     def begin(self, phase: str) -> None:
         self.see_resized()
@@ -589,6 +589,19 @@ class Recorder(TorchDispatchMode):
             if block.kind in sizes:
                 sizes[block.kind] += block.size
         return sizes
+
+
+class RecordedOptimizer:
+    """An optimizer that tells a recorder when its update begins."""
+
+    def __init__(self, optimizer: optim.Optimizer, recorder: Recorder, net: nn.Module):
+        self.optimizer = optimizer
+        self.recorder = recorder
+        self.net = net
+
+    def step(self, *arguments) -> dict[str, Tensor]:
+        self.recorder.begin_update(self.net)
+        return self.optimizer.step(*arguments)
 
 
 # --------------------------------------------------------------------------------------------------
