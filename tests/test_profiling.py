@@ -86,6 +86,10 @@ def test_an_axis_of_one_rank_sends_nothing(pool):
     assert pool(1, communicated_alone) == [{}]
 
 
+def test_an_operation_without_a_process_group_has_no_group_name():
+    assert profiling.group_name(([torch.ones(2)], -1)) is None
+
+
 def switches(argv: list[str]) -> tuple[int, list]:
     """(status, what is in flight where the profiler starts and stops) of train.py."""
     works, saves, found = [], [], []
