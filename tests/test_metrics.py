@@ -189,9 +189,9 @@ def test_a_row_is_written_when_it_has_arrived(log, tmp_path, monkeypatch, clock)
 
 def test_a_row_ends_with_each_step_that_logs_evaluates_saves_or_stops(log):
     the_log = log(start_step=20)
-    the_log.c = Config(max_steps=62, log_interval=10, eval_interval=25, save_interval=0)
+    the_log.c = Config(max_steps=62, log_interval=10, eval_interval=25, save_interval=27)
     due = [step for step in range(21, 63) if the_log.row_is_due(step)]
-    assert due == [21, 25, 30, 40, 50, 60, 62]
+    assert due == [21, 25, 27, 30, 40, 50, 54, 60, 62]
     assert the_log.row_is_due(33, stop=True)
 
 
