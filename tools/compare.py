@@ -85,10 +85,12 @@ def read_all(folders: list[str]) -> list[Log]:
 def read(folder: str, name: str) -> Log:
     """Read a run folder. Raises UsageError if it is none."""
     run = Path(folder)
-    starts = read_starts(run)
-    if not starts:
-        raise UsageError(f"{folder} is not the folder of a started run: it has no starts.jsonl")
-    config = starts[-1]["config"]
+    try:
+        config = json.loads((run / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} is not the folder of a started run: {error}") from None
+    for start in read_starts(run)[-1:]:
+        config |= start["config"]  # with the defaults of the run
     rows = read_rows(run / "metrics.jsonl")
     training, val = with_times(rows)
     if not training:
