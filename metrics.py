@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed
@@ -184,15 +185,7 @@ class Column:
     """A value of this rank. The row has the mean over ranks; a plain value means the same."""
 
     value: Tensor | float  # a tensor is 0-d, and may be on the device
-
-    def is_integer(self) -> bool:
-        if isinstance(self.value, Tensor):
-            return not self.value.is_floating_point()
-        return isinstance(self.value, int)
-
-    @staticmethod
-    def reduce(by_rank: list) -> float:
-        return sum(by_rank) / len(by_rank)
+    reduce = staticmethod(fmean)
 
 
 class Maximum(Column):
@@ -228,13 +221,6 @@ class Mark:
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record()
 
-    def has_passed(self) -> bool:
-        return self.event is None or self.event.query()
-
-    def wait(self) -> None:
-        if self.event:
-            self.event.synchronize()
-
     def since(self, earlier: "Mark") -> float:
         """Seconds between two marks that have passed."""
         if self.event:
@@ -266,10 +252,6 @@ class StepMeter:
         self.began = Mark(rates.device, step)  # where the next row begins
         self.pending: PendingRow | None = None
 
-    def restart(self) -> None:
-        """Begin the next row now: the time since the last row is no part of a step."""
-        self.began = Mark(self.rates.device, self.began.step)
-
     def send_row(self, step: int, values: dict[str, Column | Tensor | float]) -> None:
         """Make the pending row: one small all_gather and an asynchronous copy to the host."""
         device = self.rates.device
@@ -295,20 +277,20 @@ class StepMeter:
         began, self.began = self.began, Mark(device, step)
         self.pending = PendingRow(began, self.began, tensors | numbers, gathered)
 
-    def has_arrived(self) -> bool:
-        return self.pending is not None and self.pending.ended.has_passed()
-
     def compute_row(self) -> dict:
         """Wait for the pending row, and compute it from the values of all ranks."""
         pending, self.pending = self.pending, None
-        pending.ended.wait()
+        if pending.ended.event:
+            pending.ended.event.synchronize()
         step, rates = pending.ended.step, self.rates
         row = {"step": step, "tokens": step * rates.tokens_per_step}
         by_column = pending.values.T.tolist()  # (columns, world_size)
         for (name, column), by_rank in zip(pending.columns.items(), by_column):
-            if column.is_integer():
-                by_rank = [int(value) for value in by_rank]
-            row[name] = column.reduce(by_rank)
+            if isinstance(column.value, Tensor):
+                is_integer = not column.value.is_floating_point()
+            else:
+                is_integer = isinstance(column.value, int)
+            row[name] = column.reduce(map(int, by_rank) if is_integer else by_rank)
 
         seconds = pending.ended.since(pending.began)
         step_time = seconds / (step - pending.began.step)
@@ -325,12 +307,8 @@ class StepMeter:
         return row
 
 
-def find_useful_seconds(rows: list[dict], first_start: float) -> float:
+def find_useful_seconds(row: dict, first_start: float) -> float:
     """The useful seconds up to the last training row of a run that continues."""
-    rows = [row for row in rows if "loss" in row]
-    if not rows:
-        return 0.0
-    row = rows[-1]
     # Negative without starts.jsonl: then this start is the first, and earlier steps do not count.
     age = max(0.0, datetime.fromisoformat(row["time"]).timestamp() - first_start)
     if "useful_seconds" not in row:  # a row of an older version
@@ -346,16 +324,15 @@ class Log:
     """Writes rows and console lines on rank 0; every rank takes part in a training row.
 
     out         the run folder
-    c           the flags, or anything with their names
+    run         the flags, or anything with their names
     rates       of this device and model
     start_step  the run continues after it; later rows are dropped
     first_start when the run first started
     """
 
-    def __init__(self, out: Path, c, rates: Rates, start_step: int, first_start: datetime):
+    def __init__(self, out: Path, run, rates: Rates, start_step: int, first_start: datetime):
         self.out = out
-        self.c = c
-        self.start_step = start_step
+        self.run = run
         self.first_start = first_start.timestamp()
         self.is_rank0 = torch.distributed.get_rank() == 0
         self.tracker = None  # send(row)
@@ -364,20 +341,14 @@ class Log:
         if self.is_rank0:
             drop_rows_after(out / "optim.jsonl", start_step)
             rows = drop_rows_after(out / "metrics.jsonl", start_step)
-            useful_seconds = find_useful_seconds(rows, self.first_start)
-            if c.tracker != "none":
+            training_rows = [row for row in rows if "loss" in row]
+            if training_rows:
+                useful_seconds = find_useful_seconds(training_rows[-1], self.first_start)
+            if run.tracker != "none":
                 self.open_tracker(f"{out.name}-{first_start:%Y%m%d-%H%M%S}")
         self.meter = StepMeter(rates, start_step, useful_seconds)
 
     # Training rows
-
-    def row_is_due(self, step: int, stop: bool = False) -> bool:
-        """Whether a row ends with this step, the same on all ranks. `stop`: the run stops here."""
-        c = self.c
-        if stop or step in (self.start_step + 1, c.max_steps):
-            return True
-        intervals = (c.log_interval, c.eval_interval, c.save_interval)
-        return any(is_due(step, interval) for interval in intervals)
 
     def send_row(self, step: int, values: dict[str, Column | Tensor | float]) -> None:
         """Gather the row of the steps since the last row; write it as soon as it has arrived.
@@ -393,8 +364,9 @@ class Log:
             self.flush()
 
     def write_arrived_row(self) -> None:
-        """Write the pending row if it has arrived. Call after each step; never waits."""
-        if self.meter.has_arrived():
+        """Write the pending row if it has arrived. Never waits."""
+        pending = self.meter.pending
+        if pending and (pending.ended.event is None or pending.ended.event.query()):
             self.write_row(self.meter.compute_row())
 
     def flush(self) -> None:
@@ -402,7 +374,7 @@ class Log:
         if self.meter.pending:
             self.write_row(self.meter.compute_row())
         # Only here: a row may arrive on one rank before another, but all ranks flush together.
-        row, limit = self.last_row, self.c.max_skipped
+        row, limit = self.last_row, self.run.max_skipped
         if row and limit and row["skipped_in_a_row"] >= limit:
             raise Diverged(
                 f"{row['skipped_in_a_row']} updates in a row were skipped up to step "
@@ -414,7 +386,7 @@ class Log:
         """Excludes its block from the step time; first writes the pending row."""
         self.flush()
         yield
-        self.meter.restart()
+        self.meter.began = Mark(self.meter.rates.device, self.meter.began.step)
 
     def write_row(self, row: dict) -> None:
         """Write a training row and print it."""
@@ -422,7 +394,7 @@ class Log:
         row = {**row, "goodput": row["useful_seconds"] / age}
         self.record(row)
         is_first = self.last_row is None
-        self.say(console_line(row, self.c.max_steps, is_first), row["step"])
+        self.say(console_line(row, self.run.max_steps, is_first), row["step"])
         self.last_row = row
 
     # Other rows
@@ -437,6 +409,11 @@ class Log:
         self.say(f"val_loss {val_loss:.4f}", step)
         if not math.isfinite(val_loss):
             raise Diverged(f"the validation loss of step {step} is {val_loss}. {REMEDY}")
+
+    def checkpoints(self, rows: list[dict]) -> None:
+        """Write the rows of saves that succeeded or failed."""
+        for row in rows:
+            self.checkpoint(row)
 
     def checkpoint(self, row: dict) -> None:
         """Write the row of a save that succeeded or failed."""
@@ -465,7 +442,7 @@ class Log:
 
     def open_tracker(self, run_id: str) -> None:
         try:
-            self.tracker = open_wandb(self.out, run_id, vars(self.c))
+            self.tracker = open_wandb(self.out, run_id, self.run.manifest["config"])
         except Exception as error:
             self.drop_tracker(error)
 
@@ -477,7 +454,7 @@ class Log:
         if not self.is_rank0:
             return
         if step is not None:
-            line = f"step {step:>{len(str(self.c.max_steps))}}/{self.c.max_steps}  {line}"
+            line = f"step {step:>{len(str(self.run.max_steps))}}/{self.run.max_steps}  {line}"
         with suppress(OSError):  # a run goes on without its terminal, pipe or full disk
             print(line, flush=True)
 

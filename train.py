@@ -76,7 +76,9 @@ def command(argv: list[str]) -> int:
     # again, and they continue from the last checkpoint.
     watchdog = Watchdog(world.store, world.rank, world.size, timeout)
     # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
-    with contextlib.ExitStack() as held, watchdog, loss_parallel(), no_garbage_collection():
+    with contextlib.ExitStack() as held, watchdog, loss_parallel():
+        gc.disable()  # a collection on one rank delays all ranks: the loop collects on all at once
+        held.callback(gc.enable)
         if world.rank == 0:
             held.enter_context(console.live(lambda: watchdog.place))
         if not config.flag_value(flags, "eval_only"):  # which only reads
@@ -141,9 +143,18 @@ def train(
     # The data, and whether all ranks together form one run
     train_data = data.open_dataset(folders, "train", run.seq_len, run.seed)
     val_data = data.open_dataset(folders, "val", run.seq_len, seed=None)
+    count = min(run.eval_sequences, len(val_data))
+    val_indices = list(
+        data.val_indices(
+            count, len(val_data), run.micro_batch_size, dist.dp_rank(mesh), run.dp_size
+        )
+    )
     with dist.raise_on_all_ranks():
-        val_batches = read_val_batches(run, mesh, val_data)
-    check_ranks_agree(run, mesh, state, val_data)
+        val_batches = read_val_batches(val_data, val_indices)
+    first_indices = val_indices
+    if not run.eval_only:
+        first_indices = train_indices(run, mesh, range(state.step + 1, state.step + 2))
+    check_ranks_agree(run, mesh, state, folders, first_indices)
     if run.eval_only:
         val_loss = evaluate(forward, val_batches, watchdog, state.step)
         startup_lines.say(world, startup_lines.describe_evaluation(run, origin, val_loss, val_data))
@@ -191,13 +202,15 @@ def train(
         is_last = step == run.max_steps
         # Whether any rank asked a step ago: all ranks stop after the same step.
         stop = stop_request.poll() and not is_last
+        evaluates = is_last or is_due(step, run.eval_interval)
+        saves = is_last or stop or is_due(step, run.save_interval)
+        is_first = step == origin.step + 1
         log.write_arrived_row()  # of an earlier step
+        if is_first or evaluates or saves or is_due(step, run.log_interval):
+            log.send_row(step, values | batches.take_waits())
         if table and world.rank == 0:
             log.parameters(step, table.rows())  # waits for the device
-        if log.row_is_due(step, stop):
-            log.send_row(step, values | batches.take_waits())
-        evaluates = is_last or is_due(step, run.eval_interval)
-        saves = run.checkpoint != "none" and (is_last or stop or is_due(step, run.save_interval))
+        saves = saves and run.checkpoint != "none"
         if evaluates or saves:
             with log.pause():
                 if saves and stop:  # save first: torchrun kills the ranks 30 s after a signal
@@ -207,8 +220,8 @@ def train(
                 # After the evaluation: a kill between the two repeats both, and loses no row.
                 if saves and not stop:
                     save(run, state, saver, log.last_row["loss"], watchdog)
-        for row in saver.take_rows():
-            log.checkpoint(row)
+        if saver.rows:
+            log.checkpoints(saver.take_rows())
         if stop or saver.ends_run:
             break
         if step % 100 == 0:
@@ -217,8 +230,7 @@ def train(
     # The end
     watchdog.progress(state.step, "saving", slow=True)
     saver.wait()
-    for row in saver.take_rows():
-        log.checkpoint(row)
+    log.checkpoints(saver.take_rows())
     if saver.failure:
         raise checkpoint.CheckpointError(saver.failure)
     log.flush()  # on a GPU, a stop without a save has left its row pending
@@ -240,7 +252,7 @@ def train(
 class State:
     """What a step changes, and a checkpoint holds."""
 
-    step: int  # updates so far
+    step: int  # the last update, or the one in progress
     model: Transformer
     optimizer: optim.Optimizer | None  # None with --eval_only
     # The live tensors, sharded: saved, and loaded in place. They are taken before the first
@@ -279,48 +291,38 @@ def load(state: State, origin: Origin) -> None:
 
 
 def train_indices(run: Run, mesh: dist.DeviceMesh, steps: range) -> Iterator[list[int]]:
-    """Yield the sequence indices of this rank's micro-batches in `steps`."""
+    """Yield the sequence indices of each of this rank's micro-batches in `steps`."""
     return data.train_indices(
         steps, run.global_batch_size, run.micro_batch_size, dist.dp_rank(mesh), run.dp_size
     )
 
 
-def val_indices(run: Run, mesh: dist.DeviceMesh, val_data: data.TokenDataset) -> list[list[int]]:
-    """The sequence indices of this rank's batches of the fixed validation set; some are empty."""
-    count = min(run.eval_sequences, len(val_data))
-    dp_rank = dist.dp_rank(mesh)
-    return list(data.val_indices(count, len(val_data), run.micro_batch_size, dp_rank, run.dp_size))
-
-
 def read_val_batches(
-    run: Run, mesh: dist.DeviceMesh, val_data: data.TokenDataset | data.Mixture
+    val_data: data.TokenDataset | data.Mixture, val_indices: list[list[int]]
 ) -> list[tuple[int, Tensor]]:
-    """Read this rank's batches of the validation set: number of sequences, tokens (B, T + 1).
+    """Read this rank's batches of the fixed validation set: number of sequences, tokens (B, T + 1).
 
     They are read once, so that a damaged file ends the run before its first step.
     """
-    batches = []
-    for indices in val_indices(run, mesh, val_data):
-        # A rank with none left reads any: it takes part in the forward, with weight 0.
-        batches.append((len(indices), val_data[indices or [0]]))
-    return batches
+    # A rank with no sequences left reads any: it takes part in the forward, with weight 0.
+    return [(len(indices), val_data[indices or [0]]) for indices in val_indices]
 
 
 def check_ranks_agree(
-    run: Run, mesh: dist.DeviceMesh, state: State, val_data: data.TokenDataset | data.Mixture
+    run: Run,
+    mesh: dist.DeviceMesh,
+    state: State,
+    folders: list[data.TokenFolder],
+    first_indices: Iterable[list[int]],
 ) -> None:
     """Check that the ranks form one run: flags, code and data, weights, and who reads what.
 
-    Raises UsageError on all ranks.
+    `first_indices` are the sequences that this rank reads first. Raises UsageError on all ranks.
     """
-    first_indices = val_indices(run, mesh, val_data)
-    if not run.eval_only:
-        first_indices = train_indices(run, mesh, range(state.step + 1, state.step + 2))
     must_match = {}
     for name, value in run.manifest["config"].items():
         must_match[f"--{name}"] = run.flags.get(name, "not given")
         must_match[f"the resolved --{name}"] = value
-    folders = [part.folder for part in val_data.parts]
     must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
     indices = itertools.chain.from_iterable(first_indices)
     weights = state.tensors["model"]
@@ -464,16 +466,6 @@ def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
     finite = torch.stack(sums).isfinite().all().float()
     torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
     return math.isfinite(loss) and finite.item() == 1
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """A collection on one rank delays all of them: the loop collects on all at once."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def report_stop(run: Run, step: int, log: metrics.Log) -> int:

@@ -166,33 +166,45 @@ def test_the_console_says_what_a_step_and_a_save_took(log, capsys, clock):
     assert capsys.readouterr().out == f"{line}\n{line}, of which training waited 0.25 s\n"
 
 
-def test_a_row_is_written_when_it_has_arrived(log, tmp_path, monkeypatch, clock):
+class LateEvent:
+    """A point in the queue of a device that is behind."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+    def elapsed_time(self, later: "LateEvent") -> float:
+        return 500.0  # milliseconds
+
+
+def test_a_row_is_written_when_it_has_arrived(log, tmp_path):
     """The host does not wait for a device that is behind, before a pause."""
-    arrived = []
-    monkeypatch.setattr(metrics.Mark, "has_passed", lambda mark: mark in arrived)
-    monkeypatch.setattr(metrics.Mark, "wait", lambda mark: arrived.append(mark))
     the_log = log()
     meter = the_log.meter
     meter.rates = dataclasses.replace(meter.rates, device=torch.device("meta"))
-    clock(1001)
-    log_step(the_log, 1)
-    the_log.write_arrived_row()
-    assert not (tmp_path / "metrics.jsonl").exists()
-    arrived.append(meter.began)
-    the_log.write_arrived_row()
-    assert len(rows(tmp_path)) == 1
-    clock(1004)
-    log_step(the_log, 4)
+    for step, written in ((1, 0), (4, 1)):
+        meter.began.event = LateEvent()
+        log_step(the_log, step)
+        meter.began.event = ended = LateEvent()
+        the_log.write_arrived_row()
+        assert (tmp_path / "metrics.jsonl").exists() == (written > 0)
+        if step == 1:
+            ended.passed = True
+            the_log.write_arrived_row()
+            assert [row["step_time"] for row in rows(tmp_path)] == [0.5]
     with the_log.pause():
+        assert ended.passed
         assert meter.pending is None and len(rows(tmp_path)) == 2
 
 
-def test_a_row_ends_with_each_step_that_logs_evaluates_saves_or_stops(log):
-    the_log = log(start_step=20)
-    the_log.c = Config(max_steps=62, log_interval=10, eval_interval=25, save_interval=27)
-    due = [step for step in range(21, 63) if the_log.row_is_due(step)]
-    assert due == [21, 25, 27, 30, 40, 50, 54, 60, 62]
-    assert the_log.row_is_due(33, stop=True)
+def test_a_row_ends_with_each_step_that_logs_evaluates_or_saves(run):
+    intervals = "--log_interval 4 --eval_interval 5 --save_interval 7"
+    out = run(1, f"--max_steps 13 {intervals} --checkpoint none")
+    assert [row["step"] for row in rows(out)] == [1, 4, 5, 7, 8, 10, 12, 13]
 
 
 def stop_with_rows_in_flight(argv: list[str]) -> tuple[int, str, str]:
@@ -211,7 +223,7 @@ def stop_with_rows_in_flight(argv: list[str]) -> tuple[int, str, str]:
     with (
         mock.patch.object(train, "train_step", step_and_stop),
         mock.patch.object(metrics.Log, "send_row", send_row),
-        mock.patch.object(metrics.StepMeter, "has_arrived", lambda meter: False),
+        mock.patch.object(metrics.Log, "write_arrived_row", lambda log: None),
     ):
         return listen(argv)
 
@@ -293,7 +305,7 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
     assert capsys.readouterr().out == f"{line}\n"
     now = datetime.fromtimestamp(1100, UTC)  # without starts.jsonl the first start is this one
     rates = again.meter.rates
-    assert metrics.Log(tmp_path, again.c, rates, 5, now).meter.useful_seconds == 0
+    assert metrics.Log(tmp_path, again.run, rates, 5, now).meter.useful_seconds == 0
 
 
 def test_training_goes_on_without_the_rows_that_a_disk_does_not_take(log, tmp_path, capsys):

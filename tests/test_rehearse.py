@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import optim
-import train
 from model import Transformer
 from tools.planning import rehearse as rehearsing
 from tools.planning.rehearse import (
@@ -50,7 +49,7 @@ class RealRecorder(Recorder):
 def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
     """What this rank does in a step of a run, and on the last rank its rehearsal."""
     recorder = RealRecorder(fakes=None)
-    with recorder, loss_parallel(), train.no_garbage_collection():
+    with recorder, loss_parallel(), rehearsing.no_garbage_collection():
         run = build_run(argv)
         optimizer = recorder.follow(run.mesh, run.run, run.state, run.forward)
         run.state = dataclasses.replace(run.state, optimizer=optimizer)

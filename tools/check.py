@@ -234,7 +234,7 @@ def sum_outputs(state: train.State, squares: Counter) -> None:
     """Add the squares of what the layers compute on this rank in the first step."""
 
     def add(name: str, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
-        if state.step == 0 and torch.is_grad_enabled():
+        if state.step == 1 and torch.is_grad_enabled():
             values = optim.local(output.detach()).double()
             squares[name] += values.square().sum().item()
 

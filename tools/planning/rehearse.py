@@ -9,6 +9,7 @@ one rank of thousands.
 
 import dataclasses
 import difflib
+import gc
 import itertools
 import math
 import warnings
@@ -137,6 +138,16 @@ def rehearse(run: Run, local_size: int, rank: int = 0) -> Rehearsal:
 
 
 @contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Free a tensor when its last reference goes, and not when a collection happens to run."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
     """A process group of `world_size` ranks; only this one exists."""
     store = FakeStore()
@@ -163,7 +174,7 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
     net = layout.empty_model(run)  # outside: a parameter that is followed cannot move
     if run.device != "cpu":
         choose_gpu_kernels(net)
-    with fakes, recorder, loss_parallel(), train.no_garbage_collection():
+    with fakes, recorder, loss_parallel(), no_garbage_collection():
         state, forward = train.build(run, mesh, net, init_weights=False)
         optimizer = recorder.follow(mesh, run, state, forward)
         # How many micro-batches each rehearsed one stands for: the first, a middle one, the last
