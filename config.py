@@ -61,15 +61,15 @@ def flag(
     default,
     help: str,
     *,
-    least: float | None = None,
-    below: float = math.inf,
+    ge: float | None = None,
+    lt: float = math.inf,
     metavar: str | None = None,
     parse: Callable | None = None,
     resume: Literal["never", "refused", "allowed", "not compared"] = "refused",
 ):
     """A field of Config: its group in --help, its default, its help text, and how it is parsed.
 
-    Numbers must be in least <= value < below. `parse` is an argparse type, instead of the field's.
+    Numbers must be in ge <= value < lt. `parse` is an argparse type, instead of the field's.
     `resume` is what happens if the value differs from the value of the run that continues:
 
     never           refused: it would be another run
@@ -78,7 +78,7 @@ def flag(
                     for the ranks of each start.
     not compared    nothing: it applies to one start, and a start that continues does not inherit it
     """
-    metadata = {"group": group, "help": help, "least": least, "below": below, "resume": resume}
+    metadata = {"group": group, "help": help, "ge": ge, "lt": lt, "resume": resume}
     return field(default=default, metadata=metadata | {"metavar": metavar, "parse": parse})
 
 
@@ -101,33 +101,25 @@ class Config:
         "basics", None, "run folder (default: runs/MODEL or runs/INIT_FROM)", metavar="DIR"
     )
     seed: int = fixed(
-        "data", 0, "seed of the initial weights and of the data order", least=0, below=2**32
+        "data", 0, "seed of the initial weights and of the data order", ge=0, lt=2**32
     )
 
     model: Literal[tuple(SIZES)] = fixed(
         "basics", "tiny", "named size; --n_layer ... --seq_len override its parts"
     )
-    n_layer: int | None = free("model", None, "number of blocks", least=1, below=10_000)
-    n_head: int | None = free("model", None, "number of attention heads", least=1, below=10_000)
-    n_kv_head: int | None = free(
-        "model", None, "key and value heads; fewer than n_head: GQA", least=1
-    )
-    d_model: int | None = free(
-        "model", None, "width of the residual stream", least=1, below=1_000_000
-    )
-    d_ff: int | None = free("model", None, "hidden width of the MLP", least=1, below=10_000_000)
-    seq_len: int | None = free("model", None, "tokens per sequence", least=1)
+    n_layer: int | None = free("model", None, "number of blocks", ge=1, lt=10_000)
+    n_head: int | None = free("model", None, "number of attention heads", ge=1, lt=10_000)
+    n_kv_head: int | None = free("model", None, "key and value heads; fewer than n_head: GQA", ge=1)
+    d_model: int | None = free("model", None, "width of the residual stream", ge=1, lt=1_000_000)
+    d_ff: int | None = free("model", None, "hidden width of the MLP", ge=1, lt=10_000_000)
+    seq_len: int | None = free("model", None, "tokens per sequence", ge=1)
 
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = free(
         "basics", "auto", "auto: ddp if everything fits on a device, else fsdp, across hosts hsdp"
     )
-    dp_replicate: int | None = free(
-        "mesh", None, "number of replicas (hsdp: one per host)", least=1
-    )
-    dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: those of a host)", least=1)
-    tp: int = free(
-        "mesh", 1, "tensor parallelism: ranks that compute one forward together", least=1
-    )
+    dp_replicate: int | None = free("mesh", None, "number of replicas (hsdp: one per host)", ge=1)
+    dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: those of a host)", ge=1)
+    tp: int = free("mesh", 1, "tensor parallelism: ranks that compute one forward together", ge=1)
     wrap: str = free(
         "mesh",
         "auto",
@@ -144,71 +136,62 @@ class Config:
 
     # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
     global_batch_size: int = fixed(
-        "basics", 32, "sequences per optimizer step, over all ranks", least=1
+        "basics", 32, "sequences per optimizer step, over all ranks", ge=1
     )
     micro_batch_size: int | None = free(
         "basics",
         None,
         "sequences per rank and forward (default: its share of the global batch)",
-        least=1,
+        ge=1,
     )
     activation_checkpointing: Literal["none", "selective", "full"] = free(
         "memory", "none", "recompute blocks in backward; selective: all but matmuls and attention"
     )
-    loss_chunks: int = free(
-        "memory", 1, "compute logits in N chunks, twice, to save memory", least=1
-    )
+    loss_chunks: int = free("memory", 1, "compute logits in N chunks, twice, to save memory", ge=1)
 
-    max_steps: int = free("basics", 600, "optimizer steps of the run", least=1)
-    lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", least=0)
-    min_lr: float = flag("optimizer", 0.0, "learning rate one step after the last", least=0)
-    warmup_steps: int = flag("optimizer", 50, "steps of linear warm-up from 0 to lr", least=0)
+    max_steps: int = free("basics", 600, "optimizer steps of the run", ge=1)
+    lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", ge=0)
+    min_lr: float = flag("optimizer", 0.0, "learning rate one step after the last", ge=0)
+    warmup_steps: int = flag("optimizer", 50, "steps of linear warm-up from 0 to lr", ge=0)
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
         "optimizer", "cosine", "decay to min_lr; wsd: only in the last fifth after warm-up"
     )
     optimizer: Literal[tuple(optim.OPTIMIZERS)] = fixed(
         "optimizer", "adamw", "muon: for the matrices of the blocks, AdamW for the rest"
     )
-    weight_decay: float = flag("optimizer", 0.1, "not applied to norms and the embedding", least=0)
-    beta1: float = flag("optimizer", 0.9, "AdamW beta1", least=0, below=1)
-    beta2: float = flag("optimizer", 0.95, "AdamW beta2", least=0, below=1)
-    eps: float = flag("optimizer", 1e-8, "AdamW epsilon", least=0)
+    weight_decay: float = flag("optimizer", 0.1, "not applied to norms and the embedding", ge=0)
+    beta1: float = flag("optimizer", 0.9, "AdamW beta1", ge=0, lt=1)
+    beta2: float = flag("optimizer", 0.95, "AdamW beta2", ge=0, lt=1)
+    eps: float = flag("optimizer", 1e-8, "AdamW epsilon", ge=0)
     clip: Literal[tuple(optim.CLIPS)] = flag(
         "optimizer", "norm", "norm: full gradient; adaptive: each parameter"
     )
-    max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm", least=1e-9)
-    max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", least=1e-9)
+    max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm", ge=1e-9)
+    max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", ge=1e-9)
     max_skipped: int = free(
-        "optimizer", 100, "skipped updates in a row that end a run; 0: off", least=0
+        "optimizer", 100, "skipped updates in a row that end a run; 0: off", ge=0
     )
 
-    log_interval: int = free("cadence", 10, "steps between log rows", least=1)
+    log_interval: int = free("cadence", 10, "steps between log rows", ge=1)
     tracker: Literal["none", "wandb"] = free(
         "cadence", "none", "also send training and evaluation rows to wandb (pip install wandb)"
     )
     optim_metrics_interval: int = free(
-        "cadence",
-        0,
-        "steps between rows of per-parameter statistics in optim.jsonl; 0: none",
-        least=0,
+        "cadence", 0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", ge=0
     )
-    eval_interval: int = free(
-        "basics", 250, "steps between evaluations; 0: only at the end", least=0
-    )
-    eval_sequences: int = free("cadence", 512, "per evaluation, always the same", least=1)
+    eval_interval: int = free("basics", 250, "steps between evaluations; 0: only at the end", ge=0)
+    eval_sequences: int = free("cadence", 512, "per evaluation, always the same", ge=1)
     eval_only: bool = once(
         "cadence", False, "print the validation loss of --out's latest checkpoint; write nothing"
     )
-    sample_tokens: int = free("cadence", 256, "tokens to sample at the end; 0: none", least=0)
+    sample_tokens: int = free("cadence", 256, "tokens to sample at the end; 0: none", ge=0)
     profile: str | None = once(
         "cadence", None, "steps to trace", metavar="START:STOP", parse=parse_window
     )
 
-    save_interval: int = free(
-        "basics", 250, "steps between checkpoints; 0: only at the end", least=0
-    )
-    keep_last: int = flag("checkpoints", 2, "latest ones to keep; 0: all", least=0)
-    keep_every: int = flag("checkpoints", 0, "also keep those of every N-th step; 0: none", least=0)
+    save_interval: int = free("basics", 250, "steps between checkpoints; 0: only at the end", ge=0)
+    keep_last: int = flag("checkpoints", 2, "latest ones to keep; 0: all", ge=0)
+    keep_every: int = flag("checkpoints", 0, "also keep those of every N-th step; 0: none", ge=0)
     checkpoint: Literal["sharded", "none"] = free(
         "checkpoints", "sharded", "sharded: one file per rank; none: the run cannot be continued"
     )
@@ -229,8 +212,8 @@ class Config:
         "stops",
         120.0,
         "seconds without progress that end the run; 10 x to start or save",
-        least=1,
-        below=1e9,
+        ge=1,
+        lt=1e9,
     )
 
     device: Literal["auto", "cpu", "cuda"] = once("hardware", "auto", "auto: GPUs if available")
@@ -239,13 +222,10 @@ class Config:
     )
     compile: bool = free("hardware", False, "compile the model, or its layers, with torch.compile")
     num_workers: int | None = free(
-        "hardware",
-        None,
-        "processes per rank that read ahead (default: 2 with GPUs, else 0)",
-        least=0,
+        "hardware", None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", ge=0
     )
     peak_tflops: float | None = free(
-        "hardware", None, "dense TFLOP/s of a device, for MFU", least=1e-9
+        "hardware", None, "dense TFLOP/s of a device, for MFU", ge=1e-9
     )
 
 
@@ -362,7 +342,6 @@ def build_parser() -> cli.Parser:
 def add_flag(group, f: dataclasses.Field) -> None:
     # Only a flag that is typed has a value: layout.resolve fills in the defaults.
     options = {"default": argparse.SUPPRESS, "help": f.metadata["help"]}
-    least = f.metadata["least"]
     if f.default is not None:
         options["help"] += f" (default: {str(f.default).lower()})"
     kind, *_ = get_args(f.type) or [f.type]  # int for int, and for int | None
@@ -373,8 +352,8 @@ def add_flag(group, f: dataclasses.Field) -> None:
         options |= {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
     else:
         parse = f.metadata["parse"] or kind
-        if least is not None:
-            parse = cli.number(kind, least, f.metadata["below"])
+        if f.metadata["ge"] is not None:
+            parse = cli.number(kind, f.metadata["ge"], f.metadata["lt"])
         options |= {"type": parse, "metavar": f.metadata["metavar"] or METAVARS[kind]}
     group.add_argument(f"--{f.name}", **options)
 

@@ -421,29 +421,22 @@ def estimate_memory(run: Run, model: Transformer) -> dict[str, int]:
         updater = optim.updater(run.optimizer, name, parameter.shape, model.is_hidden(name))
         for shape in updater.slots(parameter.shape).values():
             optimizer += 4 * (local if shape else 1)  # a slot is sharded like its parameter
+    dtype = run.compute_dtype
+    block = activation_bytes_of_block(run.model_config, dtype, run.device, run.tp)  # per token
+    activations = {
+        "none": run.n_layer * block,
+        "selective": run.n_layer * block // 2,  # about
+        # Inputs, and a recomputed block
+        "full": run.n_layer * dtype.itemsize * run.d_model // run.tp + block,
+    }
     # A logit and its gradient in float32, and once in the compute dtype
-    logit_size = 4 + 4
-    if run.compute_dtype != torch.float32:
-        logit_size += run.compute_dtype.itemsize
+    logit = 4 + 4 + (dtype.itemsize if dtype != torch.float32 else 0)
     tokens = run.micro_batch_size * run.seq_len
     logits = tokens * run.model_config.vocab_size // run.loss_chunks // run.tp
     return {
         "weights": weights,
         "gradients": weights,
         "optimizer": optimizer,
-        "activations": activation_bytes(run),
-        "logits": logit_size * logits,
+        "activations": tokens * activations[run.activation_checkpointing],
+        "logits": logit * logits,
     }
-
-
-def activation_bytes(run: Run) -> int:
-    """Bytes that all blocks save for backward in one micro-batch."""
-    dtype = run.compute_dtype
-    block = activation_bytes_of_block(run.model_config, dtype, run.device, run.tp)  # per token
-    kept = {
-        "none": run.n_layer * block,
-        "selective": run.n_layer * block // 2,  # about
-        # Inputs, and a recomputed block
-        "full": run.n_layer * dtype.itemsize * run.d_model // run.tp + block,
-    }
-    return run.micro_batch_size * run.seq_len * kept[run.activation_checkpointing]

@@ -64,7 +64,8 @@ def describe_start(
         how = "a new run with the weights of" if origin.only_weights else "continuing from"
         beginning = f", {how} {origin.path}"
     yield f"out     {run.out}{beginning}"
-    yield from describe_notes(notes)
+    for note in notes:
+        yield f"        {note}"
     if run.dry_run:
         yield "--dry_run: all is ready for the first step; nothing was written"
 
@@ -81,10 +82,6 @@ def describe_no_steps(run: Run, origin: Origin, notes: Iterable[str]) -> Iterato
             f"--max_steps {run.max_steps} leaves no step to train: {origin.path} is of step "
             f"{origin.step}; raise --max_steps"
         )
-    yield from describe_notes(notes)
-
-
-def describe_notes(notes: Iterable[str]) -> Iterator[str]:
     for note in notes:
         yield f"        {note}"
 

@@ -181,11 +181,12 @@ class LateEvent:
         return 500.0  # milliseconds
 
 
-def test_a_row_is_written_when_it_has_arrived(log, tmp_path):
+def test_a_row_is_written_when_it_has_arrived(log, tmp_path, clock):
     """The host does not wait for a device that is behind, before a pause."""
     the_log = log()
     meter = the_log.meter
     meter.rates = dataclasses.replace(meter.rates, device=torch.device("meta"))
+    clock(1001)
     for step, written in ((1, 0), (4, 1)):
         meter.began.event = LateEvent()
         log_step(the_log, step)
