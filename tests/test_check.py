@@ -5,7 +5,6 @@ import io
 import json
 import math
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -78,17 +77,17 @@ def drops_in_training(mlp, x):
     return F.dropout(run_mlp(mlp, x), 0.5, mlp.training)
 
 
-def freezes_the_embedding(c, setup):
-    net = empty_model(c, setup)
+def freezes_the_embedding(run):
+    net = empty_model(run)
     net.embed.weight.requires_grad_(False)
     return net
 
 
-def scales_a_gradient(state, start):
+def scales_a_gradient(state, origin):
     """By 1.05 in bfloat16, 1.01 in float32; not in the runs that the mesh is compared with."""
-    load(state, start)
-    if not Path(start.config.out).name.startswith("alone on rank"):
-        scale = 1.05 if start.config.dtype == "bfloat16" else 1.01
+    load(state, origin)
+    if torch.distributed.get_world_size() > 1:
+        scale = 1.05 if state.model.dtype == torch.bfloat16 else 1.01
         state.model.blocks[0].attention.q.weight.register_hook(lambda grad: scale * grad)
 
 

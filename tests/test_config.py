@@ -66,7 +66,7 @@ from model import ModelConfig
 @dataclasses.dataclass(frozen=True)
 class Fork(config.Config):
     tied: bool | None = config.free("model", None, "")
-    rope_theta: float | None = config.free("model", None, "", least=1)
+    rope_theta: float | None = config.free("model", None, "", ge=1)
 
 config.Config = Fork
 config.DEFAULTS |= {"tied": None, "rope_theta": None}

@@ -270,7 +270,7 @@ def read_sizes(hf: dict) -> dict[str, int]:
     """Sizes of ModelConfig, within the limits of train.py's flags. Raises KeyError, ValueError."""
     sizes = {ours: hf[theirs] for ours, theirs in INTEGERS.items()}
     sizes["n_kv_head"] = hf.get("num_key_value_heads") or sizes["n_head"]
-    limits = {field.name: field.metadata["below"] for field in dataclasses.fields(Config)}
+    limits = {field.name: field.metadata["lt"] for field in dataclasses.fields(Config)}
     for name, size in sizes.items():
         below = min(limits.get(name, 2**32), 2**32)
         if type(size) is not int or not 1 <= size < below:
