@@ -5,6 +5,7 @@ import io
 import json
 import math
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
