@@ -21,6 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
@@ -94,7 +95,6 @@ def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
     # For NCCL, one group that is split once per axis. init_device_mesh would split the default
     # group, and so connect gloo too on each axis, with a timeout of 30 minutes.
     groups = []
-    nccl_group = None
     if is_cuda:
         nccl_group = torch.distributed.new_group(backend="nccl", timeout=world.timeout)
     for axis, name in enumerate(AXES):
@@ -119,7 +119,7 @@ def dp_rank(mesh: DeviceMesh) -> int:
 def start(device: str = "cpu", timeout: timedelta = torch.distributed.default_pg_timeout) -> World:
     """Join the process group of torchrun's ranks; without torchrun, form a group of this process.
 
-    `device`: cpu or cuda. runtime.launch.start also explains why ranks do not meet.
+    runtime.launch.start also explains why ranks do not meet.
     """
     if "RANK" in os.environ:
         store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))
@@ -177,9 +177,8 @@ def parallelize(
                             2019); other parameters are replicated
     fsdp_units              groups of submodules, in forward order, whose weights FSDP gathers
                             together; the rest of the model is one more
-    reshard_after_forward   each unit drops its gathered weights after forward and gathers them
-                            again for backward, except the last unit, whose backward comes next, and
-                            an embedding, whose backward reads no weight; False: SHARD_GRAD_OP
+    reshard_after_forward   units drop gathered weights after forward and, if backward needs them,
+                            gather them again; False: SHARD_GRAD_OP
     keep_gradients          DDP's gradients exist from the start, as views of its buckets, where
                             micro-batches that are not synchronized accumulate
     """
@@ -203,7 +202,8 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
     """Choose whether the backward of this micro-batch averages gradients over ranks.
 
     A context around forward *and* backward, since DDP decides at forward. `is_last` marks the last
-    micro-batch of a step. Modes, and what FSDP does in backward:
+    micro-batch of a step. Modes, and what FSDP does in backward, reduce_scatter over dp_shard and
+    all_reduce over dp_replicate:
 
                        a micro-batch before the last    the last
         batch          -                                reduce_scatter, all_reduce
@@ -222,8 +222,7 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
             yield
         return
     if isinstance(model, FSDPModule):
-        # FSDP averages in backward: a reduce_scatter over dp_shard, an all_reduce over
-        # dp_replicate. The order of these calls matters: the first sets both flags.
+        # The order of these calls matters: the first sets both flags.
         model.set_requires_gradient_sync(is_last or mode != "batch")
         model.set_requires_all_reduce(is_last or mode == "micro_batch")
     yield
@@ -258,11 +257,7 @@ def warm_up_buckets(model: DistributedDataParallel, *inputs: Tensor) -> None:
 
 
 def shard(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    dtype: torch.dtype,
-    units: Sequence[list[nn.Module]],
-    reshard_after_forward: bool,
+    model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, units: Sequence[list], reshard: bool
 ) -> None:
     """Apply FSDP to each unit, then to the rest of the model."""
     # Inputs keep their dtype: the model casts them, and keeps its rotations in float32.
@@ -271,8 +266,8 @@ def shard(
     )
     for unit in units:
         # Only the rest of the model runs between the last unit's forward and backward.
-        reshard = reshard_after_forward and unit is not units[-1]
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        drops = reshard and unit is not units[-1]
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=drops)
         if all(isinstance(module, nn.Embedding) for module in unit):
             unit[0].set_unshard_in_backward(False)  # the backward reads indices, no weight
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -282,6 +277,7 @@ def shard(
         unit[-1].set_modules_to_forward_prefetch([next_unit[0]])
 
 
+@torch.no_grad()
 def materialize(
     model: nn.Module, device: torch.device, init: Callable[[str, Tensor], None] | None
 ) -> None:
@@ -291,19 +287,15 @@ def materialize(
     without communication, and a rank holds at most its shard and one full tensor.
     """
     model.to_empty(device=device)
-    if init is None:
-        return
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if not isinstance(tensor, DTensor):
-                init(name, tensor)
-                continue
-            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            init(name, full)
-            # src_data_rank=None: cut locally; all ranks have the full tensor
-            tensor.copy_(
-                distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            )
+    for name, tensor in model.named_parameters() if init else ():
+        if not isinstance(tensor, DTensor):
+            init(name, tensor)
+            continue
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        init(name, full)
+        # src_data_rank=None: cut locally; all ranks have the full tensor
+        part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(part)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -316,25 +308,7 @@ class RankError(RuntimeError):
     exit_status = 1
 
 
-@contextmanager
-def raise_on_all_ranks(group: torch.distributed.ProcessGroup | None = None) -> Iterator[None]:
-    """A context that raises on all ranks of the group if its block raises on one: see on_all_ranks.
-
-    The end of the context is a collective.
-    """
-    error = None
-    try:
-        yield
-    except Exception as exception:
-        error = exception
-    errors = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(errors, error and class_and_text(error), group)
-    raise_first(errors, error, group)
-
-
-def on_all_ranks(
-    function: Callable, *arguments, group: torch.distributed.ProcessGroup | None = None
-) -> list:
+def on_all_ranks(function: Callable, *arguments, group: ProcessGroup | None = None) -> list:
     """Call `function` on each rank of the group; return the results of all ranks, by rank.
 
     If a rank raises, or its result cannot be pickled, all ranks raise, so that none waits: the
@@ -347,14 +321,34 @@ def on_all_ranks(
     except Exception as exception:  # nothing was sent: the result is pickled first
         error = exception
         torch.distributed.all_gather_object(outcomes, (None, class_and_text(error)), group)
-    raise_first([sent for _, sent in outcomes], error, group)
+    for rank, (_, sent) in enumerate(outcomes):
+        if sent and rank == torch.distributed.get_rank(group):
+            raise error
+        if sent:
+            raise exception_of(*sent) from error
     return [result for result, _ in outcomes]
+
+
+@contextmanager
+def raise_on_all_ranks() -> Iterator[None]:
+    """A context that raises on all ranks if its block raises on one. Its end is a collective."""
+    error = None
+    try:
+        yield
+    except Exception as exception:
+        error = exception
+
+    def end() -> None:
+        if error:
+            raise error
+
+    on_all_ranks(end)
 
 
 def on_rank0(function: Callable, *arguments):
     """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
-    outcome = [None, None]  # the result; the class and the text of the exception
     is_rank0 = torch.distributed.get_rank() == 0
+    outcome = [None, None]  # the result; the class and the text of the exception
     try:
         if is_rank0:
             outcome[0] = function(*arguments)
@@ -367,19 +361,6 @@ def on_rank0(function: Callable, *arguments):
     if sent:
         raise exception_of(*sent)
     return result
-
-
-def raise_first(
-    errors: list[tuple | None],
-    own: Exception | None,
-    group: torch.distributed.ProcessGroup | None,
-) -> None:
-    """Raise the first exception of `errors`, which has each rank's `class_and_text`; or return."""
-    for rank, sent in enumerate(errors):
-        if sent and rank == torch.distributed.get_rank(group):
-            raise own
-        if sent:
-            raise exception_of(*sent) from own
 
 
 def class_and_text(error: Exception) -> tuple[str, str, str]:
