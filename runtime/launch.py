@@ -1,9 +1,7 @@
 """From a launcher's variables to a process group.
 
-torchrun, or srun in words of its own, tells each process its rank and where the ranks meet. `start`
-reads the variables, finds a device, prepares the process, waits at MASTER_ADDR:MASTER_PORT for all
-ranks, and forms torch's process group. What a user can fix ends in one line, within the time that
-ranks have to join.
+torchrun, or srun in words of its own, tells each process its rank and where the ranks meet. What a
+user can fix ends in one line, within the time that ranks have to join.
 """
 
 import ctypes
@@ -37,12 +35,10 @@ def read_slurm() -> None:
         tasks += [count] * int(repeats or 1)
     # "rack[1-2]n[07-09,12]-ib,login" begins with rack1n07-ib
     hosts = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"])
-    env |= dict(
-        RANK=env["SLURM_PROCID"],
-        WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
-        LOCAL_RANK=env["SLURM_LOCALID"],
-        LOCAL_WORLD_SIZE=tasks[int(env["SLURM_NODEID"])],
-    )
+    env["RANK"] = env["SLURM_PROCID"]
+    env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    env["LOCAL_WORLD_SIZE"] = tasks[int(env["SLURM_NODEID"])]
     env.setdefault("MASTER_ADDR", hosts.partition(",")[0])
     env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))
 
@@ -55,32 +51,39 @@ def start(
     """Join the process group that torchrun's variables describe, or form one of a single process.
 
     There is always a group, so that no code needs a second case for one process. `timeout` applies
-    to collectives, `join_timeout` (default: the same) to the meeting of the ranks. Raises MeshError
-    if the variables are incomplete or there are too few devices, ConnectionError if ranks are
-    missing or cannot connect.
+    to collectives, `join_timeout` (default: the same) to the meeting of the ranks. Raises MeshError,
+    and ConnectionError if ranks are missing or cannot connect.
     """
     rank, size, local_rank, local_size = read_variables()
     local_device = find_device(device, local_rank, local_size)
-    end_with_launcher()
-    raise_file_limit()
-    take_over_nccl_errors(timeout)
+    prepare_process(local_device, timeout)
     join_timeout = join_timeout or timeout
     try:
         store = find_store(join_timeout)
         # Cloned now: later, rank 0 and its store might be gone.
         world = dist.World(rank, size, local_rank, local_size, local_device, timeout, store.clone())
         await_ranks(world, store, join_timeout)
-        connect_ranks(world, store)
+        dist.join_group(world, store)
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         reason = str(error).partition("\n")[0]
         raise ConnectionError(f"the ranks do not meet: {reason}") from None
+    except RuntimeError as error:
+        if not any(name in str(error) for name in ("Gloo connect", "Connect: ")):  # gloo, NCCL
+            raise
+        # gloo publishes the address that this host's name resolves to: on Debian, 127.0.1.1.
+        reason = str(error).splitlines()[-1].rpartition("] ")[2]
+        raise ConnectionError(
+            f"{socket.gethostname()} cannot connect to another rank: {reason}; set "
+            "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for NCCL) on each host to the name of the "
+            "network interface that the other hosts reach (ip addr lists them)"
+        ) from None
     return world
 
 
 def read_variables() -> tuple[int, int, int, int]:
     """Return rank, world size, local rank and local size. Raises MeshError.
 
-    Checks all variables before this process waits for ranks that do not exist.
+    Checks all of them before this process waits for ranks that do not exist.
     """
     env = os.environ
     if "RANK" not in env and env.get("WORLD_SIZE", "1") == "1":  # as some schedulers leave it
@@ -99,11 +102,11 @@ def read_variables() -> tuple[int, int, int, int]:
 
 def find_device(name: str, local_rank: int, local_size: int) -> torch.device:
     """Return this process's device; `auto` prefers GPUs. Raises MeshError."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise dist.MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
     gpus = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and not gpus):
+        return torch.device("cpu")
+    if not gpus:
+        raise dist.MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
     if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         # srun --gpus-per-task=1 shows each process only its GPU; torchrun shows all GPUs to all.
         return torch.device("cuda", 0)
@@ -115,42 +118,29 @@ def find_device(name: str, local_rank: int, local_size: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def end_with_launcher() -> None:
-    """Have Linux kill this rank when torchrun or srun, which started it, has gone.
-
-    A process that a shell started may outlive the shell.
-    """
+def prepare_process(device: torch.device, timeout: timedelta) -> None:
+    """Set what this process needs before the group is formed, whose collectives have `timeout`."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
-    if is_launched and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as the system grants.
-
-    gloo connects each rank of a group to every other rank: three groups of the whole world take
-    3 x (N - 1) sockets, and the usual limit of 1,024 is reached at about 340 ranks.
-    """
+    if is_launched and sys.platform == "linux":  # what a shell started may outlive the shell
+        # PR_SET_PDEATHSIG: Linux kills this rank when torchrun or srun, which started it, has gone.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    # gloo connects each rank of a group to every other rank: three groups of the whole world take
+    # 3 x (N - 1) sockets, and the usual limit of 1,024 is reached at about 340 ranks.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-
-
-def take_over_nccl_errors(timeout: timedelta) -> None:
-    """Leave it to the Watchdog to end ranks when NCCL fails. Call it before the group is formed.
-
-    `timeout` applies to collectives.
-    """
-    os.environ |= {
-        # NCCL's own watchdog would end a rank before ours knows whom to blame; 0: it only logs.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        # Its monitor would end all, through a key that the next attempt finds in torchrun's store.
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        # A CUDA error would call std::terminate on NCCL's thread before the main thread raises it.
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    }
-    # The monitor is left one task, which needs no GIL: ending a process that hangs in CUDA.
-    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
+    if device.type == "cuda":  # the Watchdog ends ranks when NCCL fails
+        os.environ |= {
+            # NCCL's own watchdog would end a rank before ours knows whom to blame; 0: it only logs.
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            # Its monitor would end all, by a key that the next attempt finds in torchrun's store.
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+            # A CUDA error would call std::terminate on NCCL's thread before Python can raise it.
+            "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        }
+        # The monitor is left one task, which needs no GIL: ending a process that hangs in CUDA.
+        seconds = str(int(timeout.total_seconds()))
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", seconds)
 
 
 def find_store(timeout: timedelta) -> torch.distributed.Store:
@@ -206,19 +196,3 @@ def await_ranks(world: dist.World, store: torch.distributed.Store, timeout: time
             )
         time.sleep(pause)
         pause = min(1.0, 1.5 * pause)  # thousands of ranks ask one store
-
-
-def connect_ranks(world: dist.World, store: torch.distributed.Store) -> None:
-    """Form the process group. Raises ConnectionError with what to set if ranks cannot connect."""
-    try:
-        dist.join_group(world, store)
-    except RuntimeError as error:
-        if not any(name in str(error) for name in ("Gloo connect", "Connect: ")):  # gloo, NCCL
-            raise
-        # gloo publishes the address that this host's name resolves to: on Debian, 127.0.1.1.
-        reason = str(error).splitlines()[-1].rpartition("] ")[2]
-        raise ConnectionError(
-            f"{socket.gethostname()} cannot connect to another rank: {reason}; set "
-            "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for NCCL) on each host to the name of the "
-            "network interface that the other hosts reach (ip addr lists them)"
-        ) from None

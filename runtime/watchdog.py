@@ -7,9 +7,9 @@ What happens when rank 3 is killed in step 41:
 2. A rank that noticed reads all heartbeats (`abort_if_confirmed`). The first rank to announce the
    failure prints who died after which step, also for torchrun's report (`cli.report_error`).
 3. Every rank ends with status 1, even if its main thread hangs (`abort`). NCCL, which would end
-   ranks earlier without that line, only logs (`runtime.launch.take_over_nccl_errors`).
+   ranks earlier without that line, only logs (`runtime.launch.prepare_process`).
 4. `torchrun --max-restarts` or Slurm starts all ranks again. If the launcher itself dies, Linux
-   kills its ranks (`runtime.launch.end_with_launcher`).
+   kills its ranks (`runtime.launch.prepare_process`).
 5. Rank 0 waits for the lock of the killed run (`run_folder.hold_lock`). The run resumes from its
    latest valid checkpoint, and trains the steps since then again, on the same data.
 

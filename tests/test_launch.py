@@ -91,7 +91,6 @@ def see_gpus(monkeypatch):
 
     def see(count: int) -> None:
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
     return see
@@ -124,7 +123,7 @@ def test_a_rank_may_open_as_many_files_as_the_system_grants(pool):
 
 
 def wait_for_the_end(folder: Path) -> None:
-    launch.end_with_launcher()
+    launch.prepare_process(torch.device("cpu"), timedelta(seconds=9))
     (folder / str(os.getpid())).touch()
     time.sleep(1000)
 
@@ -195,8 +194,7 @@ def test_a_missing_rank_is_named_in_each_attempt(monkeypatch):
 def test_ranks_that_do_not_reach_each_other_name_the_interface():
     reason = "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:42420$1"
     error = RuntimeError(f"Gloo connectFullMesh failed with [/gloo/tcp/pair.cc:152] {reason}")
-    world = dist.World(0, 2, 0, 1, torch.device("cpu"), timedelta(seconds=9), mock.Mock())
     refused = pytest.raises(ConnectionError, match="set GLOO_SOCKET_IFNAME .NCCL_SOCKET_IFNAME")
     with mock.patch("torch.distributed.init_process_group", side_effect=error), refused as said:
-        launch.connect_ranks(world, mock.Mock())
+        launch.start("cpu")
     assert f"cannot connect to another rank: {reason}; " in str(said.value)
