@@ -51,8 +51,8 @@ def start(
     """Join the process group that torchrun's variables describe, or form one of a single process.
 
     There is always a group, so that no code needs a second case for one process. `timeout` applies
-    to collectives, `join_timeout` (default: the same) to the meeting of the ranks. Raises MeshError,
-    and ConnectionError if ranks are missing or cannot connect.
+    to collectives, `join_timeout` (default: the same) to the meeting of the ranks. Raises MeshError
+    and, if ranks are missing or cannot connect, ConnectionError.
     """
     rank, size, local_rank, local_size = read_variables()
     local_device = find_device(device, local_rank, local_size)
