@@ -47,9 +47,8 @@ class TokenFolder:
     path: Path
     dtype: np.dtype  # of the files: uint16 or uint32
     vocab_size: int  # ids are below it
-    # What to load to make text of ids here: "bytes", "gpt2" or the path of the tokenizer's file in
-    # this folder. None: unknown, ids have no text.
-    tokenizer: str | None
+    # "bytes", "gpt2" or the name of a file in the folder. None: unknown, ids have no text.
+    tokenizer_name: str | None
     fingerprint: str  # changes when the tokens do
     # That file as {name: contents}, to copy into checkpoints; empty without one
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
@@ -57,11 +56,11 @@ class TokenFolder:
     share: int = 1000  # of a mixture's sequences, in thousandths
 
     @property
-    def tokenizer_name(self) -> str | None:
-        """The tokenizer's name in a checkpoint: "bytes", "gpt2", or of the file copied into it."""
+    def tokenizer(self) -> str | None:
+        """What to load to make text of ids here: a built-in tokenizer or the path of a file."""
         if self.tokenizer_file:
-            return Path(self.tokenizer).name
-        return self.tokenizer
+            return str(self.path.absolute() / self.tokenizer_name)
+        return self.tokenizer_name
 
     @property
     def vocabulary(self) -> tuple:
@@ -181,10 +180,8 @@ def read_folder(path: Path) -> TokenFolder:
             check_range(block, vocab_size, file)
             digest.update(block.tobytes())
     tokenizer = meta["tokenizer"]
-    tokenizer_file = {}
-    if tokenizer not in (None, "bytes", "gpt2"):  # unknown or built in
-        tokenizer_file = read_tokenizer_file(path, tokenizer)
-        tokenizer = str((path / tokenizer).absolute())
+    has_file = tokenizer not in (None, "bytes", "gpt2")  # unknown or built in
+    tokenizer_file = read_tokenizer_file(path, tokenizer) if has_file else {}
     fingerprint = digest.hexdigest()[:16]
     val_bytes = meta.get("val_bytes", 0)
     return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file, val_bytes)
@@ -230,10 +227,8 @@ def check_range(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
     """Raise DataError if a token of `file` is not below vocab_size."""
     highest = int(tokens.max(initial=0))
     if highest >= vocab_size:
-        raise DataError(
-            f"{file} holds token {highest}, above its vocabulary of {vocab_size}; prepare it again "
-            "with prepare.py"
-        )
+        problem = f"{file} holds token {highest}, above its vocabulary of {vocab_size}"
+        raise DataError(f"{problem}; prepare it again with prepare.py")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,7 +269,7 @@ class TokenDataset(Dataset):
         self.seq_len = seq_len
         self.seed = seed
         self.parts = [self]  # so that one folder can be read like a Mixture
-        n_tokens = len(folder.tokens(split))
+        n_tokens = self.file.stat().st_size // folder.dtype.itemsize
         self.n_windows = (n_tokens - 1) // seq_len
         if self.n_windows < 1:
             raise DataError(
@@ -351,10 +346,7 @@ class Mixture(Dataset):
 def open_dataset(
     folders: list[TokenFolder], split: str, seq_len: int, seed: int | None
 ) -> TokenDataset | Mixture:
-    """Return the sequences of a split, "train" or "val", of one folder or of a mixture.
-
-    `seed` None keeps the order of the files, for validation. Raises DataError.
-    """
+    """Return the sequences of "train" or "val" in one folder or a mixture. Raises DataError."""
     parts = [TokenDataset(folder, split, seq_len, seed) for folder in folders]
     return parts[0] if len(parts) == 1 else Mixture(parts)
 

@@ -284,7 +284,7 @@ def test_only_the_same_tokenizer_is_the_same_vocabulary(tokens):
     folder = data.open_folder(tokens)
     files = [{"a.tiktoken": contents} for contents in (b"one", b"other")]
     others = [dataclasses.replace(folder, tokenizer_file=file) for file in files]
-    folders = [folder, dataclasses.replace(folder, tokenizer="gpt2"), *others]
+    folders = [folder, dataclasses.replace(folder, tokenizer_name="gpt2"), *others]
     for one in folders:
         assert [other.vocabulary == one.vocabulary for other in folders].count(True) == 1
 
