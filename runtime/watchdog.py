@@ -76,8 +76,8 @@ class Watchdog:
         self.stopped = threading.Event()
         self.announcing = threading.Lock()  # held from before the announcement until the end
         self.ending = threading.Lock()
-        self.send_heartbeat()  # now, so that no reader waits for the first
         store.add("failures announced", 0)
+        self.exchange([])  # now, so that no reader waits for the first heartbeat
 
     def progress(self, step: int, doing: str, slow: bool = False) -> None:
         """Report that this rank has done `step` steps and is `doing` something, perhaps `slow`."""
@@ -98,7 +98,12 @@ class Watchdog:
         if error is None:
             torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
         else:
-            atexit.register(end_process_soon)
+            # The destructors of torch's process groups wait for NCCL, whose other ranks may never
+            # answer, and hold the GIL. faulthandler's timer is a C thread, which needs no GIL. Its
+            # traceback goes nowhere, so that the error stays the last line.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            end_later = faulthandler.dump_traceback_later
+            atexit.register(end_later, LAST_WORDS_SECONDS, exit=True, file=nowhere)
         if kind is RuntimeError or isinstance(error, torch.distributed.DistError):
             # Perhaps a collective failed because another rank was lost: then this does not return.
             self.abort_if_confirmed(collective_failed=True)
@@ -141,16 +146,13 @@ class Watchdog:
             if waited > 1.5 * self.timeout / self.interval:
                 self.abort(STORE_GONE)
 
-    def send_heartbeat(self) -> None:
-        heartbeat = Heartbeat(self.count, self.reports, self.place)
-        self.store.set(f"heartbeat {self.rank}", json.dumps(heartbeat))
-        self.count += 1
-
     def exchange(self, ranks: Iterable[int]) -> list[Heartbeat]:
         """Send a heartbeat and return the last ones of `ranks`; abort if a failure is announced."""
+        heartbeat = Heartbeat(self.count, self.reports, self.place)
         names = [f"heartbeat {rank}" for rank in ranks]
         try:
-            self.send_heartbeat()
+            self.store.set(f"heartbeat {self.rank}", json.dumps(heartbeat))
+            self.count += 1
             *texts, failures = self.store.multi_get([*names, "failures announced"])
         except RuntimeError:
             # Without torchrun, rank 0 keeps the store and may just have finished.
@@ -213,14 +215,3 @@ class Watchdog:
                 time.sleep(2 * self.interval)
         finally:
             os._exit(1)
-
-
-def end_process_soon() -> None:
-    """End this process with status 1 in LAST_WORDS_SECONDS, while Python exits after an error.
-
-    The destructors of torch's process groups wait for NCCL, whose other ranks may never answer, and
-    hold the GIL. faulthandler's timer is a C thread, which needs no GIL. Its traceback goes
-    nowhere, so that the error stays the last line.
-    """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=nowhere)
