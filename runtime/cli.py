@@ -114,23 +114,14 @@ def execute(program: str, command: Callable, *arguments) -> int:
     except Exception as error:
         if (message := explain(error)) is None:
             raise
-        report_error_once(program, message)
+        rank = int(os.environ.get("RANK", 0))
+        began = time.time()  # before other ranks end: torchrun reports this rank as the cause
+        if rank > 0:
+            # If all ranks fail, rank 0 prints, and torchrun ends the other ranks as soon as rank 0
+            # exits. A rank that is still alive after 3 s has failed alone.
+            time.sleep(3)
+        report_error(program, message, f" on rank {rank}" if rank else "", began)
         return getattr(error, "exit_status", 1)
-
-
-def report_error_once(program: str, message: str) -> None:
-    """Print the error of this rank, unless all ranks fail: then rank 0 prints for all.
-
-    torchrun ends the other ranks as soon as rank 0 exits. A rank that is still alive after 3 s has
-    failed alone, and prints its own error.
-    """
-    rank = int(os.environ.get("RANK", 0))
-    if rank == 0:
-        report_error(program, message)
-        return
-    began = time.time()  # before other ranks end, so that torchrun reports this rank as the cause
-    time.sleep(3)
-    report_error(program, message, f" on rank {rank}", began)
 
 
 # In torch's messages for too little memory. Only CUDA's error has a class of its own; the errors of
