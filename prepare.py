@@ -182,32 +182,16 @@ def build_parser() -> cli.Parser:
         help="text, .jsonl, .ndjson, .json, .csv or .tsv (also .gz, .bz2, .xz), .parquet, folders, "
         "quoted globs, or - for standard input (default: the library of the installed Python)",
     )
-    add(
-        "--field",
-        default="text",
-        metavar="NAME",
-        help="JSON field or column with the text (default: text)",
-    )
-    add(
-        "--tokenizer",
-        dest="name",
-        default="bytes",
-        metavar="NAME",
-        help="bytes, gpt2, PATH.tiktoken or tokenizer.json (default: bytes)",
-    )
-    add(
-        "--pattern",
-        choices=tokenizer.PATTERNS,
-        help="how text is cut, with PATH.tiktoken (default: as its name says, else llama3)",
-    )
+    field_help = "JSON field or column with the text (default: text)"
+    add("--field", default="text", metavar="NAME", help=field_help)
+    name_help = "bytes, gpt2, PATH.tiktoken or tokenizer.json (default: bytes)"
+    add("--tokenizer", dest="name", default="bytes", metavar="NAME", help=name_help)
+    pattern_help = "how text is cut, with PATH.tiktoken (default: as its name says, else llama3)"
+    add("--pattern", choices=tokenizer.PATTERNS, help=pattern_help)
     add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
-    add(
-        "--val_fraction",
-        type=cli.number(float, 1e-9, 1),
-        default=0.05,
-        metavar="F",
-        help="fraction of the documents kept for validation (default: 0.05)",
-    )
+    fraction = cli.number(float, 1e-9, 1)
+    fraction_help = "fraction of the documents kept for validation (default: 0.05)"
+    add("--val_fraction", type=fraction, default=0.05, metavar="F", help=fraction_help)
     add(
         "--num_threads",
         type=cli.number(int, 1),
