@@ -259,7 +259,6 @@ def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
             contents = io.BufferedReader(decompress(contents), BLOCK)
     beginning = contents.peek(PROBE)[:PROBE]
     start = beginning.decode("utf-8-sig", "replace")  # drops a byte order mark
-    kind = "text"
     if not beginning:
         kind = "empty file"
     elif "\0" in start:

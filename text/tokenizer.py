@@ -117,10 +117,8 @@ def pattern_of(path: str) -> str:
 
     prepare.py writes tokenizer.PATTERN.tiktoken into a token folder.
     """
-    for word in re.split("[^a-z0-9]+", Path(path).name.lower()):
-        if word in PATTERNS:
-            return word
-    return "llama3"
+    words = re.split("[^a-z0-9]+", Path(path).name.lower())
+    return next((word for word in words if word in PATTERNS), "llama3")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -249,10 +247,8 @@ def package_errors(what: str) -> Iterator[None]:
         raise TokenizerError(f"{what}: {reason}") from None
 
 
-@functools.lru_cache(maxsize=1)
-def load_json(path: Path, contents: bytes) -> JsonEncoding:
-    """Load a tokenizer.json once, for the start of a run and the sample at its end."""
-    return JsonEncoding(path, contents)
+# A run loads a tokenizer.json once, for its start and for the sample at its end.
+load_json = functools.lru_cache(maxsize=1)(JsonEncoding)
 
 
 # --------------------------------------------------------------------------------------------------
