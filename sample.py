@@ -144,15 +144,10 @@ def closing_sample(
 ) -> str:
     """Continue the start of the validation set; text on rank 0. Collective, like every forward."""
     prompt = folder.tokens("val")[: max(1, seq_len // 4)].tolist()
+    vocab_size, device = folder.vocab_size, world.device
+    how = Sampling(temperature=0.8)
     new = generate(
-        model,
-        prompt,
-        n,
-        Sampling(temperature=0.8),
-        seq_len=seq_len,
-        vocab_size=folder.vocab_size,
-        device=world.device,
-        tp=tp,
+        model, prompt, n, how, seq_len=seq_len, vocab_size=vocab_size, device=device, tp=tp
     )
     try:
         tokens = [*prompt, *new]
@@ -214,15 +209,10 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
     prompt = encode_prompt(args.prompt, trained)
     model = load_model(path, trained.config, device)
     stop = tokenizer.load_encoding(name).eot_token if name else None
-    tokens = generate(
-        model,
-        prompt,
-        args.max_new_tokens,
-        Sampling(args.temperature, args.top_k, args.top_p, stop, args.seed),
-        seq_len=trained.config.seq_len,
-        vocab_size=trained.vocab_size,
-        device=device,
-    )
+    how = Sampling(args.temperature, args.top_k, args.top_p, stop, args.seed)
+    seq_len, vocab_size = trained.config.seq_len, trained.vocab_size
+    n = args.max_new_tokens
+    tokens = generate(model, prompt, n, how, seq_len=seq_len, vocab_size=vocab_size, device=device)
     texts = tokenizer.decode(name, tokens, prompt if args.prompt else [])
     beginning = next(texts, "")  # before printing the prompt: the model may prove broken
     shown = args.prompt if name else "".join(tokenizer.decode(None, prompt))
