@@ -14,6 +14,7 @@ import itertools
 import os
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -332,17 +333,13 @@ def on_all_ranks(function: Callable, *arguments, group: ProcessGroup | None = No
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
     """A context that raises on all ranks if its block raises on one. Its end is a collective."""
-    error = None
+    outcome = Future()  # its result() raises what the block has raised
     try:
         yield
-    except Exception as exception:
-        error = exception
-
-    def end() -> None:
-        if error:
-            raise error
-
-    on_all_ranks(end)
+        outcome.set_result(None)
+    except Exception as error:
+        outcome.set_exception(error)
+    on_all_ranks(outcome.result)
 
 
 def on_rank0(function: Callable, *arguments):
