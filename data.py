@@ -280,20 +280,16 @@ class TokenDataset(Dataset):
     def __len__(self) -> int:
         return self.n_windows
 
-    def window(self, n: int) -> int:
-        """The index of the window that sequence n reads."""
-        if self.seed is None:
-            return n
-        epoch, position = divmod(n, self.n_windows)
-        return permute(position, self.n_windows, key=b"%d %d" % (self.seed, epoch))
-
     def __getitem__(self, indices: list[int]) -> Tensor:
         size = self.folder.dtype.itemsize
         rows = []
         # Mapping the file for each batch would take twice as long.
         with open(self.file, "rb", buffering=0) as file:
             for n in indices:
-                file.seek(self.window(n) * self.seq_len * size)
+                epoch, window = divmod(n, self.n_windows)
+                if self.seed is not None:
+                    window = permute(window, self.n_windows, key=b"%d %d" % (self.seed, epoch))
+                file.seek(window * self.seq_len * size)
                 contents = file.read((self.seq_len + 1) * size)
                 rows.append(np.frombuffer(contents, self.folder.dtype))
         batch = np.stack(rows).astype(np.int64)
