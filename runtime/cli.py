@@ -73,10 +73,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def report_error(program: str, message: str, where: str = "", began: float | None = None) -> None:
-    """Print an error in one line, if stderr still takes it, and put it into torchrun's report.
-
-    `began`: see `write_root_cause`.
-    """
+    """Print an error in one line, if stderr still takes it, and put it into torchrun's report."""
     line = f"{program}: error{where}: {message}"
     with contextlib.suppress(OSError):
         clear = console.CLEAR if sys.stderr.isatty() else ""  # of a live line
@@ -126,11 +123,7 @@ def execute(program: str, command: Callable, *arguments) -> int:
 
 # In torch's messages for too little memory. Only CUDA's error has a class of its own; the errors of
 # the CPU are plain RuntimeErrors, which only their texts tell from bugs.
-OUT_OF_MEMORY = (
-    "out of memory",  # CUDA
-    "allocate memory",  # CPU: "DefaultCPUAllocator: can't allocate memory: you tried to ..."
-    "calculation overflowed",  # both: "Storage size calculation overflowed", above 2**63 bytes
-)
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "calculation overflowed")  # CUDA, CPU, both
 
 
 def explain(error: Exception) -> str | None:

@@ -59,8 +59,7 @@ class Watchdog:
     - makes no progress itself for that long, or SLOW_FACTOR times as long in slow places,
     - or leaves the context because a collective failed,
 
-    reads the heartbeats of all ranks for CONFIRM_INTERVALS. The first that finds which ranks failed
-    prints them. Every rank then exits with 1.
+    reads the heartbeats of all ranks for CONFIRM_INTERVALS, to find which ranks failed.
     """
 
     def __init__(self, store: torch.distributed.Store, rank: int, world_size: int, timeout: float):
@@ -136,8 +135,7 @@ class Watchdog:
     def watch_store(self) -> None:
         """Abort if the store does not answer `run`: the work of a second thread.
 
-        A host that is gone closes no connection. After its timeout the store's client asks once
-        more, and waits forever.
+        A host that is gone closes no connection: the store's client asks twice, and waits forever.
         """
         waited, last_count = 0, -1
         while not self.stopped.wait(self.interval):
