@@ -214,10 +214,7 @@ def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = 
 
 
 def classify(path: Path, text_field: str) -> str:
-    """Return the format of a file, or what else is at `path`.
-
-    Raises SourceError, also if the rows lack the text field.
-    """
+    """Return the format of a file, or what else is at `path`. Raises SourceError and NoField."""
     with source_errors(path):
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe, a socket or a device
             return "special file"

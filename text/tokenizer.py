@@ -181,8 +181,7 @@ class JsonEncoding:
         self.name = path.name
         self.contents = contents
         self.added_tokens = {token["content"]: token["id"] for token in spec["added_tokens"]}
-        special = [token for token in spec["added_tokens"] if token["special"]]
-        self.special_tokens_set = {token["content"] for token in special}
+        self.special_tokens_set = {t["content"] for t in spec["added_tokens"] if t["special"]}
         ends = [name for name in ENDS_OF_TEXT if name in self.special_tokens_set]
         if not ends:
             raise ValueError(f"none of its special tokens is {', '.join(ENDS_OF_TEXT)}")
