@@ -203,8 +203,7 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
     """Choose whether the backward of this micro-batch averages gradients over ranks.
 
     A context around forward *and* backward, since DDP decides at forward. `is_last` marks the last
-    micro-batch of a step. Modes, and what FSDP does in backward, reduce_scatter over dp_shard and
-    all_reduce over dp_replicate:
+    micro-batch of a step. Modes, and what FSDP does in backward:
 
                        a micro-batch before the last    the last
         batch          -                                reduce_scatter, all_reduce
@@ -223,7 +222,8 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
             yield
         return
     if isinstance(model, FSDPModule):
-        # The order of these calls matters: the first sets both flags.
+        # FSDP averages in backward: a reduce_scatter over dp_shard, an all_reduce over
+        # dp_replicate. The order of these calls matters: the first sets both flags.
         model.set_requires_gradient_sync(is_last or mode != "batch")
         model.set_requires_all_reduce(is_last or mode == "micro_batch")
     yield
