@@ -153,7 +153,7 @@ def train(
         val_batches = read_val_batches(val_data, val_indices)
     first_indices = val_indices
     if not run.eval_only:
-        first_indices = train_indices(run, mesh, range(state.step + 1, state.step + 2))
+        first_indices = local_train_indices(run, mesh, range(state.step + 1, state.step + 2))
     check_ranks_agree(run, mesh, state, folders, first_indices)
     if run.eval_only:
         val_loss = evaluate(forward, val_batches, watchdog, state.step)
@@ -290,7 +290,7 @@ def load(state: State, origin: Origin) -> None:
     state.step = origin.step
 
 
-def train_indices(run: Run, mesh: dist.DeviceMesh, steps: range) -> Iterator[list[int]]:
+def local_train_indices(run: Run, mesh: dist.DeviceMesh, steps: range) -> Iterator[list[int]]:
     """Yield the sequence indices of each of this rank's micro-batches in `steps`."""
     return data.train_indices(
         steps, run.global_batch_size, run.micro_batch_size, dist.dp_rank(mesh), run.dp_size
@@ -348,7 +348,7 @@ class MicroBatches:
         watchdog: Watchdog,
         start_step: int,
     ):
-        indices = train_indices(run, mesh, range(start_step + 1, run.max_steps + 1))
+        indices = local_train_indices(run, mesh, range(start_step + 1, run.max_steps + 1))
         is_cuda = mesh.device_type == "cuda"
         self.batches = data.loader(train_data, indices, run.num_workers, pin=is_cuda)
         self.run = run

@@ -111,14 +111,21 @@ def execute(program: str, command: Callable, *arguments) -> int:
     except Exception as error:
         if (message := explain(error)) is None:
             raise
-        rank = int(os.environ.get("RANK", 0))
-        began = time.time()  # before other ranks end: torchrun reports this rank as the cause
-        if rank > 0:
-            # If all ranks fail, rank 0 prints, and torchrun ends the other ranks as soon as rank 0
-            # exits. A rank that is still alive after 3 s has failed alone.
-            time.sleep(3)
-        report_error(program, message, f" on rank {rank}" if rank else "", began)
+        report_error_once(program, message)
         return getattr(error, "exit_status", 1)
+
+
+def report_error_once(program: str, message: str) -> None:
+    """Report an error that all ranks may have, on rank 0 or on the rank that has failed alone.
+
+    If all ranks fail, rank 0 prints, and torchrun ends the other ranks as soon as rank 0 exits. A
+    rank that is still alive after 3 s has failed alone.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    began = time.time()  # before other ranks end: torchrun reports this rank as the cause
+    if rank > 0:
+        time.sleep(3)
+    report_error(program, message, f" on rank {rank}" if rank else "", began)
 
 
 # In torch's messages for too little memory. Only CUDA's error has a class of its own; the errors of
@@ -143,5 +150,4 @@ def explain(error: Exception) -> str | None:
         return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
     if inner:
         return f"--compile: {first_line}"
-    return None
     return None

@@ -97,12 +97,7 @@ class Watchdog:
         if error is None:
             torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
         else:
-            # The destructors of torch's process groups wait for NCCL, whose other ranks may never
-            # answer, and hold the GIL. faulthandler's timer is a C thread, which needs no GIL. Its
-            # traceback goes nowhere, so that the error stays the last line.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            end_later = faulthandler.dump_traceback_later
-            atexit.register(end_later, LAST_WORDS_SECONDS, exit=True, file=nowhere)
+            atexit.register(end_process_soon)
         if kind is RuntimeError or isinstance(error, torch.distributed.DistError):
             # Perhaps a collective failed because another rank was lost: then this does not return.
             self.abort_if_confirmed(collective_failed=True)
@@ -213,3 +208,14 @@ class Watchdog:
                 time.sleep(2 * self.interval)
         finally:
             os._exit(1)
+
+
+def end_process_soon() -> None:
+    """End this process with status 1 in LAST_WORDS_SECONDS, while Python exits after an error.
+
+    The destructors of torch's process groups wait for NCCL, whose other ranks may never answer, and
+    hold the GIL. faulthandler's timer is a C thread, which needs no GIL. Its traceback goes
+    nowhere, so that the error stays the last line.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=nowhere)
