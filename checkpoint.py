@@ -81,6 +81,25 @@ def reason(error: BaseException) -> str:
     return lines[-1]
 
 
+def this_rank() -> int:
+    """The rank of this process; 0 without a process group."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+@contextlib.contextmanager
+def as_checkpoint_error(what: str | None = None) -> Iterator[None]:
+    """Turn any exception, as damaged JSON can raise most, into a CheckpointError: `what: reason`.
+
+    By default `what` names this rank.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what or f'rank {this_rank()}'}: {reason(error)}") from None
+
+
 # --------------------------------------------------------------------------------------------------
 # Loading
 
@@ -96,9 +115,8 @@ def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def part_of(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, in the same memory."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    return tensor.detach()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
 
 
 def start_of(tensor: Tensor) -> tuple[int, ...]:
@@ -113,27 +131,26 @@ def start_of(tensor: Tensor) -> tuple[int, ...]:
 def load_state(path: Path | str, state: dict, verify_files: bool = False) -> None:
     """Fill the tensors of `state` in place, from a checkpoint of any mesh and format.
 
-    A checkpoint loads on any mesh because it does not know of meshes. A mesh only decides how a
-    tensor is cut: fsdp by rows, tp by rows or columns, single not at all. On disk, a chunk is known
-    by the name of its tensor and the indices at which it begins in the full tensor, not by a rank.
-    In memory, each rank knows its own part in the same way. It copies what the two have in common:
+    A mesh only decides how a tensor is cut: fsdp by rows, tp by rows or columns, single not at all.
+    On disk, a chunk is known by the name of its tensor and the indices at which it begins in the
+    full tensor, not by a rank. Each rank knows its own part in the same way. It copies what both
+    have in common:
 
         saved by fsdp on 4 ranks       | rows 0-2 | rows 3-5 | rows 6-8 | 9 |
         part of rank 0 of 2, with tp   |    rows 0-4    |
         copied                          rows 0-2   3-4
 
-    Files are mapped into memory, so that only what is copied is read. There is no collective: each
-    rank loads alone. Tensors that `state` lacks are skipped. Values are converted to the dtype of
+    Files are mapped into memory, so that only what is copied is read. Each rank loads alone: there
+    is no collective. Tensors that `state` lacks are skipped. Values are converted to the dtype of
     the tensor that they fill. Raises CheckpointError; part of `state` may then be filled.
 
     Checks the checksums of manifest.json and index.json, the sizes of the files that it reads, and
-    the name, dtype and shape of each chunk. By default it does not read the checksums of the
-    safetensors files: it does not notice changed values, nor chunks of equal shape and dtype, or
-    files with equal headers, that were exchanged. With `verify_files` it reads them all first.
+    the name, dtype and shape of each chunk. Changed values, and exchanged chunks of equal shape and
+    dtype or files with equal headers, are noticed only with `verify_files`, which reads all files.
     """
     if verify_files and (problem := verify(path)):
         raise CheckpointError(f"cannot read {path}: {problem}")
-    with reading(path):
+    with as_checkpoint_error(f"cannot read {path}"):
         reader = Reader(Path(path))
         for name, tensor in flatten(state):
             entry = reader.tensors.get(name)
@@ -142,17 +159,6 @@ def load_state(path: Path | str, state: dict, verify_files: bool = False) -> Non
             local = part_of(tensor)
             for place, saved in reader.overlaps(name, start_of(tensor), local.shape):
                 local[place].copy_(saved)
-
-
-@contextlib.contextmanager
-def reading(path: Path | str) -> Iterator[None]:
-    """Turn any exception into a CheckpointError: damaged JSON can raise most of them."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"cannot read {path}: {reason(error)}") from None
 
 
 class Entry(NamedTuple):
@@ -171,7 +177,7 @@ class Reader:
         self.tensors: dict[str, Entry] = {}
         self.map_file = functools.cache(map_safetensors)  # each file once
         self.entries = read_manifest(path)["files"]  # sizes and checksums
-        with reading(path / "index.json"):
+        with as_checkpoint_error(f"cannot read {path}/index.json"):
             text = (path / "index.json").read_bytes()
             if f"{zlib.crc32(text):08x}" != self.entries["index.json"]["crc32"]:
                 raise ValueError(f"it {CHANGED}")
@@ -210,7 +216,7 @@ class Reader:
         shape = []
         for edge, i in zip(edges, position):
             shape.append(edge[i + 1] - edge[i])
-        with reading(self.path):
+        with as_checkpoint_error(f"cannot read {self.path}"):
             file = self.files[grid[position]]
             chunks, buffer = self.map_file(self.path / file)
             size = self.entries[file]["bytes"]
@@ -236,7 +242,7 @@ def overlaps_along(edges: list[int], start: int, size: int) -> Iterator[tuple[in
 def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
     """The tensors of a safetensors file, and its mapping. Raises CheckpointError for damage."""
     tensors = {}
-    with reading(path), open(path, "rb") as file:
+    with as_checkpoint_error(f"cannot read {path}"), open(path, "rb") as file:
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         start = 8 + int.from_bytes(buffer[:8], "little")
         header = json.loads(buffer[8:start])
@@ -271,8 +277,7 @@ def step_of(path: Path) -> int | None:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; contents not verified, manifests perhaps missing."""
-    paths = filter(step_of, run.glob("checkpoints/step-*"))
-    return sorted(paths, key=step_of)
+    return sorted(filter(step_of, run.glob("checkpoints/step-*")), key=step_of)
 
 
 def read_manifest(path: Path) -> dict:
@@ -281,20 +286,14 @@ def read_manifest(path: Path) -> dict:
     Raises CheckpointError if it is missing, changed or damaged, or if the folder was renamed, and
     PathError if its format is not FORMAT.
     """
-    try:
+    incomplete = f"{path} is not a complete checkpoint: its manifest.json is"
+    with as_checkpoint_error(f"{incomplete} damaged"):
+        if not (path / "manifest.json").exists():
+            raise CheckpointError(f"{incomplete} missing")
         manifest = json.loads((path / "manifest.json").read_bytes())
         if "crc32" in manifest and manifest["crc32"] != seal(manifest)["crc32"]:
             raise CheckpointError(f"{path}/manifest.json {CHANGED}")
         check_manifest(path, manifest)
-    except CheckpointError:
-        raise
-    except Exception as error:  # damaged JSON can raise most of them
-        problem = f"damaged: {reason(error)}"
-        if isinstance(error, FileNotFoundError):
-            problem = "missing"
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint: its manifest.json is {problem}"
-        ) from None
     version = manifest.get("format", 1)
     if version != FORMAT:
         raise PathError(f"{path} has format {version}, not {FORMAT}: use the version that wrote it")
@@ -304,21 +303,18 @@ def read_manifest(path: Path) -> dict:
 def check_manifest(path: Path, manifest: dict) -> None:
     """Raise ValueError for a wrong field, CheckpointError if the folder's name has another step."""
     step = manifest.get("step")
-    check_number("the manifest's step", step)
-    check_number("the manifest's tokens", manifest.get("tokens", 0))
+    numbers = {"the manifest's step": step, "the manifest's tokens": manifest.get("tokens", 0)}
     if not manifest["files"]:
         raise ValueError("it lists no files")
     for name, file in manifest["files"].items():
         if Path(name).name != name:
             raise ValueError(f"{name!r} is not the name of a file in its folder")
-        check_number(f"the size of {name!r}", file["bytes"])
+        numbers[f"the size of {name!r}"] = file["bytes"]
+    for name, number in numbers.items():
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{name} is {number!r}, not an integer of at least 0")
     if step_of(path) not in (None, step):
         raise CheckpointError(f"{path} was renamed: it holds step {step}, not {step_of(path)}")
-
-
-def check_number(name: str, number: object) -> None:
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{name} is {number!r}, not an integer of at least 0")
 
 
 def seal(manifest: dict) -> dict:
@@ -390,9 +386,7 @@ def write_file(path: Path, blocks: Iterable) -> dict:
 
 
 def write_safetensors(
-    path: Path,
-    layout: dict[str, Tensor],
-    read: Callable[[str], Tensor] | None = None,
+    path: Path, layout: dict[str, Tensor], read: Callable[[str], Tensor] | None = None
 ) -> dict:
     """Write tensors to a file; return the file's entry in the manifest.
 
@@ -445,12 +439,19 @@ def complete(work: Path, path: Path, manifest: dict) -> None:
 # Saving
 
 
+def on_only_rank(function: Callable, *arguments) -> list:
+    """Call `function` in a process without other ranks. Raises ValueError if there are any."""
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise ValueError("on several ranks, save_state needs on_all_ranks=dist.on_all_ranks")
+    return [function(*arguments)]
+
+
 def save_state(
     path: Path | str,
     state: dict,
     manifest: dict,
     extra_files: dict[str, bytes] | None = None,
-    on_all_ranks: Callable | None = None,
+    on_all_ranks: Callable = on_only_rank,
     parts: dict[str, Tensor] | None = None,
 ) -> int:
     """Write `state`, nested dicts of tensors and DTensors, as a checkpoint; return its bytes.
@@ -461,94 +462,67 @@ def save_state(
     manifest       "step", and what the caller wants to read later
     extra_files    {name: contents}, such as the tokenizer
     on_all_ranks   such as dist.on_all_ranks: on_all_ranks(function, *arguments) returns the results
-                   of all ranks, or raises on all ranks; None if this process is the only rank
+                   of all ranks, or raises on all ranks; not needed by a process without others
     parts          {name: values} to write instead of this rank's parts, such as a copy of them
 
     Raises CheckpointError on all ranks, if one fails.
     """
     path = Path(path)
     extra_files = extra_files or {}
-    on_all_ranks = on_all_ranks or on_only_rank
     bounds = on_all_ranks(begin_save, path, state, manifest, extra_files)
     index = choose_writers(state, torch.stack(bounds))
-    if parts is None:
-        parts = local_parts(state)
-    written = on_all_ranks(write_chunks, path, parts, index)
-    return on_all_ranks(publish, path, manifest, extra_files, index, written)[0]
+    names = [f"rank-{rank:05d}.safetensors" for rank in range(len(bounds))]
+    entries = on_all_ranks(write_chunks, path, parts or local_parts(state), index, names)
+    files = dict(zip(names, entries))
+    return on_all_ranks(publish, path, manifest, extra_files, index, files)[0]
 
 
-def on_only_rank(function: Callable, *arguments) -> list:
-    """Call `function` in a process without other ranks. Raises ValueError if there are any."""
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise ValueError("on several ranks, save_state needs on_all_ranks=dist.on_all_ranks")
-    return [function(*arguments)]
-
-
-def this_rank() -> int:
-    """The rank of this process; 0 without a process group."""
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-@contextlib.contextmanager
-def saving() -> Iterator[None]:
-    """Turn any exception into a CheckpointError that names this rank."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"rank {this_rank()}: {reason(error)}") from None
-
-
-@saving()
+@as_checkpoint_error()
 def begin_save(path: Path, state: dict, manifest: dict, extra_files: dict[str, bytes]) -> Tensor:
-    """Create the temporary folder, if all can be saved; return this rank's `bounds_of_parts`."""
-    bounds = bounds_of_parts(state, local_parts(state))
+    """Create the temporary folder, if all can be saved; return where this rank's parts are.
+
+    For each tensor, where its part begins and its shape, one after the other.
+    """
+    bounds = []
+    parts = local_parts(state)
+    for name, tensor in flatten(state):
+        bounds += [*start_of(tensor), *parts[name].shape]
     planned = dict.fromkeys(["index.json", *extra_files], {"bytes": 0})
     check_manifest(path, seal({**manifest, "files": planned}))
     if this_rank() == 0:
         remove_leftovers(path)
         temporary(path).mkdir(parents=True)
-    return bounds
+    return torch.tensor(bounds, dtype=torch.int64)
 
 
-@saving()
-def write_chunks(path: Path, parts: dict[str, Tensor], index: dict[str, dict]) -> dict:
-    """Write the chunks that `index` gives to this rank; return their file's manifest entry."""
+@as_checkpoint_error()
+def write_chunks(path: Path, parts: dict[str, Tensor], index: dict, names: list[str]) -> dict:
+    """Write this rank's chunks to its file of `names`; return the file's manifest entry."""
     rank = this_rank()
     chunks = {name: parts[name] for name, entry in index.items() if rank in entry["grid"]}
-    return write_safetensors(temporary(path) / rank_file(rank), chunks)
+    return write_safetensors(temporary(path) / names[rank], chunks)
 
 
-@saving()
+@as_checkpoint_error()
 def publish(
-    path: Path,
-    manifest: dict,
-    extra_files: dict[str, bytes],
-    index: dict[str, dict],
-    written: list[dict],
+    path: Path, manifest: dict, extra_files: dict[str, bytes], index: dict, chunk_files: dict
 ) -> int:
-    """Complete a checkpoint whose chunks are written, on rank 0; return its bytes, 0 elsewhere.
+    """Complete a checkpoint whose chunks are in `chunk_files`, {name: its manifest entry}.
 
-    `written` has the manifest entry of each rank's file.
+    Rank 0 does it and returns the checkpoint's bytes; the other ranks return 0.
     """
     if this_rank() != 0:
         return 0
     work = temporary(path)
-    names = [rank_file(rank) for rank in range(len(written))]
-    files = dict(zip(names, written))
+    files = dict(chunk_files)
     for name, contents in extra_files.items():
         files[name] = write_file(work / name, [contents])
-    files["index.json"] = write_index(work, names, index)
+    files["index.json"] = write_index(work, [*chunk_files], index)
     if os.path.lexists(path):  # damaged, or the run would have continued from it
         os.rename(path, temporary(path, ".damaged"))
     complete(work, path, {**manifest, "files": files})
     remove_leftovers(path)
     return total_bytes({"files": files})
-
-
-def rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
 
 
 def temporary(path: Path, kind: str = "") -> Path:
@@ -558,8 +532,8 @@ def temporary(path: Path, kind: str = "") -> Path:
 
 def remove_leftovers(path: Path) -> None:
     """Remove what saves have left beside the checkpoint `path`. Raises nothing."""
-    leftovers = [temporary(path), temporary(path, ".damaged"), *path.parent.glob(".step-*.tmp")]
-    for leftover in leftovers:
+    own = [temporary(path), temporary(path, ".damaged")]
+    for leftover in [*own, *path.parent.glob(".step-*.tmp")]:
         shutil.rmtree(leftover, ignore_errors=True)
         with contextlib.suppress(OSError):
             leftover.unlink()  # a symbolic link: what it leads to stays
@@ -576,21 +550,13 @@ def local_parts(state: dict) -> dict[str, Tensor]:
     return parts
 
 
-def bounds_of_parts(state: dict, parts: dict[str, Tensor]) -> Tensor:
-    """Where this rank's part of each tensor begins, and its shape, one after the other."""
-    numbers = []
-    for name, tensor in flatten(state):
-        numbers += [*start_of(tensor), *parts[name].shape]
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
 def choose_writers(state: dict, bounds: Tensor) -> dict[str, dict]:
     """Choose who writes each chunk: of the ranks that hold it, the one with the least to write.
 
-    `bounds` has the `bounds_of_parts` of each rank as a row. Returns the tensors of index.json, the
-    same on all ranks. A tensor (10, 4) of hsdp, where ranks 0 and 2 hold rows 0-4, and ranks 1 and
-    3 hold rows 5-9, may get the grid [0, 3]. For Llama-3 70B on 512 ranks, 1.1 million chunks, this
-    takes 2 to 4 s.
+    `bounds` has what `begin_save` returns on each rank as a row. Returns the tensors of index.json,
+    the same on all ranks. A tensor (10, 4) of hsdp, where ranks 0 and 2 hold rows 0-4, and ranks 1
+    and 3 hold rows 5-9, may get the grid [0, 3]. For Llama-3 70B on 512 ranks, 1.1 million chunks,
+    this takes 2 to 4 s.
     """
     tensors = dict(flatten(state))
     widths = [2 * tensor.dim() for tensor in tensors.values()]

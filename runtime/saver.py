@@ -18,10 +18,7 @@ from checkpoint import step_of
 
 
 def pinned(size: int) -> Tensor:
-    """`size` bytes of host memory that GPUs copy to faster.
-
-    torch's own pinned memory is rounded up to a power of two.
-    """
+    """Host memory that GPUs copy to faster; torch would round its size up to a power of two."""
     buffer = torch.empty(size, dtype=torch.uint8)
     cuda = torch.cuda.cudart()
     if int(cuda.cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
@@ -82,8 +79,7 @@ class Saver:
         except Exception as error:
             self.add_row(manifest["step"], {"error": checkpoint.reason(error)}, began)
             return
-        blocking = time.perf_counter() - began
-        arguments = (state, manifest, self.copies, began, blocking)
+        arguments = (state, manifest, self.copies, began, time.perf_counter() - began)
         self.thread = threading.Thread(target=self.write, args=arguments, daemon=True)
         self.thread.start()
 
@@ -108,11 +104,11 @@ class Saver:
         del self.rows[: len(rows)]  # not all: the saving thread may have appended one meanwhile
         return rows
 
-    @checkpoint.saving()
+    @checkpoint.as_checkpoint_error()
     def copy_to_host(self, state: dict) -> None:
         """Copy this rank's parts to one block of host memory, as `copies`.
 
-        Allocating the block, the slowest part, is done only once. DefaultStager of
+        The block, the slowest part, is allocated only once. DefaultStager of
         torch.distributed.checkpoint took 1.6 times as long on CPUs.
         """
         parts = checkpoint.local_parts(state)
@@ -135,29 +131,25 @@ class Saver:
         manifest: dict,
         parts: dict[str, Tensor] | None,
         began: float,
-        blocking: float | None = None,
+        waited: float | None = None,
     ) -> None:
         """Write the checkpoint and add its row. Runs in the saving thread if async_save."""
         path = checkpoint.step_path(self.run, manifest["step"])
+        arguments = (path, state, manifest, self.extra_files, self.on_all_ranks, parts)
         try:
-            size = checkpoint.save_state(
-                path, state, manifest, self.extra_files, self.on_all_ranks, parts
-            )
+            outcome = {"bytes": checkpoint.save_state(*arguments)}
             if self.rank == 0:
                 self.remove_old(path)
-            outcome = {"bytes": size}
         except Exception as error:
             if self.rank == 0:
                 checkpoint.remove_leftovers(path)
             outcome = {"error": checkpoint.reason(error)}
-        self.add_row(manifest["step"], outcome, began, blocking)
+        self.add_row(manifest["step"], outcome, began, waited)
 
-    def add_row(
-        self, step: int, outcome: dict, began: float, blocking: float | None = None
-    ) -> None:
+    def add_row(self, step: int, outcome: dict, began: float, waited: float | None = None) -> None:
         """Add a row to the log, with {"bytes": ...} or {"error": ...}, and set `failure`.
 
-        The save began at `began`; training waited `blocking` seconds for it, by default all.
+        The save began at `began`; training waited `waited` seconds for it, by default all.
         """
         path = checkpoint.step_path(self.run, step)
         seconds = time.perf_counter() - began
@@ -166,9 +158,8 @@ class Saver:
         if "error" in outcome:
             row["event"] = "checkpoint_failed"
             self.failure = f"cannot write {path}: {outcome['error']}"
-        row["seconds"] = seconds
-        row["blocking_seconds"] = seconds if blocking is None else blocking
-        self.rows.append(row)
+        blocking = seconds if waited is None else waited
+        self.rows.append(row | {"seconds": seconds, "blocking_seconds": blocking})
 
     def remove_old(self, latest: Path) -> None:
         """Remove checkpoints before `latest`, except those that keep_last and keep_every keep.

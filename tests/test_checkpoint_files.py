@@ -361,7 +361,9 @@ UNREADABLE = {  # manifest -> the error
 }
 
 
-def save_with_manifest(path: Path, manifest: dict, on_all_ranks=None, **extra_files) -> str | None:
+def save_with_manifest(
+    path: Path, manifest: dict, on_all_ranks=checkpoint.on_only_rank, **extra_files
+):
     """Save on this rank, or on all; return the error."""
     try:
         checkpoint.save_state(path, {"a": torch.ones(2)}, manifest, extra_files, on_all_ranks)

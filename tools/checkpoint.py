@@ -102,10 +102,8 @@ def write_full(
             "cuts": [[0]] * tensor.dim(),
             "grid": [0],
         }
-    files = {}
-    files[FULL] = checkpoint.write_safetensors(folder / FULL, layout, read)
-    files["index.json"] = checkpoint.write_index(folder, [FULL], index)
-    return files
+    full = checkpoint.write_safetensors(folder / FULL, layout, read)
+    return {FULL: full, "index.json": checkpoint.write_index(folder, [FULL], index)}
 
 
 @contextlib.contextmanager
@@ -118,13 +116,10 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise PathError(f"{out} exists: remove it or choose another name")
     work = out.with_name(f".{out.name}.tmp")
     try:
-        shutil.rmtree(work, ignore_errors=True)  # left by a killed process
-        work.mkdir(parents=True)
-        yield work
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot write {out}: {checkpoint.reason(error)}") from None
+        with checkpoint.as_checkpoint_error(f"cannot write {out}"):
+            shutil.rmtree(work, ignore_errors=True)  # left by a killed process
+            work.mkdir(parents=True)
+            yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -142,14 +137,10 @@ def build_parser() -> cli.Parser:
     commands = parser.add_subparsers(dest="command", required=True)
     path = {"metavar": "RUN|CHECKPOINT", "type": Path}
 
-    listing = commands.add_parser(
-        "list", help="list the checkpoints of a run: step, tokens and size"
-    )
+    listing = commands.add_parser("list", help="list a run's checkpoints: step, tokens and size")
     listing.add_argument("path", **path)
-
     verifying = commands.add_parser("verify", help="compare checkpoints with their manifests")
     verifying.add_argument("path", **path)
-
     consolidating = commands.add_parser(
         "consolidate", help="convert a checkpoint, by default a run's latest, to the full format"
     )
