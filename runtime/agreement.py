@@ -25,12 +25,11 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 class StopRequest:
-    """Whether any rank got a signal to stop; all ranks learn it one step later.
+    """Whether any rank got a signal to stop; all ranks learn it in the same step, one step later.
 
     Construction installs signal handlers, unless told not to; they only set a flag. The all_reduce
     of a step runs during the next step, on CPU tensors and a gloo group of its own: devices take no
-    part, and a host waits only for another more than a step behind. All ranks leave the loop in the
-    same step.
+    part, and a host waits only for another more than a step behind.
     """
 
     def __init__(self, timeout: timedelta, handle_signals: bool = True):
@@ -54,7 +53,8 @@ class StopRequest:
 
     def poll(self) -> bool:
         """Send whether this rank got a signal; return whether any rank had one a step ago."""
-        self.wait()
+        if self.in_flight:
+            self.in_flight.wait()
         any_rank = bool(self.flag.numpy()[0])  # not .item(), which --profile counts as a host sync
         self.flag = torch.tensor([float(self.signalled)])
         self.in_flight = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
@@ -67,10 +67,7 @@ class StopRequest:
 
 
 def local_claims(
-    mesh: DeviceMesh,
-    must_match: dict[str, object],
-    first_indices: Iterable[int],
-    weights: dict[str, Tensor],
+    mesh: DeviceMesh, must_match: dict, first_indices: Iterable[int], weights: dict[str, Tensor]
 ) -> dict[str, object]:
     """Return this rank's claims, {name: value}. All ranks that make a claim must give it one value:
 
@@ -82,8 +79,7 @@ def local_claims(
     replicate_rank, shard_rank, _ = mesh.get_coordinate()
     reader = f"dp_replicate {replicate_rank}, dp_shard {shard_rank}"
     first_indices = list(first_indices)
-    claims = dict(must_match)
-    claims["the code"] = source_hash()
+    claims = {**must_match, "the code": source_hash()}
     claims[f"the first sequences of {reader}"] = first_indices
     for name, (part, total) in zip(weights, sum_bits(weights)):
         claims[f"the sum of the bits of part {part} of {name}"] = total
@@ -123,10 +119,9 @@ def source_hash() -> str:
 def sum_bits(weights: dict[str, Tensor]) -> list[tuple]:
     """For each weight: which part of it this rank holds, and the sum of the bits of that part.
 
-    Elements are added on the device as integers, so the order of the additions does not matter. A
-    sum changes if a single bit does, but not if changes cancel: if two elements are exchanged, or
-    a bit is set in one element and cleared in another. Weighting the elements by their position
-    would find these too, but would copy the weight.
+    Elements are added on the device as integers, in any order. A sum changes if a single bit does,
+    but not if changes cancel: if two elements are exchanged, or a bit is set in one element and
+    cleared in another. A factor by position would find these too, but would copy the weight.
     """
     parts, sums = [], []
     for weight in weights.values():
@@ -145,13 +140,10 @@ def host_and_sums(weights: dict[str, Tensor]) -> tuple[str, list[tuple]]:
     return socket.gethostname(), sum_bits(weights)
 
 
-def compare_replicas(
-    names: Iterable[str], hosts_and_sums: Iterable[tuple[str, list[tuple]]]
-) -> str | None:
-    """Describe the first weight whose bits differ between ranks that hold the same part of it.
+def compare_replicas(names: Iterable[str], hosts_and_sums: Iterable[tuple]) -> str | None:
+    """Describe the first of the weights `names` whose bits differ between ranks with the same part.
 
-    `names` are the names of the weights, `hosts_and_sums` has the `host_and_sums` of all ranks.
-    Returns None if there is no difference.
+    `hosts_and_sums` has the `host_and_sums` of all ranks. Returns None if nothing differs.
     """
     hosts, sums_of_ranks = zip(*hosts_and_sums)
     for name, sums in zip(names, zip(*sums_of_ranks)):
@@ -160,8 +152,7 @@ def compare_replicas(
             parts.setdefault(part, {}).setdefault(total, []).append(rank)
         for ranks_by_sum in parts.values():
             if len(ranks_by_sum) > 1:
-                groups = sorted(ranks_by_sum.values(), key=len)
-                fewest, most = groups[0], groups[-1]
+                fewest, *_, most = sorted(ranks_by_sum.values(), key=len)
                 return (
                     f"{name} has other bits on {format_ranks(fewest)} ({hosts[fewest[0]]}) than on "
                     f"rank {most[0]} ({hosts[most[0]]}), which holds the same part of it"
