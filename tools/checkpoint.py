@@ -116,10 +116,13 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise PathError(f"{out} exists: remove it or choose another name")
     work = out.with_name(f".{out.name}.tmp")
     try:
-        with checkpoint.as_checkpoint_error(f"cannot write {out}"):
-            shutil.rmtree(work, ignore_errors=True)  # left by a killed process
-            work.mkdir(parents=True)
-            yield work
+        shutil.rmtree(work, ignore_errors=True)  # left by a killed process
+        work.mkdir(parents=True)
+        yield work
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"cannot write {out}: {checkpoint.reason(error)}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
