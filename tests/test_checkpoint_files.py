@@ -131,7 +131,7 @@ WHOLE = torch.arange(24.0).view(6, 4)
 def write_two_files(path: Path, cut: int = 4) -> None:
     """A checkpoint: `a` in two chunks of rows, the second from row `cut`; `b` in the first file."""
     work = path.with_name("work")
-    work.mkdir()
+    work.mkdir(parents=True)
     first = {"a": WHOLE[:cut], "b": torch.arange(3)}
     files = [f"rank-0000{rank}.safetensors" for rank in range(2)]
     a = {"dtype": "F32", "shape": [6, 4], "cuts": [[0, cut], [0]], "grid": [0, 1]}
@@ -142,6 +142,13 @@ def write_two_files(path: Path, cut: int = 4) -> None:
         "index.json": checkpoint.write_index(work, files, {"a": a, "b": b}),
     }
     checkpoint.complete(work, path, {"step": 1, "files": entries})
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """The checkpoint of `write_two_files`."""
+    write_two_files(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
 
 
 def index(change) -> callable:
@@ -159,26 +166,20 @@ def of_a(**fields) -> callable:
     return index(lambda value: value["tensors"]["a"].update(fields))
 
 
-def raw(text: bytes | str, length: int | None = None, data: bytes = bytes(32)) -> callable:
+def put(name: str, contents: bytes) -> callable:
+    return lambda path: (path / name).write_bytes(contents)
+
+
+def raw(text: str, length: int | None = None, data: bytes = bytes(32)) -> callable:
     """Write another header, and bytes of tensors, to the file of the second chunk."""
-    text = text.encode() if isinstance(text, str) else text
-
-    def spoil(path: Path) -> None:
-        size = len(text) if length is None else length
-        contents = size.to_bytes(8, "little") + text + data
-        (path / "rank-00001.safetensors").write_bytes(contents)
-
-    return spoil
+    size = len(text) if length is None else length
+    return put("rank-00001.safetensors", size.to_bytes(8, "little") + text.encode() + data)
 
 
 def header(data: bytes = bytes(32), **fields) -> callable:
     """Change the entry of `a` in the file of the second chunk."""
     entry = {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]} | fields
     return raw(json.dumps({"a": entry}), data=data)
-
-
-def put(name: str, contents: bytes) -> callable:
-    return lambda path: (path / name).write_bytes(contents)
 
 
 HOSTILE = {
@@ -217,10 +218,8 @@ def fit_manifest(path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_file_is_refused_in_one_line(tmp_path, case):
+def test_a_hostile_file_is_refused_in_one_line(path, tmp_path, case):
     """And takes little memory: 8 MB are for Python. Also if its checksums fit."""
-    path = tmp_path / "checkpoint"
-    write_two_files(path)
     state = {"b": torch.zeros(3, dtype=torch.int64), "a": torch.zeros(6, 4)}
     checkpoint.load_state(path, state)
     assert torch.equal(state["a"], WHOLE)
@@ -248,10 +247,8 @@ def test_chunks_of_one_shape_that_were_exchanged_are_found(tmp_path):
         checkpoint.load_state(path, {"a": torch.zeros(6, 4)})
 
 
-def test_a_file_of_another_size_is_refused(tmp_path):
+def test_a_file_of_another_size_is_refused(path):
     """Even if its header is right, and has the chunk."""
-    path = tmp_path / "checkpoint"
-    write_two_files(path)
     wrong = {"a": WHOLE[:2], "c": torch.ones(3)}
     checkpoint.write_safetensors(path / "rank-00001.safetensors", wrong)
     line = "rank-00001.safetensors has .* bytes, not"
@@ -259,9 +256,7 @@ def test_a_file_of_another_size_is_refused(tmp_path):
         checkpoint.load_state(path, {"a": torch.zeros(6, 4)})
 
 
-def test_a_changed_value_is_found_if_an_argument_asks(tmp_path):
-    path = tmp_path / "checkpoint"
-    write_two_files(path)
+def test_a_changed_value_is_found_if_an_argument_asks(path):
     state = {"a": torch.zeros(6, 4)}
     checkpoint.load_state(path, state, verify_files=True)
     assert torch.equal(state["a"], WHOLE)
@@ -270,9 +265,7 @@ def test_a_changed_value_is_found_if_an_argument_asks(tmp_path):
         checkpoint.load_state(path, state, verify_files=True)
 
 
-def test_what_is_no_file_of_the_folder_does_not_verify(tmp_path):
-    path = tmp_path / "checkpoint"
-    write_two_files(path)
+def test_what_is_no_file_of_the_folder_does_not_verify(path, tmp_path):
     file = path / "rank-00001.safetensors"
     for make in (
         lambda: file.symlink_to(shutil.copy(path / "rank-00000.safetensors", tmp_path)),
@@ -284,11 +277,10 @@ def test_what_is_no_file_of_the_folder_does_not_verify(tmp_path):
         assert "rank-00001.safetensors has " in checkpoint.verify(path)
 
 
-def test_a_tensor_that_is_missing_or_has_another_shape_is_named(tmp_path):
-    write_two_files(tmp_path / "checkpoint")
+def test_a_tensor_that_is_missing_or_has_another_shape_is_named(path):
     for name, shape in (("a", (6, 5)), ("a", (24,)), ("weight", (3,))):
         with pytest.raises(checkpoint.CheckpointError, match=f"it has no tensor {name} of shape"):
-            checkpoint.load_state(tmp_path / "checkpoint", {name: torch.empty(shape)})
+            checkpoint.load_state(path, {name: torch.empty(shape)})
 
 
 EXECUTES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -324,10 +316,8 @@ def test_a_hostile_manifest_is_damaged(tmp_path, text):
         checkpoint.read_manifest(tmp_path)
 
 
-def test_a_changed_byte_of_a_manifest_is_found(tmp_path):
+def test_a_changed_byte_of_a_manifest_is_found(path):
     """Unless it is in the word "crc32" itself, which leaves all fields as they were."""
-    path = tmp_path / "checkpoint"
-    write_two_files(path)
     fields = checkpoint.read_manifest(path)
     del fields["crc32"]
     contents = (path / "manifest.json").read_bytes()
@@ -343,14 +333,13 @@ def test_a_changed_byte_of_a_manifest_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("format", [{}, {"format": 1}, {"format": 3}])  # {}: before 0.2.0
-def test_checkpoints_of_another_format_are_refused(tmp_path, format):
-    write_two_files(tmp_path / "checkpoint")
-    manifest = checkpoint.read_manifest(tmp_path / "checkpoint")
+def test_checkpoints_of_another_format_are_refused(path, format):
+    manifest = checkpoint.read_manifest(path)
     del manifest["format"], manifest["crc32"]
-    (tmp_path / "checkpoint/manifest.json").write_text(json.dumps(manifest | format))
+    (path / "manifest.json").write_text(json.dumps(manifest | format))
     line = f"has format {format.get('format', 1)}, not 2: use the version that wrote it"
     with pytest.raises(checkpoint.PathError, match=line):
-        checkpoint.read_manifest(tmp_path / "checkpoint")
+        checkpoint.read_manifest(path)
 
 
 UNREADABLE = {  # manifest -> the error
@@ -375,23 +364,22 @@ def save_with_manifest(
 def test_a_manifest_that_no_one_could_read_is_not_saved(tmp_path, text):
     path = checkpoint.step_path(tmp_path, 6)
     assert UNREADABLE[text] in save_with_manifest(path, json.loads(text))
-    assert "'../x' is not the name of a file" in save_with_manifest(
-        path, {"step": 6}, **{"../x": b""}
-    )
+    error = save_with_manifest(path, {"step": 6}, **{"../x": b""})
+    assert "'../x' is not the name of a file" in error
     assert "not JSON serializable" in save_with_manifest(path, {"step": 6, "path": tmp_path})
     assert not file_names(tmp_path)
 
 
-def save_with_manifest_of_rank(path: Path, manifests: list[dict]) -> str | None:
+def save_with_steps(path: Path, *steps: int) -> str | None:
     world = dist.start("cpu")
-    return save_with_manifest(path, manifests[world.rank], dist.on_all_ranks)
+    return save_with_manifest(path, {"step": steps[world.rank]}, dist.on_all_ranks)
 
 
 @pytest.mark.parametrize("steps, error", [((6, -1), "rank 1: "), ((-1, -2), "rank 0: ")])
 def test_a_manifest_that_one_rank_rejects_is_not_saved(pool, tmp_path, steps, error):
     """The first error of several is raised on all ranks."""
     path = tmp_path / "checkpoint"
-    first, second = pool(2, save_with_manifest_of_rank, path, [{"step": step} for step in steps])
+    first, second = pool(2, save_with_steps, path, *steps)
     assert first == second == f"{error}the manifest's step is -1, not an integer of at least 0"
     assert not path.exists()
 
@@ -431,7 +419,9 @@ def test_a_copy_of_the_file_saves_and_loads_without_ranks(tmp_path):
 def test_a_save_keeps_what_is_newer_and_counts_only_what_is_not(tmp_path, one_rank):
     """What is newer did not verify when the run started."""
     for step in range(1, 6):
-        write_two_files_as(tmp_path, step)
+        path = checkpoint.step_path(tmp_path, step)
+        write_two_files(path)
+        change_manifest(path, step=step)
     for name in (".step-00000001.tmp", ".step-00000009.damaged.tmp"):  # of killed saves
         (tmp_path / "checkpoints" / name).mkdir()
     saver = Saver(tmp_path, False, 2, 0, timedelta(seconds=5))
@@ -456,13 +446,6 @@ def test_a_linked_checkpoint_is_removed_and_its_target_stays(tmp_path, one_rank)
     assert file_names(tmp_path / "checkpoints") == ["step-00000002"]
     assert not checkpoint.step_path(tmp_path, 2).is_symlink()
     assert checkpoint.verify(archived) is None
-
-
-def write_two_files_as(run: Path, step: int) -> None:
-    (run / "checkpoints").mkdir(exist_ok=True)
-    path = checkpoint.step_path(run, step)
-    write_two_files(path)
-    change_manifest(path, step=step)
 
 
 # --------------------------------------------------------------------------------------------------

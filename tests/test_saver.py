@@ -215,8 +215,8 @@ class TwoArguments(Exception):
         super().__init__(f"{name} is {problem}")
 
 
-def errors_that_cannot_be_sent() -> list[Exception]:
-    """With the text "the disk is lost". Their text can be sent to other ranks, they cannot."""
+def errors_of_a_save() -> list[Exception]:
+    """With the text "the disk is lost". Their text can be sent, all but the last two cannot."""
 
     class Local(Exception):
         pass
@@ -224,87 +224,41 @@ def errors_that_cannot_be_sent() -> list[Exception]:
     text = "the disk is lost"
     with_lock = OSError(text)
     with_lock.lock = threading.Lock()
-    return [Unpicklable(text), TwoArguments("the disk", "lost"), Local(text), with_lock]
+    errors = [Unpicklable(text), TwoArguments("the disk", "lost"), Local(text), with_lock]
+    return [*errors, TypeError(text), OSError(text)]
 
 
-class Raising(dict):
-    """A dict whose items cannot be read."""
-
-    def __init__(self, error: Exception):
-        super().__init__({"weight": torch.ones(3)})
-        self.error = error
-
-    def items(self):
-        raise self.error
-
-
-def state_that_raises(error: Exception) -> dict:
-    """Two tensors whose values cannot be read."""
-
-    class Lost(torch.Tensor):
-        def cpu(self):
-            raise error
-
-    return {name: torch.ones(3).as_subclass(Lost) for name in ("a", "b")}
-
-
-def save_with_errors_that_cannot_be_sent(run: Path) -> list[str]:
-    """The errors of saves that fail on a rank: planning, writing its file, publishing."""
-    rank = dist.start("cpu").rank
-    on_all_ranks = dist.on_all_ranks
-    found = []
-
-    def save(state: dict, extra_files: dict) -> None:
-        path = checkpoint.step_path(run, 1)
-        with pytest.raises(checkpoint.CheckpointError) as error:
-            checkpoint.save_state(path, state, {"step": 1}, extra_files, on_all_ranks)
-        found.append(str(error.value))
-
-    for error in errors_that_cannot_be_sent():
-        state = {"a": torch.ones(3), "b": torch.ones(3)}
-        save(Raising(error) if rank == 1 else state, {})
-        save(state_that_raises(error) if rank == 1 else state, {})
-        save(state, Raising(error))  # rank 0 writes these files
-    return found
-
-
-def test_an_error_that_cannot_be_sent_ends_a_save_everywhere(pool, tmp_path):
-    answers = pool(2, save_with_errors_that_cannot_be_sent, tmp_path, timeout=10)
-    ranks = [1, 1, 0] * len(errors_that_cannot_be_sent())
-    assert answers == [[f"rank {rank}: the disk is lost" for rank in ranks]] * 2
-    assert not checkpoint.list_checkpoints(tmp_path)
-
-
-# What fails on rank 1: the first thing that it does, and the writing of its file
-PLACES = ["local_parts", "write_safetensors"]
+# What fails, and on which rank: the first thing of a save, writing a rank's file, publishing
+PLACES = {"local_parts": 1, "write_safetensors": 1, "write_index": 0}
 
 
 def save_with_errors(run: Path, async_save: bool) -> list[str | None]:
-    """Save where nothing can be written, with errors on rank 1, and without one.
+    """Save where nothing can be written, with errors of one rank, and without one.
 
     Returns `failure` before the first save and after each.
     """
-    torch.distributed.init_process_group("gloo")
+    rank = dist.start("cpu").rank
     saver = Saver(run, async_save, 0, 0, timedelta(seconds=20))
-    errors = [TypeError("lost"), Unpicklable("lost"), OSError("lost")]
     failures = [saver.failure]
 
     def save(step: int) -> None:
-        saver.save({"weight": torch.ones(3)}, {"step": step})
+        saver.save({"a": torch.ones(3), "b": torch.ones(3)}, {"step": step})
         saver.wait()
         failures.append(saver.failure)
 
     save(1)
     torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
+    if rank == 0:
         run.parent.unlink()
     torch.distributed.barrier()
-    for place in PLACES:
-        for error in errors:
+    for error in errors_of_a_save():
+        for place, failing in PLACES.items():
             with contextlib.ExitStack() as stack:
-                if torch.distributed.get_rank() == 1:
+                if rank == failing:
                     stack.enter_context(mock.patch.object(checkpoint, place, side_effect=error))
                 save(2)
+    assert not checkpoint.list_checkpoints(run)
+    torch.distributed.barrier()
     save(2)
     events = [row["event"] for row in saver.take_rows()]
     assert events == ["checkpoint_failed"] * (len(failures) - 2) + ["checkpoint"]
@@ -315,14 +269,13 @@ def save_with_errors(run: Path, async_save: bool) -> list[str | None]:
 def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async_save):
     run = tmp_path / "a_file" / "run"
     run.parent.write_text("in the way")
-    answers = pool(2, save_with_errors, run, async_save)
+    answers = pool(2, save_with_errors, run, async_save, timeout=10)
     for before, in_the_way, *lost, succeeded in answers:
         assert before is None
         assert in_the_way.startswith(f"cannot write {run}/checkpoints/step-00000001: rank 0: [Errn")
-        assert len(lost) == 6
-        for failure in lost:
-            assert failure.startswith(f"cannot write {run}/checkpoints/step-00000002: ")
-            assert "rank 1: lost" in failure
+        line = f"cannot write {run}/checkpoints/step-00000002: rank"
+        expected = [f"{line} {rank}: the disk is lost" for rank in PLACES.values()]
+        assert lost == expected * 6
         assert succeeded is None
 
 
