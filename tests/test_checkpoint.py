@@ -84,11 +84,7 @@ def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(pool, tokens, whol
 # --------------------------------------------------------------------------------------------------
 # From any mesh to any other
 
-MESHES = {
-    1: ["single"],
-    2: ["fsdp", "single --tp 2"],
-    4: ["hsdp --dp_shard 2", "fsdp --tp 2"],
-}
+MESHES = {1: ["single"], 2: ["fsdp", "single --tp 2"], 4: ["hsdp --dp_shard 2", "fsdp --tp 2"]}
 # Rows that 4 ranks do not divide, and with tp 2 neither do 2; the head has a weight of its own
 FLAGS = (
     "--n_layer 1 --n_head 2 --n_kv_head 2 --d_model 20 --d_ff 22 --model tinyllama-1.1b "

@@ -4,15 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import (
-    build_model,
-    build_run,
-    call_train,
-    flags,
-    rows,
-    tensors,
-    train_step,
-)
+from conftest import build_model, build_run, call_train, flags, rows, tensors, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import profile
 
@@ -171,10 +163,7 @@ def test_bytes_of_hsdp(traffic, sync, scatters, reduces, more):
 
 @pytest.mark.parametrize(
     "strategy, checkpointing, gathers_again, scatters_again, optimizer",
-    [
-        ("single", "full", 2, 1, "adamw"),
-        ("ddp", "selective", 2, 0, "muon"),
-    ],
+    [("single", "full", 2, 1, "adamw"), ("ddp", "selective", 2, 0, "muon")],
 )
 def test_bytes_of_tensor_parallelism(
     traffic, strategy, checkpointing, gathers_again, scatters_again, optimizer

@@ -178,11 +178,7 @@ def test_the_time_line_says_what_the_time_went_into(drawn, tmp_path):
 
 def test_a_page_of_two_runs_loads_nothing_and_no_name_ends_its_script(drawn, tmp_path):
     name = '</script><img src=x onerror="alert(1)"> & "a"'.replace("/", "")
-    a = write_run(
-        tmp_path / name,
-        training_rows(3),
-        [start_row(0, 0, data="</script>")],
-    )
+    a = write_run(tmp_path / name, training_rows(3), [start_row(0, 0, data="</script>")])
     b = write_run(tmp_path / "b", training_rows(1500), [start_row(0, 0, lr=2e-3)])
     page = drawn(a, b)
     assert [run["name"] for run in page["runs"]] == [name, "b"]
