@@ -18,18 +18,12 @@ from runtime import agreement
 from runtime.cli import UsageError
 
 
-def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[int, str, str]:
+def start_with_a_fault(argv: list[str], fault: str, other_data: Path) -> tuple[int, str, str]:
     """train.py on four ranks, of which rank 2 is not like the others, or cannot read its data."""
     rank = int(os.environ["RANK"])
     is_odd = rank == 2
     parse, open_folder, dp_rank = config.parse, data.open_folder, dist.dp_rank
     init_tensor, read = model.Transformer.init_tensor, data.TokenDataset.__getitem__
-
-    def parse_with_a_flag(argv):
-        return parse([*argv, "--lr", "1"] if is_odd else argv)
-
-    def open_other_folder(path):
-        return open_folder(Path(other_data) if is_odd else path)
 
     def other_weights(net, name, tensor, seed):
         init_tensor(net, name, tensor, seed + is_odd)
@@ -37,21 +31,18 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: str) -> tuple[in
     def other_norms(net, name, tensor, seed):
         tensor.fill_(2 if is_odd and tensor.dim() == 1 else 1)
 
-    def wrong_dp_rank(mesh):
-        return dp_rank(mesh) - (rank == 3)
-
     def damaged(dataset, indices):
         if dataset.split == "val" and is_odd:
             raise data.DataError("val.bin is damaged")
         return read(dataset, indices)
 
     patches = {
-        "flag": (config, "parse", parse_with_a_flag),
+        "flag": (config, "parse", lambda argv: parse([*argv, "--lr", "1"] if is_odd else argv)),
         "code": (agreement, "source_hash", lambda: "abc" if is_odd else "def"),
-        "data": (data, "open_folder", open_other_folder),
+        "data": (data, "open_folder", lambda path: open_folder(other_data if is_odd else path)),
         "weights": (model.Transformer, "init_tensor", other_weights),
         "order": (dist, "dp_rank", lambda mesh: 1),
-        "group": (dist, "dp_rank", wrong_dp_rank),
+        "group": (dist, "dp_rank", lambda mesh: dp_rank(mesh) - (rank == 3)),
         "norm": (model.Transformer, "init_tensor", other_norms),
         "read": (data.TokenDataset, "__getitem__", damaged),
     }
@@ -78,7 +69,7 @@ def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path,
     prepare.prepare([str(tmp_path / "text")], tmp_path / "other")
     strategy = "fsdp --tp 2" if fault in ("group", "norm") else "hsdp --dp_shard 2"
     argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --max_steps 2")
-    answers = pool(4, start_with_a_fault, argv, fault, str(tmp_path / "other"))
+    answers = pool(4, start_with_a_fault, argv, fault, tmp_path / "other")
     assert [status for status, _, _ in answers] == [2] * 4
     assert LINES[fault] in answers[0][2] and answers[0][2].count("\n") == 1
     assert not (tmp_path / "run").exists()
@@ -88,21 +79,18 @@ def test_the_code_is_the_modules_of_a_run_in_all_folders(tmp_path):
     files = [tmp_path / name for name in ("train.py", "runtime/agreement.py", "text/encode.py")]
     for file in files:
         file.parent.mkdir(exist_ok=True)
-        file.touch()
+    # Each file changes, one once more; then two are exchanged, and one gets another name.
+    contents = [("", "", ""), ("a", "", ""), ("a", "a", ""), ("a", "a", "a"), ("b", "a", "a")]
+    contents.append(("a", "a", "b"))
+    hashes = set()
     with mock.patch.object(agreement, "__file__", str(files[1])):
-        hashes = [agreement.source_hash()]
-        for file in files:
-            file.write_text("changed")
-            hashes.append(agreement.source_hash())
-        files[0].write_text("another text")
-        hashes.append(agreement.source_hash())
-        exchanged = [file.read_text() for file in (files[2], files[0])]
-        for file, text in zip((files[0], files[2]), exchanged):
-            file.write_text(text)
-        hashes.append(agreement.source_hash())
+        for texts in contents:
+            for file, text in zip(files, texts):
+                file.write_text(text)
+            hashes.add(agreement.source_hash())
         files[0].rename(tmp_path / "sample.py")
-        hashes.append(agreement.source_hash())
-    assert len(set(hashes)) == 7
+        hashes.add(agreement.source_hash())
+    assert len(hashes) == 7
 
 
 def read(indices_of_ranks: list[list[int]]) -> str:

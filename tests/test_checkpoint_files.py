@@ -239,30 +239,30 @@ def test_a_hostile_file_is_refused_in_one_line(path, tmp_path, case):
         load()
 
 
-def test_chunks_of_one_shape_that_were_exchanged_are_found(tmp_path):
-    path = tmp_path / "checkpoint"
-    write_two_files(path, cut=3)
-    of_a(grid=[1, 0])(path)
-    with pytest.raises(checkpoint.CheckpointError, match="index.json: it has changed since it"):
-        checkpoint.load_state(path, {"a": torch.zeros(6, 4)})
-
-
-def test_a_file_of_another_size_is_refused(path):
-    """Even if its header is right, and has the chunk."""
-    wrong = {"a": WHOLE[:2], "c": torch.ones(3)}
+def write_a_longer_file(path: Path) -> None:
+    """With a right header, which has the chunk."""
+    wrong = {"a": WHOLE[:3], "c": torch.ones(3)}
     checkpoint.write_safetensors(path / "rank-00001.safetensors", wrong)
-    line = "rank-00001.safetensors has .* bytes, not"
-    with pytest.raises(checkpoint.CheckpointError, match=line):
-        checkpoint.load_state(path, {"a": torch.zeros(6, 4)})
 
 
-def test_a_changed_value_is_found_if_an_argument_asks(path):
+# Damage behind headers that fit, and whether only verify_files finds it
+HIDDEN = {
+    "/index.json: it has changed since it": (of_a(grid=[1, 0]), False),  # equal chunks exchanged
+    ": rank-00001.safetensors has .* bytes, not": (write_a_longer_file, False),
+    ": rank-00000.safetensors has changed": (flip_a_bit, True),
+}
+
+
+@pytest.mark.parametrize("line", HIDDEN)
+def test_damage_that_no_header_shows_is_found(tmp_path, line):
+    damage, verify_files = HIDDEN[line]
+    write_two_files(tmp_path / "checkpoint", cut=3)
     state = {"a": torch.zeros(6, 4)}
-    checkpoint.load_state(path, state, verify_files=True)
+    checkpoint.load_state(tmp_path / "checkpoint", state, verify_files)
     assert torch.equal(state["a"], WHOLE)
-    flip_a_bit(path)
-    with pytest.raises(checkpoint.CheckpointError, match="^cannot read .*safetensors has changed"):
-        checkpoint.load_state(path, state, verify_files=True)
+    damage(tmp_path / "checkpoint")
+    with pytest.raises(checkpoint.CheckpointError, match=f"^cannot read .*{line}"):
+        checkpoint.load_state(tmp_path / "checkpoint", state, verify_files)
 
 
 def test_what_is_no_file_of_the_folder_does_not_verify(path, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call_train, tensors
+from conftest import call_train, last_checkpoint, tensors
 from test_tokenizer import make_json, write_ranks
 
 import checkpoint
@@ -61,7 +61,7 @@ def train_from(pool, path: Path, tokens: Path, out: Path) -> Path:
     """Three steps on two ranks, fsdp, from the weights of `path`; returns the last checkpoint."""
     argv = f"{TRAIN} --strategy fsdp --init_from {path} --data {tokens} --out {out}".split()
     assert pool(2, call_train, argv) == [0, 0]
-    return checkpoint.list_checkpoints(out)[-1]
+    return last_checkpoint(out)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -71,8 +71,7 @@ def train_from(pool, path: Path, tokens: Path, out: Path) -> Path:
 @pytest.fixture
 def trained(run) -> Path:
     """The last checkpoint of a tied model, sharded over two ranks."""
-    folder = run(2, "--strategy fsdp --max_steps 3 --dtype float32")
-    return checkpoint.list_checkpoints(folder)[-1]
+    return last_checkpoint(run(2, "--strategy fsdp --max_steps 3 --dtype float32"))
 
 
 @pytest.mark.hf
@@ -112,9 +111,8 @@ def test_an_exported_model_comes_in_again_bit_for_bit(safetensors, trained, tmp_
 def test_a_field_of_a_fork_is_exported_at_its_default_only(
     safetensors, trained, monkeypatch, tmp_path, capsys
 ):
-    fork = dataclasses.make_dataclass(
-        "Fork", [("window", int, 0)], bases=(ModelConfig,), frozen=True
-    )
+    fields = [("window", int, 0)]
+    fork = dataclasses.make_dataclass("Fork", fields, bases=(ModelConfig,), frozen=True)
     for module in (config, hf):
         monkeypatch.setattr(module, "ModelConfig", fork)
     convert("export", trained, tmp_path / "exported")

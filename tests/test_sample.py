@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from conftest import call_train, flags
+from conftest import call_train, flags, last_checkpoint
 from test_tokenizer import write_ranks
 
 import checkpoint
@@ -51,25 +51,21 @@ def text(capsys):
     return call
 
 
-def newest(run: Path) -> Path:
-    return checkpoint.list_checkpoints(run)[-1]
-
-
 def test_a_checkpoint_holds_all_that_sampling_needs(trained, text, tmp_path, capsys):
     out, err = text(trained)
     assert out.startswith("the") and len(out) > len("the") + 5
     assert err == ""
-    (name,) = newest(trained).glob("*.tiktoken")
-    manifest = checkpoint.read_manifest(newest(trained))
+    (name,) = last_checkpoint(trained).glob("*.tiktoken")
+    manifest = checkpoint.read_manifest(last_checkpoint(trained))
     assert manifest["tokenizer"] == name.name
     assert name.name in manifest["files"]
-    assert commands.main(["consolidate", str(newest(trained)), str(tmp_path / "one")]) == 0
+    assert commands.main(["consolidate", str(last_checkpoint(trained)), str(tmp_path / "one")]) == 0
     capsys.readouterr()
     assert text(tmp_path / "one") == (out, "")
 
 
 def test_a_damaged_checkpoint_is_refused_and_another_can_be_named(run, text, capsys):
-    damaged = newest(run)
+    damaged = last_checkpoint(run)
     (damaged / "index.json").unlink()
     assert sample.main(["--run", str(run)]) == 1
     line = f"{damaged}: index.json is missing; name another checkpoint"
@@ -79,23 +75,22 @@ def test_a_damaged_checkpoint_is_refused_and_another_can_be_named(run, text, cap
 
 def test_a_checkpoint_of_another_program_is_refused_in_one_line(run, capsys):
     """save_state takes any manifest, as in the notebook of docs/forking.md."""
-    path = newest(run)
+    path = last_checkpoint(run)
     manifest = json.loads((path / "manifest.json").read_text())
     for name in ("tokens_in_vocabulary", "tokenizer", "model"):
         del manifest[name]
         (path / "manifest.json").write_text(json.dumps(checkpoint.seal(manifest)))
         assert sample.main(["--run", str(path)]) == 2
         line = capsys.readouterr().err
-        begins = (
-            f"sample.py: error: {path} is not a checkpoint of train.py: its manifest.json lacks "
-        )
+        problem = f"{path} is not a checkpoint of train.py: its manifest.json lacks "
+        begins = f"sample.py: error: {problem}"
         assert line.startswith(begins) and name in line.removeprefix(begins)
         assert line.count("\n") == 1
 
 
 def test_a_tokenizer_is_read_in_its_checkpoint_only(run, tmp_path, trained, text, capsys):
     """Until 2026-11-21 manifests had its absolute path. One may be hostile."""
-    path = newest(run)
+    path = last_checkpoint(run)
     (inside,) = path.glob("*.tiktoken")
     outside = inside.rename(tmp_path / "elsewhere.tiktoken")
     manifest = json.loads((path / "manifest.json").read_text())
