@@ -356,18 +356,11 @@ def build_run(argv: list[str]) -> SimpleNamespace:
 
 def train_step(built: SimpleNamespace, batches, step: int) -> tuple:
     """A step of train.py with the run's flags."""
-    run = built.run
+    run, optimizer = built.run, built.state.optimizer
+    lr = optim.learning_rate(step, run)
     measure = is_due(step, run.optim_metrics_interval)
-    return train.train_step(
-        built.forward,
-        built.state.optimizer,
-        batches,
-        step,
-        optim.learning_rate(step, run),
-        run.grad_accum_steps,
-        run.grad_sync,
-        measure,
-    )
+    how = (run.grad_accum_steps, run.grad_sync, measure)
+    return train.train_step(built.forward, optimizer, batches, step, lr, *how)
 
 
 def memory_taken(task: Callable[[], None]) -> int:

@@ -34,16 +34,10 @@ class Terminal:
                 self.written += block.decode()
 
     def start(self, *command) -> subprocess.Popen:
-        stream = self.far
-        return start_process(
-            [sys.executable, *command],
-            prepare=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            stdin=stream,
-            stdout=stream,
-            stderr=stream,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        options = dict.fromkeys(("stdin", "stdout", "stderr"), self.far)
+        options |= {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+        options["prepare"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        return start_process([sys.executable, *command], **options)
 
     def close(self) -> str:
         """Return the final screen."""

@@ -104,17 +104,10 @@ def run(command: str, folder: Path) -> tuple[int, str]:
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         environment.pop(name, None)
     script = "\n".join(line[4:] for line in command.splitlines())
-    process = subprocess.Popen(
-        ["bash", "-c", script],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options = {"cwd": folder, "env": environment, "text": True, "errors": "replace"}
+    command = ["bash", "-c", script]
+    process = subprocess.Popen(command, start_new_session=True, **pipes, **options)
     try:
         out, _ = process.communicate(timeout=600)
     finally:
@@ -168,17 +161,16 @@ MARKED = [
 
 LECTURE = chapters((ROOT / "docs/lecture.md").read_text())
 LECTURE_BLOCKS = [block for blocks in LECTURE.values() for block in blocks]
+BUGS = [block for block in LECTURE_BLOCKS if block.kind == "bug"]
 
 
 def test_each_bug_is_a_file_and_is_shown():
-    bugs = {block.name: block.text for block in LECTURE_BLOCKS if block.kind == "bug"}
+    bugs = {bug.name: bug.text for bug in BUGS}
     assert [*bugs] == [block.name for block in LECTURE_BLOCKS if block.kind == "shows bug"]
     assert bugs == {path.stem: path.read_text() for path in ROOT.glob("docs/bugs/*.patch")}
 
 
-@pytest.mark.parametrize(
-    "bug", [b for b in LECTURE_BLOCKS if b.kind == "bug"], ids=lambda b: b.name
-)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_bug_applies_in_the_function_that_its_mark_names(bug, tmp_path):
     file, name = bug.place.split(":")
     shutil.copyfile(ROOT / file, tmp_path / Path(file).name)
@@ -279,9 +271,6 @@ def test_a_command_that_fails_and_a_mark_that_is_not_understood_are_found(tmp_pa
     ((block,),) = chapters(DOCUMENT).values()
     (problem,) = run_chapter([block], tmp_path / "project", tmp_path)
     assert "exit status 3" in problem
-    for old, new in (
-        ("<!-- run -->", "<!--run-->"),
-        ("<!-- run -->\n", "<!-- run -->\nthat is:\n"),
-    ):
+    for mark in ("<!--run-->", "<!-- run -->\nthat is:"):
         with pytest.raises(ValueError):
-            chapters(DOCUMENT.replace(old, new))
+            chapters(DOCUMENT.replace("<!-- run -->", mark))
