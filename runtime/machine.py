@@ -20,45 +20,38 @@ class Machine:
     local_size: int  # ranks of a host
     device_type: str  # cpu or cuda
     device_name: str
-    device_memory: int  # bytes that a rank may fill
-    has_bfloat16: bool  # the hardware multiplies in it
+    device_memory: int  # bytes that a rank may fill: of its GPU, or its share of the host
+    has_bfloat16: bool  # the hardware multiplies in it, instead of emulating it
 
 
 def read_machine(world: dist.World) -> Machine:
     """Describe this rank's hardware."""
+    if world.device.type == "cuda":
+        device_memory = torch.cuda.get_device_properties(world.device).total_memory
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        device_memory = host_memory // world.local_size
+        capabilities = torch.cpu.get_capabilities()
+        has_bfloat16 = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
     return Machine(
         world_size=world.size,
         local_size=world.local_size,
         device_type=world.device.type,
         device_name=metrics.device_name(world.device),
-        device_memory=device_memory(world.device, world.local_size),
-        has_bfloat16=has_bfloat16(world.device),
+        device_memory=device_memory,
+        has_bfloat16=has_bfloat16,
     )
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware multiplies in bfloat16, instead of emulating it."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def check_bfloat16(world: dist.World) -> None:
     """Raise UsageError, which names this rank, unless its hardware multiplies in bfloat16."""
-    if not has_bfloat16(world.device):
+    if not read_machine(world).has_bfloat16:
         raise UsageError(
             f"the run computes in bfloat16, which the hardware of rank {world.rank} on "
             f"{socket.gethostname()} only emulates: give --dtype bfloat16 to emulate it, or "
             "--dtype float32"
         )
-
-
-def device_memory(device: torch.device, local_size: int) -> int:
-    """Bytes that each of `local_size` ranks may fill: its GPU, or its share of the host."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_size
 
 
 def keep_freed_memory() -> None:

@@ -27,7 +27,7 @@ from layout import Run
 from model import SIZES
 from runtime import cli, preflight, run_folder
 from runtime.cli import UsageError
-from runtime.machine import device_memory
+from runtime.machine import read_machine
 from runtime.preflight import NEW_RUN, Origin
 from tools.bench import add_flags, count
 from tools.compare import read
@@ -151,13 +151,15 @@ def make_cluster(
         "host_bandwidth": options.inter_host_bandwidth,
     }
     given = {name: 1e9 * value for name, value in bandwidths.items() if value}
+    here = read_machine(dist.World(0, world_size, 0, local_size, torch.device("cpu"), None, None))
     return Cluster(
         world_size=world_size,
         device_type=device_type,
         device=device,
-        device_memory=device.memory or device_memory(torch.device("cpu"), local_size),
+        device_memory=device.memory or here.device_memory,
         links=dataclasses.replace(predict.default_links(device, local_size), **given),
         achieved=options.achieved,
+        has_bfloat16=device.kind == "cuda" or here.has_bfloat16,
     )
 
 

@@ -9,14 +9,12 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-import torch
-
 import dist
 import layout
 from data import DataFacts
 from layout import Run
 from runtime.cli import UsageError
-from runtime.machine import Machine, has_bfloat16
+from runtime.machine import Machine
 from runtime.preflight import NEW_RUN, Origin
 from tools.planning.rehearse import Communication, Operation, Rehearsal, rehearse
 
@@ -126,6 +124,7 @@ class Cluster:
     links: Links
     # Measured share of its peak that a device reaches while computing; None: by operation
     achieved: float | None = None
+    has_bfloat16: bool = True
 
     @property
     def hosts(self) -> int:
@@ -133,15 +132,13 @@ class Cluster:
 
     @property
     def machine(self) -> Machine:
-        is_cuda = self.device.kind == "cuda"
-        here = torch.device("cpu")
         return Machine(
             world_size=self.world_size,
             local_size=self.links.local_size,
             device_type=self.device.kind,
             device_name=self.device.name or "",
             device_memory=self.device_memory,
-            has_bfloat16=is_cuda or has_bfloat16(here),
+            has_bfloat16=self.has_bfloat16,
         )
 
 
