@@ -157,7 +157,8 @@ def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> M
         overrides["n_kv_head"] = overrides.get("n_head", size.n_head)
     try:
         model_config = dataclasses.replace(size, **overrides)
-        model_config.check_tensor_parallel(values["tp"])
+        if values["tp"] > 1:
+            model_config.check_tensor_parallel(values["tp"])
     except ValueError as error:
         raise UsageError(str(error)) from None
     return model_config
@@ -309,7 +310,7 @@ def place(
         run.strategy,
         init=functools.partial(model.init_tensor, seed=run.seed) if init_weights else None,
         dtype=run.compute_dtype,
-        tp_plan=model.tensor_parallel_plan(),
+        tp_plan=model.tensor_parallel_plan() if run.tp > 1 else None,
         fsdp_units=fsdp_units(model, run.wrap),
         reshard_after_forward=run.reshard_after_forward,
         keep_gradients=run.grad_sync == "batch" and run.grad_accum_steps > 1,

@@ -126,22 +126,15 @@ SIZES = {
 
 @wrap_torch_function(lambda x: (x,))
 def is_gpu(x: Tensor) -> bool:
-    """Whether to choose a GPU's kernels for a tensor.
-
-    A torch.overrides.TorchFunctionMode may answer in its place, as for any function of torch. The
-    rehearsal of tools.plan does, which runs on a CPU with the kernels of a GPU.
-    """
+    """Whether to choose a GPU's kernels. The TorchFunctionMode of tools.plan overrides it."""
     return x.device.type != "cpu"
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias that computes in the dtype of its input."""
-
-    def __init__(self, d_in: int, d_out: int):
-        super().__init__(d_in, d_out, bias=False)
+    """A linear layer that computes in the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -172,17 +165,12 @@ def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(tokens, weight.float()).to(weight.dtype)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in x's dtype.
 
     Under tp each rank sees some of the tokens, so its gradient of the weight is a partial sum,
     marked `Partial`. FSDP adds the parts when it reduces gradients; without FSDP, optim.py does.
     """
-
-    def __init__(self, d: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(d))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -265,8 +253,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al. 2023).
 
-    What it computes and keeps is also counted in `flops_per_token` and `activation_bytes_of_block`,
-    and split over a tp group in `tensor_parallel_plan`.
+    Change `flops_per_token`, `activation_bytes_of_block` and `tensor_parallel_plan` with it.
     """
 
     def __init__(self, config: ModelConfig):
@@ -274,10 +261,10 @@ class Attention(nn.Module):
         d_model = config.d_model
         self.d_head = d_model // config.n_head
         d_kv = config.n_kv_head * self.d_head
-        self.q = Linear(d_model, d_model)  # n_head * d_head = d_model
-        self.k = Linear(d_model, d_kv)
-        self.v = Linear(d_model, d_kv)
-        self.out = Linear(d_model, d_model)
+        self.q = Linear(d_model, d_model, bias=False)  # n_head * d_head = d_model
+        self.k = Linear(d_model, d_kv, bias=False)
+        self.v = Linear(d_model, d_kv, bias=False)
+        self.out = Linear(d_model, d_model, bias=False)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         q = self.split_heads(self.q(x))  # (B, n_head, T, d_head)
@@ -297,9 +284,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate = Linear(config.d_model, config.d_ff)
-        self.up = Linear(config.d_model, config.d_ff)
-        self.down = Linear(config.d_ff, config.d_model)
+        self.gate = Linear(config.d_model, config.d_ff, bias=False)
+        self.up = Linear(config.d_model, config.d_ff, bias=False)
+        self.down = Linear(config.d_ff, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -322,10 +309,7 @@ class Block(nn.Module):
 
 
 def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: str, tp: int) -> int:
-    """Bytes per token that a Block saves for backward on one rank of a tp group.
-
-    Change it with Block: a test compares it with what autograd saves.
-    """
+    """Bytes per token that a Block saves for backward on one rank of a tp group."""
     on_cpu = device_type == "cpu"
     d_kv = c.n_kv_head * c.d_model // c.n_head
     if dtype == torch.float32 and not on_cpu:
@@ -347,12 +331,11 @@ class Head(Linear):
     holds 1 / chunks of the logits at a time, for one more matrix product.
 
     A tied head has no parameter and takes the embedding's weight as an argument: a parameter that
-    two modules share would become two when the model leaves the meta device. For a tied head under
-    tp, see `Transformer.tensor_parallel_plan`.
+    two modules share would become two when the model leaves the meta device.
     """
 
     def __init__(self, config: ModelConfig, chunks: int):
-        super().__init__(config.d_model, config.vocab_size)
+        super().__init__(config.d_model, config.vocab_size, bias=False)
         self.chunks = chunks
         if config.tied:
             self.weight = None
@@ -364,7 +347,7 @@ class Head(Linear):
             weight = self.weight
         weight = weight.to(x.dtype)  # (vocab_size, d_model)
         if targets is None:
-            return logits(x, weight)
+            return F.linear(x, weight).float()  # (B, T, vocab_size)
         x = x.flatten(0, 1)  # (B * T, d_model)
         targets = targets.flatten()  # (B * T,)
         if self.chunks == 1:
@@ -376,14 +359,9 @@ class Head(Linear):
         return sum(loss_sums) / targets.numel()
 
 
-def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., d_model), weight (vocab_size, d_model) -> (..., vocab_size) in float32."""
-    return F.linear(x, weight).float()
-
-
 def loss_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of targets (N,), summed; x is (N, d_model)."""
-    return F.cross_entropy(logits(x, weight), targets, reduction="sum")
+    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
 
 class Transformer(nn.Module):
@@ -412,7 +390,12 @@ class Transformer(nn.Module):
             x = block(x, rope)
         x = self.norm(x)
         weight = self.embed.weight if self.config.tied else None
-        return full_tensor(self.head(x, targets=targets, weight=weight))
+        y = self.head(x, targets=targets, weight=weight)
+        if isinstance(y, DTensor):
+            # A copy, not a view: an in-place operation on a view, such as `loss /= 2` by a caller,
+            # would drop FSDP's hook, which gathers weights again before backward, without an error.
+            y = y.full_tensor().clone()
+        return y
 
     @torch.no_grad()
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
@@ -446,10 +429,9 @@ class Transformer(nn.Module):
         after attention, MLP and embedding. Backward swaps the two. A norm's gradient is a partial
         sum, too: see RMSNorm.
 
-        Tied, the head is given the embedding's weight, a DTensor whose rows are split over tp:
-        Shard(0), (vocab_size / T, d_model) on a rank. Its product with the gathered x has the
-        layout that a column-wise head has, logits split by vocabulary. The gradients of the head
-        and of the embedding are Shard(0), too, so that autograd adds them without communication.
+        A tied head is given the embedding's weight, whose rows are split: (vocab_size / T, d_model)
+        on a rank, Shard(0). Its product with the gathered x is split by vocabulary, like a
+        column-wise head's. Both gradients are Shard(0): autograd adds them without communication.
 
         Under torch's loss_parallel() the loss never gathers the logits.
         """
@@ -502,22 +484,9 @@ class Transformer(nn.Module):
         return 6 * (weights + attention)
 
 
-def full_tensor(x: Tensor) -> Tensor:
-    """Gather a whole DTensor on every rank; return a plain tensor unchanged.
-
-    A copy, not the view that DTensor.full_tensor returns. FSDP puts a hook on the output of the
-    model, which gathers weights again before backward. An in-place operation on a view, such as
-    `loss /= 2` by a caller, would drop the hook without an error.
-    """
-    return x.full_tensor().clone() if isinstance(x, DTensor) else x
-
-
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch the model to evaluation mode for a block of code, then restore each module's mode.
-
-    This model computes the same in both modes. A fork with dropout does not.
-    """
+    """Switch the model to evaluation mode, in which a fork may differ, then restore each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

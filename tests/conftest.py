@@ -30,6 +30,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import checkpoint
 import dist
@@ -518,6 +519,11 @@ def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     reader = checkpoint.Reader(path)
     names = [name for name in reader.tensors if name.startswith(prefix)]
     return {name: commands.read_full(reader, name) for name in names}
+
+
+def full_tensor(x: torch.Tensor) -> torch.Tensor:
+    """Gather a DTensor on every rank."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def assert_same(one: Path, other: Path) -> None:

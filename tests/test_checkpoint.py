@@ -18,6 +18,7 @@ from conftest import (
     build_run,
     documented_fields,
     flags,
+    full_tensor,
     last_checkpoint,
     resolve,
     rows,
@@ -28,7 +29,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import checkpoint
 import dist
 import train
-from model import full_tensor
 from optim import local
 from runtime.saver import Saver
 from tools.checkpoint import consolidate

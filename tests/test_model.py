@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from layout import checkpoint_activations
 from model import (
     MLP,
     SIZES,
@@ -22,7 +23,6 @@ from model import (
     RopeScaling,
     Transformer,
     causal_attention,
-    checkpoint_activations,
     is_gpu,
     scale_frequencies,
 )
