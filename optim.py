@@ -21,10 +21,7 @@ from torch.optim.adamw import adamw
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of `Optimizer` and `learning_rate`.
-
-    Any object with these attributes serves in its place. train.py passes its own options.
-    """
+    """What `Optimizer` and `learning_rate` read. train.py passes its Run, with the same names."""
 
     lr: float  # peak learning rate
     max_steps: int
@@ -45,8 +42,7 @@ class Settings:
 # Learning rate
 
 # A schedule returns a factor: at 1 the learning rate is lr, at 0 it is min_lr. Its progress is 0 in
-# the first step after warm-up, and would be 1 in the step after max_steps. A schedule reads its own
-# parameters from the settings.
+# the first step after warm-up, and would be 1 in the step after max_steps.
 SCHEDULES: dict[str, Callable[[float, Settings], float]] = {
     "cosine": lambda progress, settings: 0.5 * (1 + math.cos(math.pi * progress)),
     # warm-up, stable, decay: falls only in the last fifth after warm-up (Hu et al. 2024)
@@ -62,11 +58,10 @@ def learning_rate(step: int, settings: Settings) -> float:
     Rises linearly to `lr` at step `warmup_steps`, then follows the schedule towards `min_lr`, which
     it would reach at step max_steps + 1.
     """
-    warmup_steps = settings.warmup_steps
-    if step <= warmup_steps:
-        return settings.lr * step / warmup_steps
-    steps_after = max(1, settings.max_steps - warmup_steps)
-    progress = min(1.0, (step - 1 - warmup_steps) / steps_after)
+    if step <= settings.warmup_steps:
+        return settings.lr * step / settings.warmup_steps
+    steps_after = max(1, settings.max_steps - settings.warmup_steps)
+    progress = min(1.0, (step - 1 - settings.warmup_steps) / steps_after)
     factor = SCHEDULES[settings.schedule](progress, settings)
     return settings.min_lr + (settings.lr - settings.min_lr) * factor
 
@@ -172,11 +167,10 @@ def num_shards(parameter: Tensor) -> int:
 # and save any class's parameters in the same way. It is no torch.optim.Optimizer, whose state_dict
 # numbers the parameters: a checkpoint has their names.
 #
-# A slot either has the shape of its parameter, and is distributed like it, or is a number, shape
-# (), for every parameter that has the slot. Slots begin as zeros. The numbers of a slot are views
-# of one tensor, and a checkpoint holds that tensor. Checkpoints, statistics and the memory estimate
-# know slots only through slots(). A skipped update must leave weights and slots unchanged, as
-# `assign_unless` does, and the host must not read `skip`.
+# A slot has the shape of its parameter, and is distributed like it, or is a number, shape (), for
+# every parameter that has the slot. Slots begin as zeros. Checkpoints, statistics and the memory
+# estimate know slots only through slots(). A skipped update must leave weights and slots unchanged,
+# as `assign_unless` does, and the host must not read `skip`.
 
 
 class Update(NamedTuple):
@@ -288,13 +282,10 @@ def orthogonalize_turn(
 ) -> list[Tensor]:
     """Orthogonalize at most world_size directions, each on one rank.
 
-    matrices      parameters of a mesh; direction k is distributed like matrix k
-    directions    this rank's part of each
-    returns       this rank's part of each orthogonalized direction
-
-    Rank k collects direction k from the ranks of its replica, which together hold it once, and then
-    sends every rank its part. With four matrices under hsdp on 2 replicas x 2 shards, A0 and A1 are
-    the two shards of direction A:
+    Takes and returns this rank's part of each; direction k is distributed like matrix k. Rank k
+    collects it from the ranks of its replica, which together hold it once, and then sends every
+    rank its part. With four matrices under hsdp on 2 replicas x 2 shards, A0 and A1 are the two
+    shards of direction A:
 
         rank                             0             1             2             3
         directions                  A0 B0 C0 D0   A1 B1 C1 D1   A0 B0 C0 D0   A1 B1 C1 D1
@@ -347,8 +338,7 @@ def parts_of_ranks(full: Tensor, like: Tensor, world_size: int) -> list[Tensor]:
     axes = list(zip(like.placements, like.device_mesh.shape))
     # From the last axis: FSDP, whose axis is before tp's, splits what tp has left.
     for placement, size in reversed(axes):
-        chunks = [[chunk(part, placement, i, size) for part in parts] for i in range(size)]
-        parts = list(itertools.chain(*chunks))
+        parts = [chunk(part, placement, i, size) for i in range(size) for part in parts]
     return parts
 
 
@@ -486,10 +476,9 @@ class Optimizer:
         """Update the weights from their gradients, then free or zero the gradients.
 
         `step` is counted from 1; `lr` is its learning rate. Returns lr, and 0-d tensors on the
-        device: grad_norm of the full gradient before clipping; and integers: clipped, 1 if any
-        gradient was;
-        skipped_steps so far; skipped_in_a_row up to this update. `measure` adds "parameters", a
-        ParameterTable, for one more collective where weights are sharded.
+        device: grad_norm of the full gradient before clipping, and as integers clipped, 1 if any
+        gradient was, skipped_steps so far and skipped_in_a_row up to this update. `measure` adds
+        "parameters", a ParameterTable, for one more collective where weights are sharded.
         """
         gradients = self.local_gradients()
         (squared_norms,) = self.all_reduce_squares(gradients)  # (n,)
@@ -544,16 +533,13 @@ class Optimizer:
 
         If a parameter is split into s shards, world_size / s ranks hold each element, and a sum
         over all ranks counts it that many times: its overcount, by which each rank divides first.
-        On 4 ranks, 2 replicas x 2 shards, the squares of one tensor's shards add up to 6 and 10,
-        and a second tensor, not split, has 8:
+        On 4 ranks, with a tensor in 2 shards of squares 6 and 10, and one that is not split:
 
             rank                        0     1     2     3
             squares of the first        6    10     6    10
             / overcount 4 / 2           3     5     3     5     their sum is 16 = 6 + 10
             squares of the second       8     8     8     8
             / overcount 4 / 1           2     2     2     2     their sum is 8
-
-        If nothing is split, each rank has the full tensors, and no rank sends anything.
         """
         tensors = itertools.chain(*lists)
         norms = torch.stack(torch._foreach_norm(list(tensors)))

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_model
+from conftest import build_model, full_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
@@ -89,7 +89,7 @@ def train_on_mesh(mesh_name: str, steps: int, options: dict) -> tuple[list[dict]
         log.append({name: float(value) for name, value in metrics.items()})
     weights = {}
     for name, parameter in setup.net.named_parameters():
-        weights[name] = model.full_tensor(parameter.detach())
+        weights[name] = full_tensor(parameter.detach())
     return log, weights
 
 
