@@ -76,11 +76,11 @@ def test_a_script_runs_as_it_is_and_its_second_step_is_timed(tmp_path, monkeypat
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(folder=str(tmp_path)))
     timed = []
-    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # restored afterwards
-    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "argv", sys.argv)  # restored afterwards
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(products, "seconds_of", lambda *product: timed.append(product) or 0.25)
     products.main([str(script), "--steps=3"])
+    assert sys.getprofile() is None
     # Forward, and the weight's gradient, each twice: the input needs none
     shapes = [[tuple(shape) for shape, *_ in operands] for _, operands in timed]
     assert shapes == [[(8, 64), (64, 32)], [(64, 8), (8, 32)]]

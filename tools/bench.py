@@ -134,14 +134,15 @@ def measure(
 
     The first two steps, which set up buffers and time products, do not count. Raises RunError.
     """
-    run = [f"--max_steps={2 + steps}", f"--out={out}", *flags.split()]
-    commands = torchrun(namespaces, nproc, [PRODUCTS, TRAIN, *ONLY_STEPS, *run])
+    script = [PRODUCTS, TRAIN, *ONLY_STEPS]
+    script += [f"--max_steps={2 + steps}", f"--out={out}", *flags.split()]
+    commands = torchrun(namespaces, nproc, script)
     # torchrun leaves folders in TMPDIR.
     printed = run_all(commands, out, OMP_NUM_THREADS="1", TMPDIR=str(out.parent))
-    rows = training_rows(out)
     config = json.loads((out / "config.json").read_text())
-    micro_batches = config["global_batch_size"] // config["micro_batch_size"]  # of all ranks
-    limit = products_limit(printed, rows[0]["tokens"] // micro_batches)
+    rows = training_rows(out)
+    tokens = rows[0]["tokens"] * config["micro_batch_size"] // config["global_batch_size"]
+    limit = products_limit(printed, tokens)
     speeds = [row["tokens_per_second_per_device"] for row in rows[2:]]
     return statistics.median(speeds), limit
 
@@ -270,13 +271,11 @@ def parse(argv: list[str]) -> Namespace:
         summary = table.__doc__.splitlines()[0]
         add_flags(tables.add_parser(name, help=summary, description=table.__doc__), FLAGS[name])
     args = parser.parse_args(argv)
-    if args.table != "strategies":
-        return args
-    values = {**vars(args)}
-    for name, default in (ACROSS_HOSTS if args.hosts > 1 else ONE_HOST).items():
-        if values[name] in (None, "auto"):
-            values[name] = default
-    return Namespace(**values)
+    if args.table == "strategies":
+        for name, default in (ACROSS_HOSTS if args.hosts > 1 else ONE_HOST).items():
+            if getattr(args, name) in (None, "auto"):
+                setattr(args, name, default)
+    return args
 
 
 def bench(argv: list[str]) -> None:

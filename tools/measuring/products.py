@@ -59,22 +59,23 @@ def seconds_of(function, operands: tuple) -> float:
 def main(argv: list[str]) -> None:
     """Run the script `argv`; what it multiplies between two ends of backward is a micro-batch."""
     products = Products()
-    backward = torch.Tensor.backward
-    calls = itertools.count(1)
+    returns = itertools.count(1)
 
-    def counted_backward(*arguments, **options) -> None:
-        backward(*arguments, **options)
-        number = next(calls)
+    def profile(frame, event: str, _) -> None:
+        if event != "return" or frame.f_code is not torch.Tensor.backward.__code__:
+            return
+        number = next(returns)
         if number == 1:
             products.__enter__()
         elif number == 2:
+            sys.setprofile(None)  # what follows runs at full speed
             products.__exit__(None, None, None)
             seconds = sum(n * seconds_of(*product) for product, n in products.counts.items())
             print(f"matrix products of a micro-batch: {seconds} s", flush=True)
 
-    torch.Tensor.backward = counted_backward
     sys.argv = argv
     sys.path[0] = str(Path(argv[0]).resolve().parent)
+    sys.setprofile(profile)
     runpy.run_path(argv[0], run_name="__main__")
 
 
