@@ -261,8 +261,8 @@ class Profiler:
         communicated = []
         for (kind, axis), total in traffic.counts.items():
             communicated.append({"kind": kind, "axis": axis, **vars(total)})
-        figures |= {"waited": waited, "host_syncs": dict(syncs.counts)}
-        figures["communicated"] = communicated
+        found = {"waited": waited, "host_syncs": dict(syncs.counts), "communicated": communicated}
+        figures = figures | found
         self.path.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
         self.describe(figures)
 
