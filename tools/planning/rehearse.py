@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 import torch.distributed
@@ -287,10 +288,16 @@ def at_peak(changes: list[Change]) -> dict[str, int]:
 class Block:
     """A storage that tensors share."""
 
-    size: int
     phase: str  # in which it was allocated
     kind: str
-    reference: weakref.ref | None = None
+    reference: weakref.ref | None
+    size: int = 0
+
+    def resize(self, size: int) -> int:
+        """Set the size; return by how much it grew."""
+        grown = size - self.size
+        self.size = size
+        return grown
 
 
 class Collectives(CommunicationCounter):
@@ -436,9 +443,8 @@ class Recorder(TorchDispatchMode):
             is_logits = tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size
             kind = "logits" if is_logits else "activations"
         reference = weakref.ref(storage, lambda _: self.freed(key))
-        block = Block(0, self.phase, kind, reference)
-        self.live[key] = block
-        self.set_size(block, storage.nbytes())
+        self.live[key] = Block(self.phase, kind, reference)
+        self.resize(self.live[key], storage.nbytes())
 
     def see_resized(self) -> None:
         """Record which storages FSDP has freed or regrown since the last call.
@@ -448,16 +454,15 @@ class Recorder(TorchDispatchMode):
         for block in self.resizable.values():
             size = block.reference().nbytes()
             if size != block.size:
-                self.set_size(block, size)
+                self.resize(block, size)
 
-    def set_size(self, block: Block, size: int) -> None:
-        self.events.append((self.phases, block, size - block.size))
-        block.size = size
+    def resize(self, block: Block, size: int) -> None:
+        self.events.append((self.phases, block, block.resize(size)))
 
     def freed(self, key: int) -> None:
         block = self.live.pop(key)
         self.resizable.pop(key, None)
-        self.set_size(block, 0)
+        self.resize(block, 0)
         block.reference = None
 
     def block_of(self, tensor: Tensor) -> Block | None:
@@ -542,15 +547,11 @@ class Recorder(TorchDispatchMode):
     # The phases of a step
 
     def follow(
-        self,
-        mesh: dist.DeviceMesh,
-        run: Run,
-        state: train.State,
-        forward: nn.Module,
-    ) -> "RecordedOptimizer":
+        self, mesh: dist.DeviceMesh, run: Run, state: train.State, forward: nn.Module
+    ) -> SimpleNamespace:
         """Recognize the tensors of a built run, and the phases of its steps.
 
-        Returns the optimizer to hand to train.train_step.
+        Returns what stands for the optimizer in train.train_step.
         """
         self.collectives = Collectives(mesh, self)
         net, optimizer = state.model, state.optimizer
@@ -559,12 +560,14 @@ class Recorder(TorchDispatchMode):
         self.mark(tree_leaves(optimizer.state()), "optimizer")
         self.mark_gradients(net)
         forward.register_forward_hook(lambda *_: self.begin("backward"))
-        return RecordedOptimizer(optimizer, self, net)
 
-    def begin_update(self, net: nn.Module) -> None:
-        self.begin("optimizer")
-        self.mark_gradients(net)
-        self.state = self.state_bytes()
+        def step(*arguments) -> dict[str, Tensor]:
+            self.begin("optimizer")
+            self.mark_gradients(net)
+            self.state = self.state_bytes()
+            return optimizer.step(*arguments)
+
+        return SimpleNamespace(step=step)
 
     def begin(self, phase: str) -> None:
         self.see_resized()
@@ -600,19 +603,6 @@ class Recorder(TorchDispatchMode):
             if block.kind in sizes:
                 sizes[block.kind] += block.size
         return sizes
-
-
-class RecordedOptimizer:
-    """An optimizer that tells a recorder when its update begins."""
-
-    def __init__(self, optimizer: optim.Optimizer, recorder: Recorder, net: nn.Module):
-        self.optimizer = optimizer
-        self.recorder = recorder
-        self.net = net
-
-    def step(self, *arguments) -> dict[str, Tensor]:
-        self.recorder.begin_update(self.net)
-        return self.optimizer.step(*arguments)
 
 
 # --------------------------------------------------------------------------------------------------
