@@ -167,11 +167,12 @@ class Ranks:
         squares = Counter()
 
         def prepare(state: train.State) -> None:
+            nonlocal squares
             state.model.eval()  # a fork's dropout would differ from mesh to mesh
             if seed is not None:
                 move_by_an_ulp(state.tensors["model"], seed)
             if not run.compile:
-                sum_outputs(state, squares)
+                squares = sum_outputs(state)
 
         origin = preflight.find_origin({"out": run.out}, world)
         with loss_parallel(), contextlib.redirect_stdout(None):
@@ -230,8 +231,9 @@ def move_by_an_ulp(weights: dict[str, Tensor], seed: int) -> None:
         weight.copy_(torch.nextafter(weight, weight + torch.randn_like(weight)))
 
 
-def sum_outputs(state: train.State, squares: Counter) -> None:
-    """Add the squares of what the layers compute on this rank in the first step."""
+def sum_outputs(state: train.State) -> Counter:
+    """By layer, the sum of the squares that it will compute on this rank in the first step."""
+    squares = Counter()
 
     def add(name: str, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
         if state.step == 1 and torch.is_grad_enabled():
@@ -241,6 +243,7 @@ def sum_outputs(state: train.State, squares: Counter) -> None:
     for name, layer in state.model.named_modules():
         if not any(layer.children()) and name != "head":  # which returns the loss
             layer.register_forward_hook(functools.partial(add, name))
+    return squares
 
 
 def shorten(planned: Run) -> dict:
