@@ -177,9 +177,7 @@ def reached(log: Log, tokens: int, loss: float | None) -> dict[str, str]:
 
 
 def shown(value: float | None, spec: str) -> str:
-    if value is None:
-        return "none"
-    return format(value, spec)
+    return "none" if value is None else format(value, spec)
 
 
 def different_flags(logs: list[Log], left_out: set[str]) -> list[dict[str, str]]:

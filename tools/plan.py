@@ -231,18 +231,13 @@ class Plan:
         return self.rehearsal.run
 
     @property
-    def tokens(self) -> float | None:
-        """The tokens to train on."""
-        return self.options.tokens
-
-    @property
     def fits(self) -> bool:
         return predict.fits(self.rehearsal.peak, self.request.cluster)
 
     @property
     def hours(self) -> float:
         devices = self.request.cluster.world_size
-        return self.tokens / (self.speed.tokens_per_second_per_device * devices) / 3600
+        return self.options.tokens / (self.speed.tokens_per_second_per_device * devices) / 3600
 
     def checkpoint(self) -> dict[str, int]:
         """Bytes that a rank writes, and that both ways to save take on a host.
@@ -394,10 +389,10 @@ def describe_step(plan: Plan) -> Iterator[str]:
         f"speed       at most {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "
         f"MFU {speed.mfu:.1%}{eager}"
     )
-    if plan.tokens:
+    if tokens := plan.options.tokens:
         devices = plan.request.cluster.world_size
         yield (
-            f"training    {plan.tokens:.4g} tokens: {plan.hours:,.1f} hours x {devices} = "
+            f"training    {tokens:.4g} tokens: {plan.hours:,.1f} hours x {devices} = "
             f"{plan.hours * devices:,.0f} device-hours"
         )
 
@@ -408,7 +403,7 @@ def describe_goodput(plan: Plan) -> Iterator[str]:
     cluster = plan.request.cluster
     save, restart = costs(plan)
     step_time = plan.measured.step_time if plan.measured else plan.speed.step_time
-    total = 3600 * plan.hours if plan.tokens else run.max_steps * step_time
+    total = 3600 * plan.hours if plan.options.tokens else run.max_steps * step_time
     between = 3600 * plan.options.interruption / cluster.world_size
     yield (
         f"goodput     {total / between:,.3g} interruptions, one in {between / 3600:,.3g} hours; "
