@@ -211,7 +211,6 @@ class Profiler:
             each.wait()
 
     def begin(self, data_wait: float) -> None:
-        """Start the trace."""
         self.wait_for_collectives()
         cuda = [ProfilerActivity.CUDA] if self.is_cuda else []
         self.trace = profile(activities=[ProfilerActivity.CPU, *cuda])
@@ -261,17 +260,16 @@ class Profiler:
         communicated = []
         for (kind, axis), total in traffic.counts.items():
             communicated.append({"kind": kind, "axis": axis, **vars(total)})
-        found = {"waited": waited, "host_syncs": dict(syncs.counts), "communicated": communicated}
-        figures = figures | found
+        counted = {"host_syncs": dict(syncs.counts), "communicated": communicated}
+        figures = {**figures, "waited": waited, **counted}
         self.path.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
         self.describe(figures)
 
     def describe(self, figures: dict) -> None:
         """Print the figures of this rank, and which rank is the slowest."""
-        milliseconds = 1e3 * figures["step_time"]
         self.say(
-            f"profile steps {self.start + 1} to {self.stop}, {milliseconds:,.1f} ms each, "
-            f"on this rank: {figures['busy']:.0%} busy, "
+            f"profile steps {self.start + 1} to {self.stop}, {1e3 * figures['step_time']:,.1f} ms "
+            f"each, on this rank: {figures['busy']:.0%} busy, "
             f"{figures['exposed_communication']:.0%} exposed communication, "
             f"{figures['data_wait']:.0%} waiting for data"
         )
@@ -285,9 +283,6 @@ class Profiler:
                 f"ms a step for the others, who waited up to {1e3 * most:,.1f} ms"
             )
         for row in figures["communicated"]:
-            megabytes = row["bytes"] / 1e6
-            self.say(
-                f"        {row['calls']} x {row['kind']} over {row['axis']}: "
-                f"{megabytes:,.2f} MB a step handed to torch"
-            )
+            total = f"{row['bytes'] / 1e6:,.2f} MB a step handed to torch"
+            self.say(f"        {row['calls']} x {row['kind']} over {row['axis']}: {total}")
         self.say(f"        trace: {self.path}.trace.json")
