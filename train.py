@@ -149,8 +149,9 @@ def train(
             count, len(val_data), run.micro_batch_size, dist.dp_rank(mesh), run.dp_size
         )
     )
-    with dist.raise_on_all_ranks():
-        val_batches = read_val_batches(val_data, val_indices)
+    with dist.raise_on_all_ranks():  # read once: a damaged file ends the run before its first step
+        # A rank with no sequences left reads any: it takes part in the forward, with weight 0.
+        val_batches = [(len(indices), val_data[indices or [0]]) for indices in val_indices]
     first_indices = val_indices
     if not run.eval_only:
         first_indices = local_train_indices(run, mesh, range(state.step + 1, state.step + 2))
@@ -176,11 +177,10 @@ def train(
     peak_flops = run.peak_tflops and 1e12 * run.peak_tflops
     rates = metrics.Rates(world.device, run.tokens_per_step, flops_per_token, peak_flops)
     log = metrics.Log(out, run, rates, origin.step, origin.first_start or started)
-    profiler = contextlib.nullcontext
+    profiler = None
     if run.profile:
         window = config.profile_window(run.profile)
-        in_flight = [stop_request, saver]
-        profiler = Profiler(window, out / "profile", mesh, log.say, in_flight).step
+        profiler = Profiler(window, out / "profile", mesh, log.say, [stop_request, saver])
 
     if world.device.type == "cpu":
         keep_freed_memory()
@@ -188,7 +188,7 @@ def train(
         step = state.step
         lr = optim.learning_rate(step, run)
         measure = is_due(step, run.optim_metrics_interval)
-        with profiler(step, batches.waited) if run.profile else contextlib.nullcontext():
+        with profiler.step(step, batches.waited) if profiler else contextlib.nullcontext():
             values, table = train_step(
                 forward,
                 state.optimizer,
@@ -295,17 +295,6 @@ def local_train_indices(run: Run, mesh: dist.DeviceMesh, steps: range) -> Iterat
     return data.train_indices(
         steps, run.global_batch_size, run.micro_batch_size, dist.dp_rank(mesh), run.dp_size
     )
-
-
-def read_val_batches(
-    val_data: data.TokenDataset | data.Mixture, val_indices: list[list[int]]
-) -> list[tuple[int, Tensor]]:
-    """Read this rank's batches of the fixed validation set: number of sequences, tokens (B, T + 1).
-
-    They are read once, so that a damaged file ends the run before its first step.
-    """
-    # A rank with no sequences left reads any: it takes part in the forward, with weight 0.
-    return [(len(indices), val_data[indices or [0]]) for indices in val_indices]
 
 
 def check_ranks_agree(
