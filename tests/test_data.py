@@ -11,7 +11,7 @@ import pytest
 from conftest import flags, listen
 
 import data
-from train import no_garbage_collection
+from tools.planning.rehearse import no_garbage_collection
 
 
 def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):

@@ -67,9 +67,11 @@ def measure(size: int, text: str, tokens: Path, folder: Path) -> tuple[float, fl
     if parent.exitcode == 1:
         pytest.skip("network namespaces need root")
     cluster = f"--world_size {size} --nproc_per_node {size} --device_type cpu --peak_tflops 1"
-    request, _ = plan.parse([*argv, *cluster.split()])
+    request, options, _ = plan.parse([*argv, *cluster.split()])
     found = json.loads((folder / "bytes").read_text())
-    planned = size * sum(row["wire_bytes"] for row in plan.make_plan(request).communication())
+    planned = size * sum(
+        row["wire_bytes"] for row in plan.make_plan(request, options).communication()
+    )
     print(f"\n{text} on {size}: {found:,.0f} bytes, planned {planned:,.0f}: {found / planned:.4f}")
     return found, planned
 
