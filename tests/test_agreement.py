@@ -45,6 +45,7 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: Path) -> tuple[i
         "group": (dist, "dp_rank", lambda mesh: dp_rank(mesh) - (rank == 3)),
         "norm": (model.Transformer, "init_tensor", other_norms),
         "read": (data.TokenDataset, "__getitem__", damaged),
+        "hardware": (torch.cpu, "get_capabilities", lambda: {"avx512_bf16": not is_odd}),
     }
     with mock.patch.object(*patches[fault]):
         return listen(argv)
@@ -60,6 +61,7 @@ LINES = {
     "group": "the first sequences of dp_replicate 0, dp_shard 1 is ",
     "norm": "the sum of the bits of part (1,) of blocks.0.attention_norm.weight is ",
     "read": "train.py: error: val.bin is damaged\n",
+    "hardware": "in bfloat16, which the hardware of rank 2 on ",
 }
 
 
