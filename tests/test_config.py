@@ -206,3 +206,10 @@ def test_defaults_follow_from_the_hardware(hardware, dtype, workers, tflops):
     assert (run.dtype, run.num_workers, run.peak_tflops) == (dtype, workers, tflops)
     assert resolve("--dtype float32 --peak_tflops 7", **hardware).peak_tflops == 7
     assert resolve("--dtype float32", **hardware).peak_tflops is None
+
+
+def test_the_learning_rate_follows_from_the_width():
+    assert resolve("").lr == 0.5 / 128
+    assert resolve("--d_model 64 --n_head 4 --lr 0.25").lr == 0.25
+    with pytest.raises(UsageError, match="--min_lr 0.01 is above the peak learning rate 0.0039"):
+        resolve("--min_lr 0.01")

@@ -124,8 +124,8 @@ def test_a_step_waits_for_nothing_and_each_kernel_takes_it(
             assert not refusals
             in_loop = {
                 ("train.py __next__", "to cuda, pinned"): steps * accum,
-                ("metrics.py send", "to cuda, pinned"): steps,
-                ("metrics.py send", "to cpu, pinned"): steps,
+                ("metrics.py send_row", "to cuda, pinned"): steps,
+                ("metrics.py send_row", "to cpu, pinned"): steps,
             }
             if "--optim_metrics_interval" in text and rank == 0:
                 in_loop["optim.py rows", ASKS] = mock.ANY
