@@ -117,6 +117,8 @@ def test_a_batch_is_split_into_micro_batches():
     assert (run.micro_batch_size, run.grad_accum_steps) == (8, 1)
     run = resolve("--strategy fsdp --micro_batch_size 2", world_size=4)
     assert (run.micro_batch_size, run.grad_accum_steps) == (2, 4)
+    # The two ranks of a tp group share their sequences.
+    assert resolve("--strategy fsdp --tp 2", world_size=4).micro_batch_size == 16
     # As where a host was lost, and the run continues on the others
     with pytest.raises(UsageError, match="16 is not a multiple of micro_batch_size 2 x 6 .* = 12:"):
         resolve("--strategy fsdp --global_batch_size 16 --micro_batch_size 2", world_size=6)
