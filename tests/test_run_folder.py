@@ -211,9 +211,10 @@ def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(
         assert (start.run.n_layer, start.run.d_model, start.run.seq_len) == (2, 32, seq_len)
         if not own:  # in config.json, for a new run
             assert start.run.flags["n_layer"] == 2
-    facts = data.DataFacts(vocab_size=501, tokenizer=None, fingerprint="abc")
-    grown = layout.resolve(start.run.flags, CPU, facts, start.origin)
-    assert grown.model_config.vocab_size == 512  # which its weights do not fit
+    for tokens, vocab_size in ((500, 500), (501, 512)):  # which its weights do not fit
+        facts = data.DataFacts(vocab_size=tokens, tokenizer=None, fingerprint="abc")
+        run = layout.resolve(start.run.flags, CPU, facts, start.origin)
+        assert run.model_config.vocab_size == vocab_size
 
 
 def test_another_model_batch_seed_optimizer_or_other_data_is_refused(begin, tmp_path):
@@ -319,6 +320,12 @@ def test_a_flag_that_only_the_checkpoint_has_is_refused(begin, tmp_path):
     assert changes(begin()) == []
 
 
+def test_a_flag_that_is_newer_than_the_checkpoint_had_its_default(begin, tmp_path):
+    save(tmp_path / "run", 10)
+    with pytest.raises(UsageError, match="--schedule cosine -> linear"):
+        begin(schedule="linear")
+
+
 def test_flags_are_compared_as_resolved(begin, tmp_path):
     save(tmp_path / "run", 10, lr=0.5 / 32, warmup_steps=50, dtype="float32")
     assert changes(begin()) == []
@@ -335,14 +342,14 @@ NOT_TYPED = dict.fromkeys((*MODEL.keys() - {"vocab_size"}, "global_batch_size", 
 
 def test_a_run_continues_with_its_own_flags(begin, tmp_path):
     """Also a run whose manifests hold no typed flags, as those of before 2026-11-24."""
-    save(tmp_path / "run", 10, lr=0.25, schedule="linear", max_steps=20)
+    save(tmp_path / "run", 10, lr=0.25, schedule="linear", max_steps=20, weight_decay=0.1)
     start = begin(**NOT_TYPED, max_steps=30)
     assert changes(start) == ["--max_steps 20 -> 30"]
     run = start.run
     assert (run.lr, run.schedule, run.global_batch_size) == (0.25, "linear", 8)
     assert (run.dtype, run.d_model, run.data, run.seed) == ("float32", 32, "tokens/a", 0)
     assert {"lr", "schedule", "max_steps"} <= run.flags.keys()
-    assert "warmup_steps" not in run.flags
+    assert run.flags.keys().isdisjoint({"warmup_steps", "weight_decay"})  # as by default
 
 
 def test_what_follows_from_the_ranks_is_computed_again(begin, tmp_path):
