@@ -53,7 +53,7 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: Path) -> tuple[i
 
 SAME = "start all ranks with the same flags, code and data\n"
 LINES = {
-    "flag": f"--lr is 0.003 on rank 0 and 1.0 on rank 2: {SAME}",
+    "flag": f"error: --lr is 0.003 on rank 0 and 1.0 on rank 2: {SAME}",
     "code": f"the code is def on rank 0 and abc on rank 2: {SAME}",
     "data": f" on rank 2: {SAME}",
     "weights": "the sum of the bits of part (0,) of embed.weight is ",

@@ -203,9 +203,11 @@ def test_a_row_is_written_when_it_has_arrived(log, tmp_path, clock):
 
 
 def test_a_row_ends_with_each_step_that_logs_evaluates_or_saves(run):
-    intervals = "--log_interval 4 --eval_interval 5 --save_interval 7"
-    out = run(1, f"--max_steps 13 {intervals} --checkpoint none")
-    assert [row["step"] for row in rows(out)] == [1, 4, 5, 7, 8, 10, 12, 13]
+    intervals = "--log_interval 4 --eval_interval 5 --save_interval 6"
+    out = run(1, f"--max_steps 13 {intervals}")
+    assert [row["step"] for row in rows(out)] == [1, 4, 5, 6, 8, 10, 12, 13]
+    run(1, f"--max_steps 17 {intervals}")  # also with the first step of a process
+    assert [row["step"] for row in rows(out)][8:] == [14, 15, 16, 17]
 
 
 def stop_with_rows_in_flight(argv: list[str]) -> tuple[int, str, str]:
