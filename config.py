@@ -75,7 +75,7 @@ def flag(
     never           refused: it would be another run
     refused         refused without --allow_changes: results would change
     allowed         printed. If its default is None or "auto", layout.resolve computes the default
-                    for the ranks of each start.
+                    in each start. Model and data are compared by themselves: fields, fingerprint.
     not compared    nothing: it applies to one start, and a start that continues does not inherit it
     """
     metadata = {"group": group, "help": help, "ge": ge, "lt": lt, "resume": resume}
@@ -267,8 +267,14 @@ def parse(argv: list[str]) -> dict:
     `out` is always there: its default follows from the flags that are typed. Raises UsageError.
     """
     flags = parse_flags(build_parser(), argv)
+    for name in ("init_from", "resume"):
+        if flags.get(name) == "":  # a variable of the shell that is not set
+            raise UsageError(f"--{name} is empty: name a checkpoint or a run")
     if "out" not in flags:
         flags["out"] = default_out(flags)
+        named = named_run(flags)
+        if flag_value(flags, "resume") == named or Path(flags["out"]) == Path(named or "."):
+            raise UsageError(f"name a new folder with --out: {named} has a run of its own")
     if Path.cwd().is_relative_to(Path(flags["out"]).resolve()):
         raise UsageError(
             f"--out {flags['out'] or repr('')} is the current folder or a folder above it: "
@@ -305,7 +311,7 @@ def default_out(flags: dict) -> str:
 
 
 def flag_value(flags: dict, name: str):
-    """The value of a flag that is never taken from another run: as typed, else its default."""
+    """The value of a flag as typed, else its default, whatever run continues."""
     return flags.get(name, getattr(Config, name))
 
 

@@ -4,11 +4,13 @@
 needs.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -87,24 +89,26 @@ def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW
     Raises UsageError and MeshError if flags, ranks, data and model do not fit together.
     """
     values = take_over(flags, origin)
+    check_choices(values)
     model_config = resolve_model(values, data.vocab_size, origin.model_config)
     values = compute_defaults(values, model_config, machine)
     typed = origin.kept_flags | flags
     check_steps(values, typed)
-    if named_run(flags):  # for --config in a new run, which does not have that checkpoint
+    if named_run(flags):  # so that config.json describes the model without the checkpoint
         typed |= {name: values[name] for name in ("model", *SIZE_FLAGS)}
     *preferred, last = possible_strategies(values, machine)
     for strategy in preferred:
-        run = on_mesh(values, strategy, machine, typed, model_config, data)
-        if fits(run, machine.device_memory):
-            return run
+        with contextlib.suppress(dist.MeshError):  # such as hsdp on hosts of unequal sizes
+            run = on_mesh(values, strategy, machine, typed, model_config, data)
+            if fits(run, machine.device_memory):
+                return run
     return on_mesh(values, last, machine, typed, model_config, data)
 
 
 def take_over(flags: dict, origin: Origin) -> dict:
     """The value of every flag: as typed, else of the run that continues, else its default.
 
-    A computed default is still None or "auto".
+    A default that is to be computed is still None or "auto".
     """
     return DEFAULTS | origin.kept_values | origin.kept_flags | flags
 
@@ -129,7 +133,7 @@ def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) 
 
 
 def new_defaults(run: Run, machine: Machine) -> list[str]:
-    """Return where a run keeps a value that would not be its default if it began now, as text."""
+    """Describe the values that a run keeps, where this code would compute another default."""
     now = compute_defaults(DEFAULTS | run.flags, run.model_config, machine)
     kept = []
     for name in DEFAULTS.keys() - PER_START:
@@ -164,6 +168,16 @@ def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> M
     return model_config
 
 
+def check_choices(values: dict) -> None:
+    """Raise UsageError for a value of an earlier run that this code does not have."""
+    for f in dataclasses.fields(Config):
+        if get_origin(f.type) is Literal and values[f.name] not in get_args(f.type):
+            raise UsageError(
+                f"--{f.name} {values[f.name]} of the run is unknown to this code: choose from "
+                f"{', '.join(get_args(f.type))}"
+            )
+
+
 def check_steps(values: dict, typed: dict) -> None:
     """Raise UsageError for steps or learning rates that contradict each other.
 
@@ -184,7 +198,7 @@ def check_steps(values: dict, typed: dict) -> None:
 
 
 def possible_strategies(values: dict, machine: Machine) -> list[str]:
-    """--strategy; for auto, what is possible, least communication first. The last always fits."""
+    """--strategy; for auto, what is possible, least communication first. The last must do."""
     if values["strategy"] != "auto":
         return [values["strategy"]]
     if machine.world_size == values["tp"]:
@@ -246,8 +260,8 @@ def on_mesh(
 
 # The most float32 weights in an FSDP unit under --wrap auto. With 8 blocks of 2.6 MB on 2 ranks
 # (gloo, Zen 3, medians of three rounds) a step took 386, 360, 346 and 335 ms with 1, 2, 3 and 4
-# blocks in a unit, and 311 ms with one unit. Beyond 8 MB little time is gained for the memory that
-# a unit takes, and the next unit, which is gathered beside it.
+# blocks in a unit, and 311 ms with one unit. 8 MB takes half of that gain. Two units are in memory
+# at a time, one of them gathered ahead: with --wrap none it is the whole model.
 UNIT_BYTES = 8_000_000
 
 

@@ -10,9 +10,12 @@ Read `command`, `train` and `train_step`. What they call, by question:
     how ranks average gradients                dist.gradient_sync
     which rank reads which sequences           data.train_indices; data.py on packing
     a checkpoint of one mesh on another        checkpoint.load_state
-    a row of the log, without a host sync      metrics.StepMeter: send_row, compute_row
+    a row of the log, tokens/s, no host sync   metrics.StepMeter: send_row, compute_row
     a flag, and what follows from it           config.Config, layout.resolve
+    FSDP units                                 layout.choose_wrap, fsdp_units
+    tensor parallelism, tied embeddings        model.Transformer.tensor_parallel_plan
     how the ranks meet                         runtime.launch.start
+    an optimizer, model field, column of mine  docs/forking.md
     a rank that dies or hangs                  runtime.watchdog.Watchdog
 """
 
@@ -81,9 +84,9 @@ def command(argv: list[str]) -> int:
         held.callback(gc.enable)
         if world.rank == 0:
             held.enter_context(console.live(lambda: watchdog.place))
-        if not config.flag_value(flags, "eval_only"):  # which only reads
+        if not config.flag_value(flags, "eval_only"):  # an evaluation may run beside its run
             lock = run_folder.hold_lock(Path(flags["out"]), timeout)
-            dist.on_rank0(held.enter_context, lock)
+            dist.on_rank0(held.enter_context, lock)  # until the end, on rank 0 alone
         origin = preflight.find_origin(flags, world)
         data_path = layout.take_over(flags, origin)["data"]
         if data_path == config.BUILTIN:
@@ -99,6 +102,7 @@ def command(argv: list[str]) -> int:
                 changes = preflight.find_changes(origin, run.manifest)
                 notes += [f"changed: {change}" for change in changes]
                 notes += [f"kept: {value}" for value in layout.new_defaults(run, machine)]
+            # A dtype that was typed may be emulated.
             if run.dtype == "bfloat16" and not (run.eval_only or "dtype" in run.flags):
                 check_bfloat16(world)
         status = train(run, origin, folders, world, watchdog, notes)
@@ -118,8 +122,8 @@ def train(
 ) -> int:
     """A run from its model to its last line, in the order of events; returns the exit status.
 
-    `notes` are printed at the start. `after_load` is called with the state before the ranks compare
-    their weights.
+    `notes` are printed at the start. `after_load`, for tools.check, is called with the state before
+    the ranks compare their weights.
 
     In a step the host queues work and does not wait for the device: batches are copied from pinned
     memory, tensors decide on clipping and skipping (optim.Optimizer), ranks agree to stop with CPU
@@ -169,7 +173,7 @@ def train(
     out = Path(run.out)
     if world.rank == 0:
         run_folder.record_start(out, run.manifest, world, origin.step, started)
-    stop_request = agreement.StopRequest(world.timeout, handle_signals)  # from here on
+    stop_request = agreement.StopRequest(world.timeout, handle_signals)  # signals end it in order
     tokenizer_file = folders[0].tokenizer_file
     saver = Saver(out, run.async_save, run.keep_last, run.keep_every, world.timeout, tokenizer_file)
     batches = MicroBatches(run, mesh, train_data, watchdog, origin.step)
@@ -184,8 +188,8 @@ def train(
 
     if world.device.type == "cpu":
         keep_freed_memory()
-    for state.step in range(origin.step + 1, run.max_steps + 1):
-        step = state.step
+    for step in range(origin.step + 1, run.max_steps + 1):
+        state.step = step
         lr = optim.learning_rate(step, run)
         measure = is_due(step, run.optim_metrics_interval)
         with profiler.step(step, batches.waited) if profiler else contextlib.nullcontext():

@@ -44,10 +44,8 @@ class Origin:
     step: int = 0  # the steps that are done before this start's first
     only_weights: bool = False  # for a new run with --init_from, or for --eval_only
     model_config: ModelConfig | None = None
-    # What flags that are not typed take over from the run of the checkpoint: flags that were typed
-    # for it, and values of its defaults
-    kept_flags: dict = field(default_factory=dict)
-    kept_values: dict = field(default_factory=dict)
+    kept_flags: dict = field(default_factory=dict)  # typed for the run that goes on
+    kept_values: dict = field(default_factory=dict)  # of its flags that were not typed
     damaged: dict[Path, str] = field(default_factory=dict)  # newer checkpoints and their problems
     first_start: datetime | None = None  # of the run in --out
 
@@ -115,19 +113,24 @@ def read_origin(flags: dict, damaged: dict[Path, str]) -> Origin:
     CheckpointError.
     """
     out = Path(flags["out"])
-    if flag_value(flags, "eval_only"):  # which only reads
+    if flag_value(flags, "eval_only"):
         return read_named(flags, named_run(flags) or out, damaged)
     saved = checkpoint.list_checkpoints(out)
     starts = run_folder.read_starts(out)
     check_folder(flags, saved, starts)
+    first_start = datetime.fromisoformat(starts[0]["time"]) if starts else None
     if saved:
         origin = read_latest(flags, saved, damaged)
-    elif named := named_run(flags):
-        origin = read_named(flags, named, damaged)
-    else:
-        origin = NEW_RUN
-    first_start = datetime.fromisoformat(starts[0]["time"]) if starts else None
-    return dataclasses.replace(origin, first_start=first_start)
+        return dataclasses.replace(origin, first_start=first_start)
+    kept = {}
+    if starts:  # the run stopped before its first checkpoint, and begins again as it began
+        begun = recorded_flags(starts[-1])
+        named_before = {name: begun[name] for name in ("init_from", "resume") if name in begun}
+        flags = named_before | flags
+        kept = flags_to_keep(flags, starts[-1], only_weights=False)
+    named = named_run(flags)
+    origin = read_named(flags, named, damaged) if named else NEW_RUN
+    return dataclasses.replace(origin, first_start=first_start, **kept)
 
 
 def read_named(flags: dict, named: Path | str, damaged: dict[Path, str]) -> Origin:
@@ -167,7 +170,7 @@ def read_latest(
         )
     listed = "; ".join(f"{path}: {problem}" for path, problem in problems.items())
     raise checkpoint.CheckpointError(
-        f"no checkpoint to use: {listed}; restore one, or name another with --resume"
+        f"no checkpoint to use: {listed}; restore one, or name another checkpoint"
     )
 
 
@@ -177,15 +180,14 @@ def flags_to_keep(flags: dict, manifest: dict, only_weights: bool) -> dict[str, 
     values = recorded_values(manifest)
     evaluates = flag_value(flags, "eval_only")
     if only_weights and not evaluates:
-        name = {"model": values["model"]} if "model" in values else {}
-        return {"kept_values": name}
+        return {"kept_values": {"model": values["model"]} if "model" in values else {}}
     left_out = {name for name, policy in POLICIES.items() if policy == "not compared"}
     if evaluates or not flags.keys().isdisjoint(MESH):
         left_out |= {*MESH}
-    kept_values = {name: values[name] for name in DEFAULTS.keys() & values.keys() - PER_START}
+    kept_values = {name: values[name] for name in (DEFAULTS.keys() & values.keys()) - PER_START}
     if evaluates and "micro_batch_size" in values:  # a batch that fitted in memory
         kept_values["micro_batch_size"] = values["micro_batch_size"]
-    kept_flags = {name: typed[name] for name in DEFAULTS.keys() & typed.keys() - left_out}
+    kept_flags = {name: typed[name] for name in (DEFAULTS.keys() & typed.keys()) - left_out}
     return {"kept_values": kept_values, "kept_flags": kept_flags}
 
 
@@ -231,7 +233,8 @@ def find_changes(origin: Origin, manifest: dict) -> list[str]:
     # A flag that is newer than the checkpoint had its default.
     before = without_computed(DEFAULTS) | recorded_values(origin.manifest)
     now = manifest["config"]
-    recorded = properties(before, vars(origin.model_config), origin.manifest.get("data"))
+    model = dataclasses.asdict(origin.model_config)
+    recorded = properties(before, model, origin.manifest.get("data"))
     found = properties(now, manifest["model"], manifest["data"])
     changes = []
     refused = {}
@@ -269,7 +272,7 @@ def check_weights(origin: Origin, model: dict) -> None:
 
     Names and shapes are checked when they are loaded.
     """
-    for name, before in vars(origin.model_config).items():
+    for name, before in dataclasses.asdict(origin.model_config).items():
         value = model[name]
         if value != before and name != "seq_len":
             raise UsageError(

@@ -1,6 +1,6 @@
 """The contents of a run folder, and who may write it.
 
-OUT/config.json      the flags that were typed for the last start, or before for the run
+OUT/config.json      the flags that were typed, for this start or an earlier one
     starts.jsonl     one row per start: when, where, from which step, the resolved run
     metrics.jsonl    one row per log_interval, evaluation and checkpoint
     optim.jsonl      one row per parameter, with --optim_metrics_interval

@@ -30,8 +30,11 @@ def describe_start(
     notes: Iterable[str],
 ) -> Iterator[str]:
     """Yield the lines on model, mesh, dtype, batch, data (`parts`), memory and beginning."""
+    name = run.model
+    if origin.path and not origin.path.is_relative_to(run.out):
+        name = named_run(run.flags)
     yield (
-        f"model   {named_run(run.flags) or run.model}: {run.n_layer} layers x {run.d_model} wide, "
+        f"model   {name}: {run.n_layer} layers x {run.d_model} wide, "
         f"vocabulary {run.model_config.vocab_size:,}: {model.parameter_count():,} parameters"
     )
     axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, run.mesh_shape))

@@ -42,6 +42,16 @@ def test_a_run_from_other_weights_has_their_name():
     assert parse(["--init_from", source, "--out", "mine"])["out"] == "mine"
 
 
+def test_a_named_run_needs_another_folder():
+    for argv in (["--init_from", "runs/a"], ["--resume", "runs/b"]):
+        with pytest.raises(UsageError, match="name a new folder with --out: runs/. has a run of "):
+            parse(argv)
+        assert parse([*argv, "--out", "runs/c"])["out"] == "runs/c"
+    for flag in ("--init_from", "--resume"):
+        with pytest.raises(UsageError, match=f"{flag} is empty: name a checkpoint or a run"):
+            parse([flag, "", "--out", "runs/c"])
+
+
 def test_where_a_run_began_does_not_go_into_another(tmp_path):
     for name, path in {"resume": "runs/a/checkpoints/step-00000001", "init_from": "b"}.items():
         run = tmp_path / name
@@ -166,6 +176,11 @@ COMMAND_LINES = [
     ("--max_steps 20 --checkpoint none --sample_tokens 0", 1),
     ("--n_layer 2 --d_model 32 --n_head 4 --d_ff 64 --seq_len 16", 2),
 ]
+
+
+def test_auto_passes_over_hsdp_on_hosts_of_unequal_sizes():
+    cluster = {"world_size": 7, "local_size": 4, "device_memory": 1}
+    assert resolve("--global_batch_size 7", **cluster).strategy == "fsdp"
 
 
 @pytest.mark.parametrize("text, ranks", COMMAND_LINES)

@@ -352,6 +352,33 @@ def test_a_run_continues_with_its_own_flags(begin, tmp_path):
     assert run.flags.keys().isdisjoint({"warmup_steps", "weight_decay"})  # as by default
 
 
+def test_a_run_without_a_checkpoint_begins_again_as_it_began(begin, tmp_path):
+    """Also from the weights of another run, which the second start does not name."""
+    named = save(tmp_path / "other", 10)
+    first = begin(init_from=str(named), lr=0.25, max_steps=20).run
+    out = tmp_path / "run"
+    run_folder.record_start(out, first.manifest, TWO_RANKS, 0, datetime(2026, 11, 24, tzinfo=UTC))
+    again = begin(**NOT_TYPED, max_steps=30)
+    assert place(again) == (0, None, named)
+    assert (again.run.lr, again.run.max_steps, again.run.d_model) == (0.25, 30, 32)
+
+
+def test_a_model_with_scaled_rotations_continues(begin, tmp_path):
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = MODEL | {"rope_scaling": scaling | {"original_seq_len": 8}}
+    save(tmp_path / "other", 10, model=model)
+    for flag, step in (("resume", 10), ("init_from", 0)):
+        start = begin(**{flag: str(tmp_path / "other"), "out": str(tmp_path / flag)})
+        assert start.origin.step == step
+        assert start.run.model_config.rope_scaling.factor == 8.0
+
+
+def test_a_value_of_the_run_that_this_code_lacks_is_named(begin, tmp_path):
+    save(tmp_path / "run", 10, clip="halve")
+    with pytest.raises(UsageError, match="--clip halve of the run is unknown .* norm, adaptive"):
+        begin(**NOT_TYPED)
+
+
 def test_what_follows_from_the_ranks_is_computed_again(begin, tmp_path):
     text = "--strategy fsdp --global_batch_size 8 --data tokens/a"
     of_two = resolve(text, world_size=2)
