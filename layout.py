@@ -89,7 +89,8 @@ def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW
     Raises UsageError and MeshError if flags, ranks, data and model do not fit together.
     """
     values = take_over(flags, origin)
-    check_choices(values)
+    if origin.kept_flags or origin.kept_values:
+        check_choices(values)
     model_config = resolve_model(values, data.vocab_size, origin.model_config)
     values = compute_defaults(values, model_config, machine)
     typed = origin.kept_flags | flags
