@@ -12,10 +12,10 @@ from conftest import call_train, last_checkpoint, tensors
 from test_tokenizer import make_json, write_ranks
 
 import checkpoint
-import config
 import prepare
 import sample
 from model import ModelConfig
+from runtime import preflight
 from runtime.cli import UsageError
 from text import tokenizer
 from tools import hf
@@ -113,7 +113,7 @@ def test_a_field_of_a_fork_is_exported_at_its_default_only(
 ):
     fields = [("window", int, 0)]
     fork = dataclasses.make_dataclass("Fork", fields, bases=(ModelConfig,), frozen=True)
-    for module in (config, hf):
+    for module in (preflight, hf):
         monkeypatch.setattr(module, "ModelConfig", fork)
     convert("export", trained, tmp_path / "exported")
     manifest = checkpoint.read_manifest(trained)
