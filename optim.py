@@ -1,9 +1,8 @@
 """AdamW or Muon, learning-rate schedules, clipping, skipped updates and statistics in one object.
 
-Nothing here waits for the device: norms, decisions and counters are tensors that stay on it, and
-the host only queues work. A new optimizer is one class and one entry in OPTIMIZERS, a clipping
-strategy one function and one entry in CLIPS, a schedule one entry in SCHEDULES. The help texts of
-their flags are in config.py.
+Nothing here waits for the device: norms, decisions and counters stay on it. A new optimizer is one
+class and one entry in OPTIMIZERS, a clipping strategy one function and one entry in CLIPS, a
+schedule one entry in SCHEDULES; the help texts of their flags are in config.py.
 """
 
 import itertools
@@ -41,8 +40,7 @@ class Settings:
 # --------------------------------------------------------------------------------------------------
 # Learning rate
 
-# A schedule returns a factor: at 1 the learning rate is lr, at 0 it is min_lr. Its progress is 0 in
-# the first step after warm-up, and would be 1 in the step after max_steps.
+# A schedule returns a factor of its progress: at 1 the learning rate is lr, at 0 it is min_lr.
 SCHEDULES: dict[str, Callable[[float, Settings], float]] = {
     "cosine": lambda progress, settings: 0.5 * (1 + math.cos(math.pi * progress)),
     # warm-up, stable, decay: falls only in the last fifth after warm-up (Hu et al. 2024)
@@ -109,8 +107,7 @@ def clip_norm(settings: Settings, gradients: Gradients) -> Clipped:
 def clip_adaptive(settings: Settings, gradients: Gradients) -> Clipped:
     """Limit each gradient's norm to max_grad_norm_ratio x the moving average of its clipped norms.
 
-    After OLMo's per-parameter clipping (Groeneveld et al. 2024). The average starts at the first
-    norm above 0.
+    After OLMo's clipping (Groeneveld et al. 2024). The average starts at the first norm above 0.
     """
     norms = gradients.norms
     averages = torch.where(gradients.averages > 0, gradients.averages, norms)
@@ -151,7 +148,7 @@ def num_shards(parameter: Tensor) -> int:
 # --------------------------------------------------------------------------------------------------
 # Optimizers
 #
-# Each is a class of three functions:
+# Each is a class of three static functions:
 #
 #     takes(name, shape, hidden) -> bool    whether it updates a parameter; AdamW updates the rest
 #     slots(shape) -> {slot: shape}         its state for a parameter of this shape, in float32
@@ -161,11 +158,9 @@ def num_shards(parameter: Tensor) -> int:
 #     optimizer     the Optimizer: optimizer.settings; optimizer.parameters[name], a DTensor on a
 #                   mesh; its .grad, distributed like it; and optimizer.slots[slot][name]
 #     names         parameters that have a gradient
-#     update        the Update: how large, and whether at all
 #
-# The functions are static, since all state is in the one Optimizer: so it can clip, skip, measure
-# and save any class's parameters in the same way. It is no torch.optim.Optimizer, whose state_dict
-# numbers the parameters: a checkpoint has their names.
+# All state is in the one Optimizer, which clips, skips, measures and saves it alike for any class.
+# It is no torch.optim.Optimizer, whose state_dict numbers parameters: a checkpoint has their names.
 #
 # A slot has the shape of its parameter, and is distributed like it, or is a number, shape (), for
 # every parameter that has the slot. Slots begin as zeros. Checkpoints, statistics and the memory
@@ -205,8 +200,7 @@ class AdamW:
         """Update this rank's parts of the parameters, all of them in one kernel."""
         settings, slots = optimizer.settings, optimizer.slots
         parameters = [optimizer.parameters[name] for name in names]
-        # Local parts: the kernel takes tensors of a single mesh, and under tp the norms are on a
-        # smaller one.
+        # Local parts: the kernel takes tensors of one mesh, and under tp norms are on a smaller one
         adamw(
             [local(parameter) for parameter in parameters],
             [local(parameter.grad) for parameter in parameters],
@@ -421,17 +415,14 @@ class Optimizer:
     ):
         self.parameters = dict(parameters)
         self.settings = settings
-        updaters = {}
+        chosen, updaters = settings.optimizer, {}
         self.groups: dict[tuple[type, float], list[str]] = {}  # (updater, weight decay) -> names
         for name, parameter in self.parameters.items():
-            hidden = is_hidden(name)
-            updaters[name] = updater(settings.optimizer, name, parameter.shape, hidden)
+            updaters[name] = updater(chosen, name, parameter.shape, is_hidden(name))
             group = (updaters[name], settings.weight_decay if decays(name) else 0.0)
             self.groups.setdefault(group, []).append(name)
-        if OPTIMIZERS[settings.optimizer] not in updaters.values():
-            raise ValueError(
-                f"{settings.optimizer} takes no parameter: check is_hidden and takes()"
-            )
+        if OPTIMIZERS[chosen] not in updaters.values():
+            raise ValueError(f"{chosen} takes no parameter: check is_hidden and takes()")
         grouped = torch.distributed.is_initialized()
         self.world_size = torch.distributed.get_world_size() if grouped else 1
         device = parameter.device
@@ -452,10 +443,7 @@ class Optimizer:
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int, device=device)  # up to this update
 
     def allocate_slots(self, updaters: dict[str, type], device: torch.device) -> None:
-        """Create the tensors of all slots at start, not in the first update.
-
-        A run that does not fit in memory fails early, and a checkpoint can be loaded in place.
-        """
+        """Create all slots: a run that does not fit fails early; a checkpoint loads in place."""
         shapes: dict[str, dict[str, torch.Size]] = {}  # slot -> parameter -> shape
         for name, parameter in self.parameters.items():
             for slot, shape in updaters[name].slots(parameter.shape).items():
@@ -488,9 +476,8 @@ class Optimizer:
         if measure:
             old_weights = [local(p).clone() for p in self.parameters.values()]
         norms = squared_norms.sqrt()
-        clip = CLIPS[self.settings.clip]
         to_clip = Gradients(gradients, norms, self.numels, self.norm_average, skip)
-        divisor, clipped = clip(self.settings, to_clip)
+        divisor, clipped = CLIPS[self.settings.clip](self.settings, to_clip)
         for (chosen, weight_decay), names in self.groups.items():
             present = [name for name in names if self.parameters[name].grad is not None]
             if present:
@@ -541,8 +528,7 @@ class Optimizer:
             squares of the second       8     8     8     8
             / overcount 4 / 1           2     2     2     2     their sum is 8
         """
-        tensors = itertools.chain(*lists)
-        norms = torch.stack(torch._foreach_norm(list(tensors)))
+        norms = torch.stack(torch._foreach_norm(list(itertools.chain(*lists))))
         squares = norms.square().view(len(lists), -1)
         if self.is_sharded:
             squares /= self.overcount
