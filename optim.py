@@ -225,8 +225,7 @@ class Muon:
     """Orthogonalized momentum (Jordan et al. 2024), for the matrices of hidden layers.
 
     Updates have the size of AdamW's (Liu et al. 2025), so that one learning rate and one weight
-    decay serve both. Each matrix is orthogonalized by one rank. torch.optim.Muon multiplies the
-    shards of DTensors, and no tensor can skip or clip its step.
+    decay serve both. torch.optim.Muon multiplies the shards of DTensors, and no tensor can skip it.
     """
 
     MOMENTUM = 0.95  # as in both papers; --beta1 applies to AdamW's parameters
@@ -271,65 +270,80 @@ class Muon:
         return gradient.lerp_(momentum, Muon.MOMENTUM).bfloat16()
 
 
-def orthogonalize_turn(
-    matrices: list[Tensor], directions: list[Tensor], world_size: int
-) -> list[Tensor]:
+def orthogonalize_turn(matrices: list, directions: list, world_size: int) -> list[Tensor]:
     """Orthogonalize at most world_size directions, each on one rank.
 
-    Takes and returns this rank's part of each; direction k is distributed like matrix k. Rank k
-    collects it from the ranks of its replica, which together hold it once, and then sends every
-    rank its part. With four matrices under hsdp on 2 replicas x 2 shards, A0 and A1 are the two
-    shards of direction A:
+    Takes and returns this rank's part of each; direction k is distributed like matrix k. Of R
+    replicas, replica k % R collects it on one rank, and each of its ranks sends its part of the
+    result to the other replicas. With four matrices under hsdp on 2 replicas x 2 shards, A0 and A1
+    are the two shards of direction A:
 
         rank                             0             1             2             3
         directions                  A0 B0 C0 D0   A1 B1 C1 D1   A0 B0 C0 D0   A1 B1 C1 D1
-        all_to_all in a replica        A0 A1         B0 B1         C0 C1         D0 D1
-        orthogonalize                    A             B             C             D
-        all_to_all                  A0 B0 C0 D0   A1 B1 C1 D1   A0 B0 C0 D0   A1 B1 C1 D1
-
-    One collective after the other: two in flight under gloo corrupt the heap.
+        all_to_all in a replica        A0 A1         C0 C1         B0 B1         D0 D1
+        orthogonalize                    A             C             B             D
+        all_to_all in a replica        A0 C0         A1 C1         B0 D0         B1 D1
+        broadcast                   A0 B0 C0 D0   A1 B1 C1 D1   A0 B0 C0 D0   A1 B1 C1 D1
     """
-    if world_size == 1:
-        return [orthogonalize(directions[0])]
-    rank = torch.distributed.get_rank()
-    shards = max(map(num_shards, matrices))  # the ranks of a replica, which are consecutive
-    replica_start = rank - rank % shards
-    replica = range(replica_start, replica_start + shards)
+    across, within = groups_of(matrices[0])
+    replica, replicas = (across.rank(), across.size()) if across else (0, 1)
+    rank, size = (within.rank(), within.size()) if within else (0, 1)
+    ranks = world_size // replicas  # of a replica: `size`, or fewer if the group is the world
+    start = rank - rank % ranks  # the replica's first rank in the group
+    own = slice(replica, None, replicas)  # what this replica orthogonalizes, on one rank each
+    owners = slice(start, start + len(matrices[own]))
 
     nothing = directions[0].new_empty(0)
-    by_rank = directions + [nothing] * (world_size - len(directions))  # k: what rank k collects
-    full_parts = [nothing] * world_size  # r: rank r's part of this rank's direction
-    if rank < len(matrices):
-        full = nothing.new_empty(matrices[rank].shape)
-        full_parts = parts_of_ranks(full, matrices[rank], world_size)
-
-    sent = [part if k in replica else nothing for k, part in enumerate(by_rank)]
-    collected = [part if r in replica else nothing for r, part in enumerate(full_parts)]
-    received = all_to_all(sent, like=collected) if shards > 1 else sent
-    for part, value in zip(collected, received):
+    sent, collected = [nothing] * size, [nothing] * size  # to each rank, from each rank
+    sent[owners] = directions[own]
+    if rank < owners.stop:
+        matrix = matrices[own][rank - start]
+        full = nothing.new_empty(matrix.shape)
+        collected[start : start + ranks] = parts_of_ranks(full, matrix)[:ranks]
+    for part, value in zip(collected, all_to_all(sent, like=collected, group=within)):
         part.copy_(value)
-    if rank < len(matrices):
+    if rank < owners.stop:
         full.copy_(orthogonalize(full))
-    return all_to_all(full_parts, like=by_rank)[: len(directions)]
+
+    parts = [direction.new_empty(direction.shape) for direction in directions]
+    parts[own] = all_to_all(collected, like=sent, group=within)[owners]
+    # One collective after the other: two in flight under gloo corrupt the heap.
+    for k, part in enumerate(parts):
+        if replicas > 1 and part.numel() > 0:
+            torch.distributed.broadcast(part, group=across, group_src=k % replicas)
+    return parts
 
 
-def all_to_all(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+def groups_of(matrix: Tensor) -> tuple:
+    """The groups of this rank across the replicas and inside its own; None: this rank alone."""
+    world = torch.distributed.group.WORLD
+    if not isinstance(matrix, DTensor):
+        return world, None
+    mesh = matrix.device_mesh
+    axes = zip(mesh.mesh_dim_names, mesh.shape)
+    groups = {axis: mesh.get_group(axis) for axis, size in axes if size > 1}
+    across = groups.pop("dp_replicate", None)
+    # dp_shard and tp together have no group: the world, where other replicas send nothing
+    return across, world if len(groups) > 1 else next(iter(groups.values()), None)
+
+
+def all_to_all(tensors: list[Tensor], like: list[Tensor], group) -> list[Tensor]:
     """Send tensor r to rank r; return what each rank sent, of the shapes of the tensors `like`."""
+    if group is None:
+        return tensors
     sent = torch.cat([tensor.flatten() for tensor in tensors])
     sent_sizes = [tensor.numel() for tensor in tensors]
     received_sizes = [tensor.numel() for tensor in like]
     received = sent.new_empty(sum(received_sizes))
-    torch.distributed.all_to_all_single(received, sent, received_sizes, sent_sizes)
+    torch.distributed.all_to_all_single(received, sent, received_sizes, sent_sizes, group)
     parts = received.split(received_sizes)
     return [part.view(tensor.shape) for part, tensor in zip(parts, like)]
 
 
-def parts_of_ranks(full: Tensor, like: Tensor, world_size: int) -> list[Tensor]:
+def parts_of_ranks(full: Tensor, like: Tensor) -> list[Tensor]:
     """Views of what each rank holds of a matrix that is distributed `like` another; some empty."""
-    if not isinstance(like, DTensor):
-        return [full] * world_size
     parts = [full]
-    axes = list(zip(like.placements, like.device_mesh.shape))
+    axes = list(zip(like.placements, like.device_mesh.shape)) if isinstance(like, DTensor) else []
     # From the last axis: FSDP, whose axis is before tp's, splits what tp has left.
     for placement, size in reversed(axes):
         parts = [chunk(part, placement, i, size) for i in range(size) for part in parts]

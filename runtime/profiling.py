@@ -112,6 +112,7 @@ class CommunicationCounter(OperationCounter):
         "_reduce_scatter_base_": "reduce_scatter",
         "allreduce_": "all_reduce",
         "alltoall_base_": "all_to_all",
+        "broadcast_": "broadcast",
         # DTensor's, from tp and from an optimizer that gathers
         "all_gather_into_tensor": "all_gather",
         "reduce_scatter_tensor": "reduce_scatter",

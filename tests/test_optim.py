@@ -16,7 +16,6 @@ import optim
 
 MESHES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
 
-
 # Of four ranks one holds no row of the MLP's first two matrices.
 SMALL = model.ModelConfig(64, n_layer=1, n_head=2, n_kv_head=2, d_model=16, d_ff=6, seq_len=8)
 FROZEN = "blocks.0.mlp_norm.weight"  # a parameter without a gradient
@@ -188,15 +187,15 @@ def test_clipping_is_its_formula_on_every_mesh(pool, clip):
 # Muon, relative. Newton-Schulz gives the small singular values of a momentum, which are rounding,
 # the size of the large ones: what differs in its last bit, by the order of a sum, turns the update
 # in directions that the loss hardly depends on. So weights differ more than norms.
-MUONS_MESHES = {"single": 1, "ddp": 2, "fsdp": 4, "hsdp": 4, "fsdp tp 2": 4}
+MUONS_MESHES = [("single", 1), ("ddp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp tp 2", 4)]
 
 
-def test_muon_is_torchs_on_every_mesh(pool):
+@pytest.mark.parametrize("mesh, ranks", MUONS_MESHES)
+def test_muon_is_torchs_on_every_mesh(pool, mesh, ranks):
     norms, clips, weights = train_plainly(5, plain_norm, muon=True)
     assert clips == [0, 0, 0, 1, 0]
     options = {"optimizer": "muon", "max_grad_norm": 1.5}
-    for mesh, ranks in MUONS_MESHES.items():
-        log, mesh_weights = pool(ranks, train_on_mesh, mesh, 5, options)[-1]
+    for log, mesh_weights in pool(ranks, train_on_mesh, mesh, 5, options):
         assert [row["grad_norm"] for row in log] == pytest.approx(norms, rel=1e-4)
         for name, weight in weights.items():
             difference = (mesh_weights[name] - weight).norm()

@@ -114,7 +114,7 @@ def test_bytes_of_fsdp(traffic, sync, times, reshard, dtype, size, optimizer):
         }
         if optimizer == "muon":
             matrices = 2 * (step.block - 2 * 32)  # bytes, of a block without its two norms
-            expected["all_to_all", "world"] = Traffic(2 * 7, 2 * matrices)
+            expected["all_to_all", "dp_shard"] = Traffic(2 * 7, 2 * matrices)
         assert step.counts == expected
 
 
@@ -186,6 +186,7 @@ def test_bytes_of_tensor_parallelism(
         gathers = Traffic(n * (2 * (4 + gathers_again) + 2))
         gathers.bytes = gathers.calls * tensor_bytes
         scatters = n * (2 * (4 + scatters_again) + 2)
+        dealt = step.counts.pop(("all_to_all", "tp"), None)
         counts = {axis_kind: count for axis_kind, count in step.counts.items() if "tp" in axis_kind}
         assert counts == {
             ("all_gather", "tp"): gathers,
@@ -193,10 +194,13 @@ def test_bytes_of_tensor_parallelism(
             ("all_reduce", "tp"): Traffic(n * 3 + 5, n * 3 * 4 * 2 * 16 + 5 * 4 * 32),
         }
         assert step.counts[WORLD_REDUCE] == OPTIMIZER
-    if optimizer == "muon" and strategy == "ddp":
-        # Of 14 matrices, dealt by size, rank 0 collects four and sends them to two replicas.
-        matrices = 2 * (2 * 64 * 32 + 32 * 32 + 16 * 32)
-        assert steps[0].counts["all_to_all", "world"] == Traffic(2 * 4, 3 * matrices)
+        if optimizer == "muon":
+            # Of 14 matrices, dealt by size, rank 0 collects four and sends them back.
+            matrices = 2 * (2 * 64 * 32 + 32 * 32 + 16 * 32)
+            assert step is not steps[0] or dealt == Traffic(2 * 4, 2 * matrices)
+            # Half of each goes from the replica that has multiplied it to the other one.
+            halves = 2 * 2 * (3 * 64 * 32 + 2 * 32 * 32 + 2 * 16 * 32) // 2
+            assert step.counts["broadcast", "dp_replicate"] == Traffic(14, halves)
 
 
 # --------------------------------------------------------------------------------------------------
