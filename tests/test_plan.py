@@ -108,6 +108,7 @@ def test_a_group_leaves_its_host_where_the_order_of_the_mesh_says_so():
         ("all_reduce", Group(4, 1), 2 * 0.75 * 1e9 / 100e9),
         # All four ranks of a host: all of its cards
         ("all_gather", Group(8, 2), 7 / 8 * 1e9 / 10e9),
+        ("broadcast", Group(8, 2), 7 / 8 * 1e9 / 10e9),
         # One rank of each host: the other three use as much
         ("all_reduce", Group(2, 2), 2 * 1 / 2 * 1e9 / 2.5e9),
     ],
@@ -128,6 +129,10 @@ def test_latency_counts_hops_and_many_hosts_reduce_by_a_tree():
     gather = Communication("dp_shard", "all_gather", "forward", 2, 0)
     # 3 hops within each of the two hosts, one between them
     assert predict.collective_seconds(gather, Group(8, 2), links) == pytest.approx(2 * 116e-6)
+    # Behind the first, the second adds a hop, of which seven take 16e-6.
+    broadcast = Communication("dp_shard", "broadcast", "optimizer", 2, 0)
+    seconds = 2 * 100e-6 + 16e-6 * (1 + 2 / 7)
+    assert predict.collective_seconds(broadcast, Group(8, 2), links) == pytest.approx(seconds)
     reduce = Communication("world", "all_reduce", "optimizer", 1, 0)
     # 3 hops within a host and log2(1024) between hosts, up and down
     seconds = 100e-6 + 2 * (3e-6 + 10 * 10e-6)

@@ -13,19 +13,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 import optim
 from model import Transformer
 from tools.planning import rehearse as rehearsing
-from tools.planning.rehearse import (
-    Recorder,
-    Rehearsal,
-    at_peak,
-    rehearse,
-)
+from tools.planning.rehearse import Recorder, Rehearsal, at_peak, rehearse
 
 # A micro-batch is one sequence: four ranks accumulate a quarter of the global batch each, two tp
 # groups a half. Of four micro-batches the rehearsal runs three.
 UNTIED = "--model tinyllama-1.1b"
 CASES = [
     f"ddp --dtype float32 --global_batch_size 8 {UNTIED}",
-    "hsdp --dp_shard 2 --dtype bfloat16 --global_batch_size 12 --grad_sync shard",
+    "hsdp --dp_shard 2 --dtype bfloat16 --global_batch_size 12 --grad_sync shard --optimizer muon",
     "fsdp --tp 2 --n_layer 1 --dtype float32 --global_batch_size 4 --optimizer muon "
     f"--grad_sync micro_batch --reshard_after_forward false {UNTIED}",
 ]

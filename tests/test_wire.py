@@ -76,7 +76,7 @@ def measure(size: int, text: str, tokens: Path, folder: Path) -> tuple[float, fl
     return found, planned
 
 
-SLOW = [(mesh, size) for mesh in ("ddp", "fsdp") for size in (2, 4)]
+SLOW = [(mesh, size) for mesh in ("ddp --optimizer muon", "fsdp") for size in (2, 4)]
 SLOW += [("single --tp 2", 2), ("hsdp --dp_shard 2", 4)]
 CASES = [("fsdp --tp 2", 4)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]

@@ -219,7 +219,7 @@ def group_of(axis: str, mesh_shape: tuple[int, int, int], local_size: int) -> Gr
 
 
 def passes(collective: str, links: Links) -> int:
-    """How often a ring passes a tensor around."""
+    """How often a ring passes a tensor around; a broadcast ends before the rank that began it."""
     return {"all_reduce": 2, "reduce_scatter": links.scatter_passes}.get(collective, 1)
 
 
@@ -233,7 +233,8 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
 
     In each pass a rank of a ring sends (n - 1) / n of the tensor at the speed of the slowest link.
     A pass takes n - 1 hops; hosts - 1 of them leave a host. An all_reduce has two passes, or uses
-    a tree, whose depth is the logarithm of the hosts.
+    a tree, whose depth is the logarithm of the hosts. Broadcasts come from one rank of the ring
+    after the other, and follow each other around it: each adds one hop to those of the last.
     """
     if group.size == 1:
         return 0.0
@@ -250,6 +251,8 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
     if row.collective == "all_reduce":
         inner = (group.size / group.hosts - 1) * links.intra_latency
         hops = min(hops, inner + math.log2(group.hosts) * links.inter_latency)
+    if row.collective == "broadcast":
+        hops *= 1 / (group.size - 1) + 1 / row.count
     hops *= passes(row.collective, links)
     return sent / bandwidth + row.count * (links.launch_latency + hops)
 
