@@ -4,14 +4,12 @@ What happens when rank 3 is killed in step 41:
 
 1. Collectives with rank 3 fail on other ranks, and the error passes through `Watchdog.__exit__`. If
    they hang instead, the thread of rank 2 misses the heartbeats of rank 3 (`Watchdog.run`).
-2. A rank that noticed reads all heartbeats (`abort_if_confirmed`). The first rank to announce the
+2. A few ranks that noticed read all heartbeats (`abort_if_confirmed`). The first to announce the
    failure prints who died after which step, also for torchrun's report (`cli.report_error`).
 3. Every rank ends with status 1, even if its main thread hangs (`abort`). NCCL, which would end
    ranks earlier without that line, only logs (`runtime.launch.prepare_process`).
-4. `torchrun --max-restarts` or Slurm starts all ranks again. If the launcher itself dies, Linux
-   kills its ranks (`runtime.launch.prepare_process`).
-5. Rank 0 waits for the lock of the killed run (`run_folder.hold_lock`). The run resumes from its
-   latest valid checkpoint, and trains the steps since then again, on the same data.
+4. `torchrun --max-restarts` or Slurm starts all ranks again. Rank 0 waits for the killed run's
+   lock (`run_folder.hold_lock`), and the run resumes from its latest valid checkpoint.
 
 A rank with an error of its own, while all ranks are alive, prints that error (`cli.execute`). When
 the rank has ended, the other ranks find it silent.
@@ -24,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +35,7 @@ from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
 CONFIRM_INTERVALS = 3  # between two reads that show which ranks are silent
+INVESTIGATORS = 8  # of 4,096 ranks, all of which may notice at once, and would read for minutes
 STORE_GONE = "the store that the ranks share is gone: rank 0 or its host was lost"
 LAST_WORDS_SECONDS = 10  # for a rank that failed alone, to leave
 
@@ -59,7 +58,8 @@ class Watchdog:
     - makes no progress itself for that long, or SLOW_FACTOR times as long in slow places,
     - or leaves the context because a collective failed,
 
-    reads the heartbeats of all ranks for CONFIRM_INTERVALS, to find which ranks failed.
+    reads the heartbeats of all ranks for CONFIRM_INTERVALS, to find which ranks failed. If
+    INVESTIGATORS ranks have begun to, it leaves that to them.
     """
 
     def __init__(self, store: torch.distributed.Store, rank: int, world_size: int, timeout: float):
@@ -68,6 +68,7 @@ class Watchdog:
         self.world_size = world_size
         self.timeout = timeout  # seconds
         self.interval = min(1.0, timeout / 20)  # seconds
+        self.inquiry = 2 * CONFIRM_INTERVALS * self.interval  # seconds; one takes half of that
         self.count = 0  # heartbeats sent
         self.reports = 0  # calls of `progress`
         self.place = "before the first step"
@@ -143,22 +144,32 @@ class Watchdog:
         """Send a heartbeat and return the last ones of `ranks`; abort if a failure is announced."""
         heartbeat = Heartbeat(self.count, self.reports, self.place)
         names = [f"heartbeat {rank}" for rank in ranks]
-        try:
-            self.store.set(f"heartbeat {self.rank}", json.dumps(heartbeat))
-            self.count += 1
-            *texts, failures = self.store.multi_get([*names, "failures announced"])
-        except RuntimeError:
-            # Without torchrun, rank 0 keeps the store and may just have finished.
-            if self.stopped.wait(2 * CONFIRM_INTERVALS * self.interval):
-                sys.exit()  # ends this thread alone: the main thread has left the context
-            self.abort(STORE_GONE)
+        self.ask(self.store.set, f"heartbeat {self.rank}", json.dumps(heartbeat))
+        self.count += 1
+        *texts, failures = self.ask(self.store.multi_get, [*names, "failures announced"])
         if int(failures):
             with self.announcing:  # the main thread or `run` may be about to print the line
                 self.abort()  # without a line: the rank that announced the failure prints it
         return [Heartbeat(*json.loads(text)) for text in texts]
 
+    def ask(self, request: Callable, *arguments):
+        """Return the store's answer to a request; abort if the store is gone."""
+        try:
+            return request(*arguments)
+        except RuntimeError:
+            # Without torchrun, rank 0 keeps the store and may just have finished.
+            if self.stopped.wait(self.inquiry):
+                sys.exit()  # ends this thread alone: the main thread has left the context
+            self.abort(STORE_GONE)
+
     def abort_if_confirmed(self, collective_failed: bool = False) -> None:
         """Read the heartbeats of all ranks for a while; announce a failure that they show."""
+        # Each period has a count of its own: if those who read die, other ranks read in the next.
+        period = f"investigators {time.time() // self.inquiry:.0f}"
+        if self.ask(self.store.add, period, 1) > INVESTIGATORS:
+            if collective_failed:  # `run` goes on, and ends this process if they announce a failure
+                self.stopped.wait(self.inquiry)
+            return
         before = self.exchange(range(self.world_size))
         for _ in range(CONFIRM_INTERVALS):
             if self.stopped.wait(self.interval):
@@ -166,7 +177,7 @@ class Watchdog:
             after = self.exchange(range(self.world_size))
         if line := self.diagnose(before, after, collective_failed):
             with self.announcing:
-                is_first = self.store.add("failures announced", 1) == 1
+                is_first = self.ask(self.store.add, "failures announced", 1) == 1
                 self.abort(line if is_first else None)
 
     def diagnose(
@@ -199,8 +210,7 @@ class Watchdog:
         self.ending.acquire()  # only once: another thread waits here for the end
         try:
             if line:
-                # Other ranks end in the same second: torchrun shows the earliest failure as the
-                # root cause.
+                # All ranks end now, and torchrun shows the earliest failure as the root cause.
                 began = time.time() - self.timeout
                 cli.report_error(Path(sys.argv[0]).name, line, began=began)
             if self.rank == 0:

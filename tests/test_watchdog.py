@@ -98,6 +98,52 @@ def test_the_line_is_printed_whichever_thread_reads_first(tmp_path):
     assert "error: rank 1 stopped or died" in (tmp_path / "said").read_text()
 
 
+def lose_one_of_twelve(port: int, folder: Path, fate: str) -> int:
+    """All ranks hang, and the first to investigate dies; or rank 1 dies, and no collective works.
+
+    `folder` gets a file for each rank that investigates, that dies and that prints its own error.
+    """
+    rank = int(os.environ["RANK"])
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    exchange = watchdog.Watchdog.exchange
+
+    def die() -> None:
+        (folder / f"rank {rank}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def see(dog, ranks):
+        if len(ranks) == 12:
+            (folder / f"reads {rank}").touch()
+            if fate == "hang" and store.add("first reader", 1) == 1:
+                die()
+        return exchange(dog, ranks)
+
+    few = mock.patch.multiple(watchdog, INVESTIGATORS=1)
+    seen = mock.patch.object(watchdog.Watchdog, "exchange", see)
+    dog = watchdog.Watchdog(store, rank, 12, timeout=4 if fate == "hang" else 8)
+    dog.progress(7, "computing")
+    with open(folder / "stderr", "a") as file, contextlib.redirect_stderr(file), few, seen:
+        with contextlib.suppress(RuntimeError), dog:
+            time.sleep(1000 if fate == "hang" else 1)
+            if rank == 1:
+                die()
+            raise RuntimeError("of a collective")
+        (folder / f"own error {rank}").touch()
+    return 1
+
+
+@pytest.mark.parametrize("fate", ["hang", "fail"])
+def test_few_of_many_ranks_investigate_even_if_one_dies_in_it(fate, tmp_path):
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = fork_ranks(12, lose_one_of_twelve, server.port, tmp_path, fate)
+    assert sorted(exit_statuses(ranks)) == [-9, *[1] * 11]
+    (dead,) = tmp_path.glob("rank *")
+    line = f".*: error: {dead.name} stopped or died, .*\n"
+    assert re.fullmatch(line, (tmp_path / "stderr").read_text())
+    assert 1 <= len(list(tmp_path.glob("reads *"))) <= 4
+    assert not list(tmp_path.glob("own error *"))
+
+
 def start_and_wait(folder: Path) -> None:
     """Play pytest, with a process that it started."""
     process = start_process([sys.executable, "-c", "import time; time.sleep(1000)"])
@@ -210,6 +256,15 @@ def test_slow_work_may_take_ten_times_the_timeout_but_silence_not(seconds, slow,
     ):
         dogs[0].run()
     assert abort.call_args_list == ([mock.call(line)] if line else [])
+
+
+def test_a_rank_that_leaves_the_investigation_to_others_sends_heartbeats():
+    store = torch.distributed.HashStore()
+    dog, _ = (watchdog.Watchdog(store, rank, 2, timeout=60) for rank in range(2))
+    dog.stopped = Beats(700, [])
+    with mock.patch.object(watchdog, "INVESTIGATORS", 0):
+        dog.run()
+    assert dog.count == 701 and dog.stopped.passed == 701
 
 
 def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
