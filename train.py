@@ -106,6 +106,7 @@ def command(argv: list[str]) -> int:
             if run.dtype == "bfloat16" and not (run.eval_only or "dtype" in run.flags):
                 check_bfloat16(world)
         status = train(run, origin, folders, world, watchdog, notes)
+        torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
     torch.distributed.destroy_process_group()
     return status
 

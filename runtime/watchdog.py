@@ -95,9 +95,7 @@ class Watchdog:
     def __exit__(self, kind, error, traceback) -> None:
         if self.world_size == 1:
             return
-        if error is None:
-            torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
-        else:
+        if error is not None:
             atexit.register(end_process_soon)
         if kind is RuntimeError or isinstance(error, torch.distributed.DistError):
             # Perhaps a collective failed because another rank was lost: then this does not return.

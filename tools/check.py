@@ -506,6 +506,7 @@ def check_ranks(argv: list[str]) -> int:
                 write_json(ranks, options, check)
             if not check.problems:
                 shutil.rmtree(ranks.folder, ignore_errors=True)
+        torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
     torch.distributed.destroy_process_group()
     return int(check.status == "FAIL")
 
