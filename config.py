@@ -184,7 +184,7 @@ class Config:
     eval_only: bool = once(
         "cadence", False, "print the validation loss of --out's latest checkpoint; write nothing"
     )
-    sample_tokens: int = free("cadence", 256, "tokens to sample at the end; 0: none", ge=0)
+    sample_tokens: int = free("cadence", 256, "sampled at the end if memory allows; 0: none", ge=0)
     profile: str | None = once(
         "cadence", None, "steps to trace", metavar="START:STOP", parse=parse_window
     )

@@ -13,14 +13,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import checkpoint
 import data
 import dist
+from layout import Run
 from model import ModelConfig, Transformer, eval_mode
 from runtime import cli, launch, run_folder
-from runtime.machine import keep_freed_memory
+from runtime.machine import keep_freed_memory, read_machine
 from runtime.preflight import read_model
+from runtime.watchdog import Watchdog
 from text import tokenizer
 
 
@@ -65,12 +68,6 @@ def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transfo
 # Generation
 
 
-class NotFinite(ArithmeticError):
-    """Logits that are not finite."""
-
-    exit_status = 1
-
-
 @dataclass(frozen=True)
 class Sampling:
     """How `generate` draws tokens, and where it ends. See `draw`."""
@@ -98,7 +95,7 @@ def generate(
 
     A token depends on the last seq_len tokens and comes from `draw`; ids of vocab_size and above
     only pad the head and are never drawn. The same seed gives the same tokens. The `tp` ranks that
-    split a sequence divide seq_len. Raises NotFinite.
+    split a sequence divide seq_len. Raises RunError.
     """
     tokens = list(prompt)
     generator = torch.Generator().manual_seed(sampling.seed)
@@ -109,7 +106,7 @@ def generate(
             logits = model(torch.tensor([context + padding], device=device))  # (1, T, vocab_size)
             logits = logits[0, len(context) - 1, :vocab_size].cpu().double()
             if not logits.isfinite().all():
-                raise NotFinite(
+                raise cli.RunError(
                     "the model's logits are not finite: its weights have diverged or are damaged"
                 )
             token = draw(logits, sampling, generator)
@@ -140,20 +137,40 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 
 
 def closing_sample(
-    model: nn.Module, folder: data.TokenFolder, n: int, seq_len: int, tp: int, world: dist.World
+    model: nn.Module, folder: data.TokenFolder, run: Run, world: dist.World, watchdog: Watchdog
 ) -> str:
     """Continue the start of the validation set; text on rank 0. Collective, like every forward."""
-    prompt = folder.tokens("val")[: max(1, seq_len // 4)].tolist()
-    vocab_size, device = folder.vocab_size, world.device
-    how = Sampling(temperature=0.8)
-    new = generate(
-        model, prompt, n, how, seq_len=seq_len, vocab_size=vocab_size, device=device, tp=tp
-    )
+    tokens = folder.tokens("val")[: max(1, run.seq_len // 4)].tolist()
+    size = dict(seq_len=run.seq_len, vocab_size=folder.vocab_size, device=world.device, tp=run.tp)
     try:
-        tokens = [*prompt, *new]
+        if isinstance(model, FSDPModule):
+            gather_once(model, run, world)
+        for token in generate(model, tokens, run.sample_tokens, Sampling(temperature=0.8), **size):
+            tokens.append(token)
+            watchdog.progress(run.max_steps, "sampling", slow=True, status=0)
         return "".join(tokenizer.decode(folder.tokenizer, tokens)) if world.rank == 0 else ""
-    except (tokenizer.TokenizerError, NotFinite) as error:  # the run itself has succeeded
-        return f"no text: {error}"
+    except Exception as error:  # the run itself has succeeded
+        reason = str(error).partition("\n")[0]
+        return f"no text: {reason}; python sample.py --run {run.out} needs one process only"
+
+
+def gather_once(model: FSDPModule, run: Run, world: dist.World) -> None:
+    """Have FSDP gather all weights only once more. Raises RunError if a rank lacks the memory."""
+    size = model.parameter_count() * run.compute_dtype.itemsize // run.tp  # norms are not split
+    if min(dist.on_all_ranks(free_memory, world)) < size:
+        raise cli.RunError(f"all weights, {size / 1e9:.1f} GB, do not fit in a rank's free memory")
+    model.set_reshard_after_forward(False)
+
+
+def free_memory(world: dist.World) -> int:
+    """Bytes that this rank may still fill: of its GPU, or its share of the host's."""
+    if world.device.type == "cuda":
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + cached
+    if not (file := Path("/proc/meminfo")).exists():  # macOS
+        return read_machine(world).device_memory
+    _, _, available = file.read_text().partition("MemAvailable:")  # the page cache included
+    return int(available.split()[0]) * 1024 // world.local_size
 
 
 # --------------------------------------------------------------------------------------------------

@@ -243,8 +243,8 @@ def train(
     if stop:
         return report_stop(run, state.step, log)
     if run.sample_tokens:
-        watchdog.progress(state.step, "sampling", slow=True)
-        text = closing_sample(forward, folders[0], run.sample_tokens, run.seq_len, run.tp, world)
+        watchdog.progress(state.step, "sampling", slow=True, status=0)  # the run is complete
+        text = closing_sample(forward, folders[0], run, world, watchdog)
         log.say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
     return 0
 

@@ -6,13 +6,12 @@ What happens when rank 3 is killed in step 41:
    they hang instead, the thread of rank 2 misses the heartbeats of rank 3 (`Watchdog.run`).
 2. A few ranks that noticed read all heartbeats (`abort_if_confirmed`). The first to announce the
    failure prints who died after which step, also for torchrun's report (`cli.report_error`).
-3. Every rank ends with status 1, even if its main thread hangs (`abort`). NCCL, which would end
+3. Every rank ends, with status 1, even if its main thread hangs (`abort`). NCCL, which would end
    ranks earlier without that line, only logs (`runtime.launch.prepare_process`).
 4. `torchrun --max-restarts` or Slurm starts all ranks again. Rank 0 waits for the killed run's
    lock (`run_folder.hold_lock`), and the run resumes from its latest valid checkpoint.
 
-A rank with an error of its own, while all ranks are alive, prints that error (`cli.execute`). When
-the rank has ended, the other ranks find it silent.
+A rank with an error of its own prints that error (`cli.execute`); other ranks find it silent then.
 """
 
 import atexit
@@ -69,21 +68,23 @@ class Watchdog:
         self.timeout = timeout  # seconds
         self.interval = min(1.0, timeout / 20)  # seconds
         self.inquiry = 2 * CONFIRM_INTERVALS * self.interval  # seconds; one takes half of that
-        self.count = 0  # heartbeats sent
+        self.count = 1  # heartbeats sent
         self.reports = 0  # calls of `progress`
         self.place = "before the first step"
         self.slow = True
+        self.status = 1  # of `abort`
         self.stopped = threading.Event()
         self.announcing = threading.Lock()  # held from before the announcement until the end
         self.ending = threading.Lock()
         store.add("failures announced", 0)
-        self.exchange([])  # now, so that no reader waits for the first heartbeat
+        store.set(f"heartbeat {rank}", json.dumps(Heartbeat(0, 0, self.place)))  # else readers wait
 
-    def progress(self, step: int, doing: str, slow: bool = False) -> None:
-        """Report that this rank has done `step` steps and is `doing` something, perhaps `slow`."""
+    def progress(self, step: int, doing: str, slow: bool = False, status: int = 1) -> None:
+        """Report `step` steps done and what this rank is `doing`; `abort` will use `status`."""
         self.reports += 1
         self.place = f"after step {step}, {doing}"
         self.slow = slow
+        self.status = status
 
     def __enter__(self) -> "Watchdog":
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -204,7 +205,7 @@ class Watchdog:
         )
 
     def abort(self, line: str | None = None) -> None:
-        """End this process with status 1, whatever its main thread hangs in."""
+        """End this process, whatever its main thread hangs in."""
         self.ending.acquire()  # only once: another thread waits here for the end
         try:
             if line:
@@ -215,7 +216,7 @@ class Watchdog:
                 # Rank 0 may keep the store, where the other ranks read the announcement.
                 time.sleep(2 * self.interval)
         finally:
-            os._exit(1)
+            os._exit(self.status)
 
 
 def end_process_soon() -> None:

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import sample
 from runtime import cli
 
 LARGE = "can't allocate memory"
@@ -18,7 +17,6 @@ NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp\n"
     [
         (cli.UsageError("--lr is too high"), 2, "--lr is too high\n"),
         (cli.RunError("no memory is left"), 1, "no memory is left\n"),
-        (sample.NotFinite("it has diverged"), 1, "it has diverged\n"),
         (OSError(28, "No space left"), 1, "[Errno 28] No space left\n"),
         (RuntimeError(f"DefaultCPUAllocator: {LARGE}."), 1, f"{LARGE}; {NO_MEMORY}"),
         (RuntimeError("calculation overflowed"), 1, f"calculation overflowed; {NO_MEMORY}"),

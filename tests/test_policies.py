@@ -248,7 +248,7 @@ def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
     graphs = [compiled["total"]]
     for _ in range(2):
         numbers.append([train.evaluate(run.forward, run.val_batches, run.watchdog, 4)])
-    closing_sample(run.forward, run.folders[0], 3, 16, 1, run.world)
+    closing_sample(run.forward, run.folders[0], run.run, run.world, run.watchdog)
     return numbers, [*graphs, compiled["total"]]
 
 

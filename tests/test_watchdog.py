@@ -271,7 +271,7 @@ def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
     """(steps done, what is done next, whether that may be slow), each once."""
     seen = []
 
-    def see(dog, step: int, doing: str, slow: bool = False) -> None:
+    def see(dog, step: int, doing: str, slow: bool = False, status: int = 1) -> None:
         seen.append((step, doing, slow))
 
     with mock.patch.object(watchdog.Watchdog, "progress", see):
