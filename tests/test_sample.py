@@ -3,17 +3,25 @@
 import contextlib
 import io
 import json
+import os
+import re
 import shutil
+import signal
+import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from conftest import call_train, flags, last_checkpoint
+import torch
+from conftest import call_train, flags, fork_ranks, last_checkpoint
 from test_tokenizer import write_ranks
+from test_watchdog import exit_statuses
 
 import checkpoint
 import prepare
 import sample
+import train
+from runtime import watchdog
 from tools import checkpoint as commands
 
 TEN_TOKENS = ["--max_new_tokens", "10"]
@@ -146,3 +154,49 @@ def test_text_that_stdout_cannot_show_is_escaped(trained):
         assert sample.main(argv) == 0
         out.seek(0)
         assert out.read() == "the" + 10 * r"\ufffd" + "\n"
+
+
+def sample_at_the_end(argv: list[str], folder: Path, fate: str) -> int:
+    """Train and sample. Rank 1 meets its fate at its third token; `folder` gets what is printed."""
+    rank, draw, gathered = int(os.environ["RANK"]), sample.draw, []
+    gather = mock.Mock(wraps=torch.distributed.all_gather_single)
+
+    def play(*arguments):
+        if not gathered and fate != "raises":
+            mock.patch.object(watchdog, "SLOW_FACTOR", 1).start()
+        gathered.append(gather.call_count)
+        if len(gathered) == 3 and rank == 1 and fate == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert len(gathered) != 3 or fate != "raises", "planted"
+        time.sleep({"slow": 0.5, "hangs": 1000 * rank}.get(fate, 0))
+        return draw(*arguments)
+
+    few = {"free_memory": lambda world: (1 - rank) * 10**9} if fate == "no room" else {}
+    with (
+        mock.patch.multiple(sample, draw=play, **few),
+        mock.patch.object(torch.distributed, "all_gather_single", gather),
+        open(folder / f"printed {rank}", "w") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
+        status = train.main(argv)
+    assert set(gathered) <= {gather.call_count} and gather.called  # none after the first token
+    return status
+
+
+SAID = {
+    "slow": "-+ sample -+\n[^:]*\n",
+    "raises": "no text: planted; python sample.py --run .*/run needs one process only\n",
+    "no room": "no text: all weights, 0.0 GB, do not fit in a rank's free memory; python .*\n",
+    "dies": ".*: error: rank 1 stopped or died, .*; rank 0 is after step 1, sampling\n",
+    "hangs": ".*: error: rank 1 did not arrive within 4 s: still after step 1, sampling; .*\n",
+}
+
+
+@pytest.mark.parametrize("fate", SAID)
+def test_a_finished_run_succeeds_whatever_its_sample_does(tokens, tmp_path, fate):
+    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1 --timeout 4"
+    ranks = fork_ranks(2, sample_at_the_end, flags(f"{text} --sample_tokens 8"), tmp_path, fate)
+    assert exit_statuses(ranks) == [0, -9 if fate == "dies" else 0]
+    said = (tmp_path / "printed 0").read_text(errors="replace")
+    assert re.search(f"(?m)^{SAID[fate]}(-+\n)?\\Z", said), said
