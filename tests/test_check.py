@@ -284,6 +284,19 @@ def test_gradients_are_compared_by_the_median_over_steps(expected, found, change
     assert changes == {name: pytest.approx(change) for name in "ab"}
 
 
+@pytest.mark.parametrize("hosts, local_size, count", [(1, 4, 4), (64, 8, 24), (513, 8, 32)])
+def test_each_link_is_timed_in_few_rounds_and_none_with_another_of_a_host(hosts, local_size, count):
+    world = SimpleNamespace(size=hosts * local_size, local_size=local_size)
+    with mock.patch.object(check, "time_links") as time_links:
+        check.links(SimpleNamespace(world=world), check.Check())
+    rounds = [pairs for call in time_links.call_args_list for pairs in call.args[3]]
+    assert len(rounds) == count
+    assert len({pair for pairs in rounds for pair in pairs}) == world.size * time_links.call_count
+    for pairs in rounds:
+        busy = [host for pair in pairs for host in {rank // local_size for rank in pair}]
+        assert len(busy) == len(set(busy))
+
+
 @pytest.mark.parametrize("second, slow", [([1, 2], 1), ([1, 1], 0), ([2, 1], 0)])
 def test_a_link_is_slow_if_a_second_measurement_agrees(second, slow):
     world = SimpleNamespace(device=torch.device("cpu"))

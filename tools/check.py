@@ -263,40 +263,39 @@ def shorten(planned: Run) -> dict:
 def links(ranks: Ranks, check: Check) -> None:
     """Time transfers between neighbours, on a host and across hosts, and name slow links."""
     size, local_size = ranks.world.size, ranks.world.local_size
-    around_host = []
-    around_hosts = []
+    # Round -> pairs (sender, receiver). A host is in one pair of a round, so that N adds no rounds.
+    on_host, across = defaultdict(list), defaultdict(list)
     for rank in range(size):
-        first = rank - rank % local_size  # of its host
-        around_host.append((rank, first + (rank + 1) % local_size))
-        around_hosts.append((rank, (rank + local_size) % size))
-    for kind, pairs in (("on a host", around_host), ("across hosts", around_hosts)):
-        pairs = [pair for pair in pairs if pair[0] != pair[1]]
-        if pairs:
-            time_links(ranks, check, kind, pairs)
+        host, place = divmod(rank, local_size)
+        on_host[place].append((rank, rank - place + (place + 1) % local_size))
+        peer = (rank + local_size) % size
+        turn = 2 if peer < rank and host % 2 == 0 else host % 2  # 2: the last of an odd number
+        across[place, turn].append((rank, peer))
+    if local_size > 1:
+        time_links(ranks, check, "on a host", [*on_host.values()])
+    if local_size < size:
+        time_links(ranks, check, "across hosts", [*across.values()])
 
 
-def time_links(ranks: Ranks, check: Check, kind: str, pairs: list[tuple[int, int]]) -> None:
+def time_links(ranks: Ranks, check: Check, kind: str, rounds: list[list[tuple]]) -> None:
     """Time the links from a sender to a receiver, and name those that are slow twice."""
     device = ranks.world.device
-    best = best_times(pairs, device)
+    best = best_times(rounds, device)
     check.figures[f"{kind} GB/s"] = LINK_BYTES[device.type] / max(best.values()) / 1e9
     slow = slow_links(best)
     if slow:  # perhaps other work on these hosts was in the way
-        again = slow_links(best_times(pairs, device))
+        again = slow_links(best_times(rounds, device))
         slow = {pair: ratio for pair, ratio in again.items() if pair in slow}
     for (sender, receiver), ratio in slow.items():
         link = f"the link from {ranks.names[sender]} to {ranks.names[receiver]}"
         check.problems.append(f"slow: {link}, {ratio:.1f} x as long as others")
 
 
-def best_times(pairs: list[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], float]:
-    """The least seconds of a transfer over each link, tried one after the other; on all ranks."""
-    seconds = dict.fromkeys(pairs, math.inf)
-    for pair in pairs * REPEATS:
-        took = transfer(*pair, device)
-        seconds[pair] = min(took, seconds[pair])
-    of_ranks = dist.on_all_ranks(seconds.copy)
-    return {pair: of_ranks[pair[1]][pair] for pair in pairs}
+def best_times(rounds: list[list[tuple]], device: torch.device) -> dict[tuple[int, int], float]:
+    """The least seconds of a transfer over each link, one round after the other; on all ranks."""
+    best = min(transfer(pairs, device) for pairs in rounds * REPEATS)  # of the link to this rank
+    of_ranks = dist.on_all_ranks(lambda: best)
+    return {pair: of_ranks[pair[1]] for pairs in rounds for pair in pairs}
 
 
 def slow_links(best: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
@@ -306,22 +305,24 @@ def slow_links(best: dict[tuple[int, int], float]) -> dict[tuple[int, int], floa
     return {pair: least / typical for pair, least in best.items() if least > SLOW * typical}
 
 
-def transfer(sender: int, receiver: int, device: torch.device) -> float:
-    """Seconds of a transfer over a link, on the receiver. All ranks of the world call it."""
+def transfer(pairs: list[tuple[int, int]], device: torch.device) -> float:
+    """Seconds of a transfer to this rank; inf if there is none. All ranks of the world call it."""
     tensor = torch.zeros(LINK_BYTES[device.type] // 4, device=device)
     rank = torch.distributed.get_rank()
     operations = []
-    if rank == sender:
-        operations.append(P2POp(torch.distributed.isend, tensor, receiver))
-    elif rank == receiver:
-        operations.append(P2POp(torch.distributed.irecv, tensor, sender))
+    for sender, receiver in pairs:
+        if rank == sender:
+            operations.append(P2POp(torch.distributed.isend, tensor, receiver))
+        elif rank == receiver:
+            operations.append(P2POp(torch.distributed.irecv, tensor, sender))
     torch.distributed.barrier()
     began = time.perf_counter()
     for work in torch.distributed.batch_isend_irecv(operations) if operations else []:
         work.wait()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    return seconds if any(rank == receiver for _, receiver in pairs) else math.inf
 
 
 def parity(ranks: Ranks, check: Check) -> None:
