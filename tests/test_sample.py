@@ -185,7 +185,7 @@ def sample_at_the_end(argv: list[str], folder: Path, fate: str) -> int:
 
 
 SAID = {
-    "slow": "-+ sample -+\n[^:]*\n",
+    "slow": "-+ sample -+\n(?!no text)(.|\n)*",
     "raises": "no text: planted; python sample.py --run .*/run needs one process only\n",
     "no room": "no text: all weights, 0.0 GB, do not fit in a rank's free memory; python .*\n",
     "dies": ".*: error: rank 1 stopped or died, .*; rank 0 is after step 1, sampling\n",
