@@ -6,10 +6,9 @@ What happens when rank 3 is killed in step 41:
    they hang instead, the thread of rank 2 misses the heartbeats of rank 3 (`Watchdog.run`).
 2. A few ranks that noticed read all heartbeats (`abort_if_confirmed`). The first to announce the
    failure prints who died after which step, also for torchrun's report (`cli.report_error`).
-3. Every rank ends, with status 1, even if its main thread hangs (`abort`). NCCL, which would end
-   ranks earlier without that line, only logs (`runtime.launch.prepare_process`).
-4. `torchrun --max-restarts` or Slurm starts all ranks again. Rank 0 waits for the killed run's
-   lock (`run_folder.hold_lock`), and the run resumes from its latest valid checkpoint.
+3. Every rank ends with status 1, or 0 if its run is complete, even if its main thread hangs
+   (`abort`). NCCL, which would end ranks earlier, only logs (`runtime.launch.prepare_process`).
+4. `torchrun --max-restarts` or Slurm starts all ranks again, from the latest valid checkpoint.
 
 A rank with an error of its own prints that error (`cli.execute`); other ranks find it silent then.
 """
