@@ -319,9 +319,10 @@ def check_ranks_agree(
         must_match[f"the resolved --{name}"] = value
     must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
     indices = itertools.chain.from_iterable(first_indices)
-    weights = state.tensors["model"]
-    claims = dist.on_all_ranks(agreement.local_claims, mesh, must_match, indices, weights)
+    claims = dist.on_all_ranks(agreement.local_claims, mesh, must_match, indices)
     agreement.compare_claims(claims)
+    if difference := agreement.compare_replicas(state.tensors["model"]):
+        raise cli.UsageError(f"{difference}: start all ranks with the same flags, code and data")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -445,8 +446,7 @@ def save(run: Run, state: State, saver: Saver, loss: float, watchdog: Watchdog) 
     if not is_finite(state.tensors["model"], loss):
         saver.refuse(state.step, "the loss or a weight is not finite")
         return
-    hosts_and_sums = dist.on_all_ranks(agreement.host_and_sums, state.tensors["model"])
-    if difference := agreement.compare_replicas(state.tensors["model"], hosts_and_sums):
+    if difference := agreement.compare_replicas(state.tensors["model"]):
         saver.refuse(state.step, f"{difference}: check these devices", ends_run=True)
         return
     progress = {"step": state.step, "tokens": state.step * run.tokens_per_step}

@@ -1,6 +1,7 @@
 """The ranks agree: on flags, code, data, sequences and weights, and later on a stop."""
 
 import hashlib
+import itertools
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import dist
 import optim
 from runtime.cli import UsageError
 
@@ -67,13 +69,12 @@ class StopRequest:
 
 
 def local_claims(
-    mesh: DeviceMesh, must_match: dict, first_indices: Iterable[int], weights: dict[str, Tensor]
+    mesh: DeviceMesh, must_match: dict, first_indices: Iterable[int]
 ) -> dict[str, object]:
     """Return this rank's claims, {name: value}. All ranks that make a claim must give it one value:
 
     each name of `must_match`, the code          all ranks have the same
     the first sequences of dp_replicate R, ...   a tp group reads the same `first_indices`
-    the sum of the bits of part P of a weight    ranks with the same part hold the same values
     the reader of sequence N                     no two dp ranks read the same sequence
     """
     replicate_rank, shard_rank, _ = mesh.get_coordinate()
@@ -81,8 +82,6 @@ def local_claims(
     first_indices = list(first_indices)
     claims = {**must_match, "the code": source_hash()}
     claims[f"the first sequences of {reader}"] = first_indices
-    for name, (part, total) in zip(weights, sum_bits(weights)):
-        claims[f"the sum of the bits of part {part} of {name}"] = total
     for index in first_indices:
         claims[f"the reader of sequence {index}"] = reader
     return claims
@@ -116,34 +115,45 @@ def source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def sum_bits(weights: dict[str, Tensor]) -> list[tuple]:
-    """For each weight: which part of it this rank holds, and the sum of the bits of that part.
+def compare_replicas(weights: dict[str, Tensor]) -> str | None:
+    """Describe the first weight whose bits differ between ranks with the same part, if any does.
+
+    All ranks call it together. Ranks with the same part reduce the sum of the bits of each weight
+    to the greatest and the least; only if these differ, all ranks gather all sums.
 
     Elements are added on the device as integers, in any order. A sum changes if a single bit does,
     but not if changes cancel: if two elements are exchanged, or a bit is set in one element and
     cleared in another. A factor by position would find these too, but would copy the weight.
     """
-    parts, sums = [], []
+    parts, groups, sums = [], [], []  # of n weights
     for weight in weights.values():
+        parts.append(())  # this rank's place on the axes that split the weight
+        groups.append([torch.distributed.group.WORLD])  # of ranks with the same part
+        if isinstance(weight, DTensor):
+            axes = list(zip(weight.device_mesh.get_all_groups(), weight.placements))
+            groups[-1] = [group for group, placement in axes if placement.is_replicate()]
+            split = [group for group, placement in axes if not placement.is_replicate()]
+            parts[-1] = tuple(group.rank() for group in split)
         bits = optim.local(weight).view(torch.int32)
         sums.append(bits.sum(dtype=torch.int32))  # modulo 2^32; int64 would copy the weight
-        cut = []  # this rank's place on the axes that the weight is cut along
-        if isinstance(weight, DTensor):
-            places = zip(weight.device_mesh.get_coordinate(), weight.placements)
-            cut = [place for place, placement in places if not placement.is_replicate()]
-        parts.append(tuple(cut))
-    return list(zip(parts, torch.stack(sums).cpu().tolist()))
+    sums = torch.stack(sums)  # (n,)
+    differs = torch.zeros_like(sums[0])
+    for group in dict.fromkeys(itertools.chain(*groups)):
+        extremes = torch.stack((sums, ~sums))  # (2, n): the least sum is ~ the greatest ~sum
+        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group)
+        is_copied = torch.tensor([group in copies for copies in groups], device=sums.device)
+        differs |= (is_copied & (extremes[0] != ~extremes[1])).any()
+    torch.distributed.all_reduce(differs, torch.distributed.ReduceOp.MAX)
+    if not differs:
+        return None
+    held = socket.gethostname(), list(zip(parts, sums.tolist()))
+    return describe_difference(weights, dist.on_all_ranks(lambda: held))
 
 
-def host_and_sums(weights: dict[str, Tensor]) -> tuple[str, list[tuple]]:
-    """Return this rank's host name and `sum_bits`: what `compare_replicas` reads of each rank."""
-    return socket.gethostname(), sum_bits(weights)
-
-
-def compare_replicas(names: Iterable[str], hosts_and_sums: Iterable[tuple]) -> str | None:
+def describe_difference(names: Iterable[str], hosts_and_sums: Iterable[tuple]) -> str | None:
     """Describe the first of the weights `names` whose bits differ between ranks with the same part.
 
-    `hosts_and_sums` has the `host_and_sums` of all ranks. Returns None if nothing differs.
+    `hosts_and_sums` has the host of each rank, and for each weight (its part, the sum of its bits).
     """
     hosts, sums_of_ranks = zip(*hosts_and_sums)
     for name, sums in zip(names, zip(*sums_of_ranks)):

@@ -43,7 +43,7 @@ BLOCKS = "to cuda, pageable, blocking"
 READS = "to cpu, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
 # What the host waits for beside the steps, by (function, what)
-BESIDE = {("optim.py __init__", BLOCKS), ("agreement.py sum_bits", READS)}
+BESIDE = {("optim.py __init__", BLOCKS), ("agreement.py compare_replicas", ASKS)}
 BESIDE |= {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
 SAMPLING = {("sample.py generate", BLOCKS), ("sample.py generate", READS)}
 CHECKPOINTS = {("train.py is_finite", ASKS), ("checkpoint.py load_state", BLOCKS)}
