@@ -174,7 +174,7 @@ def train(
     out = Path(run.out)
     if world.rank == 0:
         run_folder.record_start(out, run.manifest, world, origin.step, started)
-    stop_request = agreement.StopRequest(world.timeout, handle_signals)  # signals end it in order
+    stop_request = agreement.StopRequest(world, handle_signals)  # signals end it in order
     tokenizer_file = folders[0].tokenizer_file
     saver = Saver(out, run.async_save, run.keep_last, run.keep_every, world.timeout, tokenizer_file)
     batches = MicroBatches(run, mesh, train_data, watchdog, origin.step)

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -29,13 +28,14 @@ def format_ranks(ranks: list[int]) -> str:
 class StopRequest:
     """Whether any rank got a signal to stop; all ranks learn it in the same step, one step later.
 
-    Construction installs signal handlers, unless told not to; they only set a flag. The all_reduce
-    of a step runs during the next step, on CPU tensors and a gloo group of its own: devices take no
-    part, and a host waits only for another more than a step behind.
+    Construction installs signal handlers, unless told not to; they only set a flag. A rank with a
+    signal tells rank 0 through the store. Each step rank 0 sends all ranks one number, in a tree of
+    CPU tensors: devices take no part, and a host waits only for another more than a step behind.
     """
 
-    def __init__(self, timeout: timedelta, handle_signals: bool = True):
-        self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+    def __init__(self, world: dist.World, handle_signals: bool = True):
+        self.rank = world.rank
+        self.store = world.store
         self.flag = torch.zeros(1)
         self.in_flight: torch.distributed.Work | None = None
         self.signalled = False
@@ -54,16 +54,19 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def poll(self) -> bool:
-        """Send whether this rank got a signal; return whether any rank had one a step ago."""
+        """Pass on a signal of this rank; return whether rank 0 knew of any a step ago."""
         if self.in_flight:
             self.in_flight.wait()
         any_rank = bool(self.flag.numpy()[0])  # not .item(), which --profile counts as a host sync
-        self.flag = torch.tensor([float(self.signalled)])
-        self.in_flight = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
+        if self.signalled:
+            self.store.set("stop requested", "")
+        is_requested = self.rank == 0 and self.store.check(["stop requested"])
+        self.flag = torch.tensor([float(is_requested)])
+        self.in_flight = torch.distributed.broadcast(self.flag, src=0, async_op=True)
         return any_rank
 
     def wait(self) -> None:
-        """Wait until no all_reduce is in flight."""
+        """Wait until no broadcast is in flight."""
         if self.in_flight:
             self.in_flight.wait()
 

@@ -130,7 +130,7 @@ def test_the_odd_replica_of_a_weight_is_named_with_its_host():
 def signal_one_rank(number: int, steps: int) -> list[bool]:
     """What this rank was told in each step, where rank 1 gets a signal before step 2."""
     world = dist.start("cpu")
-    should_stop = agreement.StopRequest(world.timeout)
+    should_stop = agreement.StopRequest(world)
     told = []
     for step in range(steps):
         if step == 2 and world.rank == 1:
@@ -141,8 +141,10 @@ def signal_one_rank(number: int, steps: int) -> list[bool]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_one_rank_stops_all_in_the_same_step(pool, number):
-    """Also the rank that got it goes on for the step that the others have begun."""
-    assert pool(3, signal_one_rank, number, 5) == [[False, False, False, True, True]] * 3
+    """One or two steps after the signal: rank 0 may have asked the store before."""
+    told, *others = pool(3, signal_one_rank, number, 6)
+    assert others == [told] * 2
+    assert told in ([False] * 3 + [True] * 3, [False] * 4 + [True] * 2)
 
 
 def test_under_nohup_a_run_outlives_its_terminal(pool):
@@ -152,5 +154,5 @@ def test_under_nohup_a_run_outlives_its_terminal(pool):
 def start_under_nohup() -> bool:
     """Whether SIGHUP stays ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    agreement.StopRequest(dist.start("cpu").timeout)
+    agreement.StopRequest(dist.start("cpu"))
     return signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
