@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -128,15 +129,18 @@ def report_error_once(program: str, message: str) -> None:
     report_error(program, message, f" on rank {rank}" if rank else "", began)
 
 
+# In the messages of gloo and of NCCL
+NOT_CONNECTED = ("timed out connecting", "Connect: ")
 # In torch's messages for too little memory. Only CUDA's error has a class of its own; the errors of
 # the CPU are plain RuntimeErrors, which only their texts tell from bugs.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "calculation overflowed")  # CUDA, CPU, both
 
 
 def explain(error: Exception) -> str | None:
-    """Return a line for an expected error: ours, the system's, too little memory, torch.compile's.
+    """Return a line for an expected error, of ours or of the system, or None for a bug.
 
-    None for other errors: they are bugs, and their traceback helps.
+    Expected are also too little memory, ranks that cannot connect and errors of torch.compile. The
+    traceback of a bug helps.
     """
     if hasattr(error, "exit_status") or isinstance(error, OSError):
         return str(error)
@@ -148,6 +152,14 @@ def explain(error: Exception) -> str | None:
     if is_memory and isinstance(error, RuntimeError | MemoryError):
         need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
         return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
+    if any(text in str(error) for text in NOT_CONNECTED) and isinstance(error, RuntimeError):
+        # gloo publishes the address that this host's name resolves to: on Debian, 127.0.1.1.
+        reason = str(error).splitlines()[-1].rpartition("] ")[2]
+        return (
+            f"{socket.gethostname()} cannot connect to another rank: {reason}; set "
+            "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for NCCL) on each host to the name of the "
+            "network interface that the other hosts reach (ip addr lists them)"
+        )
     if inner:
         return f"--compile: {first_line}"
     return None

@@ -67,16 +67,6 @@ def start(
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         reason = str(error).partition("\n")[0]
         raise ConnectionError(f"the ranks do not meet: {reason}") from None
-    except RuntimeError as error:
-        if not any(name in str(error) for name in ("Gloo connect", "Connect: ")):  # gloo, NCCL
-            raise
-        # gloo publishes the address that this host's name resolves to: on Debian, 127.0.1.1.
-        reason = str(error).splitlines()[-1].rpartition("] ")[2]
-        raise ConnectionError(
-            f"{socket.gethostname()} cannot connect to another rank: {reason}; set "
-            "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for NCCL) on each host to the name of the "
-            "network interface that the other hosts reach (ip addr lists them)"
-        ) from None
     return world
 
 
@@ -124,8 +114,11 @@ def prepare_process(device: torch.device, timeout: timedelta) -> None:
     if is_launched and sys.platform == "linux":  # what a shell started may outlive the shell
         # PR_SET_PDEATHSIG: Linux kills this rank when torchrun or srun, which started it, has gone.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    # gloo connects each rank of a group to every other rank: three groups of the whole world take
-    # 3 x (N - 1) sockets, and the usual limit of 1,024 is reached at about 340 ranks.
+    # gloo connects two ranks when one first sends to the other. At once, each rank would read from
+    # the store what all publish for all, 154 + 8 N bytes: 552 GB for a group of 4,096 ranks. A rank
+    # waits forever for one that died before they were connected; the Watchdog ends it.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # Without torchrun, rank 0 keeps the store, with two connections from each rank.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))

@@ -75,8 +75,9 @@ class Watchdog:
         self.stopped = threading.Event()
         self.announcing = threading.Lock()  # held from before the announcement until the end
         self.ending = threading.Lock()
-        store.add("failures announced", 0)
-        store.set(f"heartbeat {rank}", json.dumps(Heartbeat(0, 0, self.place)))  # else readers wait
+        self.ask(store.add, "failures announced", 0)
+        first = json.dumps(Heartbeat(0, 0, self.place))
+        self.ask(store.set, f"heartbeat {rank}", first)  # else readers wait
 
     def progress(self, step: int, doing: str, slow: bool = False, status: int = 1) -> None:
         """Report `step` steps done and what this rank is `doing`; `abort` will use `status`."""

@@ -208,9 +208,9 @@ def work(pipe) -> None:
     end_with_pytest()
     while True:
         environment, function, arguments = pipe.recv()
-        os.environ.update(environment)
         try:
-            result, error = function(*arguments), None
+            with mock.patch.dict(os.environ, environment):
+                result, error = function(*arguments), None
         except BaseException:
             result, error = None, traceback.format_exc()
         if torch.distributed.is_initialized():

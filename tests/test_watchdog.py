@@ -18,9 +18,11 @@ import pytest
 import torch
 from conftest import flags, fork_ranks, is_running, start_process, wait_until
 
+import checkpoint
 import data
+import dist
 import train
-from runtime import watchdog
+from runtime import agreement, watchdog
 
 
 def train_without_batch_40(argv: list[str], folder: Path, fate: str) -> int:
@@ -63,6 +65,39 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path, f
     assert re.fullmatch(line, message["message"] + "\n")
     # Before all ranks end, which torchrun sees in the same second
     assert float(message["extraInfo"]["timestamp"]) <= file.stat().st_mtime - 4
+
+
+# What a rank does not live to do: the first collective of gloo's groups, which connects its ranks,
+# or its part of a save or of a stop request
+FIRSTS = {
+    "default group": (dist, "on_rank0"),
+    "mesh": (train, "build"),
+    "saver's group": (checkpoint, "choose_writers"),
+    "save": (checkpoint, "write_chunks"),
+    "stop request": (agreement.StopRequest, "poll"),
+}
+
+
+def train_until(argv: list[str], folder: Path, first: str) -> int:
+    """Rank 1 dies instead."""
+    sys.argv[0] = "train.py"
+    if os.environ["RANK"] == "1":
+        owner, name = FIRSTS[first]
+        setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with open(folder / "stderr", "a") as file, contextlib.redirect_stderr(file):
+        return train.main(argv)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("first", FIRSTS)
+def test_a_rank_that_dies_before_it_is_connected_is_named(tokens, tmp_path, first):
+    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 4 --timeout 4"
+    began = time.monotonic()
+    ranks = fork_ranks(4, train_until, flags(f"{text} --save_interval 2"), tmp_path, first)
+    assert exit_statuses(ranks) == [1, -9, 1, 1]
+    assert time.monotonic() - began < 25
+    line = r"train.py: error: rank 1 stopped or died, last seen .*; rank \d is .*\n"
+    assert re.fullmatch(line, (tmp_path / "stderr").read_text())
 
 
 FORK = multiprocessing.get_context("fork")
