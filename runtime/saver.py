@@ -59,6 +59,7 @@ class Saver:
         self.on_all_ranks = functools.partial(dist.on_all_ranks, group=self.group)
         self.host_memory = torch.empty(0, dtype=torch.uint8)
         self.copies: dict[str, Tensor] = {}  # in host_memory
+        self.index: dict[str, dict] = {}  # who writes what: the same in every save
         self.thread: threading.Thread | None = None
         self.rows: list[dict] = []
         self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
@@ -135,9 +136,10 @@ class Saver:
     ) -> None:
         """Write the checkpoint and add its row. Runs in the saving thread if async_save."""
         path = checkpoint.step_path(self.run, manifest["step"])
-        arguments = (path, state, manifest, self.extra_files, self.on_all_ranks, parts)
         try:
-            outcome = {"bytes": checkpoint.save_state(*arguments)}
+            self.index = self.index or checkpoint.choose_writers(state, self.on_all_ranks)
+            arguments = (path, state, manifest, self.extra_files, self.on_all_ranks, parts)
+            outcome = {"bytes": checkpoint.save_state(*arguments, self.index)}
             if self.rank == 0:
                 self.remove_old(path)
         except Exception as error:
