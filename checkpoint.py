@@ -333,19 +333,17 @@ def total_bytes(manifest: dict) -> int:
 def verify(path: Path | str, part: int = 0, parts: int = 1) -> str | None:
     """Compare a checkpoint with its manifest: return the first problem, or None.
 
-    Compares all sizes, and the checksums of every `parts`-th file starting with `part`, so that
-    `parts` ranks can share the reading. CRC-32 detects damage, not forgery, at about 1 GB/s.
+    Compares the sizes and checksums of every `parts`-th file starting with `part`, so that `parts`
+    ranks can share the files. CRC-32 detects damage, not forgery, at about 1 GB/s.
     """
     path = Path(path)
     try:
         files = read_manifest(path)["files"]
-        for number, name in enumerate(sorted(files)):
+        for name in sorted(files)[part::parts]:
             expected = files[name]
             size = (path / name).lstat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size:,} bytes, not {expected['bytes']:,}"
-            if number % parts != part:
-                continue
             crc = 0
             with open(path / name, "rb") as file:
                 while block := file.read(1 << 20):
