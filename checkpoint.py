@@ -37,6 +37,7 @@ import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 FORMAT = 2  # of a run's files, as in docs/reference.md
@@ -128,7 +129,13 @@ def start_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(chunk.offsets)
 
 
-def load_state(path: Path | str, state: dict, verify_files: bool = False) -> None:
+def load_state(
+    path: Path | str,
+    state: dict,
+    verify_files: bool = False,
+    replicas: ProcessGroup | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
     """Fill the tensors of `state` in place, from a checkpoint of any mesh and format.
 
     A mesh only decides how a tensor is cut: fsdp by rows, tp by rows or columns, single not at all.
@@ -140,9 +147,11 @@ def load_state(path: Path | str, state: dict, verify_files: bool = False) -> Non
         part of rank 0 of 2, with tp   |    rows 0-4    |
         copied                          rows 0-2   3-4
 
-    Files are mapped into memory, so that only what is copied is read. Each rank loads alone: there
-    is no collective. Tensors that `state` lacks are skipped. Values are converted to the dtype of
-    the tensor that they fill. Raises CheckpointError; part of `state` may then be filled.
+    Files are mapped into memory, so that only what is copied is read. Each rank loads alone, or the
+    first rank of `replicas`, whose ranks hold the same parts, reads each tensor and broadcasts it.
+    `progress` is called after each tensor. Tensors that `state` lacks are skipped. Values are
+    converted to the dtype of the tensor that they fill. Raises CheckpointError on ranks that read;
+    part of `state` may then be filled.
 
     Checks the checksums of manifest.json and index.json, the sizes of the files that it reads, and
     the name, dtype and shape of each chunk. Changed values, and exchanged chunks of equal shape and
@@ -150,15 +159,20 @@ def load_state(path: Path | str, state: dict, verify_files: bool = False) -> Non
     """
     if verify_files and (problem := verify(path)):
         raise CheckpointError(f"cannot read {path}: {problem}")
-    with as_checkpoint_error(f"cannot read {path}"):
-        reader = Reader(Path(path))
-        for name, tensor in flatten(state):
-            entry = reader.tensors.get(name)
-            if entry is None or entry.full.shape != tensor.shape:
-                raise ValueError(f"it has no tensor {name} of shape {tuple(tensor.shape)}")
-            local = part_of(tensor)
-            for place, saved in reader.overlaps(name, start_of(tensor), local.shape):
-                local[place].copy_(saved)
+    is_reader = replicas is None or torch.distributed.get_rank(replicas) == 0
+    reader, error = None, None
+    for name, tensor in flatten(state):
+        if is_reader and not error:
+            try:
+                reader = reader or Reader(Path(path))
+                reader.fill(name, tensor)
+            except CheckpointError as failure:
+                error = failure  # raised later: the other replicas wait for the broadcasts
+        if replicas:
+            torch.distributed.broadcast(part_of(tensor), group=replicas, group_src=0)
+        progress()
+    if error:
+        raise error
 
 
 class Entry(NamedTuple):
@@ -192,6 +206,16 @@ class Reader:
                     edges.append([*cuts, size])
                 grid = np.reshape(value["grid"], [len(edge) - 1 for edge in edges])
                 self.tensors[name] = Entry(full, edges, grid)
+
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Fill this rank's part of a tensor."""
+        with as_checkpoint_error(f"cannot read {self.path}"):
+            entry = self.tensors.get(name)
+            if entry is None or entry.full.shape != tensor.shape:
+                raise ValueError(f"it has no tensor {name} of shape {tuple(tensor.shape)}")
+            local = part_of(tensor)
+            for place, saved in self.overlaps(name, start_of(tensor), local.shape):
+                local[place].copy_(saved)
 
     def overlaps(
         self, name: str, start: Sequence[int], shape: Sequence[int]

@@ -20,6 +20,7 @@ Read `command`, `train` and `train_step`. What they call, by question:
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -141,7 +142,7 @@ def train(
     # The model on the mesh, with its weights
     mesh = dist.make_mesh(world, run.mesh_shape)
     state, forward = build(run, mesh)
-    load(state, origin)
+    load(state, origin, mesh, watchdog)
     if after_load:
         after_load(state)
 
@@ -287,11 +288,15 @@ def build(
     return State(0, model, optimizer, tensors), forward
 
 
-def load(state: State, origin: Origin) -> None:
+def load(state: State, origin: Origin, mesh: dist.DeviceMesh, watchdog: Watchdog) -> None:
     """Fill the state from the checkpoint to continue from, or its weights from another run's."""
     if origin.path:
         weights = {"model": state.tensors["model"]}
-        checkpoint.load_state(origin.path, weights if origin.only_weights else state.tensors)
+        tensors = weights if origin.only_weights else state.tensors
+        replicas = mesh.get_group("dp_replicate")
+        progress = functools.partial(watchdog.progress, origin.step, "loading", slow=True)
+        with dist.raise_on_all_ranks():
+            checkpoint.load_state(origin.path, tensors, replicas=replicas, progress=progress)
     state.step = origin.step
 
 

@@ -61,8 +61,8 @@ def scales_norms(norm, x):
     return 1.001 * run_norm(norm, x)
 
 
-def loads_no_moments(path, state):
-    load_state(path, {"model": state["model"]})
+def loads_no_moments(path, state, **options):
+    load_state(path, {"model": state["model"]}, **options)
 
 
 def only_decays(optimizer, names, update):

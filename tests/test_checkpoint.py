@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -107,18 +108,20 @@ def expected_part(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
 
-def states_of_meshes(argv: list[str]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Build the run on each mesh of this many ranks."""
+def states_of_meshes(argv: list[str]) -> Iterator[tuple[str, dist.DeviceMesh, dict]]:
+    """Build the run on each mesh of this many ranks; yield name, mesh and tensors."""
     world = dist.start("cpu")
     for mesh in MESHES[world.size]:
         text = " ".join([*argv, "--strategy", mesh])
         run = resolve(text, world_size=world.size)
-        state, _ = train.build(run, dist.make_mesh(world, run.mesh_shape))
-        yield f"{world.size}_{mesh.replace(' ', '')}", dict(checkpoint.flatten(state.tensors))
+        device_mesh = dist.make_mesh(world, run.mesh_shape)
+        state, _ = train.build(run, device_mesh)
+        name = f"{world.size}_{mesh.replace(' ', '')}"
+        yield name, device_mesh, dict(checkpoint.flatten(state.tensors))
 
 
 def save_on_each_mesh(argv: list[str], folder: Path) -> None:
-    for number, (name, state) in enumerate(states_of_meshes(argv)):
+    for number, (name, _, state) in enumerate(states_of_meshes(argv)):
         for key, tensor in state.items():
             local(tensor).copy_(expected_part(key, tensor))
         saver = Saver(folder / name, number % 2 == 1, 0, 0, timedelta(seconds=20))
@@ -128,16 +131,35 @@ def save_on_each_mesh(argv: list[str], folder: Path) -> None:
 
 
 def load_on_each_mesh(argv: list[str], paths: list[Path]) -> int:
-    """Return how many pairs of meshes were equal."""
+    """Return how many pairs of meshes were equal. Only the first replica reads."""
     pairs = 0
-    for _, state in states_of_meshes(argv):
+    fill, read = checkpoint.Reader.fill, []
+
+    def fill_and_record(reader: checkpoint.Reader, name: str, tensor: torch.Tensor) -> None:
+        read.append(name)
+        if "damaged" in reader.path.parts and len(read) > 1:
+            raise checkpoint.CheckpointError("the disk is damaged")
+        fill(reader, name, tensor)
+
+    for _, mesh, state in states_of_meshes(argv):
+        replicas = mesh.get_group("dp_replicate")
+        names = list(state) if mesh.get_local_rank("dp_replicate") == 0 else []
         for path in paths:
             for tensor in state.values():
                 local(tensor).fill_(torch.nan)
-            checkpoint.load_state(path, state)
+            read.clear()
+            with mock.patch.object(checkpoint.Reader, "fill", fill_and_record):
+                progress = mock.Mock()
+                checkpoint.load_state(path, state, False, replicas, progress)
+            assert read == names and progress.call_count == len(state)
             for key, tensor in state.items():
                 assert torch.equal(local(tensor), expected_part(key, tensor)), (path, key)
             pairs += 1
+        read.clear()
+        damaged = mock.patch.object(checkpoint.Reader, "fill", fill_and_record)
+        failure = pytest.raises(checkpoint.CheckpointError, match="the disk is damaged")
+        with damaged, failure, dist.raise_on_all_ranks():  # none waits for the rank that failed
+            checkpoint.load_state(paths[0].parents[2] / "damaged", state, False, replicas)
     return pairs
 
 
@@ -147,6 +169,7 @@ def test_any_mesh_loads_what_any_other_has_saved(pool, tokens, tmp_path):
         pool(ranks, save_on_each_mesh, argv, tmp_path / "saved")
     paths = sorted((tmp_path / "saved").glob("*/checkpoints/step-00000001"))
     consolidate(paths[-1], tmp_path / "saved/full")
+    shutil.copytree(tmp_path / "saved/full", paths[0].parents[2] / "damaged")
     paths.append(tmp_path / "saved/full")
     assert len(paths) == 6
     for ranks, meshes in MESHES.items():

@@ -327,5 +327,6 @@ def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
         (3, "saving", True),
         (3, "sampling", True),
     ]
-    (resumed, *_) = pool(1, watch_a_run, [*argv, "--max_steps", "4"])[0]
+    (loading, resumed, *_) = pool(1, watch_a_run, [*argv, "--max_steps", "4"])[0]
+    assert loading == (3, "loading", True)
     assert resumed == (3, "computing", True)  # it compiles again
