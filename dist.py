@@ -94,7 +94,8 @@ def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
     ranks = torch.arange(world.size).view(shape)
     is_cuda = world.device.type == "cuda"
     # For NCCL, one group that is split once per axis. init_device_mesh would split the default
-    # group, and so connect gloo too on each axis, with a timeout of 30 minutes.
+    # group, and so connect gloo too on each axis, with a timeout of 30 minutes. Before torch 2.11,
+    # split_group can mix up two lines of 512 ranks: their colors were hashes, which may be equal.
     groups = []
     if is_cuda:
         nccl_group = torch.distributed.new_group(backend="nccl", timeout=world.timeout)
