@@ -43,10 +43,11 @@ BLOCKS = "to cuda, pageable, blocking"
 READS = "to cpu, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
 # What the host waits for beside the steps, by (function, what)
-BESIDE = {("optim.py __init__", BLOCKS), ("agreement.py compare_replicas", ASKS)}
+BESIDE = {("optim.py __init__", BLOCKS)}
+BESIDE |= {("agreement.py compare_replicas", BLOCKS), ("agreement.py compare_replicas", ASKS)}
 BESIDE |= {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
 SAMPLING = {("sample.py generate", BLOCKS), ("sample.py generate", READS)}
-CHECKPOINTS = {("train.py is_finite", ASKS), ("checkpoint.py load_state", BLOCKS)}
+CHECKPOINTS = {("train.py is_finite", ASKS), ("checkpoint.py fill", BLOCKS)}
 SAVING = {("checkpoint.py blocks", READS)}
 ASYNC_SAVING = {("saver.py copy_to_host", "to cpu, pinned, blocking")}
 
