@@ -26,16 +26,18 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 class StopRequest:
-    """Whether any rank got a signal to stop; all ranks learn it in the same step, one step later.
+    """Whether any rank got a signal to stop; all ranks learn it in the same step, of the next two.
 
     Construction installs signal handlers, unless told not to; they only set a flag. A rank with a
-    signal tells rank 0 through the store. Each step rank 0 sends all ranks one number, in a tree of
-    CPU tensors: devices take no part, and a host waits only for another more than a step behind.
+    signal tells rank 0 through the store. In each step rank 0 broadcasts one number, which travels
+    in a tree during the next step, as a CPU tensor and in a gloo group of its own: devices take no
+    part, and a host waits only if rank 0 is more than a step behind.
     """
 
     def __init__(self, world: dist.World, handle_signals: bool = True):
         self.rank = world.rank
         self.store = world.store
+        self.group = torch.distributed.new_group(backend="gloo", timeout=world.timeout)
         self.flag = torch.zeros(1)
         self.in_flight: torch.distributed.Work | None = None
         self.signalled = False
@@ -62,7 +64,7 @@ class StopRequest:
             self.store.set("stop requested", "")
         is_requested = self.rank == 0 and self.store.check(["stop requested"])
         self.flag = torch.tensor([float(is_requested)])
-        self.in_flight = torch.distributed.broadcast(self.flag, src=0, async_op=True)
+        self.in_flight = torch.distributed.broadcast(self.flag, 0, self.group, async_op=True)
         return any_rank
 
     def wait(self) -> None:
