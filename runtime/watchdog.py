@@ -167,7 +167,7 @@ class Watchdog:
         period = f"investigators {time.time() // self.inquiry:.0f}"
         if self.ask(self.store.add, period, 1) > INVESTIGATORS:
             if collective_failed:  # `run` goes on, and ends this process if they announce a failure
-                self.stopped.wait(self.inquiry)
+                self.stopped.wait(3 * self.inquiry)  # hosts may be slow
             return
         before = self.exchange(range(self.world_size))
         for _ in range(CONFIRM_INTERVALS):

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags, fork_ranks, is_running, start_process, wait_until
+from conftest import flags, fork_ranks, free_port, is_running, start_process, wait_until
 
 import checkpoint
 import data
@@ -162,6 +162,7 @@ def lose_one_of_twelve(port: int, folder: Path, fate: str) -> int:
             time.sleep(1000 if fate == "hang" else 1)
             if rank == 1:
                 die()
+            wait_until((folder / "rank 1").exists, 20)
             raise RuntimeError("of a collective")
         (folder / f"own error {rank}").touch()
     return 1
@@ -169,14 +170,17 @@ def lose_one_of_twelve(port: int, folder: Path, fate: str) -> int:
 
 @pytest.mark.parametrize("fate", ["hang", "fail"])
 def test_few_of_many_ranks_investigate_even_if_one_dies_in_it(fate, tmp_path):
-    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = fork_ranks(12, lose_one_of_twelve, server.port, tmp_path, fate)
+    port = free_port()
+    ranks = fork_ranks(12, lose_one_of_twelve, port, tmp_path, fate)
+    # After the forks, which would take over its sockets
+    server = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     assert sorted(exit_statuses(ranks)) == [-9, *[1] * 11]
     (dead,) = tmp_path.glob("rank *")
     line = f".*: error: {dead.name} stopped or died, .*\n"
     assert re.fullmatch(line, (tmp_path / "stderr").read_text())
     assert 1 <= len(list(tmp_path.glob("reads *"))) <= 4
     assert not list(tmp_path.glob("own error *"))
+    del server
 
 
 def start_and_wait(folder: Path) -> None:
