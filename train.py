@@ -131,8 +131,8 @@ def train(
     memory, tensors decide on clipping and skipping (optim.Optimizer), ranks agree to stop with CPU
     tensors one step late (StopRequest), and a log row is an asynchronous copy (metrics.Log). An
     .item(), a print or an `if` on a tensor would break that. The host waits only for an evaluation,
-    a save, the end, optim.jsonl, rank 0 if it is more than a step behind and, with --log_interval
-    1, the previous row.
+    a save, the end, optim.jsonl, a host more than a step behind and, with --log_interval 1, the
+    previous row.
     """
     started = datetime.now().astimezone()
     if origin.step >= run.max_steps:

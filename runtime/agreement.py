@@ -29,9 +29,10 @@ class StopRequest:
     """Whether any rank got a signal to stop; all ranks learn it in the same step, of the next two.
 
     Construction installs signal handlers, unless told not to; they only set a flag. A rank with a
-    signal tells rank 0 through the store. In each step rank 0 broadcasts one number, which travels
-    in a tree during the next step, as a CPU tensor and in a gloo group of its own: devices take no
-    part, and a host waits only if rank 0 is more than a step behind.
+    signal tells rank 0 through the store, and in each step rank 0 broadcasts whether there is any.
+    The broadcast and a barrier run during the next step, in log2(N) hops, on CPU tensors and a gloo
+    group of its own: devices take no part, and a host waits only for another more than a step
+    behind.
     """
 
     def __init__(self, world: dist.World, handle_signals: bool = True):
@@ -39,7 +40,7 @@ class StopRequest:
         self.store = world.store
         self.group = torch.distributed.new_group(backend="gloo", timeout=world.timeout)
         self.flag = torch.zeros(1)
-        self.in_flight: torch.distributed.Work | None = None
+        self.in_flight: list[torch.distributed.Work] = []
         self.signalled = False
         if not handle_signals:
             return
@@ -57,20 +58,21 @@ class StopRequest:
 
     def poll(self) -> bool:
         """Pass on a signal of this rank; return whether rank 0 knew of any a step ago."""
-        if self.in_flight:
-            self.in_flight.wait()
+        self.wait()
         any_rank = bool(self.flag.numpy()[0])  # not .item(), which --profile counts as a host sync
         if self.signalled:
             self.store.set("stop requested", "")
         is_requested = self.rank == 0 and self.store.check(["stop requested"])
         self.flag = torch.tensor([float(is_requested)])
-        self.in_flight = torch.distributed.broadcast(self.flag, 0, self.group, async_op=True)
+        broadcast = torch.distributed.broadcast(self.flag, 0, self.group, async_op=True)
+        barrier = torch.distributed.barrier(self.group, async_op=True)
+        self.in_flight = [broadcast, barrier]
         return any_rank
 
     def wait(self) -> None:
-        """Wait until no broadcast is in flight."""
-        if self.in_flight:
-            self.in_flight.wait()
+        """Wait until nothing is in flight."""
+        for work in self.in_flight:
+            work.wait()
 
 
 def local_claims(

@@ -1,6 +1,7 @@
 """Ranks that were not started alike are refused; a flag of one rank reaches all."""
 
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import flags, listen
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import config
 import data
@@ -125,6 +127,26 @@ def test_the_odd_replica_of_a_weight_is_named_with_its_host():
     line = "b has other bits on rank 2 (w) than on rank 0 (u), which holds the same part of it"
     assert agreement.describe_difference(["a", "b"], ranks) == line
     assert agreement.describe_difference(["a"], ranks) is None
+
+
+def compare_before_and_after_a_bit_flips() -> tuple[int, str]:
+    """How many gathers find equal replicas, and what is said when rank 3 has another bit."""
+    world = dist.start("cpu")
+    mesh = dist.make_mesh(world, (2, 2, 1))
+    part = torch.full((3,), 1.0 + world.rank % 2)
+    placements = [Replicate(), Shard(0)]
+    split = DTensor.from_local(part, mesh["dp_replicate", "dp_shard"], placements)
+    weights = {"whole": torch.ones(2), "split": split}
+    with mock.patch.object(dist, "on_all_ranks", wraps=dist.on_all_ranks) as gather:
+        assert agreement.compare_replicas(weights) is None
+    part.view(torch.int32)[1] += world.rank == 3
+    return gather.call_count, agreement.compare_replicas(weights)
+
+
+def test_replicas_are_gathered_only_if_two_differ(pool):
+    for gathers, line in pool(4, compare_before_and_after_a_bit_flips):
+        assert gathers == 0
+        assert re.match(r"split has other bits on rank [13] \(.*\) than on rank [13] \(", line)
 
 
 def signal_one_rank(number: int, steps: int) -> list[bool]:
