@@ -30,9 +30,8 @@ class StopRequest:
 
     Construction installs signal handlers, unless told not to; they only set a flag. A rank with a
     signal tells rank 0 through the store, and in each step rank 0 broadcasts whether there is any.
-    The broadcast and a barrier run during the next step, in log2(N) hops, on CPU tensors and a gloo
-    group of its own: devices take no part, and a host waits only for another more than a step
-    behind.
+    The broadcast and a barrier run during the next step, in log2(N) hops, in a gloo group of their
+    own: devices take no part, and a host waits only for another more than a step behind.
     """
 
     def __init__(self, world: dist.World, handle_signals: bool = True):
@@ -75,9 +74,7 @@ class StopRequest:
             work.wait()
 
 
-def local_claims(
-    mesh: DeviceMesh, must_match: dict, first_indices: Iterable[int]
-) -> dict[str, object]:
+def local_claims(mesh: DeviceMesh, must_match: dict, first_indices: Iterable[int]) -> dict:
     """Return this rank's claims, {name: value}. All ranks that make a claim must give it one value:
 
     each name of `must_match`, the code          all ranks have the same

@@ -129,8 +129,7 @@ def report_error_once(program: str, message: str) -> None:
     report_error(program, message, f" on rank {rank}" if rank else "", began)
 
 
-# In the messages of gloo and of NCCL
-NOT_CONNECTED = ("timed out connecting", "Connect: ")
+NOT_CONNECTED = ("timed out connecting", "Connect: ")  # in messages of gloo and NCCL
 # In torch's messages for too little memory. Only CUDA's error has a class of its own; the errors of
 # the CPU are plain RuntimeErrors, which only their texts tell from bugs.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "calculation overflowed")  # CUDA, CPU, both

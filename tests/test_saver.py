@@ -180,7 +180,7 @@ def test_all_ranks_write_and_none_much_more_than_another(shards):
         assert [writer % shards for writer in entry["grid"]] == list(range(shards))
     bounds[-1] = bounds[0]
     problem = pytest.raises(checkpoint.CheckpointError, match="do not make up the whole")
-    with problem if shards == 8 else contextlib.nullcontext():  # others hold the last shard, too
+    with problem if shards > 1 else contextlib.nullcontext():
         checkpoint.choose_writers(whole, lambda find_bounds, state: bounds)
 
 
