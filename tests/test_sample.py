@@ -193,7 +193,10 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("fate", SAID)
+LONG = [pytest.param(fate, marks=pytest.mark.slow) for fate in ("slow", "hangs")]
+
+
+@pytest.mark.parametrize("fate", ["raises", "no room", "dies", *LONG])
 def test_a_finished_run_succeeds_whatever_its_sample_does(tokens, tmp_path, fate):
     text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1 --timeout 4"
     ranks = fork_ranks(2, sample_at_the_end, flags(f"{text} --sample_tokens 8"), tmp_path, fate)

@@ -168,7 +168,7 @@ def lose_one_of_twelve(port: int, folder: Path, fate: str) -> int:
     return 1
 
 
-@pytest.mark.parametrize("fate", ["hang", "fail"])
+@pytest.mark.parametrize("fate", [pytest.param("hang", marks=pytest.mark.slow), "fail"])
 def test_few_of_many_ranks_investigate_even_if_one_dies_in_it(fate, tmp_path):
     port = free_port()
     ranks = fork_ranks(12, lose_one_of_twelve, port, tmp_path, fate)
