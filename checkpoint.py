@@ -620,8 +620,9 @@ def find_bounds(state: dict) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     bounds = {}
     parts = local_parts(state)
     for name, tensor in flatten(state):
-        if layout_of(tensor) not in bounds:
-            bounds[layout_of(tensor)] = start_of(tensor), tuple(parts[name].shape)
+        layout = layout_of(tensor)
+        if layout not in bounds:
+            bounds[layout] = start_of(tensor), tuple(parts[name].shape)
     return list(bounds.values())
 
 

@@ -131,13 +131,13 @@ def compare_replicas(weights: dict[str, Tensor]) -> str | None:
     """
     parts, groups, sums = [], [], []  # of n weights
     for weight in weights.values():
-        parts.append(())  # this rank's place on the axes that split the weight
-        groups.append([torch.distributed.group.WORLD])  # of ranks with the same part
+        copies, split = [torch.distributed.group.WORLD], []  # of ranks with the same part, or not
         if isinstance(weight, DTensor):
             axes = list(zip(weight.device_mesh.get_all_groups(), weight.placements))
-            groups[-1] = [group for group, placement in axes if placement.is_replicate()]
+            copies = [group for group, placement in axes if placement.is_replicate()]
             split = [group for group, placement in axes if not placement.is_replicate()]
-            parts[-1] = tuple(group.rank() for group in split)
+        groups.append(copies)
+        parts.append(tuple(group.rank() for group in split))  # this rank's place on these axes
         bits = optim.local(weight).view(torch.int32)
         sums.append(bits.sum(dtype=torch.int32))  # modulo 2^32; int64 would copy the weight
     sums = torch.stack(sums)  # (n,)
