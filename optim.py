@@ -40,7 +40,8 @@ class Settings:
 # --------------------------------------------------------------------------------------------------
 # Learning rate
 
-# A schedule returns a factor of its progress: at 1 the learning rate is lr, at 0 it is min_lr.
+# A schedule returns a factor: at 1 the learning rate is lr, at 0 it is min_lr. Its progress is 0 in
+# the first step after warm-up, and would be 1 in the step after max_steps.
 SCHEDULES: dict[str, Callable[[float, Settings], float]] = {
     "cosine": lambda progress, settings: 0.5 * (1 + math.cos(math.pi * progress)),
     # warm-up, stable, decay: falls only in the last fifth after warm-up (Hu et al. 2024)
