@@ -22,6 +22,7 @@ import model
 import optim
 import train
 from tools import check
+from tools.measuring import parity
 from tools.measuring.harness import TORCHRUN
 
 SMALL = "--n_layer 3 --micro_batch_size 2 --dtype float32 --strategy ddp"
@@ -169,7 +170,7 @@ def test_clean_ranks_pass_and_the_file_has_the_figures(checked, tmp_path):
     figures = found["figures"]
     assert figures["on a host GB/s"] > 0
     # 8 x what an ulp in the weights makes of them, in float32
-    for name, least in check.LEAST.items():
+    for name, least in parity.LEAST.items():
         assert least <= found["limits"][f"one rank's {name}"] < 1e-4
     assert figures["resumed loss"] == figures["resumed grad_norm"] == figures["host syncs"] == 0
     # The gradients of two blocks of the three
@@ -254,12 +255,14 @@ def test_dead_models_and_a_scaled_gradient_fail(checked, case):
 )
 def test_a_difference_of_either_sign_in_any_row_fails(tmp_path, losses, largest):
     """Of a run whose losses should be 2 and 1; a log has null for nan."""
-    result = check.Check()
+    result = parity.Check()
     expected = [{"loss": loss, "grad_norm": 0.0} for loss in (2, 1)]
     lines = [json.dumps({"step": 1, "loss": loss, "grad_norm": 0.0}) for loss in losses]
+    lines.append(json.dumps({"step": 1, "val_loss": 3.0}))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    found, _ = check.read_logs(tmp_path)
-    check.compare(result, "one rank's", expected, found, {"loss": 1e-5, "grad_norm": 1e-5})
+    found, _, val_loss = parity.read_logs(tmp_path)
+    assert val_loss == 3
+    parity.compare(result, "one rank's", expected, found, {"loss": 1e-5, "grad_norm": 1e-5})
     assert result.figures == {"one rank's loss": largest, "one rank's grad_norm": 0.0}
     assert len(result.problems) == 1
 
@@ -276,11 +279,11 @@ def test_a_difference_of_either_sign_in_any_row_fails(tmp_path, losses, largest)
     ],
 )
 def test_gradients_are_compared_by_the_median_over_steps(expected, found, change):
-    def log(norms: list[float]) -> check.RunLog:
+    def log(norms: list[float]) -> parity.RunLog:
         rows = [{"parameter": name, "grad_norm": norm} for norm in norms for name in "ab"]
-        return check.RunLog([], rows, {})
+        return parity.RunLog([], rows, 0.0, {})
 
-    changes = check.gradient_changes(log(expected), log(found))
+    changes = parity.gradient_changes(log(expected), log(found))
     assert changes == {name: pytest.approx(change) for name in "ab"}
 
 
@@ -288,7 +291,7 @@ def test_gradients_are_compared_by_the_median_over_steps(expected, found, change
 def test_each_link_is_timed_in_few_rounds_and_none_with_another_of_a_host(hosts, local_size, count):
     world = SimpleNamespace(size=hosts * local_size, local_size=local_size)
     with mock.patch.object(check, "time_links") as time_links:
-        check.links(SimpleNamespace(world=world), check.Check())
+        check.links(SimpleNamespace(world=world), parity.Check())
     rounds = [pairs for call in time_links.call_args_list for pairs in call.args[3]]
     assert len(rounds) == count
     found = {pair for pairs in rounds for pair in pairs if pair[0] != pair[1]}
@@ -304,7 +307,7 @@ def test_a_link_is_slow_if_a_second_measurement_agrees(second, slow):
     ranks = SimpleNamespace(names=["rank 0", "rank 1"], world=world)
     pairs = [(0, 1), (1, 0)]
     times = [dict(zip(pairs, seconds)) for seconds in ([1, 2], second)]
-    result = check.Check()
+    result = parity.Check()
     with mock.patch.object(check, "best_times", side_effect=times):
         check.time_links(ranks, result, "on a host", pairs)
     expected = ["slow: the link from rank 1 to rank 0, 2.0 x as long as others"]

@@ -40,6 +40,7 @@ FLOORS = [
     "tools.checkpoint tools.compare tools.measuring.harness",
     "tools.hf tools.measuring.hosts",
     "tools.bench tools.report",
+    "tools.measuring.parity",
     "tools.check tools.plan",
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}

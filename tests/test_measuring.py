@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dist
 from tools import bench, check
-from tools.measuring import products
+from tools.measuring import parity, products
 
 # --------------------------------------------------------------------------------------------------
 # The products of a step
@@ -108,7 +108,7 @@ def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
     transfer = torch.distributed.batch_isend_irecv
     ranks = Namespace(names=[f"rank {number}" for number in range(size)])
     ranks.world = Namespace(size=size, local_size=local_size, device=torch.device("cpu"))
-    found = check.Check()
+    found = parity.Check()
     with mock.patch.object(torch.distributed, "batch_isend_irecv", transfer_late):
         check.links(ranks, found)
     assert found.figures.keys() >= {"across hosts GB/s"}

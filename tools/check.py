@@ -7,24 +7,21 @@ Takes the flags of the planned run, and is started like train.py.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import functools
 import gc
+import itertools
 import json
 import math
 import os
 import shlex
 import shutil
 import socket
-import statistics
 import sys
 import tempfile
-import textwrap
 import time
 import warnings
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -36,9 +33,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed
-from torch import Tensor, nn
 from torch.distributed import P2POp
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import collect_env
 
 import checkpoint
@@ -47,15 +42,23 @@ import data
 import dist
 import layout
 import metrics
-import optim
-import train
 from layout import Run
 from runtime import agreement, cli, launch, preflight, watchdog
 from runtime.machine import Machine, read_machine
 from runtime.preflight import NEW_RUN
 from runtime.watchdog import Watchdog
-from tools.bench import three_digits
-from tools.measuring.harness import training_rows
+from tools.measuring.parity import (
+    GRADIENTS,
+    PERTURBED,
+    Check,
+    RunLog,
+    check_gradients,
+    compare,
+    first_difference,
+    rounding_limits,
+    spread,
+    train_watched,
+)
 from tools.planning import rehearse
 
 STEPS = 20
@@ -66,11 +69,6 @@ MICRO_BATCHES = 1000  # about as many for one rank, which computes those of all 
 # A link is slow if its best time exceeds SLOW times that of the faster ones.
 SLOW, REPEATS = 1.4, 30
 LINK_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}  # at least what a switch may pass at once
-# A limit is SPREADS times what rounding alone makes of a run: PERTURBED more on one rank begin with
-# weights moved by an ulp (after TTrace, arXiv 2506.09280). It is at least LEAST: a mesh also adds
-# up the norm of the gradient in another order, which made up to 2e-6 where nothing was wrong.
-PERTURBED, SPREADS = 3, 8
-LEAST = {"loss": 1e-6, "grad_norm": 1e-5}
 # Flags of every run; they override the planned run's. At a high learning rate two runs in bfloat16
 # drift apart within 20 steps.
 SHORT = (
@@ -81,47 +79,8 @@ SHORT = (
 )
 
 
-@dataclass
-class Check:
-    """What was found: a paragraph on the console, an object in the JSON file."""
-
-    figures: dict = field(default_factory=dict)
-    limits: dict[str, float] = field(default_factory=dict)  # figure -> the most it may be
-    problems: list[str] = field(default_factory=list)  # why it failed
-
-    def limit(self, figure: str, value: float, most: float, where: str = "") -> None:
-        """Record a figure that must lie between 0 and a finite `most`; nan never does.
-
-        `where` ends the line of the problem.
-        """
-        self.figures[figure] = value
-        self.limits[figure] = most
-        if not 0 <= value <= most < math.inf:
-            self.problems.append(f"{figure} {value:.3g} is not between 0 and {most:.3g}{where}")
-
-    @property
-    def status(self) -> str:
-        return "FAIL" if self.problems else "pass"
-
-    def __str__(self) -> str:
-        parts = list(self.problems)
-        for name, value in self.figures.items():
-            parts.append(f"{name} {three_digits(value)}")
-        line = f"{self.status}  {', '.join(parts)}"
-        return textwrap.fill(line, 100, subsequent_indent=" " * 6, break_on_hyphens=False)
-
-
 # --------------------------------------------------------------------------------------------------
 # The ranks
-
-
-@dataclass
-class RunLog:
-    """What rank 0 of a run has logged, and what the layers have computed."""
-
-    rows: list[dict]  # of metrics.jsonl
-    of_parameters: list[dict]  # of optim.jsonl
-    squares: Counter  # layer, in the order of the forward pass -> the sum of the squares of step 1
 
 
 class Ranks:
@@ -158,35 +117,9 @@ class Ranks:
         return layout.resolve(flags, machine, data.facts_of(self.folders), self.origin)
 
     def train(self, run: Run, world: dist.World, name: str, seed: int | None = None) -> RunLog:
-        """Train as train.py does, with a `seed` from weights that are moved by an ulp.
-
-        A run of the same name continues.
-        """
-        out = self.folder / name
-        run = dataclasses.replace(run, out=str(out))
-        squares = Counter()
-
-        def prepare(state: train.State) -> None:
-            nonlocal squares
-            state.model.eval()  # a fork's dropout would differ from mesh to mesh
-            if seed is not None:
-                move_by_an_ulp(state.tensors["model"], seed)
-            if not run.compile:
-                squares = sum_outputs(state)
-
-        origin = preflight.find_origin({"out": run.out}, world)
-        with loss_parallel(), contextlib.redirect_stdout(None):
-            train.train(
-                run,
-                origin if origin.path else self.origin,
-                self.folders,
-                world,
-                self.watchdog,
-                handle_signals=False,  # a signal ends this process, not only the run
-                after_load=prepare,
-            )
-        rows, of_parameters = dist.on_rank0(read_logs, out)
-        return RunLog(rows, of_parameters, sum(dist.on_all_ranks(squares.copy), Counter()))
+        """Train as parity.train_watched does. A run of the same name continues."""
+        run = dataclasses.replace(run, out=str(self.folder / name))
+        return train_watched(run, self.origin, self.folders, world, self.watchdog, seed)
 
     def alone(self) -> tuple[RunLog, list[RunLog], list[rehearse.Communication]]:
         """The run on one rank, perturbed ones, and what a rank sends in a rehearsed step of all."""
@@ -213,37 +146,6 @@ class Ranks:
         rehearse.leave_group()
         dist.join_group(self.world, torch.distributed.PrefixStore("after", self.store))
         return log, perturbed, found.communication
-
-
-def read_logs(out: Path) -> tuple[list[dict], list[dict]]:
-    """Read a run's rows and its rows of parameters, with nan for null: JSON has no nan."""
-    rows, of_parameters = training_rows(out), metrics.read_log(out / "optim.jsonl")
-    for row in rows + of_parameters:
-        for name, value in row.items():
-            row[name] = math.nan if value is None else value
-    return rows, of_parameters
-
-
-def move_by_an_ulp(weights: dict[str, Tensor], seed: int) -> None:
-    """Move each value to the next float32 above or below it, at random."""
-    torch.manual_seed(seed)
-    for weight in weights.values():
-        weight.copy_(torch.nextafter(weight, weight + torch.randn_like(weight)))
-
-
-def sum_outputs(state: train.State) -> Counter:
-    """By layer, the sum of the squares that it will compute on this rank in the first step."""
-    squares = Counter()
-
-    def add(name: str, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
-        if state.step == 1 and torch.is_grad_enabled():
-            values = optim.local(output.detach()).double()
-            squares[name] += values.square().sum().item()
-
-    for name, layer in state.model.named_modules():
-        if not any(layer.children()) and name != "head":  # which returns the loss
-            layer.register_forward_hook(functools.partial(add, name))
-    return squares
 
 
 def shorten(planned: Run) -> dict:
@@ -328,7 +230,8 @@ def transfer(pairs: list[tuple[int, int]], device: torch.device) -> float:
 def parity(ranks: Ranks, check: Check) -> None:
     """A run on the mesh is that of one rank, sends what is rehearsed, never waits, and resumes."""
     alone, perturbed, sent = ranks.alone()
-    limits = rounding_limits(alone, perturbed)
+    spreads = dist.on_all_ranks(lambda: [spread(alone, log) for log in perturbed])
+    limits = rounding_limits(itertools.chain(*spreads), ranks.run.compute_dtype)
     steps = len(alone.rows)
     half = steps // 2
     run = dataclasses.replace(ranks.run, max_steps=steps, checkpoint="none", async_save=False)
@@ -350,83 +253,12 @@ def parity(ranks: Ranks, check: Check) -> None:
         return
     # Bit for bit on CPUs. On GPUs attention's backward is not deterministic, and the step that the
     # profile counts is not compiled.
-    if ranks.world.device.type == "cpu" and not run.compile:
-        limits = dict.fromkeys(limits, 0.0)
-    compare(check, "resumed", mesh.rows, resumed.rows, limits)
-    check_gradients(check, alone, perturbed, resumed, run.compute_dtype)
+    is_exact = ranks.world.device.type == "cpu" and not run.compile
+    resumed_limits = dict.fromkeys(limits, 0.0) if is_exact else limits
+    compare(check, "resumed", mesh.rows, resumed.rows, resumed_limits)
+    check_gradients(check, alone, resumed, limits[GRADIENTS])
     if ranks.world.rank == 0:
         check_learning(check, resumed, run)
-
-
-def rounding_limits(alone: RunLog, perturbed: list[RunLog]) -> dict[str, float]:
-    """How far a mesh may be from one rank, by column of the log."""
-    limits = {}
-    for name, least in LEAST.items():
-        spreads = [difference(alone.rows, log.rows, name) for log in perturbed]
-        limits[name] = rounding_limit(least, spreads)
-    return limits
-
-
-def rounding_limit(least: float, spreads: list[float]) -> float:
-    """SPREADS times the largest of all ranks' `spreads`, and at least `least`."""
-    of_ranks = dist.on_all_ranks(max, [0.0, *spreads])
-    return max(least, SPREADS * max(of_ranks))
-
-
-def relative(expected: float, found: float) -> float:
-    """Return the change as a share of `expected`; inf if that is 0 or either is nan."""
-    if expected == found:
-        return 0.0
-    change = (found - expected) / expected if expected else math.inf
-    return math.inf if math.isnan(change) else change
-
-
-def difference(expected: list[dict], found: list[dict], name: str) -> float:
-    """The largest relative difference between the rows of two runs."""
-    return max(abs(relative(a[name], b[name])) for a, b in zip(expected, found))
-
-
-def compare(
-    check: Check, label: str, expected: list[dict], found: list[dict], limits: dict[str, float]
-) -> None:
-    """Limit the largest relative differences between the rows of two runs."""
-    for name, limit in limits.items():
-        check.limit(f"{label} {name}", difference(expected, found, name), limit)
-
-
-def check_gradients(
-    check: Check, alone: RunLog, perturbed: list[RunLog], mesh: RunLog, dtype: torch.dtype
-) -> None:
-    """Limit how far the norm of each parameter's gradient is from one rank's.
-
-    AdamW and Muon undo a constant factor, and the norm of all gradients hides that of a small one.
-    """
-    spreads = [max(gradient_changes(alone, log).values()) for log in perturbed]
-    # A mesh also rounds in other places, such as a tp rank its part of a sum.
-    limit = rounding_limit(max(LEAST["grad_norm"], torch.finfo(dtype).eps), spreads)
-    changes = gradient_changes(alone, mesh)
-    worst = max(changes, key=changes.get)
-    check.limit("one rank's gradients", changes[worst], limit, f": {worst}")
-
-
-def gradient_changes(expected: RunLog, found: RunLog) -> dict[str, float]:
-    """Return how far the norm of each parameter's gradient is off: the median over the steps.
-
-    A wrong factor is in every step. Rounding changed single steps by up to 8% in bfloat16, but with
-    either sign: the median by at most 0.15% (20 checks on five meshes, with AdamW and Muon).
-    """
-    changes = defaultdict(list)
-    for a, b in zip(expected.of_parameters, found.of_parameters):
-        changes[a["parameter"]].append(relative(a["grad_norm"], b["grad_norm"]))
-    return {name: abs(statistics.median(steps)) for name, steps in changes.items()}
-
-
-def first_difference(expected: Counter, found: Counter, limit: float) -> str:
-    """Name the first layer, in the order of the forward pass, whose output differs in step 1."""
-    for name, squares in found.items():
-        if not abs(squares - expected[name]) <= limit * expected[name]:
-            return f"the first output that differs is that of {name}, in step 1"
-    return f"of {len(found)} layers no output differs in step 1: gradients or the update do"
 
 
 def check_learning(check: Check, log: RunLog, run: Run) -> None:
