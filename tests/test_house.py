@@ -41,6 +41,7 @@ FLOORS = [
     "tools.hf tools.measuring.hosts",
     "tools.bench tools.report",
     "tools.measuring.parity",
+    "tools.measuring.fuzz",
     "tools.check tools.plan",
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}

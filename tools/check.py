@@ -2,8 +2,10 @@
 
 torchrun --standalone --nproc_per_node 2 -m tools.check --json check.json
 torchrun --nnodes 4 --nproc_per_node 8 ... -m tools.check --model llama3-8b --strategy hsdp
+python -m tools.check --fuzz 60
 
-Takes the flags of the planned run, and is started like train.py.
+Takes the flags of the planned run, and is started like train.py. --fuzz draws small runs instead,
+and starts their ranks itself.
 """
 
 import argparse
@@ -47,6 +49,7 @@ from runtime import agreement, cli, launch, preflight, watchdog
 from runtime.machine import Machine, read_machine
 from runtime.preflight import NEW_RUN
 from runtime.watchdog import Watchdog
+from tools.measuring import fuzz
 from tools.measuring.parity import (
     GRADIENTS,
     PERTURBED,
@@ -312,19 +315,39 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
     """This command's own flags, and the flags of the planned run. Raises UsageError."""
     parser = config.build_parser()
     parser.prog = "tools.check"
-    parser.usage = "torchrun ... -m tools.check [--FLAG VALUE ...]"
+    parser.usage = (
+        "torchrun ... -m tools.check [--FLAG VALUE ...]\n"
+        "       python -m tools.check --fuzz N [--seed S]"
+    )
     parser.description = "Check the ranks, with the flags of the run that is planned: train.py's."
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    flags = config.parse_flags(parser, [*argv, *SHORT.split()])
-    options = argparse.Namespace(json=flags["json"], out=flags.get("out"), argv=argv)
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write the results there")
+    add(
+        "--fuzz", type=cli.number(int, 1), metavar="N", help="draw N runs of up to 4 ranks (--seed)"
+    )
+    add("--draw", type=fuzz.parse_draw, metavar="TEXT", help="check one run as --fuzz prints it")
+    given = config.parse_flags(parser, [*argv, *SHORT.split()])
+    own = {name: given.pop(name) for name in ("json", "fuzz", "draw")}
+    options = argparse.Namespace(**own, out=given.get("out"), argv=argv)
+    if options.fuzz or options.draw:
+        typed = {word.partition("=")[0] for word in argv if word.startswith("--")}
+        if others := typed - {"--fuzz", "--draw", "--seed"}:
+            raise cli.UsageError(f"--fuzz draws the flags of its runs: leave out {min(others)}")
     if options.json and not options.json.absolute().parent.is_dir():
         raise cli.UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
-    return options, {name: value for name, value in flags.items() if name != "json"}
+    return options, given
 
 
-def check_ranks(argv: list[str]) -> int:
-    """On every rank. Rank 0 prints and writes the results, and returns 1 if a check failed."""
+def command(argv: list[str]) -> int:
+    """Check ranks or draws; return the exit status, 1 if a check failed."""
     options, flags = parse(argv)
+    if options.fuzz or options.draw:
+        return fuzz.fuzz(options.fuzz, config.flag_value(flags, "seed"), options.draw)
+    return check_ranks(options, flags)
+
+
+def check_ranks(options: argparse.Namespace, flags: dict) -> int:
+    """Check the planned run on every rank. Rank 0 prints and writes the results."""
     timeout = config.flag_value(flags, "timeout")
     device = config.flag_value(flags, "device")
     collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * timeout)
@@ -375,7 +398,7 @@ def write_json(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
 
 def main(argv: list[str]) -> int:
     launch.read_slurm()
-    return cli.execute("tools.check", check_ranks, argv)
+    return cli.execute("tools.check", command, argv)
 
 
 if __name__ == "__main__":

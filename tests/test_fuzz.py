@@ -1,0 +1,156 @@
+"""tools.check --fuzz: draws are possible, clean ones pass, and a fault is named and made small."""
+
+import contextlib
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from concurrent.futures.process import BrokenProcessPool
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from conftest import ROOT
+from test_lecture import copy
+
+import data
+import optim
+from tools.measuring import fuzz
+from tools.measuring.fuzz import CHOICES, SIMPLEST
+
+LARGEST = {name: choices[-1] for name, choices in CHOICES.items()}
+
+
+@pytest.fixture
+def fuzzer(pool, tmp_path):
+    return fuzz.Fuzzer(pool, tmp_path)
+
+
+def test_the_same_seed_draws_the_same_and_all_choices_come_up(fuzzer):
+    draws = list(fuzzer.draws(200, seed=0))
+    assert list(fuzzer.draws(20, seed=0)) == draws[:20]
+    assert list(fuzzer.draws(20, seed=1)) != draws[:20]
+    for name, choices in CHOICES.items():
+        assert {draw[name] for draw in draws} == set(choices)
+    models = [[draw[name] for name in fuzz.MODEL] for draw in draws]
+    changes = sum(a != b for a, b in itertools.pairwise(models))
+    assert changes < 200 / fuzz.DRAWS_OF_A_MODEL
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        {"mesh": "single-1-1-2", "vocab_size": 257},  # tp cannot split the vocabulary
+        {"mesh": "single-1-1-4", "n_kv_head": 2},
+        {"then": "single-1-1-4", "n_kv_head": 2},
+        {"mesh": "fsdp-1-2-1", "grad_sync": "shard"},
+    ],
+)
+def test_a_draw_that_train_py_would_refuse_is_not_possible(fuzzer, draw):
+    assert not fuzzer.is_possible(SIMPLEST | draw)
+    name = [*draw][-1]
+    assert fuzzer.is_possible(SIMPLEST | draw | {name: SIMPLEST[name]})
+
+
+# --------------------------------------------------------------------------------------------------
+# Faults, planted in the ranks
+
+train_indices = data.train_indices
+
+
+def reads_as_rank_0(steps, global_batch_size, micro_batch_size, dp_rank, dp_size):
+    """In the second half, which has another mesh."""
+    rank = dp_rank if steps.start == 1 else 0
+    return train_indices(steps, global_batch_size, micro_batch_size, rank, dp_size)
+
+
+FAULTS = {
+    "none": contextlib.nullcontext,
+    "norm": lambda: mock.patch.object(optim, "num_shards", lambda parameter: 1),
+    "data": lambda: mock.patch.object(data, "train_indices", reads_as_rank_0),
+}
+
+
+def call_with_fault(fault: str, function, *arguments):
+    with FAULTS[fault]():
+        return function(*arguments)
+
+
+@pytest.mark.parametrize(
+    "fault, draw, problems",
+    [
+        ("none", {"mesh": "fsdp-1-2-2", "then": "hsdp-2-1-1", "n_kv_head": 2}, []),
+        ("none", {"mesh": "fsdp-1-3-1", "vocab_size": 257, "tied": False, "wrap": "block"}, []),
+        ("norm", {"mesh": "fsdp-1-2-1"}, ["one rank's grad_norm", "one rank's gradients"]),
+        ("data", {"mesh": "ddp-2-1-1", "then": "ddp-2-1-1"}, ["UsageError: the reader of "]),
+    ],
+)
+def test_a_draw_has_the_problems_of_its_fault(pool, tmp_path, fault, draw, problems):
+    def on_ranks(size, function, *arguments):
+        return pool(size, call_with_fault, fault, function, *arguments)
+
+    found = fuzz.Fuzzer(on_ranks, tmp_path).try_draw(SIMPLEST | draw)
+    assert bool(found.problems) == bool(problems), found.problems
+    for beginning in problems:
+        assert any(line.startswith(beginning) for line in found.problems), beginning
+    assert found.limits["one rank's weights"] < 1e-3
+
+
+def test_the_smallest_draw_that_fails_is_found(capsys):
+    """Nothing is trained: a draw fails if tp meets grouped queries, and says what is left."""
+
+    def try_draw(draw: dict) -> SimpleNamespace:
+        fails = draw["mesh"].endswith("-2") and draw["n_kv_head"] < 4
+        return SimpleNamespace(problems=["planted"] if fails else [])
+
+    fuzzer = SimpleNamespace(try_draw=try_draw, is_possible=lambda draw: draw["mesh"] != "ddp")
+    fuzzer.shrink = functools.partial(fuzz.Fuzzer.shrink, fuzzer)
+    hsdp = LARGEST | {"mesh": "hsdp-1-2-2", "then": "nothing"}
+    assert fuzz.check_draws(fuzzer, [SIMPLEST, hsdp, SIMPLEST]) == 1
+    *_, problem, command = capsys.readouterr().out.splitlines()
+    assert problem == "planted"
+    assert command == 'python -m tools.check --draw "n_kv_head=2 mesh=single-1-1-2"'
+    assert fuzz.check_draws(fuzzer, [SIMPLEST] * 3) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("pass  3 draws, ")
+
+
+def test_a_draw_is_read_as_it_is_printed():
+    for draw in (SIMPLEST, LARGEST, SIMPLEST | {"reshard_after_forward": False}):
+        assert fuzz.parse_draw(fuzz.describe(draw)) == draw
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
+
+
+def run_command(*arguments: str, cwd=ROOT) -> tuple[int, str]:
+    command = [sys.executable, "-m", "tools.check", *arguments]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    return answer.returncode, answer.stdout + answer.stderr
+
+
+@pytest.mark.slow
+def test_processes_that_have_ended_are_replaced():
+    ranks = fuzz.RankPool()
+    with pytest.raises(BrokenProcessPool):
+        ranks(2, os._exit, 3)
+    assert ranks(2, os.getenv, "RANK") == ["0", "1"]
+    ranks.executor.shutdown()
+
+
+@pytest.mark.slow
+def test_sixty_draws_pass():
+    status, printed = run_command("--fuzz", "60")
+    assert status == 0, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [2, 5, 6, 7, 11])
+def test_a_bug_of_the_lecture_that_changes_numbers_is_found(tmp_path, bug):
+    project = copy(ROOT, tmp_path / "project")
+    patch = ROOT / f"docs/bugs/{bug}.patch"
+    subprocess.run(["git", "apply", str(patch)], cwd=project, check=True)
+    status, printed = run_command("--fuzz", "60", cwd=project)
+    assert status == 1, printed
+    assert printed.splitlines()[-1].startswith('python -m tools.check --draw "')

@@ -1,0 +1,381 @@
+"""tools.check --fuzz: draw configurations, and compare each with the same model on one rank.
+
+Faults of a distributed trainer hide where two features meet. A draw has a model of 25,000 weights,
+a mesh of 1 to 4 ranks, policies, and perhaps a second mesh on which the run continues halfway. It
+needs no GPU and no data: processes of this machine play the ranks.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import os
+import random
+import shutil
+import socket
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import checkpoint
+import config
+import data
+import dist
+import layout
+import prepare
+from layout import Run
+from model import ModelConfig
+from runtime import launch
+from runtime.cli import UsageError
+from runtime.machine import read_machine
+from runtime.preflight import NEW_RUN, Origin
+from runtime.watchdog import Watchdog
+from tools.checkpoint import read_full
+from tools.measuring import parity
+from tools.measuring.parity import GRADIENTS, PERTURBED, Check, RunLog
+from tools.planning.rehearse import leave_group
+
+RANKS = 4
+STEPS = 6
+DRAWS_OF_A_MODEL = 5  # in a row: they share the model's runs on one rank
+TIMEOUT = timedelta(seconds=30)  # of a collective that another rank never joins
+# Flags of every draw. Ranks get unequal shares of the 10 sequences of an evaluation.
+FLAGS = (
+    f"--global_batch_size 24 --max_steps {STEPS} --warmup_steps 2 --schedule constant --lr 1e-3 "
+    "--max_grad_norm 0.5 --log_interval 1 --optim_metrics_interval 1 --eval_interval 0 "
+    "--eval_sequences 10 --save_interval 0 --sample_tokens 0 --device cpu --num_workers 0"
+)
+# The least limit of a weight's relative difference. In bfloat16, rounding decides the sign of small
+# gradients, and so of AdamW's first updates.
+LEAST_WEIGHTS = {"float32": 1e-5, "bfloat16": 5e-2}
+
+# Strategy -> shapes: dp_replicate, dp_shard, tp
+SHAPES = {
+    "single": ["1-1-1", "1-1-2", "1-1-4"],
+    "ddp": ["2-1-1", "3-1-1", "4-1-1", "2-1-2"],
+    "fsdp": ["1-2-1", "1-3-1", "1-4-1", "1-2-2"],
+    "hsdp": ["2-1-1", "1-2-1", "3-1-1", "1-3-1", "2-2-1", "4-1-1", "1-4-1", "2-1-2", "1-2-2"],
+}
+MESHES = [f"{strategy}-{shape}" for strategy, shapes in SHAPES.items() for shape in shapes]
+
+# Name -> choices, the simplest first. A draw has one choice of each. The choices of a model change
+# the numbers of a run, the others do not.
+MODEL = {
+    "n_kv_head": [4, 2, 1],
+    "tied": [True, False],
+    "vocab_size": [320, 257],
+    "optimizer": ["adamw", "muon"],
+    "clip": ["norm", "adaptive"],
+    "dtype": ["float32", "bfloat16"],
+}
+CHOICES = MODEL | {
+    "mesh": MESHES,
+    "then": ["nothing", *MESHES],  # the mesh on which the run continues halfway
+    "grad_accum_steps": [1, 2, 3],
+    "wrap": ["none", "block", "block_group:2"],
+    "grad_sync": ["batch", "micro_batch", "shard"],
+    "reshard_after_forward": [True, False],
+    "activation_checkpointing": ["none", "selective", "full"],
+    "loss_chunks": [1, 2],
+    "async_save": [False, True],
+}
+SIMPLEST = {name: choices[0] for name, choices in CHOICES.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Processes that play the ranks of one mesh after another
+
+
+def prepare_process() -> None:
+    torch.set_num_threads(1)  # the ranks share the cores
+    warnings.simplefilter("ignore")
+
+
+def call_as_rank(rank: int, size: int, port: int, function: Callable, *arguments):
+    """Call a function with the environment variables of a rank."""
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}", "MASTER_PORT": f"{port}"}
+    return function(*arguments)
+
+
+class RankPool:
+    """ranks(n, function, *arguments): what n ranks return from calling `function` together.
+
+    Raises what one of them raised. No process takes two ranks, since `function` waits for all.
+    """
+
+    def __init__(self):
+        self.start()
+
+    def start(self) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # imports torch once for all processes
+        self.executor = ProcessPoolExecutor(RANKS, context, prepare_process)
+
+    def __call__(self, size: int, function: Callable, *arguments) -> list:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        call = functools.partial(self.executor.submit, call_as_rank)
+        futures = [call(rank, size, port, function, *arguments) for rank in range(size)]
+        wait(futures)
+        try:
+            return [future.result() for future in futures]
+        except BrokenProcessPool:  # a process has ended
+            self.start()
+            raise
+
+
+def train_on_mesh(run: Run, origin: Origin, data_path: str) -> RunLog:
+    return train_in(launch.start("cpu", TIMEOUT), run, origin, data_path)
+
+
+def train_alone(run: Run, origin: Origin, data_path: str) -> RunLog:
+    """Train on one rank, on all ranks but the first from weights that are moved by an ulp."""
+    rank = int(os.environ["RANK"])
+    store = torch.distributed.HashStore()
+    world = dist.World(0, 1, 0, 1, torch.device("cpu"), TIMEOUT, store)
+    dist.join_group(world, store)
+    run = dataclasses.replace(run, out=f"{run.out}-{rank}")
+    return train_in(world, run, origin, data_path, seed=rank or None)
+
+
+def train_in(
+    world: dist.World, run: Run, origin: Origin, data_path: str, seed: int | None = None
+) -> RunLog:
+    watchdog = Watchdog(world.store, world.rank, world.size, TIMEOUT.total_seconds())
+    try:
+        folders = data.open_folders(data_path)
+        return parity.train_watched(run, origin, folders, world, watchdog, seed)
+    finally:
+        leave_group()
+
+
+# --------------------------------------------------------------------------------------------------
+# A draw
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model's run on one rank, and how far a mesh may be from it."""
+
+    log: RunLog
+    weights: dict[str, Tensor]  # at the end
+    limits: dict[str, float]
+    limit_of_weights: float
+
+
+class Fuzzer:
+    """Trains draws in the folder `root`; `on_ranks` is a RankPool."""
+
+    def __init__(self, on_ranks: Callable, root: Path):
+        self.on_ranks = on_ranks
+        self.root = root
+        self.data_path = str(root / "tokens")
+        write_tokens(root)
+        self.facts = data.facts_of(data.open_folders(self.data_path))
+        self.flags = config.parse_flags(config.build_parser(), FLAGS.split())
+        self.reference = functools.cache(self.train_reference)
+        self.count = 0  # runs so far
+
+    def resolve(self, draw: dict, mesh: str) -> tuple[Run, Origin]:
+        """A draw's run on a mesh, and where it begins. Raises UsageError and MeshError."""
+        strategy, *shape = mesh.split("-")
+        dp_replicate, dp_shard, tp = map(int, shape)
+        dp_size = dp_replicate * dp_shard
+        sequences = self.flags["global_batch_size"] // dp_size  # of a rank
+        flags = self.flags | {
+            **{name: value for name, value in draw.items() if name in config.DEFAULTS},
+            "micro_batch_size": max(1, sequences // draw["grad_accum_steps"]),
+            "strategy": strategy,
+            "dp_replicate": dp_replicate,
+            "dp_shard": dp_shard,
+            "tp": tp,
+            "out": str(self.root / f"run-{self.count}"),
+        }
+        model_config = ModelConfig(
+            vocab_size=draw["vocab_size"],
+            n_layer=3,
+            n_head=4,
+            n_kv_head=draw["n_kv_head"],
+            d_model=32,
+            d_ff=64,
+            seq_len=16,
+            tied=draw["tied"],
+        )
+        origin = dataclasses.replace(NEW_RUN, model_config=model_config)
+        size = dp_size * tp
+        machine = read_machine(dist.World(0, size, 0, size, torch.device("cpu"), TIMEOUT, None))
+        return layout.resolve(flags, machine, self.facts, origin), origin
+
+    def is_possible(self, draw: dict) -> bool:
+        """Whether the draw's meshes fit its model and its batch."""
+        try:
+            for mesh in meshes_of(draw):
+                self.resolve(draw, mesh)
+        except (UsageError, dist.MeshError):
+            return False
+        return True
+
+    def train_reference(self, *model: tuple) -> Reference:
+        """Train a model on one rank, once as it is and PERTURBED times moved by an ulp."""
+        self.count += 1
+        run, origin = self.resolve(SIMPLEST | dict(model), SIMPLEST["mesh"])
+        count = 1 + PERTURBED
+        log, *perturbed = self.on_ranks(count, train_alone, run, origin, self.data_path)
+        spreads = [parity.spread(log, other) for other in perturbed]
+        weights, *moved = [read_weights(f"{run.out}-{number}") for number in range(count)]
+        changes = [max(weight_changes(weights, other).values()) for other in moved]
+        limits = parity.rounding_limits(spreads, run.compute_dtype)
+        limit_of_weights = max(LEAST_WEIGHTS[run.dtype], parity.SPREADS * max(changes))
+        return Reference(log, weights, limits, limit_of_weights)
+
+    def train(self, draw: dict) -> tuple[RunLog, dict[str, Tensor]]:
+        """Train a draw; return its log and its last weights."""
+        self.count += 1
+        meshes = meshes_of(draw)
+        squares = None
+        for part, mesh in enumerate(meshes, start=1):
+            run, origin = self.resolve(draw, mesh)
+            run = dataclasses.replace(run, max_steps=STEPS * part // len(meshes))
+            size = run.dp_size * run.tp
+            log, *_ = self.on_ranks(size, train_on_mesh, run, origin, self.data_path)
+            squares = squares or log.squares  # of step 1
+        weights = read_weights(run.out)
+        shutil.rmtree(run.out)
+        return dataclasses.replace(log, squares=squares), weights
+
+    def try_draw(self, draw: dict) -> Check:
+        """Train a draw, and compare it with its model on one rank."""
+        check = Check()
+        try:
+            reference = self.reference(*((name, draw[name]) for name in MODEL))
+            log, weights = self.train(draw)
+        except Exception as error:  # a fault may raise anything, on any rank
+            check.problems.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            return check
+        expected, limits = reference.log, reference.limits
+        parity.compare(check, "one rank's", expected.rows, log.rows, limits)
+        change = abs(parity.relative(expected.val_loss, log.val_loss))
+        check.limit("one rank's val_loss", change, limits["loss"])
+        parity.check_gradients(check, expected, log, limits[GRADIENTS])
+        changes = weight_changes(reference.weights, weights)
+        worst = max(changes, key=changes.get)
+        where = f": {worst}"
+        check.limit("one rank's weights", changes[worst], reference.limit_of_weights, where)
+        if check.problems:
+            line = parity.first_difference(expected.squares, log.squares, limits["loss"])
+            check.problems.append(line)
+        return check
+
+    def draws(self, count: int, seed: int) -> Iterator[dict]:
+        """Yield possible draws, the same for the same seed."""
+        generator = random.Random(seed)
+        for number in range(count):
+            if number % DRAWS_OF_A_MODEL == 0:
+                model = {name: generator.choice(choices) for name, choices in MODEL.items()}
+            draw = None
+            while draw is None or not self.is_possible(draw):
+                draw = {name: generator.choice(choices) for name, choices in CHOICES.items()}
+                draw |= model
+            yield draw
+
+    def shrink(self, draw: dict) -> dict:
+        """Take simpler choices, one by one, as long as the draw fails."""
+        before = None
+        while draw != before:
+            before = draw
+            for name, choices in CHOICES.items():
+                for simpler in choices[: choices.index(draw[name])]:
+                    candidate = draw | {name: simpler}
+                    if self.is_possible(candidate) and self.try_draw(candidate).problems:
+                        draw = candidate
+                        break
+        return draw
+
+
+def meshes_of(draw: dict) -> list[str]:
+    return [draw["mesh"]] if draw["then"] == "nothing" else [draw["mesh"], draw["then"]]
+
+
+def read_weights(out: str) -> dict[str, Tensor]:
+    """The full weights of a run's last checkpoint."""
+    reader = checkpoint.Reader(checkpoint.list_checkpoints(Path(out))[-1])
+    names = [name for name in reader.tensors if name.startswith("model.")]
+    return {name.removeprefix("model."): read_full(reader, name) for name in names}
+
+
+def weight_changes(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
+    """Return how far each weight is off, as a share of its norm."""
+    changes = {}
+    for name, weight in expected.items():
+        changes[name] = ((found[name] - weight).norm() / weight.norm()).item()
+    return changes
+
+
+def write_tokens(root: Path) -> None:
+    """Prepare 40 documents of random bytes, so that every rank reads every token."""
+    generator = random.Random(0)
+    (root / "text").mkdir()
+    for number in range(40):
+        (root / f"text/{number}").write_bytes(generator.randbytes(50).replace(b"\0", b""))
+    with contextlib.redirect_stdout(None):
+        prepare.prepare([str(root / "text")], root / "tokens", val_fraction=0.2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Output
+
+
+def describe(draw: dict) -> str:
+    """The choices that are not the simplest, as --draw takes them."""
+    return " ".join(f"{name}={value}" for name, value in draw.items() if value != SIMPLEST[name])
+
+
+def parse_draw(text: str) -> dict:
+    """The argparse type of --draw."""
+    draw = dict(SIMPLEST)
+    for word in text.split():
+        name, _, value = word.partition("=")
+        choices = {str(choice): choice for choice in CHOICES.get(name, [])}
+        if value not in choices:
+            raise argparse.ArgumentTypeError(
+                f"{word}: give NAME=VALUE, {name} one of {', '.join(choices)}"
+                if choices
+                else f"{word}: give NAME=VALUE, NAME one of {', '.join(CHOICES)}"
+            )
+        draw[name] = choices[value]
+    return draw
+
+
+def check_draws(fuzzer: Fuzzer, draws: Iterable[dict]) -> int:
+    """Check draws until one fails, and print the smallest that does; return the exit status."""
+    began = time.perf_counter()
+    for number, draw in enumerate(draws, start=1):
+        print(f"{number:4}  {describe(draw)}", flush=True)
+        if fuzzer.try_draw(draw).problems:
+            print(f"draw {number} fails; looking for the smallest that does ...", flush=True)
+            smallest = fuzzer.shrink(draw)
+            print("\n".join(fuzzer.try_draw(smallest).problems))
+            print(f'python -m tools.check --draw "{describe(smallest)}"')
+            return 1
+    minutes = (time.perf_counter() - began) / 60
+    print(f"pass  {number} draws, {number / minutes:.0f} a minute")
+    return 0
+
+
+def fuzz(count: int, seed: int, draw: dict | None = None) -> int:
+    """Check `count` draws, or the `draw`; return the exit status."""
+    with tempfile.TemporaryDirectory() as root:
+        fuzzer = Fuzzer(RankPool(), Path(root))
+        return check_draws(fuzzer, [draw] if draw else fuzzer.draws(count, seed))
