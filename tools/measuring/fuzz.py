@@ -55,6 +55,7 @@ FLAGS = (
     "--max_grad_norm 0.5 --log_interval 1 --optim_metrics_interval 1 --eval_interval 0 "
     "--eval_sequences 10 --save_interval 0 --sample_tokens 0 --device cpu --num_workers 0"
 )
+SIZES = dict(n_layer=3, n_head=4, d_model=32, d_ff=64, seq_len=16)
 # The least limit of a weight's relative difference. In bfloat16, rounding decides the sign of small
 # gradients, and so of AdamW's first updates.
 LEAST_WEIGHTS = {"float32": 1e-5, "bfloat16": 5e-2}
@@ -203,17 +204,8 @@ class Fuzzer:
             "tp": tp,
             "out": str(self.root / f"run-{self.count}"),
         }
-        model_config = ModelConfig(
-            vocab_size=draw["vocab_size"],
-            n_layer=3,
-            n_head=4,
-            n_kv_head=draw["n_kv_head"],
-            d_model=32,
-            d_ff=64,
-            seq_len=16,
-            tied=draw["tied"],
-        )
-        origin = dataclasses.replace(NEW_RUN, model_config=model_config)
+        sizes = {name: draw[name] for name in ("n_kv_head", "tied", "vocab_size")}
+        origin = dataclasses.replace(NEW_RUN, model_config=ModelConfig(**SIZES, **sizes))
         size = dp_size * tp
         machine = read_machine(dist.World(0, size, 0, size, torch.device("cpu"), TIMEOUT, None))
         return layout.resolve(flags, machine, self.facts, origin), origin
