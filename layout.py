@@ -266,7 +266,6 @@ def on_mesh(
 UNIT_BYTES = 8_000_000
 
 
-@functools.cache  # a search asks for each of a thousand candidates
 def choose_wrap(model_config: ModelConfig) -> str:
     """--wrap auto: as many blocks as have UNIT_BYTES, or the whole model if it has no more.
 

@@ -36,7 +36,6 @@ FLOORS = [
     "train",
     "tools.planning.rehearse",
     "tools.planning.predict",
-    "tools.planning.search",
     "tools.checkpoint tools.compare tools.measuring.harness",
     "tools.hf tools.measuring.hosts",
     "tools.bench tools.report",

@@ -111,10 +111,6 @@ MISTAKES = {
         ("--world_size 12", "--world_size 12 is not a multiple of --nproc_per_node 8"),
         ("--world_size 8 --tp 3", "n_kv_head 4 / tp 3 = 1.33, but each rank of a tp group"),
         ("--world_size 8 --dtype float32", "the speed of --device_type h100 with --dtype f"),
-        (
-            "--world_size 8 --model llama3-70b --strategy ddp --tp 1 --micro_batch_size 1 --search",
-            "nothing fits on 8 x h100: take more devices",
-        ),
         ("--run {restarted}", "restarted has no training row of its last start yet"),
         ("--run {winged}", "winged was trained by other code: "),
         ("--run {other} --tp=2", "--run takes the flags of the run: leave out --tp"),

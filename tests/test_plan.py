@@ -7,16 +7,15 @@ import io
 import json
 import math
 import random
+import re
 import statistics
 
 import pytest
 from conftest import ROOT, TINY, resolve, rows
 
-from config import parse
-from layout import empty_model, estimate_memory
 from model import SIZES
 from tools import plan
-from tools.planning import predict, search
+from tools.planning import predict
 from tools.planning.predict import Cluster, Group, Links
 from tools.planning.rehearse import Communication, Operation, Rehearsal
 
@@ -234,12 +233,50 @@ def test_a_plan_says_what_leaves_a_host_and_what_is_saved(pool):
 def test_the_report_fits_on_a_screen_and_says_what_does_not_fit(monkeypatch, capsys):
     found = rehearsal([sends(1.0)], flops=3e12)
     too_large = dataclasses.replace(found, memory={"other": 10**12})
-    monkeypatch.setattr(predict.Request, "rehearse", lambda request, run: too_large)
+    monkeypatch.setattr(plan, "rehearse", lambda run, local_size: too_large)
     text = "--world_size 8 --micro_batch_size 1 --strategy fsdp --tokens 1e9"
     assert plan.main(f"{TINY} {text}".split()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 30
     assert "DOES NOT FIT (limit 90%)" in "\n".join(lines)
+
+
+def run_the_loop() -> list[str]:
+    """The lines that the loop of docs/plan.md prints."""
+    page = (ROOT / "docs/plan.md").read_text()
+    (code,) = re.findall(r"## The fastest of many plans\n.*?```python\n(.*?)```", page, re.DOTALL)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, {})
+    return out.getvalue().splitlines()
+
+
+def test_a_loop_prints_the_fastest_plans_that_fit(monkeypatch):
+    """Of 18, of which 3 cannot be split into micro-batches, and the 5 of ddp do not fit."""
+
+    def rehearse(run, local_size: int) -> Rehearsal:
+        memory = {"other": 10**12 if run.strategy == "ddp" else 0}
+        return dataclasses.replace(rehearsal(flops=1e12 * run.tp), run=run, memory=memory)
+
+    monkeypatch.setattr(plan, "rehearse", rehearse)
+    lines = run_the_loop()
+    assert [line[27:] for line in lines] == [
+        f"--strategy {strategy} --tp {tp} --micro_batch_size {size}"
+        for strategy, tp, size in [
+            ("hsdp", 1, 16),
+            ("hsdp", 1, 32),
+            ("fsdp", 1, 16),
+            ("fsdp", 1, 32),
+            ("hsdp", 2, 16),
+        ]
+    ]
+    speeds = [float(line.split()[0].replace(",", "")) for line in lines]
+    assert speeds == sorted(speeds, reverse=True) and speeds[0] > speeds[-1]
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_page_runs_as_it_stands(pool):
+    (lines,) = pool(1, run_the_loop)
+    assert len(lines) == 5 and "--strategy hsdp --tp 1 --micro_batch_size 32" in lines[0]
 
 
 PUBLISHED = json.loads((ROOT / "docs/published.json").read_text())
@@ -353,47 +390,3 @@ def test_the_last_start_of_a_run_is_planned_and_what_it_took_is_shown(run, pool)
     request, _, measured = plan.parse(["--run", str(out)])
     assert (request.cluster.device_type, request.resolve().strategy) == ("b200", "ddp")
     assert measured.peak_memory == 7
-
-
-# --------------------------------------------------------------------------------------------------
-# The search
-
-
-def search_beside_auto() -> tuple[str, str, bool]:
-    """The first strategy that fits, auto's, and whether that fits when it is rehearsed.
-
-    On devices of 1.2 x the least that ddp needs.
-    """
-    text = "--world_size 16 --grad_sync batch --tp 1 --micro_batch_size 1 --d_model 256"
-    text += " --global_batch_size 64 --activation_checkpointing none --reshard_after_forward true"
-    request = plan_of(text)
-    ddp = request.resolve({"strategy": "ddp"})
-    need = sum(estimate_memory(ddp, empty_model(ddp)).values())
-    cluster = dataclasses.replace(request.cluster, device_memory=int(1.2 * need))
-    request = dataclasses.replace(request, cluster=cluster)
-    (best,) = search.search(request, 0)["ranked"]
-    auto = request.resolve()
-    peak = request.rehearse(auto).peak
-    return parse(best["flags"].split())["strategy"], auto.strategy, predict.fits(peak, cluster)
-
-
-def test_auto_and_the_search_agree_where_the_choice_fits(pool):
-    assert pool(1, search_beside_auto) == [("hsdp", "hsdp", True)]
-
-
-def test_flags_that_are_given_are_not_searched():
-    request = plan_of("--world_size 16 --strategy hsdp --dp_shard 4 --global_batch_size 64")
-    found = list(search.candidates(request.flags, request.cluster))
-    whole = [flags for flags in found if flags["micro_batch_size"] == 4 * flags["tp"]]
-    assert {flags["grad_sync"] for flags in whole} == {"batch"}  # of one micro-batch
-    assert {(flags["strategy"], flags["dp_shard"]) for flags in found} == {("hsdp", 4)}
-    assert {flags["grad_sync"] for flags in found} == {"batch", "shard", "micro_batch"}
-    assert {1, 2, 4} <= {flags["micro_batch_size"] for flags in found}
-    given = "--strategy hsdp --dp_shard 4 --micro_batch_size 2 --reshard_after_forward false"
-    assert search.command_line(parse(given.split())) == given
-    # A policy of one strategy leaves the others out.
-    request = plan_of("--world_size 16 --grad_sync shard --global_batch_size 64")
-    groups, impossible = search.group_candidates(request)
-    meshes = {(run.strategy, run.mesh_shape) for group in groups.values() for _, run in group}
-    shapes = [(8, 2, 1), (4, 4, 1), (2, 8, 1), (4, 2, 2), (2, 4, 2)]
-    assert meshes == {("hsdp", shape) for shape in shapes} and impossible > 0

@@ -31,9 +31,9 @@ from runtime.machine import read_machine
 from runtime.preflight import NEW_RUN, Origin
 from tools.bench import add_flags, count
 from tools.compare import read
-from tools.planning import predict, search
+from tools.planning import predict
 from tools.planning.predict import DEVICES, Cluster, Request
-from tools.planning.rehearse import Rehearsal
+from tools.planning.rehearse import Rehearsal, rehearse
 from tools.report import seconds
 
 # --------------------------------------------------------------------------------------------------
@@ -69,8 +69,6 @@ FLAGS = {
         "H", "device-hours from one to the next (default: Llama 3's, 50,700)", predict.INTERRUPTION
     ),
     "tokens": number("N", "tokens to train on, such as 15e12: hours"),
-    "search": dict(action="store_true", help="rank the meshes and policies that fit"),
-    "search_seconds": number("S", "of --search (default: 120)", default=120.0),
     "run": dict(metavar="DIR", help="plan a run that has trained, and show what it took"),
 }
 
@@ -112,9 +110,6 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
             raise UsageError(f"--run takes the flags of the run: leave out --{min(others)}")
         request, measured = read_run(options, flags)
         return request, options, measured
-    if options.search:  # the flags of a --config file are searched, too
-        searched = {*search.SEARCHED, "dp_replicate"}
-        flags = {name: flags[name] for name in flags if name in typed or name not in searched}
     flags.setdefault("out", config.default_out(flags))
     cluster = make_cluster(options, options.world_size, options.nproc_per_node, options.device_type)
     origin = NEW_RUN
@@ -232,7 +227,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return predict.fits(self.rehearsal.peak, self.request.cluster)
+        return self.rehearsal.peak <= predict.USABLE * self.request.cluster.device_memory
 
     @property
     def hours(self) -> float:
@@ -275,8 +270,11 @@ class Plan:
 def make_plan(
     request: Request, options: argparse.Namespace, measured: Measured | None = None
 ) -> Plan:
-    """Rehearse the run and predict its speed. Raises UsageError and MeshError."""
-    rehearsal = request.rehearse(request.resolve())
+    """Rehearse a step of rank 0 and predict its speed. No rank holds more than rank 0.
+
+    Takes what `parse` returns. Raises UsageError and MeshError.
+    """
+    rehearsal = rehearse(request.resolve(), request.cluster.links.local_size)
     speed = predict.speed(rehearsal, request.cluster)
     return Plan(request, rehearsal, speed, options, measured)
 
@@ -446,13 +444,7 @@ def gigabytes(size: int) -> str:
 
 
 def run(argv: list[str]) -> None:
-    request, options, measured = parse(argv)
-    if options.search:
-        found = search.search(request, options.search_seconds)
-        lines = search.table(found, request.cluster)
-    else:
-        lines = report(make_plan(request, options, measured))
-    print("\n".join(lines))
+    print("\n".join(report(make_plan(*parse(argv)))))
 
 
 def main(argv: list[str]) -> int:

@@ -16,7 +16,7 @@ from layout import Run
 from runtime.cli import UsageError
 from runtime.machine import Machine
 from runtime.preflight import NEW_RUN, Origin
-from tools.planning.rehearse import Communication, Operation, Rehearsal, rehearse
+from tools.planning.rehearse import Communication, Operation, Rehearsal
 
 # Speed of attention relative to large matrix products. FlashAttention-2 forward: 178 to 187 of 271
 # TFLOP/s on an A100 (github.com/liangan1/GPU_travel, performance/flash-attn); backward: less.
@@ -151,19 +151,9 @@ class Request:
     data_facts: DataFacts
     origin: Origin = NEW_RUN  # the checkpoint of --init_from or --resume, or of a run
 
-    def resolve(self, changes: dict | None = None) -> Run:
-        """The run on the cluster, with changed flags. Raises UsageError and MeshError."""
-        flags = self.flags | (changes or {})
-        return layout.resolve(flags, self.cluster.machine, self.data_facts, self.origin)
-
-    def rehearse(self, run: Run) -> Rehearsal:
-        """Rehearse rank 0's step, which holds the most where shards are uneven."""
-        return rehearse(run, self.cluster.links.local_size)
-
-
-def fits(peak: int, cluster: Cluster) -> bool:
-    """Whether a rank with `peak` bytes of tensors fits on a device."""
-    return peak <= USABLE * cluster.device_memory
+    def resolve(self) -> Run:
+        """The run on the cluster. Raises UsageError and MeshError."""
+        return layout.resolve(self.flags, self.cluster.machine, self.data_facts, self.origin)
 
 
 def peak_flops(cluster: Cluster, run: Run) -> float:
