@@ -1,7 +1,7 @@
 """Text -> a token folder that train.py reads: train.bin, val.bin and meta.json.
 
 python prepare.py --source corpus/ --tokenizer gpt2 --out tokens/corpus
-python prepare.py --source 'web/*.jsonl.gz' --tokenizer o200k_base.tiktoken --out tokens/web
+python prepare.py --source 'web/*.jsonl.gz' --tokenizer tokenizer.json --out tokens/web
 curl -L URL | python prepare.py --source - --out tokens/web
 """
 
@@ -75,22 +75,21 @@ def prepare(
     out: Path,
     name: str = "bytes",
     val_fraction: float = 0.05,
-    pattern: str | None = None,
     field: str = "text",
     num_threads: int = 1,
 ) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`.
 
-    `name` and `pattern` go to tokenizer.load_encoding; `field` has the text in JSON, CSV and
-    parquet. The folder appears complete or, after an error, not at all.
+    `name` goes to tokenizer.load_encoding; `field` has the text in JSON, CSV and parquet. The
+    folder appears complete or, after an error, not at all.
     Raises UsageError, SourceError, TokenizerError and OSError.
     """
-    encoding = tokenizer.load_encoding(name, pattern)
+    encoding = tokenizer.load_encoding(name)
     new_folder = Path(os.path.realpath(out))
     corpus = find_files(sources, takes_binary=name == "bytes", text_field=field)
     with unfinished(new_folder) as folder:
         if name not in ("bytes", "gpt2"):
-            name = keep_tokenizer(name, pattern, folder)
+            name = shutil.copyfile(name, folder / "tokenizer.json").name
         encoder = Encoder(encoding)
         splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads)
         if not splitter.size:
@@ -104,19 +103,6 @@ def prepare(
                 os.fsync(file.fileno())
         os.rename(folder, new_folder)
     report(out, corpus, splitter, meta)
-
-
-def keep_tokenizer(name: str, pattern: str | None, folder: Path) -> str:
-    """Copy a tokenizer's file into the token folder; return its name there.
-
-    The name keeps what a .tiktoken file lacks: the pattern.
-    """
-    suffix = Path(name).suffix
-    if suffix != ".json":
-        pattern = pattern or tokenizer.pattern_of(name)
-        print(f"{name} is used with the pattern of {pattern} (--pattern names another)")
-        suffix = f".{pattern}.tiktoken"
-    return shutil.copyfile(name, folder / f"tokenizer{suffix}").name
 
 
 def describe_tokens(name: str, encoder: Encoder, splitter: Splitter, folder: Path) -> dict:
@@ -184,10 +170,8 @@ def build_parser() -> cli.Parser:
     )
     field_help = "JSON field or column with the text (default: text)"
     add("--field", default="text", metavar="NAME", help=field_help)
-    name_help = "bytes, gpt2, PATH.tiktoken or tokenizer.json (default: bytes)"
+    name_help = "bytes, gpt2 or the path of a tokenizer.json (default: bytes)"
     add("--tokenizer", dest="name", default="bytes", metavar="NAME", help=name_help)
-    pattern_help = "how text is cut, with PATH.tiktoken (default: as its name says, else llama3)"
-    add("--pattern", choices=tokenizer.PATTERNS, help=pattern_help)
     add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
     fraction = cli.number(float, 1e-9, 1)
     fraction_help = "fraction of the documents kept for validation (default: 0.05)"

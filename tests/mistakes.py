@@ -1,15 +1,15 @@
 """The folders that the mistakes of test_mistakes.py name, each with something wrong."""
 
-import base64
 import json
 import os
 import shutil
 from pathlib import Path
 
 import checkpoint
+from text import tokenizer
+from tools import hf
 
-# A .tiktoken file of the 256 bytes
-RANKS = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
+RANKS = "tokenizer.llama3.tiktoken"  # the name of a file that version 0.2 could read
 
 
 def write_folders(root: Path, tokens: Path) -> None:
@@ -27,15 +27,19 @@ def write_folders(root: Path, tokens: Path) -> None:
 
 def write_token_folders(root: Path, tokens: Path) -> None:
     """Copies of token folders, of which train.py can use `changed` only."""
-    for name in ("changed", "high", "torn", "misfit"):
+    for name in ("changed", "high", "torn", "misfit", "ranks"):
         shutil.copytree(tokens, root / name)
     for name, token in (("changed", 0), ("high", 300)):
         with open(root / name / "train.bin", "r+b") as file:
             file.write(token.to_bytes(2, "little"))
     os.truncate(root / "torn/train.bin", 1999)
-    meta = json.loads((tokens / "meta.json").read_text()) | {"tokenizer": "my.tiktoken"}
-    (root / "misfit/meta.json").write_text(json.dumps(meta))
-    (root / "misfit/my.tiktoken").write_text(RANKS + "dGg= 256\n")
+    hf.write_tokenizer(tokenizer.load_encoding("bytes"), root / "tokenizer.json")
+    spec = json.loads((root / "tokenizer.json").read_text())
+    spec["added_tokens"].append({"id": 257, "content": "<|im_end|>", "special": True})
+    meta = json.loads((tokens / "meta.json").read_text())
+    for folder, name, contents in (("misfit", "my.json", json.dumps(spec)), ("ranks", RANKS, "")):
+        (root / folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": name}))
+        (root / folder / name).write_text(contents)
 
 
 def write_sources(root: Path) -> None:
@@ -46,8 +50,6 @@ def write_sources(root: Path) -> None:
     skipped.mkdir()
     (skipped / "empty").touch()
     (skipped / "binary").write_bytes(b"\x7fELF\0")
-    (root / "o200k.tiktoken").write_text(RANKS)
-    (root / "short").write_text("".join(RANKS.splitlines(keepends=True)[:-1]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -59,11 +61,13 @@ def write_checkpoints(root: Path, newest: Path) -> None:
     model = checkpoint.read_manifest(newest)["model"]
     changes = {
         "ids": {"tokenizer": None},
+        "old": {"tokenizer": RANKS},
         "forked": {"model": model | {"window": 4}},
         "damaged": {},
     }
     for name, fields in changes.items():
         variant(root / name, newest, **fields)
+    (root / "old" / RANKS).touch()
     (root / "damaged/rank-00000.safetensors").unlink()
     shutil.copytree(newest, root / "renamed/step-00000045")
 

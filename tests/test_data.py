@@ -34,14 +34,14 @@ def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):
 def test_the_tokenizer_file_comes_with_the_folder(tokens, tmp_path):
     folder = shutil.copytree(tokens, tmp_path / "tokens")
     meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "my.tiktoken"}))
-    (folder / "my.tiktoken").write_bytes(b"IQ== 0")
+    (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "my.json"}))
+    (folder / "my.json").write_bytes(b"IQ== 0")
     opened = data.open_folder(folder)
-    assert opened.tokenizer_file == {"my.tiktoken": b"IQ== 0"}
-    assert opened.tokenizer_name == "my.tiktoken"
-    assert opened.tokenizer == str(folder / "my.tiktoken")
-    (folder / "my.tiktoken").unlink()
-    line = f"^{folder}/my.tiktoken, the tokenizer's file: No such file or directory; put it back"
+    assert opened.tokenizer_file == {"my.json": b"IQ== 0"}
+    assert opened.tokenizer_name == "my.json"
+    assert opened.tokenizer == str(folder / "my.json")
+    (folder / "my.json").unlink()
+    line = f"^{folder}/my.json, the tokenizer's file: No such file or directory; put it back"
     with pytest.raises(data.DataError, match=line):
         data.open_folder(folder)
 
@@ -268,7 +268,7 @@ def test_a_mixture_is_refused_with_what_is_wrong(shares, problem):
 def test_only_the_same_tokenizer_is_the_same_vocabulary(tokens):
     """Not another one of that size, nor one in a file of that name."""
     folder = data.open_folder(tokens)
-    files = [{"a.tiktoken": contents} for contents in (b"one", b"other")]
+    files = [{"a.json": contents} for contents in (b"one", b"other")]
     others = [dataclasses.replace(folder, tokenizer_file=file) for file in files]
     folders = [folder, dataclasses.replace(folder, tokenizer_name="gpt2"), *others]
     for one in folders:

@@ -41,6 +41,10 @@ MISTAKES = {
         ("--data {torn}", "torn/train.bin has 1,999 bytes, not "),
         ("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
         (
+            "--data {ranks}",
+            "llama3.tiktoken is not a tokenizer.json: prepare the data with the tokenizer.json of",
+        ),
+        (
             "--data {changed}:0.7,{high}:0.2",
             "the shares, rounded to thousandths, add up to 0.9, not 1",
         ),
@@ -70,17 +74,19 @@ MISTAKES = {
         ("--out {root}/new --source {root}/nowhere", "cannot be read (No such file or dire"),
         ("--out {root}/new --source {skipped}", "holds no text (1 binary file, 1 empty fil"),
         (
-            "--out {root}/new --source {skipped}/binary --tokenizer {root}/o200k.tiktoken",
+            "--out {root}/new --source {skipped}/binary --tokenizer {root}/tokenizer.json",
             "is binary (a NUL byte in its first 8,192): leave it out; only --tokenizer bytes reads",
         ),
         ("--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose byt"),
-        ("--out {root}/new --pattern o200k", "--pattern o200k is for --tokenizer PATH.tikt"),
-        ("--out {root}/new --tokenizer {text}/a", "a is not a .tiktoken file (line 1 is no"),
-        ("--out {root}/new --tokenizer {root}/short", "(no token for byte 255)"),
+        (
+            "--out {root}/new --tokenizer {old}/tokenizer.llama3.tiktoken",
+            "llama3.tiktoken is not a tokenizer.json: prepare the data with the tokenizer.json of",
+        ),
     ],
     "sample.py": [
         ("--run {root}/nowhere", "nowhere holds no checkpoint: name a run folder such"),
         ("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
+        ("--run {old}", "llama3.tiktoken is not a tokenizer.json: prepare the data with the tok"),
         ("--run {damaged}", "{damaged}: rank-00000.safetensors is missing; name another", 1),
         (
             "--run {forked}",

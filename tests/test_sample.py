@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import call_train, flags, fork_ranks, last_checkpoint
-from test_tokenizer import write_ranks
+from mistakes import variant
 from test_watchdog import exit_statuses
 
 import checkpoint
@@ -22,23 +22,35 @@ import prepare
 import sample
 import train
 from runtime import watchdog
+from text import tokenizer
 from tools import checkpoint as commands
+from tools import hf
 
 TEN_TOKENS = ["--max_new_tokens", "10"]
 
 
 @pytest.fixture(scope="module")
-def trained(pool, tmp_path_factory) -> Path:
+def with_file(pool, tmp_path_factory) -> Path:
     """A run of two checkpoints, whose tokenizer is a file and whose token folder has moved."""
     root = tmp_path_factory.mktemp("sample")
-    name = write_ranks(root / "mine.tiktoken", [b"th", b"the"])
     (root / "text").write_text("the thing " * 500)
-    prepare.prepare([str(root / "text")], root / "tokens", name)
+    prepare.prepare([str(root / "text")], root / "tokens")
+    hf.write_tokenizer(tokenizer.load_encoding("bytes"), root / "tokens/tokenizer.json")
+    meta = json.loads((root / "tokens/meta.json").read_text()) | {"tokenizer": "tokenizer.json"}
+    (root / "tokens/meta.json").write_text(json.dumps(meta))
     argv = flags(f"--data {root}/tokens --out {root}/run --max_steps 2 --save_interval 1")
     assert pool(2, call_train, [*argv, "--strategy", "fsdp"]) == [0, 0]
     shutil.rmtree(root / "tokens")
-    (root / "mine.tiktoken").unlink()
     return root / "run"
+
+
+@pytest.fixture(scope="module")
+def trained(with_file, tmp_path_factory) -> Path:
+    """The same run with the same tokens, by the built-in tokenizer, which needs no package."""
+    run = tmp_path_factory.mktemp("built in") / "run"
+    for path in with_file.glob("checkpoints/*"):
+        variant(run / "checkpoints" / path.name, path, tokenizer="bytes")
+    return run
 
 
 @pytest.fixture
@@ -59,17 +71,25 @@ def text(capsys):
     return call
 
 
-def test_a_checkpoint_holds_all_that_sampling_needs(trained, text, tmp_path, capsys):
+def test_a_checkpoint_holds_all_that_sampling_needs(with_file, tmp_path):
+    path = last_checkpoint(with_file)
+    manifest = checkpoint.read_manifest(path)
+    assert manifest["tokenizer"] == "tokenizer.json" and "tokenizer.json" in manifest["files"]
+    assert commands.main(["consolidate", str(path), str(tmp_path / "one")]) == 0
+    for folder in (path, tmp_path / "one"):
+        found = sample.read_trained(folder)
+        assert (found.tokenizer, found.vocab_size) == (str(folder / "tokenizer.json"), 257)
+
+
+def test_text_continues_the_prompt(trained, text):
     out, err = text(trained)
     assert out.startswith("the") and len(out) > len("the") + 5
     assert err == ""
-    (name,) = last_checkpoint(trained).glob("*.tiktoken")
-    manifest = checkpoint.read_manifest(last_checkpoint(trained))
-    assert manifest["tokenizer"] == name.name
-    assert name.name in manifest["files"]
-    assert commands.main(["consolidate", str(last_checkpoint(trained)), str(tmp_path / "one")]) == 0
-    capsys.readouterr()
-    assert text(tmp_path / "one") == (out, "")
+
+
+def test_text_is_the_same_by_a_tokenizer_file(trained, with_file, text):
+    pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
+    assert text(with_file) == text(trained)
 
 
 def test_a_damaged_checkpoint_is_refused_and_another_can_be_named(run, text, capsys):
@@ -96,22 +116,23 @@ def test_a_checkpoint_of_another_program_is_refused_in_one_line(run, capsys):
         assert line.count("\n") == 1
 
 
-def test_a_tokenizer_is_read_in_its_checkpoint_only(run, tmp_path, trained, text, capsys):
+def test_a_tokenizer_is_read_in_its_checkpoint_only(with_file, tmp_path, capsys):
     """Until 2026-11-21 manifests had its absolute path. One may be hostile."""
+    run = shutil.copytree(with_file, tmp_path / "run")
     path = last_checkpoint(run)
-    (inside,) = path.glob("*.tiktoken")
-    outside = inside.rename(tmp_path / "elsewhere.tiktoken")
+    inside = path / "tokenizer.json"
+    outside = inside.rename(tmp_path / "elsewhere.json")
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["files"][inside.name]
-    for name in (str(outside), "../../../elsewhere.tiktoken"):
+    for name in (str(outside), "../../../elsewhere.json"):
         manifest["tokenizer"] = name
         (path / "manifest.json").write_text(json.dumps(checkpoint.seal(manifest)))
         assert (path / name).is_file()
         assert sample.main(["--run", str(path)]) == 2
         line = f"is missing: there is no {path / outside.name}; copy the file there\n"
         assert capsys.readouterr().err.endswith(line)
-    outside.rename(path / outside.name)
-    assert text(path) == text(trained)
+    inside = outside.rename(path / outside.name)
+    assert sample.read_trained(path).tokenizer == str(inside)
 
 
 def test_flags_choose_how_tokens_are_drawn(trained, text):
@@ -126,10 +147,10 @@ def test_flags_choose_how_tokens_are_drawn(trained, text):
 
 
 def test_a_prompt_longer_than_the_context_is_slid_and_that_is_said(trained, text):
-    """The context is 16 tokens; one token of this tokenizer is "the"."""
-    out, err = text(trained, "--prompt", "x" * 5 + "the" * 16)
+    """The context is 16 tokens, here bytes."""
+    out, err = text(trained, "--prompt", "x" * 5 + "the " * 4)
     assert err == "sample.py: the prompt has 21 tokens: the model sees the last 16\n"
-    short, _ = text(trained, "--prompt", "the" * 16)
+    short, _ = text(trained, "--prompt", "the " * 4)
     assert out == "x" * 5 + short
 
 
@@ -140,7 +161,7 @@ def always(token: int):
 
 def test_text_ends_where_its_document_does_or_within_a_character(trained, text):
     whole, _ = text(trained)
-    with always(258):  # the end-of-text token
+    with always(256):  # the end-of-text token
         assert text(trained)[0] == "the\n" != whole
     with always(0xC3):  # the first byte of two
         assert text(trained)[0] == "the" + 10 * "\ufffd" + "\n"

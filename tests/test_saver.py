@@ -147,11 +147,11 @@ def test_a_save_is_on_disk_before_it_has_its_name_and_the_name_after(tmp_path, o
         events.append(f"{old.name} -> {new.name}")
         rename(old, new)
 
-    saver = Saver(tmp_path, False, 0, 0, timedelta(seconds=20), {"x.tiktoken": b"x"})
+    saver = Saver(tmp_path, False, 0, 0, timedelta(seconds=20), {"x.json": b"x"})
     with mock.patch.multiple(os, fsync=record_fsync, rename=record_rename):
         saver.save({"weight": torch.ones(3)}, {"step": 1})
     *files, manifest, work, renamed, parent = events
-    assert sorted(files) == ["index.json", "rank-00000.safetensors", "x.tiktoken"]
+    assert sorted(files) == ["index.json", "rank-00000.safetensors", "x.json"]
     assert (manifest, work) == ("manifest.json", ".step-00000001.tmp")
     assert (renamed, parent) == (".step-00000001.tmp -> step-00000001", "checkpoints")
 
@@ -185,12 +185,12 @@ def test_all_ranks_write_and_none_much_more_than_another(shards):
 
 
 # Longer than what is read at a time
-RANKS_FILE = b"IQ== 0\n" * 200_000
+TOKENIZER_FILE = b"IQ== 0\n" * 200_000
 
 
 def save_with_extra_files(folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
-    extra = {"my.tiktoken": RANKS_FILE}
+    extra = {"my.json": TOKENIZER_FILE}
     saver = Saver(folder, False, 0, 0, timedelta(seconds=20), extra)
     saver.save({"weight": torch.ones(3)}, {"step": 1})
     assert saver.failure is None
@@ -201,11 +201,11 @@ def test_extra_files_belong_to_every_checkpoint(pool, tmp_path):
     pool(2, save_with_extra_files, tmp_path)
     path = last_checkpoint(tmp_path)
     consolidate(path, tmp_path / "one")
-    assert (tmp_path / "one/my.tiktoken").read_bytes() == RANKS_FILE
-    assert (path / "my.tiktoken").read_bytes() == RANKS_FILE
-    assert checkpoint.read_manifest(path)["files"]["my.tiktoken"]["bytes"] == 1_400_000
-    (path / "my.tiktoken").write_bytes(b"IQ== 1\n" + RANKS_FILE[7:])
-    assert "my.tiktoken has changed since it was written" in checkpoint.verify(path)
+    assert (tmp_path / "one/my.json").read_bytes() == TOKENIZER_FILE
+    assert (path / "my.json").read_bytes() == TOKENIZER_FILE
+    assert checkpoint.read_manifest(path)["files"]["my.json"]["bytes"] == 1_400_000
+    (path / "my.json").write_bytes(b"IQ== 1\n" + TOKENIZER_FILE[7:])
+    assert "my.json has changed since it was written" in checkpoint.verify(path)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Text <-> tokens, with and without a network."""
 
-import base64
 import json
 import math
 import os
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import tiktoken
 from conftest import resolve
 from tiktoken_ext import openai_public
 
@@ -20,49 +20,35 @@ from runtime.preflight import Origin
 from text import encode, sources, tokenizer
 
 
-def write_ranks(path: Path, merges: list[bytes]) -> str:
-    """Write a .tiktoken file of the 256 bytes and `merges`; return its path."""
-    tokens = [bytes([i]) for i in range(256)] + merges
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
-    path.write_text("".join(lines))
-    return str(path)
+def small_gpt2(monkeypatch, merges: list[bytes]) -> tiktoken.Encoding:
+    """GPT-2's tokenizer with `merges`, in place of the 50,000 that tiktoken downloads."""
+    ranks = {bytes([i]): i for i in range(256)} | {token: 256 + i for i, token in enumerate(merges)}
+    encoding = tiktoken.Encoding(
+        "gpt2",
+        pat_str=openai_public.r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={tokenizer.END_OF_TEXT: len(ranks)},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.get)
+    return encoding
 
 
-# llama3: " 1234" is " ", "123", "4" and "Ab" one piece. o200k cuts "Ab" as the others do not "aB".
 MERGES = [b"12", b"34", b"1234", b"aB", b" a", b" 1", b"\n\n", b".\n", b".\n/", b"  ", b"    "]
 MERGES += [b"\n ", b"th", b" th"]
 WORDS = ["th", " th", "aB", " aB", "\n\n", "\n", "  ", " ", ".\n", ".\n/", "1234"]
 
 
-@pytest.mark.parametrize("pattern", tokenizer.PATTERNS)
-def test_a_tiktoken_file_goes_with_the_folder_its_pattern_in_its_name(
-    tmp_path, monkeypatch, capsys, pattern
-):
-    """A checkpoint knows its tokenizer by this name alone. Text in chunks has the same tokens."""
+def test_text_in_chunks_has_the_same_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK", 100)
     text = "".join(random.Random(0).choices(WORDS, k=2000))
-    name = write_ranks(tmp_path / "mine.tiktoken", MERGES)
+    expected = small_gpt2(monkeypatch, MERGES).encode_ordinary(text)
     (tmp_path / "text").write_text(text)
-    source = [str(tmp_path / "text")]
-    prepare.prepare(source, tmp_path / "tokens", name, pattern=pattern)
-    said = f"{name} is used with the pattern of {pattern} (--pattern names another)\n"
-    assert capsys.readouterr().out.startswith(said)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", "gpt2")
     folder = data.open_folder(tmp_path / "tokens")
-    assert Path(folder.tokenizer).name == f"tokenizer.{pattern}.tiktoken"
-    expected = tokenizer.load_encoding(name, pattern).encode_ordinary(text)
+    assert folder.tokenizer == "gpt2"
     tokens = [*folder.tokens("train"), *folder.tokens("val")]
-    assert tokens[:-1] == expected == tokenizer.encode(folder.tokenizer, text)
-    assert "".join(tokenizer.decode(folder.tokenizer, expected)) == text
-
-
-def test_the_patterns_are_those_of_tiktoken(monkeypatch):
-    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *arguments, **options: {})
-    assert tokenizer.PATTERNS["gpt2"] == openai_public.r50k_pat_str
-    assert tokenizer.PATTERNS["cl100k"] == openai_public.cl100k_base()["pat_str"]
-    assert tokenizer.PATTERNS["o200k"] == openai_public.o200k_base()["pat_str"]
-    # A file's name may contain its pattern.
-    names = {"o200k/cl100k_base.tiktoken": "cl100k", "mygpt2.tiktoken": "llama3"}
-    assert {name: tokenizer.pattern_of(name) for name in names} == names
+    assert tokens[:-1] == expected == tokenizer.encode("gpt2", text)
+    assert "".join(tokenizer.decode("gpt2", expected)) == text
 
 
 def test_the_bytes_of_validation_are_not_its_characters(tmp_path):
@@ -77,11 +63,11 @@ def test_the_bytes_of_validation_are_not_its_characters(tmp_path):
     assert folder.val_bytes == 200 * len(folder.tokens("val")) // 201
 
 
-def test_a_million_spaces_in_a_row_are_no_problem(tmp_path, capsys):
+def test_a_million_spaces_in_a_row_are_no_problem(tmp_path, monkeypatch, capsys):
     """tiktoken's regular expressions overflow their stack on as many at once."""
-    name = write_ranks(tmp_path / "mine.tiktoken", [b"  "])
+    small_gpt2(monkeypatch, [b"  "])
     (tmp_path / "text").write_text("a" + " " * 1_100_000 + "b")
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", "gpt2")
     assert "read 1 file: 1 document, 1,100,002 bytes of text\n" in capsys.readouterr().out
 
 
@@ -117,12 +103,6 @@ def test_bits_per_byte_of_a_mixture_weigh_the_bytes_of_a_token_by_its_shares():
     assert f", {1 / 3.5:.6f} bits per byte (" in said
 
 
-def test_a_sentencepiece_model_is_refused(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
-    with pytest.raises(tokenizer.TokenizerError, match="SentencePiece models, as Llama 2 has"):
-        tokenizer.load_encoding(str(tmp_path / "tokenizer.model"))
-
-
 # --------------------------------------------------------------------------------------------------
 # Hugging Face's tokenizer.json
 
@@ -150,10 +130,14 @@ PREPEND = [
 ]
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
 NFKC = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]}
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # Normalizer and pre-tokenizer
 KINDS = {
     "gpt2": (None, BYTE_LEVEL),
-    "llama 3": (None, split_by(tokenizer.LLAMA3)),
+    "llama 3": (None, split_by(LLAMA3)),
     "roberta": (None, BYTE_LEVEL | {"add_prefix_space": True}),
     "lower case": (NFKC, BYTE_LEVEL),
     "llama 2": ({"type": "Sequence", "normalizers": PREPEND}, None),

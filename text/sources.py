@@ -31,8 +31,8 @@ SEPARATOR = "<|endoftext|>"
 # chunk has at most twice as many: tiktoken's regular expressions overflow their stack on about a
 # million white-space characters in a row.
 CHUNK = 1 << 18
-# Every tokenizer's pattern ends a piece between a letter or digit and a space or line break, so a
-# cut there does not change the tokens.
+# GPT-2's pattern ends a piece between a letter or digit and a space or line break, so a cut there
+# does not change the tokens.
 LAST_WORD_END = re.compile(r".*[^\W_](?=[ \n])", re.DOTALL)
 # Half of a UTF-16 pair, not a character. Python reads a byte that is not UTF-8 as one, and JSON can
 # contain one, like "\ud83d".

@@ -1,10 +1,8 @@
 """Text <-> tokens. A tokenizer is a tiktoken.Encoding, or a JsonEncoding with the same methods."""
 
-import base64
 import functools
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,28 +13,6 @@ import tiktoken
 END_OF_TEXT = "<|endoftext|>"
 # The first of these that a tokenizer.json has ends a document.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
-
-# How text is cut into pieces before byte-pair merging, for PATH.tiktoken. llama3 is from Meta's
-# llama3/tokenizer.py, the others from tiktoken_ext/openai_public.py, copied because two of them are
-# inside functions that download ranks.
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-CL100K = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-PATTERNS = {"llama3": LLAMA3, "cl100k": CL100K, "o200k": O200K, "gpt2": GPT2}
-BYTES = r"[\s\S]"
 
 
 class TokenizerError(ValueError):
@@ -49,20 +25,15 @@ class TokenizerError(ValueError):
 # Loading
 
 
-def load_encoding(name: str, pattern: str | None = None) -> "tiktoken.Encoding | JsonEncoding":
-    """Return the encoding `bytes` (256 bytes and end-of-text), `gpt2`, or that of a file.
+def load_encoding(name: str) -> "tiktoken.Encoding | JsonEncoding":
+    """Return the encoding `bytes` (256 bytes and end-of-text), `gpt2`, or that of a tokenizer.json.
 
-    PATH.tiktoken has a line per token: base64 and rank. Only such a file takes a `pattern`, one of
-    PATTERNS, by default the one in its name. PATH.json is Hugging Face's tokenizer.json.
     Executes nothing. Raises TokenizerError.
     """
-    path = Path(name)
-    if pattern and (name in ("bytes", "gpt2") or path.suffix == ".json"):
-        raise TokenizerError(f"--pattern {pattern} is for --tokenizer PATH.tiktoken, not {name}")
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding(
-            "bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
+            "bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
         )
     if name == "gpt2":
         try:
@@ -73,15 +44,18 @@ def load_encoding(name: str, pattern: str | None = None) -> "tiktoken.Encoding |
                 "run once with network access, set TIKTOKEN_CACHE_DIR to a copy of a filled cache, "
                 "or use --tokenizer bytes"
             ) from None
+    path = Path(name)
     try:
         contents = path.read_bytes()
     except OSError as error:
         raise TokenizerError(
-            f"--tokenizer {path}: {error.strerror}; choose bytes, gpt2 or PATH (a .tiktoken "
-            "or .json file)"
+            f"--tokenizer {path}: {error.strerror}; choose bytes, gpt2 or a tokenizer.json"
         ) from None
     if path.suffix != ".json":
-        return load_ranks(path, contents, pattern or pattern_of(name))
+        raise TokenizerError(
+            f"--tokenizer {path} is not a tokenizer.json: prepare the data with the tokenizer.json "
+            "of the same model (.tiktoken files are not read since version 0.3)"
+        )
     try:
         return load_json(path, contents)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -110,54 +84,6 @@ def find_in_folder(path: Path, name: str, vocab_size: int) -> str:
             f"{name} is another tokenizer: it has {size:,} tokens, the model's {vocab_size:,}"
         )
     return name
-
-
-def pattern_of(path: str) -> str:
-    """Return the pattern that is a word of a file's name, as in o200k_base.tiktoken, else llama3.
-
-    prepare.py writes tokenizer.PATTERN.tiktoken into a token folder.
-    """
-    words = re.split("[^a-z0-9]+", Path(path).name.lower())
-    return next((word for word in words if word in PATTERNS), "llama3")
-
-
-# --------------------------------------------------------------------------------------------------
-# Rank files
-
-
-def load_ranks(path: Path, contents: bytes, pattern: str) -> tiktoken.Encoding:
-    """Load a .tiktoken file. <|endoftext|> follows the ranks."""
-    try:
-        ranks = read_ranks(contents)
-    except ValueError as error:
-        raise TokenizerError(
-            f"--tokenizer {path} is not a .tiktoken file ({error}): it needs lines of a base64 "
-            "token and its rank, with a token for each of the 256 bytes; SentencePiece models, "
-            "as Llama 2 has, are not supported"
-        ) from None
-    special = {END_OF_TEXT: len(ranks)}
-    return tiktoken.Encoding(
-        path.name, pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=special
-    )
-
-
-def read_ranks(contents: bytes) -> dict[bytes, int]:
-    """Return the rank of each token of a .tiktoken file. Raises ValueError."""
-    lines = list(filter(None, contents.splitlines()))
-    ranks = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:
-            raise ValueError(f"line {number} is not a token and a rank") from None
-    n = len(lines)
-    if len(ranks) < n or sorted(ranks.values()) != list(range(n)):
-        raise ValueError(f"its {n} lines are not {n} tokens with the ranks 0 to {n - 1}")
-    for i in range(256):
-        if bytes([i]) not in ranks:  # it could not encode some text
-            raise ValueError(f"no token for byte {i}")
-    return ranks
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,11 +4,10 @@ python -m tools.hf export runs/tiny OUT
 python -m tools.hf import DIR OUT
 
 The decoder is Hugging Face's Llama: RoPE pairs the same elements, so tensors map one to one. No
-command executes what it reads. `export` needs transformers only to write a tokenizer.json.
+command executes what it reads.
 """
 
 import argparse
-import base64
 import dataclasses
 import json
 import mmap
@@ -89,10 +88,10 @@ def export_model(source: Path, out: Path) -> None:
         generation = special_ids(encoding) | {"suppress_tokens": padding or None}
         write_json(work / "generation_config.json", generation)
         if encoding:
-            if trained.tokenizer.endswith(".json"):
+            if isinstance(encoding, tokenizer.JsonEncoding):
                 shutil.copyfile(trained.tokenizer, work / "tokenizer.json")
             else:
-                write_tokenizer(encoding, work)
+                write_tokenizer(encoding, work / "tokenizer.json")
             write_json(work / "tokenizer_config.json", tokenizer_config(trained.config, encoding))
         write_weights(path, meta_weights(trained.config), work / "model.safetensors")
         for file in work.iterdir():
@@ -344,29 +343,43 @@ def check_weights(folder: Path, found: dict, weights: dict) -> None:
 # Tokenizers
 
 
-def write_tokenizer(encoding: tiktoken.Encoding, folder: Path) -> None:
-    """Write the tokenizer.json of an encoding; without transformers the ranks of its tokens.
+# Characters of a byte-level vocabulary, such as GPT-2's, and their bytes. Printable ones of Latin-1
+# are their own characters; the others start at U+0100.
+PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+ALPHABET = {chr(byte): byte for byte in PRINTABLE}
+ALPHABET |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
-    tiktoken merges any two parts whose union has a rank; the package tokenizers needs a list of
-    pairs, which transformers finds.
+
+def write_tokenizer(encoding: tiktoken.Encoding, file: Path) -> None:
+    """Write `bytes` or `gpt2` as a tokenizer.json: a byte-level BPE.
+
+    tiktoken takes a word that is a token as it is, else merges any two tokens whose union is one,
+    lowest id first. The package tokenizers needs a list of these pairs.
     """
-    lines = []
-    for token in encoding.token_byte_values():
-        rank = encoding.encode_single_token(token)
-        lines.append(base64.b64encode(token) + f" {rank}\n".encode())
-    ranks = folder / "tokenizer.tiktoken"
-    ranks.write_bytes(b"".join(lines))
-    try:
-        from transformers.convert_slow_tokenizer import TikTokenConverter
-    except ImportError:
-        print("no tokenizer.json, only its ranks: pip install transformers and export again")
-        return
-    # For Oniguruma {1,3}+ repeats {1,3}; at the end of an alternative {1,3} matches the same.
-    pattern = encoding._pat_str.replace("{1,3}+", "{1,3}")  # has no public name
-    special = sorted(encoding.special_tokens_set, key=encoding.encode_single_token)
-    converter = TikTokenConverter(str(ranks), pattern, extra_special_tokens=special)
-    converter.converted().save(str(folder / "tokenizer.json"))
-    ranks.unlink()
+    character = {byte: letter for letter, byte in ALPHABET.items()}
+
+    def word(token: bytes) -> str:
+        return "".join(character[byte] for byte in token)
+
+    ids = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
+    merges = []
+    for token in sorted(ids, key=ids.get):
+        for i in range(1, len(token)):
+            if token[:i] in ids and token[i:] in ids:
+                merges.append(f"{word(token[:i])} {word(token[i:])}")
+    end = {"id": encoding.eot_token, "content": tokenizer.END_OF_TEXT, "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    # Also cuts text by GPT-2's pattern, which does not matter to `bytes`: it merges nothing.
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    vocab = {word(token): i for token, i in ids.items()}
+    spec = {
+        "added_tokens": [end],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True},
+    }
+    write_json(file, spec)
 
 
 def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
@@ -380,14 +393,6 @@ def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
         "model_max_length": config.seq_len,
         "clean_up_tokenization_spaces": False,
     }
-
-
-# Characters of a byte-level vocabulary, such as GPT-2's, and their bytes. Printable ones of Latin-1
-# are their own characters; the others start at U+0100.
-PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-ALPHABET = {chr(byte): byte for byte in PRINTABLE}
-ALPHABET |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Encoding | None:
