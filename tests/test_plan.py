@@ -251,7 +251,7 @@ def run_the_loop() -> list[str]:
 
 
 def test_a_loop_prints_the_fastest_plans_that_fit(monkeypatch):
-    """Of 18, of which 3 cannot be split into micro-batches, and the 5 of ddp do not fit."""
+    """Three of the 18 cannot split the batch, and the five of ddp do not fit."""
 
     def rehearse(run, local_size: int) -> Rehearsal:
         memory = {"other": 10**12 if run.strategy == "ddp" else 0}
@@ -260,14 +260,11 @@ def test_a_loop_prints_the_fastest_plans_that_fit(monkeypatch):
     monkeypatch.setattr(plan, "rehearse", rehearse)
     lines = run_the_loop()
     assert [line[27:] for line in lines] == [
-        f"--strategy {strategy} --tp {tp} --micro_batch_size {size}"
-        for strategy, tp, size in [
-            ("hsdp", 1, 16),
-            ("hsdp", 1, 32),
-            ("fsdp", 1, 16),
-            ("fsdp", 1, 32),
-            ("hsdp", 2, 16),
-        ]
+        "--strategy hsdp --tp 1 --micro_batch_size 16",
+        "--strategy hsdp --tp 1 --micro_batch_size 32",
+        "--strategy fsdp --tp 1 --micro_batch_size 16",
+        "--strategy fsdp --tp 1 --micro_batch_size 32",
+        "--strategy hsdp --tp 2 --micro_batch_size 16",
     ]
     speeds = [float(line.split()[0].replace(",", "")) for line in lines]
     assert speeds == sorted(speeds, reverse=True) and speeds[0] > speeds[-1]
