@@ -80,8 +80,8 @@ MODEL = {
     "dtype": ["float32", "bfloat16"],
 }
 CHOICES = MODEL | {
-    "mesh": MESHES,
     "then": ["nothing", *MESHES],  # the mesh on which the run continues halfway
+    "mesh": MESHES,
     "grad_accum_steps": [1, 2, 3],
     "wrap": ["none", "block", "block_group:2"],
     "grad_sync": ["batch", "micro_batch", "shard"],
@@ -287,13 +287,21 @@ class Fuzzer:
         before = None
         while draw != before:
             before = draw
-            for name, choices in CHOICES.items():
-                for simpler in choices[: choices.index(draw[name])]:
-                    candidate = draw | {name: simpler}
+            for name in CHOICES:
+                for candidate in simpler(draw, name):
                     if self.is_possible(candidate) and self.try_draw(candidate).problems:
                         draw = candidate
                         break
         return draw
+
+
+def simpler(draw: dict, name: str) -> list[dict]:
+    """The draw with each simpler choice of one name, the simplest first."""
+    choices = CHOICES[name]
+    found = [draw | {name: choice} for choice in choices[: choices.index(draw[name])]]
+    if name == "then" and found:  # also the second mesh alone
+        found.insert(1, draw | {"mesh": draw["then"], "then": "nothing"})
+    return found
 
 
 def meshes_of(draw: dict) -> list[str]:
