@@ -55,9 +55,10 @@ from tools.measuring.parity import (
     PERTURBED,
     Check,
     RunLog,
-    check_gradients,
+    check_worst,
     compare,
     first_difference,
+    gradient_changes,
     rounding_limits,
     spread,
     train_watched,
@@ -259,7 +260,7 @@ def parity(ranks: Ranks, check: Check) -> None:
     is_exact = ranks.world.device.type == "cpu" and not run.compile
     resumed_limits = dict.fromkeys(limits, 0.0) if is_exact else limits
     compare(check, "resumed", mesh.rows, resumed.rows, resumed_limits)
-    check_gradients(check, alone, resumed, limits[GRADIENTS])
+    check_worst(check, GRADIENTS, gradient_changes(alone, resumed), limits[GRADIENTS])
     if ranks.world.rank == 0:
         check_learning(check, resumed, run)
 

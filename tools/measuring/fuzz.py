@@ -19,13 +19,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import checkpoint
 import config
@@ -42,7 +40,7 @@ from runtime.preflight import NEW_RUN, Origin
 from runtime.watchdog import Watchdog
 from tools.checkpoint import read_full
 from tools.measuring import parity
-from tools.measuring.parity import GRADIENTS, PERTURBED, Check, RunLog
+from tools.measuring.parity import GRADIENTS, PERTURBED, WEIGHTS, Check, RunLog
 from tools.planning.rehearse import leave_group
 
 RANKS = 4
@@ -56,10 +54,6 @@ FLAGS = (
     "--eval_sequences 10 --save_interval 0 --sample_tokens 0 --device cpu --num_workers 0"
 )
 SIZES = dict(n_layer=3, n_head=4, d_model=32, d_ff=64, seq_len=16)
-# The least limit of a weight's relative difference. In bfloat16, rounding decides the sign of small
-# gradients, and so of AdamW's first updates.
-LEAST_WEIGHTS = {"float32": 1e-5, "bfloat16": 5e-2}
-
 # Strategy -> shapes: dp_replicate, dp_shard, tp
 SHAPES = {
     "single": ["1-1-1", "1-1-2", "1-1-4"],
@@ -166,16 +160,6 @@ def train_in(
 # A draw
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A model's run on one rank, and how far a mesh may be from it."""
-
-    log: RunLog
-    weights: dict[str, Tensor]  # at the end
-    limits: dict[str, float]
-    limit_of_weights: float
-
-
 class Fuzzer:
     """Trains draws in the folder `root`; `on_ranks` is a RankPool."""
 
@@ -219,21 +203,20 @@ class Fuzzer:
             return False
         return True
 
-    def train_reference(self, *model: tuple) -> Reference:
-        """Train a model on one rank, once as it is and PERTURBED times moved by an ulp."""
+    def train_reference(self, *model: tuple) -> tuple[RunLog, dict[str, float]]:
+        """Train a model on one rank; return its log, and how far a mesh may be from it.
+
+        It is trained once more on each of PERTURBED ranks, from weights moved by an ulp.
+        """
         self.count += 1
         run, origin = self.resolve(SIMPLEST | dict(model), SIMPLEST["mesh"])
-        count = 1 + PERTURBED
-        log, *perturbed = self.on_ranks(count, train_alone, run, origin, self.data_path)
-        spreads = [parity.spread(log, other) for other in perturbed]
-        weights, *moved = [read_weights(f"{run.out}-{number}") for number in range(count)]
-        changes = [max(weight_changes(weights, other).values()) for other in moved]
-        limits = parity.rounding_limits(spreads, run.compute_dtype)
-        limit_of_weights = max(LEAST_WEIGHTS[run.dtype], parity.SPREADS * max(changes))
-        return Reference(log, weights, limits, limit_of_weights)
+        logs = self.on_ranks(1 + PERTURBED, train_alone, run, origin, self.data_path)
+        logs = [with_weights(log, f"{run.out}-{rank}") for rank, log in enumerate(logs)]
+        spreads = [parity.spread(logs[0], perturbed) for perturbed in logs[1:]]
+        return logs[0], parity.rounding_limits(spreads, run.compute_dtype)
 
-    def train(self, draw: dict) -> tuple[RunLog, dict[str, Tensor]]:
-        """Train a draw; return its log and its last weights."""
+    def train(self, draw: dict) -> RunLog:
+        """Train a draw on its one or two meshes."""
         self.count += 1
         meshes = meshes_of(draw)
         squares = None
@@ -243,30 +226,28 @@ class Fuzzer:
             size = run.dp_size * run.tp
             log, *_ = self.on_ranks(size, train_on_mesh, run, origin, self.data_path)
             squares = squares or log.squares  # of step 1
-        weights = read_weights(run.out)
+        log = dataclasses.replace(with_weights(log, run.out), squares=squares)
         shutil.rmtree(run.out)
-        return dataclasses.replace(log, squares=squares), weights
+        return log
 
     def try_draw(self, draw: dict) -> Check:
         """Train a draw, and compare it with its model on one rank."""
         check = Check()
         try:
-            reference = self.reference(*((name, draw[name]) for name in MODEL))
-            log, weights = self.train(draw)
+            alone, limits = self.reference(*((name, draw[name]) for name in MODEL))
+            mesh = self.train(draw)
         except Exception as error:  # a fault may raise anything, on any rank
             check.problems.append(f"{type(error).__name__}: {error}".splitlines()[0])
             return check
-        expected, limits = reference.log, reference.limits
-        parity.compare(check, "one rank's", expected.rows, log.rows, limits)
-        change = abs(parity.relative(expected.val_loss, log.val_loss))
+        parity.compare(check, "one rank's", alone.rows, mesh.rows, limits)
+        change = abs(parity.relative(alone.val_loss, mesh.val_loss))
         check.limit("one rank's val_loss", change, limits["loss"])
-        parity.check_gradients(check, expected, log, limits[GRADIENTS])
-        changes = weight_changes(reference.weights, weights)
-        worst = max(changes, key=changes.get)
-        where = f": {worst}"
-        check.limit("one rank's weights", changes[worst], reference.limit_of_weights, where)
+        gradients = parity.gradient_changes(alone, mesh)
+        parity.check_worst(check, GRADIENTS, gradients, limits[GRADIENTS])
+        weights = parity.weight_changes(alone, mesh)
+        parity.check_worst(check, WEIGHTS, weights, limits[WEIGHTS])
         if check.problems:
-            line = parity.first_difference(expected.squares, log.squares, limits["loss"])
+            line = parity.first_difference(alone.squares, mesh.squares, limits["loss"])
             check.problems.append(line)
         return check
 
@@ -308,19 +289,12 @@ def meshes_of(draw: dict) -> list[str]:
     return [draw["mesh"]] if draw["then"] == "nothing" else [draw["mesh"], draw["then"]]
 
 
-def read_weights(out: str) -> dict[str, Tensor]:
-    """The full weights of a run's last checkpoint."""
+def with_weights(log: RunLog, out: str) -> RunLog:
+    """The log with the full weights of the run's last checkpoint."""
     reader = checkpoint.Reader(checkpoint.list_checkpoints(Path(out))[-1])
     names = [name for name in reader.tensors if name.startswith("model.")]
-    return {name.removeprefix("model."): read_full(reader, name) for name in names}
-
-
-def weight_changes(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
-    """Return how far each weight is off, as a share of its norm."""
-    changes = {}
-    for name, weight in expected.items():
-        changes[name] = ((found[name] - weight).norm() / weight.norm()).item()
-    return changes
+    weights = {name.removeprefix("model."): read_full(reader, name) for name in names}
+    return dataclasses.replace(log, weights=weights)
 
 
 def write_tokens(root: Path) -> None:

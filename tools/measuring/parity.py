@@ -33,7 +33,10 @@ PERTURBED, SPREADS = 3, 8
 # The least limits: a mesh also adds up the norm of the gradient in another order, which made up to
 # 2e-6 where nothing was wrong.
 LEAST = {"loss": 1e-6, "grad_norm": 1e-5}
-GRADIENTS = "gradients"  # the limit of the norms of all parameters' gradients
+# The least limit of a weight. In bfloat16, rounding decides the sign of small gradients, and so of
+# AdamW's first updates.
+LEAST_WEIGHTS = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+GRADIENTS, WEIGHTS = "gradients", "weights"  # names of the limits of all parameters'
 
 
 @dataclass
@@ -78,6 +81,7 @@ class RunLog:
     of_parameters: list[dict]  # of optim.jsonl
     val_loss: float  # the last
     squares: Counter  # layer, in the order of the forward pass -> the sum of the squares of step 1
+    weights: dict[str, Tensor] = field(default_factory=dict)  # in full, if they are compared
 
 
 def train_watched(
@@ -164,16 +168,19 @@ def difference(expected: list[dict], found: list[dict], name: str) -> float:
 
 
 def spread(alone: RunLog, perturbed: RunLog) -> dict[str, float]:
-    """How far a perturbed run is off, by column of the log; with the norms of GRADIENTS."""
+    """How far a perturbed run is off: the columns of its log, and the worst parameters."""
     found = {name: difference(alone.rows, perturbed.rows, name) for name in LEAST}
-    return found | {GRADIENTS: max(gradient_changes(alone, perturbed).values())}
+    found[GRADIENTS] = max(gradient_changes(alone, perturbed).values())
+    found[WEIGHTS] = max(weight_changes(alone, perturbed).values(), default=0.0)
+    return found
 
 
 def rounding_limits(spreads: Iterable[dict[str, float]], dtype: torch.dtype) -> dict[str, float]:
     """How far a mesh may be from one rank, from the spreads of all perturbed runs."""
     limits = LEAST | {
         # A mesh also rounds in other places, such as a tp rank its part of a sum.
-        GRADIENTS: max(LEAST["grad_norm"], torch.finfo(dtype).eps)
+        GRADIENTS: max(LEAST["grad_norm"], torch.finfo(dtype).eps),
+        WEIGHTS: LEAST_WEIGHTS[dtype],
     }
     for found in spreads:
         for name in limits:
@@ -189,19 +196,16 @@ def compare(
         check.limit(f"{label} {name}", difference(expected, found, name), limits[name])
 
 
-def check_gradients(check: Check, alone: RunLog, mesh: RunLog, limit: float) -> None:
-    """Limit how far the norm of each parameter's gradient is from one rank's.
-
-    AdamW and Muon undo a constant factor, and the norm of all gradients hides that of a small one.
-    """
-    changes = gradient_changes(alone, mesh)
+def check_worst(check: Check, name: str, changes: dict[str, float], limit: float) -> None:
+    """Limit how far a parameter is off."""
     worst = max(changes, key=changes.get)
-    check.limit("one rank's gradients", changes[worst], limit, f": {worst}")
+    check.limit(f"one rank's {name}", changes[worst], limit, f": {worst}")
 
 
 def gradient_changes(expected: RunLog, found: RunLog) -> dict[str, float]:
     """Return how far the norm of each parameter's gradient is off: the median over the steps.
 
+    AdamW and Muon undo a constant factor, and the norm of all gradients hides that of a small one.
     A wrong factor is in every step. Rounding changed single steps by up to 8% in bfloat16, but with
     either sign: the median by at most 0.15% (20 checks on five meshes, with AdamW and Muon).
     """
@@ -209,6 +213,14 @@ def gradient_changes(expected: RunLog, found: RunLog) -> dict[str, float]:
     for a, b in zip(expected.of_parameters, found.of_parameters):
         changes[a["parameter"]].append(relative(a["grad_norm"], b["grad_norm"]))
     return {name: abs(statistics.median(steps)) for name, steps in changes.items()}
+
+
+def weight_changes(expected: RunLog, found: RunLog) -> dict[str, float]:
+    """Return how far each weight is off, as a share of its norm."""
+    changes = {}
+    for name, weight in expected.weights.items():
+        changes[name] = ((found.weights[name] - weight).norm() / weight.norm()).item()
+    return changes
 
 
 def first_difference(expected: Counter, found: Counter, limit: float) -> str:
