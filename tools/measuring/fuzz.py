@@ -9,18 +9,19 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import multiprocessing
 import os
 import random
 import shutil
 import socket
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -94,6 +95,13 @@ SIMPLEST = {name: choices[0] for name, choices in CHOICES.items()}
 def prepare_process() -> None:
     torch.set_num_threads(1)  # the ranks share the cores
     warnings.simplefilter("ignore")
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """End this process if the one that started it is killed: its queue would never close."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def call_as_rank(rank: int, size: int, port: int, function: Callable, *arguments):
@@ -113,7 +121,7 @@ class RankPool:
         self.start()
 
     def start(self) -> None:
-        context = get_context("forkserver")
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # imports torch once for all processes
         self.executor = ProcessPoolExecutor(RANKS, context, prepare_process)
 
