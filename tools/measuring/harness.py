@@ -1,9 +1,13 @@
-"""Shared by bench and check: commands that run at the same time."""
+"""Shared by bench, check and compare: commands that run at the same time."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import metrics
@@ -15,13 +19,46 @@ PRODUCTS = str(ROOT / "tools/measuring/products.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Yield a new folder, which the end of the block removes, also after Ctrl-C and SIGTERM."""
+
+    def end(number: int, frame) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
+        sys.exit(128 + number)  # as a shell reports the signal
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            yield Path(folder)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_all(
     commands: list[list[str]], out: Path, cwd: Path | None = None, **variables: str
 ) -> list[str]:
-    """Run commands at the same time; return what each printed. Number i prints to `out`-i.txt.
+    """Run commands as `finish_all` does; return what each printed.
 
-    If one fails, or at a signal, the others are terminated: they might wait for it forever. Prints
-    the end of what a failed one printed, and raises RunError.
+    Prints the end of what a failed one printed, and raises RunError.
+    """
+    finished = finish_all(commands, out, cwd, **variables)
+    for command, (status, text) in zip(commands, finished):
+        if status:
+            print(text[-4000:], file=sys.stderr)
+            raise RunError(f"{' '.join(command)} failed")
+    return [text for _, text in finished]
+
+
+def finish_all(
+    commands: list[list[str]], out: Path, cwd: Path | None = None, **variables: str
+) -> list[tuple[int | None, str]]:
+    """Run commands at the same time; return each one's exit status, and what it printed.
+
+    Number i prints to `out`-i.txt. If one fails, or at a signal, the others are terminated: they
+    might wait for it forever. Their status is None.
     """
     files = [out.with_name(f"{out.name}-{number}.txt") for number in range(len(commands))]
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": cwd}
@@ -44,12 +81,7 @@ def run_all(
             process.terminate()  # not kill: torchrun has to end its ranks
         for process in processes:
             process.wait()
-    printed = [file.read_text(errors="replace") for file in files]
-    for command, status, text in zip(commands, statuses, printed):
-        if status:
-            print(text[-4000:], file=sys.stderr)
-            raise RunError(f"{' '.join(command)} failed")
-    return printed
+    return [(status, file.read_text(errors="replace")) for status, file in zip(statuses, files)]
 
 
 def training_rows(out: Path) -> list[dict]:
