@@ -98,6 +98,8 @@ def read(folder: str, name: str) -> Log:
     losses = {}
     for row in training:
         losses[row["step"]] = {"training": {"loss": row["loss"]}}
+    for row in val:
+        losses[row["step"]]["validation"] = {"loss": row["val_loss"]}
     parameters = {}
     for row in read_rows(run / "optim.jsonl"):
         parameters.setdefault(row.pop("step"), {})[row.pop("parameter")] = row
