@@ -206,6 +206,10 @@ def check_command(words: list[str], path: Path) -> None:
     assert command in COMMANDS, command
     if words[0] == "torchrun":
         check_flags(words[:start], flags_of("torchrun"), path)
+    if "--" in arguments:
+        end = arguments.index("--")
+        check_flags(arguments[end:], flags_of("train.py"), path)
+        arguments = arguments[:end]
     is_word = arguments and re.match(r"[a-z]+$", arguments[0])
     check_flags(arguments, flags_of(command, arguments[0] if is_word else ""), path)
 

@@ -1,11 +1,15 @@
-"""Compare runs by their logs: an A/B test, seeds, a sweep, or the same run on two meshes.
+"""Compare runs by their logs: an A/B test, seeds, a sweep, the same run on two meshes or commits.
 
 python -m tools.compare runs/norm runs/adaptive
 python -m tools.compare runs/*
 python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
+python -m tools.compare --commits HEAD . -- --strategy fsdp
+python -m tools.compare --bisect v0.3 HEAD -- --optimizer muon
 """
 
 import argparse
+import bisect
+import itertools
 import json
 import math
 import sys
@@ -20,11 +24,14 @@ from metrics import read_log
 from runtime import cli
 from runtime.cli import UsageError
 from runtime.run_folder import read_starts
+from tools.measuring import commits
+from tools.measuring.harness import temporary_folder
 
 # Rounding differences of parameters grow until they are as large as the values: in float32, above
 # the default tolerance, at most 12-fold from one step to the next, and 41-fold in ten.
 GROWTH = 100
 MOST_COLUMNS = 6  # with more runs, each is a row
+NEVER = "never"  # how the words begin if two runs do not differ
 LEVEL = 0.05  # chance of telling equal settings apart, over all comparisons of a table
 
 # --------------------------------------------------------------------------------------------------
@@ -36,6 +43,7 @@ class Log:
     """What one run logged. Times are seconds of training, without evaluations and checkpoints."""
 
     name: str
+    folder: Path
     config: dict  # the flags of the last start with their values
     rows: list[dict]  # all of metrics.jsonl
     training: list[dict]  # training rows, each with its "time" since the start of the run
@@ -65,6 +73,13 @@ class Log:
             if row["val_loss"] <= loss:  # not if it is nan
                 return row["time"]
         return None
+
+    def parameters(self) -> set[str]:
+        """The names of those with statistics."""
+        names = set()
+        for rows in self.values["parameter"].values():
+            names |= rows.keys()
+        return names
 
     def ended_loss(self) -> float | None:
         """The final validation loss if the run has ended and the loss is finite."""
@@ -103,7 +118,8 @@ def read(folder: str, name: str) -> Log:
     parameters = {}
     for row in read_rows(run / "optim.jsonl"):
         parameters.setdefault(row.pop("step"), {})[row.pop("parameter")] = row
-    return Log(name, config, rows, training, val, {"loss": losses, "parameter": parameters})
+    values = {"loss": losses, "parameter": parameters}
+    return Log(name, run, config, rows, training, val, values)
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -254,7 +270,7 @@ def first_difference(reference: dict, other: dict, limit: float, growth: float) 
             line = f"step {step}: {first.name} {first.column} by {first.size:.1g}"
             others = {found.name for found in beyond} - {first.name}
             return f"{line}, and {len(others)} more" if others else line
-    return f"never, by at most {largest:.1g} in {common} logged steps in common"
+    return f"{NEVER}, by at most {largest:.1g} in {common} logged steps in common"
 
 
 def differences_of_step(a_rows: dict[str, dict], b_rows: dict[str, dict]) -> list[Difference]:
@@ -366,6 +382,85 @@ def p_value(pairs: list[float]) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
+# Commits
+
+
+def compare_commits(args: argparse.Namespace) -> None:
+    """Run the same steps on two commits, and print where their numbers first differ.
+
+    With --bisect, the second is the first commit after GOOD that differs, or BAD if none does.
+    """
+    first, *others = args.commits or commits.list_commits(*args.bisect)
+    commits.describe(others[-1])  # an unknown one is refused before the first run
+    logs = {}
+    numbers = itertools.count()
+    with temporary_folder("compare-") as folder:
+
+        def run_commit(commit: str) -> Log:
+            print(f"running {commits.describe(commit)}", file=sys.stderr)
+            path = folder / str(next(numbers))
+            return read(commits.run_steps(commit, args.nproc_per_node, args.flags, path), commit)
+
+        def differs(commit: str) -> bool:
+            logs[commit] = run_commit(commit)
+            return is_different(first_log, logs[commit], args.tolerance)
+
+        first_log = run_commit(first)
+        # The last one runs only if all before it may be equal: 4 runs tell which of 15 commits is
+        # the first that differs, or that none does.
+        position = bisect.bisect_left(others, True, key=differs)
+        last = others[min(position, len(others) - 1)]
+        if args.bisect:
+            found = commits.describe(last) if position < len(others) else "none"
+            runs = cli.plural(next(numbers), "run")
+            print(f"first commit that differs from {first} ({runs}): {found}\n")
+        print(describe_pair(first_log, logs[last], args))
+
+
+def is_different(first: Log, log: Log, limit: float) -> bool:
+    """Whether a loss or a statistic that both runs logged differs by more than `limit`."""
+    found = differences(first, log, limit)
+    return any(not text.startswith(NEVER) for text in found.values())
+
+
+def describe_pair(first: Log, log: Log, args: argparse.Namespace) -> str:
+    """Where the numbers of two commits first differ, what a step sends, and speeds, in words."""
+    logs = [first, log]
+    if is_different(first, log, args.tolerance):
+        header, *rows = zip(*compare(logs, args.loss, args.tolerance))
+        lines = [markdown_table(header, rows)]
+    else:
+        lines = [describe_equal(first, log, args.tolerance)]
+    sent = [bytes_sent(each.folder) for each in logs]
+    word = "differ" if sent[0] != sent[1] else "are equal"
+    lines.append(f"the bytes that a step hands to torch {word}; speeds are not judged")
+    for each, text in zip(logs, sent):
+        speed = median(row["tokens_per_second"] for row in each.training)
+        lines.append(f"{each.name}: {text}; {speed:,.0f} tokens/s")
+    return "\n".join(lines)
+
+
+def describe_equal(first: Log, log: Log, tolerance: float) -> str:
+    """That all values of two commits are equal, and how many parameters both logged."""
+    names = first.parameters() & log.parameters()
+    parameters = cli.plural(len(names), "parameter")
+    steps = cli.plural(len(log.training), "step")
+    within = f"within {tolerance:g}" if tolerance else "bit for bit"
+    return f"{first.name} and {log.name} are equal {within}: losses and {parameters}, {steps}"
+
+
+def bytes_sent(run: Path) -> str:
+    """What rank 0 handed to torch in the step that --profile counted, in words."""
+    path = run / "profile/rank_0.json"
+    if not path.exists():
+        return "bytes not counted (--profile)"
+    found = []
+    for row in json.loads(path.read_text())["communicated"]:
+        found.append(f"{row['bytes']:,} bytes of {row['kind']} over {row['axis']}")
+    return ", ".join(sorted(found)) or "no bytes"
+
+
+# --------------------------------------------------------------------------------------------------
 # The command line
 
 
@@ -376,16 +471,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
+    add("runs", nargs="*", metavar="RUN", help="run folders, such as runs/a runs/b")
+    help = "run 20 steps on two commits; . is the working tree; flags of train.py follow after --"
+    add("--commits", nargs=2, metavar=("A", "B"), help=help)
+    help = "find the first commit whose numbers differ from those of GOOD; flags as for --commits"
+    add("--bisect", nargs=2, metavar=("GOOD", "BAD"), help=help)
+    help = "ranks of a commit's run (default: 2)"
+    add("--nproc_per_node", type=cli.number(int, 1), default=2, metavar="N", help=help)
     help = "measure the time to this validation loss (default: the lowest that all runs reached)"
     add("--loss", type=cli.positive_number, metavar="L", help=help)
-    help = "relative difference above which a loss or a parameter differs (default: 0.01)"
-    add("--tolerance", type=cli.positive_number, default=1e-2, metavar="T", help=help)
-    return parser.parse_args(argv)
+    help = "relative difference above which a loss or a parameter differs (default: 0.01; between "
+    help += "commits 0)"
+    add("--tolerance", type=cli.positive_number, metavar="T", help=help)
+    end = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))
+    is_given = [bool(each) for each in (args.runs, args.commits, args.bisect)]
+    if is_given.count(True) != 1 or (args.runs and args.flags):
+        parser.error("give RUN ..., or --commits A B [-- FLAGS], or --bisect GOOD BAD [-- FLAGS]")
+    if args.tolerance is None:
+        args.tolerance = 1e-2 if args.runs else 0.0
+    return args
 
 
 def run(argv: list[str]) -> None:
     args = parse(argv)
+    if args.commits or args.bisect:
+        return compare_commits(args)
     logs = read_all(args.runs)
     if len(logs) > MOST_COLUMNS:
         by_loss = sorted(logs, key=lambda log: log.ended_loss() or math.inf)

@@ -1,0 +1,183 @@
+"""tools.compare --commits and --bisect: the same steps on two commits, and where they differ."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY, fork_ranks, is_running
+
+from tools import compare
+from tools.measuring import commits
+from tools.measuring.harness import TORCHRUN
+
+# A trainer that writes its log at once: losses, and the norms of two gradients.
+TRAIN = """
+import json, os, sys, time
+from pathlib import Path
+import model
+
+flags = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
+if unknown := {"z_loss"} & flags.keys() - vars(model).keys():
+    sys.exit(f"train.py: error: unrecognized arguments: --{unknown.pop()}")
+if "sleep" in flags:
+    Path("pid").write_text(str(os.getpid()))
+    time.sleep(60)
+metrics, optim = [], []
+for step in range(1, int(flags["max_steps"]) + 1):
+    row = {"step": step, "loss": float(Path(flags["data"]).read_text()), "tokens": step}
+    row |= {"tokens_per_second": 3.0, "step_time": 1.0, "clipped": 0, "skipped_steps": 0}
+    metrics.append(row)
+    optim.append({"step": step, "parameter": "embed", "grad_norm": 1.0})
+    optim.append({"step": step, "parameter": "head", "grad_norm": 1.0 + (step > 1) * model.NORM})
+metrics.append({"step": step, "val_loss": model.VAL_LOSS})
+sent = [{"kind": "all_reduce", "axis": "dp_shard", "bytes": model.BYTES}]
+out = Path(flags["out"])
+(out / "profile").mkdir(parents=True)
+(out / "profile/rank_0.json").write_text(json.dumps({"communicated": sent}))
+(out / "config.json").write_text(json.dumps({"out": str(out)}))
+for name, rows in (("metrics", metrics), ("optim", optim)):
+    (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+"""
+MODEL = "NORM = 0.0\nVAL_LOSS = 2.5\nBYTES = 1024\n"
+# In place of torchrun: runs the script that follows two options.
+RUN = "import runpy, sys; sys.argv = sys.argv[3:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def commit(folder: Path, subject: str, **files: str) -> None:
+    """Commit all of a repository, with the text of some Python files."""
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b"]
+    for words in (["add", "--all"], [*identity, "commit", "--quiet", "--message", subject]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    """A repository with one commit, which tools.compare takes for its project."""
+    folder = tmp_path / "project"
+    subprocess.run(["git", "init", "--quiet", folder], check=True)
+    commit(folder, "first", train=TRAIN, model=MODEL)
+    (tmp_path / "tokens").write_text("2.0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(commits, "ROOT", folder)
+    monkeypatch.setattr(commits, "TORCHRUN", [sys.executable, "-c", RUN])
+    return folder
+
+
+def call(capsys, words: str, *more: str, status: int = 0) -> list[str]:
+    """The lines that tools.compare prints. The path to the data is relative."""
+    assert compare.main([*words.split(), "--", "--data=tokens", *more]) == status
+    out, err = capsys.readouterr()
+    assert not list(Path().glob("compare-*"))
+    return [line for line in (out + err).splitlines() if not line.startswith("running ")]
+
+
+def test_equal_commits_are_one_line_and_the_first_difference_is_named(project, capsys):
+    commit(project, "second", model=f"{MODEL}# a comment\n")
+    equal, *others = call(capsys, "--commits HEAD~1 HEAD")
+    assert equal == "HEAD~1 and HEAD are equal bit for bit: losses and 2 parameters, 20 steps"
+    assert others == [
+        "the bytes that a step hands to torch are equal; speeds are not judged",
+        "HEAD~1: 1,024 bytes of all_reduce over dp_shard; 3 tokens/s",
+        "HEAD: 1,024 bytes of all_reduce over dp_shard; 3 tokens/s",
+    ]
+    # One bit, not committed
+    (project / "model.py").write_text(MODEL.replace("0.0", "2.3e-16").replace("1024", "1000"))
+    text = "\n".join(call(capsys, "--commits HEAD ."))
+    assert "| - | step 2: head grad_norm by 2e-16 |" in text
+    assert "a step hands to torch differ; " in text and ".: 1,000 bytes of all_reduce" in text
+    equal, *_ = call(capsys, "--commits HEAD . --tolerance 1e-12", "--max_steps=3")
+    assert equal == "HEAD and . are equal within 1e-12: losses and 2 parameters, 3 steps"
+    (project / "model.py").write_text(MODEL.replace("2.5", "2.6"))
+    text = "\n".join(call(capsys, "--commits HEAD ."))
+    assert "| - | step 20: validation loss by 0.04 |" in text and "| - | never, by " in text
+
+
+def test_one_commit_of_sixteen_is_found_in_five_runs(project, capsys, monkeypatch):
+    for number in range(16):
+        norm = f"import os\nNORM = 0.5 * ({number} >= int(os.environ['FAULT']))\n"
+        commit(project, f"number {number}", model=MODEL + norm)
+    for fault in (1, 15):
+        monkeypatch.setenv("FAULT", str(fault))
+        first, *table = call(capsys, "--bisect HEAD~15 HEAD")
+        assert first.startswith("first commit that differs from HEAD~15 (5 runs): ")
+        assert first.endswith(f" number {fault}")
+        assert "step 2: head grad_norm by 0.3 |" in "\n".join(table)
+    monkeypatch.setenv("FAULT", "16")
+    first, _, equal, *_ = call(capsys, "--bisect HEAD~15 HEAD")
+    assert first == "first commit that differs from HEAD~15 (5 runs): none"
+    assert equal.startswith("HEAD~15 and ") and " are equal bit for bit: " in equal
+
+
+def test_a_mistake_or_a_commit_that_fails_is_one_line(project, capsys, monkeypatch):
+    commit(project, "broken", model="NORM = (\n")
+    for words, line in (
+        ("--commits HEAD", "argument --commits: expected 2 arguments"),
+        ("--commits HEAD nowhere", "fatal: bad revision 'nowhere'"),
+        ("--commits HEAD . runs/a", "give RUN ..., or --commits A B [-- FLAGS], or --bisect"),
+        ("--bisect HEAD HEAD~1", "HEAD is not an ancestor of HEAD~1"),
+    ):
+        (error,) = call(capsys, words, status=2)
+        assert error.startswith(f"tools.compare: error: {line}")
+    (error,) = call(capsys, "--commits HEAD~1 HEAD", status=1)
+    assert error.endswith(" broken does not run: SyntaxError: '(' was never closed")
+    # A module that the commit lacks is not taken from this project.
+    commit(project, "without", train="import dist")
+    (error,) = call(capsys, "--commits HEAD HEAD", status=1)
+    assert error.endswith(" without does not run: ModuleNotFoundError: No module named 'dist'")
+    monkeypatch.setattr(commits, "TORCHRUN", TORCHRUN)  # which prints a report of its own
+    (error,) = call(capsys, "--commits HEAD~2 .", "--z_loss=1", status=1)
+    assert error.endswith(" first does not run: train.py: error: unrecognized arguments: --z_loss")
+    monkeypatch.setattr(commits, "ROOT", project.parent)
+    (error,) = call(capsys, "--commits HEAD .", status=2)
+    assert error.startswith("tools.compare: error: fatal: not a git repository")
+
+
+@pytest.mark.parametrize("number, is_impatient", [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_signal_leaves_no_folder_and_no_process(number, is_impatient, project):
+    argv = ["--commits", "HEAD", ".", "--", "--data=tokens", "--sleep=60"]
+    (process,) = fork_ranks(1, compare.main, argv)
+    started = Path("pid")
+    while not (started.exists() and started.read_text()):
+        assert process.is_alive()
+        time.sleep(0.01)
+    assert list(Path().glob("compare-*"))
+    os.kill(process.pid, number)
+    while is_impatient and list(Path().glob("compare-*")) and process.is_alive():
+        os.kill(process.pid, number)
+    process.join(20)
+    assert is_impatient or process.exitcode == 128 + number
+    assert not list(Path().glob("compare-*")) and not is_running(int(started.read_text()))
+
+
+@pytest.mark.slow
+def test_real_commits_are_compared(tokens, tmp_path):
+    code = tmp_path / "code"
+    unwanted = shutil.ignore_patterns(".git", "runs", "tokens", "tests", "docs", "__pycache__")
+    shutil.copytree(ROOT, code, ignore=unwanted)
+    subprocess.run(["git", "init", "--quiet", code], check=True)
+    commit(code, "before")
+    optim = (code / "optim.py").read_text()
+    commit(code, "constant", optim=optim.replace("beta2=settings.beta2,", "beta2=0.951,"))
+
+    def printed(words: str, more: str = "") -> str:
+        command = [sys.executable, "-m", "tools.compare", *words.split()]
+        command += ["--", *TINY.split(), "--data", str(tokens), *more.split()]
+        job = subprocess.run(command, cwd=code, capture_output=True, text=True, timeout=300)
+        return job.stdout + job.stderr
+
+    text = printed("--commits HEAD~1 HEAD", "--strategy fsdp")
+    assert "step 1: " in text and " exp_avg_sq_norm by 0.02, and 19 more |" in text
+    commit(code, "moved", optim=f"{optim}\n\n# The end\n")
+    text = printed("--commits HEAD~2 HEAD", "--strategy fsdp")
+    assert "are equal bit for bit: losses and 20 parameters, 20 steps" in text
+    assert "HEAD: " in text and " bytes of all_gather over dp_shard, " in text
+    text = printed("--commits . HEAD --nproc_per_node 1", "--z_loss 1")
+    assert "working tree does not run: train.py: error: unrecognized arguments: --z_loss" in text
