@@ -6,7 +6,7 @@ A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no hea
 
 A window is the piece of a file that a sequence reads: T tokens and the token after them. A file of
 N tokens has (N - 1) // T windows. With epoch, i = divmod(n, windows), sequence n of a run is window
-permute(i) in the order of (seed, epoch): a pure function of (seed, n), whatever the number of ranks
+i in the order of (seed, epoch): a pure function of (seed, n), whatever the number of ranks
 or workers, the micro-batch size or the step at which a run resumed. So a checkpoint needs no state
 of the data loader. In a mixture, n also decides which folder a sequence is from.
 
@@ -235,15 +235,17 @@ def check_range(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
 # Sequence number n
 
 
-def permute(n: int, size: int, key: bytes) -> int:
-    """Map n to its place in a keyed pseudo-random permutation of range(size).
+def window_of(n: int, windows: int, seed: int) -> int:
+    """The window of sequence n: its place in a keyed pseudo-random permutation of range(windows).
 
     Needs no table, so a large corpus costs nothing: a Feistel network on the smallest even number
-    of bits that holds `size` is applied until the result falls inside, at most 4 times on average
-    ("cycle walking", Black & Rogaway 2002, Ciphers with arbitrary finite domains). For sizes below
-    about 20, pairs of n are not quite uniform.
+    of bits that holds `windows` is applied until the result falls inside, at most 4 times on
+    average ("cycle walking", Black & Rogaway 2002, Ciphers with arbitrary finite domains). Below
+    about 20 windows, pairs of n are not quite uniform.
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits
+    epoch, n = divmod(n, windows)
+    key = b"%d %d" % (seed, epoch)
+    half = max(1, ((windows - 1).bit_length() + 1) // 2)  # bits
     mask = (1 << half) - 1
     while True:
         left, right = n >> half, n & mask
@@ -251,7 +253,7 @@ def permute(n: int, size: int, key: bytes) -> int:
             digest = hashlib.blake2b(b"%d %d" % (turn, right), key=key, digest_size=8).digest()
             left, right = right, left ^ (int.from_bytes(digest) & mask)
         n = left << half | right
-        if n < size:
+        if n < windows:
             return n
 
 
@@ -281,20 +283,18 @@ class TokenDataset(Dataset):
         return self.n_windows
 
     def __getitem__(self, indices: list[int]) -> Tensor:
-        size = self.folder.dtype.itemsize
-        rows = []
+        batch = np.empty((len(indices), self.seq_len + 1), self.folder.dtype)
         # Mapping the file for each batch would take twice as long.
         with open(self.file, "rb", buffering=0) as file:
-            for n in indices:
-                epoch, window = divmod(n, self.n_windows)
+            for row, n in zip(batch, indices):
+                window = n
                 if self.seed is not None:
-                    window = permute(window, self.n_windows, key=b"%d %d" % (self.seed, epoch))
-                file.seek(window * self.seq_len * size)
-                contents = file.read((self.seq_len + 1) * size)
-                rows.append(np.frombuffer(contents, self.folder.dtype))
-        batch = np.stack(rows).astype(np.int64)
+                    window = window_of(n, self.n_windows, self.seed)
+                file.seek(window * self.seq_len * batch.itemsize)
+                contents = file.read(row.nbytes)
+                row[:] = np.frombuffer(contents, batch.dtype, len(row))
         check_range(batch, self.folder.vocab_size, self.file)
-        return torch.from_numpy(batch)
+        return torch.from_numpy(batch.astype(np.int64))
 
 
 class Mixture(Dataset):

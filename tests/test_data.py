@@ -69,14 +69,17 @@ class Bomb:
         return pytest.fail, ("the pickle was loaded",)
 
 
-def test_permute_is_a_permutation_and_a_good_one():
+def test_an_epoch_reads_the_windows_in_a_permutation_and_a_good_one():
     for size in (1, 2, 3, 7, 64, 1000, 1025):
-        assert sorted(data.permute(n, size, b"key") for n in range(size)) == list(range(size))
-    order = [data.permute(n, 1000, b"key") for n in range(1000)]
-    assert order != [data.permute(n, 1000, b"other") for n in range(1000)]
+        for epoch in (0, 3):
+            numbers = range(epoch * size, (epoch + 1) * size)
+            assert sorted(data.window_of(n, size, 5) for n in numbers) == list(range(size))
+    order = [data.window_of(n, 1000, 5) for n in range(1000)]
+    assert order != [data.window_of(n, 1000, 6) for n in range(1000)]
+    assert order != [data.window_of(n, 1000, 5) for n in range(1000, 2000)]
     assert abs(np.corrcoef(order, range(1000))[0, 1]) < 0.1
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.1
-    assert 0 <= data.permute(10**14 - 1, 10**14, b"key") < 10**14  # 10^14 windows: no table
+    assert 0 <= data.window_of(10**14 - 1, 10**14, 5) < 10**14  # 10^14 windows: no table
 
 
 @pytest.mark.parametrize("ranks, micro_batch", [(1, 2), (2, 1), (4, 2)])
