@@ -191,7 +191,7 @@ class Config:
 
     save_interval: int = free("basics", 250, "steps between checkpoints; 0: only at the end", ge=0)
     keep_last: int = flag("checkpoints", 2, "latest ones to keep; 0: all", ge=0)
-    keep_every: int = flag("checkpoints", 0, "also keep those of every N-th step; 0: none", ge=0)
+    keep_every: int = free("checkpoints", 0, "also keep those of every N-th step; 0: none", ge=0)
     checkpoint: Literal["sharded", "none"] = free(
         "checkpoints", "sharded", "sharded: one file per rank; none: the run cannot be continued"
     )
