@@ -39,7 +39,7 @@ FLOORS = [
     "tools.checkpoint tools.measuring.harness",
     "tools.measuring.commits",
     "tools.compare",
-    "tools.hf tools.measuring.hosts",
+    "tools.hf tools.measuring.hosts tools.replay",
     "tools.bench tools.report",
     "tools.measuring.parity",
     "tools.measuring.fuzz",

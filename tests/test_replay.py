@@ -1,0 +1,303 @@
+"""tools/replay.py as `python -m tools.replay`: a step of a run once more, with what it shows."""
+
+import contextlib
+import io
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import call_train, flags, rows
+
+import checkpoint
+import data
+import model
+import train
+from tools import replay
+
+NUMBER = re.compile(r"^(loss|grad_norm) \S+, logged \S+: a relative difference of (\S+)$", re.M)
+SEQUENCE = re.compile(r"sequence (\d+), (\S+) at token (\d+): (.*)")
+KEPT = "--dtype float32 --save_interval 2 --keep_last 0"
+
+
+def print_of(arguments: list) -> tuple[int, str, str]:
+    """Return (status, standard output, standard error)."""
+    out, err = io.StringIO(), io.StringIO()
+    no_pause = mock.patch("time.sleep")  # as in conftest.listen
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), no_pause:
+        status = replay.main(list(map(str, arguments)))
+    return status, out.getvalue(), err.getvalue()
+
+
+def call(arguments: list) -> tuple[int, str, str]:
+    """As `print_of`; the run folder stays as it is."""
+    before = contents(arguments[0])
+    said = print_of(arguments)
+    assert contents(arguments[0]) == before
+    return said
+
+
+def contents(run: Path) -> dict:
+    files = [path for path in Path(run).rglob("*") if path.is_file()]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def repeated(*arguments) -> str:
+    status, out, err = call(arguments)
+    assert status == 0, err
+    return out
+
+
+def differences(out: str) -> list[float]:
+    """Of the loss and of the norm of the gradient, from the log."""
+    found = dict(NUMBER.findall(out))
+    return [float(found["loss"]), float(found["grad_norm"])]
+
+
+@pytest.fixture(scope="module")
+def runs(pool, tokens, tmp_path_factory) -> dict[str, Path]:
+    """A run of six steps on one rank and of four steps on four, with a checkpoint every 2 steps."""
+    found = {}
+    for ranks, steps, mesh in ((1, 6, "single"), (4, 4, "fsdp --tp 2")):
+        found[mesh] = tmp_path_factory.mktemp("runs") / "run"
+        argv = f"--data {tokens} --out {found[mesh]} --max_steps {steps} --strategy {mesh} {KEPT}"
+        assert pool(ranks, call_train, flags(argv)) == [0] * ranks
+    return found
+
+
+@pytest.fixture
+def single(runs, tmp_path) -> Path:
+    """A copy of the run on one rank."""
+    return shutil.copytree(runs["single"], tmp_path / "run")
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def test_one_process_repeats_a_step_of_a_mesh_up_to_rounding(runs):
+    run = runs["fsdp --tp 2"]
+    out = repeated(run, 4)
+    assert f"step 4 of {run}: 2 steps after {run}/checkpoints/step-00000002, about " in out
+    loss, grad_norm = differences(out)
+    assert loss < 1e-6 and grad_norm < 1e-5
+    found = re.findall(r"^  (\S+)% (\S+) sequence (\d+), ", out, re.M)
+    shares, losses, numbers = zip(*[map(float, line) for line in found])
+    assert sorted(numbers) == list(range(24, 32)) and sum(shares) == pytest.approx(100, abs=0.5)
+    assert sorted(losses, reverse=True) == list(losses)
+    mean = rows(run)[-1]["loss"]
+    assert sum(losses) / 8 == pytest.approx(mean, abs=1e-4)
+    norms = [float(norm) for norm in re.findall(r"^  (\S+) \S+weight$", out, re.M)]
+    assert len(norms) == 20 and sorted(norms, reverse=True) == norms
+
+
+def test_the_ranks_of_its_mesh_repeat_a_step_bit_by_bit(runs, pool):
+    run = runs["fsdp --tp 2"]
+    (status, out, _), *others = pool(4, call, [run, 4])
+    assert status == 0 and differences(out) == [0, 0]
+    assert sorted(int(n) for n, *_ in SEQUENCE.findall(out)) == list(range(24, 32))
+    assert others == [(0, "", "")] * 3  # rank 0 prints
+    ((status, _, err), _) = pool(2, call, [run, 4])
+    assert status == 2 and "ran on 4 ranks after step 0, not on 2: start as many" in err
+
+
+def test_without_a_checkpoint_before_it_a_step_is_repeated_from_the_first(runs):
+    out = repeated(runs["single"], 2)
+    assert "2 steps after the initial weights" in out and differences(out) == [0, 0]
+
+
+def test_a_damaged_checkpoint_is_passed_over(single):
+    path = single / "checkpoints/step-00000004"
+    weights = path / "rank-00000.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    out = repeated(single, 6)
+    assert f"passed over {path}: rank-00000.safetensors has changed" in out
+    assert f"4 steps after {single}/checkpoints/step-00000002" in out
+    assert differences(out) == [0, 0]
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_passed_over(single, tmp_path, monkeypatch):
+    early, late = (single / f"checkpoints/step-0000000{step}" for step in (2, 4))
+    late.rename(tmp_path / "not saved yet")
+    real_load = train.load
+
+    def load(state, origin, *rest):
+        if origin.path == early:
+            for tensor in state.tensors["model"].values():
+                tensor.fill_(1)  # what has been read so far
+            (tmp_path / "not saved yet").rename(late)
+            early.rename(tmp_path / "removed")
+            raise checkpoint.CheckpointError("rank-00000.safetensors is missing")
+        real_load(state, origin, *rest)
+
+    monkeypatch.setattr(train, "load", load)
+    status, out, _ = print_of([single, 6])
+    assert status == 0 and f"passed over {early}: rank-00000.safetensors is missing" in out
+    assert f"2 steps after {late}" in out and differences(out) == [0, 0]
+    late.rename(tmp_path / "removed, too")
+    status, out, _ = print_of([single, 4])
+    assert "4 steps after the initial weights" in out and differences(out) == [0, 0]
+
+
+def test_each_step_has_the_flags_of_the_start_that_trained_it(run, tmp_path):
+    run(1, f"--max_steps 3 {KEPT}")
+    out = run(1, f"--max_steps 6 {KEPT} --lr 0.02 --beta1 0.5 --allow_changes")
+    last = run(1, f"--max_steps 8 {KEPT} --lr 0.01 --beta1 0.5 --clip adaptive --allow_changes")
+    assert out == last
+    shutil.rmtree(out / "checkpoints")
+    for step in (3, 4, 6, 8):
+        assert differences(repeated(out, step)) == [0, 0]
+
+
+def test_of_starts_that_repeat_steps_the_last_one_counts():
+    starts = [{"step": step, "name": i} for i, step in enumerate((0, 10, 5, 5))]
+    names = [replay.start_of(starts, step)["name"] for step in (1, 5, 6, 10, 11)]
+    assert names == [0, 0, 3, 3, 3]
+
+
+# --------------------------------------------------------------------------------------------------
+# Sequences and modules
+
+
+def test_the_text_of_a_sequence_is_at_its_place_also_in_a_mixture(run, tokens, tmp_path):
+    shutil.copytree(tokens, tmp_path / "moved")
+    mixture = f"{tokens}:0.7,{tmp_path}/moved:0.3"
+    out = run(1, f"--max_steps 2 {KEPT} --data {mixture}")
+    said = SEQUENCE.findall(repeated(out, 2, "--data_only"))
+    assert [int(n) for n, *_ in said] == list(range(8, 16))
+    assert {folder for _, folder, *_ in said} == {str(tokens), f"{tmp_path}/moved"}
+    folders = data.open_folders(mixture)
+    batch = data.open_dataset(folders, "train", 16, seed=0)[list(range(8, 16))]
+    for (_, folder, start, text), sequence in zip(said, batch):
+        start = int(start)
+        window = data.open_folder(Path(folder)).tokens("train")[start : start + 17]
+        assert window.tolist() == sequence.tolist()
+        assert (
+            text == repr(bytes(token for token in window if token < 256).decode()) or 256 in window
+        )
+    shown = SEQUENCE.findall(repeated(out, 2))
+    assert sorted(shown) == sorted(said)
+
+
+class InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """plant(step, owner, name, change): in this step, change the first argument of a function.
+
+    The argument of a method is the one after self.
+    """
+    real_step, steps = train.train_step, [0]
+
+    def train_step(forward, optimizer, batches, step, *rest):
+        steps.append(step)
+        return real_step(forward, optimizer, batches, step, *rest)
+
+    monkeypatch.setattr(train, "train_step", train_step)
+
+    def call(step, owner, name, change):
+        real = getattr(owner, name)
+        place = 1 if isinstance(owner, type) else 0
+
+        def changed(*arguments, **options):
+            arguments = list(arguments)
+            if steps[-1] == step and torch.is_grad_enabled():
+                arguments[place] = change(arguments[place])
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, changed)
+
+    return call
+
+
+def test_the_first_module_that_makes_an_inf_is_named(single, plant):
+    plant(6, model.MLP, "forward", lambda x: x * math.inf)
+    out = repeated(single, 6)
+    assert "first not finite in forward: blocks.0.mlp.gate\n" in out
+    assert "grad_norm nan" in out
+
+
+def test_the_first_module_that_makes_an_inf_in_backward_is_named(single, plant):
+    plant(3, model, "causal_attention", InfiniteGradient.apply)
+    out = repeated(single, 3)
+    assert "first not finite in forward: none\n" in out
+    assert "first not finite in backward: blocks.1.attention\n" in out
+    out = repeated(single, 4)
+    assert "step 3: its update is skipped" in out and "first not finite" not in out
+
+
+# --------------------------------------------------------------------------------------------------
+# The log, and what is refused
+
+
+def test_without_a_step_spikes_and_skipped_updates_are_listed(single):
+    losses = [2 + 0.1 * (i % 2) for i in range(60)]
+    losses[19] = 50  # one row too early
+    losses[45], losses[50], losses[55] = 2.4, 2.2, None
+    log = [
+        {"step": 10 * i + 10, "loss": loss, "skipped_steps": 3 * (i >= 30)}
+        for i, loss in enumerate(losses)
+    ]
+    (single / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    lines = repeated(single).splitlines()
+    command = f"python -m tools.replay {single}"
+    assert lines[0] == f"step 310: 3 updates skipped after step 300: {command} 310"
+    assert lines[1].startswith("step 460: loss 2.4000, above 2.3") and lines[1].endswith(" 460")
+    assert lines[2].startswith("step 560: loss nan, above 2.") and len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["7"], "ends with step 6: name a step up to that"),
+        (["0"], "0 must be at least 1"),
+        (["6", "--data", "OTHER"], "OTHER has the fingerprint .*, and RUN was trained on .*--data"),
+        (["6", "--data", "nowhere"], "--data nowhere: no train.bin there"),
+    ],
+)
+def test_what_is_not_of_the_run_is_refused_in_one_line(single, tokens, arguments, problem):
+    other = shutil.copytree(tokens, single.parent / "other")
+    with open(other / "train.bin", "r+b") as file:
+        file.write(b"\0\0")
+    names = {"OTHER": str(other), "RUN": str(single)}
+    arguments = [names.get(argument, argument) for argument in arguments]
+    for name, value in names.items():
+        problem = problem.replace(name, value)
+    status, out, err = call([single, *arguments])
+    assert status == 2 and not out
+    assert re.match(f"^tools.replay: error: .*{problem}[^\n]*\n$", err)
+
+
+def test_a_folder_that_is_no_run_and_flags_of_other_code_are_refused(single, tmp_path):
+    status, _, err = call([tmp_path, "1"])
+    assert status == 2 and "is not the folder of a started run" in err
+    start = json.loads((single / "starts.jsonl").read_text())
+    start["config"]["window"] = 4
+    (single / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    status, _, err = call([single, "1"])
+    assert status == 2 and "was trained by other code: --window is unknown" in err
+
+
+def test_the_weights_with_which_another_run_began_are_not_made_up(runs, run):
+    for how in ("init_from", "resume"):
+        out = run(1, f"--max_steps 10 {KEPT} --{how} {runs['single']}", how)
+        assert differences(repeated(out, 10)) == [0, 0]
+        shutil.rmtree(out / "checkpoints")
+        status, _, err = call([out, 10])
+        assert status == 2 and "began with the weights of another run, and has no" in err
+    status, _, err = call([out, 5])
+    assert status == 2 and "step 5 is of the run that this one continues with --resume" in err

@@ -1,0 +1,391 @@
+"""Repeat one step of a run: which text made the spike, and which module the first nan?
+
+python -m tools.replay runs/mine
+python -m tools.replay runs/mine 4120
+torchrun --standalone --nproc_per_node 4 -m tools.replay runs/mine 4120
+
+Without a step, lists the spikes in the log. One process repeats a step of any mesh up to rounding.
+The ranks of the run's own mesh repeat it bit for bit on CPUs. Nothing is written.
+"""
+
+import argparse
+import functools
+import itertools
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import fmean, median, stdev
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+import checkpoint
+import data
+import dist
+import layout
+import optim
+import train
+from checkpoint import CheckpointError
+from config import DEFAULTS
+from layout import Run
+from model import eval_mode
+from runtime import cli, launch, preflight, run_folder
+from runtime.cli import UsageError, plural
+from runtime.machine import read_machine
+from runtime.preflight import Origin
+from runtime.startup_lines import say
+from runtime.watchdog import SLOW_FACTOR, Watchdog
+from text import tokenizer
+from tools.compare import read_rows, relative_difference
+
+ROWS, DEVIATIONS = 20, 5  # a spike is DEVIATIONS above the median of the ROWS before it
+SHOWN = 20  # sequences and parameters
+CHARACTERS = 200  # of a sequence's text
+# One process computes the micro-batches of all ranks.
+ALONE = dict(strategy="single", dp_replicate=1, dp_shard=1, tp=1, grad_sync="batch", compile=False)
+
+# --------------------------------------------------------------------------------------------------
+# The log
+
+
+def describe_spikes(out: Path, rows: list[dict]) -> Iterator[str]:
+    """Yield a line for each training row with a spike of the loss, or after skipped updates."""
+    skipped = last_step = 0
+    for i, row in enumerate(rows):
+        step, loss = row["step"], row["loss"]
+        before = [earlier["loss"] for earlier in rows[max(0, i - ROWS) : i]]
+        before = list(filter(math.isfinite, before))
+        limit = math.inf
+        if len(before) == ROWS:
+            limit = median(before) + DEVIATIONS * stdev(before)
+        found = []
+        if not loss <= limit:  # a nan, too
+            found.append(f"loss {loss:.4f}, above {limit:.4f}")
+        if row["skipped_steps"] > skipped:
+            count = plural(row["skipped_steps"] - skipped, "update")
+            found.append(f"{count} skipped after step {last_step}")
+        if found:
+            yield f"step {step}: {', '.join(found)}: python -m tools.replay {out} {step}"
+        skipped, last_step = row["skipped_steps"], step
+
+
+def start_of(starts: list[dict], step: int) -> dict:
+    """The start that trained `step`: the last one before it. Raises UsageError if there is none."""
+    earlier = [start for start in starts if start["step"] < step]
+    if not earlier:
+        first = min(start["step"] for start in starts)
+        raise UsageError(
+            f"step {step} is of the run that this one continues with --resume after step {first}: "
+            "name that run, or a later step"
+        )
+    return earlier[-1]
+
+
+# --------------------------------------------------------------------------------------------------
+# The run up to the step
+
+
+@dataclass
+class Step:
+    """A step that is about to be taken."""
+
+    run: Run
+    state: train.State
+    forward: nn.Module
+    micro_batches: list[Tensor]  # of this rank, (B, T + 1)
+
+    def take(self, measure: bool = False) -> tuple[dict, optim.ParameterTable | None]:
+        """As train.py does: see train.train_step."""
+        run, step = self.run, self.state.step
+        lr = optim.learning_rate(step, run)
+        how = (step, lr, run.grad_accum_steps, run.grad_sync, measure)
+        batches = iter(self.micro_batches)
+        return train.train_step(self.forward, self.state.optimizer, batches, *how)
+
+
+class Replay:
+    """A run and its data on these ranks, which are as many as the run's, or one.
+
+    Raises UsageError if the data, the step or the ranks are not the run's.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, starts: list[dict], world: dist.World, watchdog: Watchdog
+    ):
+        self.out = args.run
+        self.starts = starts
+        self.world = world
+        self.watchdog = watchdog
+        start = start_of(starts, args.step)
+        path = args.data or start["config"]["data"]
+        folders = data.open_folders(path)
+        self.facts = data.facts_of(folders)
+        if self.facts.fingerprint != start["data"]:
+            raise UsageError(
+                f"{path} has the fingerprint {self.facts.fingerprint}, and {self.out} was trained "
+                f"on {start['config']['data']} with {start['data']}: name its data with --data"
+            )
+        run = self.resolve(start)
+        if args.step > run.max_steps:
+            raise UsageError(f"{self.out} ends with step {run.max_steps}: name a step up to that")
+        self.mesh = dist.make_mesh(world, run.mesh_shape)
+        self.train_data = data.open_dataset(folders, "train", run.seq_len, run.seed)
+        batch, steps = run.global_batch_size, range(args.step, args.step + 1)
+        (indices,) = data.train_indices(steps, batch, batch, dp_rank=0, dp_size=1)
+        self.sequences = describe_sequences(self.train_data.parts, indices)
+
+    def resolve(self, start: dict) -> Run:
+        """The run of a start on these ranks. Raises UsageError."""
+        values = preflight.recorded_values(start)
+        if unknown := values.keys() - DEFAULTS.keys():
+            raise UsageError(f"{self.out} was trained by other code: --{min(unknown)} is unknown")
+        if self.world.size == 1:
+            values |= ALONE
+        elif self.world.size != start["ranks"]:
+            raise UsageError(
+                f"{self.out} ran on {plural(start['ranks'], 'rank')} after step {start['step']}, "
+                f"not on {self.world.size}: start as many, or one process without torchrun"
+            )
+        values |= {"num_workers": 0, "profile": None}
+        origin = Origin(model_config=preflight.read_model(self.out, start))
+        return layout.resolve(values, read_machine(self.world), self.facts, origin)
+
+    def segments(self, first: int, last: int) -> list[tuple[Run, list[int]]]:
+        """The steps from `first` to `last` by the start that trained them, each with its run."""
+        trained_by = functools.partial(start_of, self.starts)
+        by_start = itertools.groupby(range(first, last + 1), trained_by)
+        return [(self.resolve(start), list(steps)) for start, steps in by_start]
+
+    def begin(self, last: int, step_time: float) -> tuple[train.State, nn.Module]:
+        """Build the model with weights from before step `last`: a checkpoint's, or the initial.
+
+        Prints how many steps there are to take, and how long they take if one process takes the
+        seconds `step_time` of each rank in turn. Passes over a checkpoint that is damaged, or that
+        the run removes meanwhile. Raises UsageError if none is left.
+        """
+        turns = start_of(self.starts, last)["ranks"] // self.world.size
+        world = self.world
+        passed_over = set()
+        while True:
+            saved = dist.on_rank0(checkpoint.list_checkpoints, self.out)  # a live run saves others
+            saved = [path for path in saved if checkpoint.step_of(path) < last]
+            path = next((path for path in reversed(saved) if path not in passed_over), None)
+            origin = Origin(path, step=checkpoint.step_of(path) if path else 0)
+            first = self.starts[0]
+            if not path and (first["step"] > 0 or first["config"].get("init_from")):
+                raise UsageError(
+                    f"{self.out} began with the weights of another run, and has no checkpoint "
+                    f"before step {last} to begin with: name a later step"
+                )
+            (run, _), *_ = self.segments(origin.step + 1, last)  # all: one may be refused
+            try:
+                with dist.raise_on_all_ranks():
+                    if path and (problem := checkpoint.verify(path, world.rank, world.size)):
+                        raise CheckpointError(problem)
+                count = last - origin.step
+                distance = f"{plural(count, 'step')} after {path or 'the initial weights'}"
+                time = f"about {count * turns * step_time:,.0f} s"
+                why = f"the log's {step_time:.3g} s a step x {plural(turns, 'rank')}"
+                say(world, [f"step {last} of {self.out}: {distance}, {time} ({why})"])
+                state, forward = train.build(run, self.mesh)
+                train.load(state, origin, self.mesh, self.watchdog)
+                return state, forward
+            except CheckpointError as error:
+                say(world, [f"passed over {path}: {error}"])
+                passed_over.add(path)
+
+    def steps(self, last: int, step_time: float) -> Iterator[Step]:
+        """Yield the steps up to `last`, each to be taken before the next; see `begin`."""
+        state, forward = self.begin(last, step_time)
+        for i, (run, steps) in enumerate(self.segments(state.step + 1, last)):
+            if i > 0:  # the run continued here, perhaps with other flags
+                source = dict(checkpoint.flatten(state.tensors))
+                state, forward = train.build(run, self.mesh)
+                for name, tensor in checkpoint.flatten(state.tensors):
+                    checkpoint.part_of(tensor).copy_(checkpoint.part_of(source[name]))
+            batches = train.MicroBatches(
+                run, self.mesh, self.train_data, self.watchdog, start_step=steps[0] - 1
+            )
+            for state.step in steps:
+                micro_batches = list(itertools.islice(batches, run.grad_accum_steps))
+                yield Step(run, state, forward, micro_batches)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a step shows
+
+
+def describe_sequences(parts: list[data.TokenDataset], indices: list[int]) -> dict[int, str]:
+    """Where each sequence is from, and how its text begins. Raises TokenizerError."""
+    mixture = data.Mixture(parts)  # one folder at a share of 1 is in its own order
+    sequences = {}
+    for n in indices:
+        i, number = mixture.source(n)
+        part = parts[i]
+        (tokens,) = part[[number]].tolist()
+        text = ""
+        for piece in tokenizer.decode(part.folder.tokenizer, tokens):
+            text += piece
+            if len(text) >= CHARACTERS:
+                break
+        start = data.window_of(number, part.n_windows, part.seed) * part.seq_len
+        place = f"sequence {n}, {part.folder.path} at token {start}"
+        sequences[n] = f"{place}: {text[:CHARACTERS]!r}"
+    return sequences
+
+
+def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
+    """Repeat the steps up to `last`, and print what it shows; `rows` are the log's."""
+    step_time = median([row["step_time"] for row in rows] or [math.nan])
+    tell = functools.partial(say, replay.world)
+    for step in replay.steps(last, step_time):
+        number = step.state.step
+        if number < last:
+            values, _ = step.take()
+            if values["skipped_in_a_row"].value > 0:
+                tell([f"step {number}: its update is skipped"])
+    indices = train.local_train_indices(step.run, replay.mesh, range(last, last + 1))
+    losses = sequence_losses(step, indices, replay.watchdog)
+    values, table = step.take(measure=True)
+    found = {"loss": fmean(dist.on_all_ranks(values["loss"].item))}  # as in a row of the log
+    found["grad_norm"] = values["grad_norm"].value.item()
+    row = next((row for row in rows if row["step"] == last), {})
+    for name, value in found.items():
+        logged = ""
+        if name in row:
+            difference = relative_difference(value, row[name])
+            logged = f", logged {row[name]:.9g}: a relative difference of {difference:.2g}"
+        tell([f"{name} {value:.9g}{logged}"])
+    total = sum(losses.values())
+    shares = {
+        n: f"{loss / total:.1%} {loss:.4f} {replay.sequences[n]}" for n, loss in losses.items()
+    }
+    tell(["share of the loss, loss, sequence:", *largest(losses, shares)])
+    norms = {row["parameter"]: row["grad_norm"] for row in table.rows()}
+    lines = {name: f"{norm:.4g} {name}" for name, norm in norms.items()}
+    tell(["norm of the gradient, parameter:", *largest(norms, lines)])
+    if not all(map(math.isfinite, found.values())):
+        tell(find_non_finite(step))  # the update was skipped: the weights are the same
+
+
+@torch.no_grad()
+def sequence_losses(
+    step: Step, indices: Iterator[list[int]], watchdog: Watchdog
+) -> dict[int, float]:
+    """The loss of each sequence of all ranks, before the update. Collective."""
+    local_losses = {}
+    with eval_mode(step.forward):
+        for numbers, tokens in zip(indices, step.micro_batches):
+            for n, sequence in zip(numbers, tokens.split(1)):  # (1, T + 1)
+                watchdog.progress(step.state.step - 1, "evaluating")
+                local_losses[n] = step.forward(sequence[:, :-1], sequence[:, 1:]).item()
+    losses = {}
+    for of_rank in dist.on_all_ranks(local_losses.copy):
+        losses |= of_rank  # equal on the ranks of a tp group
+    return losses
+
+
+def largest(values: dict[object, float], lines: dict[object, str]) -> list[str]:
+    """The lines of the SHOWN largest values, those that are not finite first."""
+    ranked = sorted(values, key=lambda key: (math.isfinite(values[key]), -values[key]))
+    shown = [f"  {lines[key]}" for key in ranked[:SHOWN]]
+    left_out = len(ranked) - SHOWN
+    return [*shown, f"  and {left_out} more"] if left_out > 0 else shown
+
+
+def find_non_finite(step: Step) -> list[str]:
+    """Take a step that is skipped; name the first module that makes a value that is not finite.
+
+    In forward it is the first whose output is not finite; in backward, the first that makes such a
+    gradient of its inputs from a finite one of its output. Collective: the first of any rank.
+    """
+    turns = itertools.count()
+    found = {"forward": [], "backward": []}  # (turn, module)
+
+    def after_forward(name: str, module: nn.Module, inputs: tuple, output: object) -> None:
+        turn = next(turns)
+        if not is_finite(output):
+            found["forward"].append((turn, name))
+
+    def after_backward(name: str, module: nn.Module, of_inputs: tuple, of_outputs: tuple) -> None:
+        turn = next(turns)
+        if is_finite(*of_outputs) and not is_finite(*of_inputs):
+            found["backward"].append((turn, name))
+
+    for name, module in step.state.model.named_modules():
+        module.register_forward_hook(functools.partial(after_forward, name))
+        module.register_full_backward_hook(functools.partial(after_backward, name))
+    with warnings.catch_warnings(action="ignore"):  # that tokens have no gradient
+        step.take()
+    lines = []
+    for direction, of_rank in found.items():
+        firsts = itertools.chain(*dist.on_all_ranks(of_rank.copy))
+        _, name = min(firsts, default=(0, "none"))
+        lines.append(f"first not finite in {direction}: {name}")
+    return lines
+
+
+def is_finite(*values: object) -> bool:
+    """Whether all tensors among the values are finite, in this rank's parts."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return all(optim.local(tensor).isfinite().all() for tensor in tensors)
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = cli.Parser(
+        prog="tools.replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="a run folder, such as runs/mine")
+    add("step", metavar="STEP", nargs="?", type=cli.number(int, 1), help="the step to repeat")
+    add("--data", metavar="DIR", help="the run's data, if it has moved")
+    help = "print the texts of the step and their places, without a model"
+    add("--data_only", action="store_true", help=help)
+    return parser.parse_args(argv)
+
+
+def run(argv: list[str]) -> None:
+    args = parse(argv)
+    starts = run_folder.read_starts(args.run)
+    if not starts:
+        raise UsageError(f"{args.run} is not the folder of a started run: it has no starts.jsonl")
+    rows = [row for row in read_rows(args.run / "metrics.jsonl") if "loss" in row]
+    if args.step is None:
+        print(*describe_spikes(args.run, rows), sep="\n")
+        return
+    values = DEFAULTS | preflight.recorded_values(start_of(starts, args.step))
+    device = "cpu" if values["device"] == "cpu" else "auto"
+    timeout = timedelta(seconds=values["timeout"])
+    world = launch.start(device, SLOW_FACTOR * timeout, join_timeout=timeout)
+    try:
+        with Watchdog(world.store, world.rank, world.size, values["timeout"]) as watchdog:
+            replay = Replay(args, starts, world, watchdog)
+            if args.data_only:
+                say(world, replay.sequences.values())
+            else:
+                with loss_parallel():  # under tp, as in train.py
+                    repeat(replay, args.step, rows)
+            torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def main(argv: list[str]) -> int:
+    launch.read_slurm()
+    return cli.execute("tools.replay", run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
