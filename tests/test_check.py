@@ -170,8 +170,8 @@ def test_clean_ranks_pass_and_the_file_has_the_figures(checked, tmp_path):
     figures = found["figures"]
     assert figures["on a host GB/s"] > 0
     # 8 x what an ulp in the weights makes of them, in float32
-    for name, least in parity.LEAST.items():
-        assert least <= found["limits"][f"one rank's {name}"] < 1e-4
+    for name in parity.COLUMNS:
+        assert parity.LEAST[torch.float32][name] <= found["limits"][f"one rank's {name}"] < 1e-4
     assert figures["resumed loss"] == figures["resumed grad_norm"] == figures["host syncs"] == 0
     # The gradients of two blocks of the three
     weights = 320 * 32 + 2 * (3 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
@@ -226,7 +226,7 @@ ON_ONE_RANK = {
     "bfloat16 update gradient": [
         ("loss, second half", ""),
         ("no update beside weight decay: 20 parameters", ""),
-        ("one rank's gradients 0.05 is not between 0 and 0.00", ": blocks.0.attention.q.weight"),
+        ("one rank's gradients 0.05 is not between 0 and 0.01", ": blocks.0.attention.q.weight"),
     ],
     "float32 block frozen load gradient": [
         ("no gradient: 9 parameters, such as ", ""),
@@ -244,8 +244,6 @@ def test_dead_models_and_a_scaled_gradient_fail(checked, case):
     mesh = f"--n_layer 3 --micro_batch_size 1 --dtype {dtype} --strategy single"
     status, _, found = checked(1, mesh, *faults)
     assert status == 1
-    # An ulp, rounded to bfloat16; that of a dead block may change nothing.
-    assert found["limits"]["one rank's loss"] > 1e-5 or "update" not in faults
     assert_among(found["problems"], *ON_ONE_RANK[case])
 
 

@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import socket
-import tempfile
 import threading
 import time
 import warnings
@@ -41,6 +40,7 @@ from runtime.preflight import NEW_RUN, Origin
 from runtime.watchdog import Watchdog
 from tools.checkpoint import read_full
 from tools.measuring import parity
+from tools.measuring.harness import temporary_folder
 from tools.measuring.parity import GRADIENTS, PERTURBED, WEIGHTS, Check, RunLog
 from tools.planning.rehearse import leave_group
 
@@ -218,10 +218,13 @@ class Fuzzer:
         """
         self.count += 1
         run, origin = self.resolve(SIMPLEST | dict(model), SIMPLEST["mesh"])
-        logs = self.on_ranks(1 + PERTURBED, train_alone, run, origin, self.data_path)
-        logs = [with_weights(log, f"{run.out}-{rank}") for rank, log in enumerate(logs)]
-        spreads = [parity.spread(logs[0], perturbed) for perturbed in logs[1:]]
-        return logs[0], parity.rounding_limits(spreads, run.compute_dtype)
+        logs = []
+        found = self.on_ranks(1 + PERTURBED, train_alone, run, origin, self.data_path)
+        for rank, log in enumerate(found):
+            logs.append(with_weights(log, f"{run.out}-{rank}"))
+        alone, *perturbed = logs
+        spreads = [parity.spread(alone, log) for log in perturbed]
+        return alone, parity.rounding_limits(spreads, run.compute_dtype)
 
     def train(self, draw: dict) -> RunLog:
         """Train a draw on its one or two meshes."""
@@ -358,6 +361,6 @@ def check_draws(fuzzer: Fuzzer, draws: Iterable[dict]) -> int:
 
 def fuzz(count: int, seed: int, draw: dict | None = None) -> int:
     """Check `count` draws, or the `draw`; return the exit status."""
-    with tempfile.TemporaryDirectory() as root:
-        fuzzer = Fuzzer(RankPool(), Path(root))
+    with temporary_folder("fuzz-") as root:
+        fuzzer = Fuzzer(RankPool(), root)
         return check_draws(fuzzer, [draw] if draw else fuzzer.draws(count, seed))
