@@ -162,7 +162,7 @@ class Replay:
         by_start = itertools.groupby(range(first, last + 1), trained_by)
         return [(self.resolve(start), list(steps)) for start, steps in by_start]
 
-    def begin(self, last: int, step_time: float) -> tuple[train.State, nn.Module]:
+    def begin(self, last: int, step_time: float | None) -> tuple[train.State, nn.Module]:
         """Build the model with weights from before step `last`: a checkpoint's, or the initial.
 
         Prints how many steps there are to take, and how long they take if one process takes the
@@ -190,9 +190,11 @@ class Replay:
                         raise CheckpointError(problem)
                 count = last - origin.step
                 distance = f"{plural(count, 'step')} after {path or 'the initial weights'}"
-                time = f"about {count * turns * step_time:,.0f} s"
-                why = f"the log's {step_time:.3g} s a step x {plural(turns, 'rank')}"
-                say(world, [f"step {last} of {self.out}: {distance}, {time} ({why})"])
+                estimate = "no row of the log tells for how long"
+                if step_time:
+                    estimate = f"about {count * turns * step_time:,.0f} s, the log's "
+                    estimate += f"{step_time:.3g} s a step x {plural(turns, 'rank')}"
+                say(world, [f"step {last} of {self.out}: {distance}, {estimate}"])
                 state, forward = train.build(run, self.mesh)
                 train.load(state, origin, self.mesh, self.watchdog)
                 return state, forward
@@ -200,7 +202,7 @@ class Replay:
                 say(world, [f"passed over {path}: {error}"])
                 passed_over.add(path)
 
-    def steps(self, last: int, step_time: float) -> Iterator[Step]:
+    def steps(self, last: int, step_time: float | None) -> Iterator[Step]:
         """Yield the steps up to `last`, each to be taken before the next; see `begin`."""
         state, forward = self.begin(last, step_time)
         for i, (run, steps) in enumerate(self.segments(state.step + 1, last)):
@@ -242,7 +244,7 @@ def describe_sequences(parts: list[data.TokenDataset], indices: list[int]) -> di
 
 def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
     """Repeat the steps up to `last`, and print what it shows; `rows` are the log's."""
-    step_time = median([row["step_time"] for row in rows] or [math.nan])
+    step_time = median(row["step_time"] for row in rows) if rows else None
     tell = functools.partial(say, replay.world)
     for step in replay.steps(last, step_time):
         number = step.state.step
