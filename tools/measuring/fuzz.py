@@ -34,7 +34,7 @@ import prepare
 from layout import Run
 from model import ModelConfig
 from runtime import launch
-from runtime.cli import UsageError
+from runtime.cli import UsageError, plural
 from runtime.machine import read_machine
 from runtime.preflight import NEW_RUN, Origin
 from runtime.watchdog import Watchdog
@@ -309,7 +309,7 @@ def with_weights(log: RunLog, out: str) -> RunLog:
 
 
 def write_tokens(root: Path) -> None:
-    """Prepare 40 documents of random bytes, so that every rank reads every token."""
+    """Prepare 40 documents of random bytes, so that nearly every token occurs."""
     generator = random.Random(0)
     (root / "text").mkdir()
     for number in range(40):
@@ -334,11 +334,10 @@ def parse_draw(text: str) -> dict:
         name, _, value = word.partition("=")
         choices = {str(choice): choice for choice in CHOICES.get(name, [])}
         if value not in choices:
-            raise argparse.ArgumentTypeError(
-                f"{word}: give NAME=VALUE, {name} one of {', '.join(choices)}"
-                if choices
-                else f"{word}: give NAME=VALUE, NAME one of {', '.join(CHOICES)}"
-            )
+            where = f"{name} is one of {', '.join(choices)}"
+            if not choices:
+                where = f"NAME is one of {', '.join(CHOICES)}"
+            raise argparse.ArgumentTypeError(f"{word}: give NAME=VALUE, where {where}")
         draw[name] = choices[value]
     return draw
 
@@ -355,7 +354,7 @@ def check_draws(fuzzer: Fuzzer, draws: Iterable[dict]) -> int:
             print(f'python -m tools.check --draw "{describe(smallest)}"')
             return 1
     minutes = (time.perf_counter() - began) / 60
-    print(f"pass  {number} draws, {number / minutes:.0f} a minute")
+    print(f"pass  {plural(number, 'draw')}, {number / minutes:.0f} a minute")
     return 0
 
 
