@@ -188,8 +188,10 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
         save=median_or_none(saves),
         restart=median_or_none(restarts(log.rows, starts)),
     )
-    origin = Origin(model_config=preflight.read_model(Path(folder), start))
-    return Request(values | flags, cluster, facts, origin), measured
+    model_config = preflight.read_model(Path(folder), start)
+    # As values that are kept, not typed: the default of warmup_steps may exceed max_steps.
+    origin = Origin(model_config=model_config, kept_values=values)
+    return Request(flags, cluster, facts, origin), measured
 
 
 def restarts(rows: list[dict], starts: list[dict]) -> list[float]:

@@ -153,8 +153,10 @@ class Replay:
                 f"not on {self.world.size}: start as many, or one process without torchrun"
             )
         values |= {"num_workers": 0, "profile": None}
-        origin = Origin(model_config=preflight.read_model(self.out, start))
-        return layout.resolve(values, read_machine(self.world), self.facts, origin)
+        model_config = preflight.read_model(self.out, start)
+        # As values that are kept, not typed: the default of warmup_steps may exceed max_steps.
+        origin = Origin(model_config=model_config, kept_values=values)
+        return layout.resolve({}, read_machine(self.world), self.facts, origin)
 
     def segments(self, first: int, last: int) -> list[tuple[Run, list[int]]]:
         """The steps from `first` to `last` by the start that trained them, each with its run."""
@@ -365,7 +367,8 @@ def run(argv: list[str]) -> None:
         raise UsageError(f"{args.run} is not the folder of a started run: it has no starts.jsonl")
     rows = [row for row in read_rows(args.run / "metrics.jsonl") if "loss" in row]
     if args.step is None:
-        print(*describe_spikes(args.run, rows), sep="\n")
+        nothing = f"no spike and no skipped update in {plural(len(rows), 'training row')}"
+        print(*(list(describe_spikes(args.run, rows)) or [nothing]), sep="\n")
         return
     values = DEFAULTS | preflight.recorded_values(start_of(starts, args.step))
     device = "cpu" if values["device"] == "cpu" else "auto"
