@@ -248,6 +248,17 @@ def test_dead_models_and_a_scaled_gradient_fail(checked, case):
 
 
 @pytest.mark.parametrize(
+    "value, most", [(math.nan, 1), (-1, 1), (2, 1), (1, math.nan), (1, math.inf)]
+)
+def test_a_figure_that_is_not_between_0_and_its_limit_is_a_problem(value, most):
+    result = parity.Check()
+    result.limit("figure", 1, 1)
+    assert not result.problems
+    result.limit("figure", value, most)
+    assert len(result.problems) == 1
+
+
+@pytest.mark.parametrize(
     "losses, largest",
     [([2, 2], 1.0), ([2, 0.5], 0.5), ([1, 1], 0.5), ([2, 0], 1.0), ([None, 1], math.inf)],
 )
