@@ -224,6 +224,7 @@ def trained_tokens(tokenizers, size: int) -> list[bytes]:
     return [bytes(map(hf.ALPHABET.get, word)) for word in words]
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_a_tokenizer_gives_the_same_tokens_as_its_tokenizer_json(monkeypatch, name, tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
