@@ -34,6 +34,7 @@ from tools.compare import read
 from tools.planning import predict
 from tools.planning.predict import DEVICES, Cluster, Request
 from tools.planning.rehearse import Rehearsal, rehearse
+from tools.replay import recorded_origin
 from tools.report import seconds
 
 # --------------------------------------------------------------------------------------------------
@@ -170,9 +171,7 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
     rows = [row for row in log.training if row["step"] > start["step"]]
     if not rows:
         raise UsageError(f"{folder} has no training row of its last start yet: let it run on")
-    values = preflight.recorded_values(start)
-    if unknown := values.keys() - config.DEFAULTS.keys():
-        raise UsageError(f"{folder} was trained by other code: --{min(unknown)} is unknown here")
+    origin = recorded_origin(Path(folder), start)
     on_device = max(row["peak_device_memory"] for row in rows)
     device_type = "cpu"
     if on_device:
@@ -188,9 +187,6 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
         save=median_or_none(saves),
         restart=median_or_none(restarts(log.rows, starts)),
     )
-    model_config = preflight.read_model(Path(folder), start)
-    # As values that are kept, not typed: the default of warmup_steps may exceed max_steps.
-    origin = Origin(model_config=model_config, kept_values=values)
     return Request(flags, cluster, facts, origin), measured
 
 

@@ -87,6 +87,17 @@ def start_of(starts: list[dict], step: int) -> dict:
     return earlier[-1]
 
 
+def recorded_origin(out: Path, start: dict) -> Origin:
+    """What layout.resolve takes over to resolve a start of the run `out` again. Raises UsageError.
+
+    Its values are kept, not typed: the default of warmup_steps may exceed max_steps.
+    """
+    values = preflight.recorded_values(start)
+    if unknown := values.keys() - DEFAULTS.keys():
+        raise UsageError(f"{out} was trained by other code: --{min(unknown)} is unknown here")
+    return Origin(model_config=preflight.read_model(out, start), kept_values=values)
+
+
 # --------------------------------------------------------------------------------------------------
 # The run up to the step
 
@@ -142,21 +153,16 @@ class Replay:
 
     def resolve(self, start: dict) -> Run:
         """The run of a start on these ranks. Raises UsageError."""
-        values = preflight.recorded_values(start)
-        if unknown := values.keys() - DEFAULTS.keys():
-            raise UsageError(f"{self.out} was trained by other code: --{min(unknown)} is unknown")
+        origin = recorded_origin(self.out, start)
+        flags = {"num_workers": 0, "profile": None}
         if self.world.size == 1:
-            values |= ALONE
+            flags |= ALONE
         elif self.world.size != start["ranks"]:
             raise UsageError(
                 f"{self.out} ran on {plural(start['ranks'], 'rank')} after step {start['step']}, "
                 f"not on {self.world.size}: start as many, or one process without torchrun"
             )
-        values |= {"num_workers": 0, "profile": None}
-        model_config = preflight.read_model(self.out, start)
-        # As values that are kept, not typed: the default of warmup_steps may exceed max_steps.
-        origin = Origin(model_config=model_config, kept_values=values)
-        return layout.resolve({}, read_machine(self.world), self.facts, origin)
+        return layout.resolve(flags, read_machine(self.world), self.facts, origin)
 
     def segments(self, first: int, last: int) -> list[tuple[Run, list[int]]]:
         """The steps from `first` to `last` by the start that trained them, each with its run."""
