@@ -56,7 +56,7 @@ import optim
 from layout import Run
 from metrics import is_due
 from model import Transformer, eval_mode
-from runtime import agreement, cli, console, launch, preflight, run_folder, startup_lines
+from runtime import agreement, cli, launch, preflight, run_folder, startup_lines
 from runtime.machine import check_bfloat16, keep_freed_memory, read_machine
 from runtime.preflight import Origin
 from runtime.profiling import Profiler
@@ -83,8 +83,6 @@ def command(argv: list[str]) -> int:
     with contextlib.ExitStack() as held, watchdog, loss_parallel():
         gc.disable()  # a collection on one rank delays all ranks: the loop collects on all at once
         held.callback(gc.enable)
-        if world.rank == 0:
-            held.enter_context(console.live(lambda: watchdog.place))
         if not config.flag_value(flags, "eval_only"):  # an evaluation may run beside its run
             lock = run_folder.hold_lock(Path(flags["out"]), timeout)
             dist.on_rank0(held.enter_context, lock)  # until the end, on rank 0 alone

@@ -14,8 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from runtime import console
-
 VERSION = "0.2.0"
 
 
@@ -77,8 +75,7 @@ def report_error(program: str, message: str, where: str = "", began: float | Non
     """Print an error in one line, if stderr still takes it, and put it into torchrun's report."""
     line = f"{program}: error{where}: {message}"
     with contextlib.suppress(OSError):
-        clear = console.CLEAR if sys.stderr.isatty() else ""  # of a live line
-        print(f"{clear}{line}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
     write_root_cause(line, began)
 
 

@@ -21,7 +21,6 @@ ROOT = Path(__file__).parent.parent
 # Each file may import only files of the floors above its own in this list.
 FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
-    "runtime.console",
     "runtime.cli",
     "runtime.launch runtime.lock runtime.machine runtime.profiling runtime.saver "
     "text.sources text.tokenizer",
