@@ -44,7 +44,14 @@ def copies_and_waits(function, args, kwargs, result) -> bool:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Calls `count_operation` with each operation, its arguments and its result."""
+    """Calls `count_operation` with each operation, its arguments and its result.
+
+    Compiled code stays compiled: the counter sees its collectives, but not what it has fused.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # by default, compiled functions run uncompiled under a dispatch mode
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
