@@ -43,6 +43,11 @@ def describe_start(
         f"({metrics.device_name(world.device)})"
     )
     yield f"dtype   {run.dtype}; weights, reductions and optimizer in float32"
+    if run.device == "cuda" and not run.compile:
+        yield (
+            "        --compile is off: by tools.plan, elementwise operations, which it fuses, take "
+            "22% of a step of llama3-8b on 64 H100s and 41% of gpt2-124m on 8 A100s"
+        )
     yield (
         f"batch   {run.global_batch_size} sequences = micro_batch_size {run.micro_batch_size} x "
         f"grad_accum_steps {run.grad_accum_steps} x dp_size {run.dp_size}; "
