@@ -4,6 +4,7 @@
 needs.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -14,7 +15,6 @@ from typing import Literal, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -313,7 +313,8 @@ def place(
     Under ddp this runs one forward and backward pass: see dist.warm_up_buckets.
     """
     if run.activation_checkpointing != "none":
-        checkpoint_activations(model.blocks, run.activation_checkpointing)
+        mode = run.activation_checkpointing
+        checkpoint_activations(model.blocks, mode, run.model_config, run.tp)
     if run.compile:
         modules = [*model.blocks, model.head]
         if run.tp > 1:
@@ -344,30 +345,47 @@ def place(
 # Recomputation and compilation
 
 # What selective activation checkpointing keeps: what costs most to compute.
+PRODUCT = torch.ops.aten.mm.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default  # tp's
 SAVED_OPERATIONS = [
-    torch.ops.aten.mm.default,
+    PRODUCT,
+    REDUCE_SCATTER,  # so that it is not sent twice
     torch.ops.aten.bmm.default,  # written-out attention
     torch.ops.aten.baddbmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # tp's, so that it is not sent twice
 ]
 
 
-def is_saved(context, operator, *args, **kwargs) -> bool:
-    """Whether selective checkpointing keeps the result of an operator.
+def selective_contexts(c: ModelConfig, tp: int) -> tuple:
+    """The contexts in which a block runs forward and is recomputed: see checkpoint_activations.
 
-    Under tp, a row-wise layer's product is a partial sum as large as the full output. It is
-    computed again; the result of its reduce_scatter, 1 / tp as large, is kept.
+    Called for each forward of a block, also when one is compiled, where no tensor is a DTensor.
     """
-    if operator not in SAVED_OPERATIONS:
-        return False
-    return not (isinstance(args[0], DTensor) and args[0].placements == (Shard(1),))
+    # Backward does not need the result of mlp.down, which is only added to the residual stream.
+    recomputed = [(c.d_ff // tp, c.d_model)]  # shapes of weights: in, out
+    if tp > 1:
+        # attention.out computes a partial sum as large as the full output. The result of its
+        # reduce_scatter, 1 / tp as large, is kept.
+        recomputed.append((c.d_model // tp, c.d_model))
+    scattered = collections.Counter()
+
+    def is_saved(context, operator, *args, **kwargs) -> bool:
+        if operator is PRODUCT:
+            return tuple(optim.local(args[1]).shape) not in recomputed
+        if operator is REDUCE_SCATTER:
+            scattered[context.is_recompute] += 1  # torch 2.11 asks again when it recomputes
+            return scattered[context.is_recompute] == 1  # the second one is mlp.down's
+        return operator in SAVED_OPERATIONS
+
+    return create_selective_checkpoint_contexts(is_saved)
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
+def checkpoint_activations(
+    blocks: Iterable[nn.Module], mode: str, c: ModelConfig, tp: int = 1
+) -> None:
     """Keep fewer activations of each block and recompute the others in backward (Chen et al. 2016).
 
     full keeps only the input of a block, for a third more compute. selective keeps the results of
@@ -377,7 +395,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     # the same elements when a block is computed again.
     options = {"use_reentrant": False}
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, is_saved)
+        options["context_fn"] = functools.partial(selective_contexts, c, tp)
     for block in blocks:  # replaces forward only, so that parameters keep their names
         block.forward = functools.partial(checkpoint, block.forward, **options)
 

@@ -222,7 +222,7 @@ def test_a_loss_in_chunks_is_the_same_and_never_holds_all_logits(tied):
 def gradients_with_dropout(mode: str) -> list[torch.Tensor]:
     """The gradients of a fork with dropout in its MLPs."""
     model = build_model(SMALL)
-    checkpoint_activations(model.blocks, mode)
+    checkpoint_activations(model.blocks, mode, SMALL)
     torch.manual_seed(0)
     tokens = torch.arange(32).view(2, 16)
     compute = MLP.forward

@@ -214,7 +214,7 @@ def activations_of(mode: str) -> tuple[int, float, float]:
     )
     net = build_model(config)
     if mode != "none":
-        layout.checkpoint_activations(net.blocks, mode)
+        layout.checkpoint_activations(net.blocks, mode, config)
     tokens = torch.arange(4 * 128).view(4, 128) % 512
     with profile(profile_memory=True) as profiler:
         loss = net(tokens, tokens)
