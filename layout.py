@@ -316,11 +316,11 @@ def place(
         mode = run.activation_checkpointing
         checkpoint_activations(model.blocks, mode, run.model_config, run.tp)
     if run.compile:
-        modules = [*model.blocks, model.head]
+        modules = [*model.blocks, model.head.loss]
         if run.tp > 1:
             # Inductor silently gave wrong losses under torch's loss_parallel() (2.13, CPU).
-            modules.remove(model.head)
-        elif run.strategy == "single" and len(model.blocks) <= 4:
+            modules.remove(model.head.loss)
+        elif run.strategy == "single" and len(model.blocks) <= 4 and run.loss_chunks == 1:
             modules = [model]  # deeper models gain nothing and take longer to compile
         compile_modules(modules)
     forward = dist.parallelize(

@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.overrides import wrap_torch_function
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -327,8 +326,7 @@ def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: s
 class Head(Linear):
     """x (B, T, d_model) -> float32 logits, or with targets (B, T) their mean cross-entropy.
 
-    `chunks` > 1 computes logits and loss chunk by chunk, in forward and again in backward: memory
-    holds 1 / chunks of the logits at a time, for one more matrix product.
+    `chunks` > 1 computes logits and loss of B * T / chunks tokens at a time: see ChunkedLoss.
 
     A tied head has no parameter and takes the embedding's weight as an argument: a parameter that
     two modules share would become two when the model leaves the meta device.
@@ -337,6 +335,7 @@ class Head(Linear):
     def __init__(self, config: ModelConfig, chunks: int):
         super().__init__(config.d_model, config.vocab_size, bias=False)
         self.chunks = chunks
+        self.loss = TokenLoss()
         if config.tied:
             self.weight = None
 
@@ -351,17 +350,54 @@ class Head(Linear):
         x = x.flatten(0, 1)  # (B * T, d_model)
         targets = targets.flatten()  # (B * T,)
         if self.chunks == 1:
-            return loss_sum(x, weight, targets) / targets.numel()
-        loss_sums = (
-            checkpoint(loss_sum, x_chunk, weight, targets_chunk, use_reentrant=False)
-            for x_chunk, targets_chunk in zip(x.chunk(self.chunks), targets.chunk(self.chunks))
-        )
-        return sum(loss_sums) / targets.numel()
+            loss_sum = self.loss(x, weight, targets)
+        elif torch.is_grad_enabled():
+            loss_sum = ChunkedLoss.apply(self.loss, x, weight, targets, self.chunks)
+        else:
+            chunks = zip(x.chunk(self.chunks), targets.chunk(self.chunks))
+            loss_sum = sum(self.loss(x_chunk, weight, part) for x_chunk, part in chunks)
+        return loss_sum / targets.numel()
 
 
-def loss_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of targets (N,), summed; x is (N, d_model)."""
-    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+class TokenLoss(nn.Module):
+    """The cross-entropy of targets (N,), summed; x is (N, d_model), weight (vocab_size, d_model).
+
+    A module of its own, so that it can be compiled for the size of a chunk.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The sum of a TokenLoss over all tokens, with the logits of one chunk in memory at a time.
+
+    Forward also computes the gradients, while it has the logits, and backward only scales them, so
+    that no product is repeated (Hsu et al. 2024, Liger Kernel). The gradient of the weight is
+    summed in float32: a bfloat16 sum would be rounded for every chunk.
+    """
+
+    @staticmethod
+    def forward(ctx, loss: TokenLoss, x: Tensor, weight: Tensor, targets: Tensor, chunks: int):
+        weight = weight.detach().requires_grad_()
+        total, x_gradients = 0.0, []
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
+        for x_chunk, targets_chunk in zip(x.chunk(chunks), targets.chunk(chunks)):
+            x_chunk = x_chunk.detach().requires_grad_()
+            with torch.enable_grad():
+                chunk_loss = loss(x_chunk, weight, targets_chunk)
+            gradients = torch.autograd.grad(chunk_loss, (x_chunk, weight))
+            total += chunk_loss.detach()
+            x_gradients.append(gradients[0])
+            weight_gradient += gradients[1]
+        ctx.save_for_backward(torch.cat(x_gradients), weight_gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx, scale: Tensor):
+        x_gradient, weight_gradient = ctx.saved_tensors
+        weight_gradient = (scale * weight_gradient).to(x_gradient.dtype)
+        return None, scale * x_gradient, weight_gradient, None, None
 
 
 class Transformer(nn.Module):
