@@ -147,7 +147,9 @@ class Config:
     activation_checkpointing: Literal["none", "selective", "full"] = free(
         "memory", "none", "recompute blocks in backward; selective: all but matmuls and attention"
     )
-    loss_chunks: int = free("memory", 1, "compute logits in N chunks, twice, to save memory", ge=1)
+    loss_chunks: int | None = free(
+        "memory", None, "chunks of tokens for logits and loss (default: by their size)", ge=1
+    )
 
     max_steps: int = free("basics", 600, "optimizer steps of the run", ge=1)
     lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", ge=0)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_model, build_run, flags, listen, resolve, train_step
+from conftest import FACTS, build_model, build_run, flags, listen, resolve, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
@@ -178,7 +178,7 @@ def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
 
 
 def test_auto_takes_ddp_up_to_80_percent_of_a_ranks_host_memory(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run")
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --loss_chunks 1")
     for found in pool(2, chosen_strategies, argv, [0.79, 0.81]):
         assert found == ["ddp", "fsdp"]
 
@@ -215,3 +215,25 @@ def test_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
 def test_wrap_is_a_number_of_blocks_of_8_mb_by_default(wrap, size, blocks):
     run = resolve(f"--model {size} --wrap {wrap}")
     assert blocks_per_unit(run.wrap) == blocks
+
+
+@pytest.mark.parametrize(
+    "gigabytes, text, chunks",
+    [
+        # (4 + 4 + 2) * 8192 * 128256 bytes of logits are 10.5 GB.
+        (106, "", 1),
+        (104, "", 2),
+        (24, "", 8),
+        (24, "--dtype float32", 4),
+        (24, "--tp 4", 2),
+        (24, "--micro_batch_size 2", 16),
+        (24, "--loss_chunks 3", 3),
+    ],
+)
+def test_logits_fill_at_most_a_tenth_of_a_device_by_default(gigabytes, text, chunks):
+    base = "--model llama3-8b --dtype bfloat16 --strategy single --global_batch_size 4"
+    base += " --micro_batch_size 1"
+    facts = dataclasses.replace(FACTS, vocab_size=128256)
+    ranks = 4 if "--tp" in text else 1
+    run = resolve(f"{base} {text}", facts=facts, world_size=ranks, device_memory=gigabytes * 10**9)
+    assert run.loss_chunks == chunks

@@ -95,7 +95,8 @@ def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
     found = []
     for text in texts:
         facts = dataclasses.replace(FACTS, vocab_size=50257)
-        run = resolve(text, facts=facts, world_size=512, local_size=8, device_type="cuda")
+        gpus = {"local_size": 8, "device_type": "cuda", "device_memory": 80 * 10**9}
+        run = resolve(text, facts=facts, world_size=512, **gpus)
         found.append(rehearse(run, local_size=8, rank=77))
         assert not torch.distributed.is_initialized()
     return found
