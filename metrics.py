@@ -38,11 +38,20 @@ PEAK_TFLOPS = {
     "NVIDIA H200": 989,
     "NVIDIA H200 NVL": 835,
     # nvidia.com/en-us/data-center/grace-hopper-superchip: as the H100 SXM
+    "NVIDIA GH200 120GB": 989,
     "NVIDIA GH200 480GB": 989,
     "NVIDIA GH200 144G HBM3e": 989,
     # Blackwell data sheet 3384703, with sparsity, of one GPU: HGX B200 4,500, GB200 5,000
     "NVIDIA B200": 2250,
     "NVIDIA GB200": 2500,
+    # nvidia.com/en-us/data-center/hgx and gb300-nvl72, with sparsity, of one GPU: 4,500, 5,000
+    "NVIDIA B300 SXM6 AC": 2250,
+    "NVIDIA GB300": 2500,
+    # amd.com, pages of the Instinct accelerators, dense. The MI355X's page rounds to 2,500: here
+    # 1,024 matrix cores x 512 products and sums a clock x 2 x 2.4 GHz
+    "AMD Instinct MI300X": 1307.4,
+    "AMD Instinct MI325X": 1307.4,
+    "AMD Instinct MI355X": 2516.6,
     # nvidia.com/en-us/data-center/l4: 242 with sparsity; L40S data sheet: 362.05 dense
     "NVIDIA L4": 121,
     "NVIDIA L40S": 362,

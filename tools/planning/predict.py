@@ -56,7 +56,10 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Device:
-    """A row of the table. Bytes, and bytes per second in one direction, from data sheets."""
+    """A row of the table. Bytes, and bytes per second in one direction, from data sheets.
+
+    `memory` is what torch reports, as in its errors: less than the data sheet's.
+    """
 
     kind: str  # as in torch: cuda or cpu
     name: str | None  # in metrics.PEAK_TFLOPS
@@ -69,7 +72,8 @@ class Device:
 
 GIB = 1 << 30
 # Products: github.com/stas00/ml-engineering, compute/accelerator: 271.2 of 312 TFLOP/s on the A100,
-# 794.5 of 989 on H100 and H200, 1,745 of 2,250 on the B200
+# 794.5 of 989 on H100 and H200, 828.6 of 989 on a GH200 of 900 W, 1,745 of 2,250 on the B200, 1,769
+# of 2,250 on the B300, 668.4 and 784.9 of 1,307 on MI300X and MI325X, 1,565 of 2,517 on the MI355X
 DEVICES = {
     # A100 data sheet 1758950: 2.0 TB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s
     "a100": Device("cuda", "NVIDIA A100-SXM4-80GB", 0.869, int(79.2 * GIB), 2.04e12, 300e9, 25e9),
@@ -79,6 +83,16 @@ DEVICES = {
     "h200": Device("cuda", "NVIDIA H200", 0.803, int(139.7 * GIB), 4.8e12, 450e9, 50e9),
     # DGX B200 data sheet: 8 TB/s, 1.8 TB/s both ways, 8 x 400 Gb/s
     "b200": Device("cuda", "NVIDIA B200", 0.776, int(178.3 * GIB), 8e12, 900e9, 50e9),
+    # DGX B300 data sheet: 8 TB/s, 1.8 TB/s both ways, 8 x 800 Gb/s
+    "b300": Device("cuda", "NVIDIA B300 SXM6 AC", 0.786, int(267.7 * GIB), 8e12, 900e9, 100e9),
+    # GH200 data sheet 3011356, 96 GB: 4 TB/s. Four in a host: 900 GB/s both ways. 200 Gb/s each, as
+    # in Alps (HPE Slingshot 11); other hosts have 400 Gb/s.
+    "gh200": Device("cuda", "NVIDIA GH200 120GB", 0.838, int(94.5 * GIB), 4e12, 450e9, 25e9),
+    # Data sheets: 5.3, 6 and 8 TB/s; 7 Infinity Fabric links of 128, 128 and 153 GB/s both ways. A
+    # card of 400 Gb/s each: MI325X in github.com/AMD-AGI/Primus, else assumed from it
+    "mi300x": Device("cuda", "AMD Instinct MI300X", 0.511, int(192.0 * GIB), 5.3e12, 448e9, 50e9),
+    "mi325x": Device("cuda", "AMD Instinct MI325X", 0.600, int(256.0 * GIB), 6e12, 448e9, 50e9),
+    "mi355x": Device("cuda", "AMD Instinct MI355X", 0.622, int(288.0 * GIB), 8e12, 535e9, 50e9),
     # A server core, and 10 Gb/s Ethernet for 8 of them: set what yours reach
     "cpu": Device("cpu", None, 1.0, None, 10e9, 2e9, 0.16e9),
 }
