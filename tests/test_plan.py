@@ -233,7 +233,7 @@ def test_a_plan_says_what_leaves_a_host_and_what_is_saved(pool):
 def test_the_report_fits_on_a_screen_and_says_what_does_not_fit(monkeypatch, capsys):
     found = rehearsal([sends(1.0)], flops=3e12)
     too_large = dataclasses.replace(found, memory={"other": 10**12})
-    monkeypatch.setattr(plan, "rehearse", lambda run, local_size: too_large)
+    monkeypatch.setattr(plan, "rehearse", lambda run: too_large)
     text = "--world_size 8 --micro_batch_size 1 --strategy fsdp --tokens 1e9"
     assert plan.main(f"{TINY} {text}".split()) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -253,7 +253,7 @@ def run_the_loop() -> list[str]:
 def test_a_loop_prints_the_fastest_plans_that_fit(monkeypatch):
     """Three of the 18 cannot split the batch, and the five of ddp do not fit."""
 
-    def rehearse(run, local_size: int) -> Rehearsal:
+    def rehearse(run) -> Rehearsal:
         memory = {"other": 10**12 if run.strategy == "ddp" else 0}
         return dataclasses.replace(rehearsal(flops=1e12 * run.tp), run=run, memory=memory)
 

@@ -67,7 +67,7 @@ def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
     if run.world.rank < 3:
         return real, None
     torch.distributed.destroy_process_group()
-    return real, rehearse(run.run, local_size=4, rank=3)
+    return real, rehearse(run.run, rank=3)
 
 
 def operations(found: Namespace | Rehearsal) -> list[str]:
@@ -97,7 +97,7 @@ def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
         facts = dataclasses.replace(FACTS, vocab_size=50257)
         gpus = {"local_size": 8, "device_type": "cuda", "device_memory": 80 * 10**9}
         run = resolve(text, facts=facts, world_size=512, **gpus)
-        found.append(rehearse(run, local_size=8, rank=77))
+        found.append(rehearse(run, rank=77))
         assert not torch.distributed.is_initialized()
     return found
 
@@ -159,9 +159,9 @@ EXTENDED = [
 def rehearse_by_layers(text: str) -> tuple[Rehearsal, Rehearsal]:
     """What comes of a few layers, and the whole rehearsal."""
     run = resolve(f"{LAYERS} {text}", world_size=8, local_size=4, device_type="cuda")
-    found = rehearse(run, local_size=4, rank=3)
+    found = rehearse(run, rank=3)
     with mock.patch.object(rehearsing, "REHEARSED_UNITS", 100):
-        return found, rehearse(run, local_size=4, rank=3)
+        return found, rehearse(run, rank=3)
 
 
 @pytest.mark.parametrize("text", EXTENDED)
@@ -175,7 +175,7 @@ def first_rehearsed(text: str) -> int:
     run = resolve(f"{LAYERS} {text}", world_size=8, local_size=4, device_type="cuda")
     first = mock.patch.object(rehearsing, "run_step", side_effect=KeyError)
     with first as run_step, pytest.raises(KeyError):
-        rehearse(run, local_size=4, rank=3)
+        rehearse(run, rank=3)
     return run_step.call_args.args[0].n_layer
 
 

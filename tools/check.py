@@ -128,7 +128,7 @@ class Ranks:
     def alone(self) -> tuple[RunLog, list[RunLog], list[rehearse.Communication]]:
         """The run on one rank, perturbed ones, and what a rank sends in a rehearsed step of all."""
         rehearse.leave_group()
-        found = rehearse.rehearse(self.run, self.world.local_size, self.world.rank)
+        found = rehearse.rehearse(self.run, self.world.rank)
         # Each rank is a world of its own.
         store = torch.distributed.HashStore()
         one = dict(rank=0, size=1, local_rank=0, local_size=1, store=store)

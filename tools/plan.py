@@ -272,7 +272,7 @@ def make_plan(
 
     Takes what `parse` returns. Raises UsageError and MeshError.
     """
-    rehearsal = rehearse(request.resolve(), request.cluster.links.local_size)
+    rehearsal = rehearse(request.resolve())
     speed = predict.speed(rehearsal, request.cluster)
     return Plan(request, rehearsal, speed, options, measured)
 

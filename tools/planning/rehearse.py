@@ -116,8 +116,8 @@ class Rehearsal:
 # The rehearsal
 
 
-def rehearse(run: Run, local_size: int, rank: int = 0) -> Rehearsal:
-    """Run one optimizer step of a rank of `run`, on hosts of `local_size` ranks.
+def rehearse(run: Run, rank: int = 0) -> Rehearsal:
+    """Run one optimizer step of a rank of `run`.
 
     If the run's device is "cuda", the step allocates as on a GPU. The step is not compiled.
     """
@@ -126,8 +126,8 @@ def rehearse(run: Run, local_size: int, rank: int = 0) -> Rehearsal:
         world = dist.World(
             rank=rank,
             size=world_size,
-            local_rank=rank % local_size,
-            local_size=local_size,
+            local_rank=rank,  # hosts change no count
+            local_size=world_size,
             device=torch.device("cpu"),  # on "cuda" FSDP would need a GPU's streams
             timeout=timedelta(minutes=1),
             store=store,
