@@ -241,6 +241,42 @@ def test_the_report_fits_on_a_screen_and_says_what_does_not_fit(monkeypatch, cap
     assert "DOES NOT FIT (limit 90%)" in "\n".join(lines)
 
 
+def test_json_is_one_object_with_the_figures_of_the_text(monkeypatch, capsys):
+    found = rehearsal([sends(1.0)], flops=3e12, recomputed=1e12)
+    monkeypatch.setattr(plan, "rehearse", lambda run: found)
+    text = "--world_size 8 --micro_batch_size 1 --strategy fsdp --tokens 1e9"
+    argv = f"{TINY} {text}".split()
+    assert plan.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert plan.main([*argv, "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    compute, exposed, optimizer = one["compute"], one["exposed"], one["optimizer"]
+    assert one["step_time"] == compute + optimizer + sum(exposed.values())
+    (sent,), goodput = one["sends"], one["goodput"]
+    best, default = goodput["saving"]
+    for figure in (
+        f"{one['parameters']:,} parameters, {one['parameters_per_rank']:,} a rank",
+        f"fsdp: dp_replicate 1 x dp_shard {one['mesh']['dp_shard']} x tp 1",
+        f"= {one['tokens_per_step']:,} tokens a step",
+        f"gradients {plan.gigabytes(one['state']['gradients'])} + ",
+        f"activations {plan.gigabytes(one['memory']['activations'])}",
+        f"= {plan.gigabytes(one['peak_memory'])} GB of "
+        f"{plan.gigabytes(one['device_memory'])} GB, 0%: fits",
+        f"wire {plan.gigabytes(sent['wire_bytes']):>6} GB  within a host  {sent['seconds']:8.4f} s",
+        f"sharded: {plan.gigabytes(one['checkpoint']['bytes_per_rank'])} GB a rank",
+        f"{one['flops'] / 1e12:.1f} + {one['recomputed_flops'] / 1e12:.1f} recomputed",
+        f"dp_shard {exposed['dp_shard']:.4g} of {one['communication']['dp_shard']:.4g} s",
+        f"optimizer {optimizer:.4g} = {one['step_time']:.4g} s",
+        f"{one['tokens_per_second_per_device']:,.0f} tokens/s/device, MFU {one['mfu']:.1%}",
+        f"{one['training_hours']:,.1f} hours x 8",
+        f"{goodput['interruptions']:,.3g} interruptions, one in {goodput['hours_between']:,.3g}",
+        f"{best['share']:.1%} of the time trains, saving every {best['interval']:,.0f} s, the best",
+        f"saving every {default['interval']:,.0f} s, --save_interval",
+    ):
+        assert figure in printed
+    assert one["fits"] is True and one["measured"] is None
+
+
 def run_the_loop() -> list[str]:
     """The lines that the loop of docs/plan.md prints."""
     page = (ROOT / "docs/plan.md").read_text()

@@ -10,6 +10,7 @@ the step time from what it counts: see planning/rehearse.py and planning/predict
 
 import argparse
 import dataclasses
+import json
 import math
 import statistics
 import sys
@@ -71,6 +72,7 @@ FLAGS = {
     ),
     "tokens": number("N", "tokens to train on, such as 15e12: hours"),
     "run": dict(metavar="DIR", help="plan a run that has trained, and show what it took"),
+    "json": dict(action="store_true", help="print the figures, unrounded, as one JSON object"),
 }
 
 
@@ -248,6 +250,34 @@ class Plan:
             "host_bytes_async": local_size * held,
         }
 
+    def costs(self) -> tuple[float, float]:
+        """Seconds that training waits for a save, and for a restart: measured, else predicted."""
+        saved = self.checkpoint()
+        write = saved["bytes_per_rank"] / predict.WRITE
+        copy = saved["host_bytes_async"] / self.request.cluster.links.local_size / predict.COPY
+        save = copy if self.run.async_save else write
+        restart = self.run.timeout + write
+        if self.measured:
+            save = self.measured.save or save
+            restart = self.measured.restart or restart
+        return save, restart
+
+    def goodput(self) -> dict:
+        """Interruptions of the run, what they cost, and the share of its time that trains."""
+        save, restart = self.costs()
+        step_time = self.measured.step_time if self.measured else self.speed.step_time
+        total = 3600 * self.hours if self.options.tokens else self.run.max_steps * step_time
+        between = 3600 * self.options.interruption / self.request.cluster.world_size
+        found = {"interruptions": total / between, "hours_between": between / 3600}
+        found |= {"save": save, "restart": restart, "saving": []}
+        for name, interval in (
+            ("the best", math.sqrt(2 * save * between)),  # Young 1974
+            ("--save_interval", self.run.save_interval * step_time or total),
+        ):
+            share = predict.training_share(interval, save, restart, between)
+            found["saving"].append({"name": name, "interval": interval, "share": share})
+        return found
+
     def communication(self) -> list[dict]:
         """One row per axis and collective of a step."""
         links = self.request.cluster.links
@@ -279,6 +309,33 @@ def make_plan(
 
 # --------------------------------------------------------------------------------------------------
 # The report
+
+
+def figures(plan: Plan) -> dict:
+    """The figures of the report, unrounded: bytes, seconds, FLOPs, FLOP/s and tokens."""
+    run, found, speed = plan.run, plan.rehearsal, plan.speed
+    names = ("model", "strategy", "micro_batch_size", "grad_accum_steps", "tokens_per_step")
+    return {
+        **{name: getattr(run, name) for name in names},
+        "mesh": dict(zip(dist.AXES, run.mesh_shape)),
+        "parameters": found.parameters,
+        "parameters_per_rank": found.parameters_per_rank,
+        "state": found.state,
+        "memory": found.memory,
+        "peak_memory": found.peak,
+        "device_memory": plan.request.cluster.device_memory,
+        "fits": plan.fits,
+        "sends": plan.communication(),
+        "checkpoint": plan.checkpoint(),
+        "recomputed_flops": found.recomputed_flops,
+        **dataclasses.asdict(speed),
+        "step_time": speed.step_time,
+        "tokens_per_second_per_device": speed.tokens_per_second_per_device,
+        "mfu": speed.mfu,
+        "training_hours": plan.hours if plan.options.tokens else None,
+        "goodput": plan.goodput(),
+        "measured": plan.measured and dataclasses.asdict(plan.measured),
+    }
 
 
 def report(plan: Plan) -> Iterator[str]:
@@ -375,14 +432,17 @@ def describe_step(plan: Plan) -> Iterator[str]:
     yield f"exposed     {', '.join(exposed) or 'nothing'}"
     yield (
         f"step        compute {speed.compute:.4g} + exposed communication "
-        f"{sum(speed.exposed.values()):.4g} + optimizer {speed.optimizer:.4g} = at least "
+        f"{sum(speed.exposed.values()):.4g} + optimizer {speed.optimizer:.4g} = "
         f"{speed.step_time:.4g} s"
     )
-    low, high = (f"{factor * speed.step_time:.4g}" for factor in predict.TOOK)
-    yield f"            half of the published runs would take {low} to {high} s, a quarter more"
+    low, high = predict.TOOK
+    yield (
+        f"            half of the published runs took {low:.2f} to {high:.2f} times as long, "
+        f"here {low * speed.step_time:.4g} to {high * speed.step_time:.4g} s; a quarter was faster"
+    )
     eager = ", not compiled" if plan.run.compile else ""
     yield (
-        f"speed       at most {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "
+        f"speed       {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "
         f"MFU {speed.mfu:.1%}{eager}"
     )
     if tokens := plan.options.tokens:
@@ -395,37 +455,14 @@ def describe_step(plan: Plan) -> Iterator[str]:
 
 def describe_goodput(plan: Plan) -> Iterator[str]:
     """Interruptions of the run, and the share of its time that trains."""
-    run = plan.run
-    cluster = plan.request.cluster
-    save, restart = costs(plan)
-    step_time = plan.measured.step_time if plan.measured else plan.speed.step_time
-    total = 3600 * plan.hours if plan.options.tokens else run.max_steps * step_time
-    between = 3600 * plan.options.interruption / cluster.world_size
+    found = plan.goodput()
     yield (
-        f"goodput     {total / between:,.3g} interruptions, one in {between / 3600:,.3g} hours; "
-        f"a save costs {save:.3g} s, a restart {restart:.3g} s"
+        "goodput     {interruptions:,.3g} interruptions, one in {hours_between:,.3g} hours; "
+        "a save costs {save:.3g} s, a restart {restart:.3g} s".format(**found)
     )
-    intervals = {
-        "the best": math.sqrt(2 * save * between),  # Young 1974
-        "--save_interval": run.save_interval * step_time or total,
-    }
-    for name, interval in intervals.items():
-        share = predict.training_share(interval, save, restart, between)
-        yield f"            {share:.1%} of the time trains, saving every {interval:,.0f} s, {name}"
-
-
-def costs(plan: Plan) -> tuple[float, float]:
-    """Seconds that training waits for a save, and for a restart: measured, else predicted."""
-    run = plan.run
-    saved = plan.checkpoint()
-    write = saved["bytes_per_rank"] / predict.WRITE
-    copy = saved["host_bytes_async"] / plan.request.cluster.links.local_size / predict.COPY
-    save = copy if run.async_save else write
-    restart = run.timeout + write
-    if plan.measured:
-        save = plan.measured.save or save
-        restart = plan.measured.restart or restart
-    return save, restart
+    for saving in found["saving"]:
+        line = "{share:.1%} of the time trains, saving every {interval:,.0f} s, {name}"
+        yield " " * 12 + line.format(**saving)
 
 
 def gigabytes(size: int) -> str:
@@ -442,7 +479,11 @@ def gigabytes(size: int) -> str:
 
 
 def run(argv: list[str]) -> None:
-    print("\n".join(report(make_plan(*parse(argv)))))
+    plan = make_plan(*parse(argv))
+    if plan.options.json:
+        print(json.dumps(figures(plan), indent=1, allow_nan=False))
+    else:
+        print("\n".join(report(plan)))
 
 
 def main(argv: list[str]) -> int:

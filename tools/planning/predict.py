@@ -41,8 +41,8 @@ LINK_EFFICIENCY = 0.8
 # Bytes per second of a rank: to write a save, and to copy an async save to the host. Both assumed
 WRITE, COPY = 1e9, 10e9
 
-# Half of the 54 rows of docs/published.json to which nothing was fitted took between so many times
-# the predicted seconds; of the others, as many took longer as less.
+# Half of the 54 `unseen` rows of docs/published.json took between so many times the predicted
+# seconds; a quarter took less, a quarter more.
 TOOK = (1.00, 1.23)
 
 # Device-hours from one interruption to the next. Llama 3: 419 unexpected ones in 54 days of 16,384
