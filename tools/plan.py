@@ -250,22 +250,17 @@ class Plan:
             "host_bytes_async": local_size * held,
         }
 
-    def costs(self) -> tuple[float, float]:
-        """Seconds that training waits for a save, and for a restart: measured, else predicted."""
-        saved = self.checkpoint()
+    def goodput(self) -> dict:
+        """Interruptions of the run, what they cost, and the share of its time that trains.
+
+        What a save and a restart cost is measured, else predicted.
+        """
+        saved, took = self.checkpoint(), self.measured
         write = saved["bytes_per_rank"] / predict.WRITE
         copy = saved["host_bytes_async"] / self.request.cluster.links.local_size / predict.COPY
-        save = copy if self.run.async_save else write
-        restart = self.run.timeout + write
-        if self.measured:
-            save = self.measured.save or save
-            restart = self.measured.restart or restart
-        return save, restart
-
-    def goodput(self) -> dict:
-        """Interruptions of the run, what they cost, and the share of its time that trains."""
-        save, restart = self.costs()
-        step_time = self.measured.step_time if self.measured else self.speed.step_time
+        save = took and took.save or (copy if self.run.async_save else write)
+        restart = took and took.restart or self.run.timeout + write
+        step_time = (took or self.speed).step_time
         total = 3600 * self.hours if self.options.tokens else self.run.max_steps * step_time
         between = 3600 * self.options.interruption / self.request.cluster.world_size
         found = {"interruptions": total / between, "hours_between": between / 3600}
@@ -313,25 +308,20 @@ def make_plan(
 
 def figures(plan: Plan) -> dict:
     """The figures of the report, unrounded: bytes, seconds, FLOPs, FLOP/s and tokens."""
-    run, found, speed = plan.run, plan.rehearsal, plan.speed
-    names = ("model", "strategy", "micro_batch_size", "grad_accum_steps", "tokens_per_step")
+    batch = ("model", "strategy", "micro_batch_size", "grad_accum_steps", "tokens_per_step")
+    held = ("parameters", "parameters_per_rank", "state", "memory", "recomputed_flops")
+    took = ("step_time", "tokens_per_second_per_device", "mfu")
+    parts = ((plan.run, batch), (plan.rehearsal, held), (plan.speed, took))
+    found = {name: getattr(part, name) for part, names in parts for name in names}
     return {
-        **{name: getattr(run, name) for name in names},
-        "mesh": dict(zip(dist.AXES, run.mesh_shape)),
-        "parameters": found.parameters,
-        "parameters_per_rank": found.parameters_per_rank,
-        "state": found.state,
-        "memory": found.memory,
-        "peak_memory": found.peak,
+        **found,
+        **dataclasses.asdict(plan.speed),
+        "mesh": dict(zip(dist.AXES, plan.run.mesh_shape)),
+        "peak_memory": plan.rehearsal.peak,
         "device_memory": plan.request.cluster.device_memory,
         "fits": plan.fits,
         "sends": plan.communication(),
         "checkpoint": plan.checkpoint(),
-        "recomputed_flops": found.recomputed_flops,
-        **dataclasses.asdict(speed),
-        "step_time": speed.step_time,
-        "tokens_per_second_per_device": speed.tokens_per_second_per_device,
-        "mfu": speed.mfu,
         "training_hours": plan.hours if plan.options.tokens else None,
         "goodput": plan.goodput(),
         "measured": plan.measured and dataclasses.asdict(plan.measured),
