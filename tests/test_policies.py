@@ -4,17 +4,28 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import build_model, build_run, call_train, flags, rows, tensors, train_step
+from conftest import (
+    build_model,
+    build_run,
+    call_train,
+    flags,
+    resolve,
+    rows,
+    tensors,
+    train_step,
+)
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import profile
 
 import checkpoint
 import layout
 import model
+import optim
 import train
 from runtime import cli
-from runtime.profiling import CommunicationCounter, Traffic
+from runtime.profiling import CommunicationCounter, OperationCounter, Traffic
 from sample import closing_sample
+from tools.planning.rehearse import rehearse
 
 # tinyllama-1.1b has a head with separate weights.
 BASE = "--max_steps 2 --dtype float32 --model tinyllama-1.1b --n_kv_head 4 --checkpoint none"
@@ -264,9 +275,9 @@ COMPILED += " --sample_tokens 3"
     [
         # Of the whole model,
         (1, 1, ""),
-        (1, 1, "--activation_checkpointing full --loss_chunks 2"),
-        (1, 1, "--activation_checkpointing selective --loss_chunks 2"),
-        # or of one block for all, and of the head
+        (1, 1, "--activation_checkpointing selective"),
+        # or of one block for all, and of the loss
+        (1, 2, "--activation_checkpointing full --loss_chunks 2"),
         (1, 2, "--n_layer 5"),
         (2, 2, "--strategy ddp"),
         (2, 2, "--strategy fsdp"),
@@ -297,6 +308,84 @@ def test_compiled_blocks_of_a_tp_group_change_no_number(pool, tokens, tmp_path):
     for expected, row in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
         for key in ("loss", "grad_norm"):
             assert row[key] == pytest.approx(expected[key], rel=1e-5)
+
+
+BLOCKS = "--dtype float32 --n_head 4 --d_model 64 --d_ff 160 --micro_batch_size 2 --strategy single"
+
+
+class SeenOperations(OperationCounter):
+    """The names of the operations of a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def count_operation(self, function, args, kwargs, result) -> None:
+        self.names.add(function.overloadpacket.__name__)
+
+
+def count_once_compiled(argv: list[str]) -> tuple[dict, set[str], int]:
+    """What a third step communicates, its operations, and how many graphs it added."""
+    run = build_run(argv)
+    batches = run.batches
+    graphs = torch._dynamo.utils.counters["aot_autograd"]
+    with loss_parallel():
+        for step in (1, 2):
+            train_step(run, batches, step)
+        before = graphs["total"]
+        with CommunicationCounter(run.mesh) as traffic, SeenOperations() as seen:
+            train_step(run, batches, 3)
+    return traffic.counts, seen.names, graphs["total"] - before
+
+
+@pytest.mark.slow
+def test_a_step_that_is_counted_stays_compiled(pool, tokens, tmp_path):
+    argv = flags(f"--data {tokens} --out {tmp_path}/run {BLOCKS} --tp 2")
+    ((counts, operations, _), _) = pool(2, count_once_compiled, argv, timeout=120)
+    ((found, compiled, graphs), _) = pool(2, count_once_compiled, [*argv, "--compile"], timeout=120)
+    assert found == counts and ("reduce_scatter", "tp") in counts
+    assert "silu" in operations and "silu" not in compiled  # fused
+    assert graphs == 0
+
+
+def kept_by_compiled_blocks(argv: list[str]) -> int:
+    """Bytes that compiled code keeps for backward, without parameters."""
+    torch._dynamo.reset()
+    run = build_run(argv)
+    weights = {optim.local(p).untyped_storage().data_ptr() for p in run.state.model.parameters()}
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = optim.local(tensor).untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with loss_parallel():
+        train_step(run, run.batches, 1)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            train_step(run, run.batches, 2)
+    return sum(kept.values())
+
+
+def kept_uncompiled(text: str, ranks: int) -> int:
+    """Bytes of activations at the peak of a rehearsed step."""
+    return rehearse(resolve(text, world_size=ranks)).memory["activations"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_selective_recomputation_keeps_as_much_if_it_is_compiled(pool, tokens, tmp_path, ranks):
+    """For each block: of five layers and of six, which are compiled one by one."""
+    kept = []
+    for n_layer in (5, 6):
+        text = f"{BLOCKS} --tp {ranks} --n_layer {n_layer} --activation_checkpointing selective"
+        text += " --n_kv_head 4 --seq_len 32 --global_batch_size 2"
+        argv = flags(f"--data {tokens} --out {tmp_path}/run {text} --compile")
+        compiled = pool(ranks, kept_by_compiled_blocks, argv, timeout=120)
+        kept.append([*compiled, *pool(1, kept_uncompiled, text, ranks)])
+    five, six = kept
+    assert len({more - fewer for fewer, more in zip(five, six)}) == 1, kept
 
 
 def test_an_error_of_the_compiler_is_one_line():
