@@ -35,6 +35,7 @@ class Settings:
     clip: str = "norm"  # a key of CLIPS
     max_grad_norm: float = 1.0
     max_grad_norm_ratio: float = 2.0
+    device: str = "cpu"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -543,7 +544,12 @@ class Optimizer:
             squares of the second       8     8     8     8
             / overcount 4 / 1           2     2     2     2     their sum is 8
         """
-        norms = torch.stack(torch._foreach_norm(list(itertools.chain(*lists))))
+        parts = list(itertools.chain(*lists))
+        if self.settings.device == "cpu":
+            # Row by row: a CPU adds up all squares of a tensor one after the other in float32. The
+            # norm of 50,000 x 768 normal numbers would be 0.3% too small.
+            parts = [torch.linalg.vector_norm(part, dim=-1) for part in parts]
+        norms = torch.stack(torch._foreach_norm(parts))
         squares = norms.square().view(len(lists), -1)
         if self.is_sharded:
             squares /= self.overcount
