@@ -19,7 +19,7 @@ TRAINS = [step for step in STEPS if "{flags}" in step.command and "check" not in
 @pytest.mark.parametrize("step", TRAINS, ids=lambda step: step.name)
 def test_first_hour_trains_on_fake_gpus(gpus, tmp_path, step):  # noqa: F811
     """Without --compile, and two steps in place of an endless run."""
-    first_hour.write_tokens(tmp_path / "tokens")
+    first_hour.write_tokens(tmp_path / "tokens", vocab_size=257)
     options = first_hour.parse([*DRY.split(), f"--out={tmp_path}/new"])
     command = shlex.split(step.command.format(**first_hour.values_for(step, options, tmp_path)))
     argv = [word for word in command[command.index("--model") :] if word != "--compile"]
@@ -45,6 +45,15 @@ def test_first_hour_goes_on_after_a_failure_and_a_limit(tmp_path, monkeypatch, c
     statuses = [step["status"] for step in found]
     assert statuses == [3, "ended after 1 s", "skipped: needs 1000 GPUs", 0]
     assert found[-1]["figures"] == {"x": 1}
+
+
+def test_first_hour_writes_its_file_after_ctrl_c(tmp_path, monkeypatch):
+    steps = [Step("waits", 60, "sh -c 'kill -INT $PPID; sleep 60'"), Step("never", 9, "true")]
+    monkeypatch.setattr(first_hour, "STEPS", steps)
+    out = tmp_path / "out"
+    assert first_hour.main([*DRY.split(), f"--out={out}"]) == 130
+    found = json.loads((out / "first_hour.json").read_text())["steps"]
+    assert [step["status"] for step in found] == ["interrupted"]
 
 
 def test_first_hour_takes_less_than_25_minutes():
