@@ -380,16 +380,17 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss: TokenLoss, x: Tensor, weight: Tensor, targets: Tensor, chunks: int):
         weight = weight.detach().requires_grad_()
-        total, x_gradients = 0.0, []
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
+        x_gradients = []
+        total = 0.0
         for x_chunk, targets_chunk in zip(x.chunk(chunks), targets.chunk(chunks)):
             x_chunk = x_chunk.detach().requires_grad_()
             with torch.enable_grad():
                 chunk_loss = loss(x_chunk, weight, targets_chunk)
-            gradients = torch.autograd.grad(chunk_loss, (x_chunk, weight))
+            x_gradient, part = torch.autograd.grad(chunk_loss, (x_chunk, weight))
+            x_gradients.append(x_gradient)
+            weight_gradient += part
             total += chunk_loss.detach()
-            x_gradients.append(gradients[0])
-            weight_gradient += gradients[1]
         ctx.save_for_backward(torch.cat(x_gradients), weight_gradient)
         return total
 

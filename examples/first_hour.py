@@ -59,7 +59,7 @@ STEPS = [
     Step("start-lazy", 30, "env TORCH_GLOO_LAZY_INIT=1 {torchrun} train.py {flags} --dry_run", 2),
     Step("start-eager", 30, "env TORCH_GLOO_LAZY_INIT=0 {torchrun} train.py {flags} --dry_run", 2),
     Step("gpu-tests", 100, "{python} -m pytest -m gpu"),
-    Step("check", 150, "{torchrun} -m tools.check {flags} --json {out}/check.json"),
+    Step("check", 200, "{torchrun} -m tools.check {flags} --json {out}/check.json"),
     Step("no-syncs", 60, "{torchrun} {this} no-syncs {flags} --max_steps 54"),
     Step("profile", 75, f"{TRAIN} --compile --loss_chunks 8 --profile 10:15"),
     Step("uncompiled", 60, f"{TRAIN} --loss_chunks 1"),
