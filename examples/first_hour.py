@@ -36,6 +36,7 @@ from runtime import agreement, cli
 from tools.measuring.harness import ROOT, training_rows
 
 THIS = Path(__file__).resolve()
+VOCABULARY = 50257  # of a token folder without a tokenizer: GPT-2's
 LAST_LINES = 30  # of what a step printed
 GRACE = 40  # seconds to end in after an interrupt; torchrun gives its ranks 30
 FIRST_STRICT, LAST_STRICT = 4, 53  # steps without host syncs; the first three allocate
@@ -75,7 +76,8 @@ STEPS = [
     Step(
         "strategies",
         150,
-        "{python} -m tools.bench strategies --nproc {ranks} {size} --rounds 1 --json "
+        "{python} -m tools.bench strategies --only single ddp fsdp --nproc {ranks} {size} "
+        "--rounds 1 --json "
         '--flags="--data {out}/tokens --compile --loss_chunks 8"',
     ),
     Step("kill-1", 50, f"{{python}} {{this}} kill {{torchrun_1}} {ENDLESS}"),  # without NCCL
@@ -284,12 +286,12 @@ def parse(argv: list[str]) -> Namespace:
     return options
 
 
-def write_tokens(folder: Path, vocab_size: int) -> None:
+def write_tokens(folder: Path) -> None:
     """Write random tokens, some of them rarer than others, as nanoGPT does."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
     for name, count in (("train", 4_000_000), ("val", 200_000)):
-        ids = vocab_size * random.random(count) ** 4
+        ids = VOCABULARY * random.random(count) ** 4
         ids.astype(np.uint16).tofile(folder / f"{name}.bin")
 
 
@@ -297,7 +299,7 @@ def first_hour(argv: list[str]) -> int:
     """Run all steps; return the exit status: 1 if a step failed, 130 after Ctrl-C."""
     options = parse(argv)
     out = options.out.absolute()
-    write_tokens(out / "tokens", SIZES[options.model].vocab_size)
+    write_tokens(out / "tokens")
     if options.nanogpt:
         shutil.copytree(
             options.nanogpt, out / "nanoGPT", ignore=shutil.ignore_patterns("data", ".git", "out*")
