@@ -18,14 +18,14 @@ TRAINS = [step for step in STEPS if "{flags}" in step.command and "check" not in
 
 @pytest.mark.parametrize("step", TRAINS, ids=lambda step: step.name)
 def test_first_hour_trains_on_fake_gpus(gpus, tmp_path, step):  # noqa: F811
-    """Without --compile, and two steps in place of an endless run."""
+    """Without --compile, and six steps in place of an endless run."""
     first_hour.write_tokens(tmp_path / "tokens")
     options = first_hour.parse([*DRY.split(), f"--out={tmp_path}/new"])
     command = shlex.split(step.command.format(**first_hour.values_for(step, options, tmp_path)))
     argv = [word for word in command[command.index("--model") :] if word != "--compile"]
     argv += ["--device", "cuda", "--num_workers", "0"]
     if "1000000" in argv:
-        argv += ["--max_steps", "2"]
+        argv += ["--max_steps", "6"]
     ranks = 1 if "torchrun_1" in step.command else 4
     for _, refusals in gpus(ranks, play, argv, timeout=200):
         assert not refusals
