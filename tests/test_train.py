@@ -183,7 +183,7 @@ def test_every_flag_that_the_optimizer_takes_reaches_it(pool, tokens, tmp_path):
     given = {"eps": 0.5, "weight_decay": 0.25, "beta1": 0.125, "beta2": 0.0625, "min_lr": 1e-4}
     given |= {"max_grad_norm": 3.0, "max_grad_norm_ratio": 4.0}
     given |= {"clip": "adaptive", "schedule": "wsd", "optimizer": "muon", "lr": 2e-3}
-    given |= {"max_steps": 9, "warmup_steps": 7}
+    given |= {"max_steps": 9, "warmup_steps": 7, "device": "cpu"}
     assert given.keys() == {field.name for field in dataclasses.fields(optim.Settings)}
     text = " ".join(f"--{name} {value}" for name, value in given.items())
     argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
