@@ -34,10 +34,10 @@ COLUMNS = ("loss", "grad_norm")  # of the log
 GRADIENTS, WEIGHTS = "gradients", "weights"  # of all parameters
 # The least limits: a few perturbed runs may all be close by chance, and a mesh also rounds in other
 # places, such as the sum of squares, or a tp rank its part of a sum. Where nothing was wrong, these
-# were off by up to 2e-6 (grad_norm in float32), and in bfloat16 by 2e-5, 4e-4, 0.005 and 0.02.
+# were off by up to 2e-6 (grad_norm in float32), and in bfloat16 by 2e-5, 1.1e-3, 0.005 and 0.02.
 LEAST = {
     torch.float32: {"loss": 1e-6, "grad_norm": 1e-5, GRADIENTS: 1e-5, WEIGHTS: 1e-5},
-    torch.bfloat16: {"loss": 5e-5, "grad_norm": 1e-3, GRADIENTS: 1e-2, WEIGHTS: 5e-2},
+    torch.bfloat16: {"loss": 5e-5, "grad_norm": 2.5e-3, GRADIENTS: 1e-2, WEIGHTS: 5e-2},
 }
 
 
