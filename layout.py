@@ -354,9 +354,9 @@ def place(
 # --------------------------------------------------------------------------------------------------
 # Recomputation and compilation
 
-# What selective activation checkpointing keeps: what costs most to compute.
 PRODUCT = torch.ops.aten.mm.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default  # tp's
+# What selective checkpointing keeps, with exceptions below: what costs most to compute.
 SAVED_OPERATIONS = [
     PRODUCT,
     REDUCE_SCATTER,  # so that it is not sent twice

@@ -397,7 +397,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale: Tensor):
         x_gradient, weight_gradient = ctx.saved_tensors
-        weight_gradient = (scale * weight_gradient).to(x_gradient.dtype)
+        weight_gradient = (scale * weight_gradient).to(x_gradient.dtype)  # the weight's as well
         return None, scale * x_gradient, weight_gradient, None, None
 
 

@@ -35,7 +35,7 @@ class Settings:
     clip: str = "norm"  # a key of CLIPS
     max_grad_norm: float = 1.0
     max_grad_norm_ratio: float = 2.0
-    device: str = "cpu"
+    device: str = "cpu"  # a CPU needs another way to an exact norm: see all_reduce_squares
 
 
 # --------------------------------------------------------------------------------------------------

@@ -278,6 +278,7 @@ COMPILED += " --sample_tokens 3"
         (1, 1, "--activation_checkpointing selective"),
         # or of one block for all, and of the loss
         (1, 2, "--activation_checkpointing full --loss_chunks 2"),
+        (1, 2, "--activation_checkpointing selective --loss_chunks 2"),
         (1, 2, "--n_layer 5"),
         (2, 2, "--strategy ddp"),
         (2, 2, "--strategy fsdp"),
