@@ -208,8 +208,8 @@ def trace(argv: list[str]) -> list[set[tuple[str, int, str]]]:
 @pytest.fixture(scope="module")
 def entered(pool, tokens, tmp_path_factory) -> list[set[tuple[str, int, str]]]:
     out = tmp_path_factory.mktemp("traced") / "run"
-    text = f"--data {tokens} --out {out} --strategy fsdp --max_steps {TRACED_STEP + 2}"
-    return pool(2, trace, flags(text))[0]
+    text = f"--data {tokens} --out {out} --dtype float32 --strategy fsdp"
+    return pool(2, trace, flags(f"{text} --max_steps {TRACED_STEP + 2}"))[0]
 
 
 @pytest.mark.parametrize("step, limit", [(0, BEFORE_STEP_1), (TRACED_STEP, IN_A_LOGGED_STEP)])

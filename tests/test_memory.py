@@ -178,7 +178,7 @@ def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
 
 
 def test_auto_takes_ddp_up_to_80_percent_of_a_ranks_host_memory(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --loss_chunks 1")
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --loss_chunks 1 --dtype float32")
     for found in pool(2, chosen_strategies, argv, [0.79, 0.81]):
         assert found == ["ddp", "fsdp"]
 

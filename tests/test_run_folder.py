@@ -393,7 +393,7 @@ def test_what_follows_from_the_ranks_is_computed_again(begin, tmp_path):
 
 def test_a_new_default_is_printed_and_the_run_keeps_the_old(begin, tmp_path):
     save(tmp_path / "run", 10, weight_decay=0.1, lr=0.5 / 32, warmup_steps=50)
-    assert begin(**NOT_TYPED).notes == []
+    assert begin(**NOT_TYPED | {"dtype": "float32"}).notes == []
     defaults = {"weight_decay": 0.2, "warmup_steps": 70}
     save_run(tmp_path / "run", 20, resolve("--global_batch_size 8"))
     with mock.patch.dict(config.DEFAULTS, defaults):
