@@ -25,10 +25,10 @@ DOCUMENTS += sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 CODE = [*MODULES.values()]
 COMMANDS = ["train.py", "prepare.py", "sample.py"]
 COMMANDS += [f"tools.{path.stem}" for path in ROOT.glob("tools/[a-z]*.py")]
-# Of sbatch and srun, lm_eval
+# Of sbatch and srun, lm_eval, torchrun of torch 2.13
 FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--gpus-per-task", "--requeue"]
 FLAGS_OF_OTHERS += ["--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit"]
-FLAGS_OF_OTHERS += ["--model_args", "--tasks"]
+FLAGS_OF_OTHERS += ["--model_args", "--tasks", "--shutdown-timeout"]
 FLAGS_OF_OTHERS += ["--nanogpt"]  # of examples/first_hour.py
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
 # Of Hugging Face

@@ -18,6 +18,7 @@ from mistakes import variant
 from test_watchdog import exit_statuses
 
 import checkpoint
+import metrics
 import prepare
 import sample
 import train
@@ -180,7 +181,7 @@ def test_text_that_stdout_cannot_show_is_escaped(trained):
 def sample_at_the_end(argv: list[str], folder: Path, fate: str) -> int:
     """Train and sample. Rank 1 meets its fate at its third token; `folder` gets what is printed."""
     rank, draw, gathered = int(os.environ["RANK"]), sample.draw, []
-    gather = mock.Mock(wraps=torch.distributed.all_gather_single)
+    gather = mock.Mock(wraps=metrics.all_gather_single)
 
     def play(*arguments):
         if not gathered and fate != "raises":
@@ -195,7 +196,7 @@ def sample_at_the_end(argv: list[str], folder: Path, fate: str) -> int:
     few = {"free_memory": lambda world: (1 - rank) * 10**9} if fate == "no room" else {}
     with (
         mock.patch.multiple(sample, draw=play, **few),
-        mock.patch.object(torch.distributed, "all_gather_single", gather),
+        mock.patch.object(torch.distributed, metrics.all_gather_single.__name__, gather),
         open(folder / f"printed {rank}", "w") as file,
         contextlib.redirect_stdout(file),
         contextlib.redirect_stderr(file),
