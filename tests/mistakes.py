@@ -99,7 +99,7 @@ def write_runs(root: Path) -> None:
         (root / name / "config.json").write_text(config)
         start = f'{{"time": "", "step": {step}, "config": {config}}}'
         (root / name / "starts.jsonl").write_text(start.replace("\n", " "))
-    (root / "comma.json").write_text('{"lr": 0.5,\n}')
+    (root / "comma.json").write_text('{"lr": 0.5\n"seed": 1}')
 
 
 # --------------------------------------------------------------------------------------------------

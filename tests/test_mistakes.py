@@ -26,7 +26,7 @@ MISTAKES = {
         ("--max_step 5", "unrecognized arguments: --max_step 5"),
         ("--lr nan", "argument --lr: nan must be at least 0 and finite"),
         ("--config {root}/nothing.json", "--config {root}/nothing.json: [Errno 2] No such"),
-        ("--config {root}/comma.json", "comma.json: Expecting property name enclosed in double"),
+        ("--config {root}/comma.json", "comma.json: Expecting ',' delimiter"),
         ("--config {other}", "--config {other} is a folder: name a file, such as {other}/config"),
         # Flags that do not fit together, the model or these ranks
         ("--device cuda", "PyTorch finds no CUDA device here"),
