@@ -328,7 +328,6 @@ def build_parser() -> cli.Parser:
     parser = cli.Parser(
         prog="train.py",
         usage="train.py [--FLAG VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train a language model on one process, or on the N processes that\n"
         "torchrun --nproc_per_node N starts. The same command continues a stopped run.",
         epilog=EXAMPLES,

@@ -5,7 +5,6 @@ python prepare.py --source 'web/*.jsonl.gz' --tokenizer tokenizer.json --out tok
 curl -L URL | python prepare.py --source - --out tokens/web
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -154,11 +153,7 @@ def report(out: Path, corpus: Corpus, splitter: Splitter, meta: dict) -> None:
 
 def build_parser() -> cli.Parser:
     """Flags with the names of the parameters of `prepare`."""
-    parser = cli.Parser(
-        prog="prepare.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser(prog="prepare.py", description=__doc__)
     add = parser.add_argument
     add(
         "--source",

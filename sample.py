@@ -178,11 +178,7 @@ def free_memory(world: dist.World) -> int:
 
 
 def build_parser() -> cli.Parser:
-    parser = cli.Parser(
-        prog="sample.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--run", required=True, type=Path, metavar="DIR", help="a run folder, or a checkpoint")
     add(

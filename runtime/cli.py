@@ -57,7 +57,8 @@ class Parser(argparse.ArgumentParser):
     """argparse with --version, and errors raised as a one-line UsageError."""
 
     def __init__(self, **options):
-        super().__init__(allow_abbrev=False, **options)
+        keeps_lines = argparse.RawDescriptionHelpFormatter  # of a description such as a docstring
+        super().__init__(allow_abbrev=False, formatter_class=keeps_lines, **options)
         text = f"nanoshard {VERSION}, torch {version('torch')}"
         self.add_argument("--version", action="version", version=text)
 

@@ -8,7 +8,6 @@ A RUN is a run folder, such as runs/tiny; a CHECKPOINT is a folder in it, such a
 runs/tiny/checkpoints/step-00000600.
 """
 
-import argparse
 import contextlib
 import shutil
 import sys
@@ -132,11 +131,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def build_parser() -> cli.Parser:
-    parser = cli.Parser(
-        prog="tools.checkpoint",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__,
-    )
+    parser = cli.Parser(prog="tools.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     path = {"metavar": "RUN|CHECKPOINT", "type": Path}
 

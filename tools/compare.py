@@ -465,11 +465,7 @@ def bytes_sent(run: Path) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = cli.Parser(
-        prog="tools.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser(prog="tools.compare", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="run folders, such as runs/a runs/b")
     help = "run 20 steps on two commits; . is the working tree; flags of train.py follow after --"

@@ -7,7 +7,6 @@ The decoder is Hugging Face's Llama: RoPE pairs the same elements, so tensors ma
 command executes what it reads.
 """
 
-import argparse
 import dataclasses
 import json
 import mmap
@@ -426,11 +425,7 @@ CONVERT = {"export": export_model, "import": import_model}
 
 
 def build_parser() -> cli.Parser:
-    parser = cli.Parser(
-        prog="tools.hf",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__,
-    )
+    parser = cli.Parser(prog="tools.hf", description=__doc__)
     parser.add_argument("command", choices=CONVERT)
     parser.add_argument("source", type=Path, help="a run or a checkpoint; a model folder to import")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to create")

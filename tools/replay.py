@@ -352,11 +352,7 @@ def is_finite(*values: object) -> bool:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = cli.Parser(
-        prog="tools.replay",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser(prog="tools.replay", description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="a run folder, such as runs/mine")
     add("step", metavar="STEP", nargs="?", type=cli.number(int, 1), help="the step to repeat")

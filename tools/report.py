@@ -222,11 +222,7 @@ def write(folders: list[str], out: Path, follow: bool) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = cli.Parser(
-        prog="tools.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser(prog="tools.report", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
     help = "the page (default: report.html)"
