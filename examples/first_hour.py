@@ -71,7 +71,7 @@ STEPS = [
         "nanogpt",
         300,
         "{python} -m tools.bench nanogpt --path {nanogpt} --dataset first_hour {their_size} "
-        "--steps 40 --rounds 2 --json",
+        "--nproc 1 --steps 40 --rounds 2 --json",
     ),
     Step(
         "strategies",

@@ -356,7 +356,8 @@ def test_bench_nanogpt_has_speed_and_limit_of_either_trainer(nanogpt, capsys):
     found = bench_rows(capsys, "nanogpt", f"--path={nanogpt}", *sizes)
     theirs = 768 / 0.125
     assert [row["tokens/s"] for row in found[:2]] == [[theirs], [2 * theirs]]
-    names = ["nanoGPT", "nanoGPT compiled", "nanoshard", "nanoshard compiled"]
+    trainers = ("nanoGPT", "nanoshard", "nanoshard ddp")
+    names = [name + mode for name in trainers for mode in ("", " compiled")]
     assert [row["trainer"] for row in found] == names
     for row in found:  # to the faster mode
         assert row["ratio to nanoGPT compiled"] == [row["tokens/s"][0] / (2 * theirs)]

@@ -6,6 +6,7 @@ python -m tools.bench nanogpt --path ~/nanoGPT
 """
 
 import contextlib
+import inspect
 import json
 import re
 import statistics
@@ -155,9 +156,10 @@ def nanogpt(args: Namespace) -> list[dict]:
     """nanoGPT's trainer and this one in turn, each also compiled, with models of the same size.
 
     Both read the same data, with the same layers, width, heads and tokens per step, and as many
-    parameters in their blocks: SwiGLU's d_ff is 8/3 of the width, a multiple of 8. Ratios are to
-    the faster of nanoGPT's two modes, limits as in `strategies`. Needs a checkout of
-    github.com/karpathy/nanoGPT with a prepared data set.
+    parameters in their blocks: SwiGLU's d_ff is 8/3 of the width, a multiple of 8. The rows of ddp
+    split the batch over ranks, on CPUs of one thread each. Ratios are to the faster of nanoGPT's
+    two modes, limits as in `strategies`. Needs a checkout of github.com/karpathy/nanoGPT with a
+    prepared data set.
     """
     dataset = args.path / "data" / args.dataset
     if not (dataset / "train.bin").exists():
@@ -165,11 +167,12 @@ def nanogpt(args: Namespace) -> list[dict]:
             f"--path {args.path}: no nanoGPT with data/{args.dataset}/train.bin there: "
             "clone it and run its prepare.py"
         )
+    modes = [mode for mode in MODES if args.nproc > 1 or "ddp" not in mode]
     found = {}
-    for mode in take_turns(MODES, args.rounds):
+    for mode in take_turns(modes, args.rounds):
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             out = Path(folder, "run")
-            speeds, printed = MODES[mode](args, out, "compiled" in mode)
+            speeds, printed = MODES[mode](args, out, mode)
         limit = products_limit(printed, args.batch_size * args.block_size)
         speed = statistics.median(speeds[max(2, len(speeds) // 5) :])
         found.setdefault(mode, []).append((speed, limit))
@@ -177,13 +180,13 @@ def nanogpt(args: Namespace) -> list[dict]:
     theirs = ("nanoGPT", "nanoGPT compiled")
     baseline = max(theirs, key=lambda mode: statistics.median(speed for speed, _ in found[mode]))
     columns = compare_rounds(found, baseline, "tokens/s")
-    return [{"trainer": mode, **columns[mode]} for mode in MODES]
+    return [{"trainer": mode, **columns[mode]} for mode in modes]
 
 
-def run_nanogpt(args: Namespace, out: Path, compile: bool) -> tuple[list[float], list[str]]:
+def run_nanogpt(args: Namespace, out: Path, mode: str) -> tuple[list[float], list[str]]:
     """Tokens/s of each step, from lines like "iter 7: loss 4.2000, time 250.00ms"; the output."""
     device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
-    values = {"device": device, "compile": compile, "out": out, "last": args.steps + 1}
+    values = {"device": device, "compile": "compiled" in mode, "out": out, "last": args.steps + 1}
     # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters, here 100.
     flags = (
         "--n_layer={n_layer} --n_head={n_head} --n_embd={n_embd} --block_size={block_size} "
@@ -198,23 +201,26 @@ def run_nanogpt(args: Namespace, out: Path, compile: bool) -> tuple[list[float],
     return [1e3 * tokens / float(time) for time in times], printed
 
 
-def run_nanoshard(args: Namespace, out: Path, compile: bool) -> tuple[list[float], list[str]]:
-    """Tokens/s of each step, and the output."""
-    values = {"compile": compile, "last": args.steps + 2, "d_ff": 8 * round(args.n_embd / 3)}
+def run_nanoshard(args: Namespace, out: Path, mode: str) -> tuple[list[float], list[str]]:
+    """Tokens/s of each step, over all ranks, and the output."""
+    nproc = args.nproc if "ddp" in mode else 1
+    values = {"compile": "compiled" in mode, "last": args.steps + 2}
+    values["d_ff"] = 8 * round(args.n_embd / 3)
     flags = (
         "--n_layer={n_layer} --n_head={n_head} --n_kv_head={n_head} --d_model={n_embd} "
         "--d_ff={d_ff} --seq_len={block_size} --global_batch_size={batch_size} "
-        "--micro_batch_size={batch_size} --max_steps={last} --device={device} "
-        "--compile={compile} {flags}"
+        "--max_steps={last} --device={device} --compile={compile} {flags}"
     ).format(**vars(args) | values)
     paths = [f"--data={args.path}/data/{args.dataset}", f"--out={out}"]
-    script = [sys.executable, PRODUCTS, TRAIN, *ONLY_STEPS, *paths, *flags.split()]
-    printed = run_all([script], out)
+    # torchrun gives each of several ranks one thread, and a single one all threads.
+    script = [PRODUCTS, TRAIN, *ONLY_STEPS, *paths, *flags.split()]
+    printed = run_all(torchrun([], nproc, script), out)
     return [row["tokens_per_second"] for row in training_rows(out)], printed
 
 
 MODES = {"nanoGPT": run_nanogpt, "nanoGPT compiled": run_nanogpt}
 MODES |= {"nanoshard": run_nanoshard, "nanoshard compiled": run_nanoshard}
+MODES |= {"nanoshard ddp": run_nanoshard, "nanoshard ddp compiled": run_nanoshard}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -249,6 +255,7 @@ FLAGS = {
     "nanogpt": {
         "path": dict(type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"),
         "dataset": dict(default="shakespeare_char", help="a folder of its data/"),
+        "nproc": count(2, "ranks in the rows of ddp; 1: without these rows"),
         **{name: count(size, "as in nanoGPT") for name, size in NANOGPT.items()},
         "steps": count(200, "steps of each run"),
         "rounds": count(3, "rounds"),
@@ -268,8 +275,9 @@ def parse(argv: list[str]) -> Namespace:
     parser = cli.Parser(prog="tools.bench", description="Measure nanoshard on this machine.")
     tables = parser.add_subparsers(dest="table", required=True, metavar="TABLE")
     for name, table in TABLES.items():
-        summary = table.__doc__.splitlines()[0]
-        add_flags(tables.add_parser(name, help=summary, description=table.__doc__), FLAGS[name])
+        text = inspect.getdoc(table)
+        parser_of_table = tables.add_parser(name, help=text.splitlines()[0], description=text)
+        add_flags(parser_of_table, FLAGS[name])
     args = parser.parse_args(argv)
     if args.table == "strategies":
         for name, default in (ACROSS_HOSTS if args.hosts > 1 else ONE_HOST).items():
