@@ -136,7 +136,7 @@ class Config:
 
     # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
     global_batch_size: int = fixed(
-        "basics", 32, "sequences per optimizer step, over all ranks", ge=1
+        "basics", 16, "sequences per optimizer step, over all ranks", ge=1
     )
     micro_batch_size: int | None = free(
         "basics",
@@ -151,12 +151,12 @@ class Config:
         "memory", None, "chunks of tokens for logits and loss (default: by their size)", ge=1
     )
 
-    max_steps: int = free("basics", 600, "optimizer steps of the run", ge=1)
+    max_steps: int = free("basics", 700, "optimizer steps of the run", ge=1)
     lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", ge=0)
     min_lr: float = flag("optimizer", 0.0, "learning rate one step after the last", ge=0)
     warmup_steps: int = flag("optimizer", 50, "steps of linear warm-up from 0 to lr", ge=0)
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
-        "optimizer", "cosine", "decay to min_lr; wsd: only in the last fifth after warm-up"
+        "optimizer", "linear", "decay to min_lr; wsd: only in the last fifth after warm-up"
     )
     optimizer: Literal[tuple(optim.OPTIMIZERS)] = fixed(
         "optimizer", "adamw", "muon: for the matrices of the blocks, AdamW for the rest"

@@ -1,7 +1,7 @@
 """Sample text from a trained model, on one process, whatever mesh trained it.
 
 python sample.py --run runs/tiny --prompt "def "
-python sample.py --run runs/tiny/checkpoints/step-00000600 --temperature 0 --max_new_tokens 100
+python sample.py --run runs/tiny/checkpoints/step-00000700 --temperature 0 --max_new_tokens 100
 """
 
 import argparse

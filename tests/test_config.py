@@ -31,7 +31,7 @@ def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):
         "tp": 1,
         "out": "runs/gpt2-124m",
     }
-    assert resolve(f"--config {file}").max_steps == 600
+    assert resolve(f"--config {file}").max_steps == 700
 
 
 def test_a_run_from_other_weights_has_their_name():
@@ -110,8 +110,8 @@ def test_a_profile_window_lies_within_the_run():
     for text in ("3", "3:3", "a:b", "-1:3"):
         with pytest.raises(UsageError, match="give START:STOP"):
             parse([f"--profile={text}"])
-    with pytest.raises(UsageError, match="--profile 3:600: STOP must be below max_steps 600"):
-        resolve("--profile 3:600")
+    with pytest.raises(UsageError, match="--profile 3:700: STOP must be below max_steps 700"):
+        resolve("--profile 3:700")
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_wrap_is_one_of_four(wrap):
 
 def test_a_batch_is_split_into_micro_batches():
     run = resolve("--strategy fsdp", world_size=4)
-    assert (run.micro_batch_size, run.grad_accum_steps) == (8, 1)
+    assert (run.micro_batch_size, run.grad_accum_steps) == (4, 1)
     run = resolve("--strategy fsdp --micro_batch_size 2", world_size=4)
-    assert (run.micro_batch_size, run.grad_accum_steps) == (2, 4)
+    assert (run.micro_batch_size, run.grad_accum_steps) == (2, 2)
     # The two ranks of a tp group share their sequences.
-    assert resolve("--strategy fsdp --tp 2", world_size=4).micro_batch_size == 16
+    assert resolve("--strategy fsdp --tp 2", world_size=4).micro_batch_size == 8
     # As where a host was lost, and the run continues on the others
     with pytest.raises(UsageError, match="16 is not a multiple of micro_batch_size 2 x 6 .* = 12:"):
         resolve("--strategy fsdp --global_batch_size 16 --micro_batch_size 2", world_size=6)

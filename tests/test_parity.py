@@ -61,7 +61,7 @@ def case_flags(mesh: str, grad_accum_steps: int, dtype: str, steps: int, policy:
     global_batch_size = 8 if grad_accum_steps == 1 else 16
     text = f"--strategy {mesh.split()[0]} --dtype {dtype} --global_batch_size {global_batch_size}"
     text += f" --micro_batch_size {global_batch_size // dp_size // grad_accum_steps}"
-    text += f" --max_steps {steps} --max_grad_norm 2 {policy}"
+    text += f" --max_steps {steps} --schedule cosine --max_grad_norm 2 {policy}"
     if mesh.startswith("hsdp"):
         text += " --dp_replicate 2"
     if "untied" in mesh:  # a size whose head is; its other parts are overridden

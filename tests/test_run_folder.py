@@ -322,8 +322,8 @@ def test_a_flag_that_only_the_checkpoint_has_is_refused(begin, tmp_path):
 
 def test_a_flag_that_is_newer_than_the_checkpoint_had_its_default(begin, tmp_path):
     save(tmp_path / "run", 10)
-    with pytest.raises(UsageError, match="--schedule cosine -> linear"):
-        begin(schedule="linear")
+    with pytest.raises(UsageError, match="--schedule linear -> cosine"):
+        begin(schedule="cosine")
 
 
 def test_flags_are_compared_as_resolved(begin, tmp_path):
@@ -342,11 +342,11 @@ NOT_TYPED = dict.fromkeys((*MODEL.keys() - {"vocab_size"}, "global_batch_size", 
 
 def test_a_run_continues_with_its_own_flags(begin, tmp_path):
     """Also a run whose manifests hold no typed flags, as those of before 2026-11-24."""
-    save(tmp_path / "run", 10, lr=0.25, schedule="linear", max_steps=20, weight_decay=0.1)
+    save(tmp_path / "run", 10, lr=0.25, schedule="cosine", max_steps=20, weight_decay=0.1)
     start = begin(**NOT_TYPED, max_steps=30)
     assert changes(start) == ["--max_steps 20 -> 30"]
     run = start.run
-    assert (run.lr, run.schedule, run.global_batch_size) == (0.25, "linear", 8)
+    assert (run.lr, run.schedule, run.global_batch_size) == (0.25, "cosine", 8)
     assert (run.dtype, run.d_model, run.data, run.seed) == ("float32", 32, "tokens/a", 0)
     assert {"lr", "schedule", "max_steps"} <= run.flags.keys()
     assert run.flags.keys().isdisjoint({"warmup_steps", "weight_decay"})  # as by default

@@ -5,7 +5,7 @@ python -m tools.checkpoint verify RUN|CHECKPOINT
 python -m tools.checkpoint consolidate RUN|CHECKPOINT OUT
 
 A RUN is a run folder, such as runs/tiny; a CHECKPOINT is a folder in it, such as
-runs/tiny/checkpoints/step-00000600.
+runs/tiny/checkpoints/step-00000700.
 """
 
 import contextlib
