@@ -50,8 +50,8 @@ def training_row(step: int, ended: float, **fields) -> dict:
 def start_row(step: int, began: float, last_logged: float | None = None, **flags) -> dict:
     logged = None if last_logged is None else at(last_logged)
     row = {"time": at(began), "last_logged": logged, "host": "here", "ranks": 2, "step": step}
-    row |= {"strategy": "fsdp", "device": "cpu", "dtype": "float32"}
-    return row | {"config": {"compile": False, "lr": 1e-3} | flags}
+    config = {"strategy": "fsdp", "dtype": "float32", "compile": False, "lr": 1e-3}
+    return row | {"device": "cpu", "config": config | flags}
 
 
 def write_run(folder: Path, log: list[dict], starts: list[dict] | None = None) -> Path:
@@ -239,6 +239,7 @@ def test_a_page_in_a_browser(drawn, tmp_path):
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += ["--virtual-time-budget=5000", f"--user-data-dir={tmp_path}/profile"]
     answer = subprocess.run([*command, f"file://{page}"], capture_output=True, timeout=60)
+    assert '>fsdp</td><td class="">bfloat16<' in answer.stdout.decode()  # what ran where
     found = re.search(r'data-result="(.*?)"', answer.stdout.decode())
     legends, zoomed, loaded = json.loads(html.unescape(found[1]))
     # The values under the pointer are those of the log
