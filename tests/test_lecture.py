@@ -168,6 +168,8 @@ def test_each_bug_is_a_file_and_is_shown():
     bugs = {bug.name: bug.text for bug in BUGS}
     assert [*bugs] == [block.name for block in LECTURE_BLOCKS if block.kind == "shows bug"]
     assert bugs == {path.stem: path.read_text() for path in ROOT.glob("docs/bugs/*.patch")}
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert all(line in bugs["3"] for line in diff.splitlines())
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
