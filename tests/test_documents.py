@@ -297,12 +297,12 @@ def test_a_shell_can_read_the_commands_of_a_document(path):
 
 # What several pages say: a pattern with one group, which finds the same text in each page
 FACTS = [
-    r"validation\s+loss is (\d\.\d+) after 600|step 600/600  val_loss (\d\.\d+)",
-    r"median error is\s+(\d+%)|^\| not seen \| 54 \| (\d+%)",
+    r"step 700/700  val_loss (\d\.\d+)|51\.8 \| (\d\.\d+) \|$",
+    r"within 25% for (\d+) of 12|^\| further \| 12 \|.*\| (\d+) \|$",
+    r"for (\d+) of the \[next\s+21|^\| blind \| 21 \|.*\| (\d+) \|$",
     r"where DDP reaches ([\d,]+)|DDP trained at\s+([\d,]+) tokens|fitted \| (8,\d+) \|",
-    r"takes (\d+) s where|It took (\d+) s on",
-    r"and (\d+) s\s+where it does not|and (\d+) s on two cores",
-    r"within (0\.\d+%) in\s+\[26|was within (0\.\d+%)\.",
+    r"takes (\d+) s on two cores|56\.9, (\d+)\.4, 51\.8",
+    r"predicts ([\d.]+) GB,|= ([\d.]+) GB of 150 GB",
     r"differed\]\(reference\.md#parity\) by (3e-5)|\| float32, 4e-3 \| (\S+),",
 ]
 
