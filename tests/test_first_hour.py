@@ -49,9 +49,9 @@ def test_first_hour_goes_on_after_a_failure_and_a_limit(tmp_path, monkeypatch, c
 
 
 def test_first_hour_writes_its_file_after_ctrl_c(tmp_path, monkeypatch):
-    # A job in the background of a shell ignores it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    steps = [Step("waits", 60, "sh -c 'kill -INT $PPID; sleep 60'"), Step("never", 9, "true")]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    interrupt = "sh -c 'sleep 0.5; kill -INT $PPID; sleep 60'"  # not while it starts
+    steps = [Step("waits", 60, interrupt), Step("never", 9, "true")]
     monkeypatch.setattr(first_hour, "STEPS", steps)
     out = tmp_path / "out"
     assert first_hour.main([*DRY.split(), f"--out={out}"]) == 130
