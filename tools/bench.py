@@ -202,14 +202,14 @@ def run_nanogpt(args: Namespace, out: Path, mode: str) -> tuple[list[float], lis
 
 
 def run_nanoshard(args: Namespace, out: Path, mode: str) -> tuple[list[float], list[str]]:
-    """Tokens/s of each step, over all ranks, and the output."""
-    nproc = args.nproc if "ddp" in mode else 1
-    values = {"compile": "compiled" in mode, "last": args.steps + 2}
+    """Tokens/s of each step, over all ranks, and the output; `mode` is a key of MODES."""
+    strategy, nproc = ("ddp", args.nproc) if "ddp" in mode else ("single", 1)
+    values = {"compile": "compiled" in mode, "last": args.steps + 2, "strategy": strategy}
     values["d_ff"] = 8 * round(args.n_embd / 3)
     flags = (
         "--n_layer={n_layer} --n_head={n_head} --n_kv_head={n_head} --d_model={n_embd} "
         "--d_ff={d_ff} --seq_len={block_size} --global_batch_size={batch_size} "
-        "--max_steps={last} --device={device} --compile={compile} {flags}"
+        "--max_steps={last} --device={device} --strategy={strategy} --compile={compile} {flags}"
     ).format(**vars(args) | values)
     paths = [f"--data={args.path}/data/{args.dataset}", f"--out={out}"]
     # torchrun gives each of several ranks one thread, and a single one all threads.
