@@ -212,9 +212,11 @@ def run_nanoshard(args: Namespace, out: Path, mode: str) -> tuple[list[float], l
         "--max_steps={last} --device={device} --strategy={strategy} --compile={compile} {flags}"
     ).format(**vars(args) | values)
     paths = [f"--data={args.path}/data/{args.dataset}", f"--out={out}"]
-    # torchrun gives each of several ranks one thread, and a single one all threads.
     script = [PRODUCTS, TRAIN, *ONLY_STEPS, *paths, *flags.split()]
-    printed = run_all(torchrun([], nproc, script), out)
+    if nproc == 1:
+        printed = run_all([[sys.executable, *script]], out)
+    else:  # torchrun gives each rank one thread, and leaves folders in TMPDIR
+        printed = run_all(torchrun([], nproc, script), out, TMPDIR=str(out.parent))
     return [row["tokens_per_second"] for row in training_rows(out)], printed
 
 
