@@ -64,7 +64,7 @@ def describe_start(
     memory = {part: size for part, size in estimate_memory(run, model).items() if size}
     sizes = " + ".join(f"{part} {size / 1e6:,.1f}" for part, size in memory.items())
     total = sum(memory.values())
-    yield f"memory  a rank needs at least: {sizes} = {total / 1e6:,.1f} MB"
+    yield f"memory  estimate for a rank: {sizes} = {total / 1e6:,.1f} MB"
     for path, problem in origin.damaged.items():
         yield f"        passed over {path}: {problem}"
     beginning = ""
