@@ -1,127 +1,290 @@
-"""Play the lecture, in a copy of the project that is deleted at the end.
+"""Play the lecture: predict its numbers, find its bugs, and write its functions.
 
-python -m docs.play 3       asks for numbers, runs chapter 3's commands, and shows who was right
-python -m docs.play bug     shows a run without and with a bug (bug 3: chapter 3's), and asks for it
+python -m docs.play          lists the chapters, what you have done, and what comes next
+python -m docs.play 3        asks for chapter 3's numbers, runs its commands, judges your numbers
+python -m docs.play bug 3    shows a run without and with chapter 3's bug, and asks where it is
+python -m docs.play write 3  you write chapter 3's functions of examples/zero.py (write NAME: one)
+
+Commands run in a copy of the project. runs/ keeps your score and the functions that you write.
 """
 
-import contextlib
+import ast
+import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+MINE = "runs/write/zero.py"
+# {"3": [right, close, neither], "bug 3": [tries, or 0 if it was shown], "write zero2": [1]}
+SCORE = "runs/play.json"
+# Before each command. grep then prints each line at once, and torchrun does not warn of threads.
+SHELL = """unset RANK WORLD_SIZE OMP_NUM_THREADS
+grep() { command grep --line-buffered "$@"; }
+torchrun() { OMP_NUM_THREADS=1 command torchrun "$@"; }
+"""
 ASK = re.compile(r"<!-- ask (.+?) \| (.+?) \| (.+) -->\n")  # question, formula's answer, pattern
-MARK = re.compile(r"<!-- (run|bug|shows bug|code)(?: (\S+))?(?: (\S+))? -->\n")
-BODIES = {"bug": "```diff\n(.*?^)```\n", "code": "```python\n(.*?^)```\n"}
+MARK = re.compile(r"<!-- (run|bug|shows bug|code|write)(?: (\S+))?(?: (\S+))? -->\n\n?")
+BODIES = {"bug": "```diff\n(.*?^)```\n", "code": "```python\n(.*?^)```\n", "write": "()"}
 OUTPUT = re.compile(r"^```\n(.*?)^```", re.M | re.S)
-
-
-@dataclass
-class Block:
-    kind: str  # run, bug, shows bug, code
-    name: str | None  # the number of a bug, the file of code
-    place: str | None  # the function that a bug is in, such as dist.py:dp_rank
-    text: str
-    output: str | None
-    questions: list[tuple[str, str, str]]
+DETAILS = re.compile(r"<details><summary>[^\n]*</summary>(.*?)</details>", re.S)
+END = re.compile(r"^(?:\*\*Plant|\*\*Exercise|#|</?details)", re.M)  # of the text after an output
+IMAGE = re.compile(r"!\[[^]]*\]\([^)]*\)\n*(?:\*[^*](?:.|\n(?!\n))*?\*\n)?")  # and its caption
+# `name`: the number of a bug, the file of code, the function to write. `place`: the function that
+# a bug is in, such as dist.py:dp_rank. `note`: of a run, the sum that answers the questions, and
+# what is said of the output; of a bug, what to read; of a run that shows it, the answer.
+Block = namedtuple("Block", "kind name place text output questions note")
 
 
 def chapters(text: str) -> dict[str, list[Block]]:
     """Heading -> its marked blocks. Raises ValueError if a mark is unknown or has no block."""
     found = {}
     for chapter in re.split(r"^## ", text, flags=re.M):
-        heading, *parts = re.split(r"^(?=<!--)", chapter, flags=re.M)
-        heading, blocks, questions = heading.partition("\n")[0], [], []
+        before, *parts = re.split(r"^(?=<!--)", chapter, flags=re.M)
+        heading, blocks, questions = before.partition("\n")[0], [], []
         for part in parts:
             if question := ASK.match(part):
                 questions.append(question.groups())
-                continue
-            mark = MARK.match(part)
-            pattern = mark and BODIES.get(mark[1], r"((?: {4}[^\n]*\n|\n(?= {4}))+)")
-            body = mark and re.compile(pattern, re.M | re.S).match(part, mark.end())
-            output = body and OUTPUT.search(part, body.end())
-            if not body or (mark[1] == "shows bug" and not output):
-                raise ValueError(f"a mark without its block, in {heading}: {part[:50]}")
-            blocks.append(Block(*mark.groups(), body[1], output and output[1], questions))
-            questions = []
-        if blocks:
-            found[heading] = blocks
-    return found
+            else:
+                mark = MARK.match(part)
+                pattern = mark and BODIES.get(mark[1], r"((?: {4}[^\n]*\n|\n(?= {4}))+)")
+                body = mark and re.compile(pattern, re.M | re.S).match(part, mark.end())
+                output = body and OUTPUT.search(part, body.end())
+                if not body or (mark[1] == "shows bug" and not output):
+                    raise ValueError(f"a mark without its block, in {heading}: {part[:50]}")
+                note = END.split(part[(output or body).end() :])[0]
+                if mark[1] == "bug":
+                    note = "".join(re.findall(r"^\*\*Read\*\*.*?\n\n", chapter, re.M | re.S))
+                elif mark[1] == "shows bug":  # the explanation begins before the mark
+                    note = before.rpartition("</summary>")[2] + output[1] + note
+                elif questions:
+                    note = "".join(DETAILS.findall(before)) + note
+                blocks.append(Block(*mark.groups(), body[1], output and output[1], questions, note))
+                questions = []
+            before = part
+        found[heading] = blocks
+    return {heading: blocks for heading, blocks in found.items() if blocks}
 
 
-def run(command: str, folder: Path, what: str = "") -> str:
-    """Run indented commands in the folder. Print what they print as it comes, and return it."""
-    print(f"\n{command}\n(in {folder}{what})\n", flush=True)
-    script = "\n".join(line[4:] for line in command.splitlines())
+def plain(text: str) -> str:
+    """Markdown without images, their captions, the addresses of links, and bold stars."""
+    text = re.sub(r"\[([^]]+)\]\([^)\s]+\)", r"\1", IMAGE.sub("", text))
+    return re.sub(r"\*\*(.+?)\*\*", r"\1", text, flags=re.S).strip()
+
+
+def start(command: str, folder: Path) -> subprocess.Popen:
+    """Start indented commands in the folder, as a reader would, in a session of their own."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"}
+    script = SHELL + "\n".join(line[4:] for line in command.splitlines())
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    options = dict(cwd=folder, env=environment, text=True, start_new_session=True)
-    process = subprocess.Popen(["bash", "-c", script], **pipes, **options)
-    output = ""
+    options = dict(cwd=folder, env=environment, text=True, errors="replace")
+    return subprocess.Popen(["bash", "-c", script], start_new_session=True, **pipes, **options)
+
+
+def run(command: str, folder: Path, what: str = "", show=print) -> tuple[int, str]:
+    """Run commands, and show what they print as it comes. Return (exit status, output)."""
+    show(f"\n{command}\n(in {folder}{what})\n")
+    process, output = start(command, folder), ""
     try:
         for line in process.stdout:
-            print(line, end="", flush=True)
+            show(line, end="")
             output += line
     except BaseException:  # Ctrl-C
         os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on to its ranks
         process.communicate(timeout=60)  # until the last of them has closed its output
         raise
-    return output
+    return process.wait(), output
 
 
-def guess(blocks: list[Block], folder: Path) -> None:
-    """Ask for all numbers first, since one output may hint at the next; run, and compare."""
-    questions = [question for block in blocks for question, _, _ in block.questions]
-    guesses = [input(f"{question}? ") for question in questions]
-    for block in blocks:
-        output = run(block.text, folder) if block.kind == "run" else ""
-        for question, formula, pattern in block.questions:
-            measured = re.findall(pattern, output)[-1:] or ["nothing"]
-            print(
-                f"{question}: you {guesses.pop(0)}, the formula {formula}, measured {measured[0]}"
-            )
+def number(text: str, question: str = "") -> float | None:
+    """Read 24, ~24, 844,928, 3.38 MB or none. None if it is no number in the question's unit."""
+    text = re.sub(r" |,(?=\d{3}(?!\d))", "", text.lower().replace("none", "0").strip("~≈ "))
+    match = re.fullmatch(r"(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)([a-z/]*)", text.replace(",", "."))
+    is_number = match and (not match[2] or re.search(rf"\b{match[2]}", question.lower()))
+    return float(match[1]) if is_number else None
 
 
-def find_bug(bug: Block, shows: Block, folder: Path) -> None:
-    """Show a run without and with a bug, and ask for its function."""
-    run(shows.text, folder, ", without the bug")
+def ask(question: str) -> float | None:
+    while (text := input(f"{question}? ").strip()) and number(text, question) is None:
+        print("a number, such as 24, in the question's unit (Enter alone: skip)")
+    return number(text, question)
+
+
+def judge(guess: float | None, *answers: str) -> str:
+    """Return right, close, no or skipped, and the error to the nearest of the answers."""
+    values = [value for value in map(number, answers) if value is not None]
+    if guess is None or not values:
+        return "skipped"
+    error = min(abs(guess - value) / (abs(value) or 1e-9) for value in values)
+    verdict = "right" if error <= 0.05 else "close" if error <= 0.25 else "no"
+    return f"{verdict}, {guess:,.10g} is {min(error, 99):.1%} off"
+
+
+def predict(blocks: list[Block], folder: Path) -> list[int]:
+    """Ask for all numbers first, since an output may hint at the next one; run, and judge them."""
+    runs = [block for block in blocks if block.kind == "run"]
+    last = max(i for i, block in enumerate(runs) if block.questions)
+    asked = {text: answer for block in runs for text, answer, _ in block.questions}
+    load, cores = os.getloadavg()[0], os.cpu_count()
+    if load > cores and re.search("(?i)seconds|tokens/s", " ".join(asked)):
+        print(f"the load is {load:.1f} on {cores} cores: seconds will be too long")
+    guesses = {text: ask(text) for text in asked if asked[text] != "earlier"}
+    verdicts, earlier = [], ""
+    for block in runs[: last + 1]:
+        guesses |= {text: ask(text) for text, _, _ in block.questions if text not in guesses}
+        _, output = run(block.text, folder)
+        for text, answer, pattern in block.questions:
+            found = [(re.findall(pattern, out) or ["nothing"])[-1] for out in (earlier, output)]
+            expected = found[0] if answer == "earlier" else answer
+            verdicts.append(judge(guesses[text], expected, found[1]))
+            print(f"\n{text}: {verdicts[-1]}; expected {expected}, measured {found[1]}")
+        print(f"\n{plain(block.note)}".rstrip("\n"))
+        earlier += output
+    if rest := [" ".join(block.text.split()) for block in runs[last + 1 :]]:
+        print(f"\nNot run, for you to read: {'; '.join(rest)}")
+    return [sum(v.startswith(word) for v in verdicts) for word in ("right", "close", "no")]
+
+
+def is_right(answer: str, place: str) -> bool:
+    """Whether an answer such as __init__, head.__init__() or model.py:Head.__init__ is right."""
+    dotted = [re.sub(r"\.py:|/", ".", text.lower().strip(" ()")) for text in (place, answer)]
+    return f".{dotted[0]}".endswith(f".{dotted[1]}")
+
+
+def hints(bug: Block, without: str, output: str) -> list[str]:
+    """Hints at the function, each larger than the one before, from outputs without and with it."""
+    file, function = bug.place.split(":")
+    times = re.compile(r"[\d.,]+ ?(?:%|(?:ms|s|tok/s)\b)|\d+m\d+s")
+    without = times.sub("", without)
+    lines = [line.strip() for line in output.splitlines() if times.sub("", line) not in without]
+    found = [f"The first line that differs: {line}" for line in lines[:1]]
+    if reads := re.findall(rf"`({file}:\S+)`", bug.note):
+        found.append(f"The chapter tells you to read {', '.join(reads)}.")
+    return [*found, f"Its name begins with {function[0]}."]
+
+
+def find_bug(bug: Block, shows: Block, folder: Path) -> list[int]:
+    """Ask for the function of a bug. Return the number of tries, or 0 if the reader gave up."""
+    file = bug.place.split(":")[0]
+    _, without = run(shows.text, folder, ", without the bug")
     shutil.rmtree(folder / "runs", ignore_errors=True)
     subprocess.run(["git", "apply"], input=bug.text, cwd=folder, text=True, check=True)
-    run(shows.text, folder, ", with the bug")
-    file, function = bug.place.split(":")
-    answer = "?"
-    while answer and answer not in (bug.place, function, function.split(".")[-1]):
-        answer = input(f"Which function of {file} is wrong? (Enter: the solution) ")
-    print(f"{bug.place}, bug {bug.name} of the lecture. It shows in\n{shows.output}\n{bug.text}")
+    _, output = run(shows.text, folder, ", with the bug")
+    more = iter(hints(bug, without, output))
+    question, tries = f"Which function of {file} is wrong? (Enter: the solution) ", 1
+    while (answer := input(question).strip()) and not is_right(answer, bug.place):
+        tries += 1
+        name = re.escape(re.split("[.:]", answer.strip(" ()"))[-1])
+        known = re.search(rf"(?im)^ *(def|class) {name}\b", (folder / file).read_text())
+        print("no, not this one." if known else f"no, {file} has no such function.", next(more, ""))
+    print(f"\n{bug.place}\n\n{bug.text}\n{plain(shows.note)}\n")
+    return [tries if answer else 0]
 
 
-def main(what: str = "", number: str = "") -> None:
-    found = chapters((ROOT / "docs/lecture.md").read_text())
-    chapter = {heading.split(".")[0]: blocks for heading, blocks in found.items()}
-    bugs = {(b.kind, b.name): b for blocks in found.values() for b in blocks if "bug" in b.kind}
-    number = number or random.choice([name for _, name in bugs])
-    if what != "bug" and not any(block.questions for block in chapter.get(what, [])):
-        sys.exit(f"{__doc__}\nChapters with questions: {', '.join(chapter)}.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def write(name: str) -> list[int] | None:
+    """Have the reader write a function of examples/zero.py. Return None if told to stop."""
+    original, mine = (ROOT / "examples/zero.py").read_text(), ROOT / MINE
+    node = next(node for node in ast.parse(original).body if getattr(node, "name", "") == name)
+    solution, docstring = (ast.get_source_segment(original, n) for n in (node, node.body[0]))
+    head = solution.partition(docstring)[0] + docstring
+    task = f'{head}\n    raise NotImplementedError("write this")'
+    text = (mine.read_text() if mine.exists() else original).replace(solution, task)
+    mine.write_text(text)
+    line = text.partition(f"\ndef {name}(")[0].count("\n") + 2
+    print(f"\n{MINE}, line {line}\n\n{head}\n")
+    stage = re.sub("exchange|reduce_scatter|all_gather|all_reduce", "ring", name)
+    while input(f"Press Enter when {name} is written (q: stop) ").strip().lower() != "q":
+        command = f"    torchrun --standalone --nproc_per_node 3 {MINE} {stage}"
+        status, output = run(command, ROOT, show=lambda *_, **__: None)
+        lines = re.findall(rf"^(?:{stage}\b|\w+Error:| *File \S*{MINE}).*", output, re.M)
+        print(" ".join(dict.fromkeys(lines)) or output)
+        if status == 0:
+            return [1]
+
+
+def games(found: dict[str, list[Block]]) -> dict[str, list[Block]]:
+    """Such as "3", "write ddp_each" and "bug 3", in the lecture's order -> the chapter's blocks."""
+    every = {}
+    for heading, blocks in found.items():
+        asked = [heading.split(".")[0]] if any(block.questions for block in blocks) else []
+        named = [f"{kind} {b.name}" for kind in ("write", "bug") for b in blocks if b.kind == kind]
+        every |= dict.fromkeys(asked + named, blocks)
+    return every
+
+
+def choose(words: str, every: dict[str, list[Block]], done: dict[str, list[int]]) -> list[str]:
+    """The games that words such as bug or write 3 mean, if any. First bugs of chapters played."""
+    if words == "bug":
+        hidden = [g for g in every if g.startswith("bug ") and not any(done.get(g, []))]
+        return sorted(hidden, key=lambda bug: bug[4:] not in done)[:1] or ["bug 1"]
+    blocks = every.get(words.partition("write ")[2])
+    functions = [game for game in every if game.startswith("write") and every[game] is blocks]
+    new = [game for game in functions if game not in done]
+    return new or functions or [game for game in every if game == words]
+
+
+def play(game: str, blocks: list[Block]) -> list[int]:
+    """Play a chapter's numbers or its bug, in a copy of the project. Return the result."""
+    if not (ROOT / "tokens/python").exists():
+        run("    python prepare.py --out tokens/python", ROOT, ", once: the data are missing")
     unwanted = shutil.ignore_patterns(".git", "runs", "tokens", "__pycache__", ".*_cache", "*venv")
     with tempfile.TemporaryDirectory(prefix="play-", ignore_cleanup_errors=True) as folder:
         copy = Path(shutil.copytree(ROOT, Path(folder, "nanoshard"), ignore=unwanted))
-        if (ROOT / "tokens/python").exists():
-            shutil.copytree(ROOT / "tokens/python", copy / "tokens/python")
-        if what == "bug":
-            find_bug(bugs["bug", number], bugs["shows bug", number], copy)
-        else:
-            guess(chapter[what], copy)
+        shutil.copytree(ROOT / "tokens/python", copy / "tokens/python")
+        if game.startswith("bug "):
+            return find_bug(*[block for block in blocks if block.name == game[4:]], copy)
+        return predict(blocks, copy)
+
+
+def score(done: dict[str, list[int]]) -> str:
+    tallies = [done[game] for game in done if game.isdigit()]
+    right, predictions = sum(tally[0] for tally in tallies), sum(map(sum, tallies))
+    tries = [done[game][0] for game in done if game.startswith("bug ") and any(done[game])]
+    found = f"bugs found: {len(tries)} in {sum(tries)} tries"
+    written = sum(game.startswith("write ") for game in done)
+    return f"{right} of {predictions} predictions right; {found}; functions written: {written}"
+
+
+def main(words: str) -> None:
+    found = chapters((ROOT / "docs/lecture.md").read_text())
+    item = r'"(\d+|bug \w+|write \w+)": \[\d+(, \d+)*\]'
+    text = (ROOT / SCORE).read_text(errors="replace") if (ROOT / SCORE).exists() else "{}"
+    if not re.fullmatch(rf"{{({item}(, {item})*)?}}", text):
+        sys.exit(f"docs.play: {SCORE} is damaged or no score: move it away to begin again")
+    every, done = games(found), json.loads(text)
+    chosen = choose(words, every, done)
+    if words and not chosen:
+        print(f"docs.play: no game {words}; python -m docs.play lists them", file=sys.stderr)
+        sys.exit(2)
+    for game in chosen:
+        (ROOT / MINE).parent.mkdir(parents=True, exist_ok=True)
+        result = write(game[6:]) if game.startswith("write ") else play(game, every[game])
+        if not result:
+            break
+        done[game] = result if any(result) else done.get(game, result)
+        (ROOT / SCORE).write_text(json.dumps(done))
+    if not words:
+        print(__doc__)
+        for heading, blocks in found.items():
+            states = [f"{g} (done)" if g in done else g for g in every if every[g] is blocks]
+            print(f"{heading}: {', '.join(states)}")
+    todo = [f"python -m docs.play {game}" for game in every if game not in done]
+    print(f"score: {score(done)} ({SCORE}). Next: {(todo or ['nothing, all is done'])[0]}")
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt, EOFError):
-        main(*sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.stdout.reconfigure(line_buffering=True)
+    try:
+        main(" ".join(sys.argv[1:]))
+    except (KeyboardInterrupt, EOFError, BrokenPipeError):  # the last one: | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except (OSError, subprocess.SubprocessError) as error:
+        sys.exit(f"docs.play: {error}")
