@@ -1,12 +1,11 @@
-"""Draw the pictures of docs/lecture.md, from docs/pictures.json into docs/pictures/.
+"""Draw the pictures of docs/lecture.md, from docs/pictures.json. 5.svg is written by hand.
 
 python docs/pictures.py
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib
@@ -32,7 +31,6 @@ COLORS = ["#8f7fd1", "#b0983a", "#45a3a8", "#b46ba5"]  # of runs and ranks
 STYLE = {
     "svg.hashsalt": "nanoshard",
     "svg.fonttype": "none",
-    "font.size": 10,
     "savefig.transparent": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -84,10 +82,27 @@ def lines(axes: Axes, series: dict[str, list[list[float]]], x: str, y: str, log:
 # The chapters: what the data is, and how it is drawn
 
 
-@dataclass(frozen=True)
-class Chapter:
-    draw: Callable[[dict], None]  # an entry of pictures.json, on the current figure
-    height: float = 2.6  # inches; the width is 8
+def draw_0(data: dict) -> None:
+    """{"ranks": n}: the rounds of a ring's reduce_scatter, with how many ranks a sum covers."""
+    n = data["ranks"]
+    counts = [[1] * n for _ in range(n)]  # of each rank's parts
+    for i, axes in enumerate(pyplot.gcf().subplots(1, n), start=1):
+        sent = [(rank - i) % n for rank in range(n)] if i < n else [None] * n  # a part of each rank
+        for rank in range(n):
+            for part, count in enumerate(counts[rank]):
+                color = MEANINGS["communication"] if count == n else COLORS[rank]
+                edge = GREY if part == sent[rank] else "none"
+                cell = ((rank - 0.4, part - 0.4), 0.8, 0.8)
+                axes.add_patch(pyplot.Rectangle(*cell, fc=color, ec=edge, lw=3))
+                axes.annotate(count, (rank, part), ha="center", va="center", color="white")
+        if i < n:
+            for rank, part in enumerate(sent):
+                counts[(rank + 1) % n][part] += i
+        name_rows(axes, [f"part {part}" for part in range(n)])
+        axes.set_xticks(range(n), range(n))
+        axes.set(xlim=(-0.5, n - 0.5), xlabel="rank", title=f"after {i - 1} rounds")
+        axes.label_outer()
+        axes.spines[:].set_visible(False)
 
 
 def draw_3(data: dict) -> None:
@@ -108,6 +123,17 @@ def draw_4(data: dict) -> None:
     lanes(pyplot.gca(), data, "ms")
 
 
+def draw_memory(data: dict) -> None:
+    """{strategy: bytes a parameter, [sent in a step, held]}."""
+    axes = pyplot.gca()
+    for name, place in data.items():
+        axes.plot(*place, "o", color=MEANINGS["communication"], markersize=9)
+        axes.annotate(name, place, (10, 0), textcoords="offset points", va="center")
+    axes.set(xlim=(-0.5, 9.5), ylim=(0, 18), yticks=range(0, 17, 4))
+    axes.set_xlabel("bytes a parameter that a rank sends in a step")
+    axes.set_ylabel("bytes a parameter\nthat a rank holds")
+
+
 def draw_6(data: dict) -> None:
     """{mesh: the relative difference of its loss to that of `single`, step by step}."""
     # A log axis has no place for 0, a bitwise equal loss: leave a gap.
@@ -118,28 +144,21 @@ def draw_6(data: dict) -> None:
 
 
 def draw_7(data: dict) -> None:
-    """Matrices as parts, [x, y, width, height, rank or null], their texts, and MB of each kind."""
-    left, right = pyplot.gcf().subplots(1, 2, width_ratios=[2.2, 1])
+    """Matrices as parts, [x, y, width, height, rank or null], and their texts."""
+    axes = pyplot.gca()
     for x, y, width, height, rank in data["parts"]:
         color = GREY if rank is None else COLORS[rank]
-        left.add_patch(pyplot.Rectangle((x, y), width, height, color=color, ec="white", alpha=0.8))
+        axes.add_patch(pyplot.Rectangle((x, y), width, height, color=color, ec="white", alpha=0.8))
     for x, y, text in data["texts"]:
-        left.annotate(text, (x, y), ha="center", va="center")
+        axes.annotate(text, (x, y), ha="center", va="center")
     arrow = dict(arrowstyle="->", color=MEANINGS["communication"], linewidth=2)
     for x, end, text in ((0.7, 1.4, "all_gather"), (9.6, 10.3, "reduce_scatter")):
-        left.annotate("", (end, 1), (x, 1), arrowprops=arrow)
-        left.annotate(text, (x + 0.35, 2.25), ha="center", color=arrow["color"])
+        axes.annotate("", (end, 1), (x, 1), arrowprops=arrow)
+        axes.annotate(text, (x + 0.35, 2.25), ha="center", color=arrow["color"])
     for rank in (0, 1):
-        left.annotate(f"rank {rank}", (4.4 + 1.8 * rank, 2.7), ha="center", color=COLORS[rank])
-    left.set(xlim=(-0.2, 11.2), ylim=(-0.6, 3.1))
-    left.axis("off")
-    half = data["handed"] / 2  # (n - 1) / n of what 2 ranks hand to 18 all_gathers
-    sent = {"all_reduce": 2 * half, "the two, NCCL": 2 * half, "the two, gloo": 3 * half}
-    right.barh(range(3), sent.values(), 0.6, color=MEANINGS["communication"])
-    for row, value in enumerate(sent.values()):
-        right.annotate(f" {value:.1f}", (value, row), va="center")
-    name_rows(right, sent)
-    right.set_xlabel("MB on the wire, of a rank")
+        axes.annotate(f"rank {rank}", (4.4 + 1.8 * rank, 2.7), ha="center", color=COLORS[rank])
+    axes.set(xlim=(-0.2, 11.2), ylim=(-0.6, 3.1))
+    axes.axis("off")
 
 
 def draw_9(data: dict) -> None:
@@ -149,21 +168,6 @@ def draw_9(data: dict) -> None:
         peak = max(sizes)
         place = (times[sizes.index(peak)], peak)
         pyplot.annotate(f"{peak:.0f} MB", place, (5, 4), textcoords="offset points", color=color)
-
-
-def draw_10(data: dict) -> None:
-    """{strategy: [[Mbit/s, tokens/s/device measured, predicted], ...]}."""
-    axes = pyplot.gca()
-    for name, points in data.items():
-        mbits, measured, predicted = zip(*points)
-        (line,) = axes.plot(mbits, measured, "o-", label=name)
-        axes.plot(mbits, predicted, "x:", color=line.get_color())
-    axes.plot([], [], "x:", color=GREY, label="predicted")
-    axes.set(xscale="log", yscale="log", xlabel="Mbit/s between hosts", ylabel="tokens/s/device")
-    axes.set_xticks(mbits, [f"{mbit:,}" for mbit in mbits])
-    axes.set_yticks(speeds := [200, 500, 1000], [f"{speed:,}" for speed in speeds])
-    axes.minorticks_off()
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def draw_15(data: dict) -> None:
@@ -178,7 +182,7 @@ def draw_15(data: dict) -> None:
         axes.plot([*links], predicted, "x:", color=line.get_color())
         axes.plot(megabits / computing, 2 * computing, "D", color=line.get_color(), mfc="none")
     axes.plot([], [], "x:", color=GREY, label="predicted")
-    axes.plot([], [], "D", color=GREY, mfc="none", label="crossover")
+    axes.plot([], [], "D", color=GREY, mfc="none", label="T = C")
     axes.set(xscale="log", yscale="log", xlabel="Mbit/s between hosts", ylabel="seconds a step")
     axes.set_xticks([*links], [f"{mbit:,}" for mbit in links])
     axes.set_yticks(seconds := [0.5, 1, 2, 5, 10], [f"{second:g}" for second in seconds])
@@ -187,45 +191,38 @@ def draw_15(data: dict) -> None:
 
 
 def draw_12(data: dict) -> None:
-    """Seconds of two watchdogs' heartbeats, and where the time of a run with two starts went."""
-    upper, lower = pyplot.gcf().subplots(2, 1, height_ratios=[2, 1])
-    beats, color = data["beats"], MEANINGS["communication"]
-    upper.eventplot(list(beats.values()), colors=color, linelengths=0.7, linewidths=2)
-    name_rows(upper, beats)
-    for moment, text, side in (("stopped", "rank 1 is stopped", 1), ("ended", "the job ends", -1)):
-        upper.axvline(data[moment], color=GREY, linestyle=":")
-        place = dict(textcoords="offset points", ha="left" if side > 0 else "right")
-        upper.annotate(text, (data[moment], 1.1), (6 * side, 0), **place)
-    upper.set_xlabel("seconds")
-    lanes(lower, data["goodput"], "seconds since the first start")
+    """Where the time of a run with two starts went: {"run": spans}."""
+    lanes(pyplot.gca(), data, "seconds since the first start")
 
 
-CHAPTERS = {
-    3: Chapter(draw_3, height=4.2),
-    4: Chapter(draw_4, height=3.0),
-    6: Chapter(draw_6, height=3.2),
-    7: Chapter(draw_7, height=2.4),
-    9: Chapter(draw_9),
-    10: Chapter(draw_10, height=3.2),
-    12: Chapter(draw_12, height=3.2),
-    15: Chapter(draw_15, height=3.2),
+# Name of a file -> its function, which draws an entry of pictures.json, and its height in inches
+PICTURES = {
+    "0": (draw_0, 2.6),
+    "3": (draw_3, 4.2),
+    "memory": (draw_memory, 3.2),
+    "4": (draw_4, 3.0),
+    "6": (draw_6, 3.2),
+    "7": (draw_7, 2.4),
+    "9": (draw_9, 2.6),
+    "12": (draw_12, 1.6),
+    "15": (draw_15, 3.2),
 }
 
 
-def draw(number: int, data: dict) -> None:
-    """Write docs/pictures/NUMBER.svg; equal data gives equal bytes."""
-    chapter = CHAPTERS[number]
-    figure = pyplot.figure(figsize=(8, chapter.height), layout="constrained")
-    chapter.draw(data)
-    figure.savefig(DOCS / "pictures" / f"{number}.svg", metadata={"Date": None})
+def draw(name: str, data: dict) -> None:
+    """Write docs/pictures/NAME.svg; equal data gives equal bytes."""
+    function, height = PICTURES[name]
+    figure = pyplot.figure(figsize=(8, height), layout="constrained")
+    function(data)
+    figure.savefig(DOCS / "pictures" / f"{name}.svg", metadata={"Date": None})
     pyplot.close(figure)
 
 
 def main() -> None:
     data = json.loads((DOCS / "pictures.json").read_text())
     with matplotlib.rc_context(STYLE):
-        for number in CHAPTERS:
-            draw(number, data[str(number)])
+        for name in PICTURES:
+            draw(name, data[name])
 
 
 if __name__ == "__main__":
