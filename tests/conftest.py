@@ -476,13 +476,26 @@ def flags(text: str) -> list[str]:
 
 
 @pytest.fixture
-def run(pool, tokens, tmp_path):
+def on_ranks(pool, tokens, tmp_path):
+    """on_ranks(2, function, "--strategy ...", ...): what function(argv, ...) returns on each rank.
+
+    argv are the flags of a run in tmp_path / "run".
+    """
+
+    def call(size: int, function, text: str, *arguments, **options) -> list:
+        argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
+        return pool(size, function, argv, *arguments, **options)
+
+    return call
+
+
+@pytest.fixture
+def run(on_ranks, tmp_path):
     """run(ranks, "--strategy ...", name): train and return the run folder."""
 
-    def start(size: int, text: str, name: str = "run", status: int = 0) -> Path:
+    def start(size: int, text: str, name: str = "run", **options) -> Path:
         out = tmp_path / name
-        argv = flags(f"--data {tokens} --out {out} {text}")
-        assert pool(size, call_train, argv) == [status] * size
+        assert on_ranks(size, call_train, f"--out {out} {text}", **options) == [0] * size
         return out
 
     return start

@@ -18,7 +18,6 @@ from conftest import (
     assert_same,
     build_run,
     documented_fields,
-    flags,
     full_tensor,
     last_checkpoint,
     resolve,
@@ -74,11 +73,11 @@ def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
     return copied, sum(local(tensor).numel() for tensor in state.values())
 
 
-def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(pool, tokens, whole, tmp_path):
+def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(on_ranks, whole, tmp_path):
     path = tmp_path / "full"
     consolidate(last_checkpoint(whole["hsdp --dp_shard 2"]), path)
-    text = f"--data {tokens} --out {tmp_path}/run --dtype float32 --strategy fsdp --tp 2"
-    for copied, held in pool(4, load_and_count, flags(text), path):
+    text = "--dtype float32 --strategy fsdp --tp 2"
+    for copied, held in on_ranks(4, load_and_count, text, path):
         assert copied == held
 
 

@@ -14,7 +14,6 @@ import torch
 from conftest import (
     TEN_STEPS,
     file_names,
-    flags,
     last_checkpoint,
     listen,
     memory_taken,
@@ -57,7 +56,7 @@ DAMAGE = {
 }
 
 
-def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, command):
+def test_damaged_checkpoints_are_passed_over_and_replaced(run, on_ranks, command):
     """Later ones are never removed by the retention of the start that passed them over."""
     text = "--max_steps 10 --save_interval 1 --strategy fsdp --keep_last"
     out = run(2, f"{text} 0")
@@ -72,8 +71,7 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, pool, tokens, com
     assert [line.startswith("DAMAGED: ") for line in said.splitlines()] == [False] * 2 + [True] * 8
     for line, problem in zip(said.splitlines()[2:], DAMAGE):
         assert problem in line
-    argv = flags(f"--data {tokens} --out {out} {text} 1 --save_interval 4 --allow_changes")
-    ((status, said, _), _) = pool(2, listen, argv)
+    ((status, said, _), _) = on_ranks(2, listen, f"{text} 1 --save_interval 4 --allow_changes")
     assert status == 0
     for path, problem in zip(damaged, DAMAGE):
         (line,) = [line for line in said.splitlines() if f"passed over {path}: " in line]
@@ -97,15 +95,14 @@ def find_damage_on_two_hosts(argv: list[str]) -> str:
     return f"{path} verifies"
 
 
-def test_ranks_of_two_hosts_verify_all_files_together(whole, pool, tokens, tmp_path):
+def test_ranks_of_two_hosts_verify_all_files_together(whole, on_ranks, tmp_path):
     """The damaged file is one of the first rank's in one checkpoint, of the second's in another."""
     out = tmp_path / "run"
     shutil.copytree(whole["ddp --async_save"], out)
     damaged = ["index.json", "rank-00000.safetensors"]
     for path, name in zip(checkpoint.list_checkpoints(out), damaged, strict=True):
         flip_a_bit(path, name)
-    argv = flags(f"--data {tokens} --out {out} {TEN_STEPS} --strategy ddp")
-    for error in pool(2, find_damage_on_two_hosts, argv):
+    for error in on_ranks(2, find_damage_on_two_hosts, f"{TEN_STEPS} --strategy ddp"):
         for name in damaged:
             assert f"{name} has changed since it was written" in error
 

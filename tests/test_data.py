@@ -8,7 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import flags, listen
+from conftest import listen
 
 import data
 from tools.planning.rehearse import no_garbage_collection
@@ -278,14 +278,13 @@ def test_only_the_same_tokenizer_is_the_same_vocabulary(tokens):
         assert [other.vocabulary == one.vocabulary for other in folders].count(True) == 1
 
 
-def test_a_run_on_a_mixture_says_its_epochs_and_keeps_its_shares(pool, mixture, tmp_path):
-    argv = flags(f"--data {mixture} --out {tmp_path}/run --max_steps 20")
-    ((status, out, _),) = pool(1, listen, argv)
+def test_a_run_on_a_mixture_says_its_epochs_and_keeps_its_shares(on_ranks, mixture, tmp_path):
+    ((status, out, _),) = on_ranks(1, listen, f"--data {mixture} --max_steps 20")
     assert status == 0
     # 160 sequences: 112 of the 60 of web, 48 of the 25 of code
     assert f"{tmp_path}/web: 60 sequences; 20 steps read 1.87 epochs at a share of 0.7" in out
     assert f"{tmp_path}/code: 25 sequences; 20 steps read 1.92 epochs at a share of 0.3" in out
     other = mixture.replace("0.7", "0.6").replace("0.3", "0.4")
-    ((status, _, err),) = pool(1, listen, flags(f"--data {other} --out {tmp_path}/run"))
+    ((status, _, err),) = on_ranks(1, listen, f"--data {other}")
     assert status == 2 and "the data's fingerprint " in err
     assert f" (--data {mixture} -> {other}); change that back" in err

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import build_run, flags, resolve
+from conftest import build_run, resolve
 
 import dist
 import layout
@@ -83,9 +83,9 @@ def dtype_of_rotations(argv: list[str]) -> torch.dtype:
     return seen[0]
 
 
-def test_rotations_stay_in_float32_in_a_bfloat16_run(pool, tokens, tmp_path):
-    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --dtype bfloat16"
-    assert pool(2, dtype_of_rotations, flags(text)) == [torch.float32] * 2
+def test_rotations_stay_in_float32_in_a_bfloat16_run(on_ranks):
+    text = "--strategy fsdp --dtype bfloat16"
+    assert on_ranks(2, dtype_of_rotations, text) == [torch.float32] * 2
 
 
 FULL = "this disk is full"

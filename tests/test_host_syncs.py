@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, build_run, flags, train_step
+from conftest import ROOT, build_run, train_step
 
 import metrics
 import optim
@@ -88,15 +88,14 @@ MESHES = [("single", 1), ("ddp", 2), ("fsdp --optimizer muon", 2)]
 
 
 @pytest.mark.parametrize("mesh, ranks", MESHES)
-def test_the_host_reads_from_the_device_for_log_rows_only(pool, tokens, tmp_path, mesh, ranks):
+def test_the_host_reads_from_the_device_for_log_rows_only(on_ranks, mesh, ranks):
     """Steps 1, 5 and 6 of 6 are logged; steps 3 and 6 have statistics, which rank 0 reads."""
-    text = f"--data {tokens} --out {tmp_path}/run --strategy {mesh} {FLAGS}"
-    argv = flags(f"{text} --max_steps 6 --checkpoint none --log_interval 5")
+    text = f"--strategy {mesh} {FLAGS} --max_steps 6 --checkpoint none --log_interval 5"
     of_rows = {"metrics.py tensor": 3, "metrics.py tolist": 3}
     at_start = {"data.py _local_scalar_dense": 1}  # a seed of torch's DataLoader, on the host
     flag = {"agreement.py tensor": 6, "agreement.py numpy": 6}  # of a stop: stays on the host
     expected = of_rows | at_start | flag
-    rank_0, *others = pool(ranks, count_host_syncs, argv)
+    rank_0, *others = on_ranks(ranks, count_host_syncs, text)
     assert rank_0 == expected | {"optim.py tolist": 2}
     assert others == [expected] * (ranks - 1)
 
@@ -122,6 +121,5 @@ def cuda_steps(argv: list[str]) -> int:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_no_sync_on_cuda(pool, tokens, tmp_path, strategy):
-    text = f"--data {tokens} --out {tmp_path}/run --strategy {strategy} {FLAGS}"
-    assert pool(1, cuda_steps, [*flags(text), "--device", "cuda"]) == [0]
+def test_no_sync_on_cuda(on_ranks, strategy):
+    assert on_ranks(1, cuda_steps, f"--strategy {strategy} {FLAGS} --device cuda") == [0]

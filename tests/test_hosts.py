@@ -65,12 +65,11 @@ def train_under_slurm(argv: list[str]) -> tuple[int, str, str]:
         return listen(argv)
 
 
-def test_the_tasks_of_slurm_need_no_torchrun(run, pool, tokens, tmp_path):
+def test_the_tasks_of_slurm_need_no_torchrun(run, on_ranks, tmp_path):
     """hsdp shards within the two hosts and replicates across, and has the losses of one process."""
     text = "--max_steps 3 --dtype float32 --strategy"
     single = [row["loss"] for row in rows(run(1, f"{text} single", "single"))]
-    argv = flags(f"--data {tokens} --out {tmp_path}/run {text} hsdp")
-    answers = pool(4, train_under_slurm, argv)
+    answers = on_ranks(4, train_under_slurm, f"{text} hsdp")
     assert [status for status, _, _ in answers] == [0] * 4
     assert "hsdp: dp_replicate 2 x dp_shard 2 x tp 1 = 4 x cpu" in answers[0][1]
     assert [row["loss"] for row in rows(tmp_path / "run")] == pytest.approx(single, rel=1e-5)

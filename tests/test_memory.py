@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import FACTS, build_model, build_run, flags, listen, resolve, train_step
+from conftest import FACTS, build_model, build_run, listen, resolve, train_step
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
@@ -21,10 +21,10 @@ from config import blocks_per_unit
 from runtime.machine import keep_freed_memory, read_machine
 
 
-def test_auto_counts_the_parameters_of_the_run_and_the_start_says_the_sum(pool, tokens, tmp_path):
+def test_auto_counts_the_parameters_of_the_run_and_the_start_says_the_sum(on_ranks):
     """A vocabulary of 257 and the sizes of the flags, not those of the named size."""
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1 --model gpt2-124m")
-    ((status, said, _), _) = pool(2, listen, [*argv, "--d_model", "512", "--d_ff", "2048"])
+    text = "--max_steps 1 --model gpt2-124m --d_model 512 --d_ff 2048"
+    ((status, said, _), _) = on_ranks(2, listen, text)
     assert status == 0 and "mesh    ddp: dp_replicate 2 x dp_shard 1" in said
     parameters = 320 * 512 + 512 + 2 * (2 * 512 + 3 * 512 * 512 + 3 * 512 * 2048)
     (line,) = [line for line in said.splitlines() if line.startswith("memory  a rank needs at ")]
@@ -65,11 +65,9 @@ def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
         (4, "fsdp --tp 2 --model tinyllama-1.1b --optimizer muon"),
     ],
 )
-def test_the_estimate_of_weights_gradients_and_optimizer_is_exact(
-    pool, tokens, tmp_path, ranks, strategy
-):
-    text = f"--data {tokens} --out {tmp_path}/run --max_steps 2 --strategy {strategy}"
-    for estimate, taken in pool(ranks, state_bytes, [*flags(text), "--micro_batch_size", "1"]):
+def test_the_estimate_of_weights_gradients_and_optimizer_is_exact(on_ranks, ranks, strategy):
+    text = f"--max_steps 2 --strategy {strategy} --micro_batch_size 1"
+    for estimate, taken in on_ranks(ranks, state_bytes, text):
         for part, size in taken.items():
             assert estimate[part] == size, part
 
@@ -101,10 +99,9 @@ def gradient_storages(argv: list[str]) -> tuple[dict[str, int], list[set[tuple[i
     return layout.estimate_memory(run.run, run.state.model), found
 
 
-def test_ddp_accumulates_gradients_in_its_bucket_and_nowhere_else(pool, tokens, tmp_path):
+def test_ddp_accumulates_gradients_in_its_bucket_and_nowhere_else(on_ranks):
     """Also before the first is synchronized. In the second step DDP moves to its final bucket."""
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy ddp --micro_batch_size 1")
-    for estimate, found in pool(2, gradient_storages, argv):
+    for estimate, found in on_ranks(2, gradient_storages, "--strategy ddp --micro_batch_size 1"):
         first_step, later_steps = found[:4], found[4:]
         for storages in (first_step, later_steps):
             assert all(storage == storages[0] for storage in storages)
@@ -177,9 +174,9 @@ def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     return found
 
 
-def test_auto_takes_ddp_up_to_80_percent_of_a_ranks_host_memory(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --loss_chunks 1 --dtype float32")
-    for found in pool(2, chosen_strategies, argv, [0.79, 0.81]):
+def test_auto_takes_ddp_up_to_80_percent_of_a_ranks_host_memory(on_ranks):
+    text = "--loss_chunks 1 --dtype float32"
+    for found in on_ranks(2, chosen_strategies, text, [0.79, 0.81]):
         assert found == ["ddp", "fsdp"]
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_model, flags, listen, rows
+from conftest import build_model, listen, rows
 
 import dist
 import metrics
@@ -127,13 +127,13 @@ def train_a_fork(argv: list[str]) -> tuple[int, str, str]:
         return listen(argv)
 
 
-def test_a_column_of_a_fork_is_reduced_as_it_says(pool, tokens, tmp_path):
+def test_a_column_of_a_fork_is_reduced_as_it_says(on_ranks, tmp_path):
     """Rows after steps 1, 2, 4 and 5, and an evaluation after step 4."""
-    text = f"--data {tokens} --out {tmp_path} --strategy ddp --max_steps 5 --eval_interval 4"
-    text += " --global_batch_size 9 --micro_batch_size 3 --lr 0.1 --schedule constant"
-    for status, _, _ in pool(3, train_a_fork, flags(f"{text} --log_interval 2")):
+    text = "--strategy ddp --max_steps 5 --eval_interval 4 --log_interval 2 --lr 0.1"
+    text += " --global_batch_size 9 --micro_batch_size 3 --schedule constant"
+    for status, _, _ in on_ranks(3, train_a_fork, text):
         assert status == 0
-    log = rows(tmp_path)
+    log = rows(tmp_path / "run")
     assert [row["step"] for row in log] == [1, 2, 4, 5]
     for row in log:
         names = ("spread", "spread_min", "spread_mean", "count", "count_mean", "constant")
@@ -231,10 +231,9 @@ def stop_with_rows_in_flight(argv: list[str]) -> tuple[int, str, str]:
         return listen(argv)
 
 
-def test_the_last_row_of_a_stop_without_a_save_is_written(pool, tokens, tmp_path):
-    text = f"--data {tokens} --out {tmp_path} --max_steps 9 --checkpoint none"
-    ((status, _, _),) = pool(1, stop_with_rows_in_flight, flags(text))
-    assert (status, [row["step"] for row in rows(tmp_path)]) == (os.EX_TEMPFAIL, [1, 2, 3])
+def test_the_last_row_of_a_stop_without_a_save_is_written(on_ranks, tmp_path):
+    ((status, _, _),) = on_ranks(1, stop_with_rows_in_flight, "--max_steps 9 --checkpoint none")
+    assert (status, [row["step"] for row in rows(tmp_path / "run")]) == (os.EX_TEMPFAIL, [1, 2, 3])
 
 
 def test_too_many_skips_in_a_row_end_the_run_after_their_row(log, tmp_path, clock):
@@ -327,12 +326,12 @@ def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
         return listen(argv)
 
 
-def test_mfu_is_of_the_known_peak_or_that_of_peak_tflops(pool, tokens, tmp_path):
+def test_mfu_is_of_the_known_peak_or_that_of_peak_tflops(on_ranks, tmp_path):
     """Known in bfloat16 alone, where it is 989 TFLOP/s."""
     cases = {"known": 989e12, "other --peak_tflops 0.5": 0.5e12, "none --dtype float32": None}
     for name, peak in cases.items():
-        text = f"--data {tokens} --max_steps 1 --dtype bfloat16 --out {tmp_path}/{name}"
-        (status, _, _), _ = pool(2, as_on_an_h200, flags(f"{text} --strategy ddp"))
+        text = f"--strategy ddp --max_steps 1 --dtype bfloat16 --out {tmp_path}/{name}"
+        (status, _, _), _ = on_ranks(2, as_on_an_h200, text)
         assert status == 0
         folder = tmp_path / name.split()[0]
         config = ModelConfig(**json.loads((folder / "starts.jsonl").read_text())["model"])

@@ -207,9 +207,9 @@ def test_a_rejected_start_leaves_no_builtin_data(pool, folders, tmp_path, mistak
     assert (tmp_path / "tokens/python/train.bin").exists()
 
 
-def test_each_rank_of_a_mesh_that_does_not_fit_says_so(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/new --strategy single")
-    for (status, out, err), name in zip(pool(2, listen, argv), ("error", "error on rank 1")):
+def test_each_rank_of_a_mesh_that_does_not_fit_says_so(on_ranks):
+    answers = on_ranks(2, listen, "--strategy single")
+    for (status, out, err), name in zip(answers, ("error", "error on rank 1")):
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert err.startswith(f"train.py: {name}: --strategy single ")
         assert "takes 1 processes, but 2 were started" in err

@@ -143,11 +143,11 @@ def loss_over_all_tokens(argv: list[str]) -> float:
         return run.forward(tokens, tokens.roll(1)).item()
 
 
-def test_tensor_parallel_ranks_look_up_every_token(pool, tokens, tmp_path):
+def test_tensor_parallel_ranks_look_up_every_token(on_ranks, tmp_path):
     losses = []
     for tp in (1, 2):
-        argv = flags(f"--data {tokens} --out {tmp_path}/{tp} --dtype float32 --tp {tp}")
-        losses += pool(tp, loss_over_all_tokens, argv)
+        text = f"--out {tmp_path}/{tp} --dtype float32 --tp {tp}"
+        losses += on_ranks(tp, loss_over_all_tokens, text)
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 

@@ -7,8 +7,6 @@ import torch
 from conftest import (
     build_model,
     build_run,
-    call_train,
-    flags,
     resolve,
     rows,
     tensors,
@@ -74,15 +72,10 @@ def count(argv: list[str]) -> Step:
 
 
 @pytest.fixture
-def traffic(pool, tokens, tmp_path):
+def traffic(on_ranks):
     """traffic(ranks, "--strategy ..."): what `count` returns on each rank."""
-
-    def start(ranks: int, text: str) -> list[Step]:
-        small = "--micro_batch_size 1 --global_batch_size 4"
-        argv = flags(f"--data {tokens} --out {tmp_path}/run {small} {text}")
-        return pool(ranks, count, argv)
-
-    return start
+    small = "--micro_batch_size 1 --global_batch_size 4"
+    return lambda ranks, text: on_ranks(ranks, count, f"{small} {text}")
 
 
 @pytest.mark.parametrize(
@@ -284,14 +277,12 @@ COMPILED += " --sample_tokens 3"
         (2, 2, "--strategy fsdp"),
     ],
 )
-def test_compiling_adds_few_graphs_and_changes_no_number(
-    pool, tokens, tmp_path, ranks, graphs, policy
-):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run {COMPILED} {policy}")
-    ((eager, none),) = pool(1, numbers_and_graphs, argv, timeout=120)
+def test_compiling_adds_few_graphs_and_changes_no_number(on_ranks, ranks, graphs, policy):
+    text = f"{COMPILED} {policy}"
+    ((eager, none),) = on_ranks(1, numbers_and_graphs, text, timeout=120)
     assert len({lr for _, _, lr in eager[:4]}) > 2
     assert set(none) == {0}
-    for compiled, counts in pool(ranks, numbers_and_graphs, [*argv, "--compile"], timeout=120):
+    for compiled, counts in on_ranks(ranks, numbers_and_graphs, f"{text} --compile", timeout=120):
         for expected, found in zip(eager, compiled, strict=True):
             # Under ddp and fsdp the loss of a step is a rank's own.
             shared = slice(None) if ranks == 1 else slice(-2, None)
@@ -301,12 +292,11 @@ def test_compiling_adds_few_graphs_and_changes_no_number(
 
 
 @pytest.mark.slow
-def test_compiled_blocks_of_a_tp_group_change_no_number(pool, tokens, tmp_path):
-    base = f"--data {tokens} --max_steps 4 --dtype float32 --strategy single"
-    for name, ranks, text in (("one", 1, ""), ("two", 2, "--tp 2 --compile")):
-        argv = flags(f"{base} --out {tmp_path}/{name} {text}")
-        assert pool(ranks, call_train, argv, timeout=120) == [0] * ranks
-    for expected, row in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
+def test_compiled_blocks_of_a_tp_group_change_no_number(run):
+    text = "--max_steps 4 --dtype float32 --strategy single"
+    one = run(1, text, "one", timeout=120)
+    two = run(2, f"{text} --tp 2 --compile", "two", timeout=120)
+    for expected, row in zip(rows(one), rows(two), strict=True):
         for key in ("loss", "grad_norm"):
             assert row[key] == pytest.approx(expected[key], rel=1e-5)
 
@@ -340,10 +330,11 @@ def count_once_compiled(argv: list[str]) -> tuple[dict, set[str], int]:
 
 
 @pytest.mark.slow
-def test_a_step_that_is_counted_stays_compiled(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run {BLOCKS} --tp 2")
-    ((counts, operations, _), _) = pool(2, count_once_compiled, argv, timeout=120)
-    ((found, compiled, graphs), _) = pool(2, count_once_compiled, [*argv, "--compile"], timeout=120)
+def test_a_step_that_is_counted_stays_compiled(on_ranks):
+    answers = []
+    for text in (f"{BLOCKS} --tp 2", f"{BLOCKS} --tp 2 --compile"):
+        answers.append(on_ranks(2, count_once_compiled, text, timeout=120)[0])
+    (counts, operations, _), (found, compiled, graphs) = answers
     assert found == counts and ("reduce_scatter", "tp") in counts
     assert "silu" in operations and "silu" not in compiled  # fused
     assert graphs == 0
@@ -376,14 +367,13 @@ def kept_uncompiled(text: str, ranks: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_selective_recomputation_keeps_as_much_if_it_is_compiled(pool, tokens, tmp_path, ranks):
+def test_selective_recomputation_keeps_as_much_if_it_is_compiled(pool, on_ranks, ranks):
     """For each block: of five layers and of six, which are compiled one by one."""
     kept = []
     for n_layer in (5, 6):
         text = f"{BLOCKS} --tp {ranks} --n_layer {n_layer} --activation_checkpointing selective"
         text += " --n_kv_head 4 --seq_len 32 --global_batch_size 2"
-        argv = flags(f"--data {tokens} --out {tmp_path}/run {text} --compile")
-        compiled = pool(ranks, kept_by_compiled_blocks, argv, timeout=120)
+        compiled = on_ranks(ranks, kept_by_compiled_blocks, f"{text} --compile", timeout=120)
         kept.append([*compiled, *pool(1, kept_uncompiled, text, ranks)])
     five, six = kept
     assert len({more - fewer for fewer, more in zip(five, six)}) == 1, kept

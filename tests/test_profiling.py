@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import documented_fields, flags, listen, rows
+from conftest import documented_fields, listen, rows
 from torch.autograd.profiler_util import FunctionEvent
 
 import data
@@ -41,9 +41,9 @@ def profiled(argv: list[str]) -> tuple[int, str, str]:
         return listen(argv)
 
 
-def test_a_window_of_steps_is_traced_and_explained(pool, tokens, tmp_path):
-    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 6 --profile 3:5"
-    ((status, out, _), (_, quiet, _)) = pool(2, profiled, flags(text))
+def test_a_window_of_steps_is_traced_and_explained(on_ranks, tmp_path):
+    text = "--strategy fsdp --max_steps 6 --profile 3:5"
+    ((status, out, _), (_, quiet, _)) = on_ranks(2, profiled, text)
     assert (status, quiet) == (0, "")
     source = Path(__file__).read_text().splitlines()
     (line,) = [i for i, text in enumerate(source, 1) if text.endswith("# here")]
@@ -129,10 +129,9 @@ def switches(argv: list[str]) -> tuple[int, list]:
     return status, found
 
 
-def test_the_profiler_switches_while_no_collective_is_in_flight(pool, tokens, tmp_path):
-    text = f"--data {tokens} --out {tmp_path}/run --max_steps 6 --profile 2:3 --strategy ddp"
-    argv = flags(f"{text} --async_save --save_interval 2 --log_interval 10")
-    assert pool(2, switches, argv) == [(0, [[], []])] * 2
+def test_the_profiler_switches_while_no_collective_is_in_flight(on_ranks, tmp_path):
+    text = "--max_steps 6 --profile 2:3 --strategy ddp --async_save --save_interval 2"
+    assert on_ranks(2, switches, f"{text} --log_interval 10") == [(0, [[], []])] * 2
     assert len(list(tmp_path.glob("run/profile/*"))) == 4
 
 
@@ -212,9 +211,8 @@ def test_a_copy_between_devices_is_a_host_sync_unless_nobody_waits_for_it():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_the_figures_of_a_gpu(pool, tokens, tmp_path):
-    text = f"--data {tokens} --out {tmp_path}/run --max_steps 8 --profile 3:6"
-    ((status, _, _),) = pool(1, profiled, [*flags(text), "--device", "cuda"])
+def test_the_figures_of_a_gpu(on_ranks, tmp_path):
+    ((status, _, _),) = on_ranks(1, profiled, "--max_steps 8 --profile 3:6 --device cuda")
     figures = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
     assert status == 0 and 0 < figures["busy"] <= 1
     assert any("test_profiling.py" in place for place in figures["host_syncs"])

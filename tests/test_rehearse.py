@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import FACTS, build_run, flags, resolve, train_step
+from conftest import FACTS, build_run, resolve, train_step
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -76,9 +76,8 @@ def operations(found: Namespace | Rehearsal) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", CASES)
-def test_a_rehearsed_step_is_the_real_one(pool, tokens, tmp_path, strategy):
-    text = f"--data {tokens} --out {tmp_path}/run --micro_batch_size 1 --strategy {strategy}"
-    answers = pool(4, both, flags(text))
+def test_a_rehearsed_step_is_the_real_one(on_ranks, strategy):
+    answers = on_ranks(4, both, f"--micro_batch_size 1 --strategy {strategy}")
     rehearsed = answers[-1][1]
     alike = answers[-1:] if "muon" in strategy else answers  # but for their shares of the matrices
     for real, _ in alike:

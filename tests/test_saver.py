@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import file_names, flags, last_checkpoint, listen, rows, tensors
+from conftest import file_names, last_checkpoint, listen, rows, tensors
 
 import checkpoint
 import dist
@@ -331,13 +331,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("mesh, fault", FAULTS)
 def test_one_weight_of_one_rank_with_a_flipped_bit_or_a_nan_is_not_saved(
-    pool, tokens, tmp_path, mesh, fault
+    on_ranks, tmp_path, mesh, fault
 ):
     odd, name, others = FAULTS[mesh, fault]
     out = tmp_path / "run"
     text = f"--strategy {mesh} --max_steps 5 --save_interval 2 --global_batch_size 4"
-    argv = flags(f"--data {tokens} --out {out} {text}")
-    answers = pool(4, listen_with_a_fault, argv, odd, name, fault)
+    answers = on_ranks(4, listen_with_a_fault, text, odd, name, fault)
     assert [status for status, _, _ in answers] == [1] * 4
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(out)] == [2]
     _, _, error = answers[0]
@@ -357,13 +356,11 @@ def test_one_weight_of_one_rank_with_a_flipped_bit_or_a_nan_is_not_saved(
 # Full disks, small hosts
 
 
-def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_disk):
+def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(on_ranks, small_disk):
     out = small_disk / "run"
-    text = "--max_steps 5 --save_interval 1 --keep_last 0 --strategy fsdp --async_save"
-    argv = flags(f"--data {tokens} --out {out} {text}")
-    answers = pool(2, listen, argv)
-    assert [status for status, _, _ in answers] == [1, 1]  # since the last checkpoint is missing
-    _, said, error = answers[0]
+    text = f"--out {out} --max_steps 5 --save_interval 1 --keep_last 0 --strategy fsdp --async_save"
+    (status, said, error), (other_status, *_) = on_ranks(2, listen, text)
+    assert status == other_status == 1  # since the last checkpoint is missing
     assert "NOT SAVED: cannot write" in said
     assert "step 5/5" in said
     assert error.count("\n") == 1
@@ -372,20 +369,19 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(pool, tokens, small_dis
     assert saved
     assert all(checkpoint.verify(path) is None for path in saved)
     subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
-    ((status, said, _), _) = pool(2, listen, argv)
+    ((status, said, _), _) = on_ranks(2, listen, text)
     assert status == 0
     assert f"continuing from {saved[-1]}" in said
     assert len(checkpoint.list_checkpoints(out)) == 5
     assert not list((out / "checkpoints").glob(".*"))
 
 
-def test_a_run_whose_last_save_failed_ends_with_status_1(pool, tokens, tmp_path):
+def test_a_run_whose_last_save_failed_ends_with_status_1(on_ranks, tmp_path):
     """Where the folder for checkpoints is a file."""
     out = tmp_path / "run"
     out.mkdir()
     (out / "checkpoints").touch()
-    argv = flags(f"--data {tokens} --out {out} --max_steps 2 --async_save")
-    ((status, said, err),) = pool(1, listen, argv)
+    ((status, said, err),) = on_ranks(1, listen, "--max_steps 2 --async_save")
     assert status == 1 and "NOT SAVED: cannot write" in said and "step 2/2" in said
     line = f"train.py: error: cannot write {out}/checkpoints/step-00000002: "
     assert err.startswith(line) and err.count("\n") == 1

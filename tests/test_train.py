@@ -63,35 +63,31 @@ def test_the_command_of_the_readme(tmp_path):
     assert evaluation.keys() == fields | {"time"}
 
 
-def test_a_folder_in_use_is_refused_on_every_rank_and_only_an_evaluation_may_read(
-    run, pool, tokens
-):
+def test_a_folder_in_use_is_refused_on_every_rank_and_only_an_evaluation_may_read(run, on_ranks):
     out = run(1, "--max_steps 1")
-    argv = flags(f"--data {tokens} --out {out} --max_steps 2")
     with run_folder.hold_lock(out):
-        for status, said, err in pool(2, listen, argv):
+        for status, said, err in on_ranks(2, listen, "--max_steps 2"):
             assert (status, said, err.count("\n")) == (2, "", 1)
             assert f"--out {out} is in use by host " in err and f"process {os.getpid()}:" in err
-        assert pool(1, call_train, [*argv, "--eval_only"]) == [0]
-    ((status, said, _),) = pool(1, listen, argv)
+        assert on_ranks(1, call_train, "--max_steps 2 --eval_only") == [0]
+    ((status, said, _),) = on_ranks(1, listen, "--max_steps 2")
     assert status == 0 and "changed: --max_steps 1 -> 2\n" in said
     assert f"continuing from {out}/checkpoints/step-00000001" in said
 
 
-def test_a_full_disk_at_start_is_one_line_and_leaves_nothing(pool, tokens, small_disk):
+def test_a_full_disk_at_start_is_one_line_and_leaves_nothing(on_ranks, small_disk):
     (small_disk / "other").write_bytes(bytes(1 << 20))
-    argv = flags(f"--data {tokens} --out {small_disk}/runs/new --max_steps 2")
-    ((status, _, err),) = pool(1, listen, argv)
+    ((status, _, err),) = on_ranks(1, listen, f"--out {small_disk}/runs/new --max_steps 2")
     line = f"[Errno 28] No space left on device: '{small_disk}/runs/new/starts.jsonl'"
     assert (status, err) == (1, f"train.py: error: {line}\n")
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
 
-def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, tokens, pool):
+def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, on_ranks):
     out = run(2, "--max_steps 3 --strategy fsdp")
     good = checkpoint.list_checkpoints(out)
-    text = f"--data {tokens} --out {out} --max_steps 5 --strategy fsdp --save_interval 1"
-    (status, said, err), _ = pool(2, listen, flags(f"{text} --lr 1e300 --allow_changes"))
+    text = "--max_steps 5 --strategy fsdp --save_interval 1 --lr 1e300 --allow_changes"
+    (status, said, err), _ = on_ranks(2, listen, text)
     assert status == 1 and "changed: --lr 0.003 -> 1e+300\n" in said
     assert f"NOT SAVED: cannot write {out}/checkpoints/step-00000004: the loss or a weight" in said
     assert err == (
@@ -148,11 +144,11 @@ def signal_in_step_2(argv: list[str], max_restarts: str) -> tuple[int, str, str]
     ],
 )
 def test_a_signal_stops_a_run_after_the_next_step(
-    pool, tokens, tmp_path, text, max_restarts, status, saved
+    on_ranks, tmp_path, text, max_restarts, status, saved
 ):
     """All ranks learn of it a step later, and log that step."""
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --log_interval 100 {text}")
-    ((found, said, _),) = pool(1, signal_in_step_2, argv, max_restarts)
+    text += " --log_interval 100"
+    ((found, said, _),) = on_ranks(1, signal_in_step_2, text, max_restarts)
     assert found == status
     assert ("stopped after step 3" in said) == ("--max_steps 4" in text)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 3]
@@ -169,16 +165,15 @@ def seconds_waited_for_data(argv: list[str]) -> float:
     return run.batches.waited - before
 
 
-def test_waiting_for_data_adds_up_over_micro_batches(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --micro_batch_size 2")
-    assert pool(1, seconds_waited_for_data, argv) == [4]
+def test_waiting_for_data_adds_up_over_micro_batches(on_ranks):
+    assert on_ranks(1, seconds_waited_for_data, "--micro_batch_size 2") == [4]
 
 
 def settings_of_the_optimizer(argv: list[str]) -> dict:
     return vars(build_run(argv).state.optimizer.settings)
 
 
-def test_every_flag_that_the_optimizer_takes_reaches_it(pool, tokens, tmp_path):
+def test_every_flag_that_the_optimizer_takes_reaches_it(on_ranks):
     """Under the same name, with the value that was given."""
     given = {"eps": 0.5, "weight_decay": 0.25, "beta1": 0.125, "beta2": 0.0625, "min_lr": 1e-4}
     given |= {"max_grad_norm": 3.0, "max_grad_norm_ratio": 4.0}
@@ -186,8 +181,7 @@ def test_every_flag_that_the_optimizer_takes_reaches_it(pool, tokens, tmp_path):
     given |= {"max_steps": 9, "warmup_steps": 7, "device": "cpu"}
     assert given.keys() == {field.name for field in dataclasses.fields(optim.Settings)}
     text = " ".join(f"--{name} {value}" for name, value in given.items())
-    argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
-    (settings,) = pool(1, settings_of_the_optimizer, argv)
+    (settings,) = on_ranks(1, settings_of_the_optimizer, text)
     assert given.items() <= settings.items()
 
 
@@ -266,12 +260,11 @@ def train_with_dropout(argv: list[str]) -> tuple[str, set]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp --activation_checkpointing full"])
-def test_dropout_is_on_in_training_steps_only(pool, tokens, tmp_path, strategy):
+def test_dropout_is_on_in_training_steps_only(on_ranks, tmp_path, strategy):
     text = f"--strategy {strategy} --max_steps 2 --eval_interval 1 --sample_tokens 3 --lr 0.1"
-    argv = flags(f"--data {tokens} --out {tmp_path}/run {text}")
-    for _, modes in pool(2, train_with_dropout, argv):
+    for _, modes in on_ranks(2, train_with_dropout, text):
         assert modes == {(True, True), (False, False)}
-    (said, modes), _ = pool(2, train_with_dropout, [*argv, "--eval_only"])
+    (said, modes), _ = on_ranks(2, train_with_dropout, f"{text} --eval_only")
     assert modes == {(False, False)}
     logged = rows(tmp_path / "run", "val_loss")[-1]["val_loss"]
     assert evaluation(said)[0] == pytest.approx(logged, abs=1e-6)
@@ -298,10 +291,9 @@ def test_eval_only_takes_another_checkpoint_and_other_data(run, pool, tokens, tm
     assert "nan bits per byte (10 " in newest
 
 
-def test_a_dry_run_and_a_finished_run_write_nothing(run, pool, tokens, tmp_path):
+def test_a_dry_run_and_a_finished_run_write_nothing(run, on_ranks, tmp_path):
     before = files(tmp_path)
-    text = f"--data {tokens} --out {tmp_path}/run --dry_run --strategy fsdp --max_steps"
-    (status, said, err), _ = pool(2, listen, flags(f"{text} 2"))
+    (status, said, err), _ = on_ranks(2, listen, "--strategy fsdp --max_steps 2 --dry_run")
     assert (status, err) == (0, "")
     for word in ("model ", "mesh    fsdp: dp_replicate 1 x dp_shard 2", "memory  a rank", "out "):
         assert f"\n{word}" in f"\n{said}"
@@ -310,16 +302,15 @@ def test_a_dry_run_and_a_finished_run_write_nothing(run, pool, tokens, tmp_path)
 
     run(1, "--max_steps 2")
     before = files(tmp_path)
-    ((status, said, _),) = pool(1, listen, flags(f"{text} 4"))
+    ((status, said, _),) = on_ranks(1, listen, "--strategy fsdp --max_steps 4 --dry_run")
     assert status == 0 and "continuing from" in said
     assert "changed: --max_steps 2 -> 4" in said and "--dry_run F" not in said
     assert files(tmp_path) == before
-    finished = [flag for flag in flags(f"{text} 2") if flag != "--dry_run"]
-    ((status, said, _),) = pool(1, listen, finished)
+    ((status, said, _),) = on_ranks(1, listen, "--strategy fsdp --max_steps 2")
     assert status == 0 and said.startswith(f"{tmp_path}/run is finished, step 2 of 2: raise ")
     assert said.endswith("        changed: --strategy single -> fsdp\n")
-    new = flags(f"--data {tokens} --out {tmp_path}/new --max_steps 2 --resume {tmp_path}/run")
-    ((status, said, _),) = pool(1, listen, new)
+    text = f"--out {tmp_path}/new --max_steps 2 --resume {tmp_path}/run"
+    ((status, said, _),) = on_ranks(1, listen, text)
     path = f"{tmp_path}/run/checkpoints/step-00000002"
     line = f"--max_steps 2 leaves no step to train: {path} is of step 2; raise --max_steps\n"
     assert (status, said) == (0, line)

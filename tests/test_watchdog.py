@@ -318,9 +318,9 @@ def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
     return [report for report in dict.fromkeys(seen) if report[1] != "reading data"]
 
 
-def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --save_interval 2 --sample_tokens 1")
-    (seen,) = pool(1, watch_a_run, [*argv, "--max_steps", "3"])
+def test_the_first_step_and_saves_are_slow_work(on_ranks):
+    text = "--save_interval 2 --sample_tokens 1 --max_steps"
+    (seen,) = on_ranks(1, watch_a_run, f"{text} 3")
     assert seen == [
         (0, "computing", True),
         (1, "computing", False),
@@ -331,6 +331,6 @@ def test_the_first_step_and_saves_are_slow_work(pool, tokens, tmp_path):
         (3, "saving", True),
         (3, "sampling", True),
     ]
-    (loading, resumed, *_) = pool(1, watch_a_run, [*argv, "--max_steps", "4"])[0]
+    ((loading, resumed, *_),) = on_ranks(1, watch_a_run, f"{text} 4")
     assert loading == (3, "loading", True)
     assert resumed == (3, "computing", True)  # it compiles again
