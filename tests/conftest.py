@@ -306,13 +306,13 @@ def call_train(argv: list[str]) -> int:
     return train.main(argv)
 
 
-def listen(argv: list[str]) -> tuple[int, str, str]:
-    """Return (status, standard output, standard error) of train.py."""
+def listen(argv: list[str], main=call_train) -> tuple[int, str, str]:
+    """Return (status, standard output, standard error) of train.py, or of another command."""
     out, err = io.StringIO(), io.StringIO()
     # Ranks pause so that rank 0 prints first, before torchrun ends them; here nothing does.
     no_pause = mock.patch("time.sleep")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), no_pause:
-        status = call_train(argv)
+        status = main(argv)
     return status, out.getvalue(), err.getvalue()
 
 
@@ -569,14 +569,9 @@ def whole(pool, tokens, tmp_path_factory) -> dict[str, Path]:
     return runs
 
 
-@pytest.fixture
-def command(capsys):
-    """command("list", ...) -> (status, standard output, standard error) of tools.checkpoint"""
-
-    def call(*arguments) -> tuple[int, str, str]:
-        return commands.main(list(map(str, arguments))), *capsys.readouterr()
-
-    return call
+def command(*arguments) -> tuple[int, str, str]:
+    """Return (status, standard output, standard error) of tools.checkpoint."""
+    return listen(list(map(str, arguments)), commands.main)
 
 
 def build_model(config: ModelConfig, seed: int = 0, **options) -> Transformer:

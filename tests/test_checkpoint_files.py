@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import (
     TEN_STEPS,
+    command,
     file_names,
     last_checkpoint,
     listen,
@@ -56,7 +57,7 @@ DAMAGE = {
 }
 
 
-def test_damaged_checkpoints_are_passed_over_and_replaced(run, on_ranks, command):
+def test_damaged_checkpoints_are_passed_over_and_replaced(run, on_ranks):
     """Later ones are never removed by the retention of the start that passed them over."""
     text = "--max_steps 10 --save_interval 1 --strategy fsdp --keep_last"
     out = run(2, f"{text} 0")
@@ -449,9 +450,7 @@ def test_a_linked_checkpoint_is_removed_and_its_target_stays(tmp_path, one_rank)
 # A sharded checkpoint as one file
 
 
-def test_consolidate_writes_a_complete_checkpoint_that_a_run_continues_from(
-    whole, run, tmp_path, command
-):
+def test_consolidate_writes_a_complete_checkpoint_that_a_run_continues_from(whole, run, tmp_path):
     """In a folder that is created, without a warning."""
     path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000005"
     out = tmp_path / "new/one"
@@ -477,7 +476,7 @@ def test_consolidate_writes_a_complete_checkpoint_that_a_run_continues_from(
     assert [row["loss"] for row in resumed] == pytest.approx(losses, rel=1e-5)
 
 
-def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(whole, small_disk, command):
+def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(whole, small_disk):
     path = last_checkpoint(whole["hsdp --dp_shard 2"])
     (small_disk / "other").write_bytes(bytes(900_000))
     status, _, error = command("consolidate", path, small_disk / "new/one")

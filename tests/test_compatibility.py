@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call_train, last_checkpoint, rows, tensors
+from conftest import call_train, command, last_checkpoint, rows, tensors
 
 import checkpoint
 
@@ -24,7 +24,7 @@ def test_a_checkpoint_of_every_mesh_is_read():
         torch.testing.assert_close(tensors(SAVED / mesh), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_an_older_manifest_without_a_checksum_is_named(command):
+def test_an_older_manifest_without_a_checksum_is_named():
     path = SAVED / "full"
     unchanged, unchecked = f"{path}: complete and unchanged: 2 files", "it cannot be checked\n"
     status, said, error = command("verify", path)

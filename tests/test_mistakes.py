@@ -5,7 +5,6 @@ A row for each family of errors; {...} is a folder that mistakes.py writes.
 
 import contextlib
 import importlib
-import io
 import os
 import shlex
 from pathlib import Path
@@ -155,16 +154,12 @@ def contents(folder: Path) -> dict[Path, int]:
 
 def call(name: str, argv: list[str]) -> tuple[int, str, str]:
     """Return (status, standard output, standard error) of a command in this process."""
-    if name == "train.py":
-        with mock.patch.dict(os.environ):  # which train.py changes for NCCL
-            answer = listen(argv)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        return answer
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = importlib.import_module(name.removesuffix(".py")).main(argv)
-    return status, out.getvalue(), err.getvalue()
+    command = importlib.import_module(name.removesuffix(".py"))
+    with mock.patch.dict(os.environ):  # which train.py changes for NCCL
+        answer = listen(argv, command.main)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return answer
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[:2])[:60])

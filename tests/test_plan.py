@@ -11,7 +11,7 @@ import re
 import statistics
 
 import pytest
-from conftest import ROOT, TINY, resolve, rows
+from conftest import ROOT, TINY, listen, resolve, rows
 
 from metrics import PEAK_TFLOPS
 from model import SIZES
@@ -197,14 +197,6 @@ def test_a_row_of_two_phases_is_their_sum():
 
 # --------------------------------------------------------------------------------------------------
 # The command
-
-
-def answer(text: str) -> str:
-    """What tools.plan prints, as a new process would."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert plan.main(text.split()) == 0
-    return out.getvalue()
 
 
 ON_TWO_HOSTS = "--world_size 16 --strategy hsdp --micro_batch_size 1 --global_batch_size 32"
@@ -414,8 +406,9 @@ def test_goodput_is_that_of_a_simulation_and_no_interval_is_better(save, restart
 def test_the_last_start_of_a_run_is_planned_and_what_it_took_is_shown(run, pool):
     run(1, "--max_steps 5 --save_interval 5")
     out = run(2, "--max_steps 8 --strategy ddp")
-    text = f"--run {out} --peak_tflops 1"
-    (table,) = pool(1, answer, text)
+    argv = f"--run {out} --peak_tflops 1".split()
+    ((status, table, _),) = pool(1, listen, argv, plan.main)
+    assert status == 0
     assert "mesh        ddp: dp_replicate 2 x dp_shard 1 x tp 1 = 2 x cpu, 2 on each" in table
     log = [row for row in rows(out) if row["step"] > 5]
     took = statistics.median(row["step_time"] for row in log[1:])

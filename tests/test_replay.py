@@ -1,17 +1,14 @@
 """tools/replay.py as `python -m tools.replay`: a step of a run once more, with what it shows."""
 
-import contextlib
-import io
 import json
 import math
 import re
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from conftest import call_train, flags, rows
+from conftest import call_train, flags, listen, rows
 
 import checkpoint
 import data
@@ -26,11 +23,7 @@ KEPT = "--dtype float32 --save_interval 2 --keep_last 0"
 
 def print_of(arguments: list) -> tuple[int, str, str]:
     """Return (status, standard output, standard error)."""
-    out, err = io.StringIO(), io.StringIO()
-    no_pause = mock.patch("time.sleep")  # as in conftest.listen
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), no_pause:
-        status = replay.main(list(map(str, arguments)))
-    return status, out.getvalue(), err.getvalue()
+    return listen(list(map(str, arguments)), replay.main)
 
 
 def call(arguments: list) -> tuple[int, str, str]:
