@@ -218,6 +218,13 @@ def work(pipe) -> None:
         pipe.send((result, error))
 
 
+def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank of one host."""
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    found = {name: str(value) for name, value in numbers.items()}
+    return found | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 class Pool:
     """pool(n, function, *arguments): what n ranks return from calling `function` together."""
 
@@ -247,15 +254,9 @@ class Pool:
     def __call__(self, size: int, function, *arguments, timeout: float = 60) -> list:
         if not self.workers:
             self.start()
-        shared = {
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
+        port = free_port()
         for rank, (_, pipe) in enumerate(self.workers[:size]):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            pipe.send((shared | own, function, arguments))
+            pipe.send((rank_variables(rank, size, port), function, arguments))
         results = []
         errors = []
         for rank, (_, pipe) in enumerate(self.workers[:size]):
@@ -288,9 +289,7 @@ def fork_ranks(size: int, function, *arguments) -> list[multiprocessing.Process]
 
     def play(rank: int) -> None:
         end_with_pytest()
-        names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-        os.environ |= {name: str(number) for name, number in names.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= rank_variables(rank, size, port)
         torch.set_num_threads(1)
         sys.exit(function(*arguments))
 
@@ -300,6 +299,16 @@ def fork_ranks(size: int, function, *arguments) -> list[multiprocessing.Process]
         process.start()
     STARTED.extend(processes)
     return processes
+
+
+def exit_statuses(processes: list[BaseProcess]) -> list[int | None]:
+    """None for one that does not end in 60 seconds."""
+    for process in processes:
+        process.join(60)
+    statuses = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return statuses
 
 
 def call_train(argv: list[str]) -> int:

@@ -17,6 +17,7 @@ import pytest
 from conftest import (
     assert_same,
     call_train,
+    exit_statuses,
     flags,
     fork_ranks,
     newest_step,
@@ -37,16 +38,13 @@ STEPS = 80
 SHORT = f"{RUN} {STEPS}"
 
 
-def never_killed(pool, tokens: Path, folder: Path, text: str) -> Path:
-    out = folder / "whole"
-    argv = flags(f"--data {tokens} --out {out} {text}")
-    assert pool(2, call_train, argv, timeout=120) == [0, 0]
-    return out
-
-
 @pytest.fixture(scope="module")
 def whole(pool, tokens, tmp_path_factory) -> Path:
-    return never_killed(pool, tokens, tmp_path_factory.mktemp("chaos"), SHORT)
+    """A run that was never killed."""
+    out = tmp_path_factory.mktemp("chaos") / "whole"
+    argv = flags(f"--data {tokens} --out {out} {SHORT}")
+    assert pool(2, call_train, argv, timeout=120) == [0, 0]
+    return out
 
 
 def logged_steps(out: Path) -> int:
@@ -69,12 +67,6 @@ def kill(out: Path, argv: list[str], rng: random.Random) -> None:
     job.wait(45)  # a rank that dies ends the job
     for path in checkpoint.list_checkpoints(out):
         assert checkpoint.verify(path) is None
-
-
-def end_of(process) -> int:
-    process.join(60)
-    assert process.exitcode is not None, "a rank hangs"
-    return process.exitcode
 
 
 def assert_same_run(whole: Path, out: Path) -> None:
@@ -108,7 +100,7 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, whole, token
     wait_until(lambda: logged_steps(out) > 0, 60)
     for process in ranks:
         os.killpg(process.pid, signal.SIGTERM)
-    assert [end_of(process) for process in ranks] == [os.EX_TEMPFAIL] * 2
+    assert exit_statuses(ranks) == [os.EX_TEMPFAIL] * 2
     stopped = newest_step(out)
     assert 0 < stopped < STEPS
     ranks = fork_ranks(2, call_train, argv)
@@ -123,10 +115,10 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, whole, token
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("checkpoints", ["sharded", "sharded --async_save"])
-def test_killed_thirty_times(pool, tokens, tmp_path, checkpoints):
+def test_killed_thirty_times(run, tokens, tmp_path, checkpoints):
     times = 30
     text = f"{RUN} 750"  # time for 30 kills at 25 steps each
-    whole = never_killed(pool, tokens, tmp_path, text)
+    whole = run(2, text, "whole", timeout=120)
     out = tmp_path / "out"
     argv = flags(f"--data {tokens} --out {out} {text} --checkpoint {checkpoints}")
     with drawn_with(seed=0) as rng:
@@ -237,7 +229,7 @@ def test_whatever_happens_the_run_says_so_and_ends_with_the_same_weights(
     time.sleep(rng.uniform(0, 0.3))
     host = two_hosts[number] if two_hosts else ""
     strike(kind, ranks[number], ranks[1 - number], host, disk / "out", rng)
-    statuses = [end_of(process) for process in ranks]
+    statuses = exit_statuses(ranks)
     said = "".join(file.read_text() for file in tmp_path.glob("said-*"))
     errors = said.count("train.py: error")
     print(f"\nseed {seed}: {kind} of rank {number}, statuses {statuses}, {errors} errors")
@@ -245,7 +237,7 @@ def test_whatever_happens_the_run_says_so_and_ends_with_the_same_weights(
     assert errors <= statuses.count(1) and (errors > 0) == (1 in statuses), said
     if statuses != [0, 0] or kind == "full":
         assert re.search(SAID[kind], said), said
-    assert [end_of(process) for process in start([])] == [0, 0]
+    assert exit_statuses(start([])) == [0, 0]
     assert ("passed over" in (tmp_path / "said-0").read_text()) == (kind == "tear")
     assert_same(whole, disk / "out")
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags, free_port, is_running, listen, wait_until
+from conftest import flags, free_port, is_running, listen, rank_variables, wait_until
 
 import dist
 from runtime import cli, launch
@@ -190,9 +190,8 @@ def test_ranks_that_do_not_join_are_named(monkeypatch):
     with pytest.raises(ConnectionError, match=line):
         launch.await_ranks(world, store, timedelta(seconds=0.5))
     port = free_port()
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
+    for name, value in rank_variables(1, 2, port).items():
+        monkeypatch.setenv(name, value)
     line = f"nobody listens at MASTER_ADDR:MASTER_PORT, 127.0.0.1:{port}, after 0.5 s: rank 0"
     with pytest.raises(ConnectionError, match=line):
         launch.start("cpu", timeout, join_timeout=timedelta(seconds=0.5))
@@ -207,11 +206,11 @@ def test_a_missing_rank_is_named_in_each_attempt(monkeypatch):
     """In torchrun's store, which also has what the attempt before has left."""
     port = free_port()
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables = rank_variables(0, 2, port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for attempt in range(2):
-        for name, value in (variables | {"TORCHELASTIC_RESTART_COUNT": attempt}).items():
-            monkeypatch.setenv(name, str(value))
+        variables |= {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         line = "^1 of 2 ranks did not join within 0.5 s, first rank 1$"
         with pytest.raises(ConnectionError, match=line):
             launch.start("cpu", timedelta(seconds=5), join_timeout=timedelta(seconds=0.5))

@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from conftest import rows, wait_until
+from conftest import fork_ranks, rows, wait_until
 
 from runtime.run_folder import hold_lock
 from tools import report
@@ -188,8 +188,7 @@ def test_follow_writes_the_page_anew_until_the_run_ends(tmp_path, monkeypatch):
     """Of a run that logs each row once the page shows those before, then ends."""
     monkeypatch.setattr(report, "FOLLOW_SECONDS", 0.05)
     page, folder = tmp_path / "page.html", tmp_path / "run"
-    fork = multiprocessing.get_context("fork")
-    begins = fork.Event()
+    begins = multiprocessing.get_context("fork").Event()
 
     def train() -> None:
         with hold_lock(folder):
@@ -201,8 +200,7 @@ def test_follow_writes_the_page_anew_until_the_run_ends(tmp_path, monkeypatch):
                 assert shown(page)["reloadSeconds"] > 0
             write_run(folder, training_rows(3))
 
-    run = fork.Process(target=train)
-    run.start()
+    (run,) = fork_ranks(1, train)
     assert begins.wait(20)
     assert report.main([str(folder), "--out", str(page), "--follow"]) == 0
     run.join(20)

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -16,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, resolve
+from conftest import CPU, children, fork_ranks, resolve, wait_until
 
 import checkpoint
 import config
@@ -463,27 +462,21 @@ def test_the_lock_of_another_run_is_not_deleted(tmp_path):
     assert (tmp_path / "run/lock").read_text() == "another's"
 
 
-def hold(out, is_held) -> None:
+def hold(out) -> None:
     """Lock `out`, start a child as a data loader does, and wait."""
     with run_folder.hold_lock(out):
-        if os.fork():
-            is_held.set()
+        os.fork()
         time.sleep(60)
 
 
 @pytest.fixture
 def first(tmp_path):
     """A process that holds the lock of tmp_path / "run", and has a child."""
-    fork = multiprocessing.get_context("fork")
-    is_held = fork.Event()
-    process = fork.Process(target=hold, args=(tmp_path / "run", is_held))
-    process.start()
-    assert is_held.wait(20)
-    child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    (process,) = fork_ranks(1, hold, tmp_path / "run")
+    wait_until(lambda: children(process.pid), 20)
+    (child,) = children(process.pid)
     yield process
-    process.kill()
-    process.join()
-    os.kill(int(child), signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
 
 
 def test_a_folder_in_use_is_refused_but_a_dead_process_frees_it(first, tmp_path):

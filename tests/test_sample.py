@@ -13,9 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import call_train, flags, fork_ranks, last_checkpoint
+from conftest import call_train, exit_statuses, flags, fork_ranks, last_checkpoint
 from mistakes import variant
-from test_watchdog import exit_statuses
 
 import checkpoint
 import metrics

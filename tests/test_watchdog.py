@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import ctypes
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -16,7 +15,15 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags, fork_ranks, free_port, is_running, start_process, wait_until
+from conftest import (
+    exit_statuses,
+    flags,
+    fork_ranks,
+    free_port,
+    is_running,
+    start_process,
+    wait_until,
+)
 
 import checkpoint
 import data
@@ -100,9 +107,6 @@ def test_a_rank_that_dies_before_it_is_connected_is_named(tokens, tmp_path, firs
     assert re.fullmatch(line, (tmp_path / "stderr").read_text())
 
 
-FORK = multiprocessing.get_context("fork")
-
-
 def lose_a_rank_in_two_threads(said: Path) -> None:
     """One thread finds rank 1 silent; the other reads that before the first has printed."""
     store = torch.distributed.HashStore()
@@ -126,8 +130,7 @@ def lose_a_rank_in_two_threads(said: Path) -> None:
 
 
 def test_the_line_is_printed_whichever_thread_reads_first(tmp_path):
-    process = FORK.Process(target=lose_a_rank_in_two_threads, args=[tmp_path / "said"])
-    process.start()
+    (process,) = fork_ranks(1, lose_a_rank_in_two_threads, tmp_path / "said")
     process.join(30)
     assert process.exitcode == 1
     assert "error: rank 1 stopped or died" in (tmp_path / "said").read_text()
@@ -191,23 +194,12 @@ def start_and_wait(folder: Path) -> None:
 
 
 def test_what_a_test_starts_ends_with_a_killed_pytest(tmp_path):
-    parent = FORK.Process(target=start_and_wait, args=[tmp_path])
-    parent.start()
+    (parent,) = fork_ranks(1, start_and_wait, tmp_path)
     wait_until(lambda: list(tmp_path.iterdir()), 20)
     parent.kill()
     parent.join()
     (child,) = tmp_path.iterdir()
     wait_until(lambda: not is_running(int(child.name)), 10)
-
-
-def exit_statuses(processes: list) -> list[int | None]:
-    """None for one that does not end in 60 seconds."""
-    for process in processes:
-        process.join(60)
-    statuses = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    return statuses
 
 
 def fail_alone() -> None:
