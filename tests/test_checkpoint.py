@@ -81,6 +81,27 @@ def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(on_ranks, whole, t
         assert copied == held
 
 
+@pytest.mark.parametrize("mesh", ["ddp --async_save", "hsdp --dp_shard 2"])
+def test_rows_and_manifest_of_a_checkpoint(whole, mesh):
+    row, _ = rows(whole[mesh], "event")
+    path, _ = checkpoint.list_checkpoints(whole[mesh])
+    files = [file for file in path.iterdir() if file.name != "manifest.json"]
+    fields = documented_fields("reference.md", "rows | fields", "checkpoint")
+    assert row.keys() == fields - {"checkpoint", "checkpoint_failed", "error"} | {"time"}
+    assert row["event"] == "checkpoint"
+    assert row["step"] == 5
+    assert row["path"] == str(path)
+    assert row["bytes"] == sum(file.stat().st_size for file in files)
+    assert 0 < row["blocking_seconds"] <= row["seconds"]
+    assert ("async" in mesh) == (row["blocking_seconds"] < row["seconds"])
+    manifest = checkpoint.read_manifest(path)
+    assert manifest["step"] == 5
+    assert manifest["tokens"] == 5 * 8 * 16
+    assert {"files", "config", "model", "data", "torch"} < manifest.keys()
+    assert manifest["files"].keys() == {file.name for file in files}
+    assert checkpoint.verify(path) is None
+
+
 # --------------------------------------------------------------------------------------------------
 # From any mesh to any other
 
@@ -190,28 +211,3 @@ def assert_anyone_can_read(path: Path) -> None:
             place = [slice(begin, begin + n) for begin, n in zip(start, chunk.shape)]
             whole[tuple(place)] = chunk
         assert torch.equal(whole, expected_values(name, whole.shape))
-
-
-# --------------------------------------------------------------------------------------------------
-# What is saved
-
-
-@pytest.mark.parametrize("mesh", ["ddp --async_save", "hsdp --dp_shard 2"])
-def test_rows_and_manifest_of_a_checkpoint(whole, mesh):
-    row, _ = rows(whole[mesh], "event")
-    path, _ = checkpoint.list_checkpoints(whole[mesh])
-    files = [file for file in path.iterdir() if file.name != "manifest.json"]
-    fields = documented_fields("reference.md", "rows | fields", "checkpoint")
-    assert row.keys() == fields - {"checkpoint", "checkpoint_failed", "error"} | {"time"}
-    assert row["event"] == "checkpoint"
-    assert row["step"] == 5
-    assert row["path"] == str(path)
-    assert row["bytes"] == sum(file.stat().st_size for file in files)
-    assert 0 < row["blocking_seconds"] <= row["seconds"]
-    assert ("async" in mesh) == (row["blocking_seconds"] < row["seconds"])
-    manifest = checkpoint.read_manifest(path)
-    assert manifest["step"] == 5
-    assert manifest["tokens"] == 5 * 8 * 16
-    assert {"files", "config", "model", "data", "torch"} < manifest.keys()
-    assert manifest["files"].keys() == {file.name for file in files}
-    assert checkpoint.verify(path) is None

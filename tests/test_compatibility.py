@@ -32,9 +32,6 @@ def test_an_older_manifest_without_a_checksum_is_named():
     assert said.startswith(unchanged) and said.endswith(unchecked) and said.count("\n") == 2
 
 
-# --------------------------------------------------------------------------------------------------
-# The first of them
-
 SAVED_RUN = Path(__file__).parent / "saved_run_2026_11_22"
 
 

@@ -66,10 +66,6 @@ def test_an_optimizer_that_was_loaded_clips_by_the_steps_before():
     assert torch.equal(*weights)
 
 
-# --------------------------------------------------------------------------------------------------
-# Too many of them
-
-
 def test_too_many_skips_end_the_run_and_leave_the_checkpoint(on_ranks, tmp_path):
     text = "--strategy ddp --save_interval 3 --max_steps 30 --max_skipped 4 --log_interval 5"
     (status, error), (other_status, _) = on_ranks(2, diverging_run, text)

@@ -26,7 +26,7 @@ from tools import bench, check
 from tools.measuring import parity, products
 
 # --------------------------------------------------------------------------------------------------
-# The products of a step
+# The products of a step, and links
 
 
 class Block(nn.Module):
@@ -85,10 +85,6 @@ def test_a_script_runs_as_it_is_and_its_second_step_is_timed(tmp_path, monkeypat
     shapes = [[tuple(shape) for shape, *_ in operands] for _, operands in timed]
     assert shapes == [[(8, 64), (64, 32)], [(64, 8), (8, 32)]]
     assert bench.products_limit([capsys.readouterr().out], tokens=100) == 100 / 1.0
-
-
-# --------------------------------------------------------------------------------------------------
-# Links
 
 
 def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:

@@ -133,10 +133,6 @@ def train_plainly(
     return [float(norm) for norm, _ in log], [float(clipped) for _, clipped in log], parameters
 
 
-# --------------------------------------------------------------------------------------------------
-# Clipping
-
-
 def plain_norm(parameters: list) -> tuple:
     norm = torch.nn.utils.clip_grad_norm_(parameters, 1.5)
     return norm, norm > 1.5
@@ -182,7 +178,7 @@ def test_clipping_is_its_formula_on_every_mesh(pool, clip):
 
 
 # --------------------------------------------------------------------------------------------------
-# Optimizers
+# Optimizers and schedules
 
 # Muon, relative. Newton-Schulz gives the small singular values of a momentum, which are rounding,
 # the size of the large ones: what differs in its last bit, by the order of a sum, turns the update
@@ -268,10 +264,6 @@ def test_an_optimizer_that_takes_no_parameter_is_refused(monkeypatch, name):
     parameters = torch.nn.Linear(3, 2).named_parameters()
     with pytest.raises(ValueError, match=f"^{name} takes no parameter: check is_hidden"):
         optim.Optimizer(parameters, str.isupper, settings(optimizer=name), str.isupper)
-
-
-# --------------------------------------------------------------------------------------------------
-# Weight decay and schedules
 
 
 @pytest.mark.parametrize(

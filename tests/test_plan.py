@@ -89,7 +89,7 @@ def step(found: Rehearsal, cluster: Cluster = CLUSTER) -> predict.Speed:
 
 
 # --------------------------------------------------------------------------------------------------
-# Collectives
+# Collectives and the step
 
 
 def test_a_group_leaves_its_host_where_the_order_of_the_mesh_says_so():
@@ -116,10 +116,6 @@ def test_a_group_leaves_its_host_where_the_order_of_the_mesh_says_so():
 def test_a_ring_sends_its_part_over_the_slowest_link(collective, group, seconds):
     row = Communication("dp_shard", collective, "forward", 1, 10**9)
     assert predict.collective_seconds(row, group, LINKS) == pytest.approx(seconds)
-
-
-# --------------------------------------------------------------------------------------------------
-# The step
 
 
 def test_latency_counts_hops_and_many_hosts_reduce_by_a_tree():
@@ -397,10 +393,6 @@ def test_goodput_is_that_of_a_simulation_and_no_interval_is_better(save, restart
         shares.append(predict.training_share(interval, save, restart, between))
         assert shares[-1] == pytest.approx(simulate(interval, save, restart, between), abs=0.02)
     assert shares[1] > max(shares[0], shares[2])
-
-
-# --------------------------------------------------------------------------------------------------
-# A run beside its plan
 
 
 def test_the_last_start_of_a_run_is_planned_and_what_it_took_is_shown(run, pool):

@@ -77,9 +77,6 @@ def test_one_document_gives_its_tail_to_validation(tmp_path):
         assert len(folder.tokens("val")) == len(text) * 3 // 10
 
 
-# ---- what is read and what is not
-
-
 def test_what_was_read_and_skipped_is_said(tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()
@@ -94,9 +91,6 @@ def test_what_was_read_and_skipped_is_said(tmp_path, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "read 3 files: 4 documents, 14 bytes of text"
     assert said[1] == "skipped 1 binary file, 1 blank document, 1 empty file, 1 special file"
-
-
-# ---- tokens
 
 
 MERGES = [b"th", b" th", b"the", b" the", b"  ", b"\n\n", b"12", b"\xc3\xa9", b"\xef\xbf\xbd"]

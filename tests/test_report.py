@@ -90,10 +90,6 @@ def points(run: dict, name: str) -> list[tuple[int, float | None]]:
     return list(zip(accumulate(differences), values))
 
 
-# --------------------------------------------------------------------------------------------------
-# Series
-
-
 def test_more_than_2000_rows_are_thinned_to_what_stands_out(drawn, tmp_path):
     log = training_rows(5001)
     log[1234]["loss"] = 77.0
@@ -137,10 +133,6 @@ def test_what_is_drawn_beside_the_losses(drawn, tmp_path):
     assert report.smooth([math.nan, 3.0, math.nan, 1.0]) == [3.0, 3.0, 3.0, 1.0]
 
 
-# --------------------------------------------------------------------------------------------------
-# The time line
-
-
 def test_the_time_line_says_what_the_time_went_into(drawn, tmp_path):
     log = [
         training_row(1, 10, step_time=5.0),
@@ -161,10 +153,6 @@ def test_the_time_line_says_what_the_time_went_into(drawn, tmp_path):
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# The page
-
-
 def test_a_page_of_two_runs_loads_nothing_and_no_name_ends_its_script(drawn, tmp_path):
     name = '</script><img src=x onerror="alert(1)"> & "a"'.replace("/", "")
     a = write_run(tmp_path / name, training_rows(3), [start_row(0, 0, data="</script>")])
@@ -178,10 +166,6 @@ def test_a_page_of_two_runs_loads_nothing_and_no_name_ends_its_script(drawn, tmp
     text = (tmp_path / "page.html").read_text("ascii")
     assert text.count("</script>") == 3 and "<img" not in text
     assert "default-src 'none'" in text
-
-
-# --------------------------------------------------------------------------------------------------
-# --follow
 
 
 def test_follow_writes_the_page_anew_until_the_run_ends(tmp_path, monkeypatch):
@@ -207,9 +191,6 @@ def test_follow_writes_the_page_anew_until_the_run_ends(tmp_path, monkeypatch):
     assert run.exitcode == 0
     assert shown(page)["runs"][0]["rows"] == 3 and shown(page)["reloadSeconds"] == 0
 
-
-# --------------------------------------------------------------------------------------------------
-# In a browser
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 # What a person sees who points at step 500, then zooms into a chart

@@ -36,10 +36,6 @@ def test_keep_last_and_keep_every_leave_a_copy_that_the_user_made(run, tmp_path)
     assert [row["step"] for row in rows(out, "event")] == list(range(1, 8))
 
 
-# --------------------------------------------------------------------------------------------------
-# One process
-
-
 EVERY_BIT = torch.arange(256, dtype=torch.uint8)  # every byte: also infinity and nan
 
 
@@ -154,10 +150,6 @@ def test_a_save_is_on_disk_before_it_has_its_name_and_the_name_after(tmp_path, o
     assert sorted(files) == ["index.json", "rank-00000.safetensors", "x.json"]
     assert (manifest, work) == ("manifest.json", ".step-00000001.tmp")
     assert (renamed, parent) == (".step-00000001.tmp -> step-00000001", "checkpoints")
-
-
-# --------------------------------------------------------------------------------------------------
-# Several
 
 
 @pytest.mark.parametrize("shards", [1, 2, 8])
@@ -350,10 +342,6 @@ def test_one_weight_of_one_rank_with_a_flipped_bit_or_a_nan_is_not_saved(
     named = [int(rank) for rank in re.findall(r"rank (\d) \(", error)]
     assert odd == named[0] or named == [*others, odd]  # of two, either may be the odd one
     assert set(named) <= {odd, *others} and socket.gethostname() in error
-
-
-# --------------------------------------------------------------------------------------------------
-# Full disks, small hosts
 
 
 def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(on_ranks, small_disk):

@@ -202,10 +202,6 @@ def test_a_notebook_trains_saves_and_loads_in_a_few_lines(pool, tmp_path):
     assert checkpoint.verify(path) is None and len(tensors(path)) > 50
 
 
-# --------------------------------------------------------------------------------------------------
-# Evaluation
-
-
 def files(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
@@ -315,10 +311,6 @@ def test_a_dry_run_and_a_finished_run_write_nothing(run, on_ranks, tmp_path):
     line = f"--max_steps 2 leaves no step to train: {path} is of step 2; raise --max_steps\n"
     assert (status, said) == (0, line)
     assert files(tmp_path) == before
-
-
-# --------------------------------------------------------------------------------------------------
-# Trackers
 
 
 class FakeTracker:
