@@ -102,17 +102,17 @@ def test_the_host_reads_from_the_device_for_log_rows_only(on_ranks, mesh, ranks)
 
 def cuda_steps(argv: list[str]) -> int:
     run = build_run(argv)
-    batches = run.batches
+
     rates = metrics.Rates(run.world.device, run.run.tokens_per_step, 1.0, None)
     log = metrics.Log(Path(run.run.out), run.run, rates, 0, datetime.now())
     with clip_in_every_way():
         for step in (1, 2, 3):  # the first allocates
-            train_step(run, batches, step)
+            train_step(run, step)
         torch.cuda.set_sync_debug_mode("error")
         for step in (4, 5, 6):
-            values, _ = train_step(run, batches, step)  # a table's rows wait
+            values, _ = train_step(run, step)  # a table's rows wait
             log.write_arrived_row()
-            log.send_row(step, values | batches.take_waits())
+            log.send_row(step, values | run.batches.take_waits())
     torch.cuda.set_sync_debug_mode("default")
     with log.pause():  # which waits for the row
         return 0

@@ -1,17 +1,18 @@
 """The memory of a rank: what is said, what there is, and that freed memory is used again."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import platform
 import re
 import resource
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 from conftest import FACTS, build_model, build_run, listen, resolve, train_step
-from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
 import layout
@@ -36,7 +37,6 @@ def test_auto_counts_the_parameters_of_the_run_and_the_start_says_the_sum(on_ran
 def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     """The estimate of a rank, and the bytes of its real tensors after two steps."""
     run = build_run(argv)
-    batches = run.batches
     taken = {}
     optimizer = run.state.optimizer
     update = optimizer.step
@@ -47,9 +47,8 @@ def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
         return update(*arguments)
 
     optimizer.step = step
-    with loss_parallel():
-        for number in (1, 2):
-            train_step(run, batches, number)
+    for number in (1, 2):
+        train_step(run, number)
     weights = run.state.tensors["model"].values()
     slots = itertools.chain(*(slots.values() for slots in optimizer.slots.values()))
     taken["weights"] = sum(4 * optim.local(weight).numel() for weight in weights)
@@ -93,9 +92,8 @@ def gradient_storages(argv: list[str]) -> tuple[dict[str, int], list[set[tuple[i
         found.append({(storage.data_ptr(), storage.nbytes()) for storage in storages})
 
     run.forward.register_forward_hook(look)
-    batches = run.batches
     for step in (1, 2, 3):
-        train_step(run, batches, step)
+        train_step(run, step)
     return layout.estimate_memory(run.run, run.state.model), found
 
 
@@ -137,23 +135,30 @@ def parts(
     return layout.estimate_memory(run, layout.empty_model(run))
 
 
+@contextlib.contextmanager
+def kept_for_backward(net: torch.nn.Module) -> Iterator[dict[int, int]]:
+    """The storages that autograd keeps, {address: bytes}, without those of parameters."""
+    weights = {optim.local(weight).untyped_storage().data_ptr() for weight in net.parameters()}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = optim.local(tensor).untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activations_are_estimated_close_to_what_autograd_keeps(dtype):
     sizes = {"d_model": 256, "d_ff": 704, "seq_len": 128}
     estimate = parts(f"--dtype {dtype}", "single", (1, 1, 1), device="cpu", **sizes)
     decoder = model.ModelConfig(64, 2, n_head=4, n_kv_head=2, **sizes)
     net = build_model(decoder, dtype=getattr(torch, dtype))
-    weights = {weight.untyped_storage().data_ptr() for weight in net.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     tokens = torch.zeros(2, 128, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with kept_for_backward(net) as kept:
         loss = net(tokens, tokens)  # noqa: F841 (it holds the graph)
     casts = 0 if dtype == "float32" else 2 * net.parameter_count()
     assert sum(kept.values()) - casts == pytest.approx(estimate["activations"], rel=0.15)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import (
+    assert_close,
     build_model,
     build_run,
     resolve,
@@ -12,13 +13,12 @@ from conftest import (
     tensors,
     train_step,
 )
-from torch.distributed.tensor.parallel import loss_parallel
+from test_memory import kept_for_backward
 from torch.profiler import profile
 
 import checkpoint
 import layout
 import model
-import optim
 import train
 from runtime import cli
 from runtime.profiling import CommunicationCounter, OperationCounter, Traffic
@@ -61,13 +61,11 @@ class Step:
 
 def count(argv: list[str]) -> Step:
     run = build_run(argv)
-    batches = run.batches
     block = sum(weight.numel() for weight in run.state.model.blocks[0].parameters())
     total = run.state.model.parameter_count()
-    with loss_parallel():
-        train_step(run, batches, 1)
-        with CommunicationCounter(run.mesh) as counter:
-            train_step(run, batches, 2)
+    train_step(run, 1)
+    with CommunicationCounter(run.mesh) as counter:
+        train_step(run, 2)
     return Step(counter.counts, block, total)
 
 
@@ -242,11 +240,10 @@ def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = build_run(argv)
-    batches = run.batches
     compiled = torch._dynamo.utils.counters["aot_autograd"]
     numbers = []
     for step in range(1, 5):
-        values, _ = train_step(run, batches, step)
+        values, _ = train_step(run, step)
         norm, lr = values["grad_norm"].value, values["lr"].value
         numbers.append([float(values["loss"]), float(norm), lr])
     graphs = [compiled["total"]]
@@ -296,9 +293,7 @@ def test_compiled_blocks_of_a_tp_group_change_no_number(run):
     text = "--max_steps 4 --dtype float32 --strategy single"
     one = run(1, text, "one", timeout=120)
     two = run(2, f"{text} --tp 2 --compile", "two", timeout=120)
-    for expected, row in zip(rows(one), rows(two), strict=True):
-        for key in ("loss", "grad_norm"):
-            assert row[key] == pytest.approx(expected[key], rel=1e-5)
+    assert_close(one, two)
 
 
 BLOCKS = "--dtype float32 --n_head 4 --d_model 64 --d_ff 160 --micro_batch_size 2 --strategy single"
@@ -318,14 +313,12 @@ class SeenOperations(OperationCounter):
 def count_once_compiled(argv: list[str]) -> tuple[dict, set[str], int]:
     """What a third step communicates, its operations, and how many graphs it added."""
     run = build_run(argv)
-    batches = run.batches
     graphs = torch._dynamo.utils.counters["aot_autograd"]
-    with loss_parallel():
-        for step in (1, 2):
-            train_step(run, batches, step)
-        before = graphs["total"]
-        with CommunicationCounter(run.mesh) as traffic, SeenOperations() as seen:
-            train_step(run, batches, 3)
+    for step in (1, 2):
+        train_step(run, step)
+    before = graphs["total"]
+    with CommunicationCounter(run.mesh) as traffic, SeenOperations() as seen:
+        train_step(run, 3)
     return traffic.counts, seen.names, graphs["total"] - before
 
 
@@ -344,19 +337,9 @@ def kept_by_compiled_blocks(argv: list[str]) -> int:
     """Bytes that compiled code keeps for backward, without parameters."""
     torch._dynamo.reset()
     run = build_run(argv)
-    weights = {optim.local(p).untyped_storage().data_ptr() for p in run.state.model.parameters()}
-    kept = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = optim.local(tensor).untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with loss_parallel():
-        train_step(run, run.batches, 1)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            train_step(run, run.batches, 2)
+    train_step(run, 1)
+    with kept_for_backward(run.state.model) as kept:
+        train_step(run, 2)
     return sum(kept.values())
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import FACTS, build_run, resolve, train_step
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 import optim
 from model import Transformer
@@ -44,7 +43,7 @@ class RealRecorder(Recorder):
 def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
     """What this rank does in a step of a run, and on the last rank its rehearsal."""
     recorder = RealRecorder(fakes=None)
-    with recorder, loss_parallel(), rehearsing.no_garbage_collection():
+    with recorder, rehearsing.no_garbage_collection():
         run = build_run(argv)
         optimizer = recorder.follow(run.mesh, run.run, run.state, run.forward)
         run.state = dataclasses.replace(run.state, optimizer=optimizer)
@@ -52,8 +51,8 @@ def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
         batches = run.batches
         for step in range(1, steps + 1):
             recorder.forget_counts()
-            micro_batches = recorder.batches(batches, [1] * run.run.grad_accum_steps)
-            train_step(run, micro_batches, step)
+            run.batches = recorder.batches(batches, [1] * run.run.grad_accum_steps)
+            train_step(run, step)
     for block in recorder.live.values():
         assert block.size == block.reference().nbytes()  # also of storages that were resized
     real = Namespace(

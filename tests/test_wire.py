@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import build_run, flags, fork_ranks, train_step
-from torch.distributed.tensor.parallel import loss_parallel
 
 from tools import plan
 
@@ -31,18 +30,16 @@ def bytes_of_a_step(argv: list[str], file: Path) -> None:
     """Write what all ranks together send in a step of training."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     run = build_run(argv)
-    batches = run.batches
-    with loss_parallel():
-        for step in (1, 2):  # DDP rebuilds its buckets
-            train_step(run, batches, step)
-        torch.distributed.barrier()  # until all have sent all of step 2
-        counts = [payload()]
-        torch.distributed.barrier()
-        counts.append(payload())  # of a barrier
-        for step in range(3, 3 + STEPS):
-            train_step(run, batches, step)
-        torch.distributed.barrier()
-        counts.append(payload())
+    for step in (1, 2):  # DDP rebuilds its buckets
+        train_step(run, step)
+    torch.distributed.barrier()  # until all have sent all of step 2
+    counts = [payload()]
+    torch.distributed.barrier()
+    counts.append(payload())  # of a barrier
+    for step in range(3, 3 + STEPS):
+        train_step(run, step)
+    torch.distributed.barrier()
+    counts.append(payload())
     if run.world.rank == 0:
         before, barrier, after = counts
         file.write_text(json.dumps((after - 2 * barrier + before) / STEPS))
