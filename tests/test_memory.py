@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import math
 import platform
 import re
 import resource
@@ -12,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import FACTS, build_model, build_run, listen, resolve, train_step
+from conftest import FACTS, TINY, build_model, build_run, listen, resolve, train_step
 
 import dist
 import layout
@@ -72,7 +71,8 @@ def test_the_estimate_of_weights_gradients_and_optimizer_is_exact(on_ranks, rank
 
 
 def test_a_shard_counts_as_the_first_which_is_the_largest():
-    first = parts("", "fsdp", (1, 3, 1), accum=3, d_model=8, d_ff=9, n_layer=1, vocab_size=10)
+    sizes = "--n_layer 1 --d_model 8 --d_ff 9 --dtype bfloat16 --global_batch_size 12"
+    first = parts(f"{sizes} --strategy fsdp", vocab_size=10, world_size=3, device_type="cuda")
     # Of 10 rows 4, of 8 rows 3, of 9 rows 3: embedding, attention, MLP, norms
     numel = 4 * 8 + (3 * 8 + 2 * 2 * 8 + 3 * 8) + (3 * 8 + 3 * 8 + 3 * 9) + 3 * 3
     assert first["weights"] == 4 * numel
@@ -107,31 +107,11 @@ def test_ddp_accumulates_gradients_in_its_bucket_and_nowhere_else(on_ranks):
             assert size == estimate["gradients"]
 
 
-def parts(
-    text: str,
-    strategy: str,
-    shape: tuple[int, int, int],
-    accum: int = 1,
-    device: str = "cuda",
-    **sizes,
-) -> dict[str, int]:
-    """The estimate of a decoder of two blocks for two sequences of 16 tokens."""
-    dtype = "" if "--dtype" in text else "--dtype bfloat16"
-    text += f" {dtype} --micro_batch_size 2 --global_batch_size {2 * 2 * accum}"
-    sizes = {
-        "n_head": 4,
-        "n_kv_head": 2,
-        "n_layer": 2,
-        "d_model": 32,
-        "d_ff": 64,
-        "seq_len": 16,
-    } | sizes
-    vocab_size = sizes.pop("vocab_size", 64)
-    text += "".join(f" --{name} {size}" for name, size in sizes.items())
-    run = resolve(f"{text} --strategy {strategy}", world_size=math.prod(shape), device_type=device)
+def parts(text: str, vocab_size: int, **machine) -> dict[str, int]:
+    """The estimate of a small decoder for two sequences."""
+    run = resolve(f"{TINY} --micro_batch_size 2 {text}", **machine)
     decoder = dataclasses.replace(run.model_config, vocab_size=vocab_size)
     run = dataclasses.replace(run, model_config=decoder)
-    assert run.mesh_shape == shape
     return layout.estimate_memory(run, layout.empty_model(run))
 
 
@@ -154,7 +134,8 @@ def kept_for_backward(net: torch.nn.Module) -> Iterator[dict[int, int]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activations_are_estimated_close_to_what_autograd_keeps(dtype):
     sizes = {"d_model": 256, "d_ff": 704, "seq_len": 128}
-    estimate = parts(f"--dtype {dtype}", "single", (1, 1, 1), device="cpu", **sizes)
+    text = "".join(f" --{name} {size}" for name, size in sizes.items())
+    estimate = parts(f"--dtype {dtype} --strategy single {text}", vocab_size=64)
     decoder = model.ModelConfig(64, 2, n_head=4, n_kv_head=2, **sizes)
     net = build_model(decoder, dtype=getattr(torch, dtype))
     tokens = torch.zeros(2, 128, dtype=torch.long)

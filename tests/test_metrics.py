@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import build_model, listen, rows
+from test_train import signal_in_step_2
 
 import dist
 import metrics
@@ -212,23 +212,16 @@ def test_a_row_ends_with_each_step_that_logs_evaluates_or_saves(run):
 
 def stop_with_rows_in_flight(argv: list[str]) -> tuple[int, str, str]:
     """train.py, told to stop in step 2, with rows that arrive as late as those of a GPU may."""
-    train_step = train.train_step
-
-    def step_and_stop(forward, optimizer, batches, step, *rest):
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(forward, optimizer, batches, step, *rest)
 
     def send_row(log, step, values):
         log.flush()
         log.meter.send_row(step, values)
 
     with (
-        mock.patch.object(train, "train_step", step_and_stop),
         mock.patch.object(metrics.Log, "send_row", send_row),
         mock.patch.object(metrics.Log, "write_arrived_row", lambda log: None),
     ):
-        return listen(argv)
+        return signal_in_step_2(argv, max_restarts="0")
 
 
 def test_the_last_row_of_a_stop_without_a_save_is_written(on_ranks, tmp_path):

@@ -178,21 +178,17 @@ STEP = [  # of 1,000 microseconds
 ]
 
 
-def test_annotated_ranges_of_a_gpu_are_neither_busy_nor_compute(monkeypatch, tmp_path):
+def test_annotated_ranges_of_a_gpu_are_neither_busy_nor_compute(monkeypatch, tmp_path, one_rank):
     """Work from 0 to 600 and from 700 to 800; only NCCL from 400 to 600."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     trace = mock.Mock(**{"events.return_value": STEP})
     monkeypatch.setattr(profiling, "profile", lambda activities: trace)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(profiling.time, "perf_counter", iter([0.0, 1e-3]).__next__)  # seconds
     mesh = SimpleNamespace(device_type="cuda", mesh_dim_names=())
-    dist.start("cpu")
     profiler = profiling.Profiler((3, 4), tmp_path, mesh, lambda line: None, [])
     for step in (4, 5):
         with profiler.step(step, data_wait=0.0):
             pass
-    torch.distributed.destroy_process_group()
     figures = json.loads((tmp_path / "rank_0.json").read_text())
     assert figures["busy"] == pytest.approx(0.7)
     assert figures["exposed_communication"] == pytest.approx(0.2)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_same, call_train, flags, free_port, newest_step, rows, wait_until
+from conftest import ROOT, assert_same, flags, free_port, newest_step, rows, wait_until
 
 SCRIPT = ROOT / "examples/slurm.sh"
 # Slurm names the first host of a job, and the ranks meet there: its name must have an address.
@@ -146,22 +146,20 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
 
 
 @pytest.mark.slow
-def test_a_signalled_job_is_requeued_and_ends_with_the_same_weights(slurm, pool, tokens, tmp_path):
+def test_a_signalled_job_is_requeued_and_ends_with_the_same_weights(slurm, run, tokens, tmp_path):
     text = "--strategy hsdp --max_steps 80"
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    argv = flags(f"--data {tokens} --out {whole} --dtype float32 {text} --dp_shard 2")
-    assert pool(4, call_train, argv, timeout=120) == [0] * 4
-
-    slurm.submit(run, tokens, text, ntasks=2)
+    whole = run(4, f"--dtype float32 {text} --dp_shard 2", "whole", timeout=120)
+    out = tmp_path / "run"
+    slurm.submit(out, tokens, text, ntasks=2)
     slurm.wait_for_steps(5)
     slurm.run("scancel", "--signal=USR1", slurm.job)
     slurm.wait_until(lambda: slurm.job_has("COMPLETED", 1))
     assert "hsdp: dp_replicate 2 x dp_shard 2 x tp 1 = 4 x cpu" in slurm.said()
     stopped, continued = slurm.said().split("; the same command continues")
     step = int(stopped.split()[-1])
-    assert 5 <= step < 80 and f"continuing from {run}/checkpoints/step-{step:08d}" in continued
-    assert [row["loss"] for row in rows(run)] == [row["loss"] for row in rows(whole)]
-    assert_same(whole, run)
+    assert 5 <= step < 80 and f"continuing from {out}/checkpoints/step-{step:08d}" in continued
+    assert [row["loss"] for row in rows(out)] == [row["loss"] for row in rows(whole)]
+    assert_same(whole, out)
 
 
 @pytest.mark.slow
