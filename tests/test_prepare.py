@@ -14,26 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, Job
-from test_tokenizer import small_gpt2
+from test_tokenizer import prepared, small_gpt2
 
 import data
 import prepare
 from runtime.cli import UsageError
 from text import encode, sources
 from text.sources import STDIN, Corpus
-
-
-def prepared(
-    tmp_path: Path, texts: dict[str, str | bytes], named: bool = False, **options
-) -> data.TokenFolder:
-    """Prepare a folder of `texts` or, with `named`, each file by its name."""
-    source = tmp_path / "text"
-    source.mkdir(parents=True)
-    for name, text in texts.items():
-        (source / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    sources = [str(path) for path in source.iterdir()] if named else [str(source)]
-    prepare.prepare(sources, tmp_path / "tokens", **options)
-    return data.open_folder(tmp_path / "tokens")
 
 
 def test_bytes_come_back_exactly_and_documents_end(tmp_path, capsys):

@@ -33,6 +33,19 @@ def small_gpt2(monkeypatch, merges: list[bytes]) -> tiktoken.Encoding:
     return encoding
 
 
+def prepared(
+    tmp_path: Path, texts: dict[str, str | bytes], named: bool = False, **options
+) -> data.TokenFolder:
+    """Prepare a folder of `texts` or, with `named`, each file by its name."""
+    source = tmp_path / "text"
+    source.mkdir(parents=True)
+    for name, text in texts.items():
+        (source / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    sources = [str(path) for path in source.iterdir()] if named else [str(source)]
+    prepare.prepare(sources, tmp_path / "tokens", **options)
+    return data.open_folder(tmp_path / "tokens")
+
+
 MERGES = [b"12", b"34", b"1234", b"aB", b" a", b" 1", b"\n\n", b".\n", b".\n/", b"  ", b"    "]
 MERGES += [b"\n ", b"th", b" th"]
 WORDS = ["th", " th", "aB", " aB", "\n\n", "\n", "  ", " ", ".\n", ".\n/", "1234"]
@@ -42,32 +55,17 @@ def test_text_in_chunks_has_the_same_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK", 100)
     text = "".join(random.Random(0).choices(WORDS, k=2000))
     expected = small_gpt2(monkeypatch, MERGES).encode_ordinary(text)
-    (tmp_path / "text").write_text(text)
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", "gpt2")
-    folder = data.open_folder(tmp_path / "tokens")
+    folder = prepared(tmp_path, {"a": text}, name="gpt2")
     assert folder.tokenizer == "gpt2"
     tokens = [*folder.tokens("train"), *folder.tokens("val")]
     assert tokens[:-1] == expected == tokenizer.encode("gpt2", text)
     assert "".join(tokenizer.decode("gpt2", expected)) == text
 
 
-def test_the_bytes_of_validation_are_not_its_characters(tmp_path):
-    (tmp_path / "text").write_text("<|endoftext|>".join(c * 100 for c in "éàüößñ"))
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "six", val_fraction=0.5)
-    folder = data.open_folder(tmp_path / "six")
-    assert len(folder.tokens("train"))
-    assert folder.val_bytes == (folder.tokens("val") < 256).sum() > 0
-    (tmp_path / "text").write_text("é" * 100)  # validation gets the tail
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "one", val_fraction=0.5)
-    folder = data.open_folder(tmp_path / "one")
-    assert folder.val_bytes == 200 * len(folder.tokens("val")) // 201
-
-
 def test_a_million_spaces_in_a_row_are_no_problem(tmp_path, monkeypatch, capsys):
     """tiktoken's regular expressions overflow their stack on as many at once."""
     small_gpt2(monkeypatch, [b"  "])
-    (tmp_path / "text").write_text("a" + " " * 1_100_000 + "b")
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", "gpt2")
+    prepared(tmp_path, {"a": "a" + " " * 1_100_000 + "b"}, name="gpt2")
     assert "read 1 file: 1 document, 1,100,002 bytes of text\n" in capsys.readouterr().out
 
 
@@ -199,16 +197,14 @@ def check_package(tokenizers, kind: str, folder: Path, documents: list[str]) -> 
     name = make_json(tokenizers, kind, folder / "a.json")
     if kind == "t5":  # which has names of special tokens as words
         documents = [text.replace("</s>", "").replace("<unk>", "") for text in documents]
-    source = folder / "text.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    prepare.prepare([str(source)], folder / "tokens", name, 0.3)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    tokens = prepared(folder, {"a.jsonl": lines}, name=name, val_fraction=0.3)
     theirs = tokenizers.Tokenizer.from_file(name)
     theirs.encode_special_tokens = True
     theirs.no_truncation()
     theirs.no_padding()
     end = theirs.token_to_id("</s>")
     expected = [theirs.encode(text, add_special_tokens=False).ids + [end] for text in documents]
-    tokens = data.open_folder(folder / "tokens")
     found = []
     for split in ("train", "val"):
         ids = tokens.tokens(split).tolist()
@@ -251,26 +247,30 @@ def test_names_of_special_tokens_that_the_model_merges_are_text(tokenizers, tmp_
     assert "".join(tokenizer.decode(name, ids[n:], ids[:n])) == text[1:]  # with its first space
 
 
-def test_the_bytes_of_validation_are_those_of_the_original_text(tokenizers, tmp_path):
-    """NFKC makes one byte of the three of a wide letter."""
-    (tmp_path / "text").write_text("<|endoftext|>".join(c * 100 for c in "ＡＢＣＤＥＦ"))
-    name = make_json(tokenizers, "lower case", tmp_path / "a.json")
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "six", name, 0.5)
-    folder = data.open_folder(tmp_path / "six")
+@pytest.mark.parametrize(
+    "kind, letters, size, tokens",
+    [("bytes", "éàüößñ", 200, 201), ("lower case", "ＡＢＣＤＥＦ", 300, 101)],
+)
+def test_the_bytes_of_validation_are_those_of_the_original_text(
+    request, tmp_path, kind, letters, size, tokens
+):
+    """Not its characters, nor its tokens: NFKC makes one byte of the three of a wide letter."""
+    name = kind
+    if kind in KINDS:
+        name = make_json(request.getfixturevalue("tokenizers"), kind, tmp_path / "a.json")
+    documents = [letter * 100 for letter in letters]
+    options = {"name": name, "val_fraction": 0.5}
+    folder = prepared(tmp_path / "six", {"a": "<|endoftext|>".join(documents)}, **options)
     assert len(folder.tokens("train"))
-    documents = folder.tokens("val").tolist().count(tokenizer.load_encoding(name).eot_token)
-    assert folder.val_bytes == 300 * documents
-    (tmp_path / "text").write_text("Ａ" * 100)  # of which validation gets the tail
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "one", name, 0.5)
-    meta = json.loads((tmp_path / "one" / "meta.json").read_text())
-    assert meta["val_bytes"] == 300 * meta["val_tokens"] // 101
+    count = folder.tokens("val").tolist().count(tokenizer.load_encoding(name).eot_token)
+    assert folder.val_bytes == size * count > 0
+    folder = prepared(tmp_path / "one", {"a": documents[0]}, **options)  # validation gets the tail
+    assert folder.val_bytes == size * len(folder.tokens("val")) // tokens
 
 
 def test_a_tokenizer_json_stays_with_the_folder(tokenizers, tmp_path):
     name = make_json(tokenizers, "gpt2", tmp_path / "mine.json")
-    (tmp_path / "text").write_text("the thé" * 50)
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", name)
-    folder = data.open_folder(tmp_path / "tokens")
+    folder = prepared(tmp_path, {"a": "the thé" * 50}, name=name)
     spec = json.loads(Path(name).read_text())
     n = len(spec["model"]["vocab"])
     assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.json", n)
