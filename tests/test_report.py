@@ -14,12 +14,11 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from conftest import fork_ranks, rows, wait_until
+from conftest import ROOT, fork_ranks, rows, wait_until
 
 from runtime.run_folder import hold_lock
 from tools import report
 
-ROOT = Path(__file__).parent.parent
 BEGAN = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
@@ -54,11 +53,14 @@ def start_row(step: int, began: float, last_logged: float | None = None, **flags
     return row | {"device": "cpu", "config": config | flags}
 
 
-def write_run(folder: Path, log: list[dict], starts: list[dict] | None = None) -> Path:
+def write_run(
+    folder: Path, log: list[dict], starts: list[dict] | None = None, statistics=()
+) -> Path:
     starts = starts or [start_row(0, 0)]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, lines in (("metrics.jsonl", log), ("starts.jsonl", starts)):
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, lines in (("metrics", log), ("starts", starts), ("optim", statistics)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
     (folder / "config.json").write_text(json.dumps(starts[-1]["config"]))
     return folder
 

@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import memory_taken, rows
+from conftest import ROOT, memory_taken, rows
+from test_report import FIRST_ROW, write_run
 from torch.distributed import tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from runtime.saver import Saver
 from tools import bench, compare, report
-
-ROOT = Path(__file__).parent.parent
-
 
 # --------------------------------------------------------------------------------------------------
 # compare
@@ -58,10 +56,7 @@ def four_digits(losses: list[float]) -> list[str]:
     return [f"{loss:.4f}" for loss in losses]
 
 
-FIRST_ROW = rows(ROOT / "docs/runs/tiny")[0]
-
-
-def write_run(
+def write_losses(
     folder: Path, losses: dict[int, float | None], evaluations=(), statistics=(), **config
 ) -> Path:
     """A run folder as train.py leaves it: step -> loss, (step, validation loss), optim.jsonl."""
@@ -71,13 +66,8 @@ def write_run(
         log.append(FIRST_ROW | row | {"step_time": 0.5, "time": "2026-11-22T12:00:00+00:00"})
     for step, val_loss in evaluations:
         log.append({"step": step, "val_loss": val_loss, "time": "2026-11-22T12:00:01+00:00"})
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
     start = {"time": "2026-11-22T12:00:00+00:00", "step": 0, "config": config}
-    for name, lines in (("metrics", log), ("optim", statistics), ("starts", [start])):
-        text = "".join(json.dumps(row) + "\n" for row in lines)
-        (folder / f"{name}.jsonl").write_text(text)
-    return folder
+    return write_run(folder, log, [start], statistics)
 
 
 def test_compare_prints_what_the_logs_say(compared):
@@ -99,7 +89,7 @@ def test_compare_prints_what_the_logs_say(compared):
 
 
 def test_compare_and_report_skip_what_the_log_did_not_write(tmp_path, capsys):
-    runs = [write_run(tmp_path / name, {1: 3.0, 2: 2.0}, [(2, 2.5)]) for name in "ab"]
+    runs = [write_losses(tmp_path / name, {1: 3.0, 2: 2.0}, [(2, 2.5)]) for name in "ab"]
     with open(runs[1] / "metrics.jsonl", "a") as log:
         log.write('{"note": "lr looks high"}\n12\n{"step": 3, "lo')  # torn
     (runs[1] / "starts.jsonl").write_text("12\n")
@@ -113,10 +103,10 @@ def test_compare_and_report_skip_what_the_log_did_not_write(tmp_path, capsys):
 
 def test_training_losses_are_means_over_the_same_tokens(tmp_path, compared):
     steps = range(1, 101)
-    often = write_run(tmp_path / "often", {step: 100.0 - step for step in steps}, [(100, 1.0)])
-    seldom = write_run(tmp_path / "seldom", {1: 99.0, 50: 50.0, 95: 5.0, 100: 0.0, 150: 0.0})
-    once = write_run(tmp_path / "once", {1: 99.0, 250: 0.0})
-    nan = write_run(tmp_path / "nan", {step: None if step > 90 else 1.0 for step in steps})
+    often = write_losses(tmp_path / "often", {step: 100.0 - step for step in steps}, [(100, 1.0)])
+    seldom = write_losses(tmp_path / "seldom", {1: 99.0, 50: 50.0, 95: 5.0, 100: 0.0, 150: 0.0})
+    once = write_losses(tmp_path / "once", {1: 99.0, 250: 0.0})
+    nan = write_losses(tmp_path / "nan", {step: None if step > 90 else 1.0 for step in steps})
     found = compared(often, seldom, once, nan)
     # Steps 91 ... 100 of one run, 95 and 100 of another; step 1 is not passed off as step 100.
     losses = ["4.5000", "2.5000", "none", "none"]
@@ -125,16 +115,16 @@ def test_training_losses_are_means_over_the_same_tokens(tmp_path, compared):
 
 
 def test_no_evaluation_yet_is_not_nan(tmp_path, compared):
-    good = write_run(tmp_path / "good", {1: 3.0, 2: 2.0}, [(1, 3.0), (2, 2.5)])
-    nan = write_run(tmp_path / "nan", {1: 3.0, 2: 2.0}, [(1, 2.75), (2, None)])
-    young = write_run(tmp_path / "young", {1: 3.0})
+    good = write_losses(tmp_path / "good", {1: 3.0, 2: 2.0}, [(1, 3.0), (2, 2.5)])
+    nan = write_losses(tmp_path / "nan", {1: 3.0, 2: 2.0}, [(1, 2.75), (2, None)])
+    young = write_losses(tmp_path / "young", {1: 3.0})
     found = compared(good, nan, young)
     assert found["final validation loss"] == ["2.5000", "nan", "none"]
     assert found["best validation loss"] == ["2.5000", "2.7500", "none"]
     assert found["seconds to validation loss 2.7500"] == ["1.0", "0.5", "none"]
     # The times of a run that continues another start there; the first evaluation counts
     more = [(110, 2.0), (120, 1.5), (130, 2.0)]
-    later = write_run(tmp_path / "later", {101: 3.0, 110: 2.0, 120: 2.0, 130: 2.0}, more)
+    later = write_losses(tmp_path / "later", {101: 3.0, 110: 2.0, 120: 2.0, 130: 2.0}, more)
     assert row(compared(later, "--loss", "2.0"), "seconds") == ["5.0"]
 
 
@@ -152,8 +142,8 @@ LOSSES = {1: 4.0, 10: 3.0, 20: 2.0}
     ],
 )
 def test_compare_says_where_two_runs_first_differ(tmp_path, compared, losses, tolerance, first):
-    a = write_run(tmp_path / "a", LOSSES)
-    b = write_run(tmp_path / "b", losses)
+    a = write_losses(tmp_path / "a", LOSSES)
+    b = write_losses(tmp_path / "b", losses)
     found = compared(a, b, "--tolerance", tolerance)
     assert row(found, f"first loss difference from a over {tolerance:g}") == ["-", first]
     assert row(found, "final validation loss") == ["none", "none"]
@@ -200,8 +190,8 @@ def statistics_of(changes: dict[tuple[int, str], dict]) -> list[dict]:
     ],
 )
 def test_compare_names_the_first_parameter_that_differs(tmp_path, compared, changes, first):
-    a = write_run(tmp_path / "a", LOSSES, statistics=statistics_of({}))
-    b = write_run(tmp_path / "b", LOSSES, statistics=statistics_of(changes))
+    a = write_losses(tmp_path / "a", LOSSES, statistics=statistics_of({}))
+    b = write_losses(tmp_path / "b", LOSSES, statistics=statistics_of(changes))
     found = compared(a, b)
     assert row(found, "first parameter difference from a over 0.01 (--tolerance)") == ["-", first]
 
@@ -218,9 +208,9 @@ def sweep(root: Path) -> list[Path]:
         for seed, loss in enumerate(losses):
             flags = {"max_steps": 1, "seed": seed, "lr": lr, "clip": "norm"}
             folder = root / f"lr-{lr}-seed-{seed}"
-            runs.append(write_run(folder, {1: loss}, [(1, loss)], **flags))
+            runs.append(write_losses(folder, {1: loss}, [(1, loss)], **flags))
     flags |= {"lr": 0.9, "seed": 0}
-    return [*runs, write_run(root / "high", {1: None}, [(1, None)], **flags)]
+    return [*runs, write_losses(root / "high", {1: None}, [(1, None)], **flags)]
 
 
 NO_WORD = "no word: it takes runs that ended, with the same seeds"
