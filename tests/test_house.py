@@ -13,11 +13,10 @@ from pathlib import Path
 from types import CodeType
 
 import pytest
-from conftest import flags, listen
+from conftest import ROOT, flags, listen
 
 import train
 
-ROOT = Path(__file__).parent.parent
 # Each file may import only files of the floors above its own in this list.
 FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
