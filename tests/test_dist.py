@@ -132,39 +132,28 @@ def outcome(how: str, kinds: str) -> tuple[str, str]:
     return type(result).__name__, str(result).partition(" at 0x")[0]
 
 
+DONE = ("str", "done on 0")
 LOCAL = ("Local", FULL), ("RankError", f"Local: {FULL}")
+KEY = ("RankError", f"KeyError: '{FULL}'"), ("KeyError", f"'{FULL}'")
+ATTRIBUTE = ("RankError", f"FromAttribute: {FULL}"), ("FromAttribute", FULL)
 LOCK = ("TypeError", "cannot pickle '_thread.lock' object")
+UNLOCKED = ("lock", "<unlocked _thread.lock object")
 
 
 @pytest.mark.parametrize(
     "how, kinds, on_rank_0, on_rank_1",
     [
-        ("on_all_ranks", "fine fine", ("str", "done on 0"), ("str", "done on 1")),
+        ("on_all_ranks", "fine fine", DONE, ("str", "done on 1")),
         ("on_all_ranks", "fine system", ("OSError", FULL), ("OSError", FULL)),
         ("on_all_ranks", "fine two", ("TwoArguments", FULL), ("TwoArguments", FULL)),
-        (
-            "on_all_ranks",
-            "fine key",
-            ("RankError", f"KeyError: '{FULL}'"),
-            ("KeyError", f"'{FULL}'"),
-        ),
-        (
-            "on_all_ranks",
-            "fine attribute",
-            ("RankError", f"FromAttribute: {FULL}"),
-            ("FromAttribute", FULL),
-        ),
+        ("on_all_ranks", "fine key", *KEY),
+        ("on_all_ranks", "fine attribute", *ATTRIBUTE),
         ("on_all_ranks", "local system", *LOCAL),
         ("on_all_ranks", "fine lock", LOCK, LOCK),
-        ("on_rank0", "fine local", ("str", "done on 0"), ("str", "done on 0")),
+        ("on_rank0", "fine local", DONE, DONE),
         ("on_rank0", "local fine", *LOCAL),
         ("on_rank0", "lock fine", LOCK, LOCK),
-        (
-            "raise_on_all_ranks",
-            "fine lock",
-            ("str", "done on 0"),
-            ("lock", "<unlocked _thread.lock object"),
-        ),
+        ("raise_on_all_ranks", "fine lock", DONE, UNLOCKED),
         ("raise_on_all_ranks", "fine local", *reversed(LOCAL)),
         ("raise_on_all_ranks", "local system", *LOCAL),
     ],

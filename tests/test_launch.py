@@ -47,14 +47,8 @@ def slurm_task(rank: int, **more: str) -> dict[str, str]:
 def test_the_lists_of_slurm(hosts, tasks, node, address, local_size):
     more = {"SLURM_STEP_NODELIST": hosts, "SLURM_STEP_TASKS_PER_NODE": tasks}
     variables = slurm_task(3, **more, SLURM_NODEID=str(node))
-    expected = {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": "23456",
-    }
+    expected = rank_variables(3, 4, port=23456) | {"MASTER_ADDR": address}
+    expected |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": local_size}
     with mock.patch.dict(os.environ, variables):
         for name in expected:
             os.environ.pop(name, None)

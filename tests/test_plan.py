@@ -45,21 +45,16 @@ def plan_of(text: str) -> predict.Request:
 
 
 def rehearsal(
-    communication=(),
-    flops=0.0,
-    recomputed=0.0,
-    grad_accum_steps=1,
-    mesh=(1, 8, 1),
-    grad_sync="batch",
-):
+    communication=(), flops=0.0, recomputed=0.0, accum=1, mesh=(1, 8, 1), grad_sync="batch"
+) -> Rehearsal:
     """What a rehearsal could have found, for a tiny model of 1,000,000 parameters."""
     text = f"{TINY} --peak_tflops 1 --dtype bfloat16 --micro_batch_size 1 --strategy fsdp"
     run = resolve(f"{text} --grad_sync {grad_sync}", world_size=8, device_type="cuda")
     run = dataclasses.replace(
         run,
-        grad_accum_steps=grad_accum_steps,
+        grad_accum_steps=accum,
         mesh_shape=mesh,
-        tokens_per_step=math.prod(mesh[:2]) * grad_accum_steps * run.seq_len,
+        tokens_per_step=math.prod(mesh[:2]) * accum * run.seq_len,
     )
     operations = [
         Operation("forward", "mm", (), flops=flops / 3, bytes=10**9),

@@ -4,15 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import (
-    assert_close,
-    build_model,
-    build_run,
-    resolve,
-    rows,
-    tensors,
-    train_step,
-)
+from conftest import assert_close, build_model, build_run, resolve, rows, tensors, train_step
 from test_memory import kept_for_backward
 from torch.profiler import profile
 
@@ -25,13 +17,11 @@ from runtime.profiling import CommunicationCounter, OperationCounter, Traffic
 from sample import closing_sample
 from tools.planning.rehearse import rehearse
 
-# tinyllama-1.1b has a head with separate weights.
-BASE = "--max_steps 2 --dtype float32 --model tinyllama-1.1b --n_kv_head 4 --checkpoint none"
-
 
 def test_an_evaluation_changes_neither_training_nor_checkpoints(run):
     """FSDP's last unit stays gathered after a forward pass that no backward pass follows."""
-    base = f"{BASE} --strategy fsdp --save_interval 1 --checkpoint sharded"
+    base = "--max_steps 2 --dtype float32 --strategy fsdp --save_interval 1"
+    base += " --model tinyllama-1.1b --n_kv_head 4"  # a head with separate weights
     plain = run(2, base, "plain")
     evaluated = run(2, f"{base} --eval_interval 1", "evaluated")
     assert len(rows(evaluated, "val_loss")) == 2

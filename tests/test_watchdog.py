@@ -224,11 +224,7 @@ def test_a_rank_that_fails_alone_ends_although_nccl_waits_for_others():
     "after, collective_failed, line",
     [
         ("5 9 a|7 9 a|8 9 a", False, "no rank made progress for 60 s: all are a"),
-        (
-            "5 9 a|7 8 b c|8 9 a",
-            False,
-            "rank 1 did not arrive within 60 s: still b c; rank 0 is a",
-        ),
+        ("5 9 a|7 8 b c|8 9 a", False, "rank 1 did not arrive within 60 s: still b c; rank 0 is a"),
         ("5 9 a|4 9 a|8 9 a", False, "rank 1 stopped or died, last seen a; rank 0 is a"),
         ("5 9 a|4 9 a|4 9 b", True, "ranks 1 and 2 stopped or died, last seen a; rank 0 is a"),
         ("5 9 a|7 8 a|8 9 a", True, None),  # an error of this rank only
