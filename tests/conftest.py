@@ -482,6 +482,11 @@ def small_disk(tmp_path):
     subprocess.run(["umount", disk], check=True)
 
 
+@pytest.fixture
+def tokenizers():
+    return pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
+
+
 def flags(text: str) -> list[str]:
     return f"{TINY} {QUIET} {text}".split()
 
@@ -569,6 +574,14 @@ def assert_close(one: Path, other: Path, rel: float = 1e-5) -> None:
 
 TEN_STEPS = "--max_steps 10 --dtype float32 --save_interval 5 --keep_last 0"
 RANKS_OF_MESH = {"ddp --async_save": 2, "hsdp --dp_shard 2": 4, "fsdp --tp 2 --async_save": 4}
+
+
+def contents(folder: Path) -> dict:
+    """Each file of the folder, and when it was written; False for folders, which a lock changes."""
+    return {
+        path: path.is_file() and (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+    }
 
 
 def file_names(folder: Path) -> list[str]:

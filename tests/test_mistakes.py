@@ -13,7 +13,7 @@ from unittest import mock
 import mistakes
 import pytest
 import torch
-from conftest import ROOT, call_train, flags, listen
+from conftest import ROOT, call_train, contents, flags, listen
 
 from text import sources
 
@@ -145,11 +145,6 @@ def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
     assert pool(1, call_train, flags(text)) == [0]
     mistakes.write_folders(root, tokens)
     return {"root": root} | {path.name: path for path in root.iterdir()}
-
-
-def contents(folder: Path) -> dict[Path, int]:
-    """The files of the folder, and when each was written; 0 for folders, which a lock changes."""
-    return {path: path.is_file() and path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def call(name: str, argv: list[str]) -> tuple[int, str, str]:

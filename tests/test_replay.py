@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call_train, flags, listen, rows
+from conftest import call_train, contents, flags, listen, rows
 
 import checkpoint
 import data
@@ -21,22 +21,12 @@ SEQUENCE = re.compile(r"sequence (\d+), (\S+) at token (\d+): (.*)")
 KEPT = "--dtype float32 --save_interval 2 --keep_last 0"
 
 
-def print_of(arguments: list) -> tuple[int, str, str]:
-    """Return (status, standard output, standard error)."""
-    return listen(list(map(str, arguments)), replay.main)
-
-
 def call(arguments: list) -> tuple[int, str, str]:
-    """As `print_of`; the run folder stays as it is."""
+    """Return (status, standard output, standard error); the run folder stays as it is."""
     before = contents(arguments[0])
-    said = print_of(arguments)
+    said = listen(list(map(str, arguments)), replay.main)
     assert contents(arguments[0]) == before
     return said
-
-
-def contents(run: Path) -> dict:
-    files = [path for path in Path(run).rglob("*") if path.is_file()]
-    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def repeated(*arguments) -> str:
@@ -133,11 +123,11 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_passed_over(single, tmp_pa
         real_load(state, origin, *rest)
 
     monkeypatch.setattr(train, "load", load)
-    status, out, _ = print_of([single, 6])
+    status, out, _ = listen([str(single), "6"], replay.main)
     assert status == 0 and f"passed over {early}: rank-00000.safetensors is missing" in out
     assert f"2 steps after {late}" in out and differences(out) == [0, 0]
     late.rename(tmp_path / "removed, too")
-    status, out, _ = print_of([single, 4])
+    status, out, _ = listen([str(single), "4"], replay.main)
     assert "4 steps after the initial weights" in out and differences(out) == [0, 0]
 
 

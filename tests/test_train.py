@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -20,11 +19,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
-    QUIET,
     ROOT,
-    TINY,
     build_run,
     call_train,
+    contents,
     documented_fields,
     flags,
     last_checkpoint,
@@ -97,7 +95,7 @@ def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, on_rank
     assert checkpoint.list_checkpoints(out) == good and checkpoint.verify(good[0]) is None
 
 
-def test_a_vocabulary_with_room_stays(pool, tokens, tmp_path):
+def test_a_vocabulary_with_room_stays(on_ranks, tmp_path):
     """That of a folder like nanoGPT's, whose tokenizer only a pickle tells."""
     larger = tmp_path / "larger"
     larger.mkdir()
@@ -106,11 +104,11 @@ def test_a_vocabulary_with_room_stays(pool, tokens, tmp_path):
     (larger / "meta.pkl").write_bytes(b"never read")
     first = tmp_path / "first"
     text = f"--max_steps 1 --dtype float32 --data {larger} --out {first} --sample_tokens 4"
-    ((status, said, _),) = pool(1, listen, flags(text))
+    ((status, said, _),) = on_ranks(1, listen, text)
     sample = said.split(" sample ")[1].splitlines()[1]
     assert status == 0 and re.fullmatch(r"0 1 2 3 (\d+ ){4}", sample)  # token ids
-    text = f"{TINY} {QUIET} --data {tokens} --dtype float32 --out {tmp_path}/second --max_steps 1"
-    ((status, said, err),) = pool(1, listen, f"{text} --init_from {first}".split())
+    text = f"--dtype float32 --out {tmp_path}/second --max_steps 1 --init_from {first}"
+    ((status, said, err),) = on_ranks(1, listen, text)
     assert (status, err) == (0, "")
     assert "2 layers x 32 wide, vocabulary 448: " in said
     assert [row["step"] for row in rows(tmp_path / "second")] == [1]
@@ -202,14 +200,10 @@ def test_a_notebook_trains_saves_and_loads_in_a_few_lines(pool, tmp_path):
     assert checkpoint.verify(path) is None and len(tensors(path)) > 50
 
 
-def files(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-
-
 def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens, tmp_path):
     out = run(1, "--max_steps 2 --save_interval 1 --dtype float32")
     (row,) = rows(out, "val_loss")
-    before = files(tmp_path)
+    before = contents(tmp_path)
     # A byte is a token, and val.bin also has ends of text, id 256.
     ids = np.fromfile(tokens / "val.bin", "<u2")
     tokens_per_byte = len(ids) / np.count_nonzero(ids != 256)
@@ -231,7 +225,7 @@ def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens
         asked = [*argv, "single", "--eval_sequences", str(count)]
         lines += [said for _, said, _ in pool(1, listen, asked)]
     assert lines[0] == lines[1] and f"({size} sequences of 16 tokens)" in lines[0]
-    assert files(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def evaluation(line: str) -> list[float]:
@@ -288,20 +282,20 @@ def test_eval_only_takes_another_checkpoint_and_other_data(run, pool, tokens, tm
 
 
 def test_a_dry_run_and_a_finished_run_write_nothing(run, on_ranks, tmp_path):
-    before = files(tmp_path)
+    before = contents(tmp_path)
     (status, said, err), _ = on_ranks(2, listen, "--strategy fsdp --max_steps 2 --dry_run")
     assert (status, err) == (0, "")
     for word in ("model ", "mesh    fsdp: dp_replicate 1 x dp_shard 2", "memory  a rank", "out "):
         assert f"\n{word}" in f"\n{said}"
     assert said.endswith("--dry_run: all is ready for the first step; nothing was written\n")
-    assert files(tmp_path) == before
+    assert contents(tmp_path) == before
 
     run(1, "--max_steps 2")
-    before = files(tmp_path)
+    before = contents(tmp_path)
     ((status, said, _),) = on_ranks(1, listen, "--strategy fsdp --max_steps 4 --dry_run")
     assert status == 0 and "continuing from" in said
     assert "changed: --max_steps 2 -> 4" in said and "--dry_run F" not in said
-    assert files(tmp_path) == before
+    assert contents(tmp_path) == before
     ((status, said, _),) = on_ranks(1, listen, "--strategy fsdp --max_steps 2")
     assert status == 0 and said.startswith(f"{tmp_path}/run is finished, step 2 of 2: raise ")
     assert said.endswith("        changed: --strategy single -> fsdp\n")
@@ -310,7 +304,7 @@ def test_a_dry_run_and_a_finished_run_write_nothing(run, on_ranks, tmp_path):
     path = f"{tmp_path}/run/checkpoints/step-00000002"
     line = f"--max_steps 2 leaves no step to train: {path} is of step 2; raise --max_steps\n"
     assert (status, said) == (0, line)
-    assert files(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 class FakeTracker:
