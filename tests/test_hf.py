@@ -189,10 +189,11 @@ def test_a_llama_comes_in_trains_on_two_ranks_and_goes_out(
 
 
 @pytest.mark.hf
-def test_a_head_of_its_own_is_imported_untied(transformers, tmp_path):
+def test_a_head_of_its_own_is_imported_untied(transformers, safetensors, tmp_path):
     theirs = make_model(transformers, "llama 3.2", tmp_path / "theirs")
-    embedding = "model.embed_tokens.weight"
-    spoil(theirs, lambda s: s.update({"lm_head.weight": s[embedding] + torch.randn(32)}))
+    weights = safetensors.torch.load_file(theirs / "model.safetensors")
+    weights["lm_head.weight"] = weights[EMBEDDING] + torch.randn(32)
+    safetensors.torch.save_file(weights, theirs / "model.safetensors")
     imported = convert("import", theirs, tmp_path / "imported")
     assert not sample.read_trained(imported).config.tied
     expected = their_logits(transformers, theirs)
@@ -226,8 +227,9 @@ def trained_tokens(tokenizers, size: int) -> list[bytes]:
 
 @pytest.mark.hf
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_a_tokenizer_gives_the_same_tokens_as_its_tokenizer_json(monkeypatch, name, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
+def test_a_tokenizer_gives_the_same_tokens_as_its_tokenizer_json(
+    tokenizers, monkeypatch, name, tmp_path
+):
     words = trained_tokens(tokenizers, 700)
     small_gpt2(monkeypatch, [*words, b"unreachable", b"aaaaa"])  # no merges lead to the last two
     encoding = tokenizer.load_encoding(name)
@@ -243,10 +245,8 @@ def test_a_tokenizer_gives_the_same_tokens_as_its_tokenizer_json(monkeypatch, na
 
 @pytest.mark.hf
 def test_a_model_comes_in_with_its_tokenizer_trains_and_goes_out(
-    transformers, pool, tmp_path, monkeypatch
+    transformers, tokenizers, pool, tmp_path, monkeypatch
 ):
-    import tokenizers
-
     theirs = tmp_path / "theirs"
     monkeypatch.setitem(SHAPE, "vocab_size", 900)
     make_model(transformers, "mistral 0.3", theirs)
@@ -303,15 +303,6 @@ def test_what_a_config_json_leaves_out_is_as_in_transformers(tmp_path):
     hf.write_json(tmp_path / "config.json", {"model_type": "llama"} | SIZES | old)
     with pytest.raises(UsageError, match="the model needs rope_type 'linear'"):
         hf.from_hf(tmp_path)
-
-
-def spoil(folder: Path, change) -> None:
-    """Change the tensors of a model folder."""
-    from safetensors.torch import load_file, save_file
-
-    state = load_file(folder / "model.safetensors")
-    change(state)
-    save_file(state, folder / "model.safetensors")
 
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, Job
-from test_tokenizer import prepared, small_gpt2
+from test_tokenizer import ADDED, prepared, small_gpt2
 
 import data
 import prepare
@@ -175,9 +175,7 @@ def endless(tmp_path):
     job = Job(command, tmp_path / "job")
     work = tmp_path / ".tokens.unfinished"
     job.wait_until(lambda: (work / "train.bin").exists(), 60)
-    yield job
-    job.process.kill()
-    job.wait(10)
+    return job
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -188,11 +186,9 @@ def test_a_signal_ends_it_with_one_line_and_leaves_nothing(tmp_path, endless, nu
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "source"]
 
 
-def test_a_signal_ends_the_encoding_of_a_document_that_cannot_be_cut(tmp_path):
+def test_a_signal_ends_the_encoding_of_a_document_that_cannot_be_cut(tokenizers, tmp_path):
     """In the package tokenizers, which takes a minute for this one."""
-    pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    spec = {"added_tokens": [{"id": 0, "content": "</s>", "special": True} | flags]}
+    spec = {"added_tokens": [ADDED | {"id": 0, "content": "</s>"}]}
     vocab = {token: i for i, token in enumerate(["</s>", "a", "b", "ab", "abab"])}
     spec["model"] = {"type": "BPE", "vocab": vocab, "merges": ["a b", "ab ab"], "unk_token": None}
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))

@@ -87,8 +87,7 @@ def test_text_continues_the_prompt(trained, text):
     assert err == ""
 
 
-def test_text_is_the_same_by_a_tokenizer_file(trained, with_file, text):
-    pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
+def test_text_is_the_same_by_a_tokenizer_file(trained, with_file, text, tokenizers):
     assert text(with_file) == text(trained)
 
 

@@ -107,11 +107,6 @@ def test_bits_per_byte_of_a_mixture_weigh_the_bytes_of_a_token_by_its_shares():
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
-@pytest.fixture
-def tokenizers():
-    return pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
-
-
 # Kinds of tokenizer.json: its normalizer, what cuts text, and what joins it again
 def split_by(regex: str) -> dict:
     cut = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
