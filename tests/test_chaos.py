@@ -74,15 +74,6 @@ def assert_same_run(whole: Path, out: Path) -> None:
     assert [row["step"] for row in rows(out)] == [row["step"] for row in rows(whole)]
 
 
-@contextlib.contextmanager
-def drawn_with(seed: int) -> Iterator[random.Random]:
-    try:
-        yield random.Random(seed)
-    except BaseException as error:
-        error.add_note(f"the kills were drawn with seed {seed}")
-        raise
-
-
 def train_as_torchruns(argv: list[str]) -> int:
     """train.py in a process group of its own, to which torchrun sends its signals.
 
@@ -116,17 +107,16 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run, whole, token
 @pytest.mark.chaos
 @pytest.mark.parametrize("checkpoints", ["sharded", "sharded --async_save"])
 def test_killed_thirty_times(run, tokens, tmp_path, checkpoints):
-    times = 30
     text = f"{RUN} 750"  # time for 30 kills at 25 steps each
     whole = run(2, text, "whole", timeout=120)
     out = tmp_path / "out"
     argv = flags(f"--data {tokens} --out {out} {text} --checkpoint {checkpoints}")
-    with drawn_with(seed=0) as rng:
-        for _ in range(times):
-            kill(out, argv, rng)
-        job = torchrun(2, argv, tmp_path / "job")
-        assert job.wait(400) == 0, job.err
-        assert_same_run(whole, out)
+    rng = random.Random(0)
+    for _ in range(30):
+        kill(out, argv, rng)
+    job = torchrun(2, argv, tmp_path / "job")
+    assert job.wait(400) == 0, job.err
+    assert_same_run(whole, out)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -84,13 +84,8 @@ for text in ("", "--tied", "--tied false", "--model llama3-8b", "--rope_theta 5"
 """
     command = [sys.executable, "-c", fork]
     found = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines() == [
-        "True 10000.0",
-        "True 10000.0",
-        "False 10000.0",
-        "False 500000.0",
-        "True 5.0",
-    ]
+    lines = ["True 10000.0", "True 10000.0", "False 10000.0", "False 500000.0", "True 5.0"]
+    assert found.stdout.splitlines() == lines
 
 
 def test_the_reference_tells_which_flags_may_not_change():

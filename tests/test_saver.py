@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import file_names, last_checkpoint, listen, rows, tensors
+from test_dist import TwoArguments
 
 import checkpoint
 import dist
@@ -209,21 +210,16 @@ class Unpicklable(Exception):
         raise TypeError("cannot be pickled")
 
 
-class TwoArguments(Exception):
-    def __init__(self, name: str, problem: str):
-        super().__init__(f"{name} is {problem}")
-
-
 def errors_of_a_save() -> list[Exception]:
-    """With the text "the disk is lost". Their text can be sent, all but the last two cannot."""
+    """With the text "this disk is lost". Their text can be sent, all but the last two cannot."""
 
     class Local(Exception):
         pass
 
-    text = "the disk is lost"
+    text = "this disk is lost"
     with_lock = OSError(text)
     with_lock.lock = threading.Lock()
-    errors = [Unpicklable(text), TwoArguments("the disk", "lost"), Local(text), with_lock]
+    errors = [Unpicklable(text), TwoArguments("disk", "lost"), Local(text), with_lock]
     return [*errors, TypeError(text), OSError(text)]
 
 
@@ -273,7 +269,7 @@ def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async
         assert before is None
         assert in_the_way.startswith(f"cannot write {run}/checkpoints/step-00000001: rank 0: [Errn")
         line = f"cannot write {run}/checkpoints/step-00000002: rank"
-        expected = [f"{line} {rank}: the disk is lost" for rank in PLACES.values()]
+        expected = [f"{line} {rank}: this disk is lost" for rank in PLACES.values()]
         assert lost == expected * 6
         assert succeeded is None
 

@@ -56,23 +56,6 @@ def in_a_namespace(size: int, argv: list[str], file: Path) -> int:
     return 0
 
 
-def measure(size: int, text: str, tokens: Path, folder: Path) -> tuple[float, float]:
-    """Bytes of a step on the wire, of all ranks together: counted, and of the plan."""
-    argv = flags(f"--data {tokens} --out {folder}/run {text} --max_steps 10")
-    (parent,) = fork_ranks(1, in_a_namespace, size, argv, folder / "bytes")
-    parent.join()
-    if parent.exitcode == 1:
-        pytest.skip("network namespaces need root")
-    cluster = f"--world_size {size} --nproc_per_node {size} --device_type cpu --peak_tflops 1"
-    request, options, _ = plan.parse([*argv, *cluster.split()])
-    found = json.loads((folder / "bytes").read_text())
-    planned = size * sum(
-        row["wire_bytes"] for row in plan.make_plan(request, options).communication()
-    )
-    print(f"\n{text} on {size}: {found:,.0f} bytes, planned {planned:,.0f}: {found / planned:.4f}")
-    return found, planned
-
-
 SLOW = [(mesh, size) for mesh in ("ddp --optimizer muon", "fsdp") for size in (2, 4)]
 SLOW += [("single --tp 2", 2), ("hsdp --dp_shard 2", 4)]
 CASES = [("fsdp --tp 2", 4)]
@@ -81,5 +64,15 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 @pytest.mark.parametrize("mesh, size", CASES)
 def test_a_step_sends_what_each_collective_must(tokens, tmp_path, mesh, size):
-    found, planned = measure(size, f"{LARGE} --strategy {mesh}", tokens, tmp_path)
+    argv = flags(f"--data {tokens} --out {tmp_path}/run {LARGE} --strategy {mesh} --max_steps 10")
+    (parent,) = fork_ranks(1, in_a_namespace, size, argv, tmp_path / "bytes")
+    parent.join()
+    if parent.exitcode == 1:
+        pytest.skip("network namespaces need root")
+    cluster = f"--world_size {size} --nproc_per_node {size} --device_type cpu --peak_tflops 1"
+    request, options, _ = plan.parse([*argv, *cluster.split()])
+    sent = [row["wire_bytes"] for row in plan.make_plan(request, options).communication()]
+    planned = size * sum(sent)
+    found = json.loads((tmp_path / "bytes").read_text())
+    print(f"\n{mesh} on {size}: {found:,.0f} bytes, planned {planned:,.0f}: {found / planned:.4f}")
     assert found == pytest.approx(planned, rel=0.02)
