@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType
 
 import pytest
-from conftest import ROOT, flags, listen
+from conftest import ROOT, listen
 
 import train
 
@@ -204,17 +204,12 @@ def trace(argv: list[str]) -> list[set[tuple[str, int, str]]]:
     return entered
 
 
-@pytest.fixture(scope="module")
-def entered(pool, tokens, tmp_path_factory) -> list[set[tuple[str, int, str]]]:
-    out = tmp_path_factory.mktemp("traced") / "run"
-    text = f"--data {tokens} --out {out} --dtype float32 --strategy fsdp"
-    return pool(2, trace, flags(f"{text} --max_steps {TRACED_STEP + 2}"))[0]
-
-
-@pytest.mark.parametrize("step, limit", [(0, BEFORE_STEP_1), (TRACED_STEP, IN_A_LOGGED_STEP)])
-def test_few_functions_run_before_step_1_and_in_a_logged_step(entered, step, limit):
-    names = [f"{file}.{name}" for file, _, name in sorted(entered[step])]
-    assert len(names) <= limit, f"{len(names)} functions: {' '.join(names)}"
+def test_few_functions_run_before_step_1_and_in_a_logged_step(on_ranks):
+    text = f"--dtype float32 --strategy fsdp --max_steps {TRACED_STEP + 2}"
+    entered, _ = on_ranks(2, trace, text)
+    for step, limit in ((0, BEFORE_STEP_1), (TRACED_STEP, IN_A_LOGGED_STEP)):
+        names = [f"{file}.{name}" for file, _, name in sorted(entered[step])]
+        assert len(names) <= limit, f"{len(names)} functions: {' '.join(names)}"
 
 
 # --------------------------------------------------------------------------------------------------

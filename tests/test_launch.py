@@ -81,18 +81,11 @@ def test_variables_that_are_incomplete_are_refused_at_once(monkeypatch, tokens, 
 # This process
 
 
-@pytest.fixture
-def see_gpus(monkeypatch):
-    """see_gpus(n): this process sees n GPUs."""
-
-    def see(count: int) -> None:
-        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(monkeypatch):
+    def see_gpus(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
-    return see
-
-
-def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(see_gpus, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     see_gpus(8)
     assert launch.find_device("auto", local_rank=3, local_size=8) == torch.device("cuda", 3)
     see_gpus(4)
@@ -119,7 +112,6 @@ def test_a_rank_may_open_as_many_files_as_the_system_grants(pool):
 
 
 def count_sockets() -> int:
-    """The sockets of this process."""
     count = 0
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # what lists this folder
@@ -190,9 +182,8 @@ def test_ranks_that_do_not_join_are_named(monkeypatch):
     with pytest.raises(ConnectionError, match=line):
         launch.start("cpu", timeout, join_timeout=timedelta(seconds=0.5))
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(
-        ConnectionError, match="^1 of 2 ranks did not join within 1 s, first rank 1$"
-    ):
+    line = "^1 of 2 ranks did not join within 1 s, first rank 1$"
+    with pytest.raises(ConnectionError, match=line):
         launch.start("cpu", timeout, join_timeout=timedelta(seconds=1))
 
 

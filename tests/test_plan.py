@@ -40,10 +40,6 @@ CLUSTER = Cluster(
 )
 
 
-def plan_of(text: str) -> predict.Request:
-    return plan.parse(f"{TINY} {text}".split())[0]
-
-
 def rehearsal(
     communication=(), flops=0.0, recomputed=0.0, accum=1, mesh=(1, 8, 1), grad_sync="batch"
 ) -> Rehearsal:
@@ -180,7 +176,8 @@ def test_on_cpus_a_host_does_not_compute_while_it_copies_and_scatters_twice_as_m
 
 def test_a_row_of_two_phases_is_their_sum():
     found = rehearsal([sends(1.0), sends(3.0, phase="backward")])
-    request = dataclasses.replace(plan_of("--world_size 8"), cluster=CLUSTER)
+    request, *_ = plan.parse(f"{TINY} --world_size 8".split())
+    request = dataclasses.replace(request, cluster=CLUSTER)
     (row,) = plan.Plan(request, found, step(found), options=None).communication()
     assert row["count"] == 20
     assert row["seconds"] == pytest.approx(4.0)

@@ -42,20 +42,13 @@ def manifest(step: int, dtype: str = "float32", data: str = "abc", model=MODEL, 
     return base | {"config": {"seed": 0} | config}
 
 
-def save(out, step: int, **changes):
-    """A checkpoint without tensors, which is complete and verifies."""
+def save(out, step: int, fields: dict | None = None, **changes):
+    """A checkpoint without tensors, which is complete and verifies; fields are of its manifest."""
     path = out / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
     (path / "full.safetensors").write_bytes(bytes(SIZE))
-    (path / "manifest.json").write_text(json.dumps(manifest(step, **changes)))
+    (path / "manifest.json").write_text(json.dumps(manifest(step, **changes) | (fields or {})))
     return path
-
-
-def save_run(out, step: int, run: layout.Run):
-    """A checkpoint with the manifest of a run."""
-    path = save(out, step)
-    saved = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(saved | run.manifest))
 
 
 FOLDER = data.TokenFolder(Path("tokens/a"), np.dtype("<u2"), 257, "bytes", fingerprint="abc")
@@ -164,9 +157,7 @@ def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
 
 
 def test_an_evaluation_is_as_in_the_run(begin, tmp_path):
-    path = save(tmp_path, 10, dtype="bfloat16", eval_sequences=7)
-    saved = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(saved | {"micro_batch_size": 3}))
+    path = save(tmp_path, 10, {"micro_batch_size": 3}, dtype="bfloat16", eval_sequences=7)
     run = {"eval_only": True, "out": str(tmp_path)}
 
     def evaluated(**flags) -> tuple:
@@ -177,6 +168,7 @@ def test_an_evaluation_is_as_in_the_run(begin, tmp_path):
     assert evaluated() == ("bfloat16", "tokens/a", 7, 3)
     given = {"dtype": "float32", "data": "tokens/b", "eval_sequences": 5, "micro_batch_size": 1}
     assert evaluated(**given) == ("float32", "tokens/b", 5, 1)
+    saved = json.loads((path / "manifest.json").read_text())
     imported = {name: saved[name] for name in ("format", "step", "files", "model")}  # by tools.hf
     (path / "manifest.json").write_text(json.dumps(imported))
     with mock.patch.object(preflight, "prepare_builtin"):
@@ -261,7 +253,7 @@ OF_ONE_START |= {"device", "timeout", "profile"}
 @pytest.fixture
 def change(begin, tmp_path):
     """change(name, value, **flags): what a start says with another value of one flag."""
-    save_run(tmp_path / "run", 3, begin(lr=0.25).run)
+    save(tmp_path / "run", 3, begin(lr=0.25).run.manifest)
 
     def call(name: str, value, **flags) -> list[str]:
         return changes(begin(**{"lr": 0.25, **flags, name: value}))
@@ -362,7 +354,7 @@ def test_what_follows_from_the_ranks_is_computed_again(begin, tmp_path):
     text = "--strategy fsdp --global_batch_size 8 --data tokens/a"
     of_two = resolve(text, world_size=2)
     assert of_two.micro_batch_size == 4
-    save_run(tmp_path / "run", 10, of_two)
+    save(tmp_path / "run", 10, of_two.manifest)
     start = begin(**NOT_TYPED)
     assert (start.run.strategy, start.run.dp_shard, start.run.micro_batch_size) == ("fsdp", 1, 8)
     assert changes(start) == ["--dp_shard 2 -> 1", "--micro_batch_size 4 -> 8"]
@@ -374,7 +366,7 @@ def test_a_new_default_is_printed_and_the_run_keeps_the_old(begin, tmp_path):
     save(tmp_path / "run", 10, weight_decay=0.1, lr=0.5 / 32, warmup_steps=50)
     assert begin(**NOT_TYPED | {"dtype": "float32"}).notes == []
     defaults = {"weight_decay": 0.2, "warmup_steps": 70}
-    save_run(tmp_path / "run", 20, resolve("--global_batch_size 8"))
+    save(tmp_path / "run", 20, resolve("--global_batch_size 8").manifest)
     with mock.patch.dict(config.DEFAULTS, defaults):
         start = begin(**NOT_TYPED)
     assert (start.run.weight_decay, start.run.warmup_steps) == (0.1, 50)

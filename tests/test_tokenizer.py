@@ -180,20 +180,25 @@ def make_json(tokenizers, kind: str, path: Path, more: str = "") -> str:
 
 
 def mixed_text(rng: random.Random, size: int) -> str:
-    """Text of all kinds, of `size` parts."""
     parts = [*"abeStTlLmM'  \t\n\r./,!?019_é日ا\u00a0\u2003ſ²ﬁ½😀\x00\x1c\x7f\ufeff\ufffd"]
     parts += ["'s", "'LL", "\r\n", " self", " return", "      ", "12345", "e\u0301", "日本語。\n"]
     parts += ["</s>", "<|endoftext|>", "<unk>", "<0x41>", "👩\u200d👩\u200d👧", "def f(x):\n    "]
     return "x" + "".join(rng.choices(parts, k=size))
 
 
-def check_package(tokenizers, kind: str, folder: Path, documents: list[str]) -> None:
-    """Prepare documents; the ids and their text are those of the package for whole documents."""
-    name = make_json(tokenizers, kind, folder / "a.json")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_of_whole_documents_are_those_of_the_package(
+    tokenizers, tmp_path, monkeypatch, kind
+):
+    """Although documents are read in chunks. Also the text of these and of other tokens."""
+    monkeypatch.setattr(sources, "CHUNK", 300)
+    rng = random.Random(0)
+    documents = [*(mixed_text(rng, 3 * i * i) for i in range(16)), "-" * 1000]
+    name = make_json(tokenizers, kind, tmp_path / "a.json")
     if kind == "t5":  # which has names of special tokens as words
         documents = [text.replace("</s>", "").replace("<unk>", "") for text in documents]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-    tokens = prepared(folder, {"a.jsonl": lines}, name=name, val_fraction=0.3)
+    tokens = prepared(tmp_path, {"a.jsonl": lines}, name=name, val_fraction=0.3)
     theirs = tokenizers.Tokenizer.from_file(name)
     theirs.encode_special_tokens = True
     theirs.no_truncation()
@@ -214,17 +219,6 @@ def check_package(tokenizers, kind: str, folder: Path, documents: list[str]) -> 
         rest = tokenizer.decode(name, ids[3:], ids[:3])
         if text.startswith(beginning := theirs.decode(ids[:3], skip_special_tokens=False)):
             assert beginning + "".join(rest) == text
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_tokens_of_whole_documents_are_those_of_the_package(
-    tokenizers, tmp_path, monkeypatch, kind
-):
-    """Although documents are read in chunks."""
-    monkeypatch.setattr(sources, "CHUNK", 300)
-    rng = random.Random(0)
-    documents = [mixed_text(rng, 3 * i * i) for i in range(16)]
-    check_package(tokenizers, kind, tmp_path, [*documents, "-" * 1000])
 
 
 def test_names_of_special_tokens_that_the_model_merges_are_text(tokenizers, tmp_path):

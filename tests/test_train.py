@@ -24,7 +24,6 @@ from conftest import (
     call_train,
     contents,
     documented_fields,
-    flags,
     last_checkpoint,
     listen,
     rows,
@@ -326,16 +325,16 @@ class FakeTracker:
         self.sent.append((step, numbers))
 
 
-def train_with(tracker: FakeTracker | None, argv: list[str]):
+def train_with(argv: list[str], tracker: FakeTracker | None):
     """What train.py answers, and the tracker, which is installed unless it is None."""
     with mock.patch.dict(sys.modules, wandb=tracker):
         return listen(argv), tracker
 
 
-def test_wandb_gets_the_numbers_of_each_row_from_rank_0_and_may_fail(pool, tokens, tmp_path):
+def test_wandb_gets_the_numbers_of_each_row_from_rank_0_and_may_fail(on_ranks, tmp_path):
     out = tmp_path / "run"
-    argv = flags(f"--data {tokens} --out {out} --strategy fsdp --tracker wandb --max_steps")
-    ((status, _, err), tracker), (_, other) = pool(2, train_with, FakeTracker(), [*argv, "2"])
+    text = "--strategy fsdp --tracker wandb --max_steps"
+    ((status, _, err), tracker), (_, other) = on_ranks(2, train_with, f"{text} 2", FakeTracker())
     assert (status, err, other.opened) == (0, "", [])
     (options,) = tracker.opened
     assert options["id"].startswith("run-20") and options["config"]["tracker"] == "wandb"
@@ -347,13 +346,13 @@ def test_wandb_gets_the_numbers_of_each_row_from_rank_0_and_may_fail(pool, token
     start = json.loads((out / "starts.jsonl").read_text()) | {"time": "2020-01-01T00:00:00+00:00"}
     (out / "starts.jsonl").write_text(json.dumps(start) + "\n")
     failing = FakeTracker(fails_after=1)
-    ((status, said, err), again), _ = pool(2, train_with, failing, [*argv, "5"])
+    ((status, said, err), again), _ = on_ranks(2, train_with, f"{text} 5", failing)
     assert (status, err, len(again.sent)) == (0, "", 1)
     assert again.opened[0]["id"].startswith("run-2020")
     line = "--tracker failed and is off until the next start: ConnectionError('no network')\n"
     assert said.count(line) == said.count("no network") == 1
     assert len(rows(out)) == 5
-    ((status, said, err), _), _ = pool(2, train_with, None, [*argv, "6"])
+    ((status, said, err), _), _ = on_ranks(2, train_with, f"{text} 6", None)
     assert (status, err) == (0, "") and "--tracker failed and is off " in said  # not installed
 
 
