@@ -27,11 +27,7 @@ from tools.measuring.harness import TORCHRUN
 
 SMALL = "--n_layer 3 --micro_batch_size 2 --dtype float32 --strategy ddp"
 
-
-# --------------------------------------------------------------------------------------------------
-# Faults, planted in the ranks
-
-
+# What the faults that are planted in the ranks call
 train_step, replicate = train.train_step, dist.replicate
 build, gradient_sync = train.build, dist.gradient_sync
 load_state = checkpoint.load_state

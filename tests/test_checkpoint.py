@@ -102,9 +102,6 @@ def test_rows_and_manifest_of_a_checkpoint(whole, mesh):
     assert checkpoint.verify(path) is None
 
 
-# --------------------------------------------------------------------------------------------------
-# From any mesh to any other
-
 MESHES = {1: ["single"], 2: ["fsdp", "single --tp 2"], 4: ["hsdp --dp_shard 2", "fsdp --tp 2"]}
 # Rows that 4 ranks do not divide, and with tp 2 neither do 2; the head has a weight of its own
 FLAGS = (

@@ -128,25 +128,14 @@ def test_a_field_of_a_fork_is_exported_at_its_default_only(
 # --------------------------------------------------------------------------------------------------
 # The Llama family
 
-SHAPE = {
-    "vocab_size": 300,  # not a multiple of 64
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,  # logits of about 1: a term that is lost shows
-}
+SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+SHAPE |= {"vocab_size": 300}  # not a multiple of 64
+SHAPE |= {"initializer_range": 0.2}  # logits of about 1: a term that is lost shows
 # Of the frequencies of 8 elements some are fast, some slow, one is in between.
-LLAMA31 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 0.1,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA31 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0}
+LLAMA31 |= {"low_freq_factor": 0.1, "high_freq_factor": 4.0}
+LLAMA31 |= {"original_max_position_embeddings": 32}
 FAMILIES = {
     "llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama 3.2": {"rope_parameters": LLAMA31 | {"factor": 32.0}, "tie_word_embeddings": True},

@@ -177,9 +177,6 @@ def test_clipping_is_its_formula_on_every_mesh(pool, clip):
             assert torch.equal(mesh_weights[FROZEN], weights[FROZEN])  # not updated, not decayed
 
 
-# --------------------------------------------------------------------------------------------------
-# Optimizers and schedules
-
 # Muon, relative. Newton-Schulz gives the small singular values of a momentum, which are rounding,
 # the size of the large ones: what differs in its last bit, by the order of a sum, turns the update
 # in directions that the loss hardly depends on. So weights differ more than norms.

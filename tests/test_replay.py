@@ -164,9 +164,8 @@ def test_the_text_of_a_sequence_is_at_its_place_also_in_a_mixture(run, tokens, t
         start = int(start)
         window = data.open_folder(Path(folder)).tokens("train")[start : start + 17]
         assert window.tolist() == sequence.tolist()
-        assert (
-            text == repr(bytes(token for token in window if token < 256).decode()) or 256 in window
-        )
+        shown = bytes(token for token in window if token < 256).decode()
+        assert text == repr(shown) or 256 in window
     shown = SEQUENCE.findall(repeated(out, 2))
     assert sorted(shown) == sorted(said)
 
