@@ -27,7 +27,7 @@ def test_auto_counts_the_parameters_of_the_run_and_the_start_says_the_sum(on_ran
     ((status, said, _), _) = on_ranks(2, listen, text)
     assert status == 0 and "mesh    ddp: dp_replicate 2 x dp_shard 1" in said
     parameters = 320 * 512 + 512 + 2 * (2 * 512 + 3 * 512 * 512 + 3 * 512 * 2048)
-    (line,) = [line for line in said.splitlines() if line.startswith("memory  a rank needs at ")]
+    (line,) = [line for line in said.splitlines() if line.startswith("memory  estimate ")]
     *parts, total = map(float, re.findall(r"\d+\.\d+", line))
     assert parts[0] == round(4 * parameters / 1e6, 1)
     assert total == pytest.approx(sum(parts), abs=0.3)
