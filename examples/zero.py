@@ -76,7 +76,8 @@ def backward(x, weight, out, d):
     `out` is the layer's output tanh(x @ weight), and `d` the gradient of `out`.
     """
     d = d * (1 - out**2)  # the derivative of tanh
-    return group.note("gradients", x.T @ d), d @ weight.T  # zero_check.py counts full layers
+    group.rows = len(x)  # for zero_check.py, which also counts full layers
+    return group.note("gradients", x.T @ d), d @ weight.T
 
 
 def gradients(weights, x, y):

@@ -36,6 +36,7 @@ class Group:
         self.handed = self.ring = 0  # bytes handed to torch, bytes that a rank of a ring sends
         self.calls = Counter()
         self.waiting = self.overlapped = 0  # all_reduces on their way, full layers made meanwhile
+        self.rows = 0  # of the input of a layer
         self.full = {"weights": [], "gradients": []}  # references to full layers
         self.most = {"weights": 0, "gradients": 0}  # full layers that existed at one time
 
@@ -184,6 +185,7 @@ def compare(what, tensors, expected, tolerance):
     is_full = own.shape[1] == zero.L
     expected = expected.view(zero.LAYERS, -1) if is_full else own_shard(expected)
     ratio = (own * expected).sum() / (expected**2).sum()
+    assert own.any(), f"{what} of rank {rank} are still 0"
     if abs(ratio - 1) > 0.01 and (own - ratio * expected).abs().max() < 1e-5 * largest:
         hint = "a sum where the mean is needed?" if ratio > 1 else "divided by n twice?"
         raise AssertionError(f"{what} of rank {rank} are {ratio:.2f} times one rank's: {hint}")
@@ -198,6 +200,8 @@ def check_step(stage, state, gradients, weights):
     """Check what a stage has done in a step. Return the difference from one rank's weights."""
     step = f"step {state.step}"
     assert group.waiting == 0, f"{step}: {group.waiting} all_reduces were not waited for"
+    rows = zero.ROWS if stage is zero.one_rank else zero.ROWS // n
+    assert group.rows == rows, f"rank {rank} trains on {group.rows} rows, its part has {rows}"
     is_zero1 = stage is zero.zero1  # only its own shard of the gradients is a mean
     own = own_shard(state.gradients) if is_zero1 else state.gradients
     compare(f"{step}: the gradients", own, gradients, 1e-5)

@@ -45,6 +45,8 @@ WRONG = [  # a function, its code, what a student writes instead, words of the l
     ("ddp_each", MEAN, f"{MEAN} * n", "step 1: .* rank . are 0.33 times .*: divided by n twice"),
     ("ddp_each", "in state.gradients:", "in state.gradients[1:]:", "gradients .* in layer 0"),
     ("ddp_each", "x.chunk(n)[rank]", "x.chunk(n)[0]", "step 1: the gradients of rank . differ"),
+    ("zero1", "x.chunk(n)[rank], y.chunk(n)[rank]", "x, y", "trains on 240 rows, its part has 80"),
+    ("zero2", "state.gradients[i] =", "_ =", "step 1: the gradients of rank . are still 0"),
     ("ddp_bucket", "group", f"{UPDATE}; group", "the ranks' weights differ after step 1"),
     ("ddp_bucket", "state.moments", "state.moments * 0", "after step 2 the weights of rank"),
     ("ddp_overlapped", "handle.wait()", "pass", "4 all_reduces were not waited for"),
