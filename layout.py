@@ -458,13 +458,17 @@ def estimate_memory(run: Run, model: Transformer) -> dict[str, int]:
     do. What FSDP gathers, communication buffers and the process itself come on top: tools.plan
     rehearses a step and counts them.
     """
-    weights = optimizer = 0
+    weights = gradients = optimizer = 0
+    # Until the last micro-batch, FSDP adds up gradients that are not sharded: dist.gradient_sync
+    accumulates_full = run.grad_sync == "batch" and run.grad_accum_steps > 1
     for name, parameter in model.named_parameters():
         # FSDP splits the rows of all parameters, and pads the last shards to the size of the first;
         # tp splits those of matrices.
-        parts = run.dp_shard * (run.tp if parameter.dim() > 1 else 1)
-        local = math.ceil(len(parameter) / parts) * (parameter.numel() // len(parameter))
+        tp = run.tp if parameter.dim() > 1 else 1
+        columns = parameter.numel() // len(parameter)
+        local = math.ceil(len(parameter) / (run.dp_shard * tp)) * columns
         weights += 4 * local
+        gradients += 4 * (parameter.numel() // tp if accumulates_full else local)
         updater = optim.updater(run.optimizer, name, parameter.shape, model.is_hidden(name))
         for shape in updater.slots(parameter.shape).values():
             optimizer += 4 * (local if shape else 1)  # a slot is sharded like its parameter
@@ -483,7 +487,7 @@ def estimate_memory(run: Run, model: Transformer) -> dict[str, int]:
         logits += 4 * run.d_model * vocab_size  # the head's gradient, summed over the chunks
     return {
         "weights": weights,
-        "gradients": weights,
+        "gradients": gradients,
         "optimizer": optimizer,
         "activations": tokens * activations[run.activation_checkpointing],
         "logits": logits,

@@ -59,8 +59,8 @@ def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     "ranks, strategy",
     [
         (2, "ddp"),
-        (4, "hsdp --dp_shard 2 --optimizer muon"),
-        (4, "fsdp --tp 2 --model tinyllama-1.1b --optimizer muon"),
+        (4, "hsdp --dp_shard 2 --grad_sync shard --optimizer muon"),
+        (4, "fsdp --tp 2 --grad_sync micro_batch --model tinyllama-1.1b --optimizer muon"),
     ],
 )
 def test_the_estimate_of_weights_gradients_and_optimizer_is_exact(on_ranks, ranks, strategy):

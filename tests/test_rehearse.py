@@ -9,6 +9,7 @@ import torch
 from conftest import FACTS, build_run, resolve, train_step
 from torch._subclasses.fake_tensor import FakeTensor
 
+import layout
 import optim
 from model import Transformer
 from tools.planning import rehearse as rehearsing
@@ -116,6 +117,8 @@ def test_a_rank_of_512_gpus(pool):
     plain, full, again, two, three = found
     # Also what it would take compiled
     assert plain == dataclasses.replace(again, run=plain.run)
+    estimate = layout.estimate_memory(plain.run, layout.empty_model(plain.run))
+    assert plain.memory["gradients"] == estimate["gradients"]  # two micro-batches: not sharded
     rows = [row for row in plain.operations if row.phase in ("forward", "optimizer")]
     moved = {row.name: row.bytes for row in rows}
     # silu reads and writes gate, an embedding reads the rows that it returns, in two micro-batches;
