@@ -16,16 +16,13 @@ from matplotlib.axes import Axes
 
 DOCS = Path(__file__).parent
 
-# Mid-tones, readable on white and on black; each of the first five has one meaning everywhere
+# Mid-tones, readable on white and on black; each meaning has its color everywhere
 GREY = "#858c94"
 MEANINGS = {
     "forward": "#4c8dd6",
     "backward": "#e0863a",
     "communication": "#4fa66b",
     "waiting": GREY,
-    "starts": GREY,
-    "lost": "#cf5f66",
-    "steps that count": "#45a3a8",
 }
 COLORS = ["#8f7fd1", "#b0983a", "#45a3a8", "#b46ba5"]  # of runs and ranks
 STYLE = {
@@ -140,7 +137,6 @@ def draw_6(data: dict) -> None:
     series = {n: [range(1, 1 + len(ys)), [y or math.nan for y in ys]] for n, ys in data.items()}
     lines(pyplot.gca(), series, "step", "difference to single, relative", log=True)
     pyplot.axhline(1e-5, color=GREY, linestyle=":")
-    pyplot.annotate("tolerance of the tests", (1, 1.3e-5))
 
 
 def draw_7(data: dict) -> None:
@@ -190,11 +186,6 @@ def draw_15(data: dict) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def draw_12(data: dict) -> None:
-    """Where the time of a run with two starts went: {"run": spans}."""
-    lanes(pyplot.gca(), data, "seconds since the first start")
-
-
 # Name of a file -> its function, which draws an entry of pictures.json, and its height in inches
 PICTURES = {
     "0": (draw_0, 2.6),
@@ -204,25 +195,19 @@ PICTURES = {
     "6": (draw_6, 3.2),
     "7": (draw_7, 2.4),
     "9": (draw_9, 2.6),
-    "12": (draw_12, 1.6),
     "15": (draw_15, 3.2),
 }
 
 
-def draw(name: str, data: dict) -> None:
-    """Write docs/pictures/NAME.svg; equal data gives equal bytes."""
-    function, height = PICTURES[name]
-    figure = pyplot.figure(figsize=(8, height), layout="constrained")
-    function(data)
-    figure.savefig(DOCS / "pictures" / f"{name}.svg", metadata={"Date": None})
-    pyplot.close(figure)
-
-
 def main() -> None:
+    """Write docs/pictures/NAME.svg for each picture; equal data gives equal bytes."""
     data = json.loads((DOCS / "pictures.json").read_text())
     with matplotlib.rc_context(STYLE):
-        for name in PICTURES:
-            draw(name, data[name])
+        for name, (draw, height) in PICTURES.items():
+            figure = pyplot.figure(figsize=(8, height), layout="constrained")
+            draw(data[name])
+            figure.savefig(DOCS / "pictures" / f"{name}.svg", metadata={"Date": None})
+            pyplot.close(figure)
 
 
 if __name__ == "__main__":

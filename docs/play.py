@@ -38,7 +38,7 @@ END = re.compile(r"^(?:\*\*Plant|\*\*Exercise|#|</?details)", re.M)  # of the te
 IMAGE = re.compile(r"!\[[^]]*\]\([^)]*\)\n*(?:\*[^*](?:.|\n(?!\n))*?\*\n)?")  # and its caption
 # `name`: the number of a bug, the file of code, the function to write. `place`: the function that
 # a bug is in, such as dist.py:dp_rank. `note`: of a run, the sum that answers the questions, and
-# what is said of the output; of a bug, what to read; of a run that shows it, the answer.
+# what is said of the output; of a run that shows a bug, the answer.
 Block = namedtuple("Block", "kind name place text output questions note")
 
 
@@ -59,9 +59,7 @@ def chapters(text: str) -> dict[str, list[Block]]:
                 if not body or (mark[1] == "shows bug" and not output):
                     raise ValueError(f"a mark without its block, in {heading}: {part[:50]}")
                 note = END.split(part[(output or body).end() :])[0]
-                if mark[1] == "bug":
-                    note = "".join(re.findall(r"^\*\*Read\*\*.*?\n\n", chapter, re.M | re.S))
-                elif mark[1] == "shows bug":  # the explanation begins before the mark
+                if mark[1] == "shows bug":  # the explanation begins before the mark
                     note = before.rpartition("</summary>")[2] + output[1] + note
                 elif questions:
                     note = "".join(DETAILS.findall(before)) + note
@@ -105,7 +103,7 @@ def run(command: str, folder: Path, what: str = "", show=print) -> tuple[int, st
 
 def number(text: str, question: str = "") -> float | None:
     """Read 24, ~24, 844,928, 3.38 MB or none. None if it is no number in the question's unit."""
-    text = re.sub(r" |,(?=\d{3}(?!\d))", "", text.lower().replace("none", "0").strip("~≈ "))
+    text = re.sub(r" |,(?=\d{3}(?!\d))", "", re.sub("none|zero", "0", text.lower()).strip("~≈ "))
     match = re.fullmatch(r"(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)([a-z/]*)", text.replace(",", "."))
     is_number = match and (not match[2] or re.search(rf"\b{match[2]}", question.lower()))
     return float(match[1]) if is_number else None
@@ -117,13 +115,15 @@ def ask(question: str) -> float | None:
     return number(text, question)
 
 
-def judge(guess: float | None, measured: str) -> str:
-    """Return right, close, no or skipped, and the error."""
-    value = number(measured)
+def judge(guess: float | None, answer: str, measured: str) -> str:
+    """Return right, close, no or skipped, and why. `answer` is the formula's."""
+    value, formula = number(measured), number(answer)
     if guess is None or value is None:
         return "skipped"
     error = abs(guess - value) / (abs(value) or 1e-9)
     verdict = "right" if error <= 0.05 else "close" if error <= 0.25 else "no"
+    if verdict != "right" and formula and abs(guess / formula - 1) <= 0.05:
+        verdict = "right by the sum, but the run differs"
     return f"{verdict}, {guess:,.10g} is {min(error, 99):.1%} off"
 
 
@@ -142,66 +142,76 @@ def predict(blocks: list[Block], folder: Path) -> list[int]:
         _, output = run(block.text, folder)
         for text, answer, pattern in block.questions:
             measured = (re.findall(pattern, output) or ["nothing"])[-1]
-            verdicts.append(judge(guesses[text], measured))
+            verdicts.append(judge(guesses[text], answer, measured))
             print(f"\n{text}: {verdicts[-1]}; expected {answer}, measured {measured}")
         print(f"\n{plain(block.note)}".rstrip("\n"))
-    if rest := [" ".join(block.text.split()) for block in runs[last + 1 :]]:
-        print(f"\nNot run, for you to read: {'; '.join(rest)}")
+    if rest := [block.text for block in runs[last + 1 :]]:
+        print("\nNot run, for you to read:", *rest, sep="\n")
     return [sum(v.startswith(word) for v in verdicts) for word in ("right", "close", "no")]
 
 
-def is_right(answer: str, place: str) -> bool:
-    """Whether an answer such as __init__, head.__init__() or model.py:Head.__init__ is right."""
-    dotted = [re.sub(r"\.py:|/", ".", text.lower().strip(" ()")) for text in (place, answer)]
-    return f".{dotted[0]}".endswith(f".{dotted[1]}")
+def missing(answer: str, place: str, source: str) -> str:
+    """What an answer such as head.__init__() or model.py:Head.__init__ lacks; if right, nothing."""
+    words = re.sub(r"\.py:|/", ".", answer.lower().strip(" ()")).replace(" ", "_").split(".")
+    right = re.sub(r"\.py:|/", ".", place.lower()).split(".")
+    alike = re.findall(rf"^ *(?:def|class) {re.escape(words[-1])}\b", source.lower(), re.M)
+    if words == right[-len(words) :]:
+        return "several functions have that name: name its class" if len(alike) > len(words) else ""
+    if words[-1] in right:
+        return "the right class: which function?"
+    return "no" if alike else "the file has no such function"
 
 
 def hints(bug: Block, without: str, output: str) -> list[str]:
     """Hints at the function, each larger than the one before, from outputs without and with it."""
-    file, function = bug.place.split(":")
-    times = re.compile(r"[\d.,]+ ?(?:%|(?:ms|s|tok/s)\b)|\d+m\d+s")
-    without = times.sub("", without)
-    lines = [line.strip() for line in output.splitlines() if times.sub("", line) not in without]
-    found = [f"The first line that differs: {line}" for line in lines[:1]]
-    if reads := re.findall(rf"`({file}:\S+)`", bug.note):
-        found.append(f"The chapter tells you to read {', '.join(reads)}.")
-    return [*found, f"Its name begins with {function[0]}."]
+    noise = re.compile(r"[\d.,]+ ?(?:%|(?:ms|s|tok/s)\b)|\d+m\d+s|^ *(?:goodput|slowest).*", re.M)
+    without = noise.sub("", without)
+    lines = [line.strip() for line in output.splitlines() if noise.sub("", line) not in without]
+    letter = bug.place.replace(".", ":").split(":")[-1][0]
+    return [f"The first line that differs: {''.join(lines[:1])}", f"Its name begins with {letter}."]
 
 
 def find_bug(bug: Block, shows: Block, folder: Path) -> list[int]:
     """Ask for the function of a bug. Return the number of tries, or 0 if the reader gave up."""
     file = bug.place.split(":")[0]
-    _, without = run(shows.text, folder, ", without the bug")
+    _, without = run(shows.text, folder, f", without bug {bug.name}")
     shutil.rmtree(folder / "runs", ignore_errors=True)
     subprocess.run(["git", "apply"], input=bug.text, cwd=folder, text=True, check=True)
-    _, output = run(shows.text, folder, ", with the bug")
-    more = iter(hints(bug, without, output))
-    question, tries = f"Which function of {file} is wrong? (Enter: the solution) ", 1
-    while (answer := input(question).strip()) and not is_right(answer, bug.place):
-        tries += 1
-        print("no.", next(more, ""))
-    print(f"\n{bug.place}\n\n{bug.text}\n{plain(shows.note)}\n")
+    _, output = run(shows.text, folder, f", with bug {bug.name}")
+    more, tries, source = iter(hints(bug, without, output)), 1, (folder / file).read_text()
+    question = f"Which function of {file} is wrong? (Enter: the solution) "
+    while (answer := input(question).strip()) and (lack := missing(answer, bug.place, source)):
+        tries += lack == "no"
+        print(f"{lack}.", next(more, "") if lack == "no" else "")
+    print(f"\n{'Yes: ' * bool(answer)}{bug.place}\n\n{bug.text}\n{plain(shows.note)}\n")
     return [tries if answer else 0]
 
 
-def write(name: str) -> list[int] | None:
+def without_bodies(source: str, names: list[str]) -> str:
+    """Code in which functions end below their docstrings."""
+    result = source
+    for node in ast.parse(source).body:
+        if getattr(node, "name", "") in names:
+            text, docstring = (ast.get_source_segment(source, n) for n in (node, node.body[0]))
+            head = text.partition(docstring)[0] + docstring
+            result = result.replace(text, f'{head}\n    raise NotImplementedError("write this")')
+    return result
+
+
+def write(name: str, names: list[str]) -> list[int] | None:
     """Have the reader write a function of examples/zero.py. Return None if told to stop."""
-    original, mine = (ROOT / "examples/zero.py").read_text(), ROOT / MINE
-    node = next(node for node in ast.parse(original).body if getattr(node, "name", "") == name)
-    solution, docstring = (ast.get_source_segment(original, n) for n in (node, node.body[0]))
-    head = solution.partition(docstring)[0] + docstring
-    task = f'{head}\n    raise NotImplementedError("write this")'
-    text = (mine.read_text() if mine.exists() else original).replace(solution, task)
-    mine.write_text(text)
-    line = text.partition(f"\ndef {name}(")[0].count("\n") + 2
-    print(f"\n{MINE}, line {line}\n\n{head}\n")
-    stage = re.sub("exchange|reduce_scatter|all_gather|all_reduce", "ring", name)
-    while input(f"Press Enter when {name} is written (q: stop) ").strip().lower() != "q":
+    mine, stage = ROOT / MINE, name.replace("all_gather", "ring")
+    if not mine.exists():
+        mine.write_text(without_bodies((ROOT / "examples/zero.py").read_text(), names))
+    line = mine.read_text().partition(f"\ndef {name}(")[0].count("\n") + 2
+    print(f"\nWrite {name} in {MINE}, line {line}. To begin again, delete the file.")
+    while input("Press Enter when it is written (q: stop) ").strip().lower() != "q":
         command = f"    torchrun --standalone --nproc_per_node 3 {MINE} {stage}"
         status, output = run(command, ROOT, show=lambda *_, **__: None)
         lines = re.findall(rf"^(?:{stage}\b|\w+Error:| *File \S*{MINE}).*", output, re.M)
         print(" ".join(dict.fromkeys(lines)) or output)
         if status == 0:
+            print(f"{name} is right")
             return [1]
 
 
@@ -259,17 +269,19 @@ def main(words: str) -> None:
     if words and not chosen:
         print(f"docs.play: no game {words}; python -m docs.play lists them", file=sys.stderr)
         sys.exit(2)
+    names = [game[6:] for game in every if game.startswith("write ")]
     for game in chosen:
         (ROOT / MINE).parent.mkdir(parents=True, exist_ok=True)
-        result = write(game[6:]) if game.startswith("write ") else play(game, every[game])
+        result = write(game[6:], names) if game[6:] in names else play(game, every[game])
         if not result:
             break
-        done[game] = result if any(result) else done.get(game, result)
+        if not any(done.get(game, [])):  # the first result counts
+            done[game] = result
         (ROOT / SCORE).write_text(json.dumps(done))
     if not words:
         print(__doc__)
         for heading, blocks in found.items():
-            states = [f"{g} (done)" if g in done else g for g in every if every[g] is blocks]
+            states = [g + " (done)" * (g in done) for g in every if every[g] is blocks]
             print(f"{heading}: {', '.join(states)}")
     todo = [f"python -m docs.play {game}" for game in every if game not in done]
     print(f"score: {score(done)} ({SCORE}). Next: {(todo or ['nothing, all is done'])[0]}")
@@ -279,7 +291,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.stdout.reconfigure(line_buffering=True)
     try:
-        main(" ".join(sys.argv[1:]))
+        main(re.sub("^(-h|--help)$", "", " ".join(sys.argv[1:])))
     except (KeyboardInterrupt, EOFError, BrokenPipeError):  # the last one: | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (OSError, subprocess.SubprocessError) as error:

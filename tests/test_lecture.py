@@ -245,13 +245,14 @@ def test_play_judges_predictions_explains_a_bug_and_keeps_the_score(tmp_path):
     (project / "docs").mkdir()
     shutil.copy(ROOT / "docs/play.py", project / "docs")
     (project / "docs/lecture.md").write_text(LESSON)
-    (project / "one.py").write_text('def total():\n    return 24.0\nprint("sent", total())\n')
+    source = 'def total():\n    return 24.0\nprint("sent", total())\ndef other(): ...\n'
+    (project / "one.py").write_text(source)
     out, _ = play(project, tmp_path, "1").communicate("many\n~26 MB\n25\n")
-    assert "a number, such as 24" in out and "Not run, for you to read: echo later" in out
+    assert "a number, such as 24" in out and "Not run, for you to read:\n    echo later\n" in out
     assert "close, 26 is 8.3% off; expected 24, measured 24.0\n\n12 + 12 = 24\n" in out
     assert "As summed, twice 12.\nMB again?" in out and "right, 25 is 4.2% off" in out
-    out, _ = play(project, tmp_path, "bug").communicate("other\nONE.total() \n")
-    assert "no. The first line that differs: sent 12.0" in out
+    out, _ = play(project, tmp_path, "bug").communicate("other\nprints\nONE.total() \n")
+    assert "no. The first line that differs: sent 12.0" in out and "no such function." in out
     assert "Half is lost." in out and "1 of 2 predictions right; bugs found: 1 in 2 tries" in out
     assert out.endswith("Next: python -m docs.play write x\n")
     score = project / "runs/play.json"
@@ -267,10 +268,18 @@ def test_play_understands_what_people_type():
     typed = ["844,928", "1 024", "3.38 MB", " ~24", "none", "24 cats", "24 or 25", "3 GB", "1.2.3"]
     numbers = [844_928, 1024, 3.38, 24, 0, None, None, None, None]
     assert [game.number(text, "MB a rank") for text in typed] == numbers
-    for answer in (" MESH_SHAPE ", "mesh_shape()", "dist.mesh_shape", "dist.py:mesh_shape"):
-        assert game.is_right(answer, "dist.py:mesh_shape")
-        assert not game.is_right(answer, "dist.py:new_mesh_shape")
-    assert game.is_right("__init__", "model.py:Head.__init__")
+    for answer in (" MESH_SHAPE ", "mesh shape", "dist.mesh_shape", "dist.py:mesh_shape()"):
+        assert game.missing(answer, "dist.py:mesh_shape", "def mesh_shape(") == ""
+        assert game.missing(answer, "dist.py:new_mesh_shape", "def mesh_shape(") == "no"
+    source = "class Head:\n    def forward(\nclass Block:\n    def forward(\n"
+    for answer, lacks in {
+        "forward": "its class",
+        "head": "which function",
+        "tail": "no such",
+    }.items():
+        assert lacks in game.missing(answer, "model.py:Head.forward", source)
+    assert game.missing("Head.forward", "model.py:Head.forward", source) == ""
+    assert game.judge(12, "12", "24").startswith("right by the sum")
     every = dict.fromkeys(["1", "write x", "write y", "bug 1"], [1]) | {"2": [2], "bug 2": [2]}
     assert game.choose("bug", every, {}) == ["bug 1"]
     assert game.choose("bug", every, {"2": [1, 0, 0], "bug 2": [0]}) == ["bug 2"]
