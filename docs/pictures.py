@@ -163,7 +163,9 @@ def draw_9(data: dict) -> None:
     for color, (times, sizes) in zip(COLORS, data.values()):
         peak = max(sizes)
         place = (times[sizes.index(peak)], peak)
-        pyplot.annotate(f"{peak:.0f} MB", place, (5, 4), textcoords="offset points", color=color)
+        pyplot.annotate(
+            f"{peak:.0f} MB", place, (-5, 4), textcoords="offset points", ha="right", color=color
+        )
 
 
 def draw_15(data: dict) -> None:
