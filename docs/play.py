@@ -156,7 +156,8 @@ def missing(answer: str, place: str, source: str) -> str:
     right = re.sub(r"\.py:|/", ".", place.lower()).split(".")
     alike = re.findall(rf"^ *(?:def|class) {re.escape(words[-1])}\b", source.lower(), re.M)
     if words == right[-len(words) :]:
-        return "several functions have that name: name its class" if len(alike) > len(words) else ""
+        is_unclear = len(words) == 1 and len(alike) > 1
+        return "several functions have that name: name its class" if is_unclear else ""
     if words[-1] in right:
         return "the right class: which function?"
     return "no" if alike else "the file has no such function"

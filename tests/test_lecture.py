@@ -179,6 +179,7 @@ def test_a_bug_applies_in_the_function_that_its_mark_names(bug, tmp_path):
     for part in name.split("."):  # such as Head.__init__
         (node,) = (child for child in node.body if getattr(child, "name", None) == part)
     assert node.lineno <= first <= node.end_lineno
+    assert game.missing(name, bug.place, before) == game.missing(bug.place, bug.place, before) == ""
 
 
 def test_code_and_numbers_shown_are_there():
