@@ -1,4 +1,4 @@
-"""The ranks agree: on flags, code, data, sequences and weights, and later on a stop."""
+"""Check that the ranks agree on flags, code, data, sequences and weights; stop them together."""
 
 import hashlib
 import itertools
@@ -26,12 +26,12 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 class StopRequest:
-    """Whether any rank got a signal to stop; all ranks learn it in the same step, of the next two.
+    """Tells all ranks in the same step, within two steps, that one of them got a signal to stop.
 
-    Construction installs signal handlers, unless told not to; they only set a flag. A rank with a
-    signal tells rank 0 through the store, and in each step rank 0 broadcasts whether there is any.
-    The broadcast and a barrier run during the next step, in log2(N) hops, in a gloo group of their
-    own: devices take no part, and a host waits only for another more than a step behind.
+    The constructor installs signal handlers if `handle_signals`; they only set a flag. A rank that
+    got a signal tells rank 0 through the store. In each step, rank 0 broadcasts whether there is a
+    signal. The broadcast and a barrier run during the next step, in log2(N) hops, in a separate
+    gloo group: devices do not wait, and a host waits only for hosts more than one step behind.
     """
 
     def __init__(self, world: dist.World, handle_signals: bool = True):
@@ -43,9 +43,9 @@ class StopRequest:
         self.signalled = False
         if not handle_signals:
             return
-        # Ctrl-C; torchrun and schedulers; Slurm, ahead of its limit; a terminal that closes
+        # Ctrl-C; torchrun and schedulers; Slurm, before its time limit; a closing terminal
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            # nohup has SIGHUP ignored: then the run outlives its terminal.
+            # Under nohup, SIGHUP is ignored: then the run outlives its terminal.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
 
@@ -56,7 +56,7 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def poll(self) -> bool:
-        """Pass on a signal of this rank; return whether rank 0 knew of any a step ago."""
+        """Pass on this rank's signal; return whether rank 0 knew of any signal one step ago."""
         self.wait()
         any_rank = bool(self.flag.numpy()[0])  # not .item(), which --profile counts as a host sync
         if self.signalled:
@@ -69,15 +69,15 @@ class StopRequest:
         return any_rank
 
     def wait(self) -> None:
-        """Wait until nothing is in flight."""
+        """Wait until the broadcast and the barrier are done."""
         for work in self.in_flight:
             work.wait()
 
 
 def local_claims(mesh: DeviceMesh, must_match: dict, first_indices: Iterable[int]) -> dict:
-    """Return this rank's claims, {name: value}. All ranks that make a claim must give it one value:
+    """Return this rank's claims, {name: value}. Ranks that make the same claim must agree on it:
 
-    each name of `must_match`, the code          all ranks have the same
+    each name of `must_match`, the code          all ranks have the same value
     the first sequences of dp_replicate R, ...   a tp group reads the same `first_indices`
     the reader of sequence N                     no two dp ranks read the same sequence
     """
@@ -94,7 +94,7 @@ def local_claims(mesh: DeviceMesh, must_match: dict, first_indices: Iterable[int
 def compare_claims(claims: list[dict]) -> None:
     """Check before the first step that the ranks form one run. Raises UsageError on every rank.
 
-    `claims` has the `local_claims` of all ranks.
+    `claims` contains the `local_claims` of each rank, by rank.
     """
     first_ranks: dict[str, int] = {}  # the first rank that has a claim of this name
     for rank, claim in enumerate(claims):
@@ -109,7 +109,7 @@ def compare_claims(claims: list[dict]) -> None:
 
 
 def source_hash() -> str:
-    """Hash the Python files of a run and their paths: 12 hexadecimal digits."""
+    """Return a hash of the paths and contents of a run's Python files: 12 hexadecimal digits."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for pattern in ("*.py", "runtime/*.py", "text/*.py"):
@@ -122,16 +122,16 @@ def source_hash() -> str:
 def compare_replicas(weights: dict[str, Tensor]) -> str | None:
     """Describe the first weight whose bits differ between ranks with the same part, if any does.
 
-    All ranks call it together. Ranks with the same part reduce the sum of the bits of each weight
-    to the greatest and the least; only if these differ, all ranks gather all sums.
+    All ranks call it together. For each weight, ranks with the same part all_reduce the maximum and
+    the minimum of the sums of its bits. Only if these differ, all ranks gather all sums.
 
-    Elements are added on the device as integers, in any order. A sum changes if a single bit does,
-    but not if changes cancel: if two elements are exchanged, or a bit is set in one element and
-    cleared in another. A factor by position would find these too, but would copy the weight.
+    The device adds the elements as integers, in any order. A sum changes if one bit changes. It
+    does not if changes cancel: two elements are exchanged, or a bit is set in one element and
+    cleared in another. Factors by position would detect that, but need a copy of the weight.
     """
-    parts, groups, sums = [], [], []  # of n weights
+    parts, groups, sums = [], [], []  # one entry for each of n weights
     for weight in weights.values():
-        copies, split = [torch.distributed.group.WORLD], []  # of ranks with the same part, or not
+        copies, split = [torch.distributed.group.WORLD], []  # groups with the same part, or not
         if isinstance(weight, DTensor):
             axes = list(zip(weight.device_mesh.get_all_groups(), weight.placements))
             copies = [group for group, placement in axes if placement.is_replicate()]
@@ -143,7 +143,7 @@ def compare_replicas(weights: dict[str, Tensor]) -> str | None:
     sums = torch.stack(sums)  # (n,)
     differs = torch.zeros_like(sums[0])
     for group in dict.fromkeys(itertools.chain(*groups)):
-        extremes = torch.stack((sums, ~sums))  # (2, n): the least sum is ~ the greatest ~sum
+        extremes = torch.stack((sums, ~sums))  # (2, n); the minimum of sums is ~(maximum of ~sums)
         torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group)
         is_copied = torch.tensor([group in copies for copies in groups], device=sums.device)
         differs |= (is_copied & (extremes[0] != ~extremes[1])).any()
@@ -157,7 +157,7 @@ def compare_replicas(weights: dict[str, Tensor]) -> str | None:
 def describe_difference(names: Iterable[str], hosts_and_sums: Iterable[tuple]) -> str | None:
     """Describe the first of the weights `names` whose bits differ between ranks with the same part.
 
-    `hosts_and_sums` has the host of each rank, and for each weight (its part, the sum of its bits).
+    `hosts_and_sums` contains for each rank its host and, for each weight, (part, sum of its bits).
     """
     hosts, sums_of_ranks = zip(*hosts_and_sums)
     for name, sums in zip(names, zip(*sums_of_ranks)):
@@ -168,7 +168,7 @@ def describe_difference(names: Iterable[str], hosts_and_sums: Iterable[tuple]) -
             if len(ranks_by_sum) > 1:
                 fewest, *_, most = sorted(ranks_by_sum.values(), key=len)
                 return (
-                    f"{name} has other bits on {format_ranks(fewest)} ({hosts[fewest[0]]}) than on "
-                    f"rank {most[0]} ({hosts[most[0]]}), which holds the same part of it"
+                    f"{name} has different bits on {format_ranks(fewest)} ({hosts[fewest[0]]}) "
+                    f"than on rank {most[0]} ({hosts[most[0]]}), which holds the same part of it"
                 )
     return None

@@ -59,11 +59,11 @@ LINES = {
     "flag": f"error: --lr is 0.003 on rank 0 and 1.0 on rank 2: {SAME}",
     "code": f"the code is def on rank 0 and abc on rank 2: {SAME}",
     "data": f" on rank 2: {SAME}",
-    "weights": "error: embed.weight has other bits on rank 0 (HOST) than on rank 2 (HOST), which "
-    f"holds the same part of it: {SAME}",
+    "weights": "error: embed.weight has different bits on rank 0 (HOST) than on rank 2 (HOST), "
+    f"which holds the same part of it: {SAME}",
     "order": " on rank 0 and dp_replicate 0, dp_shard 1 on rank 1: ",
     "group": "the first sequences of dp_replicate 0, dp_shard 1 is ",
-    "norm": "error: blocks.0.attention_norm.weight has other bits on rank 2 (HOST) than on rank 3 ",
+    "norm": "blocks.0.attention_norm.weight has different bits on rank 2 (HOST) than on rank 3 ",
     "read": "train.py: error: val.bin is damaged\n",
     "hardware": "in bfloat16, which the hardware of rank 2 on ",
 }
@@ -124,7 +124,7 @@ def test_the_odd_replica_of_a_weight_is_named_with_its_host():
     ranks = []
     for host, a, part, b in zip("uvwx", a_sums, b_parts, b_sums, strict=True):
         ranks.append((host, [((), a), ((part,), b)]))
-    line = "b has other bits on rank 2 (w) than on rank 0 (u), which holds the same part of it"
+    line = "b has different bits on rank 2 (w) than on rank 0 (u), which holds the same part of it"
     assert agreement.describe_difference(["a", "b"], ranks) == line
     assert agreement.describe_difference(["a"], ranks) is None
 
@@ -146,7 +146,7 @@ def compare_before_and_after_a_bit_flips() -> tuple[int, str]:
 def test_replicas_are_gathered_only_if_two_differ(pool):
     for gathers, line in pool(4, compare_before_and_after_a_bit_flips):
         assert gathers == 0
-        assert re.match(r"split has other bits on rank [13] \(.*\) than on rank [13] \(", line)
+        assert re.match(r"split has different bits on rank [13] \(.*\) than on rank [13] \(", line)
 
 
 def signal_one_rank(number: int, steps: int) -> list[bool]:

@@ -334,7 +334,7 @@ def test_one_weight_of_one_rank_with_a_flipped_bit_or_a_nan_is_not_saved(
         assert failed["error"] == "the loss or a weight is not finite"
         return
     assert error == f"train.py: error: cannot write {failed['path']}: {failed['error']}\n"
-    assert failed["error"].startswith(f"{name} has other bits on rank ")
+    assert failed["error"].startswith(f"{name} has different bits on rank ")
     named = [int(rank) for rank in re.findall(r"rank (\d) \(", error)]
     assert odd == named[0] or named == [*others, odd]  # of two, either may be the odd one
     assert set(named) <= {odd, *others} and socket.gethostname() in error
