@@ -34,12 +34,12 @@ def number(kind: type, least: float, below: float = math.inf) -> Callable[[str],
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not least <= value < below:  # nan is refused, too
+        if not least <= value < below:  # also rejects nan
             upper = "finite" if below == math.inf else f"below {below}"
             raise argparse.ArgumentTypeError(f"{value} must be at least {least} and {upper}")
         return value
 
-    parse.__name__ = kind.__name__  # argparse says "invalid int value"
+    parse.__name__ = kind.__name__  # argparse prints "invalid int value"
     return parse
 
 
@@ -47,23 +47,23 @@ positive_number = number(float, 1e-12)
 
 
 def plural(count: int, noun: str) -> str:
-    """For 2 and "line (broken)", "2 lines (broken)"."""
+    """Return "2 lines (broken)" for 2 and "line (broken)"."""
     word, bracket, note = noun.partition(" (")
     ending = "" if count == 1 else "s"
     return f"{count:,} {word}{ending}{bracket}{note}"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with --version, and errors raised as a one-line UsageError."""
+    """An ArgumentParser with --version, which raises errors as a one-line UsageError."""
 
     def __init__(self, **options):
-        keeps_lines = argparse.RawDescriptionHelpFormatter  # of a description such as a docstring
+        keeps_lines = argparse.RawDescriptionHelpFormatter  # of descriptions, often docstrings
         super().__init__(allow_abbrev=False, formatter_class=keeps_lines, **options)
         text = f"nanoshard {VERSION}, torch {version('torch')}"
         self.add_argument("--version", action="version", version=text)
 
     def error(self, message: str) -> NoReturn:
-        """Raises, where argparse would print many lines of usage and exit."""
+        """Raise UsageError; argparse would print many lines of usage and exit."""
         _, is_unknown, rest = message.partition("unrecognized arguments: ")
         if is_unknown:
             name = rest.split()[0].split("=")[0]
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def report_error(program: str, message: str, where: str = "", began: float | None = None) -> None:
-    """Print an error in one line, if stderr still takes it, and put it into torchrun's report."""
+    """Print an error in one line, if stderr is still open, and add it to torchrun's report."""
     line = f"{program}: error{where}: {message}"
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
@@ -81,11 +81,11 @@ def report_error(program: str, message: str, where: str = "", began: float | Non
 
 
 def write_root_cause(line: str, began: float | None = None) -> None:
-    """Write why this rank ends where torchrun reads it, for "Root Cause" in its report.
+    """Write why this rank ends to the file from which torchrun reports its "Root Cause".
 
     The file has the format of torch.distributed.elastic's ErrorHandler, without a traceback.
-    torchrun shows the failure that `began` first, in seconds since the epoch, as the root cause; by
-    default, this failure begins now.
+    torchrun reports the failure with the earliest `began`, in seconds since the epoch (default:
+    now), as the root cause.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": line, "extraInfo": {"timestamp": str(int(began or time.time()))}}
@@ -94,14 +94,14 @@ def write_root_cause(line: str, began: float | None = None) -> None:
 
 
 def execute(program: str, command: Callable, *arguments) -> int:
-    """Call the command and return the exit status: its result, or that of the error it raises.
+    """Call the command and return the exit status: its result, or the status of its error.
 
-    Prints an error that `explain` knows in one line; its class may have an `exit_status` (2 for
-    usage, 1 at run time). Ctrl-C and a closed pipe return 130. Other exceptions are bugs and
-    propagate.
+    If `explain` knows the error, prints one line and returns the error's `exit_status` (UsageError:
+    2, RunError: 1), by default 1. Returns 130 after Ctrl-C or a closed pipe. Other exceptions are
+    bugs and propagate.
     """
     if hasattr(sys.stdout, "reconfigure"):
-        # Print \u1234 for characters that the encoding, such as ASCII, lacks.
+        # Print \u1234 for a character that is not in the encoding, for example in ASCII.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return command(*arguments) or 0
@@ -115,29 +115,29 @@ def execute(program: str, command: Callable, *arguments) -> int:
 
 
 def report_error_once(program: str, message: str) -> None:
-    """Report an error that all ranks may have, on rank 0 or on the rank that has failed alone.
+    """Report an error from one rank only, even if all ranks fail with it.
 
-    If all ranks fail, rank 0 prints, and torchrun ends the other ranks as soon as rank 0 exits. A
-    rank that is still alive after 3 s has failed alone.
+    If all ranks fail, rank 0 reports it, and torchrun ends the other ranks as soon as rank 0 exits.
+    Any other rank that is still alive after 3 s has failed alone and reports it.
     """
     rank = int(os.environ.get("RANK", 0))
-    began = time.time()  # before other ranks end: torchrun reports this rank as the cause
+    began = time.time()  # before other ranks end, so that torchrun reports this rank as the cause
     if rank > 0:
         time.sleep(3)
     report_error(program, message, f" on rank {rank}" if rank else "", began)
 
 
 NOT_CONNECTED = ("timed out connecting", "Connect: ")  # in messages of gloo and NCCL
-# In torch's messages for too little memory. Only CUDA's error has a class of its own; the errors of
-# the CPU are plain RuntimeErrors, which only their texts tell from bugs.
+# In torch's messages for too little memory. Only CUDA's error has its own class. Errors of the CPU
+# are plain RuntimeErrors, which only their texts distinguish from bugs.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "calculation overflowed")  # CUDA, CPU, both
 
 
 def explain(error: Exception) -> str | None:
-    """Return a line for an expected error, of ours or of the system, or None for a bug.
+    """Return one line for an expected error, or None for a bug, whose traceback helps.
 
-    Expected are also too little memory, ranks that cannot connect and errors of torch.compile. The
-    traceback of a bug helps.
+    Expected errors are this project's, the system's (OSError), too little memory, ranks that cannot
+    connect, and errors of torch.compile.
     """
     if hasattr(error, "exit_status") or isinstance(error, OSError):
         return str(error)

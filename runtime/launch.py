@@ -1,7 +1,7 @@
-"""From a launcher's variables to a process group.
+"""Form the process group from the environment variables of torchrun or srun.
 
-torchrun, or srun in words of its own, tells each process its rank and where the ranks meet. What a
-user can fix ends in one line, within the time that ranks have to join.
+These variables tell each process its rank and where the ranks meet. Every error that a user can fix
+is raised with one line as its text, at the latest when the time for ranks to join has passed.
 """
 
 import ctypes
@@ -30,10 +30,10 @@ def read_slurm() -> None:
     env = os.environ
     if "RANK" in env or "SLURM_STEP_NUM_TASKS" not in env:
         return
-    tasks = []  # of each host: "4(x2),3" is [4, 4, 3]
+    tasks = []  # on each host: "4(x2),3" is [4, 4, 3]
     for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"]):
         tasks += [count] * int(repeats or 1)
-    # "rack[1-2]n[07-09,12]-ib,login" begins with rack1n07-ib
+    # The first host of "rack[1-2]n[07-09,12]-ib,login" is rack1n07-ib.
     hosts = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"])
     env["RANK"] = env["SLURM_PROCID"]
     env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
@@ -50,9 +50,9 @@ def start(
 ) -> dist.World:
     """Join the process group that torchrun's variables describe, or form one of a single process.
 
-    There is always a group, so that no code needs a second case for one process. `timeout` applies
-    to collectives, `join_timeout` (default: the same) to the meeting of the ranks. Raises MeshError
-    and, if ranks are missing or cannot connect, ConnectionError.
+    There is always a group, so that no code needs a special case for one process. `timeout` applies
+    to collectives, `join_timeout` (default: `timeout`) to joining. Raises MeshError and, if ranks
+    are missing or cannot connect, ConnectionError.
     """
     rank, size, local_rank, local_size = read_variables()
     local_device = find_device(device, local_rank, local_size)
@@ -60,7 +60,7 @@ def start(
     join_timeout = join_timeout or timeout
     try:
         store = find_store(join_timeout)
-        # Cloned now: later, rank 0 and its store might be gone.
+        # Cloned now: cloning connects to rank 0, which may have ended later.
         world = dist.World(rank, size, local_rank, local_size, local_device, timeout, store.clone())
         await_ranks(world, store, join_timeout)
         dist.join_group(world, store)
@@ -73,10 +73,10 @@ def start(
 def read_variables() -> tuple[int, int, int, int]:
     """Return rank, world size, local rank and local size. Raises MeshError.
 
-    Checks all of them before this process waits for ranks that do not exist.
+    Checks all of them here, so that this process does not wait for ranks that do not exist.
     """
     env = os.environ
-    if "RANK" not in env and env.get("WORLD_SIZE", "1") == "1":  # as some schedulers leave it
+    if "RANK" not in env and env.get("WORLD_SIZE", "1") == "1":  # set by some schedulers
         return 0, 1, 0, 1
     needed = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
     with suppress(KeyError, ValueError):
@@ -85,20 +85,20 @@ def read_variables() -> tuple[int, int, int, int]:
             return rank, size, int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     found = ", ".join(f"{name}={env[name]}" for name in needed if name in env)
     raise dist.MeshError(
-        f"{found} in the environment is no rank of a run: unset these for one process, or "
-        "start the ranks with torchrun --nproc_per_node N, which sets all"
+        f"{found} in the environment does not describe a rank: unset these for one process, or "
+        "start the ranks with torchrun --nproc_per_node N, which sets all of them"
     )
 
 
 def find_device(name: str, local_rank: int, local_size: int) -> torch.device:
-    """Return this process's device; `auto` prefers GPUs. Raises MeshError."""
+    """Return the device of this process; `auto` prefers GPUs. Raises MeshError."""
     gpus = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and not gpus):
         return torch.device("cpu")
     if not gpus:
         raise dist.MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
     if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        # srun --gpus-per-task=1 shows each process only its GPU; torchrun shows all GPUs to all.
+        # srun --gpus-per-task=1 shows each process only its GPU; torchrun shows it all GPUs.
         return torch.device("cuda", 0)
     if local_size > gpus:
         raise dist.MeshError(
@@ -109,35 +109,35 @@ def find_device(name: str, local_rank: int, local_size: int) -> torch.device:
 
 
 def prepare_process(device: torch.device, timeout: timedelta) -> None:
-    """Set what this process needs before the group is formed, whose collectives have `timeout`."""
+    """Set limits and variables of this process before it joins a group with this `timeout`."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
-    if is_launched and sys.platform == "linux":  # what a shell started may outlive the shell
-        # PR_SET_PDEATHSIG: Linux kills this rank when torchrun or srun, which started it, has gone.
+    if is_launched and sys.platform == "linux":  # a rank may outlive a shell that started it
+        # PR_SET_PDEATHSIG: Linux kills this rank when torchrun or srun, which started it, dies.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    # gloo connects two ranks when one first sends to the other. At once, each rank would read from
-    # the store what all publish for all, 154 + 8 N bytes: 552 GB for a group of 4,096 ranks. A rank
-    # waits forever for one that died before they were connected; the Watchdog ends it.
+    # Make gloo connect two ranks when one first sends to the other. By default, each of N ranks
+    # reads N address lists of 154 + 8 N bytes from the store at the start: 552 GB for 4,096 ranks. A
+    # rank waits forever for one that died before they were connected; the Watchdog ends it.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    # Without torchrun, rank 0 keeps the store, with two connections from each rank.
+    # Without torchrun, rank 0 serves the store and needs two open files (sockets) for each rank.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS refuses its own hard limit, which is infinite
+    with suppress(ValueError, OSError):  # macOS rejects its own hard limit, which is infinite
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     if device.type == "cuda":  # the Watchdog ends ranks when NCCL fails
         os.environ |= {
-            # NCCL's own watchdog would end a rank before ours knows whom to blame; 0: it only logs.
+            # NCCL's watchdog would end a rank before ours knows which rank failed; 0: it only logs.
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-            # Its monitor would end all, by a key that the next attempt finds in torchrun's store.
+            # Its monitor would end all ranks by a key in the store, also in the next attempt.
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
             # A CUDA error would call std::terminate on NCCL's thread before Python can raise it.
             "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         }
-        # The monitor is left one task, which needs no GIL: ending a process that hangs in CUDA.
+        # The monitor keeps one task, which needs no GIL: to end a process that hangs in CUDA.
         seconds = str(int(timeout.total_seconds()))
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", seconds)
 
 
 def find_store(timeout: timedelta) -> torch.distributed.Store:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT; without torchrun, rank 0 keeps it."""
+    """Connect to the store at MASTER_ADDR:MASTER_PORT; without torchrun, rank 0 serves it."""
     env = os.environ
     if "RANK" not in env:
         return torch.distributed.HashStore()
@@ -146,21 +146,21 @@ def find_store(timeout: timedelta) -> torch.distributed.Store:
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     if not is_server:
         await_listener(host, port, timeout)
-    # rendezvous("env://") would make rank 0 wait for all clients, and count the missing ones
-    # instead of naming them.
+    # rendezvous("env://") would make rank 0 wait for all clients, and report only the number
+    # of missing ones.
     store = torch.distributed.TCPStore(
         host, port, is_master=is_server, timeout=timeout, wait_for_workers=False
     )
     if is_agents:
-        # torchrun --max-restarts keeps its store, with the addresses of ranks that died, so each
-        # attempt uses its own prefix. Agents that joined later count fewer attempts: where hosts
-        # come and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each.
+        # torchrun --max-restarts keeps its store and, in it, the addresses of ranks that died. So
+        # each attempt uses a different prefix. Agents that joined later count fewer attempts: if
+        # hosts come and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each attempt.
         store = torch.distributed.PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", store)
     return store
 
 
 def await_listener(host: str, port: int, timeout: timedelta) -> None:
-    """Wait until the store listens. TCPStore would wait twice as long, and print a C++ stack."""
+    """Wait until the store listens. TCPStore would wait twice as long and print a C++ stack."""
     seconds = timeout.total_seconds()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -175,12 +175,12 @@ def await_listener(host: str, port: int, timeout: timedelta) -> None:
 
 
 def await_ranks(world: dist.World, store: torch.distributed.Store, timeout: timedelta) -> None:
-    """Wait for all ranks, each with a few messages. Raises ConnectionError naming a missing one."""
+    """Wait until all ranks have joined. Raises ConnectionError with the first missing rank."""
     store.set(f"joined {world.rank}", "")
     store.add("joined", 1)
     deadline = time.monotonic() + timeout.total_seconds()
     pause = 0.01
-    while store.add("joined", 0) < world.size:  # not wait, which holds Ctrl-C back and logs
+    while store.add("joined", 0) < world.size:  # not store.wait: it delays Ctrl-C and logs
         if time.monotonic() > deadline:
             missing = [rank for rank in range(world.size) if not store.check([f"joined {rank}"])]
             raise ConnectionError(
@@ -188,4 +188,4 @@ def await_ranks(world: dist.World, store: torch.distributed.Store, timeout: time
                 f"{timeout.total_seconds():g} s, first rank {missing[0]}"
             )
         time.sleep(pause)
-        pause = min(1.0, 1.5 * pause)  # thousands of ranks ask one store
+        pause = min(1.0, 1.5 * pause)  # thousands of ranks poll one store

@@ -10,9 +10,9 @@ def try_lock(path: Path) -> int | None:
     """Create and lock the file `path`; return its open descriptor, or None if it is locked.
 
     A POSIX record lock: the kernel releases it when its process ends, even by kill -9. Unlike
-    flock's, it is not inherited by children that may outlive the process, such as data loader
-    workers. It works between hosts on NFS and Lustre. Closing any descriptor of the file releases
-    it. If the file system has no locks, warns and continues.
+    a flock lock, it is not inherited by child processes, which may outlive their parent (for
+    example data loader workers). It works between hosts on NFS and Lustre. Closing any descriptor
+    of the file releases it. If the file system does not support locks, warns and continues.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -23,8 +23,8 @@ def try_lock(path: Path) -> int | None:
             return None
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        print(f"{path}: this file system has no locks: let nothing else write there")
-    # The last owner may have removed or renamed the file since this open.
+        print(f"{path}: no locks on this file system: do not start another run there")
+    # The last owner may have removed or renamed the file since it was opened.
     if is_at(path, descriptor):
         return descriptor
     os.close(descriptor)
@@ -32,5 +32,5 @@ def try_lock(path: Path) -> int | None:
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether `path` names the open file."""
+    """Whether `path` refers to the open file `descriptor`."""
     return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())

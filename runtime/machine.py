@@ -1,4 +1,4 @@
-"""What a run is resolved for: ranks, hosts, devices; and what glibc does with freed memory."""
+"""The ranks, hosts and devices for which a run is resolved; a setting for freed memory."""
 
 import ctypes
 import os
@@ -14,14 +14,14 @@ from runtime.cli import UsageError
 
 @dataclass(frozen=True)
 class Machine:
-    """The ranks and their hardware. A run is resolved for rank 0's on all ranks."""
+    """The ranks and their hardware. All ranks resolve the run for the machine of rank 0."""
 
     world_size: int
-    local_size: int  # ranks of a host
+    local_size: int  # ranks per host
     device_type: str  # cpu or cuda
     device_name: str
-    device_memory: int  # bytes that a rank may fill: of its GPU, or its share of the host
-    has_bfloat16: bool  # the hardware multiplies in it, instead of emulating it
+    device_memory: int  # bytes: of the rank's GPU, or the rank's share of the host's memory
+    has_bfloat16: bool  # whether the hardware multiplies in bfloat16, instead of emulating it
 
 
 def read_machine(world: dist.World) -> Machine:
@@ -45,7 +45,7 @@ def read_machine(world: dist.World) -> Machine:
 
 
 def check_bfloat16(world: dist.World) -> None:
-    """Raise UsageError, which names this rank, unless its hardware multiplies in bfloat16."""
+    """Raise UsageError with this rank's number unless its hardware multiplies in bfloat16."""
     if not read_machine(world).has_bfloat16:
         raise UsageError(
             f"the run computes in bfloat16, which the hardware of rank {world.rank} on "
@@ -57,10 +57,10 @@ def check_bfloat16(world: dist.World) -> None:
 def keep_freed_memory() -> None:
     """Have glibc keep freed memory for the next step, as torch does on GPUs.
 
-    By default it returns large blocks to the kernel, which clears every page before handing it out
-    again: a fifth of a step of gpt2-124m. Other C libraries have no mallopt.
+    By default it returns large blocks to the kernel, which clears every page before it provides it
+    again. That took a fifth of a step of gpt2-124m. Other C libraries have no mallopt.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads, gloo's included
-        mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap, too
+        mallopt(-4, 0)  # M_MMAP_MAX: large blocks also come from the heap
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free memory stays there

@@ -74,7 +74,7 @@ def test_variables_that_are_incomplete_are_refused_at_once(monkeypatch, tokens, 
         monkeypatch.setenv(*variable.split("="))
     status, out, err = listen(flags(f"--data {tokens} --max_steps 1"))
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert f": {variables} in the environment is no rank of a run: unset these" in err
+    assert f": {variables} in the environment does not describe a rank: unset these" in err
 
 
 # --------------------------------------------------------------------------------------------------
