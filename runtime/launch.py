@@ -115,7 +115,7 @@ def prepare_process(device: torch.device, timeout: timedelta) -> None:
         # PR_SET_PDEATHSIG: Linux kills this rank when torchrun or srun, which started it, dies.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     # Make gloo connect two ranks when one first sends to the other. By default, each of N ranks
-    # reads N address lists of 154 + 8 N bytes from the store at the start: 552 GB for 4,096 ranks. A
+    # reads N address lists of 154 + 8 N bytes from the store at the start: 552 GB for N = 4,096. A
     # rank waits forever for one that died before they were connected; the Watchdog ends it.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # Without torchrun, rank 0 serves the store and needs two open files (sockets) for each rank.

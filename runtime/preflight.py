@@ -1,7 +1,7 @@
-"""Where a start begins, and what it refuses before a model is built.
+"""Find the checkpoint that a start uses, and refuse invalid starts before a model is built.
 
-`find_origin` finds the checkpoint that a start takes over. `find_changes` compares the run that it
-recorded with the run of this start. Later, train.check_ranks_agree looks at the weights.
+`find_origin` finds the checkpoint. `find_changes` compares the run recorded in it with the run of
+this start. Later, train.check_ranks_agree compares the weights of the ranks.
 """
 
 import contextlib
@@ -32,20 +32,20 @@ from runtime.cli import UsageError
 from text import tokenizer
 
 # --------------------------------------------------------------------------------------------------
-# The checkpoint that a start takes over
+# The checkpoint that a start uses
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a start takes over. Without one, a new run begins."""
+    """The checkpoint that a start uses, or none (`path` is None) for a new run."""
 
     path: Path | None = None
     manifest: dict = field(default_factory=dict)
-    step: int = 0  # the steps that are done before this start's first
+    step: int = 0  # the steps done before this start
     only_weights: bool = False  # for a new run with --init_from, or for --eval_only
     model_config: ModelConfig | None = None
-    kept_flags: dict = field(default_factory=dict)  # typed for the run that goes on
-    kept_values: dict = field(default_factory=dict)  # of its flags that were not typed
+    kept_flags: dict = field(default_factory=dict)  # typed for the run that is continued
+    kept_values: dict = field(default_factory=dict)  # values of its flags, typed or not
     damaged: dict[Path, str] = field(default_factory=dict)  # newer checkpoints and their problems
     first_start: datetime | None = None  # of the run in --out
 
@@ -54,10 +54,10 @@ NEW_RUN = Origin()
 
 
 def recorded_flags(manifest: dict) -> dict:
-    """The flags that were typed for the run of a checkpoint."""
+    """Return the flags that were typed, from a manifest or a row of starts.jsonl."""
     if "flags" in manifest:
         return manifest["flags"]
-    # Until 2026-11-24, a manifest had all flags, with None or "auto" for computed defaults.
+    # Until 2026-11-24, a manifest contained all flags, with None or "auto" for computed defaults.
     flags = {}
     for name, value in (manifest.get("config") or {}).items():
         if value is not None and value != DEFAULTS.get(name):
@@ -66,7 +66,7 @@ def recorded_flags(manifest: dict) -> dict:
 
 
 def recorded_values(manifest: dict) -> dict:
-    """The flags of the run of a checkpoint with their values, where they are recorded."""
+    """Return the values of the flags that a manifest or a row of starts.jsonl records."""
     values = dict(manifest.get("config") or {})
     for name in ("strategy", "micro_batch_size", "dtype"):  # until 2026-11-24
         values[name] = manifest.get(name, values.get(name))
@@ -74,12 +74,12 @@ def recorded_values(manifest: dict) -> dict:
 
 
 def without_computed(values: dict) -> dict:
-    """Leave out None and "auto", which stand for a computed value."""
+    """Leave out None and "auto", which stand for values computed later."""
     return {name: value for name, value in values.items() if value not in (None, "auto")}
 
 
 def read_model(path: Path, manifest: dict) -> ModelConfig:
-    """The model in the manifest of the checkpoint `path`. Raises UsageError."""
+    """Return the model in the manifest of the checkpoint `path`. Raises UsageError."""
     if "model" not in manifest:
         raise UsageError(f"{path} is not a checkpoint of train.py: its manifest.json lacks 'model'")
     try:
@@ -89,10 +89,10 @@ def read_model(path: Path, manifest: dict) -> ModelConfig:
 
 
 def find_origin(flags: dict, world: dist.World) -> Origin:
-    """Find the checkpoint that a start takes over. All ranks call it and get the same answer.
+    """Find the checkpoint that a start uses. All ranks call it and get the same result.
 
-    Rank 0 looks for it, and all ranks share the reading of its files. If it is damaged, rank 0
-    finds the one before. Raises UsageError, PathError and CheckpointError on all ranks.
+    Rank 0 chooses a checkpoint, and each rank verifies some of its files. If it is damaged, rank 0
+    chooses the previous one. Raises UsageError, PathError and CheckpointError on all ranks.
     """
     damaged: dict[Path, str] = {}
     while True:
@@ -109,7 +109,7 @@ def read_origin(flags: dict, damaged: dict[Path, str]) -> Origin:
     """Read the manifest of the latest checkpoint that is not `damaged`. Does not verify its files.
 
     The checkpoints of --out take precedence over --init_from and --resume, so that the same command
-    can be repeated, even if what these name is gone. Raises UsageError, PathError and
+    can be repeated, even if what these name was removed. Raises UsageError, PathError and
     CheckpointError.
     """
     out = Path(flags["out"])
@@ -123,7 +123,7 @@ def read_origin(flags: dict, damaged: dict[Path, str]) -> Origin:
         origin = read_latest(flags, saved, damaged)
         return dataclasses.replace(origin, first_start=first_start)
     kept = {}
-    if starts:  # the run stopped before its first checkpoint, and begins again as it began
+    if starts:  # the run stopped before its first checkpoint: repeat its last start
         begun = recorded_flags(starts[-1])
         named_before = {name: begun[name] for name in ("init_from", "resume") if name in begun}
         flags = named_before | flags
@@ -175,7 +175,7 @@ def read_latest(
 
 
 def flags_to_keep(flags: dict, manifest: dict, only_weights: bool) -> dict[str, dict]:
-    """What the flags that are not typed take over from the run of a checkpoint."""
+    """Return what a start takes from the checkpoint's run for flags that are not typed now."""
     typed = recorded_flags(manifest)
     values = recorded_values(manifest)
     evaluates = flag_value(flags, "eval_only")
@@ -185,16 +185,16 @@ def flags_to_keep(flags: dict, manifest: dict, only_weights: bool) -> dict[str, 
     if evaluates or not flags.keys().isdisjoint(MESH):
         left_out |= {*MESH}
     kept_values = {name: values[name] for name in (DEFAULTS.keys() & values.keys()) - PER_START}
-    if evaluates and "micro_batch_size" in values:  # a batch that fitted in memory
+    if evaluates and "micro_batch_size" in values:  # it fitted in memory
         kept_values["micro_batch_size"] = values["micro_batch_size"]
     kept_flags = {name: typed[name] for name in (DEFAULTS.keys() & typed.keys()) - left_out}
     return {"kept_values": kept_values, "kept_flags": kept_flags}
 
 
 def check_folder(flags: dict, saved: list[Path], starts: list[dict]) -> None:
-    """Refuse a folder whose contents a run would overwrite. Raises UsageError.
+    """Raise UsageError if a run would overwrite the contents of --out.
 
-    `saved` has its checkpoints, damaged or not, and `starts` the rows of starts.jsonl.
+    `saved` contains its checkpoints, damaged or not, and `starts` the rows of its starts.jsonl.
     """
     out = Path(flags["out"])
     if flag_value(flags, "resume") == "never":
@@ -206,9 +206,9 @@ def check_folder(flags: dict, saved: list[Path], starts: list[dict]) -> None:
     rows = read_log(out / "metrics.jsonl")
     logged = [row["step"] for row in rows if row.get("event") == "checkpoint"]
     if logged:
-        reason = f"its checkpoint of step {logged[-1]} is gone: restore it"
+        reason = f"its checkpoint of step {logged[-1]} is missing: restore it"
     elif not starts and (out / "config.json").exists():
-        reason = "it holds files that are not train.py's: choose another --out"
+        reason = "it contains files that train.py did not write: choose another --out"
     elif starts and rows and starts[-1]["config"].get("checkpoint") == "none":
         reason = "its run has --checkpoint none: choose another --out"
     else:
@@ -217,20 +217,20 @@ def check_folder(flags: dict, saved: list[Path], starts: list[dict]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What has changed since
+# What has changed since the checkpoint
 
 
 def find_changes(origin: Origin, manifest: dict) -> list[str]:
-    """Return what differs between the run of the checkpoint and this start's `manifest`, as text.
+    """Return descriptions of the changes from the checkpoint's run to this start's `manifest`.
 
-    Raises UsageError for what may not change, or not without --allow_changes (see config.flag), and
-    for weights that do not fit.
+    Raises UsageError for a change that is not allowed, or only with --allow_changes (config.flag),
+    and for weights that do not fit.
     """
     if origin.only_weights:
         check_weights(origin, manifest["model"])
         return []
     policies = {f"--{name}": policy for name, policy in POLICIES.items()}
-    # A flag that is newer than the checkpoint had its default.
+    # A flag that did not exist yet had its default.
     before = without_computed(DEFAULTS) | recorded_values(origin.manifest)
     now = manifest["config"]
     model = dataclasses.asdict(origin.model_config)
@@ -244,7 +244,7 @@ def find_changes(origin: Origin, manifest: dict) -> list[str]:
         if new == old or policy == "not compared":
             continue
         change = f"{name} {old} -> {new}"
-        if name == "the data's fingerprint":  # a hash, which does not name the folder
+        if name == "the data's fingerprint":  # a hash: print the folders as well
             change += f" (--data {before.get('data')} -> {now['data']})"
         changes.append(change)
         if policy == "never" or (policy == "refused" and not now["allow_changes"]):
@@ -253,7 +253,7 @@ def find_changes(origin: Origin, manifest: dict) -> list[str]:
         remedy = "choose another --out, or give --allow_changes"
         if "never" in refused.values():
             remedy = (
-                f"or begin a new run with its weights: --init_from {origin.path} and another --out"
+                f"or start a new run with its weights: --init_from {origin.path} and another --out"
             )
         raise UsageError(
             f"cannot continue from {origin.path}: {', '.join(refused)}; change that back, {remedy}"
@@ -262,15 +262,15 @@ def find_changes(origin: Origin, manifest: dict) -> list[str]:
 
 
 def properties(values: dict, model: dict, fingerprint: str | None) -> dict:
-    """What two runs are compared by: flags, model and data."""
+    """Return the properties that `find_changes` compares: flags, model and data."""
     flags = {f"--{name}": value for name, value in values.items() if name not in model}
     return flags | model | {"the data's fingerprint": fingerprint}
 
 
 def check_weights(origin: Origin, model: dict) -> None:
-    """Raise UsageError if the model of a checkpoint is not the run's, except in seq_len.
+    """Raise UsageError if the checkpoint's model differs from the run's, except in seq_len.
 
-    Names and shapes are checked when they are loaded.
+    The names and shapes of weights are checked when the weights are loaded.
     """
     for name, before in dataclasses.asdict(origin.model_config).items():
         value = model[name]
@@ -291,7 +291,7 @@ def check_tokenizer(folder: TokenFolder) -> None:
 
 
 def prepare_builtin() -> bool:
-    """Prepare the built-in data unless it exists; return whether this call has prepared it."""
+    """Prepare the built-in data unless it exists; return whether this call prepared it."""
     is_missing = not Path(BUILTIN).exists()
     if is_missing:
         prepare.prepare(None, Path(BUILTIN))
@@ -308,6 +308,6 @@ def builtin_data() -> Iterator[None]:
         is_rejected = getattr(error, "exit_status", None) == UsageError.exit_status
         if is_new and is_rejected:
             shutil.rmtree(BUILTIN)
-            with contextlib.suppress(OSError):  # other data is there
+            with contextlib.suppress(OSError):  # it contains other data
                 Path(BUILTIN).parent.rmdir()
         raise

@@ -1,4 +1,4 @@
-"""The contents of a run folder, and who may write it.
+"""The contents of a run folder, and the lock for the one run that may write to it.
 
 OUT/config.json      the flags that were typed, for this start or an earlier one
     starts.jsonl     one row per start: when, where, from which step, the resolved run
@@ -7,7 +7,7 @@ OUT/config.json      the flags that were typed, for this start or an earlier one
     checkpoints/     see checkpoint.py
     profile/         with --profile
     wandb/           with --tracker wandb
-    lock             while a run writes here
+    lock             exists while a run writes to the folder
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from runtime.lock import is_at, try_lock
 
 @contextlib.contextmanager
 def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
-    """Hold OUT/lock, which names the run that writes in OUT; the owner's death releases it.
+    """Hold OUT/lock, so that only this run writes to OUT; the process's death releases it.
 
     Creates the folder if needed, and removes it again if the run writes nothing to it. Waits up to
     3 seconds for another run to end: a killed process keeps its lock until its last thread has
     ended. After a restart by torchrun, waits up to `timeout` seconds, since a shared file system
-    may release the lock of a lost host late. Raises UsageError.
+    may release the lock of a lost host late. Raises UsageError if another run keeps the lock.
     """
     path = out / "lock"
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
@@ -64,8 +64,8 @@ def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed before it is released: then it is not yet another run's. If this folder was
-        # renamed meanwhile, the lock there may be another's.
+        # Remove the file before the lock is released: later it may be another run's lock. If this
+        # folder was renamed meanwhile, a file at `path` belongs to another run: leave it.
         if is_at(path, descriptor):
             path.unlink()
         os.close(descriptor)
@@ -75,7 +75,7 @@ def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoint `path`, or all checkpoints of the run folder `path`, oldest first.
+    """Return the checkpoint `path`, or all checkpoints of the run folder `path`, oldest first.
 
     Raises PathError if there are none.
     """
@@ -84,12 +84,12 @@ def checkpoints_at(path: Path) -> list[Path]:
         found = [path]
     if not found:
         remedy = "name a run folder such as runs/tiny, or a checkpoint in one"
-        raise PathError(f"{path} holds no checkpoint: {remedy}")
+        raise PathError(f"{path} contains no checkpoint: {remedy}")
     return found
 
 
 def newest_checkpoint(named: Path) -> Path:
-    """The checkpoint `named`, or the newest of the run `named`, verified.
+    """Return the checkpoint `named`, or the newest one of the run `named`, after verifying it.
 
     Raises PathError, and CheckpointError if it is damaged.
     """

@@ -56,14 +56,14 @@ MISTAKES = {
         ("--out {other} --lr 0.5", "--lr 0.003 -> 0.5"),
         (
             "--out {foreign}",
-            "cannot continue --out {foreign}: it holds files that are not train.py's",
+            "cannot continue --out {foreign}: it contains files that train.py did not write",
         ),
-        ("--out {gone}", "cannot continue --out {gone}: its checkpoint of step 2 is gone: restore"),
+        ("--out {gone}", "cannot continue --out {gone}: its checkpoint of step 2 is missing"),
         (
             "--out {unsaved}",
             "cannot continue --out {unsaved}: its run has --checkpoint none: choose",
         ),
-        ("--resume {root}", "{root} holds no checkpoint: name a run folder such as"),
+        ("--resume {root}", "{root} contains no checkpoint: name a run folder such as"),
         ("--resume {other} --init_from {other}", "--init_from begins a new run and --resum"),
         ("--init_from {other} --d_ff 80", "has d_ff 64, and this run has 80: its weights d"),
         ("--eval_only --init_from {damaged}", "{damaged}: rank-00000.safetensors is mis", 1),
@@ -83,7 +83,7 @@ MISTAKES = {
         ),
     ],
     "sample.py": [
-        ("--run {root}/nowhere", "nowhere holds no checkpoint: name a run folder such"),
+        ("--run {root}/nowhere", "nowhere contains no checkpoint: name a run folder such"),
         ("--run {ids} --prompt '1 257'", "--prompt: token ids are 0 to 256"),
         ("--run {old}", "llama3.tiktoken is not a tokenizer.json: prepare the data with the tok"),
         ("--run {damaged}", "{damaged}: rank-00000.safetensors is missing; name another", 1),

@@ -235,7 +235,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '12\n{"step')
     assert place(begin()) == (0, None, None)  # stopped before its first save
     log.write_text(json.dumps(failed | {"step": 250, "event": "checkpoint"}) + "\n")
-    with pytest.raises(UsageError, match="its checkpoint of step 250 is gone: restore it"):
+    with pytest.raises(UsageError, match="its checkpoint of step 250 is missing: restore it"):
         begin()
 
 
