@@ -1,4 +1,4 @@
-"""Where the time of a step goes: host syncs, communication, and a trace."""
+"""Measure where the time of a step goes: host syncs, communication, and a trace."""
 
 import inspect
 import json
@@ -22,19 +22,19 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Tags of operations whose result or its shape depends on values, like .item() and nonzero
+# Tags of operations that depend on values: in their result (.item()) or its shape (nonzero)
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def asks_for_values(function, args) -> bool:
-    """Whether a GPU's host would wait for values, to know the result or its shape."""
-    if function is torch.ops.aten.index.Tensor:  # a mask hides the shape, integers do not
+    """Whether the host would wait for a GPU's values to know the result or its shape."""
+    if function is torch.ops.aten.index.Tensor:  # a mask's values decide the shape
         return any(index is not None and index.dtype == torch.bool for index in args[1])
     return not WAITS.isdisjoint(function.tags)
 
 
 def copies_and_waits(function, args, kwargs, result) -> bool:
-    """Whether an operation copies between two devices, and the host waits for it."""
+    """Whether an operation copies between two devices and makes the host wait for it."""
     aten = torch.ops.aten
     if function not in (aten._to_copy.default, aten.copy_.default):
         return False
@@ -55,7 +55,7 @@ class OperationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it decomposes into operations on its local tensors
+            return NotImplemented  # DTensor then calls operations on its local tensors
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         self.count_operation(function, args, kwargs, result)
@@ -63,7 +63,7 @@ class OperationCounter(TorchDispatchMode):
 
 
 class HostSyncCounter(OperationCounter):
-    """Counts where the host waits for a device, or on a CPU would: {"train.py:123": times}.
+    """Counts where the host waits for a GPU, or would if there were one: {"train.py:123": times}.
 
     It waits where it reads a tensor's values, and where it copies between host and device.
     """
@@ -82,7 +82,7 @@ class HostSyncCounter(OperationCounter):
 
 
 def caller(skipping: str = __file__) -> inspect.Traceback:
-    """The innermost frame outside torch, this file and the file `skipping`."""
+    """Return the innermost frame outside torch, this file and the file `skipping`."""
     library = (str(Path(torch.__file__).parent), __file__, skipping)
     frame = inspect.currentframe()
     while frame.f_back and frame.f_code.co_filename.startswith(library):
@@ -97,7 +97,7 @@ class Traffic:
 
 
 def group_name(args) -> str | None:
-    """The name of the process group among the arguments of a c10d operation, None if none is."""
+    """Return the name of the process group in the arguments of a c10d operation, if any."""
     for leaf in tree_leaves(args):
         if isinstance(leaf, torch.ScriptObject):
             return torch.distributed.ProcessGroup.unbox(leaf).group_name
@@ -108,10 +108,10 @@ class CommunicationCounter(OperationCounter):
     """Counts collectives, including those of DDP and FSDP: {(kind, axis): Traffic}.
 
     `kind` is all_gather, reduce_scatter, all_reduce, ...; `axis` is the mesh axis whose ranks took
-    part, or "world". An axis of one rank sends nothing and does not count. Bytes are the size of
-    the full tensor that is gathered, scattered or reduced: on a ring each rank sends (n - 1) / n of
-    it for a gather or a scatter, and 2 (n - 1) / n for an all_reduce. In an all_to_all a rank may
-    send and receive different amounts: the larger amount counts.
+    part, or "world". Collectives over an axis of one rank send nothing and are not counted. Bytes
+    are the size of the full tensor that is gathered, scattered or reduced: on a ring each rank
+    sends (n - 1) / n of it for a gather or a scatter, and 2 (n - 1) / n for an all_reduce. If a
+    rank sends and receives different amounts in an all_to_all, the larger amount is counted.
     """
 
     KINDS = {
@@ -120,7 +120,7 @@ class CommunicationCounter(OperationCounter):
         "allreduce_": "all_reduce",
         "alltoall_base_": "all_to_all",
         "broadcast_": "broadcast",
-        # DTensor's, from tp and from an optimizer that gathers
+        # Called by DTensor: for tp, and in an optimizer that gathers
         "all_gather_into_tensor": "all_gather",
         "reduce_scatter_tensor": "reduce_scatter",
         "all_reduce": "all_reduce",
@@ -157,7 +157,7 @@ class CommunicationCounter(OperationCounter):
 
 
 def covered_seconds(events: Iterable) -> float:
-    """The length of the union of the events' time ranges."""
+    """Return the length of the union of the events' time ranges."""
     total = 0.0
     reached = -math.inf
     for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
@@ -167,19 +167,19 @@ def covered_seconds(events: Iterable) -> float:
 
 
 def clocks(data_wait: float) -> np.ndarray:
-    """Seconds so far: wall clock, main thread running, main thread waiting for data."""
+    """Return seconds so far: wall clock, main thread running, main thread waiting for data."""
     return np.array([time.perf_counter(), time.thread_time(), data_wait])
 
 
 class Profiler:
-    """Traces the steps start + 1 ... stop on each rank, and counts in the step after them.
+    """Traces steps start + 1 ... stop on each rank; counts syncs and traffic in the next step.
 
     Counting slows a step down, so it stays out of the trace. Each rank writes
     `folder`/rank_N.trace.json, for chrome://tracing or ui.perfetto.dev, and the figures to
-    rank_N.json; `say` gets them in words. Does nothing if the run resumed inside the window.
+    rank_N.json, and passes them to `say` as text. Does nothing if the run resumed in the window.
 
     torch's profiler corrupts memory if it starts or stops while a collective runs on a gloo thread.
-    Before it does, `wait` of each object `in_flight` is called; the step's own have ended by then.
+    Before that, `wait` is called on all of `in_flight`; the step's collectives have ended by then.
     """
 
     def __init__(
@@ -197,11 +197,11 @@ class Profiler:
         self.in_flight = in_flight
         self.is_cuda = mesh.device_type == "cuda"
         self.trace: profile | None = None  # from the window's first step on
-        self.began = np.zeros(3)  # clocks at that step
+        self.began = np.zeros(3)  # `clocks` at that step
 
     @contextmanager
     def step(self, step: int, data_wait: float) -> Iterator[None]:
-        """Wrap step number `step`; `data_wait` is the seconds waited for data so far."""
+        """Wrap step number `step`; this rank has waited `data_wait` seconds for data so far."""
         if step == self.start + 1:
             self.begin(data_wait)
         if self.trace and step == self.stop + 1:
@@ -246,17 +246,17 @@ class Profiler:
         }
 
     def busy_and_exposed(self, wall: float, thread: float, data_wait: float) -> tuple[float, float]:
-        """Seconds of work, and of communication beside which there was none."""
+        """Return seconds of work, and seconds of communication during which nothing else ran."""
         events = self.trace.events()
         if not self.is_cuda:
-            # While the thread does not run it waits for data, or for a collective, or it sleeps.
+            # While the main thread does not run, it waits for data or a collective, or it sleeps.
             sent = covered_seconds(event for event in events if event.name.startswith("gloo:"))
             return thread, min(sent, max(0.0, wall - thread - data_wait))
-        # Kernels, copies and fills. Not ranges that the host annotates, such as "FSDP::all_gather",
-        # which cover idle time; nor CPU operations, whose time repeats that of their kernels.
+        # Kernels, copies and fills: neither CPU operations nor ranges that the host annotates (for
+        # example "FSDP::all_gather"), which include idle time.
         cuda = torch.autograd.DeviceType.CUDA
         work = [each for each in events if each.device_type == cuda and not each.is_user_annotation]
-        # Communication is named like ncclDevKernel_AllGather_RING_LL(...).
+        # NCCL's kernels have names like ncclDevKernel_AllGather_RING_LL(...).
         compute = [event for event in work if not event.name.startswith("nccl")]
         busy = covered_seconds(work)
         return busy, busy - covered_seconds(compute)

@@ -1,4 +1,4 @@
-"""How a run saves: in the background or not, after failures, and which checkpoints it removes."""
+"""Save checkpoints, in the background or not; report failed saves; remove old checkpoints."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from checkpoint import step_of
 
 
 def pinned(size: int) -> Tensor:
-    """Host memory that GPUs copy to faster; torch would round its size up to a power of two."""
+    """Return pinned memory, to which GPUs copy faster; torch would allocate a power of two."""
     buffer = torch.empty(size, dtype=torch.uint8)
     cuda = torch.cuda.cudart()
     if int(cuda.cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
@@ -35,7 +35,7 @@ class Saver:
     async_save    training waits only for a copy in host memory; a thread writes the files
     keep_last     number of checkpoints to keep; 0 keeps all
     keep_every    also keep those whose step is a multiple of this; 0 for none
-    timeout       of the collectives of a save
+    timeout       of the collectives during a save
     extra_files   {name: contents} of files in every checkpoint, such as the tokenizer
     """
 
@@ -59,11 +59,11 @@ class Saver:
         self.on_all_ranks = functools.partial(dist.on_all_ranks, group=self.group)
         self.host_memory = torch.empty(0, dtype=torch.uint8)
         self.copies: dict[str, Tensor] = {}  # in host_memory
-        self.index: dict[str, dict] = {}  # who writes what: the same in every save
+        self.index: dict[str, dict] = {}  # which rank writes what: the same in every save
         self.thread: threading.Thread | None = None
         self.rows: list[dict] = []
         self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
-        self.ends_run = False  # after a save that was refused: no later one could be better
+        self.ends_run = False  # set by `refuse` if no later save could be better
 
     def save(self, state: dict, manifest: dict) -> None:
         """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"].
@@ -85,7 +85,7 @@ class Saver:
         self.thread.start()
 
     def refuse(self, step: int, why: str, ends_run: bool = False) -> None:
-        """Report the save of `step` as failed without trying: earlier checkpoints are better."""
+        """Report the save of `step` as failed without trying it: earlier checkpoints are better."""
         self.wait()
         self.ends_run = ends_run
         self.add_row(step, {"error": why}, began=time.perf_counter())
@@ -97,7 +97,7 @@ class Saver:
             self.thread = None
 
     def take_rows(self) -> list[dict]:
-        """Hand over the log rows of the saves that have finished since the last call.
+        """Return the log rows of the saves that have finished since the last call.
 
         Their event is "checkpoint", or "checkpoint_failed" with the reason as `error`.
         """
@@ -109,7 +109,7 @@ class Saver:
     def copy_to_host(self, state: dict) -> None:
         """Copy this rank's parts to one block of host memory, as `copies`.
 
-        The block, the slowest part, is allocated only once. DefaultStager of
+        The block is allocated only once, because that takes longest. The DefaultStager of
         torch.distributed.checkpoint took 1.6 times as long on CPUs.
         """
         parts = checkpoint.local_parts(state)
@@ -120,7 +120,7 @@ class Saver:
             is_cuda = any(part.is_cuda for part in parts.values())
             self.host_memory = pinned(size) if is_cuda else torch.empty(size, dtype=torch.uint8)
         end = 0
-        # By falling element size, each copy is aligned.
+        # In the order of decreasing element size, each copy is aligned.
         for name, part in sorted(parts.items(), key=lambda item: -item[1].itemsize):
             begin, end = end, end + part.nbytes
             copy = self.host_memory[begin:end].view(part.dtype).view(part.shape)
@@ -151,7 +151,7 @@ class Saver:
     def add_row(self, step: int, outcome: dict, began: float, waited: float | None = None) -> None:
         """Add a row to the log, with {"bytes": ...} or {"error": ...}, and set `failure`.
 
-        The save began at `began`; training waited `waited` seconds for it, by default all.
+        The save started at `began`. Training waited for it for `waited` seconds, by default all.
         """
         path = checkpoint.step_path(self.run, step)
         seconds = time.perf_counter() - began
@@ -174,7 +174,7 @@ class Saver:
         for path in found[: -self.keep_last] if self.keep_last else []:
             if self.keep_every and step_of(path) % self.keep_every == 0:
                 continue
-            with contextlib.suppress(OSError):  # it is gone, or another user's
+            with contextlib.suppress(OSError):  # it was removed meanwhile, or is another user's
                 # Renamed first, so that a run killed meanwhile leaves no incomplete checkpoint.
                 path.rename(checkpoint.temporary(path, ".removed"))
                 checkpoint.remove_leftovers(path)

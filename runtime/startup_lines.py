@@ -1,4 +1,4 @@
-"""The lines that a run prints at its start, with the arithmetic, and for --eval_only."""
+"""The lines that a run prints at its start, with the arithmetic, and after --eval_only."""
 
 import contextlib
 import math
@@ -15,7 +15,7 @@ from runtime.preflight import Origin
 
 
 def say(world: dist.World, lines: Iterable[str]) -> None:
-    """Print lines on rank 0. A run goes on where nothing takes them, such as a closed pipe."""
+    """Print lines on rank 0. A run continues if they cannot be printed (a closed pipe)."""
     if world.rank == 0:
         with contextlib.suppress(OSError):
             print("\n".join(lines), flush=True)
@@ -29,7 +29,7 @@ def describe_start(
     parts: list[data.TokenDataset],
     notes: Iterable[str],
 ) -> Iterator[str]:
-    """Yield the lines on model, mesh, dtype, batch, data (`parts`), memory and beginning."""
+    """Yield the lines on model, mesh, dtype, batch, data (`parts`), memory and checkpoint."""
     name = run.model
     if origin.path and not origin.path.is_relative_to(run.out):
         name = named_run(run.flags)
@@ -45,8 +45,8 @@ def describe_start(
     yield f"dtype   {run.dtype}; weights, reductions and optimizer in float32"
     if run.device == "cuda" and not run.compile:
         yield (
-            "        --compile is off: by tools.plan, elementwise operations, which it fuses, take "
-            "22% of a step of llama3-8b on 64 H100s and 41% of gpt2-124m on 8 A100s"
+            "        --compile is off: according to tools.plan, elementwise operations, which it "
+            "fuses, take 22% of a step of llama3-8b on 64 H100s and 41% of gpt2-124m on 8 A100s"
         )
     yield (
         f"batch   {run.global_batch_size} sequences = micro_batch_size {run.micro_batch_size} x "
@@ -87,8 +87,8 @@ def describe_no_steps(run: Run, origin: Origin, notes: Iterable[str]) -> Iterato
         )
     else:
         yield (
-            f"--max_steps {run.max_steps} leaves no step to train: {origin.path} is of step "
-            f"{origin.step}; raise --max_steps"
+            f"--max_steps {run.max_steps} leaves no step to train: {origin.path} was saved at "
+            f"step {origin.step}; raise --max_steps"
         )
     for note in notes:
         yield f"        {note}"
@@ -97,12 +97,12 @@ def describe_no_steps(run: Run, origin: Origin, notes: Iterable[str]) -> Iterato
 def describe_evaluation(
     run: Run, origin: Origin, val_loss: float, val_data: data.TokenDataset | data.Mixture
 ) -> Iterator[str]:
-    """Yield the lines of --eval_only on val_loss, in nats per token."""
+    """Yield the line of --eval_only for `val_loss`, in nats per token."""
     bytes_per_token = 0.0
     for part in val_data.parts:
         mean = part.folder.val_bytes / len(part.folder.tokens("val"))
         bytes_per_token += part.folder.share / 1000 * mean
-    bits = math.nan  # of a folder whose meta.json lacks val_bytes
+    bits = math.nan  # if meta.json lacks val_bytes
     if bytes_per_token:
         bits = val_loss / math.log(2) / bytes_per_token
     perplexity = math.exp(min(val_loss, 700))  # exp(710) overflows

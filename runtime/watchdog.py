@@ -5,12 +5,12 @@ What happens when rank 3 is killed in step 41:
 1. Collectives with rank 3 fail on other ranks, and the error passes through `Watchdog.__exit__`. If
    they hang instead, the thread of rank 2 misses the heartbeats of rank 3 (`Watchdog.run`).
 2. A few ranks that noticed read all heartbeats (`abort_if_confirmed`). The first to announce the
-   failure prints who died after which step, also for torchrun's report (`cli.report_error`).
+   failure prints who died after which step, also to torchrun's report (`cli.report_error`).
 3. Every rank ends with status 1, or 0 if its run is complete, even if its main thread hangs
    (`abort`). NCCL, which would end ranks earlier, only logs (`runtime.launch.prepare_process`).
 4. `torchrun --max-restarts` or Slurm starts all ranks again, from the latest valid checkpoint.
 
-A rank with an error of its own prints that error (`cli.execute`); other ranks find it silent then.
+A rank whose own code fails prints its error (`cli.execute`); the other ranks then find it silent.
 """
 
 import atexit
@@ -32,32 +32,32 @@ from runtime import cli
 from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
-CONFIRM_INTERVALS = 3  # between two reads that show which ranks are silent
-INVESTIGATORS = 8  # of 4,096 ranks, all of which may notice at once, and would read for minutes
-STORE_GONE = "the store that the ranks share is gone: rank 0 or its host was lost"
-LAST_WORDS_SECONDS = 10  # for a rank that failed alone, to leave
+CONFIRM_INTERVALS = 3  # between two reads, which show the silent ranks
+INVESTIGATORS = 8  # ranks that read all heartbeats; all of 4,096 ranks would read for minutes
+STORE_GONE = "the store that the ranks share does not answer: rank 0 or its host was lost"
+LAST_WORDS_SECONDS = 10  # for a rank to exit after an error
 
 
 class Heartbeat(NamedTuple):
     """What each rank writes to the store in every interval."""
 
     count: int
-    reports: int  # of progress, so far
+    reports: int  # calls of `progress` so far
     place: str  # where the rank was at the last report
 
 
 class Watchdog:
     """A context that ends the job when a rank stops, dies or makes no progress.
 
-    In every interval a thread of each rank writes its heartbeat to the store and reads that of the
-    next rank: three small messages, whatever the size of the world. A rank that
+    In every interval, a thread of each rank writes its heartbeat to the store and reads the next
+    rank's: three small messages, whatever the size of the world. A rank that
 
     - finds the next rank silent for `timeout` seconds,
     - makes no progress itself for that long, or SLOW_FACTOR times as long in slow places,
     - or leaves the context because a collective failed,
 
     reads the heartbeats of all ranks for CONFIRM_INTERVALS, to find which ranks failed. If
-    INVESTIGATORS ranks have begun to, it leaves that to them.
+    INVESTIGATORS ranks already do this, it leaves the work to them.
     """
 
     def __init__(self, store: torch.distributed.Store, rank: int, world_size: int, timeout: float):
@@ -66,21 +66,21 @@ class Watchdog:
         self.world_size = world_size
         self.timeout = timeout  # seconds
         self.interval = min(1.0, timeout / 20)  # seconds
-        self.inquiry = 2 * CONFIRM_INTERVALS * self.interval  # seconds; one takes half of that
+        self.inquiry = 2 * CONFIRM_INTERVALS * self.interval  # seconds; reading takes half of it
         self.count = 1  # heartbeats sent
         self.reports = 0  # calls of `progress`
         self.place = "before the first step"
         self.slow = True
-        self.status = 1  # of `abort`
+        self.status = 1  # exit status for `abort`
         self.stopped = threading.Event()
         self.announcing = threading.Lock()  # held from before the announcement until the end
         self.ending = threading.Lock()
         self.ask(store.add, "failures announced", 0)
         first = json.dumps(Heartbeat(0, 0, self.place))
-        self.ask(store.set, f"heartbeat {rank}", first)  # else readers wait
+        self.ask(store.set, f"heartbeat {rank}", first)  # or readers wait for it
 
     def progress(self, step: int, doing: str, slow: bool = False, status: int = 1) -> None:
-        """Report `step` steps done and what this rank is `doing`; `abort` will use `status`."""
+        """Report `step` steps done and what this rank is `doing`; `abort` exits with `status`."""
         self.reports += 1
         self.place = f"after step {step}, {doing}"
         self.slow = slow
@@ -102,12 +102,12 @@ class Watchdog:
             # Perhaps a collective failed because another rank was lost: then this does not return.
             self.abort_if_confirmed(collective_failed=True)
         self.stopped.set()
-        self.thread.join(2 * self.interval)  # not forever: it may wait for a store that is gone
+        self.thread.join(2 * self.interval)  # not forever: the store may not answer
 
     def run(self) -> None:
-        """Watch the next rank and this rank's progress: the work of the thread.
+        """Watch the next rank and this rank's progress, in the first thread.
 
-        Time is counted in heartbeats: none passes while a job is suspended.
+        Time is counted in heartbeats, because none is sent while a job is suspended.
         """
         self.store.set_timeout(timedelta(seconds=self.timeout))
         # Early enough to print the line within `timeout`.
@@ -128,9 +128,9 @@ class Watchdog:
                 self.abort_if_confirmed()
 
     def watch_store(self) -> None:
-        """Abort if the store does not answer `run`: the work of a second thread.
+        """Abort if the store does not answer `run`, in a second thread.
 
-        A host that is gone closes no connection: the store's client asks twice, and waits forever.
+        A lost host does not close its connections: the store's client asks twice and waits forever.
         """
         waited, last_count = 0, -1
         while not self.stopped.wait(self.interval):
@@ -152,18 +152,18 @@ class Watchdog:
         return [Heartbeat(*json.loads(text)) for text in texts]
 
     def ask(self, request: Callable, *arguments):
-        """Return the store's answer to a request; abort if the store is gone."""
+        """Return the store's answer to a request; abort if the store is lost."""
         try:
             return request(*arguments)
         except RuntimeError:
-            # Without torchrun, rank 0 keeps the store and may just have finished.
+            # Without torchrun, rank 0 serves the store and may have finished.
             if self.stopped.wait(self.inquiry):
                 sys.exit()  # ends this thread alone: the main thread has left the context
             self.abort(STORE_GONE)
 
     def abort_if_confirmed(self, collective_failed: bool = False) -> None:
         """Read the heartbeats of all ranks for a while; announce a failure that they show."""
-        # Each period has a count of its own: if those who read die, other ranks read in the next.
+        # Each period has a new count: if the investigators die, other ranks read in the next one.
         period = f"investigators {time.time() // self.inquiry:.0f}"
         if self.ask(self.store.add, period, 1) > INVESTIGATORS:
             if collective_failed:  # `run` goes on, and ends this process if they announce a failure
@@ -182,9 +182,9 @@ class Watchdog:
     def diagnose(
         self, before: list[Heartbeat], after: list[Heartbeat], collective_failed: bool
     ) -> str | None:
-        """Return a line on the ranks that failed, from the heartbeats of all ranks at two times.
+        """Return a line about the ranks that failed, from the heartbeats of all ranks at two times.
 
-        None if a collective failed and every other rank is alive: then the error is this rank's.
+        Returns None if a collective failed and all ranks are alive: the error is this rank's.
         """
         silent = [rank for rank, last in enumerate(before) if last.count == after[rank].count]
         if silent:
@@ -205,7 +205,7 @@ class Watchdog:
         )
 
     def abort(self, line: str | None = None) -> None:
-        """End this process, whatever its main thread hangs in."""
+        """End this process, even if its main thread hangs."""
         self.ending.acquire()  # only once: another thread waits here for the end
         try:
             if line:
@@ -213,7 +213,7 @@ class Watchdog:
                 began = time.time() - self.timeout
                 cli.report_error(Path(sys.argv[0]).name, line, began=began)
             if self.rank == 0:
-                # Rank 0 may keep the store, where the other ranks read the announcement.
+                # Rank 0 may serve the store, from which other ranks read the announcement.
                 time.sleep(2 * self.interval)
         finally:
             os._exit(self.status)
@@ -222,9 +222,9 @@ class Watchdog:
 def end_process_soon() -> None:
     """End this process with status 1 in LAST_WORDS_SECONDS, while Python exits after an error.
 
-    The destructors of torch's process groups wait for NCCL, whose other ranks may never answer, and
-    hold the GIL. faulthandler's timer is a C thread, which needs no GIL. Its traceback goes
-    nowhere, so that the error stays the last line.
+    The destructors of torch's process groups hold the GIL and wait for NCCL, whose other ranks may
+    never answer. faulthandler's timer is a C thread, which needs no GIL. Its traceback goes to
+    /dev/null, so that the error stays the last line.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=nowhere)

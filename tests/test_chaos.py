@@ -129,7 +129,7 @@ SILENCE = 4  # --timeout, seconds
 WEATHER = {"kill": 50, "interface": 10, "gone": 10, "terminate": 10, "stop": 5, "slow": 5}
 WEATHER |= {"full": 5, "tear": 5}
 # What a rank that is left says; nothing where the run goes on by itself, or all ranks are killed.
-LOST = r"rank \d stopped or died|the store that the ranks share is gone|rank \d did not arrive"
+LOST = r"rank \d stopped or died|the ranks share does not answer|rank \d did not arrive"
 SAID = dict.fromkeys(("kill", "gone", "stop", "interface"), LOST)
 SAID["interface"] += "|no rank made progress"  # when packets are sent again too late
 SAID |= {"terminate": r"stopped after step \d+", "tear": "", "slow": ""}

@@ -301,7 +301,7 @@ def test_a_dry_run_and_a_finished_run_write_nothing(run, on_ranks, tmp_path):
     text = f"--out {tmp_path}/new --max_steps 2 --resume {tmp_path}/run"
     ((status, said, _),) = on_ranks(1, listen, text)
     path = f"{tmp_path}/run/checkpoints/step-00000002"
-    line = f"--max_steps 2 leaves no step to train: {path} is of step 2; raise --max_steps\n"
+    line = f"--max_steps 2 leaves no step to train: {path} was saved at step 2; raise --max_steps\n"
     assert (status, said) == (0, line)
     assert contents(tmp_path) == before
 
