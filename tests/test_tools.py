@@ -213,7 +213,7 @@ def sweep(root: Path) -> list[Path]:
     return [*runs, write_losses(root / "high", {1: None}, [(1, None)], **flags)]
 
 
-NO_WORD = "no word: it takes runs that ended, with the same seeds"
+NO_WORD = "no verdict: it needs runs that ended, with the same seeds"
 
 
 def seeds(out: str) -> dict[str, list[str]]:

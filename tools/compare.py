@@ -27,12 +27,12 @@ from runtime.run_folder import read_starts
 from tools.measuring import commits
 from tools.measuring.harness import temporary_folder
 
-# Rounding differences of parameters grow until they are as large as the values: in float32, above
-# the default tolerance, at most 12-fold from one step to the next, and 41-fold in ten.
+# Rounding differences of parameters grow until they are as large as the values. In float32, those
+# above the default tolerance grew at most 12-fold from one step to the next, and 41-fold in ten.
 GROWTH = 100
-MOST_COLUMNS = 6  # with more runs, each is a row
-NEVER = "never"  # how the words begin if two runs do not differ
-LEVEL = 0.05  # chance of telling equal settings apart, over all comparisons of a table
+MOST_COLUMNS = 6  # with more runs, each run is a row
+NEVER = "never"  # the first word if two runs do not differ
+LEVEL = 0.05  # chance that any comparison of a table tells equal settings apart
 
 # --------------------------------------------------------------------------------------------------
 # The log of a run
@@ -40,27 +40,27 @@ LEVEL = 0.05  # chance of telling equal settings apart, over all comparisons of 
 
 @dataclass(frozen=True)
 class Log:
-    """What one run logged. Times are seconds of training, without evaluations and checkpoints."""
+    """The log of one run. Times are seconds of training, without evaluations and checkpoints."""
 
     name: str
     folder: Path
-    config: dict  # the flags of the last start with their values
+    config: dict  # the values of all flags at the last start
     rows: list[dict]  # all of metrics.jsonl
     training: list[dict]  # training rows, each with its "time" since the start of the run
     val: list[dict]  # evaluations, each with the "time" of its step
     values: dict[str, dict]  # {"loss" or "parameter": {step: {name: {column: value}}}}
 
     def final_val_loss(self) -> float | None:
-        """None before the first evaluation."""
+        """Return the last validation loss; None before the first evaluation."""
         return self.val[-1]["val_loss"] if self.val else None
 
     def best_val_loss(self) -> float | None:
-        """The lowest finite validation loss."""
+        """Return the lowest finite validation loss."""
         losses = [row["val_loss"] for row in self.val]
         return min(filter(math.isfinite, losses), default=None)
 
     def loss_at(self, tokens: int) -> float | None:
-        """Mean of the finite training losses in the last tenth of the first `tokens` tokens."""
+        """Return the mean finite training loss in the last tenth of the first `tokens` tokens."""
         losses = []
         for row in self.training:
             if 0.9 * tokens < row["tokens"] <= tokens and math.isfinite(row["loss"]):
@@ -68,21 +68,21 @@ class Log:
         return fmean(losses) if losses else None
 
     def time_to(self, loss: float) -> float | None:
-        """When an evaluation first reached `loss`."""
+        """Return the time of the first evaluation that reached `loss`."""
         for row in self.val:
             if row["val_loss"] <= loss:  # not if it is nan
                 return row["time"]
         return None
 
     def parameters(self) -> set[str]:
-        """The names of those with statistics."""
+        """Return the names of the parameters with statistics."""
         names = set()
         for rows in self.values["parameter"].values():
             names |= rows.keys()
         return names
 
     def ended_loss(self) -> float | None:
-        """The final validation loss if the run has ended and the loss is finite."""
+        """Return the final validation loss if the run has ended and the loss is finite."""
         for row in self.val:
             if row["step"] == self.config.get("max_steps") and math.isfinite(row["val_loss"]):
                 return row["val_loss"]
@@ -90,7 +90,7 @@ class Log:
 
 
 def read_all(folders: list[str]) -> list[Log]:
-    """Runs with the names of their folders, or the paths if two share a name."""
+    """Read runs. Their names are those of the folders, or the paths if two folders share a name."""
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = folders
@@ -98,14 +98,14 @@ def read_all(folders: list[str]) -> list[Log]:
 
 
 def read(folder: str, name: str) -> Log:
-    """Read a run folder. Raises UsageError if it is none."""
+    """Read a run folder. Raises UsageError if it is not one."""
     run = Path(folder)
     try:
         config = json.loads((run / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} is not the folder of a started run: {error}") from None
     for start in read_starts(run)[-1:]:
-        config |= start["config"]  # with the defaults of the run
+        config |= start["config"]  # which include the run's defaults
     rows = read_rows(run / "metrics.jsonl")
     training, val = with_times(rows)
     if not training:
@@ -123,7 +123,7 @@ def read(folder: str, name: str) -> Log:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a log; null, its form of a non-finite value, is nan."""
+    """Return the rows of a log, with nan for null, which stands for any non-finite value."""
     found = []
     for row in read_log(path):
         found.append({name: math.nan if value is None else value for name, value in row.items()})
@@ -131,7 +131,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:
-    """The training and evaluation rows, each with the "time" at which its step ended."""
+    """Return the training and evaluation rows, each with the "time" at which its step ended."""
     training: dict[int, dict] = {}  # by step
     val = []
     time = 0.0
@@ -139,7 +139,7 @@ def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:
     for row in rows:
         step = row["step"]
         if "loss" in row:
-            # step_time is the mean since the previous row. The first row has one step, which is
+            # step_time is the mean since the previous row. The first row covers one step, which is
             # not step 1 if the run started from another run's checkpoint.
             steps = 1 if previous_step is None else step - previous_step
             time += steps * row["step_time"]
@@ -155,11 +155,11 @@ def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:
 
 
 def compare(logs: list[Log], loss: float | None, tolerance: float) -> list[list[str]]:
-    """A header, and a line for each run, of what it reached.
+    """Return a header, and a line for each run with what it reached.
 
-    Has the time to validation loss `loss`, by default the lowest that all runs reached; the first
-    training losses and statistics of parameters that differ from the first run's by more than
-    `tolerance`, relatively; last the flags that differ.
+    The cells include the time to validation loss `loss` (default: the lowest that all runs
+    reached), the first losses and statistics of parameters that differ from the first run's by
+    more than `tolerance` (relative), and the flags that differ.
     """
     tokens = min(log.training[-1]["tokens"] for log in logs)
     if loss is None:
@@ -177,7 +177,7 @@ def compare(logs: list[Log], loss: float | None, tolerance: float) -> list[list[
 
 
 def reached(log: Log, tokens: int, loss: float | None) -> dict[str, str]:
-    """Losses, the last one after `tokens` tokens; the time to validation loss `loss`; speed."""
+    """Return the cells on losses, the time to validation loss `loss`, speed, and bad steps."""
     found = {
         "final validation loss": shown(log.final_val_loss(), ".4f"),
         "best validation loss": shown(log.best_val_loss(), ".4f"),
@@ -189,7 +189,7 @@ def reached(log: Log, tokens: int, loss: float | None) -> dict[str, str]:
     speed = median(row["tokens_per_second"] for row in log.training)
     found["tokens per second, median"] = shown(speed, ",.0f")
     clipped = fmean(row["clipped"] for row in log.training)
-    found["steps clipped, of those logged"] = shown(clipped, ".1%")
+    found["logged steps that were clipped"] = shown(clipped, ".1%")
     found["steps skipped"] = shown(log.training[-1]["skipped_steps"], ",")
     return found
 
@@ -199,7 +199,7 @@ def shown(value: float | None, spec: str) -> str:
 
 
 def different_flags(logs: list[Log], left_out: set[str]) -> list[dict[str, str]]:
-    """For each run, those of its flags whose values differ between the runs."""
+    """Return, for each run, the flags whose values differ between the runs."""
     found = [{} for _ in logs]
     names = set()
     for log in logs:
@@ -225,16 +225,16 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 class Difference(NamedTuple):
-    """Of a value that two runs logged in one step. The greatest is the most telling one."""
+    """How a value logged at one step differs between two runs; max() is the most informative."""
 
-    place: int  # in the step: greater values were computed earlier
+    place: int  # in the step: greater places are computed earlier
     size: float  # relative
     name: str  # of the parameter
     column: str
 
 
 def differences(first: Log, log: Log, limit: float) -> dict[str, str]:
-    """Where the losses and the parameters of a run first differ from the first run's, in words."""
+    """Describe where the losses and parameters of a run first differ from the first run's."""
     found = {}
     for what, growth in (("loss", 0), ("parameter", GROWTH)):
         reference, other = first.values[what], log.values[what]
@@ -248,10 +248,10 @@ def differences(first: Log, log: Log, limit: float) -> dict[str, str]:
 
 
 def first_difference(reference: dict, other: dict, limit: float, growth: float) -> str:
-    """The first step logged by both in which a value differs by more than `limit`, and the value.
+    """Describe the first step logged by both in which a value differs by more than `limit`.
 
-    It must also exceed `growth` times the largest difference so far. If several do, names the one
-    that differs most among those computed first in a step.
+    The difference must also exceed `growth` times the largest one before. If several values differ
+    by so much, describes the one that differs most among those that a step computes first.
     """
     largest = 0.0  # difference so far
     common = 0  # logged steps
@@ -274,16 +274,16 @@ def first_difference(reference: dict, other: dict, limit: float, growth: float) 
 
 
 def differences_of_step(a_rows: dict[str, dict], b_rows: dict[str, dict]) -> list[Difference]:
-    """Of each value in both runs."""
+    """Return the difference of each value that both runs logged."""
     found = []
     for name in a_rows.keys() & b_rows.keys():
         a, b = a_rows[name], b_rows[name]
         updates = a.get("update_ratio", math.inf) + b.get("update_ratio", math.inf)
-        for column in a.keys() & b.keys() - {"clipped"}:  # near the limit, rounding decides it
+        for column in a.keys() & b.keys() - {"clipped"}:  # near the limit, rounding decides
             size = relative_difference(a[column], b[column])
             place = 0
             if column == "weight_norm" and size > updates:
-                place = 2  # the weights were others before the step
+                place = 2  # the weights differed before the step
             elif column.startswith("grad"):
                 place = 1
             found.append(Difference(place, size, name, column))
@@ -291,7 +291,7 @@ def differences_of_step(a_rows: dict[str, dict], b_rows: dict[str, dict]) -> lis
 
 
 def relative_difference(a: float, b: float) -> float:
-    """inf if only one is nan."""
+    """Return |a - b| relative to the larger one; inf if only one is nan."""
     if math.isnan(a) and math.isnan(b):
         return 0.0
     if math.isnan(a) or math.isnan(b):
@@ -307,14 +307,14 @@ def relative_difference(a: float, b: float) -> float:
 
 @dataclass
 class Setting:
-    """Runs that have ended well and differ only in --seed and --out."""
+    """Runs that ended with a finite loss and differ only in --seed and --out."""
 
     log: Log  # of one of them
     losses: dict[int, float]  # seed -> final validation loss
 
 
 def seeds_table(logs: list[Log]) -> str:
-    """Each setting's mean and spread over seeds, against the first; empty if none has two."""
+    """Return a table of the settings' means and spreads over seeds; empty if none has two."""
     settings = settings_of(logs)
     if not settings:
         return ""
@@ -334,7 +334,7 @@ def seeds_table(logs: list[Log]) -> str:
 
 
 def settings_of(logs: list[Log]) -> list[Setting]:
-    """Those with two seeds or more, in order of first appearance."""
+    """Return the settings with at least two seeds, in order of first appearance."""
     found: dict[str, Setting] = {}
     for log in logs:
         same = {**log.config, "out": None, "seed": None}
@@ -347,13 +347,13 @@ def settings_of(logs: list[Log]) -> list[Setting]:
 
 
 def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) -> str:
-    """Whether two settings' losses, by seed, differ by more than their seeds do, in words.
+    """Describe whether the losses of two settings, by seed, differ by more than chance.
 
-    Means of n losses are nearly normal, so Student's t works even with three seeds. `comparisons`
-    share LEVEL (Bonferroni).
+    Means of n losses are nearly normal, so Student's t works even with three seeds. All
+    `comparisons` share LEVEL (Bonferroni).
     """
     if first.keys() != other.keys():
-        return "no word: it takes runs that ended, with the same seeds"
+        return "no verdict: it needs runs that ended, with the same seeds"
     pairs = [other[seed] - first[seed] for seed in first]
     p = p_value(pairs)
     word = "not distinguishable"
@@ -366,7 +366,7 @@ def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) 
 
 
 def p_value(pairs: list[float]) -> float:
-    """The chance of a mean difference at least this large, either way, if there is none.
+    """Return the chance of a mean at least this far from 0 if the true mean is 0 (two-sided).
 
     With t = sqrt(df) tan(x), the density of Student's t is cos(x)^(df - 1) over its integral.
     """
@@ -391,7 +391,7 @@ def compare_commits(args: argparse.Namespace) -> None:
     With --bisect, the second is the first commit after GOOD that differs, or BAD if none does.
     """
     first, *others = args.commits or commits.list_commits(*args.bisect)
-    commits.describe(others[-1])  # an unknown one is refused before the first run
+    commits.describe(others[-1])  # raises for an unknown one before the first run
     logs = {}
     numbers = itertools.count()
     with temporary_folder("compare-") as folder:
@@ -424,7 +424,7 @@ def is_different(first: Log, log: Log, limit: float) -> bool:
 
 
 def describe_pair(first: Log, log: Log, args: argparse.Namespace) -> str:
-    """Where the numbers of two commits first differ, what a step sends, and speeds, in words."""
+    """Describe where the numbers of two commits first differ, what a step sends, and speeds."""
     logs = [first, log]
     if is_different(first, log, args.tolerance):
         header, *rows = zip(*compare(logs, args.loss, args.tolerance))
@@ -441,7 +441,7 @@ def describe_pair(first: Log, log: Log, args: argparse.Namespace) -> str:
 
 
 def describe_equal(first: Log, log: Log, tolerance: float) -> str:
-    """That all values of two commits are equal, and how many parameters both logged."""
+    """State that all values of two commits are equal, with the number of common parameters."""
     names = first.parameters() & log.parameters()
     parameters = cli.plural(len(names), "parameter")
     steps = cli.plural(len(log.training), "step")
@@ -450,7 +450,7 @@ def describe_equal(first: Log, log: Log, tolerance: float) -> str:
 
 
 def bytes_sent(run: Path) -> str:
-    """What rank 0 handed to torch in the step that --profile counted, in words."""
+    """Describe what rank 0 handed to torch in the step that --profile counted."""
     path = run / "profile/rank_0.json"
     if not path.exists():
         return "bytes not counted (--profile)"
@@ -470,14 +470,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("runs", nargs="*", metavar="RUN", help="run folders, such as runs/a runs/b")
     help = "run 20 steps on two commits; . is the working tree; flags of train.py follow after --"
     add("--commits", nargs=2, metavar=("A", "B"), help=help)
-    help = "find the first commit whose numbers differ from those of GOOD; flags as for --commits"
+    help = "find the first commit whose numbers differ from GOOD's; flags as for --commits"
     add("--bisect", nargs=2, metavar=("GOOD", "BAD"), help=help)
-    help = "ranks of a commit's run (default: 2)"
+    help = "number of ranks of each run (default: 2)"
     add("--nproc_per_node", type=cli.number(int, 1), default=2, metavar="N", help=help)
     help = "measure the time to this validation loss (default: the lowest that all runs reached)"
     add("--loss", type=cli.positive_number, metavar="L", help=help)
-    help = "relative difference above which a loss or a parameter differs (default: 0.01; between "
-    help += "commits 0)"
+    help = "relative difference above which a loss or a parameter differs (default: 0.01; for "
+    help += "commits: 0)"
     add("--tolerance", type=cli.positive_number, metavar="T", help=help)
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))

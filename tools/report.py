@@ -27,9 +27,9 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 # uPlot 1.6.32 from npm. It draws thousands of points on a canvas, where SVG needs an element for
 # each, and brings zoom and the values under the pointer, in 51 kB.
 UPLOT = Path(__file__).parent / "uplot"
-MAX_POINTS = 2000  # of a series; with several runs, of theirs together
+MAX_POINTS = 2000  # of a series, over all runs together
 FOLLOW_SECONDS = 5  # between updates of --follow
-# Fields of training rows drawn unchanged
+# Fields of training rows that are drawn unchanged
 FIELDS = ["loss", "lr", "grad_norm", "tokens_per_second", "mfu"]
 FIELDS += ["peak_device_memory", "peak_host_memory", "time"]
 
@@ -38,7 +38,7 @@ FIELDS += ["peak_device_memory", "peak_host_memory", "time"]
 
 
 def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
-    """The steps and values of each series, by name; non-finite values are nan."""
+    """Return the steps and values of each series, by name; non-finite values are nan."""
     found = {}
 
     def add(name: str, step: int, value: float) -> None:
@@ -46,7 +46,7 @@ def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
         steps.append(step)
         values.append(value)
 
-    previous_step = log.training[0]["step"] - 1  # a log's first row has one step
+    previous_step = log.training[0]["step"] - 1  # the first row covers one step
     skipped = 0
     for row in log.training:
         step = row["step"]
@@ -69,7 +69,7 @@ def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """A moving mean of the finite values, weighted towards the last thirtieth of the series."""
+    """Return a moving mean of finite values, over about a thirtieth of the series."""
     weight = 1 / max(1, len(values) / 30)
     smoothed = []
     mean = next(filter(math.isfinite, values), math.nan)
@@ -81,7 +81,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def thin(values: list[float], max_points: int) -> list[int]:
-    """The indices of at most max_points values: all, or the extremes of each bucket."""
+    """Return the indices of at most max_points values: all, or the extremes of each bucket."""
     n = len(values)
     if n <= max_points:
         return list(range(n))
@@ -95,7 +95,7 @@ def thin(values: list[float], max_points: int) -> list[int]:
 
 
 def encode(steps: list[int], values: list[float], max_points: int) -> list[list]:
-    """A series for JSON: differences of its steps, and its values."""
+    """Return a series for JSON: the differences between its steps, and its values."""
     kept = thin(values, max_points)
     kept_steps = [0, *(steps[i] for i in kept)]
     differences = [b - a for a, b in pairwise(kept_steps)]
@@ -103,7 +103,7 @@ def encode(steps: list[int], values: list[float], max_points: int) -> list[list]
 
 
 def rounded(value: float) -> float | None:
-    """To five digits; None if it is not finite."""
+    """Round to five digits; None if the value is not finite."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
@@ -117,26 +117,26 @@ def seconds(time: str) -> float:
 
 
 def phases(rows: list[dict], starts: list[dict]) -> list[list]:
-    """The seconds that each phase of a run took, and what it was.
+    """Return [seconds, cause] of each phase of a run.
 
-    `rows` are those of metrics.jsonl: each was written when what it reports ended.
+    `rows` are the rows of metrics.jsonl. Each was written at the end of what it reports.
     """
     events = sorted([*rows, *starts], key=lambda event: seconds(event["time"]))
     saved = {row["step"] for row in rows if "event" in row}
     typical = median(row["step_time"] for row in rows if "loss" in row)
     compiles = False
-    previous = None  # training row of this start
-    pause = "starting"  # before the next step; None: it follows at once
+    previous = None  # the last training row of this start
+    pause = "starting"  # the cause of a pause before the next step, if any
     ends = []
     for event in events:
         ended = seconds(event["time"])
-        if "config" in event:  # a start: drops the rows after its checkpoint
+        if "config" in event:  # a start, which drops the rows after its checkpoint
             if lost_until := event.get("last_logged"):
                 ends.append((seconds(lost_until), "lost steps"))
             ends.append((ended, "waiting"))
             compiles, previous, pause = event["config"]["compile"], None, "starting"
             continue
-        # What follows a saved step; --async_save logs the save at a later one
+        # A saved step is followed by its save, although --async_save logs the save later.
         following = "saving" if event["step"] in saved else None
         if "loss" not in event:
             cause = "evaluating" if "val_loss" in event else "saving"
@@ -154,9 +154,9 @@ def phases(rows: list[dict], starts: list[dict]) -> list[list]:
 
 
 def durations(ends: list[tuple[float, str]]) -> list[list]:
-    """[seconds, cause] of phases, of which neighbours with one cause are joined.
+    """Return [seconds, cause] of each phase; neighbours with the same cause are joined.
 
-    `ends` begins with the first start. Drops phases that end before their predecessor.
+    `ends` starts with the first start. Drops phases that end before their predecessor.
     """
     found = []
     began, _ = ends[0]
@@ -176,11 +176,11 @@ def durations(ends: list[tuple[float, str]]) -> list[list]:
 
 
 def describe(folder: str, log: compare.Log, max_points: int) -> dict:
-    """All that the page shows for one run, with at most max_points of each series."""
+    """Return all that the page shows for one run, with at most max_points of each series."""
     starts = read_starts(Path(folder))
     series = {}
     for name, (steps, values) in series_of(log).items():
-        # Not what is unknown, nor the memory of a device that is a CPU
+        # Leave out unknown values, and the device memory of a run on CPUs
         if any(value and math.isfinite(value) for value in values):
             series[name] = encode(steps, values, max_points)
     last = log.training[-1]
@@ -213,7 +213,7 @@ def write(folders: list[str], out: Path, follow: bool) -> None:
     page = page.replace("/* uPlot.css */", (UPLOT / "uPlot.min.css").read_text())
     page = page.replace("/* uPlot.js */", (UPLOT / "uPlot.iife.min.js").read_text())
     script = json.dumps(data, separators=(",", ":"))
-    page = page.replace("/* data */", script.replace("<", "\\u003c"))  # no name can end it
+    page = page.replace("/* data */", script.replace("<", "\\u003c"))  # no name can end the script
     replace_file(out, page)
 
 
@@ -227,19 +227,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
     help = "the page (default: report.html)"
     add("--out", type=Path, default=Path("report.html"), metavar="FILE", help=help)
-    help = "write the page anew every few seconds until the runs end, or Ctrl-C; in a browser it "
-    add("--follow", action="store_true", help=f"{help}loads itself again")
+    help = "rewrite the page every few seconds until the runs end, or Ctrl-C; in a browser, the "
+    add("--follow", action="store_true", help=f"{help}page reloads itself")
     return parser.parse_args(argv)
 
 
 def report(argv: list[str]) -> None:
     args = parse(argv)
-    with contextlib.suppress(KeyboardInterrupt):  # leaves a page that no longer reloads
+    with contextlib.suppress(KeyboardInterrupt):  # the last page does not reload
         while args.follow and any((Path(run) / "lock").exists() for run in args.runs):
             began = time.monotonic()
             with contextlib.suppress(UsageError):  # before the first row, or after lost steps
                 write(args.runs, args.out, follow=True)
-            # At most 2% of a core, however long the logs
+            # At most 2% of a core, however long the logs are
             time.sleep(max(FOLLOW_SECONDS, 50 * (time.monotonic() - began)))
     write(args.runs, args.out, follow=False)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB")
