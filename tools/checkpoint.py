@@ -26,7 +26,7 @@ FULL = "full.safetensors"
 
 
 def report(path: Path, verifies: bool) -> None:
-    """Print a line for each checkpoint that `path` names. Raises CheckpointError and PathError."""
+    """Print a line for each checkpoint at `path`. Raises CheckpointError and PathError."""
     paths = checkpoints_at(path)
     damaged = 0
     for each in paths:
@@ -34,7 +34,7 @@ def report(path: Path, verifies: bool) -> None:
             manifest = checkpoint.read_manifest(each)
             if verifies and (problem := checkpoint.verify(each)):
                 raise CheckpointError(f"{each}: {problem}")
-        except CheckpointError as error:  # which does not hide the others
+        except CheckpointError as error:  # report the other checkpoints as well
             if paths == [path]:
                 raise
             damaged += 1
@@ -44,7 +44,7 @@ def report(path: Path, verifies: bool) -> None:
         if verifies:
             print(f"{each}: complete and unchanged: {len(manifest['files'])} files, {size}")
             if "crc32" not in manifest:
-                print(f"{each}: manifest.json is older than its checksum: it cannot be checked")
+                print(f"{each}: manifest.json was written without a checksum: it cannot be checked")
         else:
             tokens = f"{manifest.get('tokens', 0):,} tokens"
             print(f"{each}  step {manifest['step']:,}  {tokens}  {size}")
@@ -59,7 +59,7 @@ def report(path: Path, verifies: bool) -> None:
 def consolidate(named: Path, out: Path) -> None:
     """Write a checkpoint, or the newest of a run, as the new checkpoint `out` in the full format.
 
-    One process, with one tensor in memory. `out` appears complete or not at all. Raises
+    Runs in one process, with one tensor in memory. `out` appears complete or not at all. Raises
     CheckpointError and PathError.
     """
     path = newest_checkpoint(named)
@@ -67,7 +67,7 @@ def consolidate(named: Path, out: Path) -> None:
     with new_folder(out) as work:
         reader = checkpoint.Reader(path)
         layout = {name: entry.full for name, entry in reader.tensors.items()}
-        kept = {}  # entries with their checksums, so that a file damaged before does not verify
+        kept = {}  # with the old checksums, so that a file that is damaged now does not verify
         for name, entry in manifest["files"].items():
             if not name.endswith((".safetensors", "index.json")):
                 kept[name] = entry
@@ -77,10 +77,10 @@ def consolidate(named: Path, out: Path) -> None:
 
 
 def read_full(reader: checkpoint.Reader, name: str) -> Tensor:
-    """A full tensor of a checkpoint. Raises CheckpointError."""
+    """Return a full tensor of a checkpoint. Raises CheckpointError."""
     full = reader.tensors[name].full
     pieces = list(reader.overlaps(name, (0,) * full.dim(), full.shape))
-    full = torch.empty_like(full, device="cpu")  # not before: the files have as many bytes
+    full = torch.empty_like(full, device="cpu")  # only now: the files contain all its bytes
     for place, saved in pieces:
         full[place] = saved
     return full
@@ -91,7 +91,7 @@ def write_full(
 ) -> dict[str, dict]:
     """Write the one file and its index; return their entries in the manifest.
 
-    `layout` has meta tensors, and read(name) returns the values of one.
+    `layout` maps names to meta tensors; read(name) returns the values of one.
     """
     index = {}
     for name, tensor in layout.items():
@@ -107,9 +107,9 @@ def write_full(
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `out`, for the block to fill and to rename.
+    """Yield a temporary folder next to `out`. The block fills it and renames it to `out`.
 
-    Removes it if the block fails, which raises CheckpointError. Raises PathError if `out` exists.
+    If the block fails, removes it and raises CheckpointError. Raises PathError if `out` exists.
     """
     if out.exists():
         raise PathError(f"{out} exists: remove it or choose another name")

@@ -4,7 +4,7 @@ python -m tools.hf export runs/tiny OUT
 python -m tools.hf import DIR OUT
 
 The decoder is Hugging Face's Llama: RoPE pairs the same elements, so tensors map one to one. No
-command executes what it reads.
+command executes code from the files that it reads.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from sample import read_trained
 from text import tokenizer
 from tools.checkpoint import new_folder, read_full, write_full
 
-# Modules of the decoder -> of Hugging Face's Llama
+# Module of the decoder -> module of Hugging Face's Llama
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 IN_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -40,7 +40,7 @@ IN_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Sizes of ModelConfig -> of config.json
+# Size in ModelConfig -> field of config.json
 INTEGERS = {
     "vocab_size": "vocab_size",
     "n_layer": "num_hidden_layers",
@@ -61,7 +61,7 @@ def hf_name(name: str) -> str:
 
 
 def meta_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
-    """The names and shapes of the model's weights, without values."""
+    """Return the names and shapes of the model's weights, as meta tensors without values."""
     with torch.device("meta"):
         model = Transformer(config)
     return dict(model.named_parameters())
@@ -74,7 +74,7 @@ def meta_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
 def export_model(source: Path, out: Path) -> None:
     """Write a checkpoint, or the latest of a run, as the new model folder `out`, in float32.
 
-    Holds one tensor at a time. Raises UsageError, CheckpointError and TokenizerError.
+    Reads one tensor at a time. Raises UsageError, CheckpointError and TokenizerError.
     """
     path = run_folder.newest_checkpoint(source)
     trained = read_trained(path)
@@ -99,7 +99,7 @@ def export_model(source: Path, out: Path) -> None:
         checkpoint.sync(out.parent)
     print(f"{out}: {path} as a LlamaForCausalLM in float32")
     if encoding is None:
-        print(f"{out} has no tokenizer: {path} names none")
+        print(f"{out} has no tokenizer, because {path} has none")
 
 
 def write_json(file: Path, contents: dict) -> None:
@@ -110,7 +110,7 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor], file: Path) -> N
     """Write the weights of a checkpoint as one safetensors file, one tensor at a time."""
     reader = checkpoint.Reader(path)
     layout = {}
-    ours = {}  # their name -> ours
+    ours = {}  # name in Hugging Face's Llama -> name in the checkpoint
     for name, weight in weights.items():
         saved = reader.tensors.get(f"model.{name}")
         if saved is None or saved.full.shape != weight.shape:
@@ -126,7 +126,7 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor], file: Path) -> N
 
 
 def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
-    """The config.json of a model, for transformers 4.43 and later. Raises UsageError."""
+    """Return the config.json of a model, for transformers 4.43 and later. Raises UsageError."""
     rope_scaling = None
     if scaling := config.rope_scaling:
         rope_scaling = {
@@ -161,7 +161,7 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
 
 
 def special_ids(encoding: tiktoken.Encoding | None) -> dict:
-    """End-of-text begins and ends a document. null, since without it Llama's default ids apply."""
+    """Return end-of-text, or null, as each special id. Without null, Llama's ids would apply."""
     end = encoding.eot_token if encoding else None
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
 
@@ -186,19 +186,19 @@ COMPUTED = {
 def import_model(source: Path, out: Path) -> None:
     """Write the model folder `source` as the new checkpoint `out`, for --init_from and sample.py.
 
-    Full format, float32. Holds one tensor at a time. Raises UsageError and CheckpointError.
+    Writes the full format in float32, one tensor at a time. Raises UsageError, CheckpointError.
     """
     config = from_hf(source)
-    found = {}  # mapped into memory
+    found = {}  # tensors mapped into memory
     buffers = []
     files = sorted(source.glob("model*.safetensors"))
     if not files:
-        raise UsageError(f"{source} has no model.safetensors: other formats are not read")
+        raise UsageError(f"{source} has no model.safetensors: other formats cannot be read")
     for file in files:
         tensors, buffer = checkpoint.map_safetensors(file)
         found |= tensors
         buffers.append(buffer)
-    if hf_name("head") in found:  # it may differ from the embedding
+    if hf_name("head") in found:  # the head may differ from the embedding
         config = dataclasses.replace(config, tied=False)
     weights = meta_weights(config)
     check_weights(source, found, weights)
@@ -218,7 +218,7 @@ def import_model(source: Path, out: Path) -> None:
         checkpoint.complete(work, out, manifest)
     print(f"{out}: {source}, {len(weights)} tensors in float32")
     if encoding is None:
-        print(f"{out} has no tokenizer: sample.py takes and prints token ids")
+        print(f"{out} has no tokenizer: sample.py reads and prints token ids")
 
 
 def copy_weights(found: dict, buffers: list[mmap.mmap], weights: dict, work: Path) -> dict:
@@ -226,7 +226,7 @@ def copy_weights(found: dict, buffers: list[mmap.mmap], weights: dict, work: Pat
     layout = {f"model.{name}": weight for name, weight in weights.items()}
 
     def read(name: str) -> torch.Tensor:
-        for buffer in buffers:  # the pages of the tensor before
+        for buffer in buffers:  # free the previous tensor's pages
             buffer.madvise(mmap.MADV_DONTNEED)
         theirs = hf_name(name.removeprefix("model."))
         values = found[theirs].float()
@@ -240,7 +240,7 @@ def copy_weights(found: dict, buffers: list[mmap.mmap], weights: dict, work: Pat
 
 
 def from_hf(folder: Path) -> ModelConfig:
-    """The model that config.json describes. Raises UsageError, also for unknown features."""
+    """Return the model that config.json describes. Raises UsageError, also for missing features."""
     file = folder / "config.json"
     try:
         return read_config(json.loads(file.read_bytes()))
@@ -251,7 +251,7 @@ def from_hf(folder: Path) -> ModelConfig:
 
 
 def read_config(hf: dict) -> ModelConfig:
-    """The model of a config.json. Raises ValueError, and on damage all that from_hf catches."""
+    """Return the model of a config.json. Raises ValueError, or what from_hf catches if damaged."""
     rope = read_rope(hf)
     if feature := missing_feature(hf, rope):
         raise ValueError(f"the model needs {feature}, which this decoder does not have")
@@ -265,7 +265,7 @@ def read_config(hf: dict) -> ModelConfig:
 
 
 def read_sizes(hf: dict) -> dict[str, int]:
-    """Sizes of ModelConfig, within the limits of train.py's flags. Raises KeyError, ValueError."""
+    """Read the sizes, within the limits of train.py's flags. Raises KeyError and ValueError."""
     sizes = {ours: hf[theirs] for ours, theirs in INTEGERS.items()}
     sizes["n_kv_head"] = hf.get("num_key_value_heads") or sizes["n_head"]
     limits = {field.name: field.metadata["lt"] for field in dataclasses.fields(Config)}
@@ -284,7 +284,7 @@ def read_sizes(hf: dict) -> dict[str, int]:
 
 
 def read_rope(hf: dict) -> dict:
-    """The fields of RoPE: in rope_parameters in transformers 5, before in two places."""
+    """Return RoPE's fields: in rope_parameters from transformers 5 on, before in two places."""
     rope = {"rope_theta": hf.get("rope_theta", 10_000.0)}
     rope |= hf.get("rope_scaling") or {}
     rope |= hf.get("rope_parameters") or {}
@@ -304,7 +304,7 @@ def read_rope_scaling(rope: dict) -> RopeScaling | None:
 
 
 def missing_feature(hf: dict, rope: dict) -> str | None:
-    """A feature of the model that the decoder lacks, or None. Raises KeyError and TypeError."""
+    """Return a feature of the model that the decoder lacks, or None. Raises KeyError, TypeError."""
     fields = hf | rope
     if hf["model_type"] == "llama":
         fields["sliding_window"] = None  # Llama ignores it
@@ -324,7 +324,7 @@ def check_weights(folder: Path, found: dict, weights: dict) -> None:
             continue
         if not tensor.is_floating_point() or tensor.itemsize == 1:
             dtype = checkpoint.DTYPE_NAMES[tensor.dtype]
-            raise UsageError(f"{folder}: {name} is {dtype}: quantized weights are not read")
+            raise UsageError(f"{folder}: {name} is {dtype}: quantized weights cannot be read")
         given[name] = [*tensor.shape]
     for name in expected | given:
         if name not in given:
@@ -342,8 +342,8 @@ def check_weights(folder: Path, found: dict, weights: dict) -> None:
 # Tokenizers
 
 
-# Characters of a byte-level vocabulary, such as GPT-2's, and their bytes. Printable ones of Latin-1
-# are their own characters; the others start at U+0100.
+# Characters of a byte-level vocabulary (like GPT-2's) and their bytes. A printable byte of Latin-1
+# stands for itself; the other bytes have characters from U+0100 on.
 PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 ALPHABET = {chr(byte): byte for byte in PRINTABLE}
@@ -353,8 +353,8 @@ ALPHABET |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 def write_tokenizer(encoding: tiktoken.Encoding, file: Path) -> None:
     """Write `bytes` or `gpt2` as a tokenizer.json: a byte-level BPE.
 
-    tiktoken takes a word that is a token as it is, else merges any two tokens whose union is one,
-    lowest id first. The package tokenizers needs a list of these pairs.
+    tiktoken keeps a word that is a token. Otherwise it merges any two neighbouring tokens that form
+    a token, lowest id first. The package tokenizers needs a list of these pairs.
     """
     character = {byte: letter for letter, byte in ALPHABET.items()}
 
@@ -369,7 +369,7 @@ def write_tokenizer(encoding: tiktoken.Encoding, file: Path) -> None:
                 merges.append(f"{word(token[:i])} {word(token[i:])}")
     end = {"id": encoding.eot_token, "content": tokenizer.END_OF_TEXT, "special": True}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    # Also cuts text by GPT-2's pattern, which does not matter to `bytes`: it merges nothing.
+    # Also splits text by GPT-2's pattern. That does not affect `bytes`, which merges nothing.
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     vocab = {word(token): i for token, i in ids.items()}
     spec = {
@@ -397,7 +397,7 @@ def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
 def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Encoding | None:
     """Copy the tokenizer.json of a model folder to `work`, if tokenizer.py can read it.
 
-    The built-in `bytes` needs no copy. The manifest names the tokenizer as the encoding's name.
+    The built-in `bytes` needs no copy. The manifest refers to a tokenizer by its encoding's name.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -412,7 +412,7 @@ def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Enco
     if is_bytes and (encoding.eot_token, encoding.n_vocab) == (256, 257):
         return tokenizer.load_encoding("bytes")
     if encoding.n_vocab > vocab_size:
-        print(f"{file} has {encoding.n_vocab:,} tokens, the model {vocab_size:,}: left out")
+        print(f"{file} has {encoding.n_vocab:,} tokens, the model {vocab_size:,}: it is left out")
         return None
     shutil.copyfile(file, work / file.name)
     return encoding

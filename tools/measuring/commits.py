@@ -9,8 +9,8 @@ from runtime.cli import RunError, UsageError
 from tools.measuring.harness import ROOT, TORCHRUN, finish_all
 
 WORKING_TREE = "."
-# Flags of each run. Those that are typed come between the two, and override only the first. On CPUs
-# equal code computes equal bits. The warm-up is short, so that steps after it are compared, too.
+# Flags of each run. The user's flags come between the two, so they override only SHORT. On CPUs,
+# equal code computes equal bits. The warm-up is short, so that steps after it are also compared.
 SHORT = "--device=cpu --max_steps=20 --warmup_steps=5 --eval_sequences=64 --profile=2:3"
 LOGGED = "--log_interval=1 --optim_metrics_interval=1 --sample_tokens=0 --checkpoint=none"
 LOGGED += " --tracker=none"
@@ -25,14 +25,14 @@ def git(*words: str) -> str:
 
 
 def describe(commit: str) -> str:
-    """A commit's short hash and subject. Raises UsageError if there is no such commit."""
+    """Return a commit's short hash and subject. Raises UsageError if there is no such commit."""
     if commit == WORKING_TREE:
         return "the working tree"
     return git("log", "-1", "--format=%h %s", commit, "--")
 
 
 def list_commits(good: str, bad: str) -> list[str]:
-    """`good`, and the short hashes of the commits after it up to `bad`, oldest first.
+    """Return `good` and the short hashes of the commits after it up to `bad`, oldest first.
 
     Follows first parents: a merge counts as one commit. Raises UsageError if `good` is not an
     ancestor of `bad`.
@@ -46,9 +46,9 @@ def list_commits(good: str, bad: str) -> list[str]:
 
 
 def write_files(commit: str, folder: Path) -> Path:
-    """Write the files of a commit into a new folder. The working tree stays where it is.
+    """Write the files of a commit into a new folder; return it, or ROOT for the working tree.
 
-    A worktree of git would be recorded in the repository, and left there after a kill -9.
+    A git worktree would be recorded in the repository and remain there after a kill -9.
     """
     if commit == WORKING_TREE:
         return ROOT
@@ -77,7 +77,7 @@ def run_steps(commit: str, nproc: int, flags: list[str], folder: Path) -> Path:
 
 
 def last_line(printed: str) -> str:
-    """The last line that the ranks printed, before torchrun's report."""
+    """Return the last line that the ranks printed, before torchrun's report."""
     of_ranks = re.split(r"^[EW]\d{4} \d\d:\d\d", printed, maxsplit=1, flags=re.MULTILINE)[0]
     lines = of_ranks.strip().splitlines() or ["it printed nothing"]
     return lines[-1]

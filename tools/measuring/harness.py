@@ -1,4 +1,4 @@
-"""Shared by bench, check and compare: commands that run at the same time."""
+"""Run commands at the same time. Shared by bench, check and compare."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Yield a new folder, which the end of the block removes, also after Ctrl-C and SIGTERM."""
+    """Yield a new folder; remove it at the end of the block, also after Ctrl-C and SIGTERM."""
 
     def end(number: int, frame) -> None:
         for each in before:
@@ -42,7 +42,7 @@ def run_all(
 ) -> list[str]:
     """Run commands as `finish_all` does; return what each printed.
 
-    Prints the end of what a failed one printed, and raises RunError.
+    If a command fails, prints the end of its output and raises RunError.
     """
     finished = finish_all(commands, out, cwd, **variables)
     for command, (status, text) in zip(commands, finished):
@@ -55,10 +55,10 @@ def run_all(
 def finish_all(
     commands: list[list[str]], out: Path, cwd: Path | None = None, **variables: str
 ) -> list[tuple[int | None, str]]:
-    """Run commands at the same time; return each one's exit status, and what it printed.
+    """Run commands at the same time; return the exit status and the output of each.
 
-    Number i prints to `out`-i.txt. If one fails, or at a signal, the others are terminated: they
-    might wait for it forever. Their status is None.
+    Command i prints to `out`-i.txt. If one fails, or at a signal, the others are terminated, since
+    they might wait for it forever. Their status is None.
     """
     files = [out.with_name(f"{out.name}-{number}.txt") for number in range(len(commands))]
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": cwd}
@@ -67,7 +67,7 @@ def finish_all(
     try:
         for command, file in zip(commands, files):
             with open(file, "w") as output:
-                # In a session of its own: Ctrl-C reaches only this process
+                # In a new session, so that Ctrl-C reaches only this process
                 process = subprocess.Popen(
                     command, stdout=output, start_new_session=True, **options
                 )

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces whose links a switch joins. Needs root and iproute2."""
+"""Hosts on one machine: network namespaces connected by a switch. Needs root and iproute2."""
 
 import contextlib
 import itertools
@@ -18,10 +18,10 @@ PORTS = itertools.count(29500)  # for the rendezvous, one for each job
 
 @contextlib.contextmanager
 def hosts(count: int, link: str) -> Iterator[list[str]]:
-    """Yield the names of `count` namespaces; each sends and receives `link`, as tc writes a rate.
+    """Yield the names of `count` namespaces with `link`, a rate as tc writes it, in each direction.
 
-    The end of the block kills their processes and deletes them. Raises UsageError if namespaces
-    cannot be created.
+    At the end of the block, kills their processes and deletes them. Raises UsageError if
+    namespaces cannot be created.
     """
     if os.geteuid() or not shutil.which("tc"):
         raise UsageError("hosts need root, and ip and tc: apt-get install iproute2")
@@ -44,7 +44,7 @@ def hosts(count: int, link: str) -> Iterator[list[str]]:
         for name in (switch, *names):
             with contextlib.suppress(UsageError):  # not created yet
                 kill_all(name)
-                ip(f"netns delete {name}")  # deletes its links too
+                ip(f"netns delete {name}")  # also deletes its links
 
 
 def add_host(name: str, number: int, switch: str, link: str) -> None:
@@ -57,8 +57,8 @@ def add_host(name: str, number: int, switch: str, link: str) -> None:
     ip(f"-n {name} link set lo up")
     ip(f"-n {name} link set eth0 up")
     ip(f"-n {switch} link set {port} up")
-    # Limit what each end sends: one limit per direction, like a cable. The burst is four of the
-    # largest packets: 10 ms of 200mbit.
+    # Limit what each end sends: one limit per direction, as in a cable. The burst is four of
+    # the largest packets: 10 ms at 200mbit.
     bucket = f"root tbf rate {link} burst 256kb latency 50ms"
     ip(f"-n {name} qdisc add dev eth0 {bucket}", tool="tc")
     ip(f"-n {switch} qdisc add dev {port} {bucket}", tool="tc")
@@ -87,13 +87,13 @@ def kill_all(namespace: str) -> None:
 
 
 def inside(namespace: str) -> list[str]:
-    """The prefix of a command that runs in a namespace."""
-    # By default gloo looks up the host's name, which leads nowhere there.
+    """Return the prefix of a command that runs in a namespace."""
+    # By default gloo uses the address of the host's name, which does not exist there.
     return ["ip", "netns", "exec", namespace, "env", "GLOO_SOCKET_IFNAME=eth0"]
 
 
 def torchrun(namespaces: list[str], nproc: int, script: list[str]) -> list[list[str]]:
-    """The commands that start `nproc` ranks on each host, or without any host on this machine."""
+    """Return commands that start `nproc` ranks on each host, or on this machine without hosts."""
     launcher = [*TORCHRUN, f"--nproc_per_node={nproc}"]
     if not namespaces:
         return [[*launcher, "--standalone", *script]]
