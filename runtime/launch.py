@@ -1,7 +1,7 @@
-"""Form the process group from the environment variables of torchrun or srun.
+"""Form the process group from the variables that torchrun or srun sets.
 
-These variables tell each process its rank and where the ranks meet. Every error that a user can fix
-is raised with one line as its text, at the latest when the time for ranks to join has passed.
+They tell each process its rank and where the ranks meet. Every error that a user can fix is raised
+as one line, before or when the time for ranks to join has passed.
 """
 
 import ctypes

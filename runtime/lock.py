@@ -24,7 +24,7 @@ def try_lock(path: Path) -> int | None:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
         print(f"{path}: no locks on this file system: do not start another run there")
-    # The last owner may have removed or renamed the file since it was opened.
+    # The last owner may have removed or renamed the file since this process opened it.
     if is_at(path, descriptor):
         return descriptor
     os.close(descriptor)

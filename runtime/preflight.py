@@ -91,8 +91,8 @@ def read_model(path: Path, manifest: dict) -> ModelConfig:
 def find_origin(flags: dict, world: dist.World) -> Origin:
     """Find the checkpoint that a start uses. All ranks call it and get the same result.
 
-    Rank 0 chooses a checkpoint, and each rank verifies some of its files. If it is damaged, rank 0
-    chooses the previous one. Raises UsageError, PathError and CheckpointError on all ranks.
+    Rank 0 chooses a checkpoint, and each rank verifies some of its files. If one is damaged, rank 0
+    chooses the previous checkpoint. Raises UsageError, PathError and CheckpointError on all ranks.
     """
     damaged: dict[Path, str] = {}
     while True:
@@ -109,7 +109,7 @@ def read_origin(flags: dict, damaged: dict[Path, str]) -> Origin:
     """Read the manifest of the latest checkpoint that is not `damaged`. Does not verify its files.
 
     The checkpoints of --out take precedence over --init_from and --resume, so that the same command
-    can be repeated, even if what these name was removed. Raises UsageError, PathError and
+    can be repeated, even if the folders in these were removed. Raises UsageError, PathError and
     CheckpointError.
     """
     out = Path(flags["out"])
@@ -223,8 +223,8 @@ def check_folder(flags: dict, saved: list[Path], starts: list[dict]) -> None:
 def find_changes(origin: Origin, manifest: dict) -> list[str]:
     """Return descriptions of the changes from the checkpoint's run to this start's `manifest`.
 
-    Raises UsageError for a change that is not allowed, or only with --allow_changes (config.flag),
-    and for weights that do not fit.
+    Raises UsageError for changes that are never allowed, or not without --allow_changes (see
+    config.flag), and for weights that do not fit.
     """
     if origin.only_weights:
         check_weights(origin, manifest["model"])
@@ -308,6 +308,6 @@ def builtin_data() -> Iterator[None]:
         is_rejected = getattr(error, "exit_status", None) == UsageError.exit_status
         if is_new and is_rejected:
             shutil.rmtree(BUILTIN)
-            with contextlib.suppress(OSError):  # it contains other data
+            with contextlib.suppress(OSError):  # the parent contains other data
                 Path(BUILTIN).parent.rmdir()
         raise

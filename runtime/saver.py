@@ -151,7 +151,7 @@ class Saver:
     def add_row(self, step: int, outcome: dict, began: float, waited: float | None = None) -> None:
         """Add a row to the log, with {"bytes": ...} or {"error": ...}, and set `failure`.
 
-        The save started at `began`. Training waited for it for `waited` seconds, by default all.
+        The save started at `began`. Training waited `waited` seconds for it (default: to its end).
         """
         path = checkpoint.step_path(self.run, step)
         seconds = time.perf_counter() - began

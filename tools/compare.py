@@ -32,7 +32,7 @@ from tools.measuring.harness import temporary_folder
 GROWTH = 100
 MOST_COLUMNS = 6  # with more runs, each run is a row
 NEVER = "never"  # the first word if two runs do not differ
-LEVEL = 0.05  # chance that any comparison of a table tells equal settings apart
+LEVEL = 0.05  # chance that any comparison of a table finds equal settings different
 
 # --------------------------------------------------------------------------------------------------
 # The log of a run

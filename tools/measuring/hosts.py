@@ -20,7 +20,7 @@ PORTS = itertools.count(29500)  # for the rendezvous, one for each job
 def hosts(count: int, link: str) -> Iterator[list[str]]:
     """Yield the names of `count` namespaces with `link`, a rate as tc writes it, in each direction.
 
-    At the end of the block, kills their processes and deletes them. Raises UsageError if
+    At the end of the block, kills the processes in them and deletes them. Raises UsageError if
     namespaces cannot be created.
     """
     if os.geteuid() or not shutil.which("tc"):
