@@ -1,4 +1,4 @@
-"""Rows of the log: what they say, and how they get to disk."""
+"""Rows of the log: their contents, and how they are written to disk."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def log_step(the_log: metrics.Log, step: int, loss: float = 2.5, **changes: floa
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_host_memory_is_in_bytes():
-    """More than this process has now, and less than a terabyte."""
+    """The peak is about this process's memory or more, and less than a terabyte."""
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident = resident_pages * os.sysconf("SC_PAGE_SIZE")
     assert 0.9 * resident <= metrics.peak_memory(torch.device("cpu"))["peak_host_memory"] < 1e12
@@ -43,7 +43,7 @@ def test_host_memory_is_in_bytes():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """clock(seconds): the time of all clocks, which stand still."""
+    """clock(seconds): set all clocks to this time; they do not advance."""
 
     def set_to(seconds: float) -> None:
         fake = mock.Mock(wraps=datetime)
@@ -62,8 +62,8 @@ def log(tmp_path, one_rank, clock):
     return lambda **settings: make_log(tmp_path, **settings)
 
 
-def test_times_are_those_of_a_step_whatever_the_interval(log, tmp_path, clock):
-    """6 seconds over 3 steps of 1,000 tokens and 2e9 FLOPs."""
+def test_step_times_do_not_depend_on_the_log_interval(log, tmp_path, clock):
+    """A row covers 6 seconds: 3 steps of 1,000 tokens and 2e9 FLOPs each."""
     the_log = log()
     clock(1006)
     log_step(the_log, 3)
@@ -73,7 +73,13 @@ def test_times_are_those_of_a_step_whatever_the_interval(log, tmp_path, clock):
     assert row["mfu"] == pytest.approx(500 * 2e6 / 1e12)
     assert (row["loss"], row["grad_norm"], row["lr"]) == (2.5, 2.0, 0.1)
     assert (row["clipped"], row["skipped_steps"]) == (1, 5)
-    with the_log.pause():  # is no part of a step
+
+
+def test_a_pause_is_not_part_of_a_step(log, tmp_path, clock):
+    the_log = log()
+    clock(1006)
+    log_step(the_log, 3)
+    with the_log.pause():
         clock(1050)
     clock(1051)
     log_step(the_log, 5)
@@ -81,7 +87,7 @@ def test_times_are_those_of_a_step_whatever_the_interval(log, tmp_path, clock):
 
 
 def log_of_a_rank(out) -> float:
-    """A row in which everything of rank 1 is larger but its device memory."""
+    """Log two rows, and return the last loss. Rank 1 has larger values, but less device memory."""
     rank = dist.start("cpu").rank
     memory = {"peak_device_memory": 500 - rank, "peak_host_memory": 700 + rank}
     memory |= {"peak_reserved_memory": 600 - rank, "allocation_retries": 2 + rank}
@@ -92,7 +98,7 @@ def log_of_a_rank(out) -> float:
     return the_log.last_row["loss"]
 
 
-def test_a_row_is_of_all_ranks(pool, tmp_path):
+def test_a_row_reduces_its_values_over_all_ranks(pool, tmp_path):
     assert pool(2, log_of_a_rank, tmp_path) == [5.5, 5.5]
     row, _ = rows(tmp_path)
     assert (row["loss"], row["grad_norm"], row["lr"]) == (2.5, 4.0, 0.1)
@@ -101,7 +107,7 @@ def test_a_row_is_of_all_ranks(pool, tmp_path):
 
 
 def train_a_fork(argv: list[str]) -> tuple[int, str, str]:
-    """train.py with more columns, which differ on ranks, and longer and longer waits for data."""
+    """Run train.py with extra columns and waits for data, which both differ between ranks."""
     rank = int(os.environ["RANK"])
     train_step, read = train.train_step, train.MicroBatches.__next__
 
@@ -127,8 +133,8 @@ def train_a_fork(argv: list[str]) -> tuple[int, str, str]:
         return listen(argv)
 
 
-def test_a_column_of_a_fork_is_reduced_as_it_says(on_ranks, tmp_path):
-    """Rows after steps 1, 2, 4 and 5, and an evaluation after step 4."""
+def test_a_fork_chooses_how_its_columns_are_reduced(on_ranks, tmp_path):
+    """The run logs rows after steps 1, 2, 4 and 5, and evaluates after step 4."""
     text = "--strategy ddp --max_steps 5 --eval_interval 4 --log_interval 2 --lr 0.1"
     text += " --global_batch_size 9 --micro_batch_size 3 --schedule constant"
     for status, _, _ in on_ranks(3, train_a_fork, text):
@@ -140,14 +146,14 @@ def test_a_column_of_a_fork_is_reduced_as_it_says(on_ranks, tmp_path):
         assert [row[name] for name in names] == [14.0, 10.0, 35 / 3, 2, 5 / 3, 7]
         kinds = [type(row[name]) for name in ("spread", "count", "constant", "clipped")]
         assert kinds == [float, int, int, int]
-        assert row["lr"] == 0.1  # exactly: no mean of three equal values
-    # Waits are those of the row's own steps.
+        assert row["lr"] == 0.1  # exact: a mean of three equal values may be rounded
+    # A row adds up the waits of the steps since the row before.
     for name, of_a_step in {"data_wait": 300, "data_wait_min": 100}.items():
         waits = [of_a_step * steps for steps in (1, 1, 2, 1)]
         assert [row[name] for row in log] == pytest.approx(waits, abs=20)
 
 
-def test_the_console_says_what_a_step_and_a_save_took(log, capsys, clock):
+def test_the_console_prints_a_line_for_each_row(log, capsys, clock):
     the_log = log()
     clock(1002)
     log_step(the_log, 4)
@@ -155,10 +161,14 @@ def test_the_console_says_what_a_step_and_a_save_took(log, capsys, clock):
         "step   4/100    4%  loss 2.5000  grad_norm 2.000  lr 1.00e-01  500 ms  2,000 tok/s  "
         "mfu 0.4%"
     )
-    assert capsys.readouterr().out == f"{line}\n"  # the first step may compile: no time left yet
+    assert capsys.readouterr().out == f"{line}\n"  # no time left: the first step may compile
     clock(1003.27)
     log_step(the_log, 6)  # 94 steps of 0.635 s
     assert capsys.readouterr().out.endswith("  1m00s left\n")
+
+
+def test_the_console_prints_how_long_a_save_took(log, capsys):
+    the_log = log()
     row = {"event": "checkpoint", "step": 4, "path": "here", "bytes": 2_500_000, "seconds": 1.5}
     the_log.checkpoint(row | {"blocking_seconds": 1.5})
     the_log.checkpoint(row | {"blocking_seconds": 0.25})
@@ -167,7 +177,7 @@ def test_the_console_says_what_a_step_and_a_save_took(log, capsys, clock):
 
 
 class LateEvent:
-    """A point in the queue of a device that is behind."""
+    """An event that a device which lags behind the host has not reached yet."""
 
     passed = False
 
@@ -181,8 +191,8 @@ class LateEvent:
         return 500.0  # milliseconds
 
 
-def test_a_row_is_written_when_it_has_arrived(log, tmp_path, clock):
-    """The host does not wait for a device that is behind, before a pause."""
+def test_a_row_is_written_once_its_values_have_arrived(log, tmp_path, clock):
+    """Until a pause, the host does not wait for a device that lags behind."""
     the_log = log()
     meter = the_log.meter
     meter.rates = dataclasses.replace(meter.rates, device=torch.device("meta"))
@@ -199,19 +209,20 @@ def test_a_row_is_written_when_it_has_arrived(log, tmp_path, clock):
             assert [row["step_time"] for row in rows(tmp_path)] == [0.5]
     with the_log.pause():
         assert ended.passed
-        assert meter.pending is None and len(rows(tmp_path)) == 2
+        assert meter.pending is None
+        assert len(rows(tmp_path)) == 2
 
 
-def test_a_row_ends_with_each_step_that_logs_evaluates_or_saves(run):
+def test_each_step_that_logs_evaluates_or_saves_writes_a_row(run):
     intervals = "--log_interval 4 --eval_interval 5 --save_interval 6"
     out = run(1, f"--max_steps 13 {intervals}")
     assert [row["step"] for row in rows(out)] == [1, 4, 5, 6, 8, 10, 12, 13]
-    run(1, f"--max_steps 17 {intervals}")  # also with the first step of a process
+    run(1, f"--max_steps 17 {intervals}")  # the first step of a process writes one as well
     assert [row["step"] for row in rows(out)][8:] == [14, 15, 16, 17]
 
 
 def stop_with_rows_in_flight(argv: list[str]) -> tuple[int, str, str]:
-    """train.py, told to stop in step 2, with rows that arrive as late as those of a GPU may."""
+    """Run train.py, signal it in step 2, and let rows arrive late, as they may on a GPU."""
 
     def send_row(log, step, values):
         log.flush()
@@ -224,26 +235,27 @@ def stop_with_rows_in_flight(argv: list[str]) -> tuple[int, str, str]:
         return signal_in_step_2(argv, max_restarts="0")
 
 
-def test_the_last_row_of_a_stop_without_a_save_is_written(on_ranks, tmp_path):
+def test_a_stop_without_a_save_writes_the_last_row(on_ranks, tmp_path):
     ((status, _, _),) = on_ranks(1, stop_with_rows_in_flight, "--max_steps 9 --checkpoint none")
     assert (status, [row["step"] for row in rows(tmp_path / "run")]) == (os.EX_TEMPFAIL, [1, 2, 3])
 
 
-def test_too_many_skips_in_a_row_end_the_run_after_their_row(log, tmp_path, clock):
+def test_too_many_skipped_updates_in_a_row_end_the_run(log, tmp_path, clock):
     the_log = log()
     clock(1001)
     log_step(the_log, 7, math.nan, skipped_in_a_row=2)
     clock(1002)
     with pytest.raises(metrics.Diverged, match="3 updates in a row were skipped up to step 8"):
         log_step(the_log, 8, math.nan, skipped_in_a_row=3)
-    # JSON has no nan.
+    # The last row is still written. JSON has no nan.
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(7, None), (8, None)]
 
 
 NOTES = [b'{"note": "lr looks high"}', b"12", b"# \xff", b'{"event": "pause", "time": 12.5}']
 
 
-def test_a_run_that_continues_drops_rows_after_its_checkpoint_and_keeps_notes(log, tmp_path):
+def test_a_continued_run_drops_only_rows_after_its_checkpoint(log, tmp_path):
+    """Lines that a user has added to the log stay in it."""
     the_log = log()
     for step in (1, 2, 3):
         the_log.evaluation(step, 2.5)
@@ -258,11 +270,16 @@ def test_a_run_that_continues_drops_rows_after_its_checkpoint_and_keeps_notes(lo
     assert metrics.read_log(file) == read[:2]
 
 
+def test_a_continued_run_drops_later_rows_of_parameters(log, tmp_path):
+    lines = [json.dumps({"step": step, "parameter": "w"}) + "\n" for step in (3, 4)]
+    (tmp_path / "optim.jsonl").write_text("".join(lines))
+    log(start_step=3)
+    assert (tmp_path / "optim.jsonl").read_text() == lines[0]
+
+
 @pytest.mark.parametrize("missing", ["goodput", "useful_seconds"])
-def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
-    log, tmp_path, clock, capsys, missing
-):
-    """3 steps of 4 seconds count in the first 4; then one of a second is lost, and a minute.
+def test_goodput_excludes_lost_steps_across_restarts(log, tmp_path, clock, capsys, missing):
+    """A restart from step 3 keeps 4 useful seconds, and loses the 7 s of steps 4 and 5.
 
     Rows of older versions have no useful_seconds.
     """
@@ -282,11 +299,8 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
     lines = [json.loads(line) for line in log_file.read_text().splitlines()]
     lines = [{name: row[name] for name in row if name != missing} for row in lines]
     log_file.write_text("".join(json.dumps(row) + "\n" for row in lines))
-    of_parameters = [json.dumps({"step": step, "parameter": "w"}) + "\n" for step in (3, 4)]
-    (tmp_path / "optim.jsonl").write_text("".join(of_parameters))
     clock(1067)
     again = log(start_step=3)
-    assert (tmp_path / "optim.jsonl").read_text() == of_parameters[0]
     clock(1070)
     log_step(again, 5)
     last = rows(tmp_path)[-1]
@@ -298,12 +312,12 @@ def test_goodput_leaves_out_what_was_lost_and_outlives_a_restart(
         "goodput 10%: 7 of the 70 s since the first start were training steps, lost steps excluded"
     )
     assert capsys.readouterr().out == f"{line}\n"
-    now = datetime.fromtimestamp(1100, UTC)  # without starts.jsonl the first start is this one
+    now = datetime.fromtimestamp(1100, UTC)  # without starts.jsonl, this start counts as the first
     rates = again.meter.rates
     assert metrics.Log(tmp_path, again.run, rates, 5, now).meter.useful_seconds == 0
 
 
-def test_training_goes_on_without_the_rows_that_a_disk_does_not_take(log, tmp_path, capsys):
+def test_training_continues_if_a_row_cannot_be_written(log, tmp_path, capsys):
     the_log = log()
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     the_log.evaluation(1, 4.0)
@@ -314,13 +328,13 @@ def test_training_goes_on_without_the_rows_that_a_disk_does_not_take(log, tmp_pa
 
 
 def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
-    """train.py, on a CPU that has the name of a GPU."""
+    """Run train.py on a CPU that has the name of a GPU."""
     with mock.patch.object(metrics, "device_name", lambda device: "NVIDIA H200"):
         return listen(argv)
 
 
-def test_mfu_is_of_the_known_peak_or_that_of_peak_tflops(on_ranks, tmp_path):
-    """Known in bfloat16 alone, where it is 989 TFLOP/s."""
+def test_mfu_uses_the_known_peak_or_peak_tflops(on_ranks, tmp_path):
+    """The peak of an H200 is known for bfloat16 only: 989 TFLOP/s."""
     cases = {"known": 989e12, "other --peak_tflops 0.5": 0.5e12, "none --dtype float32": None}
     for name, peak in cases.items():
         text = f"--strategy ddp --max_steps 1 --dtype bfloat16 --out {tmp_path}/{name}"

@@ -1,6 +1,6 @@
-"""Mistakes: each command answers with one clear line and the right status, and writes nothing.
+"""A user's mistakes: one clear error line, the right exit status, and nothing written.
 
-A row for each family of errors; {...} is a folder that mistakes.py writes.
+MISTAKES has a row for each family of errors. {...} is a folder that mistakes.py writes.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from conftest import ROOT, call_train, contents, flags, listen
 
 from text import sources
 
-# Arguments, part of the line after "COMMAND: error: ", and 1 for an error at run time
+# Arguments, part of the line after "COMMAND: error: ", and the exit status if it is not 2
 MISTAKES = {
     "train.py": [
-        # Flags that argparse does not know or cannot use, as in every command
+        # Flags that argparse does not know or cannot parse, as in every command
         ("--max_steps ten", "argument --max_steps: invalid int value: 'ten'"),
         ("--max_step 5", "unrecognized arguments: --max_step 5"),
         ("--lr nan", "argument --lr: nan must be at least 0 and finite"),
         ("--config {root}/nothing.json", "--config {root}/nothing.json: [Errno 2] No such"),
         ("--config {root}/comma.json", "comma.json: Expecting ',' delimiter"),
         ("--config {other}", "--config {other} is a folder: name a file, such as {other}/config"),
-        # Flags that do not fit together, the model or these ranks
+        # Flags that do not fit each other, the model or the number of ranks
         ("--device cuda", "PyTorch finds no CUDA device here"),
         ("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
         ("--warmup_steps 5", "--warmup_steps 5 is more than --max_steps 4"),
@@ -139,7 +139,7 @@ CASES = [(command, *row) for command, rows in MISTAKES.items() for row in rows]
 
 @pytest.fixture(scope="module")
 def folders(pool, tokens, tmp_path_factory) -> dict[str, Path]:
-    """By name, those of mistakes.py and `other`, a run of two steps."""
+    """Name -> path of the folders of mistakes.py, and of `other`, a run of two steps."""
     root = tmp_path_factory.mktemp("bad")
     text = f"--data {tokens} --out {root}/other --max_steps 2 --save_interval 1"
     assert pool(1, call_train, flags(text)) == [0]
@@ -158,7 +158,7 @@ def call(name: str, argv: list[str]) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[:2])[:60])
-def test_a_mistake_is_one_clear_line_and_writes_nothing(case, folders, tokens):
+def test_a_mistake_only_prints_one_error_line(case, folders, tokens):
     name, arguments, line, *status = case
     if "--device cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
@@ -175,7 +175,7 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(case, folders, tokens):
 
 
 def listen_without_data(argv: list[str], folder: Path) -> tuple[int, str, str]:
-    """train.py in a folder without the built-in data, of which only one file is read."""
+    """Run train.py in a folder without the built-in data, which is made from one file only."""
     with (
         mock.patch.object(sources, "builtin_sources", lambda: [ROOT / "train.py"]),
         contextlib.chdir(folder),
@@ -197,7 +197,7 @@ def test_a_rejected_start_leaves_no_builtin_data(pool, folders, tmp_path, mistak
     assert (tmp_path / "tokens/python/train.bin").exists()
 
 
-def test_each_rank_of_a_mesh_that_does_not_fit_says_so(on_ranks):
+def test_every_rank_reports_a_mesh_that_does_not_fit(on_ranks):
     answers = on_ranks(2, listen, "--strategy single")
     for (status, out, err), name in zip(answers, ("error", "error on rank 1")):
         assert (status, out, err.count("\n")) == (2, "", 1)

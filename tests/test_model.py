@@ -109,15 +109,15 @@ def plain_decoder(config: ModelConfig, weights: dict, tokens: torch.Tensor) -> t
     return norm(x, weights["norm.weight"]) @ weights["embed.weight"].T
 
 
-# Of the 4 frequencies of SMALL, which turn 2.5, 0.25, 0.025 and 0.0025 times in 16 tokens, one is
-# fast, one in between, and two are slow.
+# SMALL has 4 frequencies, which turn 2.5, 0.25, 0.025 and 0.0025 times in 16 tokens. This scaling
+# regards the first as fast, the second as in between, and the last two as slow.
 LONG = dataclasses.replace(SMALL, norm_eps=0.1, rope_scaling=RopeScaling(8.0, 0.1, 1.0, 16))
 
 
 @pytest.mark.parametrize("config", [SMALL, LONG], ids=["plain", "eps and RoPE scaling"])
-def test_forward_is_the_published_formula(config):
+def test_forward_matches_the_published_formula(config):
     model = build_model(config, seed=3)
-    for parameter in model.parameters():  # larger than initial weights, so that no term is lost
+    for parameter in model.parameters():  # larger than initially, so that no term is negligible
         parameter.data.mul_(5).add_(0.1)
     tokens = torch.randint(64, (16,), generator=torch.Generator().manual_seed(0))
     logits = plain_decoder(config, dict(model.named_parameters()), tokens)
@@ -127,8 +127,8 @@ def test_forward_is_the_published_formula(config):
     torch.testing.assert_close(model(tokens[None], targets[None]), loss, rtol=1e-5, atol=1e-5)
 
 
-def test_rope_scaling_is_the_published_formula():
-    """For Llama 3.1's own numbers; its frequencies are fast, slow and in between."""
+def test_rope_scaling_matches_the_published_formula():
+    """With the settings of Llama 3.1, whose frequencies are fast, slow and in between."""
     scaling = RopeScaling(8.0, 1.0, 4.0, original_seq_len=8192)
     frequencies = 500_000.0 ** (-torch.arange(0, 128, 2) / 128)
     expected = torch.tensor([scaled(frequency, scaling) for frequency in frequencies.tolist()])
@@ -136,7 +136,7 @@ def test_rope_scaling_is_the_published_formula():
 
 
 class Operations(TorchDispatchMode):
-    """How often each ran, by name, and the elements of the largest tensor computed."""
+    """Counts each operation by name, and the elements of the largest result."""
 
     def __init__(self):
         super().__init__()
@@ -151,8 +151,8 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def test_attention_over_long_and_short_sequences_agrees():
-    """Beyond 512 tokens torch's kernel takes over. Causal attention over a prefix is the same."""
+def test_both_attention_implementations_agree():
+    """Beyond 512 tokens torch's kernel is used. Causal attention over a prefix is unchanged."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 520, 8, generator=generator)
     k = torch.randn(2, 2, 520, 8, generator=generator)
@@ -172,8 +172,8 @@ class AsOnGpu(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("dtype, heads", [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_a_gpu_gets_k_and_v_of_every_head_in_float32(monkeypatch, dtype, heads):
-    """Its kernels for float32 do not take fewer."""
+def test_float32_attention_on_a_gpu_repeats_k_and_v(monkeypatch, dtype, heads):
+    """torch's float32 kernels for GPUs need as many heads of k and v as of q."""
     q = torch.randn(2, 4, 8, 8, dtype=dtype)
     k, v = torch.randn(2, 2, 2, 8, 8, dtype=dtype)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -186,7 +186,7 @@ def test_a_gpu_gets_k_and_v_of_every_head_in_float32(monkeypatch, dtype, heads):
     assert kernel.call_args.kwargs["enable_gqa"] == (heads < 4)
 
 
-def test_bfloat16_computes_in_it_and_keeps_gradients_in_float32():
+def test_bfloat16_compute_keeps_gradients_in_float32():
     model = build_model(SMALL, dtype=torch.bfloat16)
     tokens = torch.randint(64, (2, 16))
     dtypes = set()
@@ -200,8 +200,8 @@ def test_bfloat16_computes_in_it_and_keeps_gradients_in_float32():
     torch.testing.assert_close(loss, build_model(SMALL)(tokens, tokens), rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_loss_in_chunks_is_the_same_and_never_holds_all_logits(tied):
+def compute_in_chunks(tied: bool) -> tuple[list[float], list[list[torch.Tensor]], list[int]]:
+    """The loss, the gradients and the size of the largest tensor, with 1 chunk and with 5."""
     sizes = {"vocab_size": 640, "n_layer": 1, "n_kv_head": 4, "d_model": 16, "seq_len": 32}
     config = dataclasses.replace(SMALL, **sizes, tied=tied)
     tokens = torch.arange(4 * 33).view(4, 33) % 640
@@ -214,14 +214,25 @@ def test_a_loss_in_chunks_is_the_same_and_never_holds_all_logits(tied):
         losses.append(loss.item())
         gradients.append([p.grad for p in model.parameters()])
         largest.append(operations.largest)
+    return losses, gradients, largest
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_loss_in_chunks_equals_the_loss_in_one(tied):
+    losses, gradients, _ = compute_in_chunks(tied)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for whole, chunked in zip(*gradients, strict=True):
         assert (whole - chunked).norm() <= 1e-6 * whole.norm()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_loss_in_chunks_never_holds_all_logits(tied):
+    *_, largest = compute_in_chunks(tied)
     assert largest == [128 * 640, 26 * 640]  # 128 tokens in chunks of 26, the last of 24
 
 
 def test_gradients_of_chunks_are_summed_in_float32():
-    """FSDP gathers bfloat16, in which a sum of 64 parts would be 1% off."""
+    """FSDP gathers weights in bfloat16, in which a sum of 64 parts would be 1% off."""
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     gradients = []
     for chunks in (1, 64):
@@ -246,20 +257,23 @@ def gradients_with_dropout(mode: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recomputation_drops_the_same_elements_again(mode):
+def test_recomputation_repeats_the_dropout_mask(mode):
     torch.testing.assert_close(gradients_with_dropout(mode), gradients_with_dropout("none"))
 
 
 # ---- parameters
 
 
-def test_initial_weights_have_the_published_deviations_and_depend_on_seed_and_name():
+def test_initial_weights_depend_on_seed_and_name():
     model, same, other = (build_model(SMALL, seed=seed) for seed in (1, 1, 2))
     assert all(map(torch.equal, model.parameters(), same.parameters()))
     assert not torch.equal(model.embed.weight, other.embed.weight)
     first, second = model.blocks
     assert not torch.equal(first.attention.q.weight, second.attention.q.weight)
-    for name, parameter in model.named_parameters():
+
+
+def test_initial_weights_have_the_published_deviations():
+    for name, parameter in build_model(SMALL, seed=1).named_parameters():
         if name.endswith("norm.weight"):
             assert (parameter == 1).all()
         elif name.endswith(("attention.out.weight", "mlp.down.weight")):
@@ -270,10 +284,10 @@ def test_initial_weights_have_the_published_deviations_and_depend_on_seed_and_na
 
 
 @pytest.mark.parametrize("tied, count, on_gpu", [(True, 16, 0), (False, 16, 0), (True, 12, 1)])
-def test_the_gradient_of_equal_tokens_is_summed_in_float32(tied, count, on_gpu):
-    """As precise with a bfloat16 weight, which is what FSDP gathers, as with one in float32.
+def test_gradients_of_repeated_tokens_are_summed_in_float32(tied, count, on_gpu):
+    """A bfloat16 weight, as FSDP gathers it, gets as precise a gradient as a float32 weight.
 
-    Also on a GPU up to 12 x 256 = 3,072 tokens.
+    By itself, CUDA sums in the weight's dtype for up to 12 x 256 = 3,072 tokens.
     """
     config = dataclasses.replace(SMALL, tied=tied, seq_len=256)
     tokens = torch.randint(64, (count, 256))
@@ -290,7 +304,7 @@ def test_the_gradient_of_equal_tokens_is_summed_in_float32(tied, count, on_gpu):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weight_decay_is_of_matrices_not_of_norms_and_embedding(tied):
+def test_weight_decay_excludes_norms_and_the_embedding(tied):
     model = build_model(dataclasses.replace(SMALL, n_layer=1, tied=tied))
     decayed = {name for name, _ in model.named_parameters() if model.decays(name)}
     matrices = {f"blocks.0.attention.{name}.weight" for name in ("q", "k", "v", "out")}
@@ -299,8 +313,8 @@ def test_weight_decay_is_of_matrices_not_of_norms_and_embedding(tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_flops_are_those_of_the_matrix_products_and_half_of_attention(tied):
-    """As torch counts them in a forward pass. Here it computes all scores, and then masks half."""
+def test_flops_count_matrix_products_and_half_of_attention(tied):
+    """torch counts a forward pass, which computes all scores, and masks half of them."""
     config = dataclasses.replace(SMALL, tied=tied)
     model = build_model(config)
     with FlopCounterMode(display=False) as counter:
@@ -312,13 +326,19 @@ def test_flops_are_those_of_the_matrix_products_and_half_of_attention(tied):
     assert 16 * model.flops_per_token(16) == 3 * (products + attention / 2)
 
 
-def test_a_manifest_gives_its_model_and_no_other():
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling["original_seq_len"] = 16
-    config = dataclasses.replace(SMALL, rope_scaling=RopeScaling(**scaling))
-    fields = dataclasses.asdict(config)
-    del fields["norm_eps"]  # it may be older than the field, which then has its default
-    assert ModelConfig.from_dict(fields) == config
+SCALED = dataclasses.replace(SMALL, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16))
+
+
+def test_a_manifest_without_a_field_gives_its_default():
+    """A manifest may be older than the field."""
+    fields = dataclasses.asdict(SCALED)
+    del fields["norm_eps"]
+    assert ModelConfig.from_dict(fields) == SCALED
+
+
+def test_a_manifest_of_another_kind_of_model_is_refused():
+    fields = dataclasses.asdict(SCALED)
+    scaling = fields["rope_scaling"]
     unknown = "has other fields than this code: missing: none; unknown: window$"
     for other in ({"window": 4}, {"rope_scaling": scaling | {"window": 4}}):
         with pytest.raises(ValueError, match=unknown):
@@ -347,29 +367,40 @@ def generated(model: nn.Module, prompt: list[int], n: int, tp: int = 1, **option
     return list(generate(model, prompt, n, Sampling(**options), **settings))
 
 
-def test_generate_is_greedy_at_temperature_0_and_repeats_by_seed():
+def generated_by_small(**options) -> list[int]:
+    return generated(build_model(SMALL), [1, 2], 30, **options)
+
+
+def test_generate_is_greedy_at_temperature_0():
     model = build_model(SMALL)
-
-    def draw(**options) -> list[int]:
-        return generated(model, [1, 2], 30, **options)
-
-    greedy = draw(temperature=0)
+    greedy = generated_by_small(temperature=0)
     tokens = [1, 2]
     for token in greedy:
         logits = model(torch.tensor([tokens[-16:]]))[0, -1, :60]
         assert token == logits.argmax()
         tokens.append(token)
-    assert draw(seed=5) == draw(seed=5) != draw(seed=6)
-    assert draw(top_k=1, seed=5) == draw(top_p=1e-9, seed=5) == greedy
-    assert draw(temperature=5e-324) == greedy
-    assert max(draw(temperature=5.0)) < 60
+    for options in ({"top_k": 1, "seed": 5}, {"top_p": 1e-9, "seed": 5}, {"temperature": 5e-324}):
+        assert generated_by_small(**options) == greedy
+
+
+def test_generate_repeats_its_tokens_with_the_same_seed():
+    five, again, six = (generated_by_small(seed=seed) for seed in (5, 5, 6))
+    assert five == again != six
+
+
+def test_generate_draws_only_tokens_of_the_vocabulary():
+    assert max(generated_by_small(temperature=5.0)) < 60
+
+
+def test_generate_ends_at_the_stop_token():
+    greedy = generated_by_small(temperature=0)
     stop = greedy[9]
-    assert draw(temperature=0, stop=stop) == greedy[: greedy.index(stop)]
+    assert generated_by_small(temperature=0, stop=stop) == greedy[: greedy.index(stop)]
 
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_generate_gives_the_model_the_last_seq_len_tokens(tp):
-    """Padded at the end, where causal attention does not look, so that tp ranks can split them."""
+    """Padding at the end, which causal attention ignores, lets tp ranks split them."""
     given = []
 
     def count_up(tokens: torch.Tensor) -> torch.Tensor:
@@ -382,13 +413,13 @@ def test_generate_gives_the_model_the_last_seq_len_tokens(tp):
         assert context == expected + [0] * (-len(expected) % tp)
 
 
-# Of the three most likely tokens, 2 has 0.5 / 0.95 = 0.526
+# top_k, top_p, the tokens drawn. Among the top 3, token 2 has the probability 0.5 / 0.95 = 0.526.
 DRAWN = [(0, 0.49, {2}), (0, 0.51, {2, 0}), (0, 0.81, {2, 0, 1}), (0, 1.0, {2, 0, 1, 3})]
 DRAWN += [(2, 1.0, {2, 0}), (3, 0.51, {2}), (4, 1.0, {2, 0, 1, 3})]
 
 
 @pytest.mark.parametrize("top_k, top_p, drawn", DRAWN)
-def test_top_k_and_top_p_leave_the_most_likely_tokens(top_k, top_p, drawn):
+def test_top_k_and_top_p_keep_the_most_likely_tokens(top_k, top_p, drawn):
     logits = torch.tensor([0.3, 0.15, 0.5, 0.05]).double().log()
     generator = torch.Generator().manual_seed(0)
     draws = [draw(logits, Sampling(top_k=top_k, top_p=top_p), generator) for _ in range(300)]

@@ -1,4 +1,4 @@
-"""One update: clipping, weight decay, the schedule, and what it communicates."""
+"""The optimizer: clipping, weight decay, Muon, and learning rates."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ import optim
 
 MESHES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
 
-# Of four ranks one holds no row of the MLP's first two matrices.
+# With four ranks, one of them has no row of the MLP's first two matrices.
 SMALL = model.ModelConfig(64, n_layer=1, n_head=2, n_kv_head=2, d_model=16, d_ff=6, seq_len=8)
 FROZEN = "blocks.0.mlp_norm.weight"  # a parameter without a gradient
 NOT_DECAYED = {"embed.weight", "blocks.0.attention_norm.weight", FROZEN, "norm.weight"}
@@ -49,7 +49,7 @@ class Setup:
 
 
 def build(mesh_name: str, **options) -> Setup:
-    """On a mesh such as "fsdp" or "ddp tp 2"; hsdp shards over two ranks."""
+    """Build a decoder on a mesh, for example "fsdp" or "ddp tp 2"; hsdp shards over two ranks."""
     world = dist.start("cpu")
     strategy, _, tp = mesh_name.partition(" tp ")
     dp_shard = 2 if strategy == "hsdp" else None
@@ -76,7 +76,7 @@ def build(mesh_name: str, **options) -> Setup:
 
 
 def train_on_mesh(mesh_name: str, steps: int, options: dict) -> tuple[list[dict], dict]:
-    """The metrics of each step, and the full weights after the last."""
+    """Return the metrics of each step, and the full weights after the last step."""
     setup = build(mesh_name, **options)
     log = []
     for step in range(1, steps + 1):
@@ -99,10 +99,10 @@ def is_muons(name: str) -> bool:
 def train_plainly(
     steps: int, clip, muon: bool = False, sgd: bool = False
 ) -> tuple[list[float], list[float], dict]:
-    """The same with torch's AdamW, not fused, its Muon and its SGD, on one full model.
+    """Train one full model with torch's unfused AdamW, its Muon and its SGD.
 
-    clip(parameters) returns (total norm, whether something was clipped). Returns both for each step
-    and the weights after the last.
+    clip(parameters) returns (total norm, whether a gradient was clipped). Return the norms and the
+    flags of all steps, and the weights after the last step.
     """
     net = build_model(SMALL, seed=7)
     net.get_parameter(FROZEN).requires_grad_(False)
@@ -163,7 +163,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("clip", CASES)
-def test_clipping_is_its_formula_on_every_mesh(pool, clip):
+def test_clipping_matches_its_formula_on_every_mesh(pool, clip):
     options, plain_clip = CASES[clip]
     norms, clips, weights = train_plainly(5, plain_clip or PlainAdaptive())
     assert set(clips) == {0, 1}
@@ -177,14 +177,14 @@ def test_clipping_is_its_formula_on_every_mesh(pool, clip):
             assert torch.equal(mesh_weights[FROZEN], weights[FROZEN])  # not updated, not decayed
 
 
-# Muon, relative. Newton-Schulz gives the small singular values of a momentum, which are rounding,
-# the size of the large ones: what differs in its last bit, by the order of a sum, turns the update
-# in directions that the loss hardly depends on. So weights differ more than norms.
+# Newton-Schulz makes the small singular values of a momentum, which are rounding errors, as large
+# as the others. A sum in another order therefore turns the update, in directions that the loss
+# hardly depends on. So between meshes the weights differ more than the norms.
 MUONS_MESHES = [("single", 1), ("ddp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp tp 2", 4)]
 
 
 @pytest.mark.parametrize("mesh, ranks", MUONS_MESHES)
-def test_muon_is_torchs_on_every_mesh(pool, mesh, ranks):
+def test_muon_matches_torch_on_every_mesh(pool, mesh, ranks):
     norms, clips, weights = train_plainly(5, plain_norm, muon=True)
     assert clips == [0, 0, 0, 1, 0]
     options = {"optimizer": "muon", "max_grad_norm": 1.5}
@@ -197,7 +197,7 @@ def test_muon_is_torchs_on_every_mesh(pool, mesh, ranks):
 
 
 class Sgd:
-    """What a fork might add, for the embedding: AdamW has the rest."""
+    """An optimizer that a fork might add for the embedding. AdamW updates the rest."""
 
     @staticmethod
     def takes(name, shape, hidden):
@@ -223,7 +223,7 @@ def train_with_sgd(strategy: str) -> tuple:
         return train_on_mesh(strategy, 4, {"optimizer": "sgd", "max_grad_norm": 1.5})
 
 
-def test_an_optimizer_is_added_as_one_class_and_one_entry(pool):
+def test_a_fork_adds_an_optimizer_with_one_class(pool):
     _, clips, expected = train_plainly(4, plain_norm, sgd=True)
     assert 1 in clips
     for mesh in ("single", "fsdp"):
@@ -234,10 +234,10 @@ def test_an_optimizer_is_added_as_one_class_and_one_entry(pool):
 
 
 def test_the_norm_of_a_large_gradient_is_exact():
-    """torch's norm of these 6.4 million numbers is 5e-6 too small, and of 38 million 3e-3."""
+    """torch's norm is 5e-6 too small for these 6.4 million numbers, and 3e-3 for 38 million."""
     weight = torch.nn.Parameter(torch.zeros(50_000, 128))
     weight.grad = torch.randn(50_000, 128, generator=torch.Generator().manual_seed(0))
-    weight.grad *= torch.linspace(1, 0, 50_000)[:, None] ** 8  # as of frequent and rare tokens
+    weight.grad *= torch.linspace(1, 0, 50_000)[:, None] ** 8  # as for frequent and rare tokens
     optimizer = optim.Optimizer([("weight", weight)], str.isupper, settings(), str.isupper)
     norm = torch.linalg.vector_norm(weight.grad, dtype=torch.float64)
     values = optimizer.step(1, lr=0.1)
@@ -255,8 +255,8 @@ def test_a_scalar_parameter_keeps_its_moments_in_a_checkpoint():
 
 
 @pytest.mark.parametrize("name", ["muon", "sgd"])
-def test_an_optimizer_that_takes_no_parameter_is_refused(monkeypatch, name):
-    """Muon for a misspelled prefix, a fork's for a model without its parameter."""
+def test_an_optimizer_without_any_parameter_is_refused(monkeypatch, name):
+    """For example Muon with a misspelled prefix, or a fork's for a model without its parameter."""
     monkeypatch.setitem(optim.OPTIMIZERS, "sgd", Sgd)
     parameters = torch.nn.Linear(3, 2).named_parameters()
     with pytest.raises(ValueError, match=f"^{name} takes no parameter: check is_hidden"):
@@ -280,7 +280,7 @@ def test_an_optimizer_that_takes_no_parameter_is_refused(monkeypatch, name):
         ("constant", 110, 1.0),
     ],
 )
-def test_learning_rates_by_hand(schedule, step, lr):
+def test_schedules_match_learning_rates_computed_by_hand(schedule, step, lr):
     options = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "max_steps": 110}
     chosen = optim.Settings(schedule=schedule, **options)
     assert optim.learning_rate(step, chosen) == pytest.approx(lr)

@@ -14,9 +14,9 @@ import checkpoint
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative
 
-# Each with which (grad_accum_steps, dtype, steps, how weights are grouped, kept, recomputed and
-# synchronised). The many small collectives of tp take long. "untied": the head has a weight of its
-# own; a wrong norm shows in the first step.
+# Mesh -> (grad_accum_steps, dtype, steps, flags for wrapping, resharding, recomputation and
+# gradient synchronisation). Cases with tp are short: their many small collectives are slow.
+# "untied": the head has a separate weight, and a wrong gradient norm shows in the first step.
 FULL = "--activation_checkpointing full"
 SELECTIVE = "--activation_checkpointing selective"
 COMBINATIONS = {
@@ -55,10 +55,10 @@ def case_flags(mesh: str, grad_accum_steps: int, dtype: str, steps: int, policy:
     text += f" --max_steps {steps} --schedule cosine --max_grad_norm 2 {policy}"
     if mesh.startswith("hsdp"):
         text += " --dp_replicate 2"
-    if "untied" in mesh:  # a size whose head is; its other parts are overridden
+    if "untied" in mesh:  # a size with an untied head; all other sizes are overridden
         text += " --model tinyllama-1.1b"
     if "tp" in mesh:
-        text += " --tp 2 --sample_tokens 3"  # more than tp ranks can split
+        text += " --tp 2 --sample_tokens 3"  # an odd number, which two tp ranks cannot split
     return text
 
 
@@ -79,9 +79,7 @@ def trained(pool, tokens, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mesh, grad_accum_steps, dtype, steps, policy", CASES)
-def test_every_mesh_gives_the_numbers_of_a_single_process(
-    trained, mesh, grad_accum_steps, dtype, steps, policy
-):
+def test_every_mesh_matches_a_single_process(trained, mesh, grad_accum_steps, dtype, steps, policy):
     reference = "single untied" if "untied" in mesh else "single"
     single = trained(reference, grad_accum_steps, dtype, steps, "")
     out = trained(mesh, grad_accum_steps, dtype, steps, policy)
@@ -101,16 +99,16 @@ def test_every_mesh_gives_the_numbers_of_a_single_process(
 
 
 def test_micro_batches_of_any_size_give_the_same_numbers(trained):
-    """On one rank, the reference of the meshes, which accumulate as often as it does."""
+    """The test above compares meshes with a single process at equal grad_accum_steps only."""
     policies = "", "--micro_batch_size 16"  # four of 4 sequences, one of 16
     assert_close(*(trained("single", 4, "float32", 5, policy) for policy in policies))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_single_process_gives_the_numbers_of_2026_11_22(trained, dtype):
-    """Nearly: those are of an AMD EPYC Zen 5, and other CPUs round differently.
+def test_a_single_process_matches_the_recorded_numbers(trained, dtype):
+    """An AMD EPYC Zen 5 gave them on 2026-11-22; other CPUs round differently.
 
-    It learns, and clips in some steps: so parity is parity of something.
+    The run learns, and clips in some steps, so the tests of parity do not compare trivial runs.
     """
     file = Path(__file__).parent / "meshes_2026_11_22/numbers.json"
     expected = json.loads(file.read_text())[f"single 1 {dtype}"]
@@ -140,7 +138,7 @@ def test_tensor_parallel_ranks_look_up_every_token(on_ranks, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp --tp 4", "hsdp --dp_shard 2 --tp 2"])
-def test_eight_ranks_give_the_numbers_of_one(tokens, tmp_path, mesh):
+def test_eight_ranks_match_one_rank(tokens, tmp_path, mesh):
     text = f"--data {tokens} --max_steps 20 --dtype float32 --max_grad_norm 2 --n_kv_head 4"
     for name, strategy, size in (("one", "single", 1), ("all", mesh, 8)):
         argv = flags(f"{text} --out {tmp_path}/{name} --strategy {strategy}")

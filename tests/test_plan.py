@@ -1,4 +1,4 @@
-"""tools/plan.py and tools/planning/: what a run takes on a cluster that is not there."""
+"""tools/plan.py and tools/planning/: predictions for a run on a cluster that one does not have."""
 
 import collections
 import contextlib
@@ -29,7 +29,7 @@ LINKS = Links(
     inter_latency=0.0,
     launch_latency=0.0,
 )
-# 1e12 FLOP/s x 0.5, with --peak_tflops 1; data moves at 32 GB/s
+# Devices compute 1e12 FLOP/s x 0.5, with --peak_tflops 1, and move data at 32 GB/s.
 CLUSTER = Cluster(
     world_size=8,
     device_type="h100",
@@ -71,7 +71,7 @@ def rehearsal(
 
 
 def sends(seconds, collective="all_gather", phase="forward", count=10) -> Communication:
-    """Over 8 ranks of two hosts, in all as many seconds (an all_reduce twice as many)."""
+    """Collectives of 8 ranks on two hosts that take `seconds` in all (all_reduces twice that)."""
     return Communication("dp_shard", collective, phase, count, round(seconds * 10e9 * 8 / 7))
 
 
@@ -83,7 +83,7 @@ def step(found: Rehearsal, cluster: Cluster = CLUSTER) -> predict.Speed:
 # Collectives and the step
 
 
-def test_a_group_leaves_its_host_where_the_order_of_the_mesh_says_so():
+def test_the_order_of_the_mesh_decides_which_groups_span_hosts():
     for axis, mesh, group in (
         ("tp", (2, 2, 2), Group(size=2, hosts=1)),
         ("dp_replicate", (2, 2, 2), Group(size=2, hosts=2)),
@@ -97,40 +97,45 @@ def test_a_group_leaves_its_host_where_the_order_of_the_mesh_says_so():
     "collective, group, seconds",
     [
         ("all_reduce", Group(4, 1), 2 * 0.75 * 1e9 / 100e9),
-        # All four ranks of a host: all of its cards
+        # All four ranks of a host use all of its network cards.
         ("all_gather", Group(8, 2), 7 / 8 * 1e9 / 10e9),
         ("broadcast", Group(8, 2), 7 / 8 * 1e9 / 10e9),
-        # One rank of each host: the other three use as much
+        # One rank of each host gets a quarter of them: so do the other three.
         ("all_reduce", Group(2, 2), 2 * 1 / 2 * 1e9 / 2.5e9),
     ],
 )
-def test_a_ring_sends_its_part_over_the_slowest_link(collective, group, seconds):
+def test_a_ring_is_as_fast_as_its_slowest_link(collective, group, seconds):
     row = Communication("dp_shard", collective, "forward", 1, 10**9)
     assert predict.collective_seconds(row, group, LINKS) == pytest.approx(seconds)
 
 
-def test_latency_counts_hops_and_many_hosts_reduce_by_a_tree():
-    links = dataclasses.replace(
-        LINKS, intra_latency=1e-6, inter_latency=10e-6, launch_latency=100e-6
-    )
+LATENCIES = {"intra_latency": 1e-6, "inter_latency": 10e-6, "launch_latency": 100e-6}
+SLOW_LINKS = dataclasses.replace(LINKS, **LATENCIES)
+
+
+def test_the_latency_of_a_ring_counts_its_hops():
     gather = Communication("dp_shard", "all_gather", "forward", 2, 0)
     # 3 hops within each of the two hosts, one between them
-    assert predict.collective_seconds(gather, Group(8, 2), links) == pytest.approx(2 * 116e-6)
-    # Behind the first, the second adds a hop, of which seven take 16e-6.
+    assert predict.collective_seconds(gather, Group(8, 2), SLOW_LINKS) == pytest.approx(2 * 116e-6)
+    # Seven hops take 16e-6. The two broadcasts follow each other around the ring: each adds a hop.
     broadcast = Communication("dp_shard", "broadcast", "optimizer", 2, 0)
     seconds = 2 * 100e-6 + 16e-6 * (1 + 2 / 7)
-    assert predict.collective_seconds(broadcast, Group(8, 2), links) == pytest.approx(seconds)
+    assert predict.collective_seconds(broadcast, Group(8, 2), SLOW_LINKS) == pytest.approx(seconds)
+
+
+def test_many_hosts_reduce_with_a_tree():
     reduce = Communication("world", "all_reduce", "optimizer", 1, 0)
     # 3 hops within a host and log2(1024) between hosts, up and down
     seconds = 100e-6 + 2 * (3e-6 + 10 * 10e-6)
-    assert predict.collective_seconds(reduce, Group(4096, 1024), links) == pytest.approx(seconds)
+    found = predict.collective_seconds(reduce, Group(4096, 1024), SLOW_LINKS)
+    assert found == pytest.approx(seconds)
 
 
-def test_mfu_and_tokens_follow_from_compute_and_the_optimizer():
+def test_step_time_adds_compute_and_the_optimizer():
     speed = step(rehearsal(flops=3e12, recomputed=1e12))
     assert (speed.compute, speed.optimizer) == pytest.approx((4e12 / 0.5e12, 32 * 1e6 / 32e9))
     assert speed.tokens_per_second_per_device == pytest.approx(speed.tokens / 8.001)
-    assert speed.mfu == pytest.approx(3e12 / 8.001 / 1e12)  # leaves recomputation out
+    assert speed.mfu == pytest.approx(3e12 / 8.001 / 1e12)  # without recomputed FLOPs
 
 
 EXCHANGED = Communication("world", "all_to_all", "optimizer", 2, 2 * 10**9)
@@ -143,38 +148,45 @@ HSDP = (2, 4, 1)
 @pytest.mark.parametrize(
     "row, micro_batches, mesh, grad_sync, exposed",
     [
-        # A forward pass of 2 s hides 9 of 10 gathers
+        # A forward pass of 2 s hides 9 of 10 gathers.
         (sends(1.0), 1, None, "batch", 0.1),
-        # Hidden, they slow compute as much as they carry: links between hosts a tenth
+        # Hidden gathers slow compute by a share of the time that they take within a host, 1 s.
         (WITHIN, 4, HSDP, "batch", predict.SLOWED),
-        # Gradients reduced once overlap the last micro-batch only: 15 of 16 parts
+        # Gradients that are reduced once overlap the last micro-batch only: 15 of 16 parts.
         (SCATTERED, 4, None, "batch", 16 - 4 * 15 / 16),
         (SCATTERED, 4, None, "micro_batch", 4 * (4 - 4 * 3 / 4)),
-        # Of matrices 7 of 8 parts, each rank of a host on its share of the card
+        # A rank sends 7 of 8 parts of its matrices, with a quarter of its host's bandwidth.
         (EXCHANGED, 1, HSDP, "batch", 2e9 * 7 / 8 / (10e9 / 4)),
-        # The next layer needs a sum over tp, and the update needs the norm, at once.
+        # Nothing hides these: the next layer waits for a sum over tp, the update for the norm.
         (TP, 1, (1, 2, 4), "batch", 0.015),
         (sends(1.0, "all_reduce", "optimizer", count=1), 1, None, "batch", 2.0),
     ],
 )
-def test_compute_hides_what_runs_beside_it(row, micro_batches, mesh, grad_sync, exposed):
+def test_compute_hides_the_communication_that_overlaps_it(
+    row, micro_batches, mesh, grad_sync, exposed
+):
     flops = 3e12 * micro_batches
     found = step(rehearsal([row], flops, 0.0, micro_batches, mesh or (1, 8, 1), grad_sync))
     assert found.exposed == pytest.approx({row.axis: exposed})
     assert found.compute == pytest.approx(6.0 * micro_batches)
 
 
-def test_on_cpus_a_host_does_not_compute_while_it_copies_and_scatters_twice_as_much():
-    device = dataclasses.replace(CLUSTER.device, kind="cpu")
-    cpus = dataclasses.replace(CLUSTER, device=device)
+CPU = dataclasses.replace(CLUSTER.device, kind="cpu")
+
+
+def test_cpus_do_not_compute_while_they_copy_within_a_host():
+    cpus = dataclasses.replace(CLUSTER, device=CPU)
     between_hosts = rehearsal([sends(1.0)], flops=3e12)
     assert step(between_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 0.1})
     within_hosts = rehearsal([WITHIN], flops=3e12, mesh=HSDP)
     assert step(within_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 1.0})
-    assert predict.default_links(device, 4).scatter_passes == 2
 
 
-def test_a_row_of_two_phases_is_their_sum():
+def test_cpus_scatter_in_two_passes():
+    assert predict.default_links(CPU, 4).scatter_passes == 2
+
+
+def test_a_row_of_communication_sums_over_phases():
     found = rehearsal([sends(1.0), sends(3.0, phase="backward")])
     request, *_ = plan.parse(f"{TINY} --world_size 8".split())
     request = dataclasses.replace(request, cluster=CLUSTER)
@@ -191,7 +203,7 @@ ON_TWO_HOSTS = "--world_size 16 --strategy hsdp --micro_batch_size 1 --global_ba
 
 
 def figures(text: str) -> tuple[list[dict], dict[str, int], int]:
-    """What a rank sends and saves, and its number of parameters."""
+    """Return what a rank sends and saves, and its number of parameters."""
     request, options, _ = plan.parse(f"{text} --tokens 1e9".split())
     one = plan.make_plan(request, options)
     hours = 1e9 / 3600 / one.speed.tokens_per_second_per_device
@@ -200,29 +212,47 @@ def figures(text: str) -> tuple[list[dict], dict[str, int], int]:
     return one.communication(), one.checkpoint(), one.rehearsal.parameters_per_rank
 
 
-def test_a_plan_says_what_leaves_a_host_and_what_is_saved(pool):
-    ((sent, saved, parameters),) = pool(1, figures, f"{TINY} {ON_TWO_HOSTS}")
+@pytest.fixture(scope="module")
+def planned(pool) -> tuple[list[dict], dict[str, int], int]:
+    (found,) = pool(1, figures, f"{TINY} {ON_TWO_HOSTS}")
+    return found
+
+
+def test_a_plan_reports_which_collectives_leave_a_host(planned):
+    sent, _, _ = planned
     assert all(0 < row["wire_bytes"] <= 2 * row["bytes"] and row["count"] > 0 for row in sent)
     between = {(row["axis"], row["collective"]): row["inter_host"] for row in sent}
     assert between["dp_shard", "all_gather"] is False
     assert between["dp_replicate", "all_reduce"] is True
-    # Of two replicas each writes a half of 12 bytes a parameter, and of some counters
+
+
+def test_a_plan_reports_the_bytes_of_a_checkpoint(planned):
+    _, saved, parameters = planned
+    # Each of two replicas writes half of the 12 bytes per parameter and of some counters.
     assert 0 < saved["bytes_per_rank"] - 6 * parameters < 1000
     assert saved["host_bytes_sharded"] == 8 * saved["bytes_per_rank"]
 
 
-def test_the_report_fits_on_a_screen_and_says_what_does_not_fit(monkeypatch, capsys):
+@pytest.fixture
+def report_of_a_large_run(monkeypatch, capsys) -> list[str]:
+    """The lines that tools.plan prints for a run that does not fit into memory."""
     found = rehearsal([sends(1.0)], flops=3e12)
     too_large = dataclasses.replace(found, memory={"other": 10**12})
     monkeypatch.setattr(plan, "rehearse", lambda run: too_large)
     text = "--world_size 8 --micro_batch_size 1 --strategy fsdp --tokens 1e9"
     assert plan.main(f"{TINY} {text}".split()) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 30
-    assert "DOES NOT FIT (limit 90%)" in "\n".join(lines)
+    return capsys.readouterr().out.splitlines()
 
 
-def test_json_is_one_object_with_the_figures_of_the_text(monkeypatch, capsys):
+def test_the_report_fits_on_a_screen(report_of_a_large_run):
+    assert len(report_of_a_large_run) < 30
+
+
+def test_the_report_warns_of_a_run_that_does_not_fit(report_of_a_large_run):
+    assert "DOES NOT FIT (limit 90%)" in "\n".join(report_of_a_large_run)
+
+
+def test_json_has_the_figures_of_the_text(monkeypatch, capsys):
     found = rehearsal([sends(1.0)], flops=3e12, recomputed=1e12)
     monkeypatch.setattr(plan, "rehearse", lambda run: found)
     text = "--world_size 8 --micro_batch_size 1 --strategy fsdp --tokens 1e9"
@@ -261,8 +291,8 @@ def run_the_loop() -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_a_loop_prints_the_fastest_plans_that_fit(monkeypatch):
-    """Three of the 18 cannot split the batch, and the five of ddp do not fit."""
+def test_the_documented_loop_prints_the_fastest_plans_that_fit(monkeypatch):
+    """Three of the 18 plans cannot split the batch, and the five with ddp do not fit."""
 
     def rehearse(run) -> Rehearsal:
         memory = {"other": 10**12 if run.strategy == "ddp" else 0}
@@ -282,7 +312,7 @@ def test_a_loop_prints_the_fastest_plans_that_fit(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_page_runs_as_it_stands(pool):
+def test_the_documented_loop_runs_unchanged(pool):
     (lines,) = pool(1, run_the_loop)
     assert len(lines) == 5 and "--strategy hsdp --tp 1 --micro_batch_size 32" in lines[0]
 
@@ -301,7 +331,7 @@ def test_the_published_rows_can_be_planned():
 
 
 def predict_published() -> list[tuple[float, float]]:
-    """Predicted / published speed - 1, and the peak of memory in GiB, row by row."""
+    """Return (predicted / published speed - 1, peak memory in GiB) for each row."""
     found = []
     for row in PUBLISHED:
         request, options, _ = plan.parse(row["flags"].split())
@@ -312,7 +342,7 @@ def predict_published() -> list[tuple[float, float]]:
 
 
 def classes(row: dict) -> list[str]:
-    """The lines of the table that a row is in."""
+    """The lines of docs/plan.md's table in which a row counts."""
     request, _, _ = plan.parse(row["flags"].split())
     run, device = request.resolve(), request.cluster.device_type
     kinds = {"unseen": [device + (", tp" if run.tp > 1 else ""), row["trainer"]]}
@@ -324,7 +354,7 @@ def classes(row: dict) -> list[str]:
 
 
 @pytest.mark.slow
-def test_published_runs_are_predicted_as_docs_plan_says(pool):
+def test_errors_of_published_runs_match_docs_plan(pool):
     """Prints the tables of docs/plan.md (pytest -s): each run, then errors by group."""
     (found,) = pool(1, predict_published, timeout=800)
     errors = [error for error, _ in found]
@@ -352,24 +382,31 @@ def test_published_runs_are_predicted_as_docs_plan_says(pool):
     assert set(table) <= set(documented)
 
 
-def test_links_are_those_of_the_flags_and_the_vocabulary_that_of_the_data(tokens):
-    text = "--world_size 8 --nproc_per_node 4 --model gpt2-124m"
+ON_HOSTS_OF_4 = "--world_size 8 --nproc_per_node 4 --model gpt2-124m"
+
+
+def test_the_cluster_has_the_bandwidths_of_the_flags():
     bandwidths = "--intra_host_bandwidth 100 --inter_host_bandwidth 10"
-    request, _, _ = plan.parse(f"{text} {bandwidths} --data {tokens}".split())
+    request, _, _ = plan.parse(f"{ON_HOSTS_OF_4} {bandwidths}".split())
     links = request.cluster.links
     assert (links.intra_bandwidth, links.host_bandwidth) == (100e9, 10e9)
-    assert (request.data_facts.vocab_size, request.cluster.machine.local_size) == (257, 4)
-    assert plan.parse(text.split())[0].data_facts.vocab_size == 50257
-    # A configuration is planned where its data is not.
+    assert request.cluster.machine.local_size == 4
+
+
+def test_the_vocabulary_is_read_from_the_data(tokens):
+    request, _, _ = plan.parse(f"{ON_HOSTS_OF_4} --data {tokens}".split())
+    assert request.data_facts.vocab_size == 257
+    assert plan.parse(ON_HOSTS_OF_4.split())[0].data_facts.vocab_size == 50257
+    # A configuration can be planned without its data.
     argv = ["--config", str(ROOT / "configs/olmo-1b.json"), "--world_size", "64"]
     request, _, _ = plan.parse(argv)
     assert request.data_facts.vocab_size == SIZES["olmo-1b"].vocab_size
 
 
 def simulate(interval: float, save: float, restart: float, between: float) -> float:
-    """The share of the time that trains, where interruptions come at random."""
+    """The share of the time that is spent on training, with random interruptions."""
     rng, time, kept = random.Random(0), 0.0, 0.0
-    for _ in range(20_000):  # from one interruption to the next
+    for _ in range(20_000):  # each from one interruption to the next
         life = rng.expovariate(1 / between)
         time += life
         kept += max(0.0, life - restart) // (interval + save) * interval
@@ -377,17 +414,17 @@ def simulate(interval: float, save: float, restart: float, between: float) -> fl
 
 
 @pytest.mark.parametrize("save, restart", [(1, 10), (600, 1800)])
-def test_goodput_is_that_of_a_simulation_and_no_interval_is_better(save, restart):
+def test_predicted_goodput_matches_a_simulation(save, restart):
     between = 11_000.0
     best = math.sqrt(2 * save * between)
     shares = []
     for interval in (best / 4, best, 4 * best):
         shares.append(predict.training_share(interval, save, restart, between))
         assert shares[-1] == pytest.approx(simulate(interval, save, restart, between), abs=0.02)
-    assert shares[1] > max(shares[0], shares[2])
+    assert shares[1] > max(shares[0], shares[2])  # the middle interval is the best one
 
 
-def test_the_last_start_of_a_run_is_planned_and_what_it_took_is_shown(run, pool):
+def test_a_plan_of_a_run_shows_what_was_measured(run, pool):
     run(1, "--max_steps 5 --save_interval 5")
     out = run(2, "--max_steps 8 --strategy ddp")
     argv = f"--run {out} --peak_tflops 1".split()
@@ -398,13 +435,13 @@ def test_the_last_start_of_a_run_is_planned_and_what_it_took_is_shown(run, pool)
     took = statistics.median(row["step_time"] for row in log[1:])
     peak = plan.gigabytes(max(row["peak_host_memory"] for row in log))
     assert f"measured    step {took:.4g} s, the median; peak memory {peak} GB" in table
-    # The same log, as if it were of GPUs
+    # The same log, changed as if GPUs had written it
     changes = {"starts": {"device": "NVIDIA B200"}, "metrics": {"peak_device_memory": 7}}
     for name, change in changes.items():
         file = out / f"{name}.jsonl"
         lines = [json.loads(line) | change for line in file.read_text().splitlines()]
         if name == "starts":
-            lines[-1]["config"]["warmup_steps"] = 50  # the default; there are 8 steps
+            lines[-1]["config"]["warmup_steps"] = 50  # the default, though there are only 8 steps
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     request, _, measured = plan.parse(["--run", str(out)])
     assert (request.cluster.device_type, request.resolve().strategy) == ("b200", "ddp")

@@ -1,4 +1,4 @@
-"""How weights are grouped, kept, recomputed and synchronised: same numbers, counted costs."""
+"""Wrapping, resharding, recomputation, synchronisation: equal numbers, and the expected costs."""
 
 from dataclasses import dataclass
 
@@ -28,12 +28,12 @@ def test_an_evaluation_changes_neither_training_nor_checkpoints(run):
     for expected, row in zip(rows(plain), rows(evaluated), strict=True):
         assert (row["loss"], row["grad_norm"]) == (expected["loss"], expected["grad_norm"])
     saved = [checkpoint.list_checkpoints(out) for out in (plain, evaluated)]
-    for one, other in zip(*saved, strict=True):  # of both steps
+    for one, other in zip(*saved, strict=True):  # after both steps
         torch.testing.assert_close(tensors(one), tensors(other), rtol=0, atol=0, equal_nan=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# Communication, counted and compared with the formula
+# Communication, counted and compared with formulas
 
 A = 2  # grad_accum_steps
 WORLD_REDUCE = ("all_reduce", "world")
@@ -42,7 +42,7 @@ OPTIMIZER = Traffic(1, 4 * 20)  # float32: the squared norms of 20 parameters
 
 @dataclass
 class Step:
-    """What a step communicates, and the parameters of a block and of the model."""
+    """What a step communicates, and the numbers of parameters of a block and of the model."""
 
     counts: dict
     block: int
@@ -73,7 +73,7 @@ def traffic(on_ranks):
         ("micro_batch", A, "--dtype float32 --optim_metrics_interval 1"),
     ],
 )
-def test_bytes_of_ddp(traffic, sync, times, more):
+def test_the_bytes_of_ddp_match_the_formula(traffic, sync, times, more):
     for step in traffic(2, f"--strategy ddp --grad_sync {sync} {more}"):
         size = 4 * step.total  # gradients are float32, whatever the compute dtype
         assert step.counts == {("all_reduce", "dp_replicate"): Traffic(times, times * size)}
@@ -86,12 +86,12 @@ def test_bytes_of_ddp(traffic, sync, times, more):
         ("micro_batch", A, "false", "float32", 4, "adamw"),
     ],
 )
-def test_bytes_of_fsdp(traffic, sync, times, reshard, dtype, size, optimizer):
+def test_the_bytes_of_fsdp_match_the_formula(traffic, sync, times, reshard, dtype, size, optimizer):
     """Each micro-batch gathers the two blocks and the rest of the model (embedding, norm) once.
 
     The first block is gathered again for backward if it was dropped after forward. The last unit,
-    here the second block, never is. Under Muon each rank multiplies seven matrices, as many as one
-    block has: it gets the other half of each in bfloat16, and sends the result back.
+    here the second block, is never gathered again. Under Muon each rank multiplies seven matrices,
+    the number in a block: it gets the other half of each in bfloat16 and sends the result back.
     """
     text = f"--strategy fsdp --grad_sync {sync} --reshard_after_forward {reshard} --dtype {dtype}"
     text += f" --optimizer {optimizer}"
@@ -105,7 +105,7 @@ def test_bytes_of_fsdp(traffic, sync, times, reshard, dtype, size, optimizer):
             WORLD_REDUCE: OPTIMIZER,
         }
         if optimizer == "muon":
-            matrices = 2 * (step.block - 2 * 32)  # bytes, of a block without its two norms
+            matrices = 2 * (step.block - 2 * 32)  # bytes of a block without its two norms
             expected["all_to_all", "dp_shard"] = Traffic(2 * 7, 2 * matrices)
         assert step.counts == expected
 
@@ -113,14 +113,14 @@ def test_bytes_of_fsdp(traffic, sync, times, reshard, dtype, size, optimizer):
 @pytest.mark.parametrize(
     "policy, units, again",
     [
-        # The last unit is the head; backward needs no weight of the first, the embedding.
+        # The last unit is the head. Backward needs no weight of the first unit, the embedding.
         ("--model tinyllama-1.1b", 4, 2),
-        ("--n_layer 5 --wrap block_group:2", 3, 4),  # of 2, 2 and 1 blocks
+        ("--n_layer 5 --wrap block_group:2", 3, 4),  # units of 2, 2 and 1 blocks
         ("--wrap none", 0, 0),
     ],
 )
-def test_bytes_of_fsdp_by_units(traffic, policy, units, again):
-    """Units and the rest of the model are gathered once, and `again` blocks for backward."""
+def test_the_bytes_of_fsdp_match_the_formula_for_any_wrap(traffic, policy, units, again):
+    """Units and the rest of the model are gathered once, and `again` blocks again for backward."""
     blocks_per_unit = 2 if "block_group" in policy else 1
     for step in traffic(2, f"--strategy fsdp --dtype bfloat16 {policy}"):
         messages = units + 1 + again // blocks_per_unit
@@ -137,8 +137,8 @@ def test_bytes_of_fsdp_by_units(traffic, policy, units, again):
         ("shard", 2, 1, ""),
     ],
 )
-def test_bytes_of_hsdp(traffic, sync, scatters, reduces, more):
-    """Of two micro-batches on four ranks. Weights are gathered as by fsdp within two ranks."""
+def test_the_bytes_of_hsdp_match_the_formula(traffic, sync, scatters, reduces, more):
+    """Two micro-batches on four ranks. Weights are gathered as by fsdp, within two ranks."""
     text = f"--strategy hsdp --dp_shard 2 --grad_sync {sync} --dtype float32"
     for step in traffic(4, f"{text} --global_batch_size 8 {more}"):
         size = 4 * step.total
@@ -146,10 +146,10 @@ def test_bytes_of_hsdp(traffic, sync, scatters, reduces, more):
         assert step.counts == {
             ("all_gather", "dp_shard"): Traffic(2 * 4, 2 * 4 * (step.total + step.block)),
             ("reduce_scatter", "dp_shard"): Traffic(3 * scatters, scatters * size),
-            # Between replicas each rank averages its half.
+            # Each rank averages its half of the gradients with the other replica.
             ("all_reduce", "dp_replicate"): Traffic(3 * reduces, reduces * size // 2),
         }
-        # Statistics take one more.
+        # Statistics need one more all_reduce.
         assert world.calls == 2 if "metrics" in more else world == OPTIMIZER
 
 
@@ -157,16 +157,16 @@ def test_bytes_of_hsdp(traffic, sync, scatters, reduces, more):
     "strategy, checkpointing, gathers_again, scatters_again, optimizer",
     [("single", "full", 2, 1, "adamw"), ("ddp", "selective", 2, 0, "muon")],
 )
-def test_bytes_of_tensor_parallelism(
+def test_the_bytes_of_tensor_parallelism_match_the_formula(
     traffic, strategy, checkpointing, gathers_again, scatters_again, optimizer
 ):
     """The tokens of (B, T, d_model) = (2, 16, 32) are gathered before each attention and MLP.
 
-    Their parts are added and scattered after it. In each of the two layers there are two of each in
-    forward and two in backward, and one at each end of the model. Checkpointing gathers again; full
-    also repeats attention's scatter, but not the last of a block. The loss takes three numbers a
-    token: a maximum, a sum and the target's logit. The five norms' gradients, of the weights' size,
-    are added once a step, by single and by FSDP.
+    After it, partial results are added and scattered. Each of the two layers gathers and scatters
+    twice in forward and twice in backward, and each end of the model once. Checkpointing gathers
+    again; "full" also repeats attention's scatter, but not the last scatter of a block. The loss
+    reduces three numbers per token: a maximum, a sum and the target's logit. The gradients of the
+    five norms are added once a step.
     """
     text = f"--strategy {strategy} --tp 2 --dtype float32 --micro_batch_size 2"
     text += f" --optimizer {optimizer}"
@@ -187,10 +187,10 @@ def test_bytes_of_tensor_parallelism(
         }
         assert step.counts[WORLD_REDUCE] == OPTIMIZER
         if optimizer == "muon":
-            # Of 14 matrices, dealt by size, rank 0 collects four and sends them back.
+            # Rank 0 collects four of the 14 matrices, which are dealt by size, and sends them back.
             matrices = 2 * (2 * 64 * 32 + 32 * 32 + 16 * 32)
             assert step is not steps[0] or dealt == Traffic(2 * 4, 2 * matrices)
-            # Half of each goes from the replica that has multiplied it to the other one.
+            # The replica that has multiplied a half of a matrix sends it to the other replica.
             halves = 2 * 2 * (3 * 64 * 32 + 2 * 32 * 32 + 2 * 16 * 32) // 2
             assert step.counts["broadcast", "dp_replicate"] == Traffic(14, halves)
 
@@ -200,7 +200,7 @@ def test_bytes_of_tensor_parallelism(
 
 
 def activations_of(mode: str) -> tuple[int, float, float]:
-    """Bytes kept between forward and backward, the loss, and the norm of a gradient."""
+    """Return the bytes kept between forward and backward, the loss, and a gradient's norm."""
     config = model.ModelConfig(
         512, n_layer=6, n_head=4, n_kv_head=4, d_model=128, d_ff=352, seq_len=128
     )
@@ -215,18 +215,20 @@ def activations_of(mode: str) -> tuple[int, float, float]:
     return kept, loss.item(), net.blocks[0].mlp.up.weight.grad.norm().item()
 
 
-def test_recomputing_saves_memory_and_changes_no_number():
+def test_recomputing_saves_memory_without_changing_numbers():
     answers = [activations_of(mode) for mode in ("full", "selective", "none")]
     full, selective, none = (kept for kept, _, _ in answers)
-    # full keeps the inputs of 6 blocks, 4 * 128 * 128 * 4 bytes = 0.26 MB each, and the logits. All
-    # activations of a block are 30 times its input.
-    assert full < 0.5 * none and full < 0.8 * selective and selective < 0.75 * none, answers
+    # "full" keeps the inputs of 6 blocks, 4 * 128 * 128 * 4 bytes = 0.26 MB each, and the logits.
+    # All activations of a block together are 30 times its input.
+    assert full < 0.5 * none, answers
+    assert full < 0.8 * selective, answers
+    assert selective < 0.75 * none, answers
     for _, loss, grad_norm in answers:
         assert [loss, grad_norm] == pytest.approx(answers[-1][1:], rel=1e-6)
 
 
 def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
-    """Numbers of four steps and two evaluations; graphs compiled up to the end of each."""
+    """Return the numbers of 4 steps and of 2 evaluations, and the graphs compiled up to then."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = build_run(argv)
@@ -243,8 +245,8 @@ def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
     return numbers, [*graphs, compiled["total"]]
 
 
-# A block of 2.4 MB, which Dynamo would split where DDP's first bucket, of 1 MB, is full. The last
-# batch of the evaluation is an odd one.
+# A block has 2.4 MB: Dynamo would split it where DDP's first bucket, of 1 MB, is full. The last
+# batch of an evaluation is smaller than the others.
 COMPILED = "--dtype float32 --micro_batch_size 4 --d_model 256 --d_ff 512 --eval_sequences 9"
 COMPILED += " --sample_tokens 3"
 
@@ -253,10 +255,10 @@ COMPILED += " --sample_tokens 3"
 @pytest.mark.parametrize(
     "ranks, graphs, policy",
     [
-        # Of the whole model,
+        # One graph of the whole model
         (1, 1, ""),
         (1, 1, "--activation_checkpointing selective"),
-        # or of one block for all, and of the loss
+        # or one for all blocks, and one of the loss
         (1, 2, "--activation_checkpointing full --loss_chunks 2"),
         (1, 2, "--activation_checkpointing selective --loss_chunks 2"),
         (1, 2, "--n_layer 5"),
@@ -264,22 +266,22 @@ COMPILED += " --sample_tokens 3"
         (2, 2, "--strategy fsdp"),
     ],
 )
-def test_compiling_adds_few_graphs_and_changes_no_number(on_ranks, ranks, graphs, policy):
+def test_compiled_runs_match_eager_ones_with_few_graphs(on_ranks, ranks, graphs, policy):
     text = f"{COMPILED} {policy}"
     ((eager, none),) = on_ranks(1, numbers_and_graphs, text, timeout=120)
     assert len({lr for _, _, lr in eager[:4]}) > 2
     assert set(none) == {0}
     for compiled, counts in on_ranks(ranks, numbers_and_graphs, f"{text} --compile", timeout=120):
         for expected, found in zip(eager, compiled, strict=True):
-            # Under ddp and fsdp the loss of a step is a rank's own.
+            # Under ddp and fsdp the loss of a step differs between ranks; val_loss does not.
             shared = slice(None) if ranks == 1 else slice(-2, None)
             assert found[shared] == pytest.approx(expected[shared], rel=1e-5)
-        # For training, and for the evaluation: its odd batch and the sample add none.
+        # For training and for evaluation. The last, smaller batch and the sample add no graph.
         assert counts == [graphs, 2 * graphs]
 
 
 @pytest.mark.slow
-def test_compiled_blocks_of_a_tp_group_change_no_number(run):
+def test_a_compiled_tp_group_matches_one_rank(run):
     text = "--max_steps 4 --dtype float32 --strategy single"
     one = run(1, text, "one", timeout=120)
     two = run(2, f"{text} --tp 2 --compile", "two", timeout=120)
@@ -290,7 +292,7 @@ BLOCKS = "--dtype float32 --n_head 4 --d_model 64 --d_ff 160 --micro_batch_size 
 
 
 class SeenOperations(OperationCounter):
-    """The names of the operations of a step."""
+    """Collects the names of the operations of a step."""
 
     def __init__(self):
         super().__init__()
@@ -301,7 +303,7 @@ class SeenOperations(OperationCounter):
 
 
 def count_once_compiled(argv: list[str]) -> tuple[dict, set[str], int]:
-    """What a third step communicates, its operations, and how many graphs it added."""
+    """What a third step communicates, its operations, and the number of graphs it added."""
     run = build_run(argv)
     graphs = torch._dynamo.utils.counters["aot_autograd"]
     for step in (1, 2):
@@ -313,7 +315,7 @@ def count_once_compiled(argv: list[str]) -> tuple[dict, set[str], int]:
 
 
 @pytest.mark.slow
-def test_a_step_that_is_counted_stays_compiled(on_ranks):
+def test_counting_communication_keeps_a_step_compiled(on_ranks):
     answers = []
     for text in (f"{BLOCKS} --tp 2", f"{BLOCKS} --tp 2 --compile"):
         answers.append(on_ranks(2, count_once_compiled, text, timeout=120)[0])
@@ -324,7 +326,7 @@ def test_a_step_that_is_counted_stays_compiled(on_ranks):
 
 
 def kept_by_compiled_blocks(argv: list[str]) -> int:
-    """Bytes that compiled code keeps for backward, without parameters."""
+    """Bytes that compiled code keeps for backward, without those of parameters."""
     torch._dynamo.reset()
     run = build_run(argv)
     train_step(run, 1)
@@ -340,8 +342,8 @@ def kept_uncompiled(text: str, ranks: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_selective_recomputation_keeps_as_much_if_it_is_compiled(pool, on_ranks, ranks):
-    """For each block: of five layers and of six, which are compiled one by one."""
+def test_compiled_selective_recomputation_keeps_the_same_bytes(pool, on_ranks, ranks):
+    """Per block: a run of six layers keeps more than one of five. Blocks are compiled singly."""
     kept = []
     for n_layer in (5, 6):
         text = f"{BLOCKS} --tp {ranks} --n_layer {n_layer} --activation_checkpointing selective"
@@ -352,7 +354,7 @@ def test_selective_recomputation_keeps_as_much_if_it_is_compiled(pool, on_ranks,
     assert len({more - fewer for fewer, more in zip(five, six)}) == 1, kept
 
 
-def test_an_error_of_the_compiler_is_one_line():
+def test_a_compiler_error_is_explained_in_one_line():
     error = RuntimeError("backend='inductor' raised:")
     error.inner_exception = ValueError("no such backend\nand more")
     assert cli.explain(error) == "--compile: no such backend"
