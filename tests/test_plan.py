@@ -212,44 +212,26 @@ def figures(text: str) -> tuple[list[dict], dict[str, int], int]:
     return one.communication(), one.checkpoint(), one.rehearsal.parameters_per_rank
 
 
-@pytest.fixture(scope="module")
-def planned(pool) -> tuple[list[dict], dict[str, int], int]:
-    (found,) = pool(1, figures, f"{TINY} {ON_TWO_HOSTS}")
-    return found
-
-
-def test_a_plan_reports_which_collectives_leave_a_host(planned):
-    sent, _, _ = planned
+def test_a_plan_reports_bytes_between_hosts_and_on_disk(pool):
+    ((sent, saved, parameters),) = pool(1, figures, f"{TINY} {ON_TWO_HOSTS}")
     assert all(0 < row["wire_bytes"] <= 2 * row["bytes"] and row["count"] > 0 for row in sent)
     between = {(row["axis"], row["collective"]): row["inter_host"] for row in sent}
     assert between["dp_shard", "all_gather"] is False
     assert between["dp_replicate", "all_reduce"] is True
-
-
-def test_a_plan_reports_the_bytes_of_a_checkpoint(planned):
-    _, saved, parameters = planned
     # Each of two replicas writes half of the 12 bytes per parameter and of some counters.
     assert 0 < saved["bytes_per_rank"] - 6 * parameters < 1000
     assert saved["host_bytes_sharded"] == 8 * saved["bytes_per_rank"]
 
 
-@pytest.fixture
-def report_of_a_large_run(monkeypatch, capsys) -> list[str]:
-    """The lines that tools.plan prints for a run that does not fit into memory."""
+def test_a_run_that_does_not_fit_is_reported_on_one_screen(monkeypatch, capsys):
     found = rehearsal([sends(1.0)], flops=3e12)
     too_large = dataclasses.replace(found, memory={"other": 10**12})
     monkeypatch.setattr(plan, "rehearse", lambda run: too_large)
     text = "--world_size 8 --micro_batch_size 1 --strategy fsdp --tokens 1e9"
     assert plan.main(f"{TINY} {text}".split()) == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def test_the_report_fits_on_a_screen(report_of_a_large_run):
-    assert len(report_of_a_large_run) < 30
-
-
-def test_the_report_warns_of_a_run_that_does_not_fit(report_of_a_large_run):
-    assert "DOES NOT FIT (limit 90%)" in "\n".join(report_of_a_large_run)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 30
+    assert "DOES NOT FIT (limit 90%)" in "\n".join(lines)
 
 
 def test_json_has_the_figures_of_the_text(monkeypatch, capsys):

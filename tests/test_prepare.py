@@ -1,4 +1,4 @@
-"""Text -> token folders: nothing lost, nothing overwritten, the same split on every machine."""
+"""Text -> token folders: nothing is lost or overwritten, and the split is reproducible."""
 
 import gzip
 import importlib.util
@@ -23,7 +23,7 @@ from text import encode, sources
 from text.sources import STDIN, Corpus
 
 
-def test_bytes_come_back_exactly_and_documents_end(tmp_path, capsys):
+def test_prepared_documents_come_back_exactly(tmp_path, capsys):
     texts = {"a": "one\r\ntwo é\n", "b": bytes(range(256)), "c": "x<|endoftext|>y"}
     folder = prepared(tmp_path, texts, named=True, val_fraction=0.5)
     tokens = np.concatenate([folder.tokens("train"), folder.tokens("val")]).tolist()
@@ -34,13 +34,13 @@ def test_bytes_come_back_exactly_and_documents_end(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("read 3 files, 1 of them binary: 4 documents, ")
 
 
-def test_sources_without_a_row_are_refused_with_their_number(tmp_path):
+def test_sources_without_any_text_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("id,text\n")
     with pytest.raises(sources.SourceError, match=r"hold no text \(1 file without text\)"):
         prepare.prepare([str(tmp_path)], tmp_path / "tokens")
 
 
-def test_documents_are_split_by_their_content_and_meta_counts_them(tmp_path):
+def test_documents_are_split_by_their_content(tmp_path):
     texts = {f"{i:03}": f"document {i} " * (i + 1) for i in range(300)}
     folder = prepared(tmp_path, texts | {"copy": texts["017"]}, val_fraction=0.3)
     meta = json.loads((tmp_path / "tokens" / "meta.json").read_text())
@@ -49,13 +49,14 @@ def test_documents_are_split_by_their_content_and_meta_counts_them(tmp_path):
         parts[split] = bytes(folder.tokens(split).astype(np.uint8)).split(b"\0")  # 256 -> 0
     assert {split: len(part) - 1 for split, part in parts.items()} == meta["documents"]
     assert set(parts["train"]) & set(parts["val"]) == {b""}
-    assert sum(meta["documents"].values()) == 301 and 60 < meta["documents"]["val"] < 120
+    assert sum(meta["documents"].values()) == 301
+    assert 60 < meta["documents"]["val"] < 120
     assert Counter(parts["train"] + parts["val"])[texts["017"].encode()] == 2
     assert meta["train_tokens"] == len(folder.tokens("train"))
 
 
 def test_one_document_gives_its_tail_to_validation(tmp_path):
-    """Although the hash of a third of these would put them there as a whole."""
+    """By their hash, a third of these documents would be entirely in the validation set."""
     for i in range(9):
         text = f"\n\n{i} text " * 20
         folder = prepared(tmp_path / str(i), {"a": text}, val_fraction=0.3)
@@ -64,10 +65,10 @@ def test_one_document_gives_its_tail_to_validation(tmp_path):
         assert len(folder.tokens("val")) == len(text) * 3 // 10
 
 
-def test_what_was_read_and_skipped_is_said(tmp_path, capsys):
+def test_prepare_prints_what_it_read_and_skipped(tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()
-    (text / "a").write_text("one<|endoftext|>")  # after which nothing is, and no blank document
+    (text / "a").write_text("one<|endoftext|>")  # the end of the file, and no blank document
     (text / "b").write_text("two<|endoftext|>three<|endoftext|>\n")
     (text / "empty").touch()
     (text / "utf-16").write_text("text", encoding="utf-16")
@@ -84,7 +85,7 @@ MERGES = [b"th", b" th", b"the", b" the", b"  ", b"\n\n", b"12", b"\xc3\xa9", b"
 
 
 def write_ugly_corpus(folder: Path) -> list[str]:
-    """Files of every kind, in sorted order; return the documents that they hold."""
+    """Write files of every kind, in sorted order; return the documents in them."""
     folder.mkdir()
     rows = ["the <|endoftext|> of a row", "\ud83d half a pair", "x " * 3000, "é " * 3000]
     rows += [" \n", None]
@@ -111,7 +112,7 @@ def write_ugly_corpus(folder: Path) -> list[str]:
     return documents
 
 
-def test_an_ugly_corpus_has_tiktokens_ids_and_says_what_is_left_out(tmp_path, monkeypatch, capsys):
+def test_a_messy_corpus_gets_the_tokens_of_tiktoken(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sources, "CHUNK", 1000)
     monkeypatch.setattr(encode, "BATCH", 1000)
     documents = write_ugly_corpus(tmp_path / "text")
@@ -139,7 +140,7 @@ def test_an_ugly_corpus_has_tiktokens_ids_and_says_what_is_left_out(tmp_path, mo
     assert "2 latin-1: bytes that are not UTF-8 (convert the file, as with iconv " in replaced
 
 
-def test_progress_has_a_rate_and_the_share_of_a_known_size():
+def test_progress_has_a_percentage_only_for_a_known_size():
     corpus = Corpus(files=[Path("a")], size=400_000_000, position=100_000_000)
     splitter = encode.Splitter(corpus, 0.1)
     splitter.size = 300_000_000
@@ -149,14 +150,14 @@ def test_progress_has_a_rate_and_the_share_of_a_known_size():
     assert encode.describe_progress(splitter, seconds=30) == line
 
 
-def test_an_existing_folder_is_refused_and_kept(tmp_path):
+def test_an_existing_folder_is_never_overwritten(tmp_path):
     (tmp_path / "keep").write_text("mine")
     with pytest.raises(UsageError, match=f"--out {tmp_path} exists: remove it"):
         prepare.prepare(None, tmp_path)
     assert (tmp_path / "keep").read_text() == "mine"
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capsys, small_disk):
+def test_prepare_cleans_up_after_a_full_disk(tmp_path, capsys, small_disk):
     (tmp_path / "text").write_bytes(b"0123456789abcde\n" * 50_000)  # 1.6 MB of tokens
     argv = ["--source", str(tmp_path / "text"), "--out", str(small_disk / "tokens")]
     assert prepare.main(argv) == 1
@@ -167,10 +168,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capsys, small_disk
 
 @pytest.fixture
 def endless(tmp_path):
-    """prepare.py at work on a source that it does not finish, into tmp_path / "tokens"."""
+    """prepare.py, working on an endless source, with the output tmp_path / "tokens"."""
     source = tmp_path / "source"
     with open(source, "w") as file:
-        file.truncate(1 << 40)  # no block of it is on the disk
+        file.truncate(1 << 40)  # a sparse file
     command = [ROOT / "prepare.py", "--source", source, "--out", tmp_path / "tokens"]
     job = Job(command, tmp_path / "job")
     work = tmp_path / ".tokens.unfinished"
@@ -179,15 +180,15 @@ def endless(tmp_path):
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_with_one_line_and_leaves_nothing(tmp_path, endless, number, status):
+def test_prepare_cleans_up_after_a_signal(tmp_path, endless, number, status):
     os.kill(endless.pid, number)
     assert endless.wait(10) == status
     assert endless.err == f"prepare.py: stopped; {tmp_path}/tokens was not created\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "source"]
 
 
-def test_a_signal_ends_the_encoding_of_a_document_that_cannot_be_cut(tokenizers, tmp_path):
-    """In the package tokenizers, which takes a minute for this one."""
+def test_a_signal_interrupts_the_encoding_of_a_long_document(tokenizers, tmp_path):
+    """The document cannot be cut: the package tokenizers needs a minute for it."""
     spec = {"added_tokens": [ADDED | {"id": 0, "content": "</s>"}]}
     vocab = {token: i for i, token in enumerate(["</s>", "a", "b", "ab", "abab"])}
     spec["model"] = {"type": "BPE", "vocab": vocab, "merges": ["a b", "ab ab"], "unk_token": None}
@@ -201,10 +202,11 @@ def test_a_signal_ends_the_encoding_of_a_document_that_cannot_be_cut(tokenizers,
     os.kill(job.pid, signal.SIGTERM)
     assert job.wait(2) == 143
     assert job.err == f"prepare.py: stopped; {tmp_path}/tokens was not created\n"
-    assert not (tmp_path / "tokens").exists() and not (tmp_path / ".tokens.unfinished").exists()
+    assert not (tmp_path / "tokens").exists()
+    assert not (tmp_path / ".tokens.unfinished").exists()
 
 
-def test_only_what_a_killed_process_left_is_replaced(tmp_path, endless):
+def test_prepare_replaces_only_what_a_killed_process_left(tmp_path, endless):
     (tmp_path / "text").write_text("one document")
     work = tmp_path / ".tokens.unfinished"
     inode = work.stat().st_ino

@@ -1,4 +1,4 @@
-"""--profile: a trace for each rank, and true figures."""
+"""--profile: a trace for each rank, and correct figures."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from runtime.saver import Saver
 
 
 def profiled(argv: list[str]) -> tuple[int, str, str]:
-    """train.py that waits 0.1 s for data, asks for a value from step 4 on; rank 1 sleeps there."""
+    """Run train.py with reads of 0.1 s, and from step 4 on a host sync and a sleep of rank 1."""
     step, read = optim.Optimizer.step, data.TokenDataset.__getitem__
 
     def ask(self, number, lr, measure=False):
@@ -41,7 +41,7 @@ def profiled(argv: list[str]) -> tuple[int, str, str]:
         return listen(argv)
 
 
-def test_a_window_of_steps_is_traced_and_explained(on_ranks, tmp_path):
+def test_a_profile_window_is_traced_on_every_rank(on_ranks, tmp_path):
     text = "--strategy fsdp --max_steps 6 --profile 3:5"
     ((status, out, _), (_, quiet, _)) = on_ranks(2, profiled, text)
     assert (status, quiet) == (0, "")
@@ -53,7 +53,7 @@ def test_a_window_of_steps_is_traced_and_explained(on_ranks, tmp_path):
         fields = documented_fields("reference.md", "field of `rank_N.json` | meaning")
         assert figures.keys() == fields
         names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
-        assert names.count("aten::embedding") == 2  # one forward a step
+        assert names.count("aten::embedding") == 2  # one forward pass per step
         sent = {(row["kind"], row["axis"]): row["calls"] for row in figures["communicated"]}
         assert sent == {
             ("all_gather", "dp_shard"): 4,
@@ -66,7 +66,7 @@ def test_a_window_of_steps_is_traced_and_explained(on_ranks, tmp_path):
         assert figures["host_syncs"] == {f"test_profiling.py:{line}": 1}
         assert figures["data_wait"] * figures["step_time"] > 0.09
         waits, sleeps = figures["waited"]
-        assert waits > max(0.4, sleeps)  # which on a busy machine waits, too
+        assert waits > max(0.4, sleeps)  # rank 1 waits as well on a busy machine
         exposed = figures["exposed_communication"] * figures["step_time"]
         assert exposed == pytest.approx([waits, sleeps][rank])
     assert min(row["data_wait"] for row in rows(tmp_path / "run")) > 0.09
@@ -82,7 +82,7 @@ def communicated_alone() -> dict:
     return traffic.counts
 
 
-def test_an_axis_of_one_rank_sends_nothing(pool):
+def test_an_axis_of_one_rank_communicates_nothing(pool):
     assert pool(1, communicated_alone) == [{}]
 
 
@@ -91,7 +91,7 @@ def test_an_operation_without_a_process_group_has_no_group_name():
 
 
 def switches(argv: list[str]) -> tuple[int, list]:
-    """(status, what is in flight where the profiler starts and stops) of train.py."""
+    """Run train.py; return (status, what is in flight when the profiler starts and stops)."""
     works, saves, found = [], [], []
     all_reduce, write = torch.distributed.all_reduce, Saver.write
 
@@ -129,20 +129,20 @@ def switches(argv: list[str]) -> tuple[int, list]:
     return status, found
 
 
-def test_the_profiler_switches_while_no_collective_is_in_flight(on_ranks, tmp_path):
+def test_the_profiler_starts_and_stops_with_nothing_in_flight(on_ranks, tmp_path):
     text = "--max_steps 6 --profile 2:3 --strategy ddp --async_save --save_interval 2"
     assert on_ranks(2, switches, f"{text} --log_interval 10") == [(0, [[], []])] * 2
     assert len(list(tmp_path.glob("run/profile/*"))) == 4
 
 
-def test_a_run_continued_inside_the_window_has_nothing_to_report(run):
+def test_a_run_continued_inside_the_window_is_not_profiled(run):
     run(1, "--max_steps 4 --save_interval 4")
     out = run(1, "--max_steps 9 --profile 2:6")
     assert not (out / "profile").exists()
 
 
 # --------------------------------------------------------------------------------------------------
-# The figures of a GPU, from the events that torch's profiler would have returned for one step
+# The figures of a GPU, from events as torch's profiler would return them for one step
 
 
 def event(device: str, name: str, start: int, end: int, annotation: bool = False) -> FunctionEvent:
@@ -178,8 +178,8 @@ STEP = [  # of 1,000 microseconds
 ]
 
 
-def test_annotated_ranges_of_a_gpu_are_neither_busy_nor_compute(monkeypatch, tmp_path, one_rank):
-    """Work from 0 to 600 and from 700 to 800; only NCCL from 400 to 600."""
+def test_annotated_ranges_of_a_gpu_do_not_count_as_work(monkeypatch, tmp_path, one_rank):
+    """The GPU works from 0 to 600 us and from 700 to 800 us; only NCCL runs from 400 to 600 us."""
     trace = mock.Mock(**{"events.return_value": STEP})
     monkeypatch.setattr(profiling, "profile", lambda activities: trace)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -194,7 +194,7 @@ def test_annotated_ranges_of_a_gpu_are_neither_busy_nor_compute(monkeypatch, tmp
     assert figures["exposed_communication"] == pytest.approx(0.2)
 
 
-def test_a_copy_between_devices_is_a_host_sync_unless_nobody_waits_for_it():
+def test_a_blocking_copy_between_devices_is_a_host_sync():
     on_host, on_device = torch.zeros(3), torch.zeros(3, device="meta")
     with profiling.HostSyncCounter() as syncs:
         on_host.to("meta")
@@ -207,7 +207,7 @@ def test_a_copy_between_devices_is_a_host_sync_unless_nobody_waits_for_it():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_the_figures_of_a_gpu(on_ranks, tmp_path):
+def test_a_profile_of_a_gpu_has_plausible_figures(on_ranks, tmp_path):
     ((status, _, _),) = on_ranks(1, profiled, "--max_steps 8 --profile 3:6 --device cuda")
     figures = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
     assert status == 0 and 0 < figures["busy"] <= 1

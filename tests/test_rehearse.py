@@ -1,4 +1,4 @@
-"""What is rehearsed for one rank is what a real step of four ranks does."""
+"""A rehearsal of one rank finds what a real step of four ranks does."""
 
 import dataclasses
 from argparse import Namespace
@@ -16,7 +16,7 @@ from tools.planning import rehearse as rehearsing
 from tools.planning.rehearse import Recorder, Rehearsal, at_peak, rehearse
 
 # A micro-batch is one sequence: four ranks accumulate a quarter of the global batch each, two tp
-# groups a half. Of four micro-batches the rehearsal runs three.
+# groups a half. A rehearsal runs three of four micro-batches.
 UNTIED = "--model tinyllama-1.1b"
 CASES = [
     f"ddp --dtype float32 --global_batch_size 8 {UNTIED}",
@@ -33,29 +33,29 @@ class RealRecorder(Recorder):
         return function(*args, **kwargs)
 
     def is_about_shapes(self, types) -> bool:
-        return FakeTensor in types  # of DTensor
+        return FakeTensor in types  # DTensor computes shapes with fake tensors
 
     def takes_memory(self, tensor: torch.Tensor) -> bool:
-        """Not on the meta device, nor a wrapper such as that of an unfinished collective."""
+        """Whether a tensor has storage: it is not on the meta device, nor a wrapper of another."""
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         return is_plain and tensor.device.type != "meta"
 
 
 def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
-    """What this rank does in a step of a run, and on the last rank its rehearsal."""
+    """Return what this rank does in a step of a run and, on the last rank, its rehearsal."""
     recorder = RealRecorder(fakes=None)
     with recorder, rehearsing.no_garbage_collection():
         run = build_run(argv)
         optimizer = recorder.follow(run.mesh, run.run, run.state, run.forward)
         run.state = dataclasses.replace(run.state, optimizer=optimizer)
-        steps = 2 if run.run.strategy == "ddp" else 1  # in the first, DDP replaces its buckets
+        steps = 2 if run.run.strategy == "ddp" else 1  # DDP replaces its buckets in the first step
         batches = run.batches
         for step in range(1, steps + 1):
             recorder.forget_counts()
             run.batches = recorder.batches(batches, [1] * run.run.grad_accum_steps)
             train_step(run, step)
     for block in recorder.live.values():
-        assert block.size == block.reference().nbytes()  # also of storages that were resized
+        assert block.size == block.reference().nbytes()  # storages may have been resized
     real = Namespace(
         memory=at_peak(recorder.changes()),
         state=recorder.state,
@@ -71,19 +71,20 @@ def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
 
 
 def operations(found: Namespace | Rehearsal) -> list[str]:
-    """Without gloo's copies of the shards that it scatters."""
+    """All operations but copies, of which gloo makes more when it scatters shards."""
     return sorted(repr(row) for row in found.operations if row.name != "copy_")
 
 
 @pytest.mark.parametrize("strategy", CASES)
-def test_a_rehearsed_step_is_the_real_one(on_ranks, strategy):
+def test_a_rehearsed_step_matches_a_real_one(on_ranks, strategy):
     answers = on_ranks(4, both, f"--micro_batch_size 1 --strategy {strategy}")
     rehearsed = answers[-1][1]
-    alike = answers[-1:] if "muon" in strategy else answers  # but for their shares of the matrices
+    alike = answers[-1:] if "muon" in strategy else answers  # under Muon the ranks differ
     for real, _ in alike:
         assert rehearsed.peak == pytest.approx(sum(real.memory.values()), rel=0.05)
         assert sorted(rehearsed.communication, key=repr) == sorted(real.communication, key=repr)
-        assert rehearsed.state == real.state and real.state["parameters"] == real.parameters
+        assert rehearsed.state == real.state
+        assert real.state["parameters"] == real.parameters
         assert rehearsed.flops == real.flops
         assert operations(rehearsed) == operations(real)
         update = [row for row in real.operations if row.phase == "optimizer" and row.flops]
@@ -101,8 +102,9 @@ def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
     return found
 
 
-def test_a_rank_of_512_gpus(pool):
-    """FLOPs are those of the formula, and a rehearsal leaves nothing behind for the next one."""
+@pytest.fixture(scope="module")
+def on_512_gpus(pool) -> list[Rehearsal]:
+    """One block: plain, full checkpointing, compiled. Then selective, with two and three blocks."""
     base = "--model gpt2-124m --n_layer 1 --global_batch_size 4096 --micro_batch_size 4"
     base += " --dtype bfloat16"
     texts = [
@@ -114,40 +116,55 @@ def test_a_rank_of_512_gpus(pool):
     selective += " --strategy hsdp --dp_shard 8 --tp 4 --activation_checkpointing selective"
     texts += [f"{selective} --n_layer {n}" for n in (2, 3)]
     (found,) = pool(1, rehearse_on_gpus, texts)
-    plain, full, again, two, three = found
-    # Also what it would take compiled
-    assert plain == dataclasses.replace(again, run=plain.run)
+    return found
+
+
+def test_compiling_does_not_change_a_rehearsal(on_512_gpus):
+    """Nor does a rehearsal leave anything behind that would change a later one."""
+    plain, _, compiled, *_ = on_512_gpus
+    assert plain == dataclasses.replace(compiled, run=plain.run)
+
+
+def test_rehearsed_bytes_match_a_count_by_hand(on_512_gpus):
+    plain, *_ = on_512_gpus
     estimate = layout.estimate_memory(plain.run, layout.empty_model(plain.run))
     assert plain.memory["gradients"] == estimate["gradients"]  # two micro-batches: not sharded
     rows = [row for row in plain.operations if row.phase in ("forward", "optimizer")]
     moved = {row.name: row.bytes for row in rows}
-    # silu reads and writes gate, an embedding reads the rows that it returns, in two micro-batches;
-    # AdamW reads and writes all
+    # In two micro-batches silu reads and writes gate, and an embedding reads the rows that it
+    # returns. AdamW reads and writes all of the state.
     assert moved["silu"] == 2 * 2 * 4 * 1024 * 2048 * 2
     assert moved["embedding"] == 2 * 4 * 1024 * 768 * 2
     assert moved["_fused_adamw_"] == pytest.approx(2 * sum(plain.state.values()), rel=0.01)
+    for one in on_512_gpus:
+        assert one.memory["logits"] > 0
+        assert one.memory["parameters"] == one.state["parameters"]
+
+
+def test_full_checkpointing_trades_flops_for_memory(on_512_gpus):
+    plain, full, *_ = on_512_gpus
     with torch.device("meta"):
         flops_per_token = Transformer(plain.run.model_config).flops_per_token(1024)
     assert plain.flops == flops_per_token * 8 * 1024
-    # Four times as many micro-batches, of which each is computed by four ranks
+    # Four times the number of micro-batches, each of which four ranks compute
     assert full.flops == flops_per_token * (4096 // 128) * 1024 / 4
     products = [row for row in full.operations if row.phase != "optimizer"]
     assert sum(row.flops for row in products) == full.flops + full.recomputed_flops
     assert full.recomputed_flops > plain.recomputed_flops
     assert full.memory["activations"] < plain.memory["activations"]
-    for one in found:
-        assert one.memory["logits"] > 0
-        assert one.memory["parameters"] == one.state["parameters"]
-    # Selective checkpointing keeps no part of a sum over tp, nor what is gathered: for each block
-    # and token only what a rank of a tp group has alone. Inputs of block and MLP; q, k, v and their
-    # attention; gate, up
+
+
+def test_selective_checkpointing_keeps_what_only_this_rank_has(on_512_gpus):
+    """For each block and token it keeps no part of a sum over tp, and nothing that is gathered."""
+    *_, two, three = on_512_gpus
+    # The inputs of block and MLP; q, k, v and attention; gate and up
     elements = 2 * 768 + 4 * 768 + 2 * 2048
-    # The kernel keeps a number for each of 12 heads, too, in float32.
+    # The attention kernel also keeps a float32 number for each of 12 heads.
     kept = three.memory["activations"] - two.memory["activations"]
     assert kept == 4 * 1024 * (2 * elements + 4 * 12) / 4
 
 
-# Two and three units of each are rehearsed, and the remainder of a block_group.
+# Two and three units of each case are rehearsed, with the remainder of a block_group.
 LAYERS = "--micro_batch_size 1 --dtype bfloat16 --n_head 8 --n_kv_head 8 --d_model 32 --d_ff 64"
 LAYERS += " --seq_len 32 --wrap block --strategy"
 EXTENDED = [
@@ -158,7 +175,7 @@ EXTENDED = [
 
 
 def rehearse_by_layers(text: str) -> tuple[Rehearsal, Rehearsal]:
-    """What comes of a few layers, and the whole rehearsal."""
+    """Return a rehearsal extended from a few layers, and one of all layers."""
     run = resolve(f"{LAYERS} {text}", world_size=8, local_size=4, device_type="cuda")
     found = rehearse(run, rank=3)
     with mock.patch.object(rehearsing, "REHEARSED_UNITS", 100):
@@ -166,7 +183,7 @@ def rehearse_by_layers(text: str) -> tuple[Rehearsal, Rehearsal]:
 
 
 @pytest.mark.parametrize("text", EXTENDED)
-def test_a_step_extended_from_few_layers_is_the_whole_one(pool, text):
+def test_extending_a_few_layers_equals_rehearsing_all(pool, text):
     ((found, whole),) = pool(1, rehearse_by_layers, text)
     assert found == whole
 
@@ -180,7 +197,7 @@ def first_rehearsed(text: str) -> int:
     return run_step.call_args.args[0].n_layer
 
 
-def test_what_is_not_alike_in_all_layers_is_rehearsed_whole(pool):
-    """The buckets of DDP hold several layers. Muon deals the matrices of all layers."""
+def test_all_layers_are_rehearsed_if_they_depend_on_each_other(pool):
+    """A bucket of DDP has several layers, and Muon distributes the matrices of all layers."""
     texts = ["ddp --n_layer 9", "fsdp --n_layer 9 --optimizer muon", *EXTENDED]
     assert [pool(1, first_rehearsed, text) for text in texts] == [[9], [9], [5], [2]]

@@ -1,4 +1,4 @@
-"""tools/replay.py as `python -m tools.replay`: a step of a run once more, with what it shows."""
+"""tools/replay.py as `python -m tools.replay`: repeats a step of a run and explains it."""
 
 import json
 import math
@@ -22,7 +22,7 @@ KEPT = "--dtype float32 --save_interval 2 --keep_last 0"
 
 
 def call(arguments: list) -> tuple[int, str, str]:
-    """Return (status, standard output, standard error); the run folder stays as it is."""
+    """Return (status, standard output, standard error), and check that the folder is unchanged."""
     before = contents(arguments[0])
     said = listen(list(map(str, arguments)), replay.main)
     assert contents(arguments[0]) == before
@@ -36,14 +36,14 @@ def repeated(*arguments) -> str:
 
 
 def differences(out: str) -> list[float]:
-    """Of the loss and of the norm of the gradient, from the log."""
+    """The relative differences of the loss and of the gradient norm from the log."""
     found = dict(NUMBER.findall(out))
     return [float(found["loss"]), float(found["grad_norm"])]
 
 
 @pytest.fixture(scope="module")
 def runs(pool, tokens, tmp_path_factory) -> dict[str, Path]:
-    """A run of six steps on one rank and of four steps on four, with a checkpoint every 2 steps."""
+    """A run of 6 steps on one rank, and one of 4 steps on 4 ranks, which save every 2 steps."""
     found = {}
     for ranks, steps, mesh in ((1, 6, "single"), (4, 4, "fsdp --tp 2")):
         found[mesh] = tmp_path_factory.mktemp("runs") / "run"
@@ -81,7 +81,7 @@ def test_one_process_repeats_a_step_of_a_mesh_up_to_rounding(runs):
     assert len(norms) == 20 and sorted(norms, reverse=True) == norms
 
 
-def test_the_ranks_of_its_mesh_repeat_a_step_bit_by_bit(runs, pool):
+def test_the_same_mesh_repeats_a_step_bit_by_bit(runs, pool):
     run = runs["fsdp --tp 2"]
     (status, out, _), *others = pool(4, call, [run, 4])
     assert status == 0 and differences(out) == [0, 0]
@@ -91,12 +91,12 @@ def test_the_ranks_of_its_mesh_repeat_a_step_bit_by_bit(runs, pool):
     assert status == 2 and "ran on 4 ranks after step 0, not on 2: start as many" in err
 
 
-def test_without_a_checkpoint_before_it_a_step_is_repeated_from_the_first(runs):
+def test_an_early_step_is_repeated_from_the_initial_weights(runs):
     out = repeated(runs["single"], 2)
     assert "2 steps after the initial weights" in out and differences(out) == [0, 0]
 
 
-def test_a_damaged_checkpoint_is_passed_over(single):
+def test_replay_skips_a_damaged_checkpoint(single):
     path = single / "checkpoints/step-00000004"
     weights = path / "rank-00000.safetensors"
     damaged = bytearray(weights.read_bytes())
@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_is_passed_over(single):
     assert differences(out) == [0, 0]
 
 
-def test_a_checkpoint_that_a_run_removes_meanwhile_is_passed_over(single, tmp_path, monkeypatch):
+def test_replay_skips_a_checkpoint_removed_while_it_is_read(single, tmp_path, monkeypatch):
     early, late = (single / f"checkpoints/step-0000000{step}" for step in (2, 4))
     late.rename(tmp_path / "not saved yet")
     real_load = train.load
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_passed_over(single, tmp_pa
     def load(state, origin, *rest):
         if origin.path == early:
             for tensor in state.tensors["model"].values():
-                tensor.fill_(1)  # what has been read so far
+                tensor.fill_(1)  # the part that has been read
             (tmp_path / "not saved yet").rename(late)
             early.rename(tmp_path / "removed")
             raise checkpoint.CheckpointError("rank-00000.safetensors is missing")
@@ -131,7 +131,7 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_passed_over(single, tmp_pa
     assert "4 steps after the initial weights" in out and differences(out) == [0, 0]
 
 
-def test_each_step_has_the_flags_of_the_start_that_trained_it(run, tmp_path):
+def test_a_step_is_repeated_with_the_flags_that_trained_it(run, tmp_path):
     run(1, f"--max_steps 3 {KEPT}")
     out = run(1, f"--max_steps 6 {KEPT} --lr 0.02 --beta1 0.5 --allow_changes")
     last = run(1, f"--max_steps 8 {KEPT} --lr 0.01 --beta1 0.5 --clip adaptive --allow_changes")
@@ -141,7 +141,7 @@ def test_each_step_has_the_flags_of_the_start_that_trained_it(run, tmp_path):
         assert differences(repeated(out, step)) == [0, 0]
 
 
-def test_of_starts_that_repeat_steps_the_last_one_counts():
+def test_the_last_start_that_trained_a_step_is_found():
     starts = [{"step": step, "name": i} for i, step in enumerate((0, 10, 5, 5))]
     names = [replay.start_of(starts, step)["name"] for step in (1, 5, 6, 10, 11)]
     assert names == [0, 0, 3, 3, 3]
@@ -151,7 +151,7 @@ def test_of_starts_that_repeat_steps_the_last_one_counts():
 # Sequences and modules
 
 
-def test_the_text_of_a_sequence_is_at_its_place_also_in_a_mixture(run, tokens, tmp_path):
+def test_sequences_of_a_mixture_are_printed_with_their_places(run, tokens, tmp_path):
     shutil.copytree(tokens, tmp_path / "moved")
     mixture = f"{tokens}:0.7,{tmp_path}/moved:0.3"
     out = run(1, f"--max_steps 2 {KEPT} --data {mixture}")
@@ -184,7 +184,7 @@ class InfiniteGradient(torch.autograd.Function):
 def plant(monkeypatch):
     """plant(step, owner, name, change): in this step, change the first argument of a function.
 
-    The argument of a method is the one after self.
+    For a method, this is the argument after self.
     """
     real_step, steps = train.train_step, [0]
 
@@ -209,14 +209,14 @@ def plant(monkeypatch):
     return call
 
 
-def test_the_first_module_that_makes_an_inf_is_named(single, plant):
+def test_replay_reports_the_first_module_with_an_inf(single, plant):
     plant(6, model.MLP, "forward", lambda x: x * math.inf)
     out = repeated(single, 6)
     assert "first not finite in forward: blocks.0.mlp.gate\n" in out
     assert "grad_norm nan" in out
 
 
-def test_the_first_module_that_makes_an_inf_in_backward_is_named(single, plant):
+def test_replay_reports_the_first_inf_of_a_backward_pass(single, plant):
     plant(3, model, "causal_attention", InfiniteGradient.apply)
     out = repeated(single, 3)
     assert "first not finite in forward: none\n" in out
@@ -226,10 +226,10 @@ def test_the_first_module_that_makes_an_inf_in_backward_is_named(single, plant):
 
 
 # --------------------------------------------------------------------------------------------------
-# The log, and what is refused
+# The log, and errors of the user
 
 
-def test_without_a_step_spikes_and_skipped_updates_are_listed(single):
+def test_replay_without_a_step_lists_spikes_and_skips(single):
     losses = [2 + 0.1 * (i % 2) for i in range(60)]
     losses[19] = 50  # one row too early
     losses[45], losses[50], losses[55] = 2.4, 2.2, None
@@ -255,7 +255,7 @@ def test_without_a_step_spikes_and_skipped_updates_are_listed(single):
         (["6", "--data", "nowhere"], "--data nowhere: no train.bin there"),
     ],
 )
-def test_what_is_not_of_the_run_is_refused_in_one_line(single, tokens, arguments, problem):
+def test_a_step_or_data_that_the_run_lacks_is_refused(single, tokens, arguments, problem):
     other = shutil.copytree(tokens, single.parent / "other")
     with open(other / "train.bin", "r+b") as file:
         file.write(b"\0\0")
@@ -268,9 +268,12 @@ def test_what_is_not_of_the_run_is_refused_in_one_line(single, tokens, arguments
     assert re.match(f"^tools.replay: error: .*{problem}[^\n]*\n$", err)
 
 
-def test_a_folder_that_is_no_run_and_flags_of_other_code_are_refused(single, tmp_path):
+def test_a_folder_without_a_run_is_refused(tmp_path):
     status, _, err = call([tmp_path, "1"])
     assert status == 2 and "is not the folder of a started run" in err
+
+
+def test_a_run_of_other_code_is_refused(single):
     start = json.loads((single / "starts.jsonl").read_text())
     start["config"]["window"] = 4
     (single / "starts.jsonl").write_text(json.dumps(start) + "\n")
@@ -278,9 +281,9 @@ def test_a_folder_that_is_no_run_and_flags_of_other_code_are_refused(single, tmp
     assert status == 2 and "was trained by other code: --window is unknown" in err
 
 
-def test_the_weights_with_which_another_run_began_are_not_made_up(runs, run):
+def test_replay_needs_the_weights_that_a_run_started_from(runs, run):
     for how in ("init_from", "resume"):
-        warmup = "--warmup_steps 50" if how == "resume" else ""  # as in that run
+        warmup = "--warmup_steps 50" if how == "resume" else ""  # the value of that run
         out = run(1, f"--max_steps 60 {KEPT} --{how} {runs['single']} {warmup}", how)
         assert differences(repeated(out, 10)) == [0, 0]
         shutil.rmtree(out / "checkpoints")

@@ -23,7 +23,7 @@ BEGAN = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
 def at(seconds: float) -> str:
-    """The time `seconds` after the first start, as in rows."""
+    """The time `seconds` after the first start, in the format of rows."""
     return (BEGAN + timedelta(seconds=seconds)).isoformat()
 
 
@@ -84,17 +84,17 @@ def points(run: dict, name: str) -> list[tuple[int, float | None]]:
     return list(zip(accumulate(differences), values))
 
 
-def test_more_than_2000_rows_are_thinned_to_what_stands_out(drawn, tmp_path):
+def test_thinning_a_long_log_keeps_its_extremes(drawn, tmp_path):
     log = training_rows(5001)
     log[1234]["loss"] = 77.0
     log[3000]["loss"] = math.inf
     logged = {}
     for name in ("loss", "grad_norm"):
         logged[name] = [(row["step"], float(f"{row[name]:.5g}")) for row in log]
-    log[3000]["loss"] = None  # which also stands for inf
+    log[3000]["loss"] = None  # JSON's form of inf as well as of nan
     (young,) = drawn(write_run(tmp_path / "young", log[:2000]))["runs"]
-    assert points(young, "grad_norm") == logged["grad_norm"][:2000]  # all
-    # What is not known is not drawn.
+    assert points(young, "grad_norm") == logged["grad_norm"][:2000]  # not thinned
+    # A series without values is not drawn.
     assert not {"mfu", "peak_device_memory", "val_loss", "clipped"} & young["series"].keys()
     page = drawn(write_run(tmp_path / "run", log))
     (run,) = page["runs"]
@@ -102,14 +102,14 @@ def test_more_than_2000_rows_are_thinned_to_what_stands_out(drawn, tmp_path):
         kept = points(run, name)
         assert 1000 < len(kept) <= page["maxPoints"] == 2000
         assert set(kept) <= set(values)
-        for start in range(0, 5001, 6):  # the extremes of any 6 rows, or near them
+        for start in range(0, 5001, 6):  # extremes of 6 rows are kept, or ones near them
             bucket = [value for _, value in values[start : start + 6]]
             there = [value for step, value in kept if start - 6 < step <= start + 12]
             assert min(there) <= min(bucket)
             assert max(there) >= max(filter(math.isfinite, bucket))
 
 
-def test_what_is_drawn_beside_the_losses(drawn, tmp_path):
+def test_a_page_draws_clipping_skips_and_data_waits(drawn, tmp_path):
     log = [training_row(10 * k, 10 * k) for k in range(1, 7)]
     log[2] |= {"clipped": 1, "grad_norm": 3.0}
     for k, count in ((3, 2), (4, 2), (5, 3)):
@@ -120,14 +120,16 @@ def test_what_is_drawn_beside_the_losses(drawn, tmp_path):
     assert points(run, "clipped") == [(30, 3.0)]
     assert points(run, "skipped") == [(40, 2), (60, 1)]
     assert points(run, "val_loss") == [(20, 2.5)]
-    # Waiting for data is a share of the time; a log's first row has one step.
+    # data_wait becomes a share of the time. The first row of a log covers one step only.
     assert points(run, "data_wait")[:2] == [(10, 0.25), (20, 0.25)]
     assert points(run, "data_wait_min")[1] == (20, 0.05)
-    # Smoothed losses follow the finite ones.
+
+
+def test_smoothed_losses_follow_the_finite_ones():
     assert report.smooth([math.nan, 3.0, math.nan, 1.0]) == [3.0, 3.0, 3.0, 1.0]
 
 
-def test_the_time_line_says_what_the_time_went_into(drawn, tmp_path):
+def test_the_time_line_shows_the_phases_of_a_run(drawn, tmp_path):
     log = [
         training_row(1, 10, step_time=5.0),
         training_row(11, 20),
@@ -147,7 +149,7 @@ def test_the_time_line_says_what_the_time_went_into(drawn, tmp_path):
     )
 
 
-def test_a_page_of_two_runs_loads_nothing_and_no_name_ends_its_script(drawn, tmp_path):
+def test_a_page_of_two_runs_escapes_their_names(drawn, tmp_path):
     name = '</script><img src=x onerror="alert(1)"> & "a"'.replace("/", "")
     a = write_run(tmp_path / name, training_rows(3), [start_row(0, 0, data="</script>")])
     b = write_run(tmp_path / "b", training_rows(1500), [start_row(0, 0, lr=2e-3)])
@@ -155,15 +157,15 @@ def test_a_page_of_two_runs_loads_nothing_and_no_name_ends_its_script(drawn, tmp
     assert [run["name"] for run in page["runs"]] == [name, "b"]
     assert page["runs"][0]["config"]["data"] == "</script>"
     assert ["`--lr`", "0.001", "0.002"] in page["compared"]
-    # The runs share the points.
+    # The runs share the limit on points.
     assert 500 < len(points(page["runs"][1], "loss")) <= page["maxPoints"] == 1000
     text = (tmp_path / "page.html").read_text("ascii")
     assert text.count("</script>") == 3 and "<img" not in text
     assert "default-src 'none'" in text
 
 
-def test_follow_writes_the_page_anew_until_the_run_ends(tmp_path, monkeypatch):
-    """Of a run that logs each row once the page shows those before, then ends."""
+def test_follow_rewrites_the_page_until_the_run_ends(tmp_path, monkeypatch):
+    """The run logs each row once the page shows the rows before it, and then ends."""
     monkeypatch.setattr(report, "FOLLOW_SECONDS", 0.05)
     page, folder = tmp_path / "page.html", tmp_path / "run"
     begins = multiprocessing.get_context("fork").Event()
@@ -187,7 +189,7 @@ def test_follow_writes_the_page_anew_until_the_run_ends(tmp_path, monkeypatch):
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-# What a person sees who points at step 500, then zooms into a chart
+# Reads what a user sees who points at step 500 and then zooms into a chart
 SCRIPT = """<script>onload = async () => {
   const pause = () => new Promise(done => setTimeout(done, 100));
   const read = (line, part) => line.querySelector(".u-" + part).textContent;
@@ -205,7 +207,7 @@ SCRIPT = """<script>onload = async () => {
 
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="no Chromium here")
-def test_a_page_in_a_browser(drawn, tmp_path):
+def test_a_browser_shows_the_logged_values(drawn, tmp_path):
     drawn(ROOT / "docs/runs/tiny")
     page = tmp_path / "page.html"
     page.write_text(page.read_text().replace("</body>", SCRIPT))
@@ -215,7 +217,7 @@ def test_a_page_in_a_browser(drawn, tmp_path):
     assert '>fsdp</td><td class="">bfloat16<' in answer.stdout.decode()  # what ran where
     found = re.search(r'data-result="(.*?)"', answer.stdout.decode())
     legends, zoomed, loaded = json.loads(html.unescape(found[1]))
-    # The values under the pointer are those of the log
+    # The values under the pointer equal those in the log.
     (row,) = [row for row in rows(ROOT / "docs/runs/tiny") if row["step"] == 500]
     expected = {"training": row["loss"], "norm": row["grad_norm"], "learning rate": row["lr"]}
     expected |= {"tokens/s": row["tokens_per_second"], "host": row["peak_host_memory"] / 1e9}

@@ -1,4 +1,4 @@
-"""Who writes a run folder, which run may continue in it, and from where."""
+"""Run folders: which process may write, which run may continue, and from which checkpoint."""
 
 import fcntl
 import json
@@ -30,12 +30,12 @@ from runtime.lock import try_lock
 
 MODEL = {"vocab_size": 320, "n_layer": 2, "n_head": 2, "n_kv_head": 2}
 MODEL |= {"d_model": 32, "d_ff": 64, "seq_len": 16}
-SIZE = 60_000  # bytes of a checkpoint's file: room for the model
+SIZE = 60_000  # bytes of a checkpoint's file, enough for the model
 CRC32 = f"{zlib.crc32(bytes(SIZE)):08x}"
 
 
 def manifest(step: int, dtype: str = "float32", data: str = "abc", model=MODEL, **flags) -> dict:
-    """What a checkpoint of step `step` says, after a start with `flags`."""
+    """The manifest of a checkpoint of step `step`, after a start with `flags`."""
     config = {"global_batch_size": 8, "d_model": 32, "data": "tokens/a", **flags}
     files = {"full.safetensors": {"bytes": SIZE, "crc32": CRC32}}
     base = {"format": 2, "step": step, "files": files, "model": model, "data": data, "dtype": dtype}
@@ -43,7 +43,7 @@ def manifest(step: int, dtype: str = "float32", data: str = "abc", model=MODEL, 
 
 
 def save(out, step: int, fields: dict | None = None, **changes):
-    """A checkpoint without tensors, which is complete and verifies; fields are of its manifest."""
+    """Write a complete, valid checkpoint without tensors; `fields` go into its manifest."""
     path = out / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
     (path / "full.safetensors").write_bytes(bytes(SIZE))
@@ -56,7 +56,7 @@ FOLDER = data.TokenFolder(Path("tokens/a"), np.dtype("<u2"), 257, "bytes", finge
 
 @pytest.fixture
 def begin(tmp_path):
-    """begin(**flags): what train.command passes to train.train, for a run in tmp_path / "run"."""
+    """begin(**flags): what train.command passes to train.train for a run in tmp_path / "run"."""
 
     def call(**flags) -> SimpleNamespace:
         sizes = {name: size for name, size in MODEL.items() if name != "vocab_size"}
@@ -84,23 +84,23 @@ def begin(tmp_path):
 
 
 def place(start: SimpleNamespace) -> tuple:
-    """The step, the checkpoint with all of the state, and the one with weights only."""
+    """The step, the checkpoint with the full state, and the checkpoint with weights only."""
     origin = start.origin
     only_weights = origin.path if origin.only_weights else None
     return origin.step, None if only_weights else origin.path, only_weights
 
 
 def changes(start: SimpleNamespace) -> list[str]:
-    """The lines on flags that changed."""
+    """The notes on flags that changed."""
     lines = [note.partition("changed: ")[2] for note in start.notes]
     return [line for line in lines if line]
 
 
 # --------------------------------------------------------------------------------------------------
-# Where a run begins
+# Where a run starts
 
 
-def test_a_run_continues_from_its_newest_valid_checkpoint(begin, tmp_path):
+def test_a_run_continues_from_its_latest_valid_checkpoint(begin, tmp_path):
     assert place(begin()) == (0, None, None)
     good, newest = (save(tmp_path / "run", step) for step in (10, 20))
     assert place(begin()) == (20, newest, None)
@@ -116,8 +116,8 @@ def test_a_run_continues_from_its_newest_valid_checkpoint(begin, tmp_path):
 @pytest.mark.parametrize(
     "flag, where", [("resume", (10, True, False)), ("init_from", (0, False, True))]
 )
-def test_a_named_checkpoint_begins_a_run_and_then_its_own_come_first(begin, tmp_path, flag, where):
-    """Also the newest valid one of a named run."""
+def test_a_named_checkpoint_is_used_for_the_first_start_only(begin, tmp_path, flag, where):
+    """A named run stands for its latest valid checkpoint."""
     named = save(tmp_path / "other", 10)
     named_run = {flag: str(tmp_path / "other")}
     step, *is_taken = where
@@ -137,26 +137,29 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(begin, tmp_path):
             begin(**{named: str(tmp_path / "other")})
 
 
-def test_weights_alone_begin_a_new_run_with_other_data_and_flags(begin, tmp_path):
+def test_init_from_starts_a_new_run_with_other_data_and_flags(begin, tmp_path):
     named = save(tmp_path / "other", 10, data="other", schedule="linear")
     assert place(begin(init_from=str(named))) == (0, None, named)
+
+
+def test_init_from_refuses_weights_of_another_shape(begin, tmp_path):
     for field, value in {"vocab_size": 256, "n_layer": 1, "n_head": 4}.items():
         other = save(tmp_path / field, 10, model=MODEL | {field: value})
         with pytest.raises(UsageError, match=f"has {field} {value}, and this run has .*: its wei"):
             begin(init_from=str(other))
 
 
-def test_a_model_field_that_a_checkpoint_lacks_has_its_default(begin, tmp_path):
-    """Checkpoints of before a field existed."""
+def test_a_missing_model_field_gets_its_default(begin, tmp_path):
+    """A checkpoint may be older than the field."""
     save(tmp_path / "run", 10)
     assert begin().origin.step == 10
     named = save(tmp_path / "other", 10)
     assert place(begin(init_from=str(named), out=str(tmp_path / "new"))) == (0, None, named)
     save(tmp_path / "run", 20, model={**MODEL, "norm_eps": 1e-6})
-    assert begin().run.model_config.norm_eps == 1e-6  # which no flag sets
+    assert begin().run.model_config.norm_eps == 1e-6  # a field that no flag sets
 
 
-def test_an_evaluation_is_as_in_the_run(begin, tmp_path):
+def test_an_evaluation_uses_the_settings_of_the_run(begin, tmp_path):
     path = save(tmp_path, 10, {"micro_batch_size": 3}, dtype="bfloat16", eval_sequences=7)
     run = {"eval_only": True, "out": str(tmp_path)}
 
@@ -172,14 +175,12 @@ def test_an_evaluation_is_as_in_the_run(begin, tmp_path):
     imported = {name: saved[name] for name in ("format", "step", "files", "model")}  # by tools.hf
     (path / "manifest.json").write_text(json.dumps(imported))
     with mock.patch.object(preflight, "prepare_builtin"):
-        assert evaluated()[1:] == ("tokens/python", 512, 8)  # the dtype is this machine's
+        assert evaluated()[1:] == ("tokens/python", 512, 8)  # the dtype depends on the machine
 
 
 @pytest.mark.parametrize("flag, seq_len", [("resume", 16), ("init_from", 8)])
-def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(
-    begin, tmp_path, flag, seq_len
-):
-    """Also where no flag could describe it, and where the run has its own checkpoint by now."""
+def test_flags_override_single_fields_of_a_saved_model(begin, tmp_path, flag, seq_len):
+    """No flag could describe this model. Later the run continues from its own checkpoint."""
     model = MODEL | {"vocab_size": 500, "rope_theta": 5e5, "tied": False, "norm_eps": 1e-6}
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     model |= {"rope_scaling": scaling | {"original_seq_len": 8}}
@@ -196,13 +197,13 @@ def test_the_model_is_the_checkpoints_and_flags_override_only_what_they_set(
         assert (start.run.n_layer, start.run.d_model, start.run.seq_len) == (2, 32, seq_len)
         if not own:  # in config.json, for a new run
             assert start.run.flags["n_layer"] == 2
-    for tokens, vocab_size in ((500, 500), (501, 512)):  # which its weights do not fit
+    for tokens, vocab_size in ((500, 500), (501, 512)):  # 501 tokens do not fit its weights
         facts = data.DataFacts(vocab_size=tokens, tokenizer=None, fingerprint="abc")
         run = layout.resolve(start.run.flags, CPU, facts, start.origin)
         assert run.model_config.vocab_size == vocab_size
 
 
-def test_another_model_batch_seed_optimizer_or_other_data_is_refused(begin, tmp_path):
+def test_a_change_that_makes_another_run_is_refused(begin, tmp_path):
     changes = {"global_batch_size": 16, "seed": 7, "optimizer": "muon", "data": "other"}
     path = save(tmp_path / "run", 10, model=MODEL | {"d_model": 64}, **changes)
     with pytest.raises(UsageError) as error:
@@ -219,7 +220,7 @@ def test_another_model_batch_seed_optimizer_or_other_data_is_refused(begin, tmp_
         assert change in line
 
 
-def test_damage_is_never_a_fresh_start(begin, tmp_path):
+def test_a_damaged_checkpoint_never_causes_a_fresh_start(begin, tmp_path):
     path = save(tmp_path / "run", 10)
     for name in ("full.safetensors", "manifest.json"):
         (path / name).unlink()
@@ -227,7 +228,7 @@ def test_damage_is_never_a_fresh_start(begin, tmp_path):
             begin()
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_start_again(begin, tmp_path):
+def test_a_run_whose_checkpoints_are_missing_does_not_start_over(begin, tmp_path):
     log = tmp_path / "run/metrics.jsonl"
     log.parent.mkdir()
     failed = {"step": 2, "event": "checkpoint_failed", "time": "noon", "path": "there"}
@@ -252,7 +253,7 @@ OF_ONE_START |= {"device", "timeout", "profile"}
 
 @pytest.fixture
 def change(begin, tmp_path):
-    """change(name, value, **flags): what a start says with another value of one flag."""
+    """change(name, value, **flags): the notes of a start with another value of one flag."""
     save(tmp_path / "run", 3, begin(lr=0.25).run.manifest)
 
     def call(name: str, value, **flags) -> list[str]:
@@ -262,7 +263,7 @@ def change(begin, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED - {"dtype"}))
-def test_a_flag_that_changes_the_numbers_is_refused_unless_allowed(change, name):
+def test_a_flag_that_changes_numbers_needs_allow_changes(change, name):
     values = {"schedule": "wsd", "clip": "adaptive"}
     values |= dict.fromkeys(("keep_last", "warmup_steps"), 5)
     value = values.get(name, 0.125)
@@ -278,10 +279,10 @@ OTHER_VALUES |= {"activation_checkpointing": "full", "tracker": "wandb", "checkp
 OTHER_VALUES |= {"async_save": True, "compile": True, "micro_batch_size": 4}
 
 
-def test_any_other_flag_may_change_and_is_printed(change):
+def test_a_change_of_any_other_flag_is_printed(change):
     assert {name for name, policy in POLICIES.items() if policy == "never"} == ANOTHER_RUN
     free = {name for name, policy in POLICIES.items() if policy == "allowed"}
-    # These need more ranks, or have no value before.
+    # These need more ranks, or had no value before.
     free -= {"tp", "dp_replicate", "dp_shard", "grad_sync", "peak_tflops"}
     for name in free - MODEL.keys():
         value = OTHER_VALUES.get(name, 5)
@@ -290,13 +291,13 @@ def test_any_other_flag_may_change_and_is_printed(change):
         assert said[0].startswith(f"--{name} ")
 
 
-def test_a_flag_of_one_start_is_not_compared(change):
+def test_flags_of_a_single_start_are_not_compared(change):
     assert {name for name, policy in POLICIES.items() if policy == "not compared"} == OF_ONE_START
     for name in ("allow_changes", "dry_run"):
         assert change(name, True) == []
 
 
-def test_a_flag_that_only_the_checkpoint_has_is_refused(begin, tmp_path):
+def test_a_flag_unknown_to_this_code_is_refused(begin, tmp_path):
     save(tmp_path / "run", 10, label_smoothing=0.1)
     with pytest.raises(UsageError, match="--label_smoothing 0.1 -> unknown to this code"):
         begin()
@@ -305,7 +306,7 @@ def test_a_flag_that_only_the_checkpoint_has_is_refused(begin, tmp_path):
     assert changes(begin()) == []
 
 
-def test_flags_are_compared_as_resolved_and_one_that_is_newer_had_its_default(begin, tmp_path):
+def test_flags_are_compared_after_their_defaults_are_resolved(begin, tmp_path):
     save(tmp_path / "run", 10, lr=0.5 / 32, warmup_steps=50, dtype="float32")
     assert changes(begin()) == []
     with pytest.raises(UsageError, match="--dtype float32 -> bfloat16"):
@@ -321,8 +322,8 @@ def test_flags_are_compared_as_resolved_and_one_that_is_newer_had_its_default(be
 NOT_TYPED = dict.fromkeys((*MODEL.keys() - {"vocab_size"}, "global_batch_size", "data", "dtype"))
 
 
-def test_a_run_continues_with_its_own_flags(begin, tmp_path):
-    """Also a run whose manifests hold no typed flags, as those of before 2026-11-24."""
+def test_a_run_continues_with_its_saved_flags(begin, tmp_path):
+    """Also a run whose manifests have no typed flags: before 2026-11-24 none had."""
     save(tmp_path / "run", 10, lr=0.25, schedule="cosine", max_steps=20, weight_decay=0.1)
     start = begin(**NOT_TYPED, max_steps=30)
     assert changes(start) == ["--max_steps 20 -> 30"]
@@ -330,11 +331,11 @@ def test_a_run_continues_with_its_own_flags(begin, tmp_path):
     assert (run.lr, run.schedule, run.global_batch_size) == (0.25, "cosine", 8)
     assert (run.dtype, run.d_model, run.data, run.seed) == ("float32", 32, "tokens/a", 0)
     assert {"lr", "schedule", "max_steps"} <= run.flags.keys()
-    assert run.flags.keys().isdisjoint({"warmup_steps", "weight_decay"})  # as by default
+    assert run.flags.keys().isdisjoint({"warmup_steps", "weight_decay"})  # equal to the defaults
 
 
-def test_a_run_without_a_checkpoint_begins_again_as_it_began(begin, tmp_path):
-    """Also from the weights of another run, which the second start does not name."""
+def test_a_run_without_a_checkpoint_restarts_with_its_flags(begin, tmp_path):
+    """It also restarts from the weights of another run, which only the first start named."""
     named = save(tmp_path / "other", 10)
     first = begin(init_from=str(named), lr=0.25, max_steps=20).run
     out = tmp_path / "run"
@@ -344,13 +345,13 @@ def test_a_run_without_a_checkpoint_begins_again_as_it_began(begin, tmp_path):
     assert (again.run.lr, again.run.max_steps, again.run.d_model) == (0.25, 30, 32)
 
 
-def test_a_value_of_the_run_that_this_code_lacks_is_named(begin, tmp_path):
+def test_a_flag_value_unknown_to_this_code_is_reported(begin, tmp_path):
     save(tmp_path / "run", 10, clip="halve")
     with pytest.raises(UsageError, match="--clip halve of the run is unknown .* norm, adaptive"):
         begin(**NOT_TYPED)
 
 
-def test_what_follows_from_the_ranks_is_computed_again(begin, tmp_path):
+def test_values_that_depend_on_the_ranks_are_recomputed(begin, tmp_path):
     text = "--strategy fsdp --global_batch_size 8 --data tokens/a"
     of_two = resolve(text, world_size=2)
     assert of_two.micro_batch_size == 4
@@ -362,7 +363,7 @@ def test_what_follows_from_the_ranks_is_computed_again(begin, tmp_path):
     assert begin(**NOT_TYPED, tp=1).run.strategy == "single"
 
 
-def test_a_new_default_is_printed_and_the_run_keeps_the_old(begin, tmp_path):
+def test_a_run_keeps_its_value_when_a_default_changes(begin, tmp_path):
     save(tmp_path / "run", 10, weight_decay=0.1, lr=0.5 / 32, warmup_steps=50)
     assert begin(**NOT_TYPED | {"dtype": "float32"}).notes == []
     defaults = {"weight_decay": 0.2, "warmup_steps": 70}
@@ -384,7 +385,7 @@ def started_with(lr: float) -> dict:
     return manifest(0, lr=lr) | {"flags": {"lr": lr}}
 
 
-def test_the_folder_holds_the_flags_of_every_start(tmp_path):
+def test_the_folder_records_the_flags_of_every_start(tmp_path):
     began = datetime(2026, 11, 21, tzinfo=UTC)
     for step, lr in ((0, 0.5), (10, 0.25)):
         now = began + timedelta(hours=step)
@@ -411,8 +412,8 @@ def test_the_folder_holds_the_flags_of_every_start(tmp_path):
 # One run at a time
 
 
-def test_when_the_lock_is_released_its_file_is_gone(tmp_path, monkeypatch):
-    """Else the next owner's could be deleted, which a third would not see."""
+def test_the_lock_file_is_removed_before_the_lock_is_released(tmp_path, monkeypatch):
+    """Otherwise the file of the next owner could be removed, and a third run could lock it."""
     out = tmp_path / "run"
     real_close, at_release = os.close, []
 
@@ -451,13 +452,13 @@ def first(tmp_path):
     os.kill(child, signal.SIGKILL)
 
 
-def test_a_folder_in_use_is_refused_but_a_dead_process_frees_it(first, tmp_path):
+def test_a_folder_stays_locked_until_its_process_dies(first, tmp_path):
     line = rf"is in use by host .+, process {first.pid}: wait"
     with pytest.raises(UsageError, match=line), run_folder.hold_lock(tmp_path / "run"):
         pass
     os.kill(first.pid, signal.SIGKILL)
     first.join()
-    # although the child of the first, which has its open files, lives
+    # although the child, which shares the open files of the first process, is alive
     with run_folder.hold_lock(tmp_path / "run"):
         (tmp_path / "run/written").touch()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["written"]
@@ -470,7 +471,7 @@ def test_a_restarted_job_waits_for_the_lock_of_a_lost_host(first, tmp_path, monk
         assert (tmp_path / "run/lock").exists()
 
 
-def test_an_unused_lock_leaves_what_was_there(tmp_path):
+def test_an_unused_lock_leaves_the_folder_unchanged(tmp_path):
     (tmp_path / "file").write_text("mine")
     for folder in (tmp_path, tmp_path / "a" / "b"):
         with run_folder.hold_lock(folder):
@@ -481,7 +482,7 @@ def test_an_unused_lock_leaves_what_was_there(tmp_path):
         pass
 
 
-def test_a_link_to_no_folder_is_named(tmp_path):
+def test_a_dangling_link_is_refused(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone")
     line = f"{link} is a link to {tmp_path}/gone, where there is no folder; choose another"
@@ -491,8 +492,8 @@ def test_a_link_to_no_folder_is_named(tmp_path):
     assert not (tmp_path / "gone").exists()
 
 
-def test_a_lock_file_replaced_before_it_was_locked_locks_nothing(tmp_path):
-    """The last holder removes it, and a third run creates it anew."""
+def test_a_lock_file_replaced_before_it_is_locked_is_rejected(tmp_path):
+    """The last holder removes the file, and a third run creates another."""
     path = tmp_path / "lock"
     lock_it = fcntl.lockf
 

@@ -1,4 +1,4 @@
-"""Sampling: which checkpoint, which tokenizer."""
+"""Sampling: which checkpoint and tokenizer are used, and what is printed."""
 
 import contextlib
 import io
@@ -46,7 +46,7 @@ def with_file(pool, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(with_file, tmp_path_factory) -> Path:
-    """The same run with the same tokens, by the built-in tokenizer, which needs no package."""
+    """The same run with the same tokens, but the built-in tokenizer, which needs no package."""
     run = tmp_path_factory.mktemp("built in") / "run"
     for path in with_file.glob("checkpoints/*"):
         variant(run / "checkpoints" / path.name, path, tokenizer="bytes")
@@ -55,13 +55,13 @@ def trained(with_file, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(trained, tmp_path) -> Path:
-    """A copy to damage."""
+    """A copy that a test may damage."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
 @pytest.fixture
 def text(capsys):
-    """text(path): what sample.py prints, and what it says beside."""
+    """text(path): the standard output and standard error of sample.py."""
 
     def call(path: Path, *options: str) -> tuple[str, str]:
         argv = ["--run", str(path), *TEN_TOKENS, *(options or ("--prompt", "the"))]
@@ -71,7 +71,7 @@ def text(capsys):
     return call
 
 
-def test_a_checkpoint_holds_all_that_sampling_needs(with_file, tmp_path):
+def test_sampling_needs_only_the_checkpoint(with_file, tmp_path):
     path = last_checkpoint(with_file)
     manifest = checkpoint.read_manifest(path)
     assert manifest["tokenizer"] == "tokenizer.json" and "tokenizer.json" in manifest["files"]
@@ -87,11 +87,11 @@ def test_text_continues_the_prompt(trained, text):
     assert err == ""
 
 
-def test_text_is_the_same_by_a_tokenizer_file(trained, with_file, text, tokenizers):
+def test_a_tokenizer_file_gives_the_same_text(trained, with_file, text, tokenizers):
     assert text(with_file) == text(trained)
 
 
-def test_a_damaged_checkpoint_is_refused_and_another_can_be_named(run, text, capsys):
+def test_only_the_damaged_checkpoint_of_a_run_is_refused(run, text, capsys):
     damaged = last_checkpoint(run)
     (damaged / "index.json").unlink()
     assert sample.main(["--run", str(run)]) == 1
@@ -100,8 +100,8 @@ def test_a_damaged_checkpoint_is_refused_and_another_can_be_named(run, text, cap
     assert text(damaged.with_name("step-00000001"))[0]
 
 
-def test_a_checkpoint_of_another_program_is_refused_in_one_line(run, capsys):
-    """save_state takes any manifest, as in the notebook of docs/forking.md."""
+def test_a_checkpoint_of_another_program_is_refused(run, capsys):
+    """save_state accepts any manifest, as the notebook of docs/forking.md shows."""
     path = last_checkpoint(run)
     manifest = json.loads((path / "manifest.json").read_text())
     for name in ("tokens_in_vocabulary", "tokenizer", "model"):
@@ -115,8 +115,8 @@ def test_a_checkpoint_of_another_program_is_refused_in_one_line(run, capsys):
         assert line.count("\n") == 1
 
 
-def test_a_tokenizer_is_read_in_its_checkpoint_only(with_file, tmp_path, capsys):
-    """Until 2026-11-21 manifests had its absolute path. One may be hostile."""
+def test_a_tokenizer_is_read_only_from_its_checkpoint(with_file, tmp_path, capsys):
+    """Until 2026-11-21 a manifest had an absolute path, and a manifest may be hostile."""
     run = shutil.copytree(with_file, tmp_path / "run")
     path = last_checkpoint(run)
     inside = path / "tokenizer.json"
@@ -145,7 +145,7 @@ def test_flags_choose_how_tokens_are_drawn(trained, text):
     assert drawn("--seed", "1", "--top_k", "2") != greedy
 
 
-def test_a_prompt_longer_than_the_context_is_slid_and_that_is_said(trained, text):
+def test_the_model_sees_the_end_of_a_long_prompt(trained, text):
     """The context is 16 tokens, here bytes."""
     out, err = text(trained, "--prompt", "x" * 5 + "the " * 4)
     assert err == "sample.py: the prompt has 21 tokens: the model sees the last 16\n"
@@ -158,7 +158,7 @@ def always(token: int):
     return mock.patch.object(sample, "draw", return_value=token)
 
 
-def test_text_ends_where_its_document_does_or_within_a_character(trained, text):
+def test_text_ends_with_its_document_or_within_a_character(trained, text):
     whole, _ = text(trained)
     with always(256):  # the end-of-text token
         assert text(trained)[0] == "the\n" != whole
@@ -166,8 +166,8 @@ def test_text_ends_where_its_document_does_or_within_a_character(trained, text):
         assert text(trained)[0] == "the" + 10 * "\ufffd" + "\n"
 
 
-def test_text_that_stdout_cannot_show_is_escaped(trained):
-    """As with LC_ALL=C."""
+def test_text_that_stdout_cannot_encode_is_escaped(trained):
+    """For example with LC_ALL=C."""
     argv = ["--run", str(trained), *TEN_TOKENS, "--prompt", "the"]
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
     with always(0xC3), contextlib.redirect_stdout(stdout) as out:
@@ -177,7 +177,7 @@ def test_text_that_stdout_cannot_show_is_escaped(trained):
 
 
 def sample_at_the_end(argv: list[str], folder: Path, fate: str) -> int:
-    """Train and sample. Rank 1 meets its fate at its third token; `folder` gets what is printed."""
+    """Train and sample. Rank 1 meets its fate at its third token. `folder` gets the output."""
     rank, draw, gathered = int(os.environ["RANK"]), sample.draw, []
     gather = mock.Mock(wraps=metrics.all_gather_single)
 
@@ -217,7 +217,7 @@ LONG = [pytest.param(fate, marks=pytest.mark.slow) for fate in ("slow", "hangs")
 
 
 @pytest.mark.parametrize("fate", ["raises", "no room", "dies", *LONG])
-def test_a_finished_run_succeeds_whatever_its_sample_does(tokens, tmp_path, fate):
+def test_a_failed_sample_does_not_fail_a_finished_run(tokens, tmp_path, fate):
     text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1 --timeout 4"
     ranks = fork_ranks(2, sample_at_the_end, flags(f"{text} --sample_tokens 8"), tmp_path, fate)
     assert exit_statuses(ranks) == [0, -9 if fate == "dies" else 0]

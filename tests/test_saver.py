@@ -1,4 +1,4 @@
-"""Saving: what is kept, and saves that fail: on a rank, or a full disk."""
+"""Saving: which checkpoints are kept, and saves that fail, on a rank or on a full disk."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from runtime.saver import Saver
 from tools.checkpoint import consolidate
 
 
-def test_keep_last_and_keep_every_leave_a_copy_that_the_user_made(run, tmp_path):
+def test_keep_last_and_keep_every_leave_copies_of_the_user(run, tmp_path):
     copies = ["step-00000001-copy", "step-000000002", "step-3"]
     for name in copies:
         copy = tmp_path / "run" / "checkpoints" / name
@@ -37,7 +37,7 @@ def test_keep_last_and_keep_every_leave_a_copy_that_the_user_made(run, tmp_path)
     assert [row["step"] for row in rows(out, "event")] == list(range(1, 8))
 
 
-EVERY_BIT = torch.arange(256, dtype=torch.uint8)  # every byte: also infinity and nan
+EVERY_BIT = torch.arange(256, dtype=torch.uint8)  # every byte: also inf and nan
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -46,7 +46,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_every_dtype_comes_back_bit_for_bit(tmp_path, one_rank, async_save):
-    """Beside odd shapes: none, empty, not contiguous."""
+    """Also tensors without dimensions, empty ones and ones that are not contiguous."""
     assert {"I8", "I16", "U16", "U32", "F8_E4M3", "F8_E5M2"} < checkpoint.DTYPES.keys()
     state = {"odd": {"number": torch.tensor(3.0), "empty": torch.empty(0, 4)}}
     state["odd"]["transposed"] = torch.arange(6.0).view(2, 3).mT
@@ -63,7 +63,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path, one_rank, async_save):
     contents = (path / "rank-00000.safetensors").read_bytes()
     data = 8 + int.from_bytes(contents[:8], "little")
     header = json.loads(contents[8:data])
-    for name, entry in header.items():  # aligned, where the file is mapped
+    for name, entry in header.items():  # aligned when the file is mapped
         size = torch.empty(0, dtype=checkpoint.DTYPES[entry.get("dtype", "U8")]).itemsize
         assert name == "__metadata__" or (data + entry["data_offsets"][0]) % size == 0, name
     assert data % 8 == 0
@@ -78,7 +78,7 @@ NOT_SAVED = {"int": 5, "list": [1, 2], "torch.complex128": torch.ones(2, dtype=t
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_what_could_not_be_loaded_is_refused_at_the_first_save(tmp_path, one_rank, async_save):
+def test_state_that_could_not_be_loaded_is_not_saved(tmp_path, one_rank, async_save):
     for kind, value in NOT_SAVED.items():
         saver = Saver(tmp_path, async_save, 1, 0, timedelta(seconds=20))
         saver.save({"a": torch.ones(2), "b": {"odd": value}}, {"step": 1})
@@ -89,8 +89,8 @@ def test_what_could_not_be_loaded_is_refused_at_the_first_save(tmp_path, one_ran
     assert not file_names(tmp_path)
 
 
-def test_an_async_save_communicates_on_its_own_group_only(tmp_path, one_rank):
-    """On another, its collectives could meet those of the training step."""
+def test_an_async_save_uses_a_separate_process_group(tmp_path, one_rank):
+    """In a shared group, its collectives could be matched with those of the training step."""
     groups = []
     gather = torch.distributed.all_gather_object
 
@@ -105,16 +105,16 @@ def test_an_async_save_communicates_on_its_own_group_only(tmp_path, one_rank):
         first_save = len(groups)
         saver.save({"weight": torch.ones(3)}, {"step": 2})
         saver.wait()
-    # After the copy, and three times in save_state. The first save also asks who holds which part.
+    # After the copy, and three times in save_state. The first save also gathers who has which part.
     assert groups == [saver.group] * 9 and first_save == 5
     assert saver.failure is None
 
 
-def test_an_async_save_waits_for_the_save_before_it_copies(tmp_path, one_rank):
-    """Otherwise the first checkpoint would have weights of the second, under valid checksums."""
+def test_an_async_save_waits_for_the_previous_save(tmp_path, one_rank):
+    """Otherwise the first checkpoint would get weights of the second, with valid checksums."""
     saver = Saver(tmp_path, True, 0, 0, timedelta(seconds=20))
     weight = torch.ones(3)
-    waits = threading.Event()  # until then, nothing of step 1 is written
+    waits = threading.Event()  # nothing of step 1 is written before this event
     write, wait = checkpoint.write_safetensors, saver.wait
 
     def write_late(*arguments):
@@ -132,7 +132,7 @@ def test_an_async_save_waits_for_the_save_before_it_copies(tmp_path, one_rank):
     assert tensors(second)["weight"].tolist() == [2, 2, 2]
 
 
-def test_a_save_is_on_disk_before_it_has_its_name_and_the_name_after(tmp_path, one_rank):
+def test_a_save_is_synced_before_and_after_its_rename(tmp_path, one_rank):
     events = []
     fsync, rename = os.fsync, os.rename
 
@@ -153,15 +153,23 @@ def test_a_save_is_on_disk_before_it_has_its_name_and_the_name_after(tmp_path, o
     assert (renamed, parent) == (".step-00000001.tmp -> step-00000001", "checkpoints")
 
 
-@pytest.mark.parametrize("shards", [1, 2, 8])
-def test_all_ranks_write_and_none_much_more_than_another(shards):
-    """Ranks of ddp, hsdp and fsdp, with one large tensor and many small ones."""
-    whole = {str(number): torch.empty(n, 4) for number, n in enumerate([80] + 40 * [8])}
+# One large tensor and many small ones
+WHOLE = {str(number): torch.empty(n, 4) for number, n in enumerate([80] + 40 * [8])}
+
+
+def bounds_of_parts(shards: int) -> list[list]:
+    """What find_bounds returns on 8 ranks: of ddp (1 shard), hsdp (2) or fsdp (8)."""
     bounds = []
     for rank in range(8):
-        heights = [n // shards for n in (80, 8)]  # of a part, for both shapes of tensors
+        heights = [n // shards for n in (80, 8)]  # of a rank's part, for both shapes of tensors
         bounds.append([((rank % shards * rows, 0), (rows, 4)) for rows in heights])
-    tensors = checkpoint.choose_writers(whole, lambda find_bounds, state: bounds)
+    return bounds
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_all_ranks_write_similar_amounts(shards):
+    bounds = bounds_of_parts(shards)
+    tensors = checkpoint.choose_writers(WHOLE, lambda find_bounds, state: bounds)
     load = [0] * 8
     for entry in tensors.values():
         for rank in entry["grid"]:
@@ -171,13 +179,18 @@ def test_all_ranks_write_and_none_much_more_than_another(shards):
     for entry in tensors.values():
         assert entry["cuts"] == [[i * entry["shape"][0] // shards for i in range(shards)], [0]]
         assert [writer % shards for writer in entry["grid"]] == list(range(shards))
-    bounds[-1] = bounds[0]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_a_save_without_some_part_of_a_tensor_is_refused(shards):
+    bounds = bounds_of_parts(shards)
+    bounds[-1] = bounds[0]  # with one shard, all ranks have the full tensor anyway
     problem = pytest.raises(checkpoint.CheckpointError, match="do not make up the whole")
     with problem if shards > 1 else contextlib.nullcontext():
-        checkpoint.choose_writers(whole, lambda find_bounds, state: bounds)
+        checkpoint.choose_writers(WHOLE, lambda find_bounds, state: bounds)
 
 
-# Longer than what is read at a time
+# Longer than a single read
 TOKENIZER_FILE = b"IQ== 0\n" * 200_000
 
 
@@ -190,7 +203,7 @@ def save_with_extra_files(folder: Path) -> None:
 
 
 def test_extra_files_belong_to_every_checkpoint(pool, tmp_path):
-    """Also to one that was consolidated."""
+    """Also to a consolidated checkpoint."""
     pool(2, save_with_extra_files, tmp_path)
     path = last_checkpoint(tmp_path)
     consolidate(path, tmp_path / "one")
@@ -211,7 +224,7 @@ class Unpicklable(Exception):
 
 
 def errors_of_a_save() -> list[Exception]:
-    """With the text "this disk is lost". Their text can be sent, all but the last two cannot."""
+    """Errors with the text "this disk is lost". Only the last two can be sent to another rank."""
 
     class Local(Exception):
         pass
@@ -223,14 +236,14 @@ def errors_of_a_save() -> list[Exception]:
     return [*errors, TypeError(text), OSError(text)]
 
 
-# What fails, and on which rank: the first thing of a save, writing a rank's file, publishing
+# What fails, and on which rank: the start of a save, writing a rank's file, publishing
 PLACES = {"local_parts": 1, "write_safetensors": 1, "write_index": 0}
 
 
 def save_with_errors(run: Path, async_save: bool) -> list[str | None]:
-    """Save where nothing can be written, with errors of one rank, and without one.
+    """Save where nothing can be written, then with an error of one rank, then without errors.
 
-    Returns `failure` before the first save and after each.
+    Return `failure` before the first save and after each save.
     """
     rank = dist.start("cpu").rank
     saver = Saver(run, async_save, 0, 0, timedelta(seconds=20))
@@ -261,7 +274,7 @@ def save_with_errors(run: Path, async_save: bool) -> list[str | None]:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async_save):
+def test_a_failed_save_is_reported_on_all_ranks(pool, tmp_path, async_save):
     run = tmp_path / "a_file" / "run"
     run.parent.write_text("in the way")
     answers = pool(2, save_with_errors, run, async_save, timeout=10)
@@ -274,9 +287,9 @@ def test_whatever_ends_a_save_is_told_on_all_ranks_at_once(pool, tmp_path, async
         assert succeeded is None
 
 
-def test_a_refused_save_is_a_row_and_touches_no_file(tmp_path, one_rank):
-    """Nor does it communicate: all ranks know that they refuse."""
-    (tmp_path / "checkpoints/.step-00000002.tmp").mkdir(parents=True)  # of a killed save
+def test_a_refused_save_only_logs_a_row(tmp_path, one_rank):
+    """It touches no file and does not communicate: all ranks know that they refuse."""
+    (tmp_path / "checkpoints/.step-00000002.tmp").mkdir(parents=True)  # left by a killed save
     saver = Saver(tmp_path, False, 1, 0, timedelta(seconds=20))
     no_gather = mock.patch.object(torch.distributed, "all_gather_object", side_effect=OSError)
     with no_gather as gather:
@@ -294,7 +307,7 @@ def test_a_refused_save_is_a_row_and_touches_no_file(tmp_path, one_rank):
 
 
 def listen_with_a_fault(argv: list[str], odd: int, name: str, fault: str) -> tuple[int, str, str]:
-    """train.py, where a weight of rank `odd` changes after step 4: one bit, or it is nan."""
+    """Run train.py. After step 4, flip one bit of a weight of rank `odd`, or make it nan."""
     train_step = train.train_step
 
     def change_later(forward, optimizer, batches, step, *rest):
@@ -309,7 +322,7 @@ def listen_with_a_fault(argv: list[str], odd: int, name: str, fault: str) -> tup
         return listen(argv)
 
 
-# mesh and how it saves, the fault -> the rank and the weight that change, ranks that hold its part
+# (mesh, fault) -> the rank and the weight that change, the other ranks with a copy of that part
 FAULTS = {
     ("hsdp --dp_shard 2 --async_save", "nan"): (3, "blocks.0.mlp.down.weight", [1]),
     ("fsdp --tp 2", "bit"): (1, "blocks.0.attention_norm.weight", [0]),
@@ -318,9 +331,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("mesh, fault", FAULTS)
-def test_one_weight_of_one_rank_with_a_flipped_bit_or_a_nan_is_not_saved(
-    on_ranks, tmp_path, mesh, fault
-):
+def test_a_corrupted_weight_of_one_rank_is_not_saved(on_ranks, tmp_path, mesh, fault):
     odd, name, others = FAULTS[mesh, fault]
     out = tmp_path / "run"
     text = f"--strategy {mesh} --max_steps 5 --save_interval 2 --global_batch_size 4"
@@ -336,15 +347,15 @@ def test_one_weight_of_one_rank_with_a_flipped_bit_or_a_nan_is_not_saved(
     assert error == f"train.py: error: cannot write {failed['path']}: {failed['error']}\n"
     assert failed["error"].startswith(f"{name} has different bits on rank ")
     named = [int(rank) for rank in re.findall(r"rank (\d) \(", error)]
-    assert odd == named[0] or named == [*others, odd]  # of two, either may be the odd one
+    assert odd == named[0] or named == [*others, odd]  # of two copies, either may be wrong
     assert set(named) <= {odd, *others} and socket.gethostname() in error
 
 
-def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(on_ranks, small_disk):
+def test_a_run_and_its_checkpoints_survive_a_full_disk(on_ranks, small_disk):
     out = small_disk / "run"
     text = f"--out {out} --max_steps 5 --save_interval 1 --keep_last 0 --strategy fsdp --async_save"
     (status, said, error), (other_status, *_) = on_ranks(2, listen, text)
-    assert status == other_status == 1  # since the last checkpoint is missing
+    assert status == other_status == 1  # because the last checkpoint is missing
     assert "NOT SAVED: cannot write" in said
     assert "step 5/5" in said
     assert error.count("\n") == 1
@@ -361,7 +372,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_checkpoint(on_ranks, small_disk):
 
 
 def test_a_run_whose_last_save_failed_ends_with_status_1(on_ranks, tmp_path):
-    """Where the folder for checkpoints is a file."""
+    """Here a file is in the place of the folder for checkpoints."""
     out = tmp_path / "run"
     out.mkdir()
     (out / "checkpoints").touch()

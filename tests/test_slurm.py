@@ -16,10 +16,10 @@ import pytest
 from conftest import ROOT, assert_same, flags, free_port, newest_step, rows, wait_until
 
 SCRIPT = ROOT / "examples/slurm.sh"
-# Slurm names the first host of a job, and the ranks meet there: its name must have an address.
+# The ranks meet at the first host of a job. Its name, given by Slurm, must have an address.
 NODES = [socket.gethostname(), f"{socket.gethostname()}-2"]
 # A cluster may have JobRequeue=0 and KillOnBadExit=1, which the script has to override.
-# A job that is requeued waits for cred_expire, 120 s by default. Ports follow from job ids.
+# A requeued job waits for cred_expire, 120 s by default. Ports are derived from job ids.
 CONFIGURATION = """
 ClusterName=test
 FirstJobId={job_id}
@@ -57,7 +57,7 @@ def test_the_script_gives_each_task_its_cores_and_all_memory(tmp_path):
 
 
 class Slurm:
-    """A Slurm of its own, with its state in `folder`, and the last job that it was given."""
+    """A separate Slurm, with its state in `folder`, and the last job that was submitted."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -93,7 +93,7 @@ class Slurm:
         self.daemons.append(daemon)
 
     def stop(self) -> None:
-        """Kill the daemons, and the jobs: all that was started with this Slurm's configuration."""
+        """Kill the daemons and the jobs: all processes with this Slurm's configuration."""
         mark = f"SLURM_CONF={self.folder}/".encode()
         for environment in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # it has ended
@@ -146,7 +146,7 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
 
 
 @pytest.mark.slow
-def test_a_signalled_job_is_requeued_and_ends_with_the_same_weights(slurm, run, tokens, tmp_path):
+def test_a_signalled_and_requeued_job_ends_with_the_same_weights(slurm, run, tokens, tmp_path):
     text = "--strategy hsdp --max_steps 80"
     whole = run(4, f"--dtype float32 {text} --dp_shard 2", "whole", timeout=120)
     out = tmp_path / "run"
@@ -163,7 +163,7 @@ def test_a_signalled_job_is_requeued_and_ends_with_the_same_weights(slurm, run, 
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tokens, tmp_path):
+def test_a_cancelled_job_saves_without_being_requeued(slurm, tokens, tmp_path):
     run = tmp_path / "run"
     slurm.submit(run, tokens, "--strategy fsdp --max_steps 1000000", ntasks=1)
     slurm.wait_for_steps(5)

@@ -1,4 +1,4 @@
-"""Sources -> documents: every format gives the same ones, and nothing is lost without a word."""
+"""Sources -> documents: every format gives the same documents, and every loss is reported."""
 
 import bz2
 import contextlib
@@ -58,7 +58,7 @@ def write_parquet(path: Path, texts: list, field: str = "text", kind: str = "str
 
 @contextlib.contextmanager
 def standard_input(contents: bytes):
-    """A pipe that gives the first byte of `contents`, and a moment later the rest."""
+    """Make stdin a pipe that gives the first byte of `contents`, and a moment later the rest."""
     out, into = os.pipe()
     os.write(into, contents[:1])
 
@@ -84,9 +84,9 @@ PACKED = {"": bytes, ".GZ": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.com
 
 
 @pytest.mark.parametrize("suffix", PACKED)
-def test_a_text_file_is_a_document_compressed_or_not(tmp_path, suffix):
+def test_a_text_file_is_a_document_even_if_compressed(tmp_path, suffix):
     text = DOCUMENTS[0].encode("utf-8-sig")
-    for streams in ([text], [text[:3], b"", text[3:]]):  # in a file are read one after another
+    for streams in ([text], [text[:3], b"", text[3:]]):  # a file may consist of several
         (tmp_path / f"a{suffix}").write_bytes(b"".join(map(PACKED[suffix], streams)))
         assert documents(tmp_path) == [DOCUMENTS[0]]
 
@@ -103,7 +103,7 @@ def test_a_json_object_or_csv_row_is_a_document(tmp_path, name):
     if "csv" in name or "TSV" in name:
         table = io.StringIO()
         delimiter = "," if "csv" in name else "\t"
-        expected = [text.replace("\0", "") for text in DOCUMENTS]  # which make a binary file
+        expected = [text.replace("\0", "") for text in DOCUMENTS]  # \0 would make the file binary
         csv.writer(table, delimiter=delimiter).writerows([["id", "body"], *enumerate(expected)])
         text = table.getvalue()
     pack = PACKED.get(Path(name).suffix, bytes)
@@ -115,7 +115,7 @@ def test_a_json_object_or_csv_row_is_a_document(tmp_path, name):
     "name, text",
     [("a.json", '[{"body": "x"}]'), ("a.csv", "body,b\nx,y\n"), ("a.tsv", "body\tb\nx\ty\n")],
 )
-def test_json_and_csv_without_the_field_are_refused_if_named_else_counted(tmp_path, name, text):
+def test_only_a_named_file_must_have_the_field(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     (tmp_path / "text").write_text("text")
     with pytest.raises(SourceError, match=f"{name} has no field text: give --field one of its"):
@@ -136,7 +136,7 @@ def test_a_parquet_row_is_a_document(tmp_path, kind):
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress])
-def test_standard_input_is_text_or_json_lines_by_its_beginning(pack):
+def test_the_first_bytes_of_standard_input_decide_its_format(pack):
     corpus = find_files(["-"], takes_binary=False)
     with standard_input(pack(b"")):
         assert not list(corpus.read()) and corpus.describe_skipped() == "1 empty file"
@@ -146,7 +146,7 @@ def test_standard_input_is_text_or_json_lines_by_its_beginning(pack):
         assert documents("-") == DOCUMENTS
 
 
-def test_sources_keep_their_order_and_folders_and_globs_are_sorted(tmp_path, monkeypatch):
+def test_files_within_a_folder_or_glob_are_sorted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b/2.txt", "b/1.txt", "a/[x].txt", "a/y.md", "c/deep/3.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -160,8 +160,8 @@ def test_sources_keep_their_order_and_folders_and_globs_are_sorted(tmp_path, mon
         find_files(["a", "*.jsonl"], takes_binary=False)
 
 
-def test_folders_behind_links_are_read_once(tmp_path):
-    """Whatever the number of paths to them; of those, the first is taken on every machine."""
+def test_linked_folders_are_read_once(tmp_path):
+    """Every machine uses the first of several paths to a folder."""
     for name in ("text/own", "other/deep"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("text/own/1", "other/2", "other/deep/3"):
@@ -181,7 +181,7 @@ def test_folders_behind_links_are_read_once(tmp_path):
 
 @pytest.mark.parametrize("separator", ["\n", " "])
 def test_long_documents_are_read_in_chunks(tmp_path, monkeypatch, separator):
-    """Whatever their length, and wherever they cut separators and characters of several bytes."""
+    """Chunks of any size may cut separators, and characters of several bytes."""
     text = separator.join(
         random.Random(0).choices(["ab", "é✓", "<|endoftext|>", "<|end", "x" * 40], k=400)
     )
@@ -210,7 +210,7 @@ def test_the_position_counts_the_bytes_of_all_files_so_far(tmp_path):
 def test_broken_lines_are_skipped_and_counted(tmp_path):
     lines = [
         b'{"text": "first"}\r',
-        b'{"text": "number", "id": %s}' % (b"1" * 5000),  # more digits than Python's int takes
+        b'{"text": "number", "id": %s}' % (b"1" * 5000),  # more digits than Python's int accepts
         b"",
         b'{"text": "cut',
         b'["no object"]',
@@ -218,7 +218,7 @@ def test_broken_lines_are_skipped_and_counted(tmp_path):
         b'{"other": "field"}',
         b'{"text": null}',
         b'{"text": ""}',
-        b"[" * 4000,  # more than Python's parser takes
+        b"[" * 4000,  # nested more deeply than Python's parser allows
         b'{"text": "last"}',
     ]
     file = tmp_path / "a.jsonl"
@@ -256,7 +256,7 @@ def test_a_stray_quote_in_csv_is_refused_with_its_line(tmp_path, text, line):
             documents(file)
 
 
-def test_a_comma_without_quotes_does_not_cut_a_text(tmp_path):
+def test_a_row_with_an_unquoted_comma_is_skipped(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text("text,label\nHello, world,1\nno label\nlast,2,,\n")
     corpus = find_files([str(file)], takes_binary=False)
@@ -265,14 +265,14 @@ def test_a_comma_without_quotes_does_not_cut_a_text(tmp_path):
     assert corpus.first_broken == f"{file}, row 1: more fields than columns"
 
 
-def test_two_columns_with_the_name_of_the_field_are_refused(tmp_path):
+def test_several_columns_with_the_fields_name_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text,b,text\n1,2,3\n")
     with pytest.raises(SourceError, match="a.csv has several columns text: rename all but one"):
         find_files([str(tmp_path)], takes_binary=False)
     assert documents(tmp_path / "a.csv", text_field="b") == ["2"]
 
 
-def test_what_is_not_utf_8_becomes_u_fffd_and_is_counted(tmp_path):
+def test_invalid_utf_8_is_replaced_and_counted(tmp_path):
     (tmp_path / "a").write_text("é")
     (tmp_path / "b").write_bytes("né à Noël".encode("latin-1"))
     (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xe9 \\ud83d \\ud83d\\ude00"}')
@@ -281,7 +281,7 @@ def test_what_is_not_utf_8_becomes_u_fffd_and_is_counted(tmp_path):
     assert (corpus.replaced, corpus.first_replaced) == (5, tmp_path / "b")
 
 
-def test_a_nul_byte_counts_in_the_first_8_kib(tmp_path):
+def test_a_nul_byte_in_the_first_8_kib_makes_a_file_binary(tmp_path):
     (tmp_path / "text").write_bytes(b"x" * 8192 + b"\0")
     (tmp_path / "binary").write_bytes(b"x" * 8191 + b"\0")
     (tmp_path / "packed").write_bytes(gzip.compress(b"\0"))
@@ -294,7 +294,7 @@ def test_a_nul_byte_counts_in_the_first_8_kib(tmp_path):
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_a_damaged_compressed_file_is_an_error_and_not_a_short_one(tmp_path, pack):
+def test_a_damaged_compressed_file_is_an_error(tmp_path, pack):
     whole = pack(random.Random(0).randbytes(300_000).hex().encode())
     changed = whole[:100_000] + bytes(1000) + whole[101_000:]
     for name, contents in {"cut": whole[:-100], "changed": changed}.items():
@@ -303,7 +303,7 @@ def test_a_damaged_compressed_file_is_an_error_and_not_a_short_one(tmp_path, pac
             documents(tmp_path / name)
 
 
-def test_parquet_that_holds_no_text_is_refused(tmp_path):
+def test_parquet_without_text_is_refused_or_skipped(tmp_path):
     write_parquet(tmp_path / "a.parquet", DOCUMENTS)
     with pytest.raises(SourceError, match=r"has no field body: .* its own \(id, text\)"):
         find_files([str(tmp_path)], takes_binary=False, text_field="body")
@@ -319,8 +319,8 @@ def test_parquet_that_holds_no_text_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["folder", "file"])
-def test_what_may_not_be_read_is_an_error_and_not_a_gap(tmp_path, monkeypatch, request, name):
-    monkeypatch.chdir(tmp_path)  # above it, the way may be barred to other users
+def test_a_source_without_read_permission_is_an_error(tmp_path, monkeypatch, request, name):
+    monkeypatch.chdir(tmp_path)  # other users may have no access to the folders above
     tmp_path.chmod(0o755)
     Path("text/folder").mkdir(parents=True)
     Path("text/file").write_text("secret")

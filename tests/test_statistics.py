@@ -1,4 +1,4 @@
-"""--optim_metrics_interval: statistics of every parameter, of its gradient and its moments."""
+"""--optim_metrics_interval: statistics of every parameter, its gradient and its moments."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import optim
 MESHES = {"single": 1, "fsdp": 2, "hsdp": 4}
 
 
-def test_metrics_are_the_same_on_every_mesh(run):
+def test_statistics_are_the_same_on_every_mesh(run):
     logs = {}
     for mesh, ranks in MESHES.items():
         options = "--dtype float32 --max_steps 4 --optim_metrics_interval 2 --clip adaptive"
@@ -31,8 +31,8 @@ def test_metrics_are_the_same_on_every_mesh(run):
     assert math.hypot(*norms) == pytest.approx(rows(out)[-1]["grad_norm"], rel=1e-3)
 
 
-def test_statistics_are_of_raw_gradients_and_updated_weights():
-    """Of a matrix, which Muon updates, and a vector; a slot that one lacks has none."""
+def test_statistics_use_raw_gradients_and_updated_weights():
+    """For a matrix, which Muon updates, and a vector. A slot that a parameter lacks is nan."""
     net = torch.nn.Linear(3, 2)
     options = {"clip": "adaptive", "max_grad_norm_ratio": 0.5, "optimizer": "muon"}
     settings = optim.Settings(lr=0.1, warmup_steps=100, max_steps=200, **options)

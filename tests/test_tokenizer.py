@@ -21,7 +21,7 @@ from text import encode, sources, tokenizer
 
 
 def small_gpt2(monkeypatch, merges: list[bytes]) -> tiktoken.Encoding:
-    """GPT-2's tokenizer with `merges`, in place of the 50,000 that tiktoken downloads."""
+    """GPT-2's tokenizer with `merges` instead of the 50,000 merges that tiktoken downloads."""
     ranks = {bytes([i]): i for i in range(256)} | {token: 256 + i for i, token in enumerate(merges)}
     encoding = tiktoken.Encoding(
         "gpt2",
@@ -36,7 +36,7 @@ def small_gpt2(monkeypatch, merges: list[bytes]) -> tiktoken.Encoding:
 def prepared(
     tmp_path: Path, texts: dict[str, str | bytes], named: bool = False, **options
 ) -> data.TokenFolder:
-    """Prepare a folder of `texts` or, with `named`, each file by its name."""
+    """Prepare a folder of `texts`; with `named`, each of its files is a source."""
     source = tmp_path / "text"
     source.mkdir(parents=True)
     for name, text in texts.items():
@@ -62,34 +62,36 @@ def test_text_in_chunks_has_the_same_tokens(tmp_path, monkeypatch):
     assert "".join(tokenizer.decode("gpt2", expected)) == text
 
 
-def test_a_million_spaces_in_a_row_are_no_problem(tmp_path, monkeypatch, capsys):
-    """tiktoken's regular expressions overflow their stack on as many at once."""
+def test_a_million_spaces_in_a_row_can_be_encoded(tmp_path, monkeypatch, capsys):
+    """Given all of them at once, tiktoken's regular expressions overflow their stack."""
     small_gpt2(monkeypatch, [b"  "])
     prepared(tmp_path, {"a": "a" + " " * 1_100_000 + "b"}, name="gpt2")
     assert "read 1 file: 1 document, 1,100,002 bytes of text\n" in capsys.readouterr().out
 
 
-def test_65_536_ids_fit_into_two_bytes_and_one_more_does_not():
+def test_only_up_to_65_536_ids_fit_into_two_bytes():
     for n, dtype in ((65_536, "<u2"), (65_537, "<u4")):
         encoding = SimpleNamespace(n_vocab=n, eot_token=n - 1, encode_ordinary=list)
         assert encode.Encoder(encoding).dtype == dtype
 
 
-def test_text_comes_token_by_token(monkeypatch):
-    """A character of several tokens comes with its last; a text may lose its first space."""
+def test_text_is_decoded_token_by_token(monkeypatch):
+    """A character of several tokens comes with the last; a text may lose its first space."""
     assert tokenizer.encode("bytes", os.fsdecode(b"n\xe9 \xc3\xa9")) == [*b"n\xe9 \xc3\xa9"]
     assert list(tokenizer.decode("bytes", [0xC3, 0xA9, 0x61])) == ["", "é", "a", ""]
     words = SimpleNamespace(decode=lambda ids: "".join(f" {i}" for i in ids)[1:])
     monkeypatch.setattr(tokenizer, "load_encoding", lambda name: words)
     assert list(tokenizer.decode("any", [1, 2, 3])) == ["1", " 2", " 3", ""]
-    # Without a tokenizer, text is token ids.
+
+
+def test_text_without_a_tokenizer_is_token_ids():
     assert "".join(tokenizer.decode(None, tokenizer.encode(None, "3 4"))) == "3 4 "
     with pytest.raises(tokenizer.TokenizerError, match="write the prompt as token ids"):
         tokenizer.encode(None, "three")
 
 
-def test_bits_per_byte_of_a_mixture_weigh_the_bytes_of_a_token_by_its_shares():
-    parts = []  # with 2 and 4 bytes a token
+def test_bits_per_byte_of_a_mixture_use_its_shares():
+    parts = []  # with 2 and 4 bytes per token
     for val_bytes, share in ((100, 250), (200, 750)):
         tokens = {"val": range(50)}.__getitem__
         folder = SimpleNamespace(val_bytes=val_bytes, share=share, tokens=tokens)
@@ -107,7 +109,7 @@ def test_bits_per_byte_of_a_mixture_weigh_the_bytes_of_a_token_by_its_shares():
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
-# Kinds of tokenizer.json: its normalizer, what cuts text, and what joins it again
+# Parts of tokenizer.json: normalizers, pre-tokenizers (which cut text), decoders (which join it)
 def split_by(regex: str) -> dict:
     cut = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
     return sequence(cut, BYTE_LEVEL | {"use_regex": False})
@@ -145,7 +147,7 @@ SPACES = [
 
 
 def make_json(tokenizers, kind: str, path: Path, more: str = "") -> str:
-    """A tokenizer.json of a kind, which the package trains on data.py and `more`."""
+    """Write a tokenizer.json of a kind, trained on data.py and `more`; return its path."""
     normalizer, pre_tokenizer = KINDS[kind]
     has_bytes = kind == "llama 2"
     models, trainers = tokenizers.models, tokenizers.trainers
@@ -173,7 +175,7 @@ def make_json(tokenizers, kind: str, path: Path, more: str = "") -> str:
     if model != "BPE":
         spec["decoder"] = {"type": "Fuse"}
     made = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    made.enable_truncation(5)  # as files of embedding models have it
+    made.enable_truncation(5)  # as in the files of embedding models
     made.enable_padding(length=5)
     made.save(str(path))
     return str(path)
@@ -187,15 +189,15 @@ def mixed_text(rng: random.Random, size: int) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_tokens_of_whole_documents_are_those_of_the_package(
+def test_documents_read_in_chunks_get_the_tokens_of_the_package(
     tokenizers, tmp_path, monkeypatch, kind
 ):
-    """Although documents are read in chunks. Also the text of these and of other tokens."""
+    """Decoding these tokens, and others, gives the text of the package as well."""
     monkeypatch.setattr(sources, "CHUNK", 300)
     rng = random.Random(0)
     documents = [*(mixed_text(rng, 3 * i * i) for i in range(16)), "-" * 1000]
     name = make_json(tokenizers, kind, tmp_path / "a.json")
-    if kind == "t5":  # which has names of special tokens as words
+    if kind == "t5":  # its vocabulary has names of special tokens
         documents = [text.replace("</s>", "").replace("<unk>", "") for text in documents]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
     tokens = prepared(tmp_path, {"a.jsonl": lines}, name=name, val_fraction=0.3)
@@ -221,7 +223,7 @@ def test_the_tokens_of_whole_documents_are_those_of_the_package(
             assert beginning + "".join(rest) == text
 
 
-def test_names_of_special_tokens_that_the_model_merges_are_text(tokenizers, tmp_path):
+def test_text_never_encodes_to_the_end_of_text_token(tokenizers, tmp_path):
     more = "".join(f"{letter}</s> " * 50 for letter in "abcdefgh")
     name = make_json(tokenizers, "llama 2", tmp_path / "a.json", more)
     end = tokenizer.load_encoding(name).eot_token
@@ -240,10 +242,8 @@ def test_names_of_special_tokens_that_the_model_merges_are_text(tokenizers, tmp_
     "kind, letters, size, tokens",
     [("bytes", "éàüößñ", 200, 201), ("lower case", "ＡＢＣＤＥＦ", 300, 101)],
 )
-def test_the_bytes_of_validation_are_those_of_the_original_text(
-    request, tmp_path, kind, letters, size, tokens
-):
-    """Not its characters, nor its tokens: NFKC makes one byte of the three of a wide letter."""
+def test_val_bytes_count_the_original_text(request, tmp_path, kind, letters, size, tokens):
+    """They count neither characters nor tokens: NFKC turns a wide letter of 3 bytes into 1 byte."""
     name = kind
     if kind in KINDS:
         name = make_json(request.getfixturevalue("tokenizers"), kind, tmp_path / "a.json")
@@ -257,7 +257,7 @@ def test_the_bytes_of_validation_are_those_of_the_original_text(
     assert folder.val_bytes == size * len(folder.tokens("val")) // tokens
 
 
-def test_a_tokenizer_json_stays_with_the_folder(tokenizers, tmp_path):
+def test_a_tokenizer_json_is_copied_into_the_folder(tokenizers, tmp_path):
     name = make_json(tokenizers, "gpt2", tmp_path / "mine.json")
     folder = prepared(tmp_path, {"a": "the thé" * 50}, name=name)
     spec = json.loads(Path(name).read_text())
@@ -266,7 +266,7 @@ def test_a_tokenizer_json_stays_with_the_folder(tokenizers, tmp_path):
     *tokens, end = [*folder.tokens("train").tolist(), *folder.tokens("val").tolist()]
     assert end == spec["model"]["vocab"]["</s>"]
     assert "".join(tokenizer.decode(folder.tokenizer, tokens)) == "the thé" * 50
-    # Of two ends of text the first one is used, whatever their order.
+    # <|endoftext|> is preferred to </s>, whatever their order in the file.
     spec["added_tokens"].append(spec["added_tokens"][0] | {"id": n, "content": "<|endoftext|>"})
     Path(name).write_text(json.dumps(spec))
     assert tokenizer.load_encoding(name).eot_token == n
@@ -283,9 +283,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("line", CHANGES)
-def test_a_tokenizer_json_that_does_not_work_is_refused_in_one_line(
-    tokenizers, tmp_path, capsys, line
-):
+def test_a_tokenizer_json_that_does_not_work_is_refused(tokenizers, tmp_path, capsys, line):
     name = make_json(tokenizers, "gpt2", tmp_path / "tokenizer.json")
     spec = json.loads(Path(name).read_text()) | {"added_tokens": CHANGES[line]}
     Path(name).write_text(json.dumps(spec))

@@ -25,7 +25,7 @@ from tools import bench, compare, report
 
 
 def table_cells(table: str) -> dict[str, list[str]]:
-    """First cell of each row -> the other cells, without the bold."""
+    """First cell of each row -> the other cells, without the asterisks of bold text."""
     found = {}
     for line in table.splitlines():
         name, *values = [cell.strip(" *") for cell in line.strip("|").split("|")]
@@ -47,7 +47,7 @@ def compared(capsys):
 
 
 def row(found: dict[str, list[str]], beginning: str) -> list[str]:
-    """The cells of the one row whose first cell begins like this."""
+    """The cells of the one row whose first cell starts with `beginning`."""
     (name,) = [name for name in found if name.startswith(beginning)]
     return found[name]
 
@@ -70,7 +70,7 @@ def write_losses(
     return write_run(folder, log, [start], statistics)
 
 
-def test_compare_prints_what_the_logs_say(compared):
+def test_compare_prints_the_numbers_of_the_logs(compared):
     runs = [ROOT / "docs/runs" / name for name in ("norm", "adaptive")]
     found = compared(*runs)
     val_losses = [[row["val_loss"] for row in rows(out, "val_loss")] for out in runs]
@@ -88,7 +88,7 @@ def test_compare_prints_what_the_logs_say(compared):
     assert compared(*runs, "--loss", "0.1")["seconds to validation loss 0.1000"] == ["none"] * 2
 
 
-def test_compare_and_report_skip_what_the_log_did_not_write(tmp_path, capsys):
+def test_compare_and_report_skip_lines_that_are_not_rows(tmp_path, capsys):
     runs = [write_losses(tmp_path / name, {1: 3.0, 2: 2.0}, [(2, 2.5)]) for name in "ab"]
     with open(runs[1] / "metrics.jsonl", "a") as log:
         log.write('{"note": "lr looks high"}\n12\n{"step": 3, "lo')  # torn
@@ -108,13 +108,13 @@ def test_training_losses_are_means_over_the_same_tokens(tmp_path, compared):
     once = write_losses(tmp_path / "once", {1: 99.0, 250: 0.0})
     nan = write_losses(tmp_path / "nan", {step: None if step > 90 else 1.0 for step in steps})
     found = compared(often, seldom, once, nan)
-    # Steps 91 ... 100 of one run, 95 and 100 of another; step 1 is not passed off as step 100.
+    # The means are over steps 91 to 100 of `often`, and 95 and 100 of `seldom`; `once` has none.
     losses = ["4.5000", "2.5000", "none", "none"]
     assert found["training loss at 10,000 tokens"] == losses
     assert found["steps skipped"] == ["10", "15", "25", "10"]
 
 
-def test_no_evaluation_yet_is_not_nan(tmp_path, compared):
+def test_a_missing_evaluation_is_not_printed_as_nan(tmp_path, compared):
     good = write_losses(tmp_path / "good", {1: 3.0, 2: 2.0}, [(1, 3.0), (2, 2.5)])
     nan = write_losses(tmp_path / "nan", {1: 3.0, 2: 2.0}, [(1, 2.75), (2, None)])
     young = write_losses(tmp_path / "young", {1: 3.0})
@@ -122,7 +122,9 @@ def test_no_evaluation_yet_is_not_nan(tmp_path, compared):
     assert found["final validation loss"] == ["2.5000", "nan", "none"]
     assert found["best validation loss"] == ["2.5000", "2.7500", "none"]
     assert found["seconds to validation loss 2.7500"] == ["1.0", "0.5", "none"]
-    # The times of a run that continues another start there; the first evaluation counts
+
+
+def test_seconds_to_a_loss_start_at_the_first_logged_step(tmp_path, compared):
     more = [(110, 2.0), (120, 1.5), (130, 2.0)]
     later = write_losses(tmp_path / "later", {101: 3.0, 110: 2.0, 120: 2.0, 130: 2.0}, more)
     assert row(compared(later, "--loss", "2.0"), "seconds") == ["5.0"]
@@ -141,7 +143,7 @@ LOSSES = {1: 4.0, 10: 3.0, 20: 2.0}
         ({5: 3.0, 15: 2.0}, 0.01, "never, by at most 0 in 0 logged steps in common"),
     ],
 )
-def test_compare_says_where_two_runs_first_differ(tmp_path, compared, losses, tolerance, first):
+def test_compare_prints_where_two_runs_first_differ(tmp_path, compared, losses, tolerance, first):
     a = write_losses(tmp_path / "a", LOSSES)
     b = write_losses(tmp_path / "b", losses)
     found = compared(a, b, "--tolerance", tolerance)
@@ -149,7 +151,7 @@ def test_compare_says_where_two_runs_first_differ(tmp_path, compared, losses, to
     assert row(found, "final validation loss") == ["none", "none"]
 
 
-# Those of a parameter, of three steps
+# The statistics of a parameter, equal in all of three steps
 STATISTICS = {
     "grad_norm": 2.0,
     "weight_norm": 10.0,
@@ -173,23 +175,23 @@ def statistics_of(changes: dict[tuple[int, str], dict]) -> list[dict]:
 @pytest.mark.parametrize(
     "changes, first",
     [
-        (  # of several the one that differs most, and a gradient before what follows from it
+        (  # the parameter that differs most, and its gradient before what depends on it
             {(2, "a"): {"grad_norm": 1.9, "exp_avg_norm": 0.1}, (2, "b"): {"grad_norm": 1.0}},
             "step 2: b grad_norm by 0.5, and 1 more",
         ),
-        # From 0.009 to 0.5 rounding may grow.
+        # Rounding may grow from 0.009 to 0.5.
         (
             {(1, "b"): {"grad_norm": 1.982}, (3, "a"): {"grad_norm": 1.0}},
             "never, by at most 0.5 in 3 logged steps in common",
         ),
         ({(2, "a"): {"grad_norm": None}}, "step 2: a grad_norm by inf"),
-        (  # more than its updates: the weight was another one before
+        (  # more than updates explain: the weights differed before
             {(1, "a"): {"weight_norm": 12.0}, (1, "b"): {"grad_norm": 1.0}},
             "step 1: a weight_norm by 0.2, and 1 more",
         ),
     ],
 )
-def test_compare_names_the_first_parameter_that_differs(tmp_path, compared, changes, first):
+def test_compare_prints_the_first_parameter_that_differs(tmp_path, compared, changes, first):
     a = write_losses(tmp_path / "a", LOSSES, statistics=statistics_of({}))
     b = write_losses(tmp_path / "b", LOSSES, statistics=statistics_of(changes))
     found = compared(a, b)
@@ -217,11 +219,11 @@ NO_WORD = "no verdict: it needs runs that ended, with the same seeds"
 
 
 def seeds(out: str) -> dict[str, list[str]]:
-    """The table of settings, by the first cell."""
+    """The table of settings: first cell -> the other cells."""
     return table_cells(out.split("\n\n")[1])
 
 
-def test_many_runs_are_rows_by_loss_and_seeds_have_a_mean_a_spread_and_a_word(tmp_path, capsys):
+def test_many_runs_are_sorted_by_final_loss(tmp_path, capsys):
     *runs, high = [str(run) for run in sweep(tmp_path)]
     assert compare.main([*runs, high]) == 0
     header, _, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
@@ -231,6 +233,9 @@ def test_many_runs_are_rows_by_loss_and_seeds_have_a_mean_a_spread_and_a_word(tm
     assert [line.split("|")[1].strip() for line in lines] == [*by_loss, "high"]
     assert lines[0].split("|")[2].strip() == "1.9000"
 
+
+def test_settings_are_compared_by_a_test_over_seeds(tmp_path, capsys):
+    *runs, high = [str(run) for run in sweep(tmp_path)]
     assert compare.main(runs) == 0
     found = seeds(capsys.readouterr().out)
     assert found["0.1"] == ["3", "2.0000", "0.1000", "-"]
@@ -244,9 +249,9 @@ def test_many_runs_are_rows_by_loss_and_seeds_have_a_mean_a_spread_and_a_word(tm
     assert found["0.02"] == ["2", "3.1500", "0.0707", NO_WORD]
     assert "0.9" not in found
     assert compare.main([*runs[::3], high]) == 0
-    assert "\n\n" not in capsys.readouterr().out  # one seed of each: nothing to say
+    assert "\n\n" not in capsys.readouterr().out  # one seed per setting: no table of settings
 
-    # A run that has not ended well is in no mean.
+    # A run without a finite final loss counts in no mean.
     log = Path(runs[5], "metrics.jsonl")
     log.write_text(log.read_text().replace('"val_loss": 3.1', '"val_loss": null'))
     assert compare.main(runs) == 0
@@ -254,7 +259,7 @@ def test_many_runs_are_rows_by_loss_and_seeds_have_a_mean_a_spread_and_a_word(tm
     assert found["0.02"] == ["2", "3.1000", "0.1414", NO_WORD]
 
 
-def test_several_settings_share_the_level_of_the_test():
+def test_p_values_are_corrected_for_several_comparisons():
     first, other = {0: 1.0, 1: 1.0, 2: 1.0}, {0: 2.0, 1: 2.5, 2: 3.0}
     test = "paired t test, n = 3, p = 0.035"  # t = 1.5 / (0.5 / sqrt(3))
     spread = f"+1.5000: larger than the spread of seeds ({test})"
@@ -273,7 +278,7 @@ def bench_rows(capsys, *arguments) -> list[dict]:
 
 
 def memory_of_a_save(folder: Path, async_save: bool) -> float:
-    """Host memory that a save takes at its peak, as a multiple of the rank's shard."""
+    """The peak of host memory that a save needs, as a multiple of the rank's shard."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     weights = {str(i): tensor.ones(1024, 4096, device_mesh=mesh) for i in range(16)}
@@ -293,7 +298,7 @@ def test_a_save_takes_no_more_host_memory_than_its_shard(pool, tmp_path, async_s
         assert multiple < most
 
 
-def test_bench_runs_only_the_strategies_that_the_processes_can_form():
+def test_bench_runs_only_strategies_that_fit_the_processes():
     args = {"model": "tiny", "micro_batch_size": 1, "device": "cpu", "flags": "", "only": None}
     runs = bench.flags_of_runs(Namespace(**args, hosts=1, nproc=1))
     assert list(runs) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP"]
@@ -308,7 +313,7 @@ SMALL += ["--rounds=1", "--flags=--n_layer 2 --seq_len 16"]
 
 
 @pytest.mark.slow
-def test_bench_strategies_has_all_of_them_and_their_limits(capsys):
+def test_bench_strategies_prints_each_strategy_and_its_limit(capsys):
     found = {row["strategy"]: row for row in bench_rows(capsys, *SMALL)}
     assert list(found) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP", "hsdp"]
     assert found["single"]["ratio to single"] == [1.0]
@@ -340,8 +345,8 @@ def nanogpt(tmp_path, tokens) -> Path:
 
 
 @pytest.mark.slow
-def test_bench_nanogpt_has_speed_and_limit_of_either_trainer(nanogpt, capsys):
-    """The first steps are left out; a step of nanoGPT has 12 x 64 tokens."""
+def test_bench_nanogpt_measures_both_trainers(nanogpt, capsys):
+    """The first steps do not count. A step of nanoGPT has 12 x 64 tokens."""
     sizes = ("--n_layer=1", "--steps=3", "--rounds=1", "--device=cpu")
     found = bench_rows(capsys, "nanogpt", f"--path={nanogpt}", *sizes)
     theirs = 768 / 0.125
@@ -349,10 +354,10 @@ def test_bench_nanogpt_has_speed_and_limit_of_either_trainer(nanogpt, capsys):
     trainers = ("nanoGPT", "nanoshard", "nanoshard ddp")
     names = [name + mode for name in trainers for mode in ("", " compiled")]
     assert [row["trainer"] for row in found] == names
-    for row in found:  # to the faster mode
+    for row in found:  # relative to the faster mode
         assert row["ratio to nanoGPT compiled"] == [row["tokens/s"][0] / (2 * theirs)]
         assert row["of the limit"] == [row["tokens/s"][0] / row["limit"][0]]
-    limits = [row["limit"][0] for row in found]  # the fake nanoGPT has two products, of one layer
+    limits = [row["limit"][0] for row in found]  # the fake nanoGPT has one layer's two products
     assert min(limits[:2]) > 2 * max(limits[2:])
 
 

@@ -1,4 +1,4 @@
-"""The command: what it prints, logs, refuses and survives."""
+"""train.py as a command: what it prints, logs, refuses and survives."""
 
 import contextlib
 import dataclasses
@@ -38,8 +38,8 @@ import train
 from runtime import run_folder
 
 
-def test_the_command_of_the_readme(tmp_path):
-    """Shortened to 5 steps; it prepares the built-in data where it is started."""
+def test_the_command_of_the_readme_trains(tmp_path):
+    """Shortened to 5 steps. It prepares the built-in data in the current folder."""
     text = "--strategy fsdp --device cpu --max_steps 5 --eval_sequences 16 --sample_tokens 16"
     job = torchrun(2, [*text.split(), "--warmup_steps", 5], tmp_path / "job", cwd=tmp_path)
     assert job.wait(150) == 0, job.err
@@ -60,7 +60,7 @@ def test_the_command_of_the_readme(tmp_path):
     assert evaluation.keys() == fields | {"time"}
 
 
-def test_a_folder_in_use_is_refused_on_every_rank_and_only_an_evaluation_may_read(run, on_ranks):
+def test_only_an_evaluation_may_use_a_folder_in_use(run, on_ranks):
     out = run(1, "--max_steps 1")
     with run_folder.hold_lock(out):
         for status, said, err in on_ranks(2, listen, "--max_steps 2"):
@@ -72,7 +72,7 @@ def test_a_folder_in_use_is_refused_on_every_rank_and_only_an_evaluation_may_rea
     assert f"continuing from {out}/checkpoints/step-00000001" in said
 
 
-def test_a_full_disk_at_start_is_one_line_and_leaves_nothing(on_ranks, small_disk):
+def test_a_start_on_a_full_disk_leaves_nothing(on_ranks, small_disk):
     (small_disk / "other").write_bytes(bytes(1 << 20))
     ((status, _, err),) = on_ranks(1, listen, f"--out {small_disk}/runs/new --max_steps 2")
     line = f"[Errno 28] No space left on device: '{small_disk}/runs/new/starts.jsonl'"
@@ -80,7 +80,7 @@ def test_a_full_disk_at_start_is_one_line_and_leaves_nothing(on_ranks, small_dis
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
 
-def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, on_ranks):
+def test_weights_that_are_not_finite_are_never_saved(run, on_ranks):
     out = run(2, "--max_steps 3 --strategy fsdp")
     good = checkpoint.list_checkpoints(out)
     text = "--max_steps 5 --strategy fsdp --save_interval 1 --lr 1e300 --allow_changes"
@@ -94,8 +94,8 @@ def test_weights_that_are_not_finite_are_never_saved_over_good_ones(run, on_rank
     assert checkpoint.list_checkpoints(out) == good and checkpoint.verify(good[0]) is None
 
 
-def test_a_vocabulary_with_room_stays(on_ranks, tmp_path):
-    """That of a folder like nanoGPT's, whose tokenizer only a pickle tells."""
+def test_init_from_keeps_a_vocabulary_that_is_large_enough(on_ranks, tmp_path):
+    """The first run has a folder like nanoGPT's, whose tokenizer is described only by a pickle."""
     larger = tmp_path / "larger"
     larger.mkdir()
     for split in ("train", "val"):
@@ -112,13 +112,13 @@ def test_a_vocabulary_with_room_stays(on_ranks, tmp_path):
     assert "2 layers x 32 wide, vocabulary 448: " in said
     assert [row["step"] for row in rows(tmp_path / "second")] == [1]
     before, after = (tensors(last_checkpoint(path)) for path in (first, tmp_path / "second"))
-    # lr is 3e-3: trained on from there
+    # trained on from these weights: lr is 3e-3
     name = "model.blocks.1.mlp.up.weight"
     assert (after[name] - before[name]).abs().max() < 0.01 < before[name].abs().max()
 
 
 def signal_in_step_2(argv: list[str], max_restarts: str) -> tuple[int, str, str]:
-    """train.py with a signal to stop in its second step, under torchrun --max-restarts."""
+    """Run train.py as under torchrun --max-restarts, and signal it to stop in its second step."""
     step = train.train_step
 
     def signal_and_step(forward, optimizer, batches, number, *rest):
@@ -134,7 +134,7 @@ def signal_in_step_2(argv: list[str], max_restarts: str) -> tuple[int, str, str]
 @pytest.mark.parametrize(
     "text, max_restarts, status, saved",
     [
-        ("--max_steps 3", "0", 0, ["step-00000003"]),  # which step 3 ends anyway
+        ("--max_steps 3", "0", 0, ["step-00000003"]),  # step 3 is the last one anyway
         ("--max_steps 4", "0", os.EX_TEMPFAIL, ["step-00000003"]),
         ("--max_steps 4", "3", 0, ["step-00000003"]),  # torchrun would restart it at once
         ("--max_steps 4 --checkpoint none", "0", os.EX_TEMPFAIL, []),
@@ -143,7 +143,7 @@ def signal_in_step_2(argv: list[str], max_restarts: str) -> tuple[int, str, str]
 def test_a_signal_stops_a_run_after_the_next_step(
     on_ranks, tmp_path, text, max_restarts, status, saved
 ):
-    """All ranks learn of it a step later, and log that step."""
+    """All ranks learn of the signal one step later, and log that step."""
     text += " --log_interval 100"
     ((found, said, _),) = on_ranks(1, signal_in_step_2, text, max_restarts)
     assert found == status
@@ -153,7 +153,7 @@ def test_a_signal_stops_a_run_after_the_next_step(
 
 
 def seconds_waited_for_data(argv: list[str]) -> float:
-    """For the micro-batches of a step, where reading each takes a second."""
+    """The seconds for the micro-batches of a step, each of which takes a second to read."""
     run = build_run(argv)
     before = run.batches.waited
     with mock.patch.object(time, "perf_counter", itertools.count().__next__):
@@ -170,8 +170,8 @@ def settings_of_the_optimizer(argv: list[str]) -> dict:
     return vars(build_run(argv).state.optimizer.settings)
 
 
-def test_every_flag_that_the_optimizer_takes_reaches_it(on_ranks):
-    """Under the same name, with the value that was given."""
+def test_every_flag_of_the_optimizer_reaches_it(on_ranks):
+    """With the same name, and the value that was given."""
     given = {"eps": 0.5, "weight_decay": 0.25, "beta1": 0.125, "beta2": 0.0625, "min_lr": 1e-4}
     given |= {"max_grad_norm": 3.0, "max_grad_norm_ratio": 4.0}
     given |= {"clip": "adaptive", "schedule": "wsd", "optimizer": "muon", "lr": 2e-3}
@@ -183,7 +183,7 @@ def test_every_flag_that_the_optimizer_takes_reaches_it(on_ranks):
 
 
 def run_the_notebook(folder: str) -> str:
-    """What the lines of docs/forking.md print, in a folder of their own."""
+    """What the code in docs/forking.md prints when it runs in `folder`."""
     page = (ROOT / "docs/forking.md").read_text()
     (code,) = re.findall(r"## In a notebook\n.*?```python\n(.*?)```", page, re.DOTALL)
     assert len(code.strip().splitlines()) <= 15
@@ -192,22 +192,22 @@ def run_the_notebook(folder: str) -> str:
     return out.getvalue()
 
 
-def test_a_notebook_trains_saves_and_loads_in_a_few_lines(pool, tmp_path):
+def test_the_documented_notebook_trains_saves_and_loads(pool, tmp_path):
     for said in pool(2, run_the_notebook, str(tmp_path)):
         assert said.startswith("tensor(5.")
     path = last_checkpoint(tmp_path / "runs/notebook")
     assert checkpoint.verify(path) is None and len(tensors(path)) > 50
 
 
-def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens, tmp_path):
+def test_eval_only_prints_the_validation_loss_of_a_run(run, pool, tokens, tmp_path):
     out = run(1, "--max_steps 2 --save_interval 1 --dtype float32")
     (row,) = rows(out, "val_loss")
     before = contents(tmp_path)
-    # A byte is a token, and val.bin also has ends of text, id 256.
+    # Each byte is a token. val.bin also has end-of-text tokens, id 256.
     ids = np.fromfile(tokens / "val.bin", "<u2")
     tokens_per_byte = len(ids) / np.count_nonzero(ids != 256)
-    # The model, its dtype, the data and how much of it is read are those of the run. A global batch
-    # of 8 does not divide over 3.
+    # The run determines the model, its dtype, the data and the number of sequences. Three ranks may
+    # evaluate, though they cannot divide the global batch of 8.
     argv = f"--out {out} --eval_only --device cpu --strategy".split()
     for ranks, mesh in ((1, "single"), (2, "fsdp --tp 2"), (3, "ddp")):
         status, line, err = pool(ranks, listen, [*argv, *mesh.split()])[0]
@@ -217,7 +217,7 @@ def test_eval_only_prints_the_loss_of_a_run_and_writes_nothing(run, pool, tokens
         assert loss == pytest.approx(row["val_loss"], rel=1e-5)
         assert perplexity == pytest.approx(math.exp(loss), rel=1e-4)
         assert bits == pytest.approx(loss / math.log(2) * tokens_per_byte, rel=1e-5)
-    # A validation set that is smaller than asked for is read once.
+    # A validation set with fewer sequences than --eval_sequences is read once.
     size = (len(ids) - 1) // 16
     lines = []
     for count in (size, 3 * size + 1):
@@ -234,7 +234,7 @@ def evaluation(line: str) -> list[float]:
 
 
 def train_with_dropout(argv: list[str]) -> tuple[str, set]:
-    """Train a fork: what it prints, and (training mode, gradients enabled) of each MLP's calls."""
+    """Train a fork; return its output and (training mode, gradients enabled) of calls of MLPs."""
     modes = set()
     compute = model.MLP.forward
 
@@ -249,7 +249,7 @@ def train_with_dropout(argv: list[str]) -> tuple[str, set]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp --activation_checkpointing full"])
-def test_dropout_is_on_in_training_steps_only(on_ranks, tmp_path, strategy):
+def test_dropout_is_active_only_in_training_steps(on_ranks, tmp_path, strategy):
     text = f"--strategy {strategy} --max_steps 2 --eval_interval 1 --sample_tokens 3 --lr 0.1"
     for _, modes in on_ranks(2, train_with_dropout, text):
         assert modes == {(True, True), (False, False)}
@@ -259,7 +259,7 @@ def test_dropout_is_on_in_training_steps_only(on_ranks, tmp_path, strategy):
     assert evaluation(said)[0] == pytest.approx(logged, abs=1e-6)
 
 
-def test_eval_only_takes_another_checkpoint_and_other_data(run, pool, tokens, tmp_path):
+def test_eval_only_accepts_another_checkpoint_and_other_data(run, pool, tokens, tmp_path):
     out = run(1, "--max_steps 2 --save_interval 1 --dtype float32 --eval_interval 1")
     other = shutil.copytree(tokens, tmp_path / "other")
     np.zeros(1000, "<u2").tofile(other / "val.bin")
@@ -280,7 +280,7 @@ def test_eval_only_takes_another_checkpoint_and_other_data(run, pool, tokens, tm
     assert "nan bits per byte (10 " in newest
 
 
-def test_a_dry_run_and_a_finished_run_write_nothing(run, on_ranks, tmp_path):
+def test_a_dry_run_of_a_new_run_writes_nothing(on_ranks, tmp_path):
     before = contents(tmp_path)
     (status, said, err), _ = on_ranks(2, listen, "--strategy fsdp --max_steps 2 --dry_run")
     assert (status, err) == (0, "")
@@ -289,6 +289,8 @@ def test_a_dry_run_and_a_finished_run_write_nothing(run, on_ranks, tmp_path):
     assert said.endswith("--dry_run: all is ready for the first step; nothing was written\n")
     assert contents(tmp_path) == before
 
+
+def test_a_finished_run_is_left_unchanged(run, on_ranks, tmp_path):
     run(1, "--max_steps 2")
     before = contents(tmp_path)
     ((status, said, _),) = on_ranks(1, listen, "--strategy fsdp --max_steps 4 --dry_run")
@@ -307,7 +309,7 @@ def test_a_dry_run_and_a_finished_run_write_nothing(run, on_ranks, tmp_path):
 
 
 class FakeTracker:
-    """wandb, as far as nanoshard uses it; keeps what it is given."""
+    """The part of wandb that nanoshard uses; keeps what it is given."""
 
     def __init__(self, fails_after: int = 1000):
         self.left = fails_after
@@ -326,12 +328,12 @@ class FakeTracker:
 
 
 def train_with(argv: list[str], tracker: FakeTracker | None):
-    """What train.py answers, and the tracker, which is installed unless it is None."""
+    """What `listen` returns, and the tracker, which counts as installed unless it is None."""
     with mock.patch.dict(sys.modules, wandb=tracker):
         return listen(argv), tracker
 
 
-def test_wandb_gets_the_numbers_of_each_row_from_rank_0_and_may_fail(on_ranks, tmp_path):
+def test_wandb_gets_the_numbers_of_each_row_until_it_fails(on_ranks, tmp_path):
     out = tmp_path / "run"
     text = "--strategy fsdp --tracker wandb --max_steps"
     ((status, _, err), tracker), (_, other) = on_ranks(2, train_with, f"{text} 2", FakeTracker())
@@ -342,7 +344,7 @@ def test_wandb_gets_the_numbers_of_each_row_from_rank_0_and_may_fail(on_ranks, t
     assert tracker.sent[0][1]["loss"] == rows(out)[0]["loss"]
     assert tracker.sent[2][1] == {"val_loss": rows(out, "val_loss")[0]["val_loss"]}
 
-    # It goes on in the same run, named by the time of the first start, if there is a network.
+    # The next start continues the tracker's run, whose id has the time of the first start.
     start = json.loads((out / "starts.jsonl").read_text()) | {"time": "2020-01-01T00:00:00+00:00"}
     (out / "starts.jsonl").write_text(json.dumps(start) + "\n")
     failing = FakeTracker(fails_after=1)

@@ -1,4 +1,4 @@
-"""A rank that stops, dies, hangs or is slow is named, and the job ends."""
+"""The watchdog: if a rank stops, dies, hangs or is slow, it is reported, and the job ends."""
 
 import atexit
 import contextlib
@@ -33,7 +33,7 @@ from runtime import agreement, watchdog
 
 
 def train_without_batch_40(argv: list[str], folder: Path, fate: str) -> int:
-    """Rank 1 hangs or dies where it would read its 40th micro-batch."""
+    """Train; rank 1 hangs or dies when it would read its 40th micro-batch."""
     read = data.TokenDataset.__getitem__
     reads = 0
 
@@ -60,7 +60,7 @@ FATES = {
 
 
 @pytest.mark.parametrize("fate", FATES)
-def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path, fate):
+def test_a_rank_that_dies_or_hangs_is_reported(tokens, tmp_path, fate):
     text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1000000 --timeout 4"
     ranks = fork_ranks(2, train_without_batch_40, flags(text), tmp_path, fate)
     status, said = FATES[fate]
@@ -70,12 +70,12 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tokens, tmp_path, f
     (file,) = tmp_path.glob("error-*.json")  # for torchrun's report, once
     message = json.loads(file.read_text())["message"]
     assert re.fullmatch(line, message["message"] + "\n")
-    # Before all ranks end, which torchrun sees in the same second
+    # The failure began before all ranks ended, which torchrun sees within the same second.
     assert float(message["extraInfo"]["timestamp"]) <= file.stat().st_mtime - 4
 
 
-# What a rank does not live to do: the first collective of gloo's groups, which connects its ranks,
-# or its part of a save or of a stop request
+# Where rank 1 dies: before the first collective of a gloo group, which connects the ranks, or
+# before its part of a save or of a stop request
 FIRSTS = {
     "default group": (dist, "on_rank0"),
     "mesh": (train, "build"),
@@ -86,7 +86,7 @@ FIRSTS = {
 
 
 def train_until(argv: list[str], folder: Path, first: str) -> int:
-    """Rank 1 dies instead."""
+    """Train; rank 1 dies instead of calling the function FIRSTS[first]."""
     sys.argv[0] = "train.py"
     if os.environ["RANK"] == "1":
         owner, name = FIRSTS[first]
@@ -97,7 +97,7 @@ def train_until(argv: list[str], folder: Path, first: str) -> int:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("first", FIRSTS)
-def test_a_rank_that_dies_before_it_is_connected_is_named(tokens, tmp_path, first):
+def test_a_rank_that_dies_before_it_connects_is_reported(tokens, tmp_path, first):
     text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 4 --timeout 4"
     began = time.monotonic()
     ranks = fork_ranks(4, train_until, flags(f"{text} --save_interval 2"), tmp_path, first)
@@ -108,7 +108,7 @@ def test_a_rank_that_dies_before_it_is_connected_is_named(tokens, tmp_path, firs
 
 
 def lose_a_rank_in_two_threads(said: Path) -> None:
-    """One thread finds rank 1 silent; the other reads that before the first has printed."""
+    """One thread finds rank 1 silent; the other reads this before the first has printed."""
     store = torch.distributed.HashStore()
     dog = watchdog.Watchdog(store, 0, 2, timeout=4)
     store.set("heartbeat 1", store.get("heartbeat 0"))
@@ -129,7 +129,7 @@ def lose_a_rank_in_two_threads(said: Path) -> None:
         dog.abort_if_confirmed()
 
 
-def test_the_line_is_printed_whichever_thread_reads_first(tmp_path):
+def test_the_error_is_printed_whichever_thread_reads_first(tmp_path):
     (process,) = fork_ranks(1, lose_a_rank_in_two_threads, tmp_path / "said")
     process.join(30)
     assert process.exitcode == 1
@@ -137,9 +137,9 @@ def test_the_line_is_printed_whichever_thread_reads_first(tmp_path):
 
 
 def lose_one_of_twelve(port: int, folder: Path, fate: str) -> int:
-    """All ranks hang, and the first to investigate dies; or rank 1 dies, and no collective works.
+    """Either all ranks hang and the first to investigate dies, or rank 1 dies and collectives fail.
 
-    `folder` gets a file for each rank that investigates, that dies and that prints its own error.
+    `folder` gets a file for each rank that investigates, dies, or goes on to print its error.
     """
     rank = int(os.environ["RANK"])
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
@@ -172,10 +172,10 @@ def lose_one_of_twelve(port: int, folder: Path, fate: str) -> int:
 
 
 @pytest.mark.parametrize("fate", [pytest.param("hang", marks=pytest.mark.slow), "fail"])
-def test_few_of_many_ranks_investigate_even_if_one_dies_in_it(fate, tmp_path):
+def test_few_ranks_investigate_even_if_one_of_them_dies(fate, tmp_path):
     port = free_port()
     ranks = fork_ranks(12, lose_one_of_twelve, port, tmp_path, fate)
-    # After the forks, which would take over its sockets
+    # After the forks, which would inherit its sockets
     server = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     assert sorted(exit_statuses(ranks)) == [-9, *[1] * 11]
     (dead,) = tmp_path.glob("rank *")
@@ -187,13 +187,13 @@ def test_few_of_many_ranks_investigate_even_if_one_dies_in_it(fate, tmp_path):
 
 
 def start_and_wait(folder: Path) -> None:
-    """Play pytest, with a process that it started."""
+    """Act as pytest, and start a process."""
     process = start_process([sys.executable, "-c", "import time; time.sleep(1000)"])
     (folder / str(process.pid)).touch()
     time.sleep(1000)
 
 
-def test_what_a_test_starts_ends_with_a_killed_pytest(tmp_path):
+def test_processes_of_a_test_end_when_pytest_is_killed(tmp_path):
     (parent,) = fork_ranks(1, start_and_wait, tmp_path)
     wait_until(lambda: list(tmp_path.iterdir()), 20)
     parent.kill()
@@ -203,7 +203,7 @@ def test_what_a_test_starts_ends_with_a_killed_pytest(tmp_path):
 
 
 def fail_alone() -> None:
-    """What happens on a rank with an error, up to the destructors of torch's groups."""
+    """Do what a rank with an error does, up to the destructors of torch's groups."""
     atexit._clear()  # what pytest has registered
     with (
         mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5),
@@ -216,7 +216,7 @@ def fail_alone() -> None:
     ctypes.PyDLL(None).sleep(1000)  # as NCCL's communicators may, with Python's lock held
 
 
-def test_a_rank_that_fails_alone_ends_although_nccl_waits_for_others():
+def test_a_failed_rank_ends_even_if_nccl_waits_for_others():
     assert exit_statuses(fork_ranks(1, fail_alone)) == [1]
 
 
@@ -230,7 +230,7 @@ def test_a_rank_that_fails_alone_ends_although_nccl_waits_for_others():
         ("5 9 a|7 8 a|8 9 a", True, None),  # an error of this rank only
     ],
 )
-def test_who_is_to_blame(after, collective_failed, line):
+def test_the_diagnosis_blames_the_right_ranks(after, collective_failed, line):
     store = torch.distributed.HashStore()
     dog, *_ = (watchdog.Watchdog(store, rank, 3, timeout=60) for rank in range(3))
     looks = []
@@ -241,7 +241,7 @@ def test_who_is_to_blame(after, collective_failed, line):
 
 
 class Beats:
-    """In place of the event that ends the thread: `count` intervals pass at once, and it ends."""
+    """Replaces the event that ends the thread: `count` intervals pass at once, then it ends."""
 
     def __init__(self, count: int, others: list[watchdog.Watchdog]):
         self.count = count
@@ -270,8 +270,8 @@ SILENT = "rank 1 stopped or died, last seen before the first step; rank 0 is aft
         (60, True, True, SILENT),
     ],
 )
-def test_slow_work_may_take_ten_times_the_timeout_but_silence_not(seconds, slow, is_silent, line):
-    """Two ranks without progress, with a timeout of 60 seconds: a beat is a second."""
+def test_only_slow_work_may_take_ten_times_the_timeout(seconds, slow, is_silent, line):
+    """Two ranks make no progress. The timeout is 60 seconds, with a heartbeat each second."""
     store = torch.distributed.HashStore()
     dogs = [watchdog.Watchdog(store, rank, 2, timeout=60) for rank in range(2)]
     for dog in dogs:
@@ -285,7 +285,7 @@ def test_slow_work_may_take_ten_times_the_timeout_but_silence_not(seconds, slow,
     assert abort.call_args_list == ([mock.call(line)] if line else [])
 
 
-def test_a_rank_that_leaves_the_investigation_to_others_sends_heartbeats():
+def test_a_rank_that_does_not_investigate_sends_heartbeats():
     store = torch.distributed.HashStore()
     dog, _ = (watchdog.Watchdog(store, rank, 2, timeout=60) for rank in range(2))
     dog.stopped = Beats(700, [])
@@ -295,7 +295,7 @@ def test_a_rank_that_leaves_the_investigation_to_others_sends_heartbeats():
 
 
 def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
-    """(steps done, what is done next, whether that may be slow), each once."""
+    """Train; return each (steps done, next activity, whether that may be slow) once."""
     seen = []
 
     def see(dog, step: int, doing: str, slow: bool = False, status: int = 1) -> None:
@@ -306,7 +306,7 @@ def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
     return [report for report in dict.fromkeys(seen) if report[1] != "reading data"]
 
 
-def test_the_first_step_and_saves_are_slow_work(on_ranks):
+def test_the_first_step_and_saves_count_as_slow_work(on_ranks):
     text = "--save_interval 2 --sample_tokens 1 --max_steps"
     (seen,) = on_ranks(1, watch_a_run, f"{text} 3")
     assert seen == [
@@ -321,4 +321,4 @@ def test_the_first_step_and_saves_are_slow_work(on_ranks):
     ]
     ((loading, resumed, *_),) = on_ranks(1, watch_a_run, f"{text} 4")
     assert loading == (3, "loading", True)
-    assert resumed == (3, "computing", True)  # it compiles again
+    assert resumed == (3, "computing", True)  # a new process compiles again

@@ -1,4 +1,4 @@
-"""What a step puts on the wire, counted by the kernel, is what tools.plan says."""
+"""The bytes that a step puts on the wire, counted by the kernel, match tools.plan."""
 
 import ctypes
 import json
@@ -13,9 +13,9 @@ from conftest import build_run, flags, fork_ranks, train_step
 from tools import plan
 
 CLONE_NEWNET = 0x40000000
-HEADERS = 66  # of a packet: Ethernet 14, IP 20, TCP 32
+HEADERS = 66  # bytes per packet: Ethernet 14, IP 20, TCP 32
 STEPS = 4
-# Matrices and activations of 256 KB and more; small messages have headers of their own
+# Matrices and activations have 256 KB or more: the headers of gloo's messages hardly count.
 LARGE = "--n_layer 2 --d_model 256 --d_ff 512 --seq_len 64 --dtype float32 --global_batch_size 16"
 
 
@@ -27,15 +27,15 @@ def payload() -> int:
 
 
 def bytes_of_a_step(argv: list[str], file: Path) -> None:
-    """Write what all ranks together send in a step of training."""
+    """Write the number of bytes that all ranks together send in a training step."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     run = build_run(argv)
     for step in (1, 2):  # DDP rebuilds its buckets
         train_step(run, step)
-    torch.distributed.barrier()  # until all have sent all of step 2
+    torch.distributed.barrier()  # until all ranks have sent everything of step 2
     counts = [payload()]
     torch.distributed.barrier()
-    counts.append(payload())  # of a barrier
+    counts.append(payload())  # the second barrier
     for step in range(3, 3 + STEPS):
         train_step(run, step)
     torch.distributed.barrier()
@@ -47,7 +47,7 @@ def bytes_of_a_step(argv: list[str], file: Path) -> None:
 
 
 def in_a_namespace(size: int, argv: list[str], file: Path) -> int:
-    """Start the ranks in a network namespace that has nothing else; return 0 if it exists."""
+    """Run the ranks in a new, empty network namespace; return 1 if none can be created."""
     if ctypes.CDLL(None).unshare(CLONE_NEWNET):
         return 1
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
@@ -63,7 +63,7 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
 @pytest.mark.parametrize("mesh, size", CASES)
-def test_a_step_sends_what_each_collective_must(tokens, tmp_path, mesh, size):
+def test_a_step_sends_the_planned_bytes(tokens, tmp_path, mesh, size):
     argv = flags(f"--data {tokens} --out {tmp_path}/run {LARGE} --strategy {mesh} --max_steps 10")
     (parent,) = fork_ranks(1, in_a_namespace, size, argv, tmp_path / "bytes")
     parent.join()

@@ -1,4 +1,4 @@
-"""examples/zero.py: each stage equals one rank, and what a student writes wrong fails in a line."""
+"""examples/zero.py: each stage equals one rank, and a student's mistakes fail in one line."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ def test_each_stage_equals_one_rank(ranks, tmp_path):
     assert names == [stage.__name__ for stage in zero.STAGES]
 
 
-def test_adamw_by_hand_is_torchs():
+def test_adamw_by_hand_matches_torch():
     theirs = torch.randn(9).requires_grad_()
     ours, moments = theirs.detach().clone(), torch.zeros(2, 9)
     betas = (zero.BETA1, zero.BETA2)
@@ -39,7 +39,7 @@ MEAN = "state.gradients /= n"
 UPDATE = "adamw(state.weights, state.gradients, state.moments, state.step)"
 GATHER = "state.weights[i] = group.all_gather(own_weights[i]).view(D, D)"
 ALL = "every = [group.all_gather(s) for s in state.weights]; "
-WRONG = [  # a function, its code, what a student writes instead, words of the line printed
+WRONG = [  # a function, its code, what a student writes instead, words of the error
     ("reduce_scatter", "parts[rank]\n", "parts[rank - 1]\n", "ring: reduce_scatter gives rank"),
     ("ddp_each", MEAN, "pass", "ddp_each: step 1: .* rank . are 3.00 times one rank's: a sum"),
     ("ddp_each", MEAN, f"{MEAN} * n", "step 1: .* rank . are 0.33 times .*: divided by n twice"),
@@ -62,7 +62,7 @@ WRONG = [  # a function, its code, what a student writes instead, words of the l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function, code, wrong, words", WRONG)
-def test_a_wrong_body_fails_in_one_line(function, code, wrong, words, tmp_path):
+def test_a_wrong_implementation_fails_in_one_line(function, code, wrong, words, tmp_path):
     before, after = (ROOT / "examples/zero.py").read_text().split(f"def {function}(")
     copy = tmp_path / "zero.py"
     copy.write_text(f"{before}def {function}({after.replace(code, wrong, 1)}")
