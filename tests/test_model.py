@@ -303,7 +303,7 @@ def test_weight_decay_excludes_norms_and_the_embedding(tied):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_count_matrix_products_and_half_of_attention(tied):
-    """torch counts a forward pass, which computes all scores, and masks half of them."""
+    """torch counts a forward pass, which computes all attention scores and masks half of them."""
     config = dataclasses.replace(SMALL, tied=tied)
     model = build_model(config)
     with FlopCounterMode(display=False) as counter:

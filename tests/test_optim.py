@@ -256,7 +256,7 @@ def test_a_scalar_parameter_keeps_its_moments_in_a_checkpoint():
 
 @pytest.mark.parametrize("name", ["muon", "sgd"])
 def test_an_optimizer_without_any_parameter_is_refused(monkeypatch, name):
-    """For example Muon with a misspelled prefix, or a fork's for a model without its parameter."""
+    """For example Muon with a misspelled prefix, or Sgd for a model without an embedding."""
     monkeypatch.setitem(optim.OPTIMIZERS, "sgd", Sgd)
     parameters = torch.nn.Linear(3, 2).named_parameters()
     with pytest.raises(ValueError, match=f"^{name} takes no parameter: check is_hidden"):

@@ -100,7 +100,7 @@ def test_the_order_of_the_mesh_decides_which_groups_span_hosts():
         # All four ranks of a host use all of its network cards.
         ("all_gather", Group(8, 2), 7 / 8 * 1e9 / 10e9),
         ("broadcast", Group(8, 2), 7 / 8 * 1e9 / 10e9),
-        # One rank of each host gets a quarter of them: so do the other three.
+        # Four groups, each with one rank per host, get a quarter of the cards each.
         ("all_reduce", Group(2, 2), 2 * 1 / 2 * 1e9 / 2.5e9),
     ],
 )

@@ -166,7 +166,7 @@ def test_the_bytes_of_tensor_parallelism_match_the_formula(
     twice in forward and twice in backward, and each end of the model once. Checkpointing gathers
     again; "full" also repeats attention's scatter, but not the last scatter of a block. The loss
     reduces three numbers per token: a maximum, a sum and the target's logit. The gradients of the
-    five norms are added once a step.
+    five norms are added once a step, by optim.py ("single") or by FSDP.
     """
     text = f"--strategy {strategy} --tp 2 --dtype float32 --micro_batch_size 2"
     text += f" --optimizer {optimizer}"
@@ -343,7 +343,7 @@ def kept_uncompiled(text: str, ranks: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_selective_recomputation_keeps_the_same_bytes(pool, on_ranks, ranks):
-    """Per block: a run of six layers keeps more than one of five. Blocks are compiled singly."""
+    """A sixth layer adds the same bytes, compiled or not. Each block is compiled separately."""
     kept = []
     for n_layer in (5, 6):
         text = f"{BLOCKS} --tp {ranks} --n_layer {n_layer} --activation_checkpointing selective"

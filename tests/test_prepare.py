@@ -68,7 +68,7 @@ def test_one_document_gives_its_tail_to_validation(tmp_path):
 def test_prepare_prints_what_it_read_and_skipped(tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()
-    (text / "a").write_text("one<|endoftext|>")  # the end of the file, and no blank document
+    (text / "a").write_text("one<|endoftext|>")  # nothing follows, so no blank document
     (text / "b").write_text("two<|endoftext|>three<|endoftext|>\n")
     (text / "empty").touch()
     (text / "utf-16").write_text("text", encoding="utf-16")
@@ -171,7 +171,7 @@ def endless(tmp_path):
     """prepare.py, working on an endless source, with the output tmp_path / "tokens"."""
     source = tmp_path / "source"
     with open(source, "w") as file:
-        file.truncate(1 << 40)  # a sparse file
+        file.truncate(1 << 40)  # sparse: no block of it is on the disk
     command = [ROOT / "prepare.py", "--source", source, "--out", tmp_path / "tokens"]
     job = Job(command, tmp_path / "job")
     work = tmp_path / ".tokens.unfinished"

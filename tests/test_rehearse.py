@@ -120,7 +120,7 @@ def on_512_gpus(pool) -> list[Rehearsal]:
 
 
 def test_compiling_does_not_change_a_rehearsal(on_512_gpus):
-    """Nor does a rehearsal leave anything behind that would change a later one."""
+    """A rehearsal also leaves nothing behind that would change a later one."""
     plain, _, compiled, *_ = on_512_gpus
     assert plain == dataclasses.replace(compiled, run=plain.run)
 

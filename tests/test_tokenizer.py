@@ -1,4 +1,4 @@
-"""Text <-> tokens, with and without a network."""
+"""Text <-> tokens, with tokenizers that need no network."""
 
 import json
 import math
