@@ -24,7 +24,7 @@ MEANINGS = {
     "communication": "#4fa66b",
     "waiting": GREY,
 }
-COLORS = ["#8f7fd1", "#b0983a", "#45a3a8", "#b46ba5"]  # of runs and ranks
+COLORS = ["#8f7fd1", "#b0983a", "#45a3a8", "#b46ba5"]  # for runs and ranks
 STYLE = {
     "svg.hashsalt": "nanoshard",
     "svg.fonttype": "none",
@@ -44,7 +44,7 @@ STYLE = {
 
 
 def lanes(axes: Axes, lanes: dict[str, list[list]], unit: str, legend: bool = True) -> None:
-    """A lane of spans per name: {lane: [[start, end, meaning], ...]}."""
+    """Draw one lane of spans per name: {lane: [[start, end, meaning], ...]}."""
     for number, spans in enumerate(lanes.values()):
         for start, end, kind in spans:
             axes.barh(number, end - start, 0.7, start, color=MEANINGS[kind], linewidth=0)
@@ -59,14 +59,14 @@ def lanes(axes: Axes, lanes: dict[str, list[list]], unit: str, legend: bool = Tr
 
 
 def name_rows(axes: Axes, names: Iterable[str]) -> None:
-    """Name bars or lanes, from top to bottom."""
+    """Label the bars or lanes, from top to bottom."""
     names = list(names)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def lines(axes: Axes, series: dict[str, list[list[float]]], x: str, y: str, log: bool) -> None:
-    """A line per name: {name: [xs, ys]}."""
+    """Draw one line per name: {name: [xs, ys]}."""
     for name, (xs, ys) in series.items():
         axes.plot(xs, ys, label=name, linewidth=1.6)
     axes.set_yscale("log" if log else "linear")
@@ -76,15 +76,15 @@ def lines(axes: Axes, series: dict[str, list[list[float]]], x: str, y: str, log:
 
 
 # --------------------------------------------------------------------------------------------------
-# The chapters: what the data is, and how it is drawn
+# The pictures: each docstring describes the data
 
 
 def draw_0(data: dict) -> None:
-    """{"ranks": n}: the rounds of a ring's reduce_scatter, with how many ranks a sum covers."""
+    """{"ranks": n}: a ring's reduce_scatter by round; a cell has the number of ranks summed."""
     n = data["ranks"]
-    counts = [[1] * n for _ in range(n)]  # of each rank's parts
+    counts = [[1] * n for _ in range(n)]  # [rank][part]: the ranks summed so far
     for i, axes in enumerate(pyplot.gcf().subplots(1, n), start=1):
-        sent = [(rank - i) % n for rank in range(n)] if i < n else [None] * n  # a part of each rank
+        sent = [(rank - i) % n for rank in range(n)] if i < n else [None] * n  # part, by rank
         for rank in range(n):
             for part, count in enumerate(counts[rank]):
                 color = MEANINGS["communication"] if count == n else COLORS[rank]
@@ -106,7 +106,7 @@ def draw_3(data: dict) -> None:
     """The second of two traced steps: {label: {lane: spans in ms}}."""
     for axes, (label, steps) in zip(pyplot.gcf().subplots(2, 1, sharex=True), data.items()):
         names = [name for name in steps if "gloo" in name]
-        for both in [*zip(*(steps[name] for name in names))]:  # one all_reduce, of each rank
+        for both in [*zip(*(steps[name] for name in names))]:  # one all_reduce, on each rank
             together = max(start for start, _, _ in both)
             for name, (start, _, _) in zip(names, both):
                 steps[name].append([start, together, "waiting"])
@@ -116,7 +116,7 @@ def draw_3(data: dict) -> None:
 
 
 def draw_4(data: dict) -> None:
-    """A traced step: {unit: spans in ms}, and those of gloo's threads."""
+    """A traced step: {unit: spans in ms}, and the spans of gloo's threads."""
     lanes(pyplot.gca(), data, "ms")
 
 
@@ -132,7 +132,7 @@ def draw_memory(data: dict) -> None:
 
 
 def draw_6(data: dict) -> None:
-    """{mesh: the relative difference of its loss to that of `single`, step by step}."""
+    """{mesh: [relative difference between its loss and the loss of `single`, for each step]}."""
     # A log axis has no place for 0, a bitwise equal loss: leave a gap.
     series = {n: [range(1, 1 + len(ys)), [y or math.nan for y in ys]] for n, ys in data.items()}
     lines(pyplot.gca(), series, "step", "difference to single, relative", log=True)
@@ -169,7 +169,7 @@ def draw_9(data: dict) -> None:
 
 
 def draw_15(data: dict) -> None:
-    """{strategy: {"MB": on the wire, "seconds": {Mbit/s: of a step}}}; the fastest link gives C."""
+    """{strategy: {"MB": on the wire, "seconds": {Mbit/s: a step's}}}; the fastest link gives C."""
     axes = pyplot.gca()
     for name, run in data.items():
         links = {int(mbit): seconds for mbit, seconds in run["seconds"].items()}
@@ -188,7 +188,7 @@ def draw_15(data: dict) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-# Name of a file -> its function, which draws an entry of pictures.json, and its height in inches
+# {name of the file and of its entry in pictures.json: (function that draws it, height in inches)}
 PICTURES = {
     "0": (draw_0, 2.6),
     "3": (draw_3, 4.2),

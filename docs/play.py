@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 MINE = "runs/write/zero.py"
 # {"3": [right, close, neither], "bug 3": [tries, or 0 if it was shown], "write zero2": [1]}
 SCORE = "runs/play.json"
-# Before each command. grep then prints each line at once, and torchrun does not warn of threads.
+# Precedes each command: grep prints each line at once, and torchrun does not warn of threads.
 SHELL = """unset RANK WORLD_SIZE OMP_NUM_THREADS
 grep() { command grep --line-buffered "$@"; }
 torchrun() { OMP_NUM_THREADS=1 command torchrun "$@"; }
@@ -36,14 +36,14 @@ OUTPUT = re.compile(r"^```\n(.*?)^```", re.M | re.S)
 DETAILS = re.compile(r"<details><summary>[^\n]*</summary>(.*?)</details>", re.S)
 END = re.compile(r"^(?:\*\*Plant|\*\*Exercise|#|</?details)", re.M)  # of the text after an output
 IMAGE = re.compile(r"!\[[^]]*\]\([^)]*\)\n*(?:\*[^*](?:.|\n(?!\n))*?\*\n)?")  # and its caption
-# `name`: the number of a bug, the file of code, the function to write. `place`: the function that
-# a bug is in, such as dist.py:dp_rank. `note`: of a run, the sum that answers the questions, and
-# what is said of the output; of a run that shows a bug, the answer.
+# `name`: the bug's number, the file of the code, or the function to write. `place`: the function
+# that contains the bug, for example dist.py:dp_rank. `note`: the text to print after a run: the sum
+# that answers the questions and the text below the output, or the answer to a bug.
 Block = namedtuple("Block", "kind name place text output questions note")
 
 
 def chapters(text: str) -> dict[str, list[Block]]:
-    """Heading -> its marked blocks. Raises ValueError if a mark is unknown or has no block."""
+    """Return {heading: marked blocks}. Raises ValueError if a mark is unknown or has no block."""
     found = {}
     for chapter in re.split(r"^## ", text, flags=re.M):
         before, *parts = re.split(r"^(?=<!--)", chapter, flags=re.M)
@@ -59,7 +59,7 @@ def chapters(text: str) -> dict[str, list[Block]]:
                 if not body or (mark[1] == "shows bug" and not output):
                     raise ValueError(f"a mark without its block, in {heading}: {part[:50]}")
                 note = END.split(part[(output or body).end() :])[0]
-                if mark[1] == "shows bug":  # the explanation begins before the mark
+                if mark[1] == "shows bug":  # the explanation starts before the mark
                     note = before.rpartition("</summary>")[2] + output[1] + note
                 elif questions:
                     note = "".join(DETAILS.findall(before)) + note
@@ -71,7 +71,7 @@ def chapters(text: str) -> dict[str, list[Block]]:
 
 
 def plain(text: str) -> str:
-    """Markdown without images, their captions, the addresses of links, and bold stars."""
+    """Return Markdown without images, their captions, the addresses of links, and bold stars."""
     text = re.sub(r"\[([^]]+)\]\([^)\s]+\)", r"\1", IMAGE.sub("", text))
     return re.sub(r"\*\*(.+?)\*\*", r"\1", text, flags=re.S).strip()
 
@@ -102,7 +102,7 @@ def run(command: str, folder: Path, what: str = "", show=print) -> tuple[int, st
 
 
 def number(text: str, question: str = "") -> float | None:
-    """Read 24, ~24, 844,928, 3.38 MB or none. None if it is no number in the question's unit."""
+    """Parse 24, ~24, 844,928, 3.38 MB or none; None if it is not in the question's unit."""
     text = re.sub(r" |,(?=\d{3}(?!\d))", "", re.sub("none|zero", "0", text.lower()).strip("~≈ "))
     match = re.fullmatch(r"(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)([a-z/]*)", text.replace(",", "."))
     is_number = match and (not match[2] or re.search(rf"\b{match[2]}", question.lower()))
@@ -116,7 +116,7 @@ def ask(question: str) -> float | None:
 
 
 def judge(guess: float | None, answer: str, measured: str) -> str:
-    """Return right, close, no or skipped, and why. `answer` is the formula's."""
+    """Return right, close, no or skipped, and the error. `answer` is the formula's number."""
     value, formula = number(measured), number(answer)
     if guess is None or value is None:
         return "skipped"
@@ -128,7 +128,7 @@ def judge(guess: float | None, answer: str, measured: str) -> str:
 
 
 def predict(blocks: list[Block], folder: Path) -> list[int]:
-    """Ask for all numbers first, since an output may hint at the next one; run, and judge them."""
+    """Ask for all numbers first, since an output may hint at the next one; run, and judge."""
     runs = [block for block in blocks if block.kind == "run"]
     last = max(i for i, block in enumerate(runs) if block.questions)
     asked = {text: answer for block in runs for text, answer, _ in block.questions}
@@ -151,7 +151,7 @@ def predict(blocks: list[Block], folder: Path) -> list[int]:
 
 
 def missing(answer: str, place: str, source: str) -> str:
-    """What an answer such as head.__init__() or model.py:Head.__init__ lacks; if right, nothing."""
+    """Return what an answer such as head.__init__() or model.py:Head lacks, or nothing."""
     words = re.sub(r"\.py:|/", ".", answer.lower().strip(" ()")).replace(" ", "_").split(".")
     right = re.sub(r"\.py:|/", ".", place.lower()).split(".")
     alike = re.findall(rf"^ *(?:def|class) {re.escape(words[-1])}\b", source.lower(), re.M)
@@ -164,7 +164,7 @@ def missing(answer: str, place: str, source: str) -> str:
 
 
 def hints(bug: Block, without: str, output: str) -> list[str]:
-    """Hints at the function, each larger than the one before, from outputs without and with it."""
+    """Return hints at the function, the smaller first, from outputs without and with the bug."""
     noise = re.compile(r"[\d.,]+ ?(?:%|(?:ms|s|tok/s)\b)|\d+m\d+s|^ *(?:goodput|slowest).*", re.M)
     without = noise.sub("", without)
     lines = [line.strip() for line in output.splitlines() if noise.sub("", line) not in without]
@@ -189,7 +189,7 @@ def find_bug(bug: Block, shows: Block, folder: Path) -> list[int]:
 
 
 def without_bodies(source: str, names: list[str]) -> str:
-    """Code in which functions end below their docstrings."""
+    """Return the code with an error in place of the bodies of the functions `names`."""
     result = source
     for node in ast.parse(source).body:
         if getattr(node, "name", "") in names:
@@ -200,12 +200,12 @@ def without_bodies(source: str, names: list[str]) -> str:
 
 
 def write(name: str, names: list[str]) -> list[int] | None:
-    """Have the reader write a function of examples/zero.py. Return None if told to stop."""
+    """Have the reader write a function of examples/zero.py. Return None if the reader stops."""
     mine, stage = ROOT / MINE, name.replace("all_gather", "ring")
     if not mine.exists():
         mine.write_text(without_bodies((ROOT / "examples/zero.py").read_text(), names))
     line = mine.read_text().partition(f"\ndef {name}(")[0].count("\n") + 2
-    print(f"\nWrite {name} in {MINE}, line {line}. To begin again, delete the file.")
+    print(f"\nWrite {name} in {MINE}, line {line}. To start over, delete the file.")
     while input("Press Enter when it is written (q: stop) ").strip().lower() != "q":
         command = f"    torchrun --standalone --nproc_per_node 3 {MINE} {stage}"
         status, output = run(command, ROOT, show=lambda *_, **__: None)
@@ -217,7 +217,7 @@ def write(name: str, names: list[str]) -> list[int] | None:
 
 
 def games(found: dict[str, list[Block]]) -> dict[str, list[Block]]:
-    """Such as "3", "write ddp_each" and "bug 3", in the lecture's order -> the chapter's blocks."""
+    """Return {game, such as "3", "write ddp_each" or "bug 3": its chapter's blocks}, in order."""
     every = {}
     for heading, blocks in found.items():
         asked = [heading.split(".")[0]] if any(block.questions for block in blocks) else []
@@ -227,7 +227,7 @@ def games(found: dict[str, list[Block]]) -> dict[str, list[Block]]:
 
 
 def choose(words: str, every: dict[str, list[Block]], done: dict[str, list[int]]) -> list[str]:
-    """The games that words such as bug or write 3 mean, if any. First bugs of chapters played."""
+    """Return the games that `words` mean. For `bug`, it is a bug of a played chapter, if any."""
     if words == "bug":
         hidden = [g for g in every if g.startswith("bug ") and not any(done.get(g, []))]
         return sorted(hidden, key=lambda bug: bug[4:] not in done)[:1] or ["bug 1"]
@@ -264,7 +264,7 @@ def main(words: str) -> None:
     item = r'"(\d+|bug \w+|write \w+)": \[\d+(, \d+)*\]'
     text = (ROOT / SCORE).read_text(errors="replace") if (ROOT / SCORE).exists() else "{}"
     if not re.fullmatch(rf"{{({item}(, {item})*)?}}", text):
-        sys.exit(f"docs.play: {SCORE} is damaged or no score: move it away to begin again")
+        sys.exit(f"docs.play: {SCORE} is damaged or not a score: move it away to start over")
     every, done = games(found), json.loads(text)
     chosen = choose(words, every, done)
     if words and not chosen:

@@ -1,11 +1,11 @@
-"""The first hour on a GPU: what no GPU has shown yet, in about 25 minutes, written to one file.
+"""The first hour on a GPU: measure in about 25 minutes what no GPU has measured yet.
 
 python examples/first_hour.py --nanogpt ../nanoGPT
 python examples/first_hour.py --model tiny --micro_batch_size 1    # a dry run, also on CPUs
 
 Each step is a command with a time limit. If a step fails, the next one still runs.
-OUT/first_hour.json has the hardware, the versions, and for each step its command, seconds, status,
-figures and last lines. OUT/STEP.txt has all that a step printed.
+OUT/first_hour.json contains the hardware, the versions, and for each step its command, seconds,
+status, figures and last lines. OUT/STEP.txt contains everything that a step printed.
 """
 
 import json
@@ -36,9 +36,9 @@ from runtime import agreement, cli
 from tools.measuring.harness import ROOT, training_rows
 
 THIS = Path(__file__).resolve()
-VOCABULARY = 50257  # of a token folder without a tokenizer: GPT-2's
-LAST_LINES = 30  # of what a step printed
-GRACE = 40  # seconds to end in after an interrupt; torchrun gives its ranks 30
+VOCABULARY = 50257  # GPT-2's; the token folder has no tokenizer
+LAST_LINES = 30  # of a step's output, in the report
+GRACE = 40  # seconds to end after an interrupt; torchrun gives its ranks 30
 FIRST_STRICT, LAST_STRICT = 4, 53  # steps without host syncs; the first three allocate
 
 # --------------------------------------------------------------------------------------------------
@@ -48,9 +48,9 @@ FIRST_STRICT, LAST_STRICT = 4, 53  # steps without host syncs; the first three a
 @dataclass(frozen=True)
 class Step:
     name: str
-    limit: int  # seconds; all together less than 25 minutes
-    command: str  # with the names of `values_for` in braces
-    ranks: int = 1  # at least
+    limit: int  # seconds; less than 25 minutes in total
+    command: str  # with keys of `values_for` in braces
+    ranks: int = 1  # the fewest it needs
 
 
 TRAIN = "{torchrun} train.py {flags} --max_steps 20"
@@ -92,12 +92,12 @@ STEPS = [
 
 
 def values_for(step: Step, options: Namespace, out: Path) -> dict[str, str]:
-    """What stands in a step's command: name -> words."""
+    """Return {key: words} to fill in a step's command."""
     python = shlex.quote(sys.executable)
     torchrun = f"{python} -m torch.distributed.run --standalone --nproc_per_node"
     n, batch = options.nproc_per_node, options.micro_batch_size
     size = f"--model {options.model} --micro_batch_size {batch}"
-    # One micro-batch of each rank in a step. Each run is a new one, and saves nothing.
+    # Each rank has one micro-batch a step. Every run is new, and saves nothing.
     flags = (
         f"{size} --global_batch_size {n * batch} --strategy fsdp --data {out}/tokens "
         f"--out {out}/{step.name} --warmup_steps 5 --log_interval 1 --eval_interval 0 "
@@ -108,7 +108,7 @@ def values_for(step: Step, options: Namespace, out: Path) -> dict[str, str]:
         f"--n_layer {theirs.n_layer} --n_head {theirs.n_head} --n_embd {theirs.d_model} "
         f"--block_size {theirs.seq_len} --batch_size {2 * batch}"
     )
-    of_cpus = "" if torch.cuda.is_available() else " --peak_tflops 0.1"  # which no table has
+    of_cpus = "" if torch.cuda.is_available() else " --peak_tflops 0.1"  # their peak is in no table
     return {
         "python": python,
         "this": shlex.quote(str(THIS)),
@@ -125,7 +125,7 @@ def values_for(step: Step, options: Namespace, out: Path) -> dict[str, str]:
 
 
 def reason_to_skip(step: Step, options: Namespace) -> str:
-    """Return why a step cannot run here, or nothing."""
+    """Return why a step cannot run here; an empty string if it can."""
     if step.name == "nanogpt" and not options.nanogpt:
         return "needs --nanogpt PATH"
     if step.ranks > options.nproc_per_node:
@@ -160,8 +160,8 @@ def train_without_syncs(argv: list[str]) -> int:
 def kill_a_rank(command: list[str]) -> None:
     """Run torchrun until step 5, read the GPUs' memory, and kill -9 the last rank.
 
-    Prints as JSON the seconds until torchrun ends, its status and the lines of errors, and the
-    bytes that a GPU holds beside torch's: the CUDA context and NCCL's communicators.
+    Prints as JSON the seconds until torchrun ends, its status, its error lines, and the bytes in
+    use on each GPU that torch has not reserved: the CUDA context and NCCL's communicators.
     """
     before = used_memory()
     log = Path(command[command.index("--out") + 1])
@@ -184,7 +184,7 @@ def kill_a_rank(command: list[str]) -> None:
 
 
 def used_memory() -> list[int]:
-    """Return the bytes in use on each GPU, by all processes; without nvidia-smi, nothing."""
+    """Return the bytes in use on each GPU, by all processes; [] without nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -196,7 +196,7 @@ def used_memory() -> list[int]:
 
 
 def run_step(step: Step, command: list[str], out: Path) -> dict:
-    """Run a step within its limit; return what first_hour.json has of it."""
+    """Run a step within its limit; return its entry in first_hour.json."""
     file = out / f"{step.name}.txt"
     began = time.monotonic()
     with open(file, "w") as output:
@@ -225,7 +225,7 @@ def run_step(step: Step, command: list[str], out: Path) -> dict:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Interrupt a step that still runs, and kill what is left of it."""
+    """Interrupt a step that still runs, and kill the processes that are left."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -236,7 +236,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def read_figures(name: str, lines: list[str], out: Path) -> dict:
-    """Return the figures of a run, of tools.check, or those that a step printed as its last line.
+    """Return the figures of a run, of tools.check, or the JSON in a step's last line.
 
     Raises ValueError, LookupError or OSError if there are none.
     """
@@ -261,7 +261,7 @@ def read_figures(name: str, lines: list[str], out: Path) -> dict:
 
 def parse(argv: list[str]) -> Namespace:
     """Raises UsageError."""
-    parser = cli.Parser(prog="first_hour.py", description="Run what has waited for a GPU.")
+    parser = cli.Parser(prog="first_hour.py", description="Measure what needs a GPU.")
     gpus = torch.cuda.device_count()
     parser.add_argument("--out", type=Path, default=Path("runs/first-hour"), metavar="DIR")
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
@@ -272,14 +272,14 @@ def parse(argv: list[str]) -> Namespace:
         type=cli.number(int, 1),
         default=gpus or 4,
         metavar="N",
-        help="ranks (default: the GPUs; without one 4)",
+        help="ranks (default: the number of GPUs, or 4 without a GPU)",
     )
     options = parser.parse_args(argv)
     if options.out.exists():
-        raise cli.UsageError(f"--out {options.out} exists: name a new folder")
+        raise cli.UsageError(f"--out {options.out} exists: choose a new folder")
     if not gpus and options.model != "tiny":
         raise cli.UsageError(
-            "PyTorch finds no GPU here: --model tiny --micro_batch_size 1 is a dry run on CPUs"
+            "PyTorch finds no GPU here: --model tiny --micro_batch_size 1 gives a dry run on CPUs"
         )
     if options.nanogpt and not (options.nanogpt / "train.py").exists():
         raise cli.UsageError(f"--nanogpt {options.nanogpt} has no train.py: clone nanoGPT")
@@ -287,7 +287,7 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def write_tokens(folder: Path) -> None:
-    """Write random tokens, some of them rarer than others, as nanoGPT does."""
+    """Write random tokens, some rarer than others, in nanoGPT's format."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
     for name, count in (("train", 4_000_000), ("val", 200_000)):

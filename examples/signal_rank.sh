@@ -1,5 +1,5 @@
 #!/bin/bash
-# Sends a signal to the last rank of a run after a step: chapters 11 and 12 of the lecture.
+# Send a signal to the last rank of a run after a step, for chapters 11 and 12 of the lecture.
 #
 # bash examples/signal_rank.sh SIGNAL STEP OUT torchrun ... train.py --out OUT ...
 
@@ -8,7 +8,7 @@ shift 3
 "$@" &
 torchrun=$!
 until grep -qs "\"step\": $step," "$out/metrics.jsonl"; do
-    kill -0 $torchrun 2> /dev/null || exit 1  # it ended before that step
+    kill -0 $torchrun 2> /dev/null || exit 1  # torchrun ended before that step
     sleep 0.1
 done
 kill -"$signal" "$(pgrep -P $torchrun | tail -1)"  # torchrun starts its ranks in order

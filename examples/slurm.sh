@@ -4,8 +4,8 @@
 #
 #     sbatch examples/slurm.sh --strategy hsdp --data tokens/web ...
 #
-# By default a task gets one core, for the threads of the run, its loader workers, NCCL and a save.
-# Give each a task's share of the node's cores.
+# By default Slurm gives each task one core, for the run's threads, loader workers, NCCL and saves.
+# Set --cpus-per-task to a task's share of the node's cores.
 #SBATCH --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=USR1@120
@@ -15,10 +15,10 @@
 # Since Slurm 22.05 srun does not take over sbatch's --cpus-per-task.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
-# Where a cluster's default is 1, the first rank that leaves would have the others terminated, and
-# srun would end with 143.
+# If the cluster's default is 1, Slurm terminates all ranks when the first one leaves, and srun ends
+# with status 143.
 srun --kill-on-bad-exit=0 python train.py "$@"
 status=$?
-# 75: stopped and saved. By itself --requeue only requeues a job that has lost a node.
+# Status 75: stopped and saved. --requeue alone only requeues a job that has lost a node.
 [ $status = 75 ] && scontrol requeue $SLURM_JOB_ID
 exit $status

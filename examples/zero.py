@@ -4,7 +4,7 @@ torchrun --standalone --nproc_per_node 4 examples/zero.py          # all stages
 torchrun --standalone --nproc_per_node 4 examples/zero.py ring     # one of them
 
 Each stage is a function that takes one training step. zero_check.py calls it for five steps and
-compares the weights with one rank's. 2, 3, 4, 5, 6 or 8 ranks can cut this model and its batch.
+compares the weights with one rank's. Model and batch can be split over 2, 3, 4, 5, 6 or 8 ranks.
 """
 
 import sys
@@ -14,11 +14,11 @@ import torch.distributed as td
 
 sys.path.append("examples")  # for a copy of this file in another folder
 import zero_check
-from zero_check import group, n, rank  # torch's collectives, number of ranks, this one's number
+from zero_check import group, n, rank  # torch's collectives, number of ranks, this rank
 
 LAYERS, D, ROWS = 4, 120, 240  # the model is LAYERS times tanh(x @ weight), and x is ROWS x D
 L, P = D * D, LAYERS * D * D  # parameters of a layer, of the model
-# Adam's usual eps, 1e-8, hides a gradient that is n times too large: the update is nearly the same
+# Adam's usual eps, 1e-8, would hide gradients n times too large: updates would be nearly the same
 LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.95, 1e-3, 0.1
 
 # --------------------------------------------------------------------------------------------------
@@ -50,13 +50,13 @@ def reduce_scatter(tensor):
 
 
 def all_gather(part):
-    """Return the parts of ranks 0 to n - 1, one behind the other, flat.
+    """Return the parts of ranks 0 to n - 1, concatenated.
 
     In each of n - 1 rounds call `exchange` once, with one part.
     """
     parts = torch.empty(n, part.numel())
     parts[rank] = part
-    for i in range(n - 1):  # pass on what came in the round before
+    for i in range(n - 1):  # pass on the part of the round before
         parts[(rank - i - 1) % n] = exchange(parts[(rank - i) % n])
     return parts.view(-1)
 
@@ -81,7 +81,7 @@ def backward(x, weight, out, d):
 
 
 def gradients(weights, x, y):
-    """Yield (layer's index, gradient of its weight), the last layer first, as backward makes them.
+    """Yield (layer's index, gradient of its weight), from the last layer to the first.
 
     The loss is the mean squared error over the rows of x. `weights` is LAYERS x D x D.
     """
@@ -95,7 +95,7 @@ def gradients(weights, x, y):
 
 
 def adamw(weights, gradients, moments, step):
-    """Update weights and moments in place. Shapes: any, the same, 2 x the same. Step 1 is first.
+    """Update weights and moments (2 x the shape of the weights) in place. The first step is 1.
 
     A parameter takes 16 bytes: 4 for its weight, 4 for its gradient, 8 for its moments.
     """
@@ -113,7 +113,7 @@ def adamw(weights, gradients, moments, step):
 #
 # state.weights, .gradients       full: LAYERS x D x D, or
 #                                 sharded: LAYERS x L / n, part `rank` of n of each layer
-# state.moments                   2 x the same
+# state.moments                   2 x that shape
 # state.step                      1, 2, ...
 # group.all_reduce(tensor)        replaces `tensor` by the sum over the ranks
 # group.start_all_reduce(tensor)  returns a handle: `tensor` is the sum after handle.wait()
@@ -138,7 +138,7 @@ def ddp_each(state, x, y):
         state.gradients[i] = gradient
     for gradient in state.gradients:
         group.all_reduce(gradient)  # 4 L bytes
-    state.gradients /= n  # each rank has as many rows, so the mean of means is the mean
+    state.gradients /= n  # all ranks have equally many rows: the mean of means is the mean
     adamw(state.weights, state.gradients, state.moments, state.step)
 
 
@@ -204,8 +204,8 @@ def zero3(state, x, y):
     """Do what zero2 does, with sharded weights. All of the state is sharded.
 
     all_gather a layer's weights for its forward pass, drop them, and gather them again for its
-    backward pass. Do not drop the last layer's: its backward pass comes next. To do so, write out
-    what `gradients` does, with `backward`.
+    backward pass. Do not drop the last layer's: its backward pass comes next. `gradients` cannot do
+    this: write your own passes, with `backward`.
     """
     outs, y = [x.chunk(n)[rank]], y.chunk(n)[rank]
     for shard in state.weights:
@@ -220,8 +220,8 @@ def zero3(state, x, y):
     adamw(state.weights, state.gradients, state.moments, state.step)
 
 
-# Bytes of weights, gradients and moments on a rank. Of a step: bytes handed to torch, gradients
-# that backward makes while an all_reduce is on its way, collectives.
+# {stage: bytes of weights, gradients and moments on a rank; then for a step: bytes handed to torch,
+# gradients that backward makes while an all_reduce is on its way, and collectives}
 S = P // n  # parameters in the shards of a rank
 STAGES = {
     one_rank: (4 * P, 4 * P, 8 * P, 0, 0, "none"),

@@ -1,4 +1,4 @@
-"""Checks the functions of zero.py: what they compute, hold and send."""
+"""Check the functions of zero.py: what they compute, hold and send."""
 
 import os
 import sys
@@ -22,10 +22,10 @@ reduce_scatter = getattr(td, "reduce_scatter_single", td.reduce_scatter_tensor)
 
 
 class Group:
-    """torch's collectives, counted.
+    """torch's collectives, with counters.
 
-    They work on copies, because torch's threads hold a tensor for a moment after the result is
-    there, and because only a rank that waits shall see an all_reduce's sum.
+    They work on copies, because torch's threads still hold a tensor for a moment after the result
+    has arrived, and because only a rank that waits should see an all_reduce's sum.
     """
 
     def __init__(self):
@@ -101,12 +101,12 @@ ELEMENTS = 240 * 16_666  # 16 MB
 
 
 def on_the_wire():
-    """Bytes that processes of this machine have sent each other. Linux counts them."""
+    """Return the bytes that this machine's processes have sent each other; 0 if not on Linux."""
     return int(DEVICE.read_text().split("lo:")[1].split()[8]) if DEVICE.exists() else 0
 
 
 def count(name, rounds, collective, *tensors):
-    """Print a prediction, and what the wire carried for each rank. Return the result."""
+    """Print the predicted and the counted bytes on the wire for each rank. Return the result."""
     before = on_the_wire()
     td.barrier()
     result = collective(*tensors)
@@ -128,12 +128,12 @@ def check_ring():
     came = zero.exchange(torch.tensor([float(rank)]))
     assert came == (rank - 1) % n, f"exchange gives rank {rank} the chunk of rank {came.item():.0f}"
     is_right = part.equal(zero.reduce_scatter(ours))
-    assert is_right, f"reduce_scatter gives rank {rank} another part or sum"
+    assert is_right, f"reduce_scatter gives rank {rank} the wrong part or sum"
     assert ours.equal(values * (rank + 1)), "reduce_scatter changes its tensor"
-    assert total.equal(zero.all_gather(part)), f"all_gather gives rank {rank} other parts"
+    assert total.equal(zero.all_gather(part)), f"all_gather gives rank {rank} the wrong parts"
     group.start_step()
     result = count("ring by hand", 2 * (n - 1), zero.all_reduce, ours)
-    assert total.equal(result), f"all_reduce gives rank {rank} another sum"
+    assert total.equal(result), f"all_reduce gives rank {rank} the wrong sum"
     formula = 2 * (n - 1) * ours.nbytes // n
     assert group.sent == formula, f"{group.sent:,} bytes are sent, the formula says {formula:,}"
     count("torch, all_reduce", 2 * (n - 1), td.all_reduce, ours)
@@ -148,7 +148,7 @@ STEPS = 5
 
 
 def on_one_rank(weights, xs, ys):
-    """Yield the gradients and weights of each step, by autograd."""
+    """Train on one rank with autograd. Yield the gradients and weights of each step."""
     weights, moments = weights.clone(), torch.zeros(2, *weights.shape)
     for step, (x, y) in enumerate(zip(xs, ys), start=1):
         weights.requires_grad_()
@@ -161,12 +161,12 @@ def on_one_rank(weights, xs, ys):
 
 
 def own_shard(tensor):
-    """Part number `rank` of n of each layer."""
+    """Return part `rank` of n of each layer."""
     return tensor.view(len(tensor), n, -1)[:, rank]
 
 
 def held(tensors):
-    """Bytes of the memory in which the tensors lie."""
+    """Return the bytes of the memory that contains the tensors."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -216,7 +216,7 @@ def check_step(stage, state, gradients, weights):
     for kind, formula in zip(("weights", "gradients", "moments"), held_bytes):
         expect(f"bytes of {kind} on a rank", held(getattr(state, kind)), formula)
     dropped = {zero.zero2: ["gradients"], zero.zero3: ["weights", "gradients"]}
-    for kind in dropped.get(stage, []):  # one that is used, and one that is dropped when it comes
+    for kind in dropped.get(stage, []):  # the one in use and the next, which replaces it
         most = group.most[kind]
         assert most <= 2, f"the full {kind} of {most} layers exist at one time, 2 are enough"
     expect("bytes handed to torch in a step", group.handed, handed)
@@ -255,7 +255,7 @@ def check(stage):
 
 
 def explain(error):
-    """One line: what was asserted here, or an error with its line in the stage or the ring."""
+    """Return one line: a failed check, or an error with its line in the stage or the ring."""
     written = ["exchange", "reduce_scatter", "all_gather", "all_reduce"]
     written += [stage.__name__ for stage in zero.STAGES]
     frames = traceback.extract_tb(error.__traceback__)
@@ -265,13 +265,13 @@ def explain(error):
     if not lines and isinstance(error, AssertionError):
         return str(error)
     place = f"line {lines[-1]}: " if lines else ""
-    if "gloo" in str(error):  # it had to wait too long, or another rank's process ended
-        return f"{place}no answer: do all ranks send the same, in the same order?"
+    if "gloo" in str(error):  # the rank waited too long, or another rank ended
+        return f"{place}no answer: do all ranks make the same calls in the same order?"
     return place + traceback.format_exception_only(error)[0].splitlines()[0]
 
 
 def main(names):
-    """Check what is named, or all. Return the exit status. torchrun prints its own to stderr."""
+    """Check the stages `names`, or all. Return the exit status. torchrun prints one to stderr."""
     stages = {stage.__name__: stage for stage in zero.STAGES}
     if {*names} - {"ring", *stages} or n == 1 or 240 % n:
         usage = f"usage: torchrun --standalone --nproc_per_node 4 {sys.argv[0]}"
