@@ -63,7 +63,8 @@ LINES = {
     f"which holds the same part of it: {SAME}",
     "order": " on rank 0 and dp_replicate 0, dp_shard 1 on rank 1: ",
     "group": "the first sequences of dp_replicate 0, dp_shard 1 is ",
-    "norm": "blocks.0.attention_norm.weight has different bits on rank 2 (HOST) than on rank 3 ",
+    "norm": "error: blocks.0.attention_norm.weight has different bits on rank 2 (HOST) than on "
+    "rank 3 ",
     "read": "train.py: error: val.bin is damaged\n",
     "hardware": "in bfloat16, which the hardware of rank 2 on ",
 }
