@@ -1,7 +1,7 @@
-"""Shared by the tests: a small corpus, processes that play the ranks, and real jobs.
+"""What the tests share: a small corpus, worker processes that play the ranks, and real jobs.
 
-Importing torch takes seconds, so one process imports it for all workers, which are forked from it.
-They form a new gloo group for every case. Tests that need torchrun, signals or kills start a job.
+Importing torch takes seconds, so one process imports it and the workers are forked from it. They
+form a new gloo group for every case. Tests that need torchrun, signals or kills start a job.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ QUIET = (
 # not five.
 os.environ["RES_OPTIONS"] = "timeout:1"
 
-torch.set_num_threads(1)  # in the workers, too: other processes have the other cores
+torch.set_num_threads(1)  # also in the workers: other processes use the other cores
 
 
 # --------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ STARTED: list[subprocess.Popen | BaseProcess] = []  # by the current test
 
 @pytest.fixture(autouse=True)
 def processes_end_with_their_test():
-    """End what a test that failed has left running."""
+    """End the processes that a failed test has left running."""
     yield
     while STARTED:
         end_process(STARTED.pop())
@@ -84,7 +84,7 @@ def end_process(process: subprocess.Popen | BaseProcess) -> None:
         process.kill()
         process.join()
     elif process.poll() is None:
-        process.terminate()  # torchrun and docs.play then end what they have started
+        process.terminate()  # torchrun and docs.play then end their child processes
         try:
             process.wait(40)
         except subprocess.TimeoutExpired:
@@ -92,16 +92,16 @@ def end_process(process: subprocess.Popen | BaseProcess) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists, and is no zombie whose parent has not read its status yet."""
+    """Whether the process exists and is not a zombie that its parent has yet to wait for."""
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and ") Z " not in status.read_text()
 
 
 def end_with_pytest() -> None:
-    """Make this new process end with its parent, and handle signals as under a terminal.
+    """Make this new process end with its parent, and restore the default handling of signals.
 
-    A process that nohup or a shell's & has started ignores SIGHUP or SIGINT, and so would all
-    processes that pytest starts. Linux sends PR_SET_PDEATHSIG's signal when the parent ends.
+    If nohup or a shell's & started pytest, it ignores SIGHUP or SIGINT, and its child processes
+    inherit that. Linux sends the signal of PR_SET_PDEATHSIG when the parent ends.
     """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,27 +123,28 @@ def start_process(command: list, prepare=lambda: None, **options) -> subprocess.
 
 
 # --------------------------------------------------------------------------------------------------
-# Two processes, each with workers of its own
+# Two processes that run the tests, each with its own workers
 
+# Files that the second process runs as well, so that both processes take about as long
 BESIDE = ["test_check.py", "test_parity.py", "test_plan.py", "test_rehearse.py"]
 
 
 def is_beside(item: pytest.Item) -> bool:
-    """Whether the second process runs a test: all without workers, and files that take as long."""
+    """Whether the second process runs this test: one without workers, or in a file of BESIDE."""
     return "pool" not in item.fixturenames or item.path.name in BESIDE
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session):
-    """Run about half of the tests in a second process, beside the others, if they are many."""
+    """If there are many tests, run about half of them in a second process at the same time."""
     config = session.config
     beside = [item for item in session.items if is_beside(item)]
     is_simple = sys.platform == "linux" and not hasattr(config, "workerinput")  # of pytest-xdist
     if len(beside) < 200 or config.option.collectonly or not is_simple:
         return (yield)
-    config._tmp_path_factory.getbasetemp()  # one folder for both
+    config._tmp_path_factory.getbasetemp()  # one temporary folder for both
     capture = config.pluginmanager.getplugin("capturemanager")
-    capture.stop_global_capturing()  # into a file of each process
+    capture.stop_global_capturing()  # each process captures into its own file
     with tempfile.TemporaryFile() as reports:
         arguments = (session, beside, reports)
         second = multiprocessing.get_context("fork").Process(target=run_beside, args=arguments)
@@ -161,12 +162,12 @@ def pytest_runtestloop(session):
             for data in iter(lambda: pickle.load(reports), None):
                 report = config.hook.pytest_report_from_serializable(config=config, data=data)
                 config.hook.pytest_runtest_logreport(report=report)
-    assert second.exitcode == 0, "the second process has ended"
+    assert second.exitcode == 0, "the second process failed"
     return result
 
 
 def run_beside(session, items: list, reports) -> None:
-    """Run the tests, and write what pytest reports of them to the file."""
+    """Run the tests and write pytest's reports on them to the file."""
     end_with_pytest()
     config = session.config
     config.pluginmanager.getplugin("capturemanager").start_global_capturing()
@@ -192,7 +193,7 @@ def run_beside(session, items: list, reports) -> None:
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    """A process group of this process alone, as its dist.World."""
+    """Start a process group of this process alone; the value is its dist.World."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     yield dist.start("cpu")
@@ -220,14 +221,14 @@ def work(pipe) -> None:
 
 
 def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank of one host."""
+    """The environment variables that torchrun sets for a rank if all ranks are on one host."""
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     found = {name: str(value) for name, value in numbers.items()}
     return found | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 class Pool:
-    """pool(n, function, *arguments): what n ranks return from calling `function` together."""
+    """pool(n, function, *arguments): call `function` on n ranks at once; return their results."""
 
     start_method = "forkserver"
 
@@ -235,7 +236,7 @@ class Pool:
         self.workers = []
 
     def start(self) -> None:
-        # The process from which the workers are forked does not take over sys.path.
+        # The process from which the workers are forked does not inherit sys.path.
         paths = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
         context = multiprocessing.get_context(self.start_method)
         context.set_forkserver_preload(["conftest"])
@@ -265,13 +266,13 @@ class Pool:
             if pipe.poll(5 if errors else timeout):
                 try:
                     result, error = pipe.recv()
-                except EOFError:  # the watchdog, for one, ends its own process
+                except EOFError:  # for example, the watchdog ends its own process
                     error = "the process has ended"
             results.append(result)
             if error:
                 errors.append(f"rank {rank}: {error}")
         if errors:
-            self.stop()  # some may hang in a collective: the next case gets new ones
+            self.stop()  # some may hang in a collective: the next case starts new ones
             raise AssertionError("\n".join(errors))
         return results
 
@@ -285,7 +286,7 @@ def pool():
 
 
 def fork_ranks(size: int, function, *arguments) -> list[multiprocessing.Process]:
-    """Start processes that may be killed: forked, they need not import torch."""
+    """Start ranks that a test may kill. They are forked, so they need not import torch."""
     port = free_port()
 
     def play(rank: int) -> None:
@@ -303,7 +304,7 @@ def fork_ranks(size: int, function, *arguments) -> list[multiprocessing.Process]
 
 
 def exit_statuses(processes: list[BaseProcess]) -> list[int | None]:
-    """None for one that does not end in 60 seconds."""
+    """Return the exit statuses, with None for a process that does not end within 60 seconds."""
     for process in processes:
         process.join(60)
     statuses = [process.exitcode for process in processes]
@@ -317,9 +318,9 @@ def call_train(argv: list[str]) -> int:
 
 
 def listen(argv: list[str], main=call_train) -> tuple[int, str, str]:
-    """Return (status, standard output, standard error) of train.py, or of another command."""
+    """Run train.py or another command; return (status, standard output, standard error)."""
     out, err = io.StringIO(), io.StringIO()
-    # Ranks pause so that rank 0 prints first, before torchrun ends them; here nothing does.
+    # A failing rank other than 0 waits for torchrun to end it. Here nothing would end it.
     no_pause = mock.patch("time.sleep")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), no_pause:
         status = main(argv)
@@ -338,18 +339,18 @@ FACTS = DataFacts(vocab_size=257, tokenizer="bytes", fingerprint="abc")
 
 
 def resolve(text: str, origin: Origin = NEW_RUN, facts: DataFacts = FACTS, **machine) -> layout.Run:
-    """The run of a command line, on one CPU or as `machine` changes it."""
+    """Resolve a command line on one CPU, or on that machine with the fields `machine` changed."""
     if "world_size" in machine:
         machine = {"local_size": machine["world_size"], **machine}
     return layout.resolve(parse(text.split()), dataclasses.replace(CPU, **machine), facts, origin)
 
 
 class FirstStep(Exception):
-    """Ends a run where its first step would begin."""
+    """Ends a run just before its first step."""
 
 
 def build_run(argv: list[str]) -> SimpleNamespace:
-    """What train.train has built on this rank where its first step would begin, by its names."""
+    """Run train.py up to its first step; return the local variables of train.train on this rank."""
     built = SimpleNamespace()
 
     def stop(*_):
@@ -366,7 +367,7 @@ def build_run(argv: list[str]) -> SimpleNamespace:
 
 
 def train_step(built: SimpleNamespace, step: int) -> tuple:
-    """A step of train.py with the run's flags."""
+    """Run one step of train.py with the run's flags."""
     run, optimizer = built.run, built.state.optimizer
     lr = optim.learning_rate(step, run)
     measure = is_due(step, run.optim_metrics_interval)
@@ -376,7 +377,7 @@ def train_step(built: SimpleNamespace, step: int) -> tuple:
 
 
 def memory_taken(task: Callable[[], None]) -> int:
-    """By how many bytes this process grows at most while it runs the task."""
+    """Run the task; return the largest growth of this process meanwhile, in bytes."""
     status = Path("/proc/self/status")
     Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak
 
@@ -393,7 +394,7 @@ def memory_taken(task: Callable[[], None]) -> int:
 
 
 def wait_until(condition, seconds: float, said=lambda: "", pause: float = 0.01) -> None:
-    """Wait for a condition; an error that it never came has what was `said`."""
+    """Wait until the condition is true; on a timeout, fail with the text that `said` returns."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, said()
@@ -406,7 +407,7 @@ def children(pid: int) -> list[int]:
 
 
 class Job:
-    """A command in its own session, as from a terminal, with its output in files."""
+    """A command in its own session, as if started from a terminal, with its output in files."""
 
     def __init__(self, command: list, folder: Path, **options):
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -434,7 +435,7 @@ class Job:
         return children(self.pid)
 
     def wait_until(self, condition, seconds: float) -> None:
-        """Wait for a condition of the running job."""
+        """Wait until the condition is true; fail if the job ends before."""
 
         def is_met() -> bool:
             met = condition()
@@ -449,7 +450,7 @@ class Job:
 
 
 def torchrun(nproc: int, argv: list, folder: Path, *options: str, script: Path = TRAIN, **more):
-    """Start train.py, or a script like it, as a user does on one host."""
+    """Start train.py or another script under torchrun, as a user does on one host."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", nproc]
     return Job([*launcher, *options, script, *argv], folder, **more)
 
@@ -493,9 +494,9 @@ def flags(text: str) -> list[str]:
 
 @pytest.fixture
 def on_ranks(pool, tokens, tmp_path):
-    """on_ranks(2, function, "--strategy ...", ...): what function(argv, ...) returns on each rank.
+    """on_ranks(2, function, "--strategy ...", ...): call function(argv, ...) on each of two ranks.
 
-    argv are the flags of a run in tmp_path / "run".
+    argv is the flags of a run in tmp_path / "run". Returns a list with the result of each rank.
     """
 
     def call(size: int, function, text: str, *arguments, **options) -> list:
@@ -518,13 +519,13 @@ def run(on_ranks, tmp_path):
 
 
 def rows(run: Path, key: str = "loss") -> list[dict]:
-    """The complete rows of a run's metrics.jsonl that hold `key`."""
+    """The complete rows of a run's metrics.jsonl that contain `key`."""
     whole, _, _ = (run / "metrics.jsonl").read_text().rpartition("\n")
     return [row for row in map(json.loads, whole.splitlines()) if key in row]
 
 
 def documented_fields(document: str, table: str, row: str = "") -> set[str]:
-    """The names in the first column of the table with this header, or in the rest of `row`."""
+    """The names in the first column of the table with this header, or in `row`'s other cells."""
     text = (ROOT / "docs" / document).read_text().partition(f"\n| {table} |")[2]
     _, _, *lines = text.partition("\n\n")[0].splitlines()
     cells = [line.split(" | ", 1) for line in lines]
@@ -556,14 +557,15 @@ def full_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Two runs ended with the same weights and optimizer state, bit for bit."""
+    """Check that two runs ended with the same weights and optimizer state, bit for bit."""
     a, b = (tensors(last_checkpoint(run)) for run in (one, other))
-    assert a.keys() == b.keys() and len(a) > 50
+    assert a.keys() == b.keys()
+    assert len(a) > 50
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def assert_close(one: Path, other: Path, rel: float = 1e-5) -> None:
-    """Two runs logged the same losses and gradient norms, but for rounding."""
+    """Check that two runs logged the same losses and gradient norms, up to rounding."""
     for expected, row in zip(rows(one), rows(other), strict=True):
         for key in ("loss", "grad_norm"):
             assert row[key] == pytest.approx(expected[key], rel=rel)
@@ -577,7 +579,7 @@ RANKS_OF_MESH = {"ddp --async_save": 2, "hsdp --dp_shard 2": 4, "fsdp --tp 2 --a
 
 
 def contents(folder: Path) -> dict:
-    """Each file of the folder, and when it was written; False for folders, which a lock changes."""
+    """{path: (time, bytes)} of a folder's files. Folders, whose times a lock changes, are False."""
     return {
         path: path.is_file() and (path.stat().st_mtime_ns, path.read_bytes())
         for path in folder.rglob("*")
@@ -590,7 +592,7 @@ def file_names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def whole(pool, tokens, tmp_path_factory) -> dict[str, Path]:
-    """An unbroken run of 10 steps on each mesh, with a checkpoint at step 5."""
+    """{mesh: folder of an uninterrupted run of 10 steps, with checkpoints at steps 5 and 10}."""
     root = tmp_path_factory.mktemp("whole")
     runs = {}
     for mesh, ranks in RANKS_OF_MESH.items():
@@ -601,7 +603,7 @@ def whole(pool, tokens, tmp_path_factory) -> dict[str, Path]:
 
 
 def command(*arguments) -> tuple[int, str, str]:
-    """Return (status, standard output, standard error) of tools.checkpoint."""
+    """Run tools.checkpoint; return (status, standard output, standard error)."""
     return listen(list(map(str, arguments)), commands.main)
 
 

@@ -1,11 +1,11 @@
-"""CUDA devices for a CPU build of torch, with streams and pinned memory, but without values.
+"""Fake CUDA devices for a CPU build of torch: streams and pinned memory, but no values.
 
-A process that preloads the library takes the host for one of four GPUs from its first import of
-torch on, and `install` adds the Python half. Then train.py runs whole, in seconds, in two modes:
-`Fakes`, torch's fake tensors, and `Gpu`, which leaves to them what is on a GPU and runs for real
-what is on the CPU. gloo forms the groups that NCCL would; what they would send stays where it is.
-Not shown: values, races of streams, GPU memory, NCCL itself and torch.compile. Of torch nearly all
-of this is private: look at each release.
+In a process that preloads the library, torch finds four GPUs. `install` adds the Python half. All
+of train.py then runs, in seconds, in two modes: `Fakes`, torch's fake tensors, and `Gpu`, which
+leaves operations on a GPU to the fake tensors and runs operations on the CPU for real. gloo forms
+the groups that NCCL would form, but nothing is sent. Not covered: values, races between streams,
+GPU memory, NCCL itself and torch.compile. Nearly everything that is patched here is private to
+torch: check it at each release.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Properties:
 
 
 class Cudart:
-    """Of CUDA's runtime, what pins memory."""
+    """The functions of the CUDA runtime that pin memory."""
 
     registered: dict[int, int] = {}  # address -> bytes
 
@@ -73,11 +73,11 @@ class Cudart:
 
 class Generator(torch.Generator):
     def __new__(cls, device="cpu"):
-        return super().__new__(cls, "cpu")  # on a GPU nothing is drawn
+        return super().__new__(cls, "cpu")  # no random numbers are drawn on a fake GPU
 
 
 class FakeNCCL(c10d.ProcessGroupGloo):
-    """Forms groups, and is split into groups, as NCCL is."""
+    """Forms groups, and splits into subgroups, as NCCL does."""
 
     class Options(c10d.ProcessGroupGloo._Options):
         def __init__(self):
@@ -86,7 +86,7 @@ class FakeNCCL(c10d.ProcessGroupGloo):
 
 
 def without_fakes(function):
-    """The function, which knows real tensors only: bytes of objects, files."""
+    """Wrap a function that needs real tensors, so that it runs without the modes of this file."""
 
     @functools.wraps(function)
     def call(*arguments, **options):
@@ -98,7 +98,7 @@ def without_fakes(function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """A CPU build has no code that chooses among a GPU's kernels."""
+    """Call the kernel: a CPU build has no code that chooses among the kernels of a GPU."""
     assert enable_gqa == (q.size(1) != k.size(1))
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
@@ -132,9 +132,9 @@ def install() -> None:
     torch.cuda.nccl.version = lambda: (2, 29, 3)
     torch.Generator = Generator
     torch.nn.functional.scaled_dot_product_attention = flash_attention
-    # Without CUPTI, the profiler of a GPU fails in each operation, with a stack of 60 lines.
+    # Without CUPTI, a GPU profiler fails in each operation and prints a stack of 60 lines.
     profiling.profile = lambda activities: torch.profiler.profile(activities=activities[:1])
-    # DDP's timer for GPUs is code of a CUDA build.
+    # DDP's timer for GPUs exists only in a CUDA build.
     torch.distributed.Logger.set_runtime_stats_and_log = lambda logger: None
     c10d.is_nccl_available = lambda: True
     c10d.ProcessGroupNCCL = FakeNCCL
@@ -148,18 +148,18 @@ def install() -> None:
 
 
 class Fakes(FakeTensorMode):
-    avoid_device_init = True  # of a device that is not there
+    avoid_device_init = True  # the device does not exist
 
     def __init__(self):
         super().__init__(allow_non_fake_inputs=True)
 
 
 class Gpu(TorchDispatchMode):
-    """Runs the operations of a rank.
+    """Runs the operations of a rank and records what would matter on a GPU.
 
-    crossings     what went between host and device, and what asked for values:
+    crossings     transfers between host and device, and operations that ask for values:
                   {(part of the run, "file.py function", what): times}
-    refusals      what a kernel of the GPU, or NCCL, would have refused
+    refusals      operands that a GPU kernel or NCCL would have refused
     """
 
     def __init__(self, fakes: Fakes):
@@ -171,7 +171,7 @@ class Gpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types or AsyncCollectiveTensor in types:
-            return NotImplemented  # decomposes into operations on local tensors
+            return NotImplemented  # torch then runs it on the local tensors
         if function is torch.ops.prim.device.default:
             return args[0].fake_device
         if function is torch.ops._c10d_functional.wait_tensor.default:
@@ -181,7 +181,7 @@ class Gpu(TorchDispatchMode):
     def run(self, function, args, kwargs):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if kwargs.get("dtype") == torch.int32 and not tensors:
-            kwargs = kwargs | {"device": None}  # of DDP's buckets, whose order it has to read
+            kwargs = kwargs | {"device": None}  # the order of DDP's buckets, which DDP reads
         device = kwargs.get("device")
         target = device and torch.device(device).type
         if function.namespace == "c10d" and tensors[0].dtype == torch.int32:
@@ -206,7 +206,7 @@ class Gpu(TorchDispatchMode):
             return to
         if function is aten._to_copy.default and target in {"cpu", "cuda"} - {args[0].device.type}:
             non_blocking = kwargs.get("non_blocking") or False
-            # torch pins the memory for a copy to the host for which it does not wait.
+            # For a non-blocking copy to the host, torch allocates pinned memory itself.
             pinned = non_blocking if target == "cpu" else is_pinned(args[0])
             self.cross_by_copy(target, pinned, non_blocking)
         if function.overloadpacket is aten._fused_adamw_:
@@ -223,7 +223,7 @@ class Gpu(TorchDispatchMode):
         return result
 
     def communicate(self, function, args, tensors: list[Tensor]):
-        """The tensors, at once, and what NCCL would refuse."""
+        """Return the tensors unchanged, at once; record what NCCL would refuse."""
         for tensor in tensors:
             if tensor.device.type != "cuda" or not tensor.is_contiguous():
                 self.refusals.append(f"{function}: {tensor.device}, strides {tensor.stride()}")
@@ -234,7 +234,7 @@ class Gpu(TorchDispatchMode):
         return work if function.overloadpacket in only_work else (args[0], work)
 
     def check_adamw(self, params, grads, averages, squares, _, steps, *, lr, **options) -> None:
-        """What FusedAdamWKernel.cu refuses (check_fast_path_restrictions), or reads as floats."""
+        """Record what FusedAdamWKernel.cu refuses (check_fast_path_restrictions) or misreads."""
         device, dtype = params[0].device, params[0].dtype
         for tensors in zip(params, grads, averages, squares):
             for tensor in tensors:
@@ -257,12 +257,12 @@ class Gpu(TorchDispatchMode):
         self.cross(f"to {target}, {memory}{wait}{stream}")
 
     def cross(self, what: str) -> None:
-        """Count for the innermost function of ours; the backward pass has a thread without one."""
+        """Count it for our innermost function. The backward pass runs in a thread without one."""
         frame = sys._getframe()
         while frame:
             path = Path(frame.f_code.co_filename)
             is_ours = path.parent in (ROOT, ROOT / "runtime")
-            if is_ours and frame.f_code.co_name != "__torch_dispatch__":  # of --profile
+            if is_ours and frame.f_code.co_name != "__torch_dispatch__":  # the mode of --profile
                 break
             frame = frame.f_back
         place = f"{path.name} {frame.f_code.co_name}" if frame else "backward"

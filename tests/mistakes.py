@@ -1,4 +1,4 @@
-"""The folders that the mistakes of test_mistakes.py name, each with something wrong."""
+"""The folders that the mistaken commands of test_mistakes.py use, each with something wrong."""
 
 import json
 import os
@@ -13,7 +13,7 @@ RANKS = "tokenizer.llama3.tiktoken"  # the name of a file that version 0.2 could
 
 
 def write_folders(root: Path, tokens: Path) -> None:
-    """Write all of them beside `root / "other"`, a good run of two steps on `tokens`."""
+    """Write all of them next to `root / "other"`, a good run of two steps on `tokens`."""
     write_token_folders(root, tokens)
     write_sources(root)
     write_checkpoints(root, root / "other/checkpoints/step-00000002")
@@ -26,7 +26,7 @@ def write_folders(root: Path, tokens: Path) -> None:
 
 
 def write_token_folders(root: Path, tokens: Path) -> None:
-    """Copies of token folders, of which train.py can use `changed` only."""
+    """Write changed copies of a token folder. train.py accepts only `changed`."""
     for name in ("changed", "high", "torn", "misfit", "ranks"):
         shutil.copytree(tokens, root / name)
     for name, token in (("changed", 0), ("high", 300)):
@@ -57,7 +57,7 @@ def write_sources(root: Path) -> None:
 
 
 def write_checkpoints(root: Path, newest: Path) -> None:
-    """Copies of the checkpoint `newest`, each with something wrong."""
+    """Write copies of the checkpoint `newest`, each with something wrong."""
     model = checkpoint.read_manifest(newest)["model"]
     changes = {
         "ids": {"tokenizer": None},
@@ -73,14 +73,14 @@ def write_checkpoints(root: Path, newest: Path) -> None:
 
 
 def variant(folder: Path, source: Path, **fields) -> None:
-    """A copy of a checkpoint whose manifest differs."""
+    """Copy a checkpoint and change fields of the manifest."""
     shutil.copytree(source, folder)
     manifest = checkpoint.seal(checkpoint.read_manifest(source) | fields)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def write_runs(root: Path) -> None:
-    """Run folders without checkpoints, and copies of a run with other logs or flags."""
+    """Write run folders without checkpoints, some with a spoilt log or configuration."""
     shutil.copytree(root / "other", root / "gone", ignore=shutil.ignore_patterns("checkpoints"))
     (root / "foreign").mkdir()
     (root / "foreign/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
@@ -103,7 +103,7 @@ def write_runs(root: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Model folders of Hugging Face, without weights
+# Hugging Face model folders without weights
 
 LLAMA = {
     "model_type": "llama",
