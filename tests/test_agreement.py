@@ -1,4 +1,4 @@
-"""Ranks that were not started alike are refused; a flag of one rank reaches all."""
+"""Ranks that were started differently are refused; a stop signal to one rank stops all."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from runtime.cli import UsageError
 
 
 def start_with_a_fault(argv: list[str], fault: str, other_data: Path) -> tuple[int, str, str]:
-    """train.py on four ranks, of which rank 2 is not like the others, or cannot read its data."""
+    """Run train.py on four ranks with a fault that makes ranks differ, in most cases rank 2."""
     rank = int(os.environ["RANK"])
     is_odd = rank == 2
     parse, open_folder, dp_rank = config.parse, data.open_folder, dist.dp_rank
@@ -71,7 +71,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("fault", LINES)
-def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path, fault):
+def test_a_rank_that_differs_from_the_others_ends_the_run(pool, tokens, tmp_path, fault):
     (tmp_path / "text").write_text("another text " * 400)
     prepare.prepare([str(tmp_path / "text")], tmp_path / "other")
     strategy = "fsdp --tp 2" if fault in ("group", "norm") else "hsdp --dp_shard 2"
@@ -79,15 +79,16 @@ def test_a_rank_that_is_not_like_the_others_ends_the_run(pool, tokens, tmp_path,
     answers = pool(4, start_with_a_fault, argv, fault, tmp_path / "other")
     assert [status for status, _, _ in answers] == [2] * 4
     line = LINES[fault].replace("HOST", socket.gethostname())
-    assert line in answers[0][2] and answers[0][2].count("\n") == 1
+    assert line in answers[0][2]
+    assert answers[0][2].count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_the_code_is_the_modules_of_a_run_in_all_folders(tmp_path):
+def test_source_hash_covers_the_modules_in_all_folders(tmp_path):
     files = [tmp_path / name for name in ("train.py", "runtime/agreement.py", "text/encode.py")]
     for file in files:
         file.parent.mkdir(exist_ok=True)
-    # Each file changes, one once more; then two are exchanged, and one gets another name.
+    # Each file changes, the first one twice. Then two files are exchanged, and one is renamed.
     contents = [("", "", ""), ("a", "", ""), ("a", "a", ""), ("a", "a", "a"), ("b", "a", "a")]
     contents.append(("a", "a", "b"))
     hashes = set()
@@ -102,7 +103,7 @@ def test_the_code_is_the_modules_of_a_run_in_all_folders(tmp_path):
 
 
 def read(indices_of_ranks: list[list[int]]) -> str:
-    """What is wrong with ranks that read these sequences."""
+    """Return the error of ranks that read these sequences."""
     world = dist.start("cpu")
     mesh = dist.make_mesh(world, (1, 2, 1))
     with pytest.raises(UsageError) as error:
@@ -111,7 +112,7 @@ def read(indices_of_ranks: list[list[int]]) -> str:
     return str(error.value)
 
 
-def test_one_shared_sequence_of_many_is_found(pool):
+def test_a_sequence_that_two_ranks_read_is_found(pool):
     for line in pool(2, read, [[0, 4, 1], [2, 3, 4]]):
         assert line.startswith(
             "the reader of sequence 4 is dp_replicate 0, dp_shard 0 on rank 0 and "
@@ -119,7 +120,7 @@ def test_one_shared_sequence_of_many_is_found(pool):
         )
 
 
-def test_the_odd_replica_of_a_weight_is_named_with_its_host():
+def test_the_error_names_the_replica_that_differs():
     """Ranks 0 to 2 hold part 0 of the second weight, rank 3 part 1."""
     a_sums, b_parts, b_sums = [9, 9, 9, 9], [0, 0, 0, 1], [5, 5, 6, 7]
     ranks = []
@@ -131,7 +132,7 @@ def test_the_odd_replica_of_a_weight_is_named_with_its_host():
 
 
 def compare_before_and_after_a_bit_flips() -> tuple[int, str]:
-    """How many gathers find equal replicas, and what is said when rank 3 has another bit."""
+    """Return the number of gathers for equal replicas, and the error if a bit of rank 3 flips."""
     world = dist.start("cpu")
     mesh = dist.make_mesh(world, (2, 2, 1))
     part = torch.full((3,), 1.0 + world.rank % 2)
@@ -151,7 +152,7 @@ def test_replicas_are_gathered_only_if_two_differ(pool):
 
 
 def signal_one_rank(number: int, steps: int) -> list[bool]:
-    """What this rank was told in each step, where rank 1 gets a signal before step 2."""
+    """Return what this rank was told in each step. Rank 1 gets a signal before step 2."""
     world = dist.start("cpu")
     should_stop = agreement.StopRequest(world)
     told = []
@@ -164,18 +165,18 @@ def signal_one_rank(number: int, steps: int) -> list[bool]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_one_rank_stops_all_in_the_same_step(pool, number):
-    """One or two steps after the signal: rank 0 may have asked the store before."""
+    """They stop one or two steps later, as rank 0 may have read the store before the signal."""
     told, *others = pool(3, signal_one_rank, number, 6)
     assert others == [told] * 2
     assert told in ([False] * 3 + [True] * 3, [False] * 4 + [True] * 2)
 
 
-def test_under_nohup_a_run_outlives_its_terminal(pool):
+def test_a_run_under_nohup_outlives_its_terminal(pool):
     assert pool(1, start_under_nohup) == [True]
 
 
 def start_under_nohup() -> bool:
-    """Whether SIGHUP stays ignored."""
+    """Return whether SIGHUP stays ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     agreement.StopRequest(dist.start("cpu"))
     return signal.signal(signal.SIGHUP, before) == signal.SIG_IGN

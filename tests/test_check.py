@@ -1,4 +1,4 @@
-"""tools/check.py: clean ranks pass, and each planted fault is named."""
+"""tools/check.py: clean ranks pass, and each planted fault is reported."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ from tools.measuring.harness import TORCHRUN
 
 SMALL = "--n_layer 3 --micro_batch_size 2 --dtype float32 --strategy ddp"
 
-# What the faults that are planted in the ranks call
+# The original functions, which the planted faults call
 train_step, replicate = train.train_step, dist.replicate
 build, gradient_sync = train.build, dist.gradient_sync
 load_state = checkpoint.load_state
@@ -52,7 +52,7 @@ def forgets_to_average(net, *rest):
 
 
 def scales_norms(norm, x):
-    """On rank 1 of the mesh."""
+    """Scale the norms on rank 1 of the mesh."""
     if is_rehearsal() or torch.distributed.get_rank() == 0:
         return run_norm(norm, x)
     return 1.001 * run_norm(norm, x)
@@ -82,7 +82,7 @@ def freezes_the_embedding(run):
 
 
 def scales_a_gradient(run, mesh, *rest, **options):
-    """By 1.05 in bfloat16, 1.01 in float32; not in the runs that the mesh is compared with."""
+    """Scale a gradient by 1.05 in bfloat16 or 1.01 in float32, except in one-rank reference runs."""
     state, forward = build(run, mesh, *rest, **options)
     if not (is_rehearsal() or Path(run.out).name.startswith("alone on rank")):
         scale = 1.05 if run.dtype == "bfloat16" else 1.01
@@ -128,10 +128,10 @@ FAULTS = {
 
 
 def on_rank(argv: list[str], faults: list[str]) -> tuple[int, str]:
-    """The status of tools.check in this rank, and what it printed."""
+    """Run tools.check with faults on this rank; return its status and what it printed."""
     printed = io.StringIO()
     short = f"{check.SHORT} --max_steps 6 --warmup_steps 1"
-    # Other work on this machine may slow a link.
+    # Other work on this machine may slow down a link.
     changes = mock.patch.multiple(check, SHORT=short, SLOW=100)
     with changes, contextlib.ExitStack() as stack:
         for fault in faults:
@@ -155,34 +155,37 @@ def checked(pool, tokens, tmp_path):
     return call
 
 
-def test_clean_ranks_pass_and_the_file_has_the_figures(checked, tmp_path):
-    status, printed, found = checked(2, SMALL, "dropout")  # which a check turns off
-    assert status == 0 and printed.startswith("pass  ") and found["status"] == "pass", printed
+def test_clean_ranks_pass(checked, tmp_path):
+    status, printed, found = checked(2, SMALL, "dropout")  # which tools.check turns off
+    assert status == 0, printed
+    assert printed.startswith("pass  ") and found["status"] == "pass"
     assert not list((tmp_path / "work").iterdir())
     assert [name.partition(" (")[0] for name in found["ranks"]] == ["rank 0", "rank 1"]
-    assert found.keys() >= {"date", "code"} and found["host"]["torch_version"]
+    assert found.keys() >= {"date", "code"}
+    assert found["host"]["torch_version"]
     assert found["command"].startswith("python -m tools.check ")
 
     figures = found["figures"]
     assert figures["on a host GB/s"] > 0
-    # 8 x what an ulp in the weights makes of them, in float32
+    # The limits are 8 times the effect of one ulp in the float32 weights.
     for name in parity.COLUMNS:
         assert parity.LEAST[torch.float32][name] <= found["limits"][f"one rank's {name}"] < 1e-4
     assert figures["resumed loss"] == figures["resumed grad_norm"] == figures["host syncs"] == 0
-    # The gradients of two blocks of the three
+    # The profiled run has two of the three blocks.
     weights = 320 * 32 + 2 * (3 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     assert figures["MB handed to torch"] == 4 * weights / 1e6
 
 
 def assert_among(problems: list[str], *expected: tuple[str, str]) -> None:
-    """Each expected beginning and end is that of a problem."""
+    """Check that each (beginning, end) is the beginning and end of one of the problems."""
     for begin, end in expected:
         assert any(line.startswith(begin) and line.endswith(end) for line in problems), begin
 
 
-def test_each_fault_is_a_problem_of_its_own(checked, tmp_path):
+def test_each_fault_is_reported_as_a_separate_problem(checked, tmp_path):
     status, printed, found = checked(2, SMALL, "step", "average", "norm")
-    assert status == 1 and printed.startswith("FAIL  ")
+    assert status == 1
+    assert printed.startswith("FAIL  ")
     (folder,) = (tmp_path / "work").iterdir()
     assert_among(
         found["problems"],
@@ -190,7 +193,7 @@ def test_each_fault_is_a_problem_of_its_own(checked, tmp_path):
         ("+100 bytes of all_reduce over world", " are not in the rehearsal"),
         ("host syncs 1 is not", ""),
         ("the host waits at test_check.py:", ""),
-        # Of ranks that do not average
+        # From ranks that do not average
         ("one rank's loss ", ""),
         ("one rank's grad_norm ", "is not between 0 and 1e-05"),
         ("the first output that differs is that of blocks.0.attention_norm, in step 1", ""),
@@ -199,15 +202,15 @@ def test_each_fault_is_a_problem_of_its_own(checked, tmp_path):
     )
 
 
-def test_what_one_rank_finds_has_its_name(checked):
+def test_a_problem_found_by_one_rank_names_the_rank(checked):
     status, _, found = checked(2, SMALL, "alone")
     assert status == 1
     assert found["problems"][0].startswith("rank 1 (")
     assert found["problems"][0].endswith("): planted")
 
 
-def test_gradients_that_are_lost_fail_as_does_a_wrong_loss(checked):
-    """No division by a gradient norm of 0."""
+def test_lost_gradients_and_a_wrong_loss_both_fail(checked):
+    """A gradient norm of 0 must not cause a division by zero."""
     mesh = SMALL.replace("ddp", "hsdp --dp_shard 1")
     status, _, found = checked(2, mesh, "weight", "replicas")
     assert status == 1
@@ -235,7 +238,7 @@ ON_ONE_RANK = {
 
 @pytest.mark.parametrize("case", ON_ONE_RANK)
 def test_dead_models_and_a_scaled_gradient_fail(checked, case):
-    """Though two dead models agree, and AdamW undoes a factor."""
+    """Two dead models agree with each other, and AdamW undoes a factor, yet the check fails."""
     dtype, *faults = case.split()
     mesh = f"--n_layer 3 --micro_batch_size 1 --dtype {dtype} --strategy single"
     status, _, found = checked(1, mesh, *faults)
@@ -246,7 +249,7 @@ def test_dead_models_and_a_scaled_gradient_fail(checked, case):
 @pytest.mark.parametrize(
     "value, most", [(math.nan, 1), (-1, 1), (2, 1), (1, math.nan), (1, math.inf)]
 )
-def test_a_figure_that_is_not_between_0_and_its_limit_is_a_problem(value, most):
+def test_a_figure_outside_its_limits_is_a_problem(value, most):
     result = parity.Check()
     result.limit("figure", 1, 1)
     assert not result.problems
@@ -259,7 +262,7 @@ def test_a_figure_that_is_not_between_0_and_its_limit_is_a_problem(value, most):
     [([2, 2], 1.0), ([2, 0.5], 0.5), ([1, 1], 0.5), ([2, 0], 1.0), ([None, 1], math.inf)],
 )
 def test_a_difference_of_either_sign_in_any_row_fails(tmp_path, losses, largest):
-    """Of a run whose losses should be 2 and 1; a log has null for nan."""
+    """The losses should be 2 and 1. A log contains null in place of nan."""
     result = parity.Check()
     expected = [{"loss": loss, "grad_norm": 0.0} for loss in (2, 1)]
     lines = [json.dumps({"step": 1, "loss": loss, "grad_norm": 0.0}) for loss in losses]
@@ -293,7 +296,8 @@ def test_gradients_are_compared_by_the_median_over_steps(expected, found, change
 
 
 @pytest.mark.parametrize("hosts, local_size, count", [(1, 4, 4), (64, 8, 24), (513, 8, 32)])
-def test_each_link_is_timed_in_few_rounds_and_none_with_another_of_a_host(hosts, local_size, count):
+def test_links_are_timed_in_few_rounds(hosts, local_size, count):
+    """Each link is timed, and no two links of a host at the same time."""
     world = SimpleNamespace(size=hosts * local_size, local_size=local_size)
     with mock.patch.object(check, "time_links") as time_links:
         check.links(SimpleNamespace(world=world), parity.Check())
@@ -307,7 +311,7 @@ def test_each_link_is_timed_in_few_rounds_and_none_with_another_of_a_host(hosts,
 
 
 @pytest.mark.parametrize("second, slow", [([1, 2], 1), ([1, 1], 0), ([2, 1], 0)])
-def test_a_link_is_slow_if_a_second_measurement_agrees(second, slow):
+def test_a_link_is_slow_only_if_a_second_measurement_agrees(second, slow):
     world = SimpleNamespace(device=torch.device("cpu"))
     ranks = SimpleNamespace(names=["rank 0", "rank 1"], world=world)
     pairs = [(0, 1), (1, 0)]

@@ -1,4 +1,4 @@
-"""Checkpoints: saved on any mesh, in any format, loaded on any other."""
+"""Checkpoints are saved on any mesh, in either format, and loaded on any other mesh."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ from tools.checkpoint import consolidate
 
 
 @pytest.mark.parametrize("mesh", RANKS_OF_MESH)
-def test_five_steps_and_five_more_are_ten_bit_for_bit(run, whole, tmp_path, mesh):
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(run, whole, tmp_path, mesh):
     resumed = tmp_path / "resumed"
     shutil.copytree(whole[mesh], resumed)  # as if killed between step 5 and step 10
     shutil.rmtree(resumed / "checkpoints" / "step-00000010")
@@ -62,7 +62,7 @@ def test_a_run_continues_on_another_mesh(run, whole, start, goal, ranks):
 
 
 def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
-    """Load a checkpoint; return how many elements were copied and how many this rank holds."""
+    """Load a checkpoint; return the number of elements copied, and the number on this rank."""
     state = dict(checkpoint.flatten(build_run(argv).state.tensors))
     with torch.profiler.profile(record_shapes=True) as profile:
         checkpoint.load_state(path, state)
@@ -73,7 +73,7 @@ def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
     return copied, sum(local(tensor).numel() for tensor in state.values())
 
 
-def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(on_ranks, whole, tmp_path):
+def test_each_rank_reads_only_its_shards_of_a_full_checkpoint(on_ranks, whole, tmp_path):
     path = tmp_path / "full"
     consolidate(last_checkpoint(whole["hsdp --dp_shard 2"]), path)
     text = "--dtype float32 --strategy fsdp --tp 2"
@@ -82,7 +82,7 @@ def test_of_a_full_checkpoint_each_rank_reads_only_its_shards(on_ranks, whole, t
 
 
 @pytest.mark.parametrize("mesh", ["ddp --async_save", "hsdp --dp_shard 2"])
-def test_rows_and_manifest_of_a_checkpoint(whole, mesh):
+def test_a_save_logs_its_size_and_duration(whole, mesh):
     row, _ = rows(whole[mesh], "event")
     path, _ = checkpoint.list_checkpoints(whole[mesh])
     files = [file for file in path.iterdir() if file.name != "manifest.json"]
@@ -94,6 +94,12 @@ def test_rows_and_manifest_of_a_checkpoint(whole, mesh):
     assert row["bytes"] == sum(file.stat().st_size for file in files)
     assert 0 < row["blocking_seconds"] <= row["seconds"]
     assert ("async" in mesh) == (row["blocking_seconds"] < row["seconds"])
+
+
+@pytest.mark.parametrize("mesh", ["ddp --async_save", "hsdp --dp_shard 2"])
+def test_a_manifest_lists_the_files_and_the_configuration(whole, mesh):
+    path, _ = checkpoint.list_checkpoints(whole[mesh])
+    files = [file for file in path.iterdir() if file.name != "manifest.json"]
     manifest = checkpoint.read_manifest(path)
     assert manifest["step"] == 5
     assert manifest["tokens"] == 5 * 8 * 16
@@ -103,7 +109,7 @@ def test_rows_and_manifest_of_a_checkpoint(whole, mesh):
 
 
 MESHES = {1: ["single"], 2: ["fsdp", "single --tp 2"], 4: ["hsdp --dp_shard 2", "fsdp --tp 2"]}
-# Rows that 4 ranks do not divide, and with tp 2 neither do 2; the head has a weight of its own
+# 4 ranks do not divide the rows; with tp 2, neither do 2. The head has a separate weight.
 FLAGS = (
     "--n_layer 1 --n_head 2 --n_kv_head 2 --d_model 20 --d_ff 22 --model tinyllama-1.1b "
     "--optimizer muon --clip adaptive --seq_len 16 --global_batch_size 8 --max_steps 1 "
@@ -117,7 +123,7 @@ def expected_values(name: str, shape: torch.Size) -> torch.Tensor:
 
 
 def expected_part(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, as torch cuts the whole."""
+    """This rank's part of the expected values, as torch shards a full tensor."""
     whole = expected_values(name, tensor.shape)
     if not isinstance(tensor, DTensor):
         return whole
@@ -126,7 +132,7 @@ def expected_part(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def states_of_meshes(argv: list[str]) -> Iterator[tuple[str, dist.DeviceMesh, dict]]:
-    """Build the run on each mesh of this many ranks; yield name, mesh and tensors."""
+    """Build the run on each mesh with this number of ranks; yield name, mesh and tensors."""
     world = dist.start("cpu")
     for mesh in MESHES[world.size]:
         text = " ".join([*argv, "--strategy", mesh])
@@ -148,7 +154,7 @@ def save_on_each_mesh(argv: list[str], folder: Path) -> None:
 
 
 def load_on_each_mesh(argv: list[str], paths: list[Path]) -> int:
-    """Return how many pairs of meshes were equal. Only the first replica reads."""
+    """Load each checkpoint on each mesh; return the number of pairs. Only replica 0 reads."""
     pairs = 0
     fill, read = checkpoint.Reader.fill, []
 
@@ -168,14 +174,15 @@ def load_on_each_mesh(argv: list[str], paths: list[Path]) -> int:
             with mock.patch.object(checkpoint.Reader, "fill", fill_and_record):
                 progress = mock.Mock()
                 checkpoint.load_state(path, state, False, replicas, progress)
-            assert read == names and progress.call_count == len(state)
+            assert read == names
+            assert progress.call_count == len(state)
             for key, tensor in state.items():
                 assert torch.equal(local(tensor), expected_part(key, tensor)), (path, key)
             pairs += 1
         read.clear()
         damaged = mock.patch.object(checkpoint.Reader, "fill", fill_and_record)
         failure = pytest.raises(checkpoint.CheckpointError, match="the disk is damaged")
-        with damaged, failure, dist.raise_on_all_ranks():  # none waits for the rank that failed
+        with damaged, failure, dist.raise_on_all_ranks():  # no rank waits for the one that failed
             checkpoint.load_state(paths[0].parents[2] / "damaged", state, False, replicas)
     return pairs
 
@@ -197,7 +204,7 @@ def test_any_mesh_loads_what_any_other_has_saved(pool, tokens, tmp_path):
 
 
 def assert_anyone_can_read(path: Path) -> None:
-    """Put each tensor together with the package safetensors alone, as docs/reference.md shows."""
+    """Assemble each tensor with only the package safetensors, as docs/reference.md shows."""
     safe_open = pytest.importorskip("safetensors").safe_open
     index = json.loads((path / "index.json").read_text())
     for name, tensor in index["tensors"].items():
