@@ -82,7 +82,7 @@ def freezes_the_embedding(run):
 
 
 def scales_a_gradient(run, mesh, *rest, **options):
-    """Scale a gradient by 1.05 in bfloat16 or 1.01 in float32, except in one-rank reference runs."""
+    """Scale a gradient by 1.05 (bfloat16) or 1.01 (float32), except in one-rank reference runs."""
     state, forward = build(run, mesh, *rest, **options)
     if not (is_rehearsal() or Path(run.out).name.startswith("alone on rank")):
         scale = 1.05 if run.dtype == "bfloat16" else 1.01

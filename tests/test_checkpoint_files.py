@@ -1,4 +1,4 @@
-"""The files of a checkpoint: damaged, hostile, as one file; tools.checkpoint."""
+"""The files of a checkpoint, if they are damaged or hostile, and tools.checkpoint."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ from tools.checkpoint import consolidate
 
 
 def change_manifest(path: Path, **fields) -> None:
-    """Write other fields, with a checksum that fits."""
+    """Change fields of the manifest, and its checksum accordingly."""
     manifest = json.loads((path / "manifest.json").read_text()) | fields
     (path / "manifest.json").write_text(json.dumps(checkpoint.seal(manifest)))
 
@@ -57,8 +57,8 @@ DAMAGE = {
 }
 
 
-def test_damaged_checkpoints_are_passed_over_and_replaced(run, on_ranks):
-    """Later ones are never removed by the retention of the start that passed them over."""
+def test_damaged_checkpoints_are_passed_over(run, on_ranks):
+    """Retention does not remove a damaged checkpoint until the run has saved a later step."""
     text = "--max_steps 10 --save_interval 1 --strategy fsdp --keep_last"
     out = run(2, f"{text} 0")
     *_, first = paths = checkpoint.list_checkpoints(out)[:2]
@@ -78,7 +78,7 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, on_ranks):
         (line,) = [line for line in said.splitlines() if f"passed over {path}: " in line]
         assert problem in line
     assert f"continuing from {first}" in said
-    # Steps 4, 8 and 10 were replaced by good ones, and all before the last removed.
+    # The run replaced steps 4, 8 and 10, and retention removed all but the last checkpoint.
     assert checkpoint.list_checkpoints(out) == damaged[-1:]
     assert checkpoint.verify(damaged[-1]) is None
     torch.testing.assert_close(tensors(damaged[-1]), weights, rtol=0, atol=0, equal_nan=True)
@@ -86,7 +86,7 @@ def test_damaged_checkpoints_are_passed_over_and_replaced(run, on_ranks):
 
 
 def find_damage_on_two_hosts(argv: list[str]) -> str:
-    """The error of a start on two hosts of one rank each."""
+    """Return the error of a start on two hosts of one rank each."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     world = launch.start("cpu")
     try:
@@ -97,7 +97,7 @@ def find_damage_on_two_hosts(argv: list[str]) -> str:
 
 
 def test_ranks_of_two_hosts_verify_all_files_together(whole, on_ranks, tmp_path):
-    """The damaged file is one of the first rank's in one checkpoint, of the second's in another."""
+    """One checkpoint has a damaged file that rank 0 verifies, the other one that rank 1 does."""
     out = tmp_path / "run"
     shutil.copytree(whole["ddp --async_save"], out)
     damaged = ["index.json", "rank-00000.safetensors"]
@@ -109,15 +109,18 @@ def test_ranks_of_two_hosts_verify_all_files_together(whole, on_ranks, tmp_path)
 
 
 def test_a_changed_first_byte_of_a_long_file_is_found(tmp_path):
-    """Of a file that is read in several blocks."""
+    """The file is so long that it is read in several blocks."""
     path = tmp_path / "checkpoint"
     checkpoint.save_state(path, {"weight": torch.ones(1 << 19)}, {"step": 1})
     assert (path / "rank-00000.safetensors").stat().st_size > 2 << 20
     assert checkpoint.verify(path) is None
     flip_a_bit(path, place=0)
     assert "rank-00000.safetensors has changed" in checkpoint.verify(path)
+
+
+def test_a_disk_error_fails_the_verification(path):
     with mock.patch("builtins.open", side_effect=OSError(5, "Input/output error")):
-        assert "Input/output error" in checkpoint.verify(path)  # of the disk
+        assert "Input/output error" in checkpoint.verify(path)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ WHOLE = torch.arange(24.0).view(6, 4)
 
 
 def write_two_files(path: Path, cut: int = 4) -> None:
-    """A checkpoint: `a` in two chunks of rows, the second from row `cut`; `b` in the first file."""
+    """Write `a` in two chunks of rows, the second from row `cut` on, and `b` in the first file."""
     work = path.with_name("work")
     work.mkdir(parents=True)
     first = {"a": WHOLE[:cut], "b": torch.arange(3)}
@@ -187,12 +190,12 @@ HOSTILE = {
     "unknown dtype": header(dtype="F4"),
     "absurd shape": header(shape=[2**40, 2**40]),
     "size of thousands of digits": raw('{"a": {"shape": [1' + 5000 * "0" + "]}}"),
-    "offset behind the end": header(data_offsets=[32, 64]),
+    "offset beyond the end": header(data_offsets=[32, 64]),
     "offset before the beginning": header(data_offsets=[-64, -32], data=bytes(64)),
-    "offset behind a gap": header(data_offsets=[8, 40], data=bytes(40)),
-    "bytes behind the last tensor": header(data=bytes(40)),
+    "offset after a gap": header(data_offsets=[8, 40], data=bytes(40)),
+    "bytes after the last tensor": header(data=bytes(40)),
     "dtype of another kind": header(dtype="I32"),
-    "chunk that would be repeated": header(shape=[1, 4], data_offsets=[0, 16], data=bytes(16)),
+    "chunk that would be broadcast": header(shape=[1, 4], data_offsets=[0, 16], data=bytes(16)),
     "empty file": put("rank-00001.safetensors", b""),
     "chunk of another shape": header(shape=[4, 2]),
     "chunk that is missing": raw('{"c": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}}'),
@@ -201,7 +204,7 @@ HOSTILE = {
     "index without files": index(lambda value: value.pop("files")),
     "entry that is null": index(lambda value: value["tensors"].update(a=None)),
     "index of another shape": of_a(shape=[6, 5]),
-    "cuts that begin late": of_a(cuts=[[1, 4], [0]]),
+    "cuts that do not start at 0": of_a(cuts=[[1, 4], [0]]),
     "grid with a hole": of_a(grid=[0]),
     "grid with an unknown file": of_a(grid=[0, 2]),
 }
@@ -217,7 +220,7 @@ def fit_manifest(path: Path) -> None:
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_file_is_refused_in_one_line(path, tmp_path, case):
-    """And takes little memory: 8 MB are for Python. Also if its checksums fit."""
+    """Even if its checksums fit. Reading it takes less than 8 MB, which is Python's own memory."""
     state = {"b": torch.zeros(3, dtype=torch.int64), "a": torch.zeros(6, 4)}
     checkpoint.load_state(path, state)
     assert torch.equal(state["a"], WHOLE)
@@ -228,7 +231,7 @@ def test_a_hostile_file_is_refused_in_one_line(path, tmp_path, case):
             checkpoint.load_state(path, state)
 
     assert memory_taken(load) < 8e6
-    assert checkpoint.verify(path)  # finds it, too
+    assert checkpoint.verify(path)  # verify also finds it
     for _ in range(2):
         with pytest.raises(checkpoint.CheckpointError):
             consolidate(path, tmp_path / "one")
@@ -238,12 +241,12 @@ def test_a_hostile_file_is_refused_in_one_line(path, tmp_path, case):
 
 
 def write_a_longer_file(path: Path) -> None:
-    """With a right header, which has the chunk."""
+    """Write a longer file with a valid header that contains the chunk."""
     wrong = {"a": WHOLE[:3], "c": torch.ones(3)}
     checkpoint.write_safetensors(path / "rank-00001.safetensors", wrong)
 
 
-# Damage behind headers that fit, and whether only verify_files finds it
+# Damage that no header shows, and whether it takes verify_files to find it
 HIDDEN = {
     "/index.json: it has changed since it": (of_a(grid=[1, 0]), False),  # equal chunks exchanged
     ": rank-00001.safetensors has .* bytes, not": (write_a_longer_file, False),
@@ -263,7 +266,7 @@ def test_damage_that_no_header_shows_is_found(tmp_path, line):
         checkpoint.load_state(tmp_path / "checkpoint", state, verify_files)
 
 
-def test_what_is_no_file_of_the_folder_does_not_verify(path, tmp_path):
+def test_a_link_or_pipe_in_place_of_a_file_does_not_verify(path, tmp_path):
     file = path / "rank-00001.safetensors"
     for make in (
         lambda: file.symlink_to(shutil.copy(path / "rank-00000.safetensors", tmp_path)),
@@ -275,7 +278,7 @@ def test_what_is_no_file_of_the_folder_does_not_verify(path, tmp_path):
         assert "rank-00001.safetensors has " in checkpoint.verify(path)
 
 
-def test_a_tensor_that_is_missing_or_has_another_shape_is_named(path):
+def test_the_error_names_a_tensor_that_does_not_fit(path):
     for name, shape in (("a", (6, 5)), ("a", (24,)), ("weight", (3,))):
         with pytest.raises(checkpoint.CheckpointError, match=f"it has no tensor {name} of shape"):
             checkpoint.load_state(path, {name: torch.empty(shape)})
@@ -284,8 +287,8 @@ def test_a_tensor_that_is_missing_or_has_another_shape_is_named(path):
 EXECUTES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 
-def test_no_file_of_the_project_can_execute_what_it_reads():
-    """By construction: nothing unpickles. Packages that read parquet or zstd are not asked."""
+def test_no_module_can_execute_the_files_that_it_reads():
+    """No module unpickles anything. The packages that read parquet or zstd are not checked."""
     for name, path in MODULES.items():
         assert not imported_modules(path) & EXECUTES, name
         source = path.read_text()
@@ -308,14 +311,14 @@ HOSTILE_MANIFESTS = [
 
 
 @pytest.mark.parametrize("text", HOSTILE_MANIFESTS)
-def test_a_hostile_manifest_is_damaged(tmp_path, text):
+def test_a_hostile_manifest_is_refused_in_one_line(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(checkpoint.CheckpointError, match=f"^{tmp_path} is not a complete [^\n]*$"):
         checkpoint.read_manifest(tmp_path)
 
 
 def test_a_changed_byte_of_a_manifest_is_found(path):
-    """Unless it is in the word "crc32" itself, which leaves all fields as they were."""
+    """Except in the word "crc32" itself, where a change leaves all other fields as they were."""
     fields = checkpoint.read_manifest(path)
     del fields["crc32"]
     contents = (path / "manifest.json").read_bytes()
@@ -351,7 +354,7 @@ UNREADABLE = {  # manifest -> the error
 def save_with_manifest(
     path: Path, manifest: dict, on_all_ranks=checkpoint.on_only_rank, **extra_files
 ):
-    """Save on this rank, or on all; return the error."""
+    """Save on this rank or on all ranks; return the error."""
     try:
         checkpoint.save_state(path, {"a": torch.ones(2)}, manifest, extra_files, on_all_ranks)
     except checkpoint.CheckpointError as error:
@@ -359,7 +362,7 @@ def save_with_manifest(
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
-def test_a_manifest_that_no_one_could_read_is_not_saved(tmp_path, text):
+def test_an_invalid_manifest_is_not_saved(tmp_path, text):
     path = checkpoint.step_path(tmp_path, 6)
     assert UNREADABLE[text] in save_with_manifest(path, json.loads(text))
     error = save_with_manifest(path, {"step": 6}, **{"../x": b""})
@@ -375,7 +378,7 @@ def save_with_steps(path: Path, *steps: int) -> str | None:
 
 @pytest.mark.parametrize("steps, error", [((6, -1), "rank 1: "), ((-1, -2), "rank 0: ")])
 def test_a_manifest_that_one_rank_rejects_is_not_saved(pool, tmp_path, steps, error):
-    """The first error of several is raised on all ranks."""
+    """If several ranks reject it, all ranks raise the error of the first one."""
     path = tmp_path / "checkpoint"
     first, second = pool(2, save_with_steps, path, *steps)
     assert first == second == f"{error}the manifest's step is -1, not an integer of at least 0"
@@ -383,21 +386,21 @@ def test_a_manifest_that_one_rank_rejects_is_not_saved(pool, tmp_path, steps, er
 
 
 def save_alone(path: Path) -> str:
-    """The error of a save that does not know of the other ranks."""
+    """Return the error of a save without on_all_ranks."""
     dist.start("cpu")
     with pytest.raises(ValueError) as error:
         checkpoint.save_state(path, {"a": torch.ones(2)}, {"step": 6})
     return str(error.value)
 
 
-def test_a_save_that_forgets_the_other_ranks_is_refused(pool, tmp_path):
+def test_a_save_without_on_all_ranks_is_refused(pool, tmp_path):
     line = "on several ranks, save_state needs on_all_ranks=dist.on_all_ranks"
     assert pool(2, save_alone, tmp_path / "checkpoint") == [line] * 2
     assert not file_names(tmp_path)
 
 
-def test_a_copy_of_the_file_saves_and_loads_without_ranks(tmp_path):
-    """Also three times under one name, in place of the one before."""
+def test_a_copy_of_checkpoint_py_saves_and_loads_alone(tmp_path):
+    """Each of three saves replaces the one before, under the same name."""
     file = shutil.copy(checkpoint.__file__, tmp_path / "copied.py")
     specification = importlib.util.spec_from_file_location("copied", file)
     copied = importlib.util.module_from_spec(specification)
@@ -414,13 +417,13 @@ def test_a_copy_of_the_file_saves_and_loads_without_ranks(tmp_path):
     assert file_names(tmp_path / "saved") == ["latest"]
 
 
-def test_a_save_keeps_what_is_newer_and_counts_only_what_is_not(tmp_path, one_rank):
-    """What is newer did not verify when the run started."""
+def test_retention_ignores_newer_checkpoints(tmp_path, one_rank):
+    """They did not verify when the run started: a save neither removes nor counts them."""
     for step in range(1, 6):
         path = checkpoint.step_path(tmp_path, step)
         write_two_files(path)
         change_manifest(path, step=step)
-    for name in (".step-00000001.tmp", ".step-00000009.damaged.tmp"):  # of killed saves
+    for name in (".step-00000001.tmp", ".step-00000009.damaged.tmp"):  # left by killed saves
         (tmp_path / "checkpoints" / name).mkdir()
     saver = Saver(tmp_path, False, 2, 0, timedelta(seconds=5))
     for step, steps in {3: (2, 3, 4, 5), 4: (3, 4, 5), 7: (5, 7)}.items():
@@ -431,8 +434,8 @@ def test_a_save_keeps_what_is_newer_and_counts_only_what_is_not(tmp_path, one_ra
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-def test_a_linked_checkpoint_is_removed_and_its_target_stays(tmp_path, one_rank):
-    """By retention, and where a save replaces it."""
+def test_removing_a_linked_checkpoint_keeps_its_target(tmp_path, one_rank):
+    """Retention removes the link of step 1, and a save replaces the link of step 2."""
     archived = tmp_path / "archived"
     write_two_files(archived)
     for step in (1, 2):
@@ -450,8 +453,8 @@ def test_a_linked_checkpoint_is_removed_and_its_target_stays(tmp_path, one_rank)
 # A sharded checkpoint as one file
 
 
-def test_consolidate_writes_a_complete_checkpoint_that_a_run_continues_from(whole, run, tmp_path):
-    """In a folder that is created, without a warning."""
+def test_consolidate_writes_a_complete_checkpoint(whole, tmp_path):
+    """It creates the parent folder, and there is no warning."""
     path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000005"
     out = tmp_path / "new/one"
     with warnings.catch_warnings():
@@ -471,7 +474,11 @@ def test_consolidate_writes_a_complete_checkpoint_that_a_run_continues_from(whol
     status, said, _ = command("verify", out)
     assert (status, "complete and unchanged: 2 files" in said) == (0, True)
     assert said.count("\n") == 1
-    resumed = rows(run(2, f"{TEN_STEPS} --strategy fsdp --resume {out}"))
+
+
+def test_a_run_continues_from_a_consolidated_checkpoint(whole, run, tmp_path):
+    consolidate(whole["hsdp --dp_shard 2"] / "checkpoints/step-00000005", tmp_path / "one")
+    resumed = rows(run(2, f"{TEN_STEPS} --strategy fsdp --resume {tmp_path}/one"))
     losses = [row["loss"] for row in rows(whole["hsdp --dp_shard 2"])[5:]]
     assert [row["loss"] for row in resumed] == pytest.approx(losses, rel=1e-5)
 
@@ -486,8 +493,8 @@ def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(whole, small_disk):
     assert not list(small_disk.glob("new/*"))
 
 
-def test_loading_and_converting_take_little_memory(tmp_path, one_rank):
-    """Of a mapped file, the pages of one tensor at most: 4 MB of 96."""
+def test_loading_and_consolidating_take_little_memory(tmp_path, one_rank):
+    """At most the pages of one tensor of a mapped file are resident: 4 MB of 96."""
     state = {str(number): torch.ones(1024, 1024) for number in range(24)}
     saver = Saver(tmp_path, False, 0, 0, timedelta(seconds=20))
     saver.save(state, {"step": 1})

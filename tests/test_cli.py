@@ -1,4 +1,4 @@
-"""How every command ends. What argparse finds is tried by test_mistakes.py."""
+"""How every command ends. test_mistakes.py covers the errors that argparse finds."""
 
 import time
 from unittest import mock
@@ -22,17 +22,17 @@ NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp\n"
         (RuntimeError("calculation overflowed"), 1, f"calculation overflowed; {NO_MEMORY}"),
         (MemoryError(), 1, f"out of memory; {NO_MEMORY}"),
         (KeyboardInterrupt(), 130, ""),
-        (BrokenPipeError(), 130, ""),  # the reader of a pipe has left
+        (BrokenPipeError(), 130, ""),  # the reader of a pipe has closed it
     ],
 )
-def test_an_expected_error_is_a_line_and_a_status(capsys, error, status, said):
+def test_an_expected_error_gives_one_line_and_a_status(capsys, error, status, said):
     assert cli.execute("prog", mock.Mock(side_effect=error)) == status
     assert capsys.readouterr() == ("", said and f"prog: error: {said}")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_names_the_error_as_the_root_cause(monkeypatch, tmp_path, rank):
-    """Also if torchrun ends the other rank while this one waits to print."""
+    """Even if torchrun ends the other rank while this one waits to print."""
     file = tmp_path / "error.json"
     clock = [1000.0]
     monkeypatch.setattr(time, "time", lambda: clock[0])
@@ -51,7 +51,10 @@ def test_torchrun_names_the_error_as_the_root_cause(monkeypatch, tmp_path, rank)
     assert "--lr is high" not in others
 
 
-def test_a_command_returns_its_status_and_its_faults_pass():
+def test_execute_returns_the_status_of_the_command():
     assert [cli.execute("prog", mock.Mock(return_value=result)) for result in (None, 75)] == [0, 75]
+
+
+def test_an_unexpected_error_is_raised():
     with pytest.raises(ZeroDivisionError):
         cli.execute("prog", lambda: 1 // 0)

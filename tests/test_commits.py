@@ -1,4 +1,4 @@
-"""tools.compare --commits and --bisect: the same steps on two commits, and where they differ."""
+"""tools.compare --commits and --bisect run the same steps on two commits and compare them."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from tools import compare
 from tools.measuring import commits
 from tools.measuring.harness import TORCHRUN
 
-# A trainer that writes its log at once: losses, and the norms of two gradients.
+# In place of train.py: writes its log at once, with losses and the norms of two gradients.
 TRAIN = """
 import json, os, sys, time
 from pathlib import Path
@@ -49,7 +49,7 @@ RUN = "import runpy, sys; sys.argv = sys.argv[3:]; runpy.run_path(sys.argv[0], r
 
 
 def commit(folder: Path, subject: str, **files: str) -> None:
-    """Commit all of a repository, with the text of some Python files."""
+    """Write some Python files, and commit everything in the repository."""
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
     identity = ["-c", "user.name=A", "-c", "user.email=a@b"]
@@ -59,7 +59,7 @@ def commit(folder: Path, subject: str, **files: str) -> None:
 
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
-    """A repository with one commit, which tools.compare takes for its project."""
+    """A repository with one commit, which tools.compare uses as its project."""
     folder = tmp_path / "project"
     subprocess.run(["git", "init", "--quiet", folder], check=True)
     commit(folder, "first", train=TRAIN, model=MODEL)
@@ -72,14 +72,14 @@ def project(tmp_path, monkeypatch) -> Path:
 
 
 def call(capsys, words: str, *more: str, status: int = 0) -> list[str]:
-    """The lines that tools.compare prints. The path to the data is relative."""
+    """Run tools.compare with a relative path to the data; return the lines that it prints."""
     assert compare.main([*words.split(), "--", "--data=tokens", *more]) == status
     out, err = capsys.readouterr()
     assert not list(Path().glob("compare-*"))
     return [line for line in (out + err).splitlines() if not line.startswith("running ")]
 
 
-def test_equal_commits_are_one_line_and_the_first_difference_is_named(project, capsys):
+def test_two_commits_are_compared_bit_for_bit(project, capsys):
     commit(project, "second", model=f"{MODEL}# a comment\n")
     equal, *others = call(capsys, "--commits HEAD~1 HEAD")
     assert equal == "HEAD~1 and HEAD are equal bit for bit: losses and 2 parameters, 20 steps"
@@ -88,7 +88,7 @@ def test_equal_commits_are_one_line_and_the_first_difference_is_named(project, c
         "HEAD~1: 1,024 bytes of all_reduce over dp_shard; 3 tokens/s",
         "HEAD: 1,024 bytes of all_reduce over dp_shard; 3 tokens/s",
     ]
-    # One bit, not committed
+    # A change of one bit in the working tree
     (project / "model.py").write_text(MODEL.replace("0.0", "2.3e-16").replace("1024", "1000"))
     text = "\n".join(call(capsys, "--commits HEAD ."))
     assert "| - | step 2: head grad_norm by 2e-16 |" in text
@@ -100,7 +100,7 @@ def test_equal_commits_are_one_line_and_the_first_difference_is_named(project, c
     assert "| - | step 20: validation loss by 0.04 |" in text and "| - | never, by " in text
 
 
-def test_one_commit_of_sixteen_is_found_in_five_runs(project, capsys, monkeypatch):
+def test_bisect_finds_one_commit_of_sixteen_in_five_runs(project, capsys, monkeypatch):
     for number in range(16):
         norm = f"import os\nNORM = 0.5 * ({number} >= int(os.environ['FAULT']))\n"
         commit(project, f"number {number}", model=MODEL + norm)
@@ -116,7 +116,7 @@ def test_one_commit_of_sixteen_is_found_in_five_runs(project, capsys, monkeypatc
     assert equal.startswith("HEAD~15 and ") and " are equal bit for bit: " in equal
 
 
-def test_a_mistake_or_a_commit_that_fails_is_one_line(project, capsys, monkeypatch):
+def test_an_error_of_the_command_or_a_commit_is_one_line(project, capsys, monkeypatch):
     commit(project, "broken", model="NORM = (\n")
     for words, line in (
         ("--commits HEAD", "argument --commits: expected 2 arguments"),
@@ -132,7 +132,7 @@ def test_a_mistake_or_a_commit_that_fails_is_one_line(project, capsys, monkeypat
     commit(project, "without", train="import dist")
     (error,) = call(capsys, "--commits HEAD HEAD", status=1)
     assert error.endswith(" without does not run: ModuleNotFoundError: No module named 'dist'")
-    monkeypatch.setattr(commits, "TORCHRUN", TORCHRUN)  # which prints a report of its own
+    monkeypatch.setattr(commits, "TORCHRUN", TORCHRUN)  # torchrun prints its own report
     (error,) = call(capsys, "--commits HEAD~2 .", "--z_loss=1", status=1)
     assert error.endswith(" first does not run: train.py: error: unrecognized arguments: --z_loss")
     monkeypatch.setattr(commits, "ROOT", project.parent)
@@ -141,7 +141,7 @@ def test_a_mistake_or_a_commit_that_fails_is_one_line(project, capsys, monkeypat
 
 
 @pytest.mark.parametrize("number, is_impatient", [(signal.SIGTERM, False), (signal.SIGINT, True)])
-def test_a_signal_leaves_no_folder_and_no_process(number, is_impatient, project):
+def test_a_signal_leaves_nothing_behind(number, is_impatient, project):
     argv = ["--commits", "HEAD", ".", "--", "--data=tokens", "--sleep=60"]
     (process,) = fork_ranks(1, compare.main, argv)
     started = Path("pid")
@@ -154,7 +154,8 @@ def test_a_signal_leaves_no_folder_and_no_process(number, is_impatient, project)
         os.kill(process.pid, number)
     process.join(20)
     assert is_impatient or process.exitcode == 128 + number
-    assert not list(Path().glob("compare-*")) and not is_running(int(started.read_text()))
+    assert not list(Path().glob("compare-*"))
+    assert not is_running(int(started.read_text()))
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""What earlier code saved is read, and continues with the numbers it had.
+"""What earlier code saved can still be read, and a run continues with the same numbers.
 
-meshes_2026_11_22/ has a checkpoint of step 2 of three meshes, all of one configuration, and the
-losses and gradient norms of the runs of test_parity.py. They stay until the numbers change for a
-reason.
+meshes_2026_11_22/ contains the checkpoints of step 2 on three meshes with one configuration, and
+the losses and gradient norms of the runs of test_parity.py. Do not replace these files unless the
+numbers change for a reason.
 """
 
 import shutil
@@ -17,14 +17,14 @@ import checkpoint
 SAVED = Path(__file__).parent / "meshes_2026_11_22"
 
 
-def test_a_checkpoint_of_every_mesh_is_read():
+def test_an_old_checkpoint_of_every_mesh_can_be_read():
     expected = tensors(SAVED / "full")
     assert len(expected) > 30
     for mesh in ("fsdp_2", "fsdp_2_tp_2"):
         torch.testing.assert_close(tensors(SAVED / mesh), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_an_older_manifest_without_a_checksum_is_named():
+def test_verify_reports_an_old_manifest_without_a_checksum():
     path = SAVED / "full"
     unchanged, unchecked = f"{path}: complete and unchanged: 2 files", "it cannot be checked\n"
     status, said, error = command("verify", path)
@@ -36,12 +36,10 @@ SAVED_RUN = Path(__file__).parent / "saved_run_2026_11_22"
 
 
 @pytest.mark.parametrize("strategy, ranks", [("fsdp", 2), ("single", 1)])
-def test_a_run_saved_on_2026_11_22_continues_with_the_losses_it_had(
-    pool, tmp_path, strategy, ranks
-):
-    """Names inside checkpoints and manifests are a contract.
+def test_an_old_run_continues_with_the_same_losses(pool, tmp_path, strategy, ranks):
+    """The names inside checkpoints and manifests may not change.
 
-    The run was fsdp on two ranks, saved at step 4 of 8.
+    The run used fsdp on two ranks and was saved at step 4 of 8.
     """
     out = tmp_path / "run"
     shutil.copytree(SAVED_RUN / "run", out)
