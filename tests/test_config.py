@@ -1,4 +1,4 @@
-"""Flags -> Config, and what follows from it."""
+"""From flags to the resolved run."""
 
 import codecs
 import dataclasses
@@ -18,36 +18,39 @@ from runtime.cli import UsageError
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
 
 
-def test_flags_override_a_config_file_and_defaults_fill_the_rest(tmp_path):
+def test_flags_take_precedence_over_a_config_file(tmp_path):
     file = tmp_path / "config.json"
     flags = {"lr": 0.5, "async_save": True, "model": "gpt2-124m", "tp": 1, "allow_changes": True}
     file.write_text(json.dumps(flags))
-    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())  # as some editors write it
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())  # some editors write a byte order mark
     parsed = parse(["--config", str(file), "--lr", "1e-3"])
-    del flags["allow_changes"]  # which applied to one start
+    del flags["allow_changes"]  # which applies to one start only
     assert parsed == flags | {"lr": 1e-3, "out": "runs/gpt2-124m"}
     assert resolve(f"--config {file}").max_steps == 700
 
 
-def test_a_run_from_other_weights_has_their_name():
-    """Nothing is read: the path may be another host's."""
+def test_a_run_is_named_after_its_initial_weights():
+    """The path is not read, since it may be on another host."""
     source = "runs/a/checkpoints/step-00000600"
     assert parse(["--init_from", "imported/smollm2"])["out"] == "runs/smollm2"
     assert parse(["--init_from", source])["out"] == "runs/a-step-00000600"
     assert parse(["--init_from", source, "--out", "mine"])["out"] == "mine"
 
 
-def test_a_named_run_needs_another_folder():
+def test_a_run_from_another_run_needs_a_new_folder():
     for argv in (["--init_from", "runs/a"], ["--resume", "runs/b"]):
         with pytest.raises(UsageError, match="name a new folder with --out: runs/. has a run of "):
             parse(argv)
         assert parse([*argv, "--out", "runs/c"])["out"] == "runs/c"
+
+
+def test_an_empty_path_to_a_checkpoint_is_refused():
     for flag in ("--init_from", "--resume"):
         with pytest.raises(UsageError, match=f"{flag} is empty: name a checkpoint or a run"):
             parse([flag, "", "--out", "runs/c"])
 
 
-def test_where_a_run_began_does_not_go_into_another(tmp_path):
+def test_a_new_run_does_not_take_over_resume_and_init_from(tmp_path):
     for name, path in {"resume": "runs/a/checkpoints/step-00000001", "init_from": "b"}.items():
         run = tmp_path / name
         run.mkdir()
@@ -63,7 +66,7 @@ def test_where_a_run_began_does_not_go_into_another(tmp_path):
 
 
 def test_a_flag_of_a_fork_overrides_a_field_of_the_model():
-    """For a field of ModelConfig that has no flag here, typed or not."""
+    """The fork adds flags for fields of ModelConfig that have none; they may be given or not."""
     fork = """
 import dataclasses, config
 from model import ModelConfig
@@ -88,7 +91,7 @@ for text in ("", "--tied", "--tied false", "--model llama3-8b", "--rope_theta 5"
     assert found.stdout.splitlines() == lines
 
 
-def test_the_reference_tells_which_flags_may_not_change():
+def test_the_reference_lists_the_flags_that_may_not_change():
     resuming = (ROOT / "docs/reference.md").read_text().partition("## Resuming")[2]
     (of_numbers,) = re.findall(r"^\| (`--lr`.*?) \| Refused without", resuming, re.M)
     refused = {name for name, policy in POLICIES.items() if policy == "refused"}
@@ -107,7 +110,7 @@ def test_a_profile_window_lies_within_the_run():
 @pytest.mark.parametrize(
     "wrap", ["blocks", "block_group", "block_group:0", "block:2", "none:2", "auto:2"]
 )
-def test_wrap_is_one_of_four(wrap):
+def test_an_unknown_wrap_is_refused(wrap):
     with pytest.raises(UsageError, match=f"--wrap: {wrap}: choose auto, block, block_group"):
         parse(["--wrap", wrap])
 
@@ -119,7 +122,7 @@ def test_a_batch_is_split_into_micro_batches():
     assert (run.micro_batch_size, run.grad_accum_steps) == (2, 2)
     # The two ranks of a tp group share their sequences.
     assert resolve("--strategy fsdp --tp 2", world_size=4).micro_batch_size == 8
-    # As where a host was lost, and the run continues on the others
+    # For example, one of several hosts was lost.
     with pytest.raises(UsageError, match="16 is not a multiple of micro_batch_size 2 x 6 .* = 12:"):
         resolve("--strategy fsdp --global_batch_size 16 --micro_batch_size 2", world_size=6)
 
@@ -132,18 +135,26 @@ def test_a_batch_is_split_into_micro_batches():
         ("llama3-8b", 64, (1, 8), 4_194_304, 15e12),
     ],
 )
-def test_configs_have_the_arithmetic_of_the_reference(name, ranks, split, tokens_per_step, tokens):
+def test_configs_train_on_the_documented_number_of_tokens(
+    name, ranks, split, tokens_per_step, tokens
+):
     run = resolve(f"--config {ROOT}/configs/{name}.json", world_size=ranks, local_size=8)
     assert (run.micro_batch_size, run.grad_accum_steps) == split
     assert run.tokens_per_step == tokens_per_step
     assert run.max_steps * tokens_per_step == pytest.approx(tokens, rel=1e-3)
 
 
-def test_a_named_size_takes_overrides_and_a_padded_vocabulary():
+def test_flags_override_fields_of_a_named_size():
     run = resolve("--n_head 2 --d_ff 64")
     assert (run.n_head, run.n_kv_head, run.d_ff) == (2, 2, 64)
-    assert run.model_config.vocab_size == 320
     assert resolve("--model llama3-8b --n_head 64").n_kv_head == 8
+
+
+def test_the_vocabulary_of_a_model_is_padded():
+    assert resolve("").model_config.vocab_size == 320
+
+
+def test_tp_must_divide_the_number_of_kv_heads():
     with pytest.raises(UsageError, match="n_kv_head 4 / tp 3"):
         resolve("--tp 3", world_size=3)
 
@@ -168,14 +179,14 @@ COMMAND_LINES = [
 ]
 
 
-def test_auto_passes_over_hsdp_on_hosts_of_unequal_sizes():
+def test_auto_skips_hsdp_on_hosts_of_unequal_sizes():
     cluster = {"world_size": 7, "local_size": 4, "device_memory": 1}
     assert resolve("--global_batch_size 7", **cluster).strategy == "fsdp"
 
 
 @pytest.mark.parametrize("text, ranks", COMMAND_LINES)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_resolved_run_has_no_value_left_open(text, ranks, device):
+def test_a_resolved_run_has_no_unresolved_value(text, ranks, device):
     options = f"{text} --global_batch_size 512" if ranks == 512 else text
     run = resolve(options, world_size=ranks, device_type=device)
     values = vars(run) | vars(run.model_config) | vars(run.data_facts)
@@ -185,7 +196,7 @@ def test_a_resolved_run_has_no_value_left_open(text, ranks, device):
         assert getattr(run, name) == getattr(run.model_config, name)
 
 
-def test_a_run_is_a_function_of_its_arguments_alone():
+def test_resolve_depends_only_on_its_arguments():
     flags = parse(["--n_layer", "3"])
     before = dict(flags)
     runs = [layout.resolve(flags, CPU, FACTS) for _ in range(2)]
@@ -206,14 +217,14 @@ H200 = {"device_type": "cuda", "has_bfloat16": True, "device_name": "NVIDIA H200
         (H200, "bfloat16", 2, 989),
     ],
 )
-def test_defaults_follow_from_the_hardware(hardware, dtype, workers, tflops):
+def test_defaults_depend_on_the_hardware(hardware, dtype, workers, tflops):
     run = resolve("", **hardware)
     assert (run.dtype, run.num_workers, run.peak_tflops) == (dtype, workers, tflops)
     assert resolve("--dtype float32 --peak_tflops 7", **hardware).peak_tflops == 7
     assert resolve("--dtype float32", **hardware).peak_tflops is None
 
 
-def test_the_learning_rate_follows_from_the_width():
+def test_the_default_learning_rate_depends_on_the_width():
     assert resolve("").lr == 0.5 / 128
     assert resolve("--d_model 64 --n_head 4 --lr 0.25").lr == 0.25
     with pytest.raises(UsageError, match="--min_lr 0.01 is above the peak learning rate 0.0039"):

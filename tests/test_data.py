@@ -14,7 +14,7 @@ import data
 from tools.planning.rehearse import no_garbage_collection
 
 
-def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):
+def test_nanogpt_folders_are_read_without_their_pickle(tmp_path):
     tokens = np.arange(3000, dtype=np.uint16) % 65
     for split in ("train", "val"):
         tokens.tofile(tmp_path / f"{split}.bin")
@@ -22,7 +22,8 @@ def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):
     assert (folder.vocab_size, folder.tokenizer) == (50257, "gpt2")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Bomb()))
     folder = data.open_folder(tmp_path)
-    assert folder.vocab_size == 65 and folder.tokenizer is None
+    assert folder.vocab_size == 65
+    assert folder.tokenizer is None
     np.append(tokens, 70).astype(np.uint16).tofile(tmp_path / "val.bin")  # a rare character
     assert data.open_folder(tmp_path).vocab_size == 71
     dataset = data.TokenDataset(folder, "train", 8, None)
@@ -31,7 +32,7 @@ def test_nanogpt_folders_are_read_and_their_pickle_is_not(tmp_path):
     assert dataset[[len(dataset) - 1]].shape == (1, 9)
 
 
-def test_the_tokenizer_file_comes_with_the_folder(tokens, tmp_path):
+def test_a_token_folder_contains_its_tokenizer_file(tokens, tmp_path):
     folder = shutil.copytree(tokens, tmp_path / "tokens")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "my.json"}))
@@ -69,17 +70,20 @@ class Bomb:
         return pytest.fail, ("the pickle was loaded",)
 
 
-def test_an_epoch_reads_the_windows_in_a_permutation_and_a_good_one():
+def test_an_epoch_reads_each_window_once():
     for size in (1, 2, 3, 7, 64, 1000, 1025):
         for epoch in (0, 3):
             numbers = range(epoch * size, (epoch + 1) * size)
             assert sorted(data.window_of(n, size, 5) for n in numbers) == list(range(size))
+    assert 0 <= data.window_of(10**14 - 1, 10**14, 5) < 10**14  # too many windows for a table
+
+
+def test_the_order_of_windows_differs_by_seed_and_epoch():
     order = [data.window_of(n, 1000, 5) for n in range(1000)]
     assert order != [data.window_of(n, 1000, 6) for n in range(1000)]
     assert order != [data.window_of(n, 1000, 5) for n in range(1000, 2000)]
     assert abs(np.corrcoef(order, range(1000))[0, 1]) < 0.1
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.1
-    assert 0 <= data.window_of(10**14 - 1, 10**14, 5) < 10**14  # 10^14 windows: no table
 
 
 @pytest.mark.parametrize("ranks, micro_batch", [(1, 2), (2, 1), (4, 2)])
@@ -95,10 +99,10 @@ def test_each_sequence_is_read_once_per_epoch_by_one_rank(tmp_path, ranks, micro
         for i, part in enumerate(indices):
             assert len(part) == micro_batch
             read[1 + i // per_step] += part
-        # resumed after step 3: what a run that was never stopped reads from there
+        # A run resumed after step 3 reads what an uninterrupted run reads from there on.
         rest = data.train_indices(range(4, len(steps) + 1), batch, micro_batch, rank, ranks)
         assert list(rest) == indices[3 * per_step :]
-    # step s reads (s - 1) * B ... s * B - 1, whatever the number of ranks
+    # Step s reads (s - 1) * B ... s * B - 1, whatever the number of ranks.
     for step, part in read.items():
         assert sorted(part) == list(range((step - 1) * batch, step * batch))
     order = dataset[list(range(2 * count))][:, 0].tolist()
@@ -112,7 +116,7 @@ def test_validation_set_is_the_same_on_any_mesh():
         lists = [
             list(data.val_indices(count, 101, micro_batch, rank, ranks)) for rank in range(ranks)
         ]
-        assert len({len(part) for part in lists}) == 1  # as many forwards on each rank
+        assert len({len(part) for part in lists}) == 1  # the same number of forward passes
         assert sorted(n for part in lists for batch in part for n in batch) == spread[count]
 
 
@@ -127,8 +131,8 @@ def write_tokens(folder, train: np.ndarray, val: np.ndarray) -> None:
 SURVEY = 65536 // 2  # tokens in a block of the start-up survey
 
 
-def test_of_a_large_file_the_start_reads_blocks_up_to_its_end(tmp_path):
-    """Of 512 blocks, 32 MiB, every second one; the last is not full."""
+def test_the_start_reads_blocks_of_a_large_file_up_to_its_end(tmp_path):
+    """It reads every second one of 512 blocks (32 MiB). The last block is not full."""
     tokens = np.zeros(512 * SURVEY - 9, np.uint16)
     fingerprints = []
     for block in (511, 510):
@@ -144,15 +148,15 @@ def test_of_a_large_file_the_start_reads_blocks_up_to_its_end(tmp_path):
         data.open_folder(tmp_path)
 
 
-def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
-    """In a corpus too large to be read whole at the start."""
+def test_a_batch_with_a_token_above_the_vocabulary_is_refused(tmp_path):
+    """The corpus is too large to be read in full at the start."""
     tokens = np.zeros(40 << 20, np.uint16)
-    tokens[SURVEY + 5] = 257  # the second of a run of blocks is not read
+    tokens[SURVEY + 5] = 257  # in a block that the start does not read
     write_tokens(tmp_path, tokens, tokens[:100])
     dataset = data.TokenDataset(data.open_folder(tmp_path), "train", 8, None)
     line = r"^\S+train.bin holds token 257, above its vocabulary of 257[^\n]*$"
     processes = multiprocessing.active_children()
-    with no_garbage_collection():  # as in a run: it would end workers late, after 5 s each
+    with no_garbage_collection():  # as in a run; a collection waits 5 s for each worker
         for workers in (0, 2):
             with pytest.raises(data.DataError, match=line):
                 list(data.loader(dataset, [[0], [SURVEY // 8]], workers))
@@ -164,7 +168,7 @@ def test_a_token_above_the_vocabulary_is_found_in_the_batch_too(tmp_path):
 
 
 def write_folder(path, first_id: int, windows: int) -> None:
-    """Window w of 16 tokens is the id first_id + w, so that a sequence tells where it is from."""
+    """Write 16 times the token first_id + w as window w, so that a sequence shows its window."""
     path.mkdir()
     tokens = np.append(np.repeat(np.arange(first_id, first_id + windows), 16), 0)
     write_tokens(path, tokens, tokens)
@@ -178,7 +182,7 @@ def mixture(tmp_path) -> str:
 
 
 @pytest.mark.parametrize("shares", [[334, 333, 333], [1, 999], [331, 2, 89, 17, 561]])
-def test_the_folders_of_a_mixture_take_turns_in_exact_shares(shares, tmp_path):
+def test_a_mixture_reads_its_folders_in_exact_shares(shares, tmp_path):
     items = []
     for i, share in enumerate(shares):
         write_folder(tmp_path / str(i), i, 1)
@@ -193,7 +197,7 @@ def test_the_folders_of_a_mixture_take_turns_in_exact_shares(shares, tmp_path):
 
 
 def test_each_folder_of_a_mixture_keeps_its_own_order(mixture):
-    """So none of its sequences is read twice in an epoch."""
+    """So no sequence of the folder is read twice in an epoch."""
     folders = data.open_folders(mixture)
     read = data.open_dataset(folders, "train", 16, seed=0)[list(range(2100))][:, 0]
     for folder, is_of_folder in zip(folders, (read < 100, read >= 100)):
@@ -202,7 +206,7 @@ def test_each_folder_of_a_mixture_keeps_its_own_order(mixture):
         assert of_folder.equal(alone[list(range(2100 * folder.share // 1000))][:, 0])
 
 
-def test_the_facts_of_a_mixture_name_each_folders_fingerprint(mixture):
+def test_the_facts_of_a_mixture_contain_each_fingerprint(mixture):
     folders = data.open_folders(mixture)
     facts = data.facts_of(folders)
     assert (facts.vocab_size, facts.tokenizer) == (folders[1].vocab_size, folders[1].tokenizer_name)
@@ -210,8 +214,8 @@ def test_the_facts_of_a_mixture_name_each_folders_fingerprint(mixture):
     assert facts.fingerprint.startswith("700/1000 of ")
 
 
-def test_the_order_of_a_mixture_is_that_of_2026_11_22(mixture):
-    """A run that continues reads on where it stopped."""
+def test_the_order_of_a_mixture_has_not_changed(mixture):
+    """A run saved by earlier code reads on where it stopped. The numbers are of 2026-11-22."""
     folders = data.open_folders(mixture)
     train = data.open_dataset(folders, "train", 16, seed=5)
     read = train[[*range(12), 999, 1000, 10**9]][:, 0].tolist()
@@ -219,7 +223,11 @@ def test_the_order_of_a_mixture_is_that_of_2026_11_22(mixture):
     val = data.open_dataset(folders, "val", 16, seed=None)
     (chosen,) = data.val_indices(9, len(val), 9, 0, 1)
     assert val[chosen][:, 0].tolist() == [0, 9, 19, 28, 38, 47, 57, 106, 115]
-    # Not on the number of ranks or workers, on the micro-batch size, or on where a run resumed
+
+
+def test_the_order_of_a_mixture_is_the_same_on_any_mesh(mixture):
+    """With any number of workers and micro-batch size, and from any start step."""
+    train = data.open_dataset(data.open_folders(mixture), "train", 16, seed=5)
     expected = train[list(range(96))]
     for ranks, micro_batch, workers, start_step in ((2, 2, 1, 1), (4, 1, 0, 7)):
         for rank in range(ranks):
@@ -230,8 +238,8 @@ def test_the_order_of_a_mixture_is_that_of_2026_11_22(mixture):
 
 
 @pytest.mark.parametrize("share, count", [(0.7, 10), (0.7, 77), (0.99, 2500)])
-def test_validation_of_a_mixture_keeps_its_shares_spread_evenly(mixture, share, count):
-    """Also where a part has more windows than thousandths, as code has at a share of 0.01."""
+def test_validation_of_a_mixture_keeps_its_shares(mixture, share, count):
+    """It spreads each part evenly, even one with more windows than thousandths (code at 0.01)."""
     mixture = mixture.replace("0.7", f"{share}").replace("0.3", f"{1 - share:g}")
     dataset = data.open_dataset(data.open_folders(mixture), "val", 16, seed=None)
     (chosen,) = data.val_indices(count, len(dataset), count, 0, 1)
@@ -243,7 +251,7 @@ def test_validation_of_a_mixture_keeps_its_shares_spread_evenly(mixture, share, 
     assert code == pytest.approx([i * 25 // len(code) for i in range(len(code))], abs=1)
 
 
-def test_one_path_is_one_folder_whatever_its_name(tokens, tmp_path):
+def test_a_path_with_commas_and_colons_is_one_folder(tokens, tmp_path):
     write_folder(tmp_path / "run:1,x:0.5", 0, 20)
     for path in (f"{tmp_path}/run:1,x:0.5", str(tokens)):
         (folder,) = data.open_folders(path)
@@ -263,13 +271,13 @@ def test_one_path_is_one_folder_whatever_its_name(tokens, tmp_path):
         ("a:0.6", "add up to 0.6, not 1"),
     ],
 )
-def test_a_mixture_is_refused_with_what_is_wrong(shares, problem):
+def test_an_invalid_mixture_is_refused_with_the_reason(shares, problem):
     with pytest.raises(data.DataError, match=problem):
         data.open_folders(shares)
 
 
-def test_only_the_same_tokenizer_is_the_same_vocabulary(tokens):
-    """Not another one of that size, nor one in a file of that name."""
+def test_only_the_same_tokenizer_gives_the_same_vocabulary(tokens):
+    """A tokenizer of the same size, or in a file of the same name, may be a different one."""
     folder = data.open_folder(tokens)
     files = [{"a.json": contents} for contents in (b"one", b"other")]
     others = [dataclasses.replace(folder, tokenizer_file=file) for file in files]
@@ -278,10 +286,10 @@ def test_only_the_same_tokenizer_is_the_same_vocabulary(tokens):
         assert [other.vocabulary == one.vocabulary for other in folders].count(True) == 1
 
 
-def test_a_run_on_a_mixture_says_its_epochs_and_keeps_its_shares(on_ranks, mixture, tmp_path):
+def test_a_run_keeps_the_shares_of_its_mixture(on_ranks, mixture, tmp_path):
     ((status, out, _),) = on_ranks(1, listen, f"--data {mixture} --max_steps 20")
     assert status == 0
-    # 160 sequences: 112 of the 60 of web, 48 of the 25 of code
+    # 160 sequences: 112 from the 60 of web, 48 from the 25 of code
     assert f"{tmp_path}/web: 60 sequences; 20 steps read 1.87 epochs at a share of 0.7" in out
     assert f"{tmp_path}/code: 25 sequences; 20 steps read 1.92 epochs at a share of 0.3" in out
     other = mixture.replace("0.7", "0.6").replace("0.3", "0.4")

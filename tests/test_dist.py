@@ -20,18 +20,21 @@ import layout
         (("hsdp", 8, 4, None, None), (2, 4, 1)),  # two hosts of four
         (("hsdp", 8, 8, 4, None), (4, 2, 1)),
         (("hsdp", 8, 4, None, 8), (1, 8, 1)),
-        (("fsdp", 256, 8, None, None, 8), (1, 32, 8)),  # Llama-3 70B's
+        (("fsdp", 256, 8, None, None, 8), (1, 32, 8)),  # Llama 3 70B
         (("hsdp", 16, 8, None, None, 2), (2, 4, 2)),
     ],
 )
-def test_mesh_shapes(arguments, shape):
+def test_the_mesh_shape_follows_from_the_strategy(arguments, shape):
     assert dist.mesh_shape(*arguments) == shape
 
 
-def test_a_mesh_that_does_not_multiply_is_refused_with_its_product():
+def test_a_mesh_of_the_wrong_size_is_refused():
     line = "4 x dp_shard 3 x tp 2 takes 24 processes, but 12 were started"
     with pytest.raises(dist.MeshError, match=line):
         dist.mesh_shape("hsdp", 12, 6, 4, 3, 2)
+
+
+def test_ddp_refuses_the_sizes_of_a_mesh():
     with pytest.raises(dist.MeshError, match="--strategy ddp sets dp_replicate and dp_shard itse"):
         dist.mesh_shape("ddp", 4, 4, 2, 2)
 
@@ -47,7 +50,7 @@ def place_on_mesh(shape: tuple[int, int, int], device: str = "cpu") -> tuple[int
         timeout = group._get_backend(world.device).options._timeout
         members = torch.distributed.get_process_group_ranks(group)
         found.append((members, timeout.total_seconds(), group.group_desc))
-    dist.on_all_ranks(int)  # no rank leaves while another one connects
+    dist.on_all_ranks(int)  # no rank exits while another one is still connecting
     return dist.dp_rank(mesh), found
 
 
@@ -61,8 +64,8 @@ def place_on_mesh(shape: tuple[int, int, int], device: str = "cpu") -> tuple[int
         ((1, 2, 2), [[3], [1, 3], [2, 3]]),
     ],
 )
-def test_each_axis_has_a_group_and_ranks_that_share_data_a_dp_rank(pool, shape, groups_of_last):
-    """An axis that is the whole world, too: what it communicates is counted as that axis's."""
+def test_each_axis_of_a_mesh_has_a_group(pool, shape, groups_of_last):
+    """An axis of all ranks has one as well, so that its traffic is counted for this axis."""
     world_size, tp = math.prod(shape), shape[-1]
     answers = pool(world_size, place_on_mesh, shape)
     assert [dp_rank for dp_rank, _ in answers] == [rank // tp for rank in range(world_size)]
@@ -71,7 +74,7 @@ def test_each_axis_has_a_group_and_ranks_that_share_data_a_dp_rank(pool, shape, 
 
 
 def dtype_of_rotations(argv: list[str]) -> torch.dtype:
-    """The dtype of what a block that FSDP has wrapped gets as RoPE's table."""
+    """Return the dtype of the RoPE table that a block wrapped by FSDP gets."""
     run = build_run(argv)
     seen = []
 
@@ -83,7 +86,7 @@ def dtype_of_rotations(argv: list[str]) -> torch.dtype:
     return seen[0]
 
 
-def test_rotations_stay_in_float32_in_a_bfloat16_run(on_ranks):
+def test_the_rope_table_stays_in_float32_in_a_bfloat16_run(on_ranks):
     text = "--strategy fsdp --dtype bfloat16"
     assert on_ranks(2, dtype_of_rotations, text) == [torch.float32] * 2
 
@@ -102,7 +105,7 @@ class FromAttribute(ValueError):
 
 
 def outcome(how: str, kinds: str) -> tuple[str, str]:
-    """The class and the text of what this rank raises or returns, where `work` ends as `kinds`."""
+    """Return class and text of what this rank raises or returns; `kinds` has an ending per rank."""
 
     class Local(Exception):
         pass
@@ -159,12 +162,12 @@ UNLOCKED = ("lock", "<unlocked _thread.lock object")
     ],
 )
 def test_an_error_on_one_rank_is_raised_on_all(pool, how, kinds, on_rank_0, on_rank_1):
-    """With its text, within seconds, although it or a result cannot be pickled."""
+    """With its text, and within seconds, even if the error or a result cannot be pickled."""
     assert pool(2, outcome, how, kinds, timeout=8) == [on_rank_0, on_rank_1]
 
 
 def fail_in_a_group() -> list:
-    """What ranks 1 and 2 tell each other in a group of their own, in which rank 2 then fails."""
+    """Return what ranks 1 and 2 gather in a subgroup, and the error when rank 2 fails in it."""
     rank = dist.start("cpu", timedelta(seconds=9)).rank
     group = torch.distributed.new_group([1, 2])
     found = []
@@ -174,10 +177,10 @@ def fail_in_a_group() -> list:
             dist.on_all_ranks(lambda: 1 // (2 - rank), group=group)
         except ZeroDivisionError as error:
             found.append(str(error))
-    return dist.on_all_ranks(lambda: found)[rank]  # no rank leaves while another one connects
+    return dist.on_all_ranks(lambda: found)[rank]  # no rank exits while another one connects
 
 
-def test_a_group_that_is_not_the_world_knows_its_ranks(pool):
+def test_on_all_ranks_works_in_a_subgroup(pool):
     error = "integer division or modulo by zero"
     assert pool(3, fail_in_a_group) == [[], [1, 2, error], [1, 2, error]]
 
@@ -190,7 +193,7 @@ def test_a_group_that_is_not_the_world_knows_its_ranks(pool):
         (16, 8, ["ddp", "hsdp", "fsdp"]),  # two hosts
     ],
 )
-def test_auto_takes_the_first_strategy_that_fits(size, local_size, strategies):
+def test_auto_chooses_the_first_strategy_that_fits(size, local_size, strategies):
     text = "--global_batch_size 16 --micro_batch_size 1"
     ranks = {"world_size": size, "local_size": local_size}
     ddp = resolve(f"{text} --strategy ddp", **ranks)

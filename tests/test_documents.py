@@ -1,6 +1,6 @@
-"""Files, functions, fields, links, commands, flags and values that documents name exist.
+"""Files, functions, fields, links, commands, flags and values that documents mention exist.
 
-CHANGELOG.md is exempt: it names what is gone.
+CHANGELOG.md is exempt, because it mentions what was removed.
 """
 
 import ast
@@ -25,13 +25,13 @@ DOCUMENTS += sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 CODE = [*MODULES.values()]
 COMMANDS = ["train.py", "prepare.py", "sample.py"]
 COMMANDS += [f"tools.{path.stem}" for path in ROOT.glob("tools/[a-z]*.py")]
-# Of sbatch and srun, lm_eval, torchrun of torch 2.13
+# Flags of sbatch, srun, lm_eval, and torchrun of torch 2.13
 FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--gpus-per-task", "--requeue"]
 FLAGS_OF_OTHERS += ["--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit"]
 FLAGS_OF_OTHERS += ["--model_args", "--tasks", "--shutdown-timeout"]
 FLAGS_OF_OTHERS += ["--nanogpt"]  # of examples/first_hour.py
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
-# Of Hugging Face
+# Names of Hugging Face
 NAMES_OF_OTHERS = {"AutoModelForCausalLM", "AutoTokenizer"}
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
@@ -58,7 +58,7 @@ def inline_code(path: Path) -> list[str]:
 
 @functools.cache
 def own_code(path: Path) -> str:
-    """Python in the document, and lines that its patches add."""
+    """The Python code in the document, and the lines that its patches add."""
     text = path.read_text()
     lines = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     for name in {path.stem, *re.findall(r"examples/([\w-]+)\.(?:patch|md)", text)}:
@@ -72,7 +72,7 @@ def own_code(path: Path) -> str:
 
 
 @documents
-def test_the_files_that_a_document_names_exist(path):
+def test_files_that_a_document_mentions_exist(path):
     names = re.findall(r"(?<![\w/.*$-])(?:[\w.-]+/)*[\w-]+\.(?:py|sh|patch|md|svg)\b", read(path))
     names += re.findall(r"(?<![\w/.])(?:docs|configs|examples|tests|tools)/[\w./-]*\w", read(path))
     for name in names:
@@ -92,8 +92,8 @@ def definitions(file: Path) -> set[str]:
 
 
 @documents
-def test_the_functions_that_a_document_names_exist(path):
-    """Written as optim.py:clip_norm, `optim.clip_norm` or `Optimizer.step`."""
+def test_functions_that_a_document_mentions_exist(path):
+    """They are written as optim.py:clip_norm, `optim.clip_norm` or `Optimizer.step`."""
     for file, names in re.findall(r"([\w/]+\.py):([A-Za-z_]\w*(?:\.\w+)*)", read(path)):
         assert {*names.split(".")} <= definitions(ROOT / file), f"{file}:{names}"
     classes = {node for file in CODE for node in definitions(file) if node[0].isupper()}
@@ -114,16 +114,16 @@ def words_of_the_code() -> set[str]:
 
 
 @documents
-def test_the_fields_and_names_that_a_document_names_occur_in_the_code(path):
-    """Names with an underscore or inner capitals; a norm may be named by its subject."""
+def test_names_that_a_document_mentions_occur_in_the_code(path):
+    """Those with an underscore or inner capitals. The code may contain x instead of x_norm."""
     for text in inline_code(path):
         if re.fullmatch(r"[A-Za-z]+_\w+|[A-Z]+[a-z]\w*[A-Z]\w*", text):
             known = {text, text.removesuffix("_norm")} & (words_of_the_code() | NAMES_OF_OTHERS)
             assert known or re.search(rf"\b{text}\b", own_code(path)), text
 
 
-def test_error_lines_that_a_page_explains_are_those_of_the_code():
-    """The code of docs/when-it-goes-wrong.md before an explanation; ... stands for a value."""
+def test_error_lines_that_a_page_explains_are_in_the_code():
+    """They start the items of docs/when-it-goes-wrong.md. There ... stands for a value."""
     printed = []
     for file in CODE:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -141,7 +141,7 @@ def test_error_lines_that_a_page_explains_are_those_of_the_code():
 
 
 @documents
-def test_the_links_of_a_document_lead_somewhere(path):
+def test_links_of_a_document_have_a_target(path):
     for file, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", read(path)):
         target = path.parent / file if file else path
         assert target.exists(), file
@@ -197,7 +197,7 @@ def check_command(words: list[str], path: Path) -> None:
         for part in words[words.index("-k") + 1].split(" or "):
             assert re.search(rf"def test_\w*{part}", names_of_tests()), part
     launchers = [i for i, word in enumerate(words) if word in ("python", "torchrun")]
-    words = words[launchers[0] :] if launchers else words  # without OMP_NUM_THREADS=1, do, ...
+    words = words[launchers[0] :] if launchers else words  # drops OMP_NUM_THREADS=1, do, ...
     start = next((i for i, word in enumerate(words) if re.match(r"tools\.\w|\w+\.py$", word)), None)
     if start is None or words[0] not in ("python", "torchrun", words[start]):
         return
@@ -230,7 +230,7 @@ def shell_commands(block: str):
 
 
 @documents
-def test_the_commands_that_a_document_names_have_these_flags(path):
+def test_commands_of_a_document_have_the_flags_shown(path):
     prose = re.sub(r"^```.*?^```", "", read(path), flags=re.M | re.S)
     for block in re.findall(r"(?:^ {4}.*\n)+", prose, re.M):
         for words in shell_commands(block):
@@ -241,7 +241,7 @@ def test_the_commands_that_a_document_names_have_these_flags(path):
 
 
 @documents
-def test_the_flags_that_a_document_names_exist(path):
+def test_flags_that_a_document_mentions_exist(path):
     flags = dict.fromkeys(FLAGS_OF_OTHERS, [])
     tables = [("tools.bench", table) for table in ("strategies", "nanogpt")]
     for command in [("torchrun",), *tables, *((name,) for name in COMMANDS)]:
@@ -295,7 +295,7 @@ def test_a_shell_can_read_the_commands_of_a_document(path):
 # --------------------------------------------------------------------------------------------------
 # Figures
 
-# What several pages say: a pattern with one group, which finds the same text in each page
+# Figures on several pages. In each page, the pattern's group that matches has the same text.
 FACTS = [
     r"step 700/700  val_loss (\d\.\d+)|51\.8 \| (\d\.\d+) \|$",
     r"within 25% for (\d+) of 12|^\| further \| 12 \|.*\| (\d+) \|$",
@@ -308,12 +308,13 @@ FACTS = [
 
 
 @pytest.mark.parametrize("pattern", FACTS)
-def test_a_figure_that_several_pages_give_is_the_same(pattern):
+def test_several_pages_give_the_same_figure(pattern):
     found = {}
     for path in DOCUMENTS:
         for groups in re.findall(pattern, path.read_text(), re.M):
             found.setdefault("".join(groups), []).append(path.name)
-    assert len(found) == 1 and len({*found.popitem()[1]}) > 1, found
+    assert len(found) == 1, found
+    assert len({*found.popitem()[1]}) > 1
 
 
 def test_the_figures_of_the_last_table_occur_in_their_chapters():
