@@ -135,9 +135,7 @@ def test_a_batch_is_split_into_micro_batches():
         ("llama3-8b", 64, (1, 8), 4_194_304, 15e12),
     ],
 )
-def test_configs_train_on_the_documented_number_of_tokens(
-    name, ranks, split, tokens_per_step, tokens
-):
+def test_configs_have_the_documented_number_of_tokens(name, ranks, split, tokens_per_step, tokens):
     run = resolve(f"--config {ROOT}/configs/{name}.json", world_size=ranks, local_size=8)
     assert (run.micro_batch_size, run.grad_accum_steps) == split
     assert run.tokens_per_step == tokens_per_step

@@ -1,8 +1,8 @@
-"""What train.py does with a GPU, in whole runs on the fake ones of fake_cuda.py.
+"""What train.py does with a GPU, in complete runs on the fake GPUs of fake_cuda.py.
 
-In the steps nothing goes between host and device but batches and rows of the log, nobody waits for
-them, and nothing asks for values. The kernels that are strict about their operands, and NCCL, would
-take them. The groups are those of make_mesh.
+During the steps only batches and log rows go between host and device, the host waits for neither,
+and nothing reads values on the host. NCCL and the kernels with strict requirements would accept
+their operands. The groups are those of make_mesh.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import train
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="a library is preloaded as Linux does"),
+    pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD of the library needs Linux"),
     pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler (c++) here"),
     pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has real CUDA devices"),
 ]
@@ -42,7 +42,7 @@ CASES = [
 BLOCKS = "to cuda, pageable, blocking"
 READS = "to cpu, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
-# What the host waits for beside the steps, by (function, what)
+# What the host waits for outside the steps, by (function, what)
 BESIDE = {("optim.py __init__", BLOCKS)}
 BESIDE |= {("agreement.py compare_replicas", BLOCKS), ("agreement.py compare_replicas", ASKS)}
 BESIDE |= {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
@@ -53,7 +53,7 @@ ASYNC_SAVING = {("saver.py copy_to_host", "to cpu, pinned, blocking")}
 
 
 def play(argv: list[str]) -> tuple[Counter, list[str]]:
-    """The crossings and refusals of this rank in train.py."""
+    """Run train.py on this rank; return its crossings and refusals."""
     fake_cuda.install()
     fakes = fake_cuda.Fakes()
     gpu = fake_cuda.Gpu(fakes)
@@ -69,7 +69,7 @@ def play(argv: list[str]) -> tuple[Counter, list[str]]:
     def build_and_free(*arguments):
         with mock.patch.object(torch.cuda, "empty_cache") as empty_cache:
             built = build(*arguments)
-        empty_cache.assert_called_once()  # full tensors leave no gaps behind
+        empty_cache.assert_called_once()  # frees the memory of the full tensors
         return built
 
     def step(*arguments):
@@ -105,10 +105,8 @@ def gpus(tmp_path_factory):
 
 
 @pytest.mark.parametrize("text, ranks, accum", CASES)
-def test_a_step_waits_for_nothing_and_each_kernel_takes_it(
-    gpus, tokens, tmp_path, text, ranks, accum
-):
-    """A run that saves goes on from its checkpoint."""
+def test_a_step_does_not_wait_for_the_gpu(gpus, tokens, tmp_path, text, ranks, accum):
+    """And no kernel refuses its operands. A run that saves also continues from its checkpoint."""
     dp_size = ranks // 2 if "--tp 2" in text else ranks
     few = f"--n_layer 1 --micro_batch_size 1 --global_batch_size {accum * dp_size}"
     few += " --num_workers 0 --eval_sequences 1 --checkpoint none"
@@ -140,7 +138,7 @@ def place_on_gpus(shape: tuple[int, int, int]) -> tuple[int, list[tuple]]:
     return place_on_mesh(shape, "cuda")
 
 
-def test_make_mesh_names_the_groups_and_gives_them_the_timeout(gpus):
+def test_make_mesh_sets_name_and_timeout_of_nccl_groups(gpus):
     for rank, (_, groups) in enumerate(gpus(4, place_on_gpus, (2, 2, 1))):
         replicas, shards = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
         ranks_of = {"dp_replicate": replicas, "dp_shard": shards, "tp": [rank]}

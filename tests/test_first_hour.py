@@ -19,7 +19,7 @@ TRAINS = [step for step in STEPS if "{flags}" in step.command and "check" not in
 
 @pytest.mark.parametrize("step", TRAINS, ids=lambda step: step.name)
 def test_first_hour_trains_on_fake_gpus(gpus, tmp_path, step):  # noqa: F811
-    """Without --compile, and six steps in place of an endless run."""
+    """The commands run without --compile, and an endless run takes six steps."""
     first_hour.write_tokens(tmp_path / "tokens")
     options = first_hour.parse([*DRY.split(), f"--out={tmp_path}/new"])
     command = shlex.split(step.command.format(**first_hour.values_for(step, options, tmp_path)))
@@ -32,7 +32,7 @@ def test_first_hour_trains_on_fake_gpus(gpus, tmp_path, step):  # noqa: F811
         assert not refusals
 
 
-def test_first_hour_goes_on_after_a_failure_and_a_limit(tmp_path, monkeypatch, capsys):
+def test_first_hour_continues_after_a_step_that_fails(tmp_path, monkeypatch, capsys):
     steps = [
         Step("fails", 9, "{python} -c 'raise SystemExit(3)'"),
         Step("sleeps", 1, "sleep 60"),
@@ -50,7 +50,7 @@ def test_first_hour_goes_on_after_a_failure_and_a_limit(tmp_path, monkeypatch, c
 
 def test_first_hour_writes_its_file_after_ctrl_c(tmp_path, monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-    interrupt = "sh -c 'sleep 0.5; kill -INT $PPID; sleep 60'"  # not while it starts
+    interrupt = "sh -c 'sleep 0.5; kill -INT $PPID; sleep 60'"  # first_hour.py has started by then
     steps = [Step("waits", 60, interrupt), Step("never", 9, "true")]
     monkeypatch.setattr(first_hour, "STEPS", steps)
     out = tmp_path / "out"

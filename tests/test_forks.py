@@ -15,16 +15,20 @@ from conftest import ROOT, flags, rows, torchrun
 PATCHES = sorted(ROOT.glob("examples/*.patch"))
 
 
-def test_each_fork_applies_and_has_a_page():
+def test_each_fork_applies():
     assert len(PATCHES) >= 8
     for patch in PATCHES:
         subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
+
+
+def test_each_fork_has_a_page():
+    for patch in PATCHES:
         page = patch.with_suffix(".md").read_text()
         assert f"git apply examples/{patch.name}" in page
 
 
 def test_forks_compose_in_either_order(tmp_path):
-    """All pairs but the three that change the same lines of attention, as docs/forking.md lists."""
+    """All pairs but the three that change the same lines of attention: see docs/forking.md."""
     touched = re.findall(r"^--- a/(.+)", "".join(map(Path.read_text, PATCHES)), re.M)
     plain = {file: (ROOT / file).read_text() for file in touched}
     with_one = {patch: apply(patch, plain, tmp_path) for patch in PATCHES}
@@ -39,7 +43,7 @@ def test_forks_compose_in_either_order(tmp_path):
 
 
 def apply(patch: Path, files: dict[str, str], folder: Path) -> dict[str, str] | None:
-    """The files with a patch, {name: text}; None if it does not apply."""
+    """Apply a patch to the files, {name: text}; return them, or None if it does not apply."""
     for file, text in files.items():
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text(text)
@@ -51,7 +55,8 @@ def apply(patch: Path, files: dict[str, str], folder: Path) -> dict[str, str] | 
     return patched
 
 
-# ---- each fork on two ranks, in a copy of the repository
+# --------------------------------------------------------------------------------------------------
+# Each fork on two ranks, in a copy of the repository
 
 
 class Fork:
@@ -72,7 +77,7 @@ class Fork:
         return out
 
     def python(self, *command) -> str:
-        """What a command or a piece of code prints."""
+        """Run a command or a piece of code; return what it prints."""
         command = [sys.executable, *map(str, command)]
         return subprocess.run(
             command, cwd=self.code, check=True, capture_output=True, text=True
@@ -81,7 +86,7 @@ class Fork:
 
 @pytest.fixture
 def fork(request, tmp_path, tokens) -> Fork:
-    """The fork that the name of the test ends with."""
+    """The fork whose name follows the two underscores in the name of the test."""
     name = request.node.name.rpartition("__")[2].replace("_", "-")
     return Fork(name, tmp_path, tokens)
 
@@ -93,7 +98,7 @@ def assert_same_losses(one: Path, other: Path) -> None:
 
 
 def train_alike(fork: Fork, options: str, *meshes: str) -> list[Path]:
-    """Train on one rank and on each mesh of two; the losses are the same. Returns the runs."""
+    """Train on one rank and on each mesh of two; check that the losses agree. Return the runs."""
     runs = [fork.train(1, f"{options} --strategy single", "single")]
     for mesh in meshes:
         runs.append(fork.train(2, f"{options} {mesh}", mesh.split()[-1]))
@@ -102,7 +107,7 @@ def train_alike(fork: Fork, options: str, *meshes: str) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_no_tensor_takes_more_than_its_share__clip_share(fork):
+def test_each_gradient_is_clipped_to_its_share__clip_share(fork):
     options = "--max_steps 6 --clip share --max_grad_norm 0.1 --optim_metrics_interval 1 --eps 1"
     single, sharded = train_alike(fork, options, "--strategy fsdp")
     statistics = [json.loads(line) for line in (sharded / "optim.jsonl").read_text().splitlines()]
@@ -116,7 +121,7 @@ def test_no_tensor_takes_more_than_its_share__clip_share(fork):
 
 
 @pytest.mark.slow
-def test_the_rate_falls_as_a_root_over_the_last_fifth__schedule(fork):
+def test_the_learning_rate_decays_as_a_root__schedule(fork):
     run = fork.train(2, "--max_steps 11 --schedule wsd-sqrt --strategy ddp", "run")
     rates = [row["lr"] / 3e-3 for row in rows(run)]
     assert rates == pytest.approx([1] * 10 + [1 - 0.5**0.5])
@@ -148,13 +153,13 @@ torch.testing.assert_close(model.window_attention(q, k, v, 5), dense)
 
 
 @pytest.mark.slow
-def test_a_token_sees_a_window_on_every_mesh__sliding_window(fork):
+def test_attention_is_limited_to_a_window__sliding_window(fork):
     fork.python("-c", WINDOW)
     train_alike(fork, "--max_steps 4 --window 4", "--strategy fsdp", "--tp 2")
 
 
 @pytest.mark.slow
-def test_the_tricks_of_the_race_are_the_same_on_every_mesh__speedrun(fork):
+def test_losses_are_the_same_on_every_mesh__speedrun(fork):
     tricks = "--optimizer muon --plain_qk_norm --relu2 --zero_outputs --bigrams 4608"
     train_alike(fork, f"--max_steps 4 {tricks}", "--strategy fsdp", "--tp 2")
     added = f"--max_steps 4 {tricks} --value_embeddings"  # not under tp
@@ -184,7 +189,7 @@ torch.testing.assert_close(
 
 
 @pytest.mark.slow
-def test_packed_documents_are_the_sum_of_each_alone__document_mask(fork):
+def test_packed_documents_are_independent__document_mask(fork):
     fork.python("-c", DOCUMENTS)
     train_alike(fork, "--max_steps 4 --end_of_text 256", "--strategy fsdp", "--tp 2")
 
@@ -224,7 +229,7 @@ def test_qwen3_trains_on_every_mesh__qwen3(fork):
 
 
 @pytest.mark.hf
-def test_qwen3_computes_what_transformers_does__qwen3(fork):
+def test_logits_are_those_of_transformers__qwen3(fork):
     pytest.importorskip("transformers")
     fork.python("-c", QWEN3, fork.folder)
 
@@ -237,13 +242,13 @@ def test_evaluations_use_the_averaged_weights__ema(fork):
     for run in (single, sharded):
         line = fork.python("train.py", "--eval_only", "--out", run, "--device", "cpu")
         ends[run] = float(re.search(r"val_loss (\d+\.\d+)", line)[1])
-        # The last weights are further than the mean of all so far.
+        # --eval_only uses the last weights, which are better than their average so far.
         assert ends[run] < rows(run, "val_loss")[-1]["val_loss"] - 0.01
     assert ends[single] == pytest.approx(ends[sharded], abs=1e-3)
 
 
 @pytest.mark.slow
-def test_cached_tokens_are_those_without_a_cache__kv_cache(fork):
+def test_sampling_with_a_cache_gives_the_same_text__kv_cache(fork):
     run = fork.train(2, "--max_steps 4 --strategy fsdp", "run")
     options = ["--run", run, "--device", "cpu", "--max_new_tokens", "24", "--seed", "3"]
     options += ["--prompt", "abc"]
@@ -253,7 +258,7 @@ def test_cached_tokens_are_those_without_a_cache__kv_cache(fork):
 
 
 @pytest.mark.slow
-def test_replicas_meet_in_every_20th_update__diloco(fork):
+def test_replicas_synchronise_every_20th_update__diloco(fork):
     options = "--optimizer diloco --strategy hsdp --eval_interval 20 --save_interval 20"
     met = []
     for last in (19, 20):  # the step after the window is the one whose collectives are counted
@@ -262,7 +267,7 @@ def test_replicas_meet_in_every_20th_update__diloco(fork):
         found = json.loads((run / "profile/rank_0.json").read_text())["communicated"]
         met.append({row["kind"]: row["bytes"] for row in found if row["axis"] == "dp_replicate"})
     parameters = 320 * 32 + 32 + 2 * (2 * 32 + 3 * 32 * 32 + 3 * 32 * 64)
-    assert met == [{"all_reduce": 4 * parameters // 2}, {}]  # of two shards
+    assert met == [{"all_reduce": 4 * parameters // 2}, {}]  # each of two shards
     # A run continues on another mesh, from an outer update.
     more = fork.train(2, f"{options} --max_steps 60 --dp_shard 1 --dp_replicate 2", run.name)
     assert [row["step"] for row in rows(more, "val_loss")] == [20, 40, 60]

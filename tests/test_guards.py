@@ -1,4 +1,4 @@
-"""Updates that are skipped, since they are not finite; the run that has too many of them."""
+"""Updates that are skipped because they are not finite, and a run that skips too many."""
 
 import math
 from unittest import mock
@@ -14,7 +14,7 @@ import train
 
 
 def all_tensors(optimizer: optim.Optimizer, net: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the optimizer's state and the weights; 0 for nan, since nan does not equal nan."""
+    """Copy the optimizer's state and the weights, with 0 for nan, which does not equal itself."""
     copies = {}
     for slot, value in (optimizer.state() | {"weights": net.state_dict()}).items():
         by_name = value if isinstance(value, dict) else {"": value}
@@ -24,7 +24,7 @@ def all_tensors(optimizer: optim.Optimizer, net: torch.nn.Module) -> dict[str, t
 
 
 @pytest.mark.parametrize("optimizer", optim.OPTIMIZERS)
-def test_a_skipped_step_changes_nothing_but_its_count(optimizer):
+def test_a_skipped_step_changes_only_its_count(optimizer):
     net = torch.nn.Linear(4, 4)
     options = {"clip": "adaptive", "optimizer": optimizer}
     optimizer = optim.Optimizer(
@@ -46,7 +46,7 @@ def test_a_skipped_step_changes_nothing_but_its_count(optimizer):
     assert in_a_row == [0, 1, 0, 1, 2, 0]
 
 
-def test_an_optimizer_that_was_loaded_clips_by_the_steps_before():
+def test_adaptive_clipping_continues_after_loading():
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     adaptive = settings(clip="adaptive")
     optimizers = [optim.Optimizer([("w", weight)], bool, adaptive, bool) for weight in weights]
@@ -66,7 +66,7 @@ def test_an_optimizer_that_was_loaded_clips_by_the_steps_before():
     assert torch.equal(*weights)
 
 
-def test_too_many_skips_end_the_run_and_leave_the_checkpoint(on_ranks, tmp_path):
+def test_too_many_skipped_steps_end_the_run(on_ranks, tmp_path):
     text = "--strategy ddp --save_interval 3 --max_steps 30 --max_skipped 4 --log_interval 5"
     (status, error), (other_status, _) = on_ranks(2, diverging_run, text)
     assert status == other_status == 1

@@ -1,4 +1,4 @@
-"""Hugging Face's folders: what goes out and comes in has the same logits, text and weights."""
+"""Hugging Face folders: export and import keep the logits, the tokens and the weights."""
 
 import dataclasses
 import json
@@ -57,14 +57,14 @@ def their_logits(transformers, folder: Path) -> torch.Tensor:
 
 
 def train_from(pool, path: Path, tokens: Path, out: Path) -> Path:
-    """Three steps on two ranks, fsdp, from the weights of `path`; returns the last checkpoint."""
+    """Train three steps with fsdp from the weights of `path`; return the last checkpoint."""
     argv = f"{TRAIN} --strategy fsdp --init_from {path} --data {tokens} --out {out}".split()
     assert pool(2, call_train, argv) == [0, 0]
     return last_checkpoint(out)
 
 
 # --------------------------------------------------------------------------------------------------
-# Out and in again
+# Export, and import again
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_an_exported_model_has_the_same_logits_in_transformers(
     logits = their_logits(transformers, out)
     torch.testing.assert_close(logits, our_logits(trained), rtol=0, atol=1e-4)
     generation = json.loads((out / "generation_config.json").read_text())
-    assert generation["suppress_tokens"] == list(range(257, 320))  # which only pad the head
-    assert len({file.stat().st_mode for file in out.iterdir()}) == 1  # that of the umask
+    assert generation["suppress_tokens"] == list(range(257, 320))  # which are only padding
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1  # the mode of the umask
     capsys.readouterr()
     greedy = ["--temperature", "0", "--max_new_tokens", "11", "--prompt", "abcde"]
     assert sample.main(["--run", str(trained), *greedy]) == 0
@@ -92,7 +92,7 @@ def test_an_exported_model_has_the_same_logits_in_transformers(
 
 
 @pytest.mark.hf
-def test_an_exported_model_comes_in_again_bit_for_bit(safetensors, trained, tmp_path):
+def test_an_exported_model_is_imported_bit_for_bit(safetensors, trained, tmp_path):
     out = convert("export", trained, tmp_path / "exported")
     state = safetensors.torch.load_file(out / "model.safetensors")
     for i in (0, 1):  # two files
@@ -107,7 +107,7 @@ def test_an_exported_model_comes_in_again_bit_for_bit(safetensors, trained, tmp_
 
 
 @pytest.mark.hf
-def test_a_field_of_a_fork_is_exported_at_its_default_only(
+def test_a_field_of_a_fork_is_exported_only_at_its_default(
     safetensors, trained, monkeypatch, tmp_path, capsys
 ):
     fields = [("window", int, 0)]
@@ -131,8 +131,8 @@ def test_a_field_of_a_fork_is_exported_at_its_default_only(
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHAPE |= {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
 SHAPE |= {"vocab_size": 300}  # not a multiple of 64
-SHAPE |= {"initializer_range": 0.2}  # logits of about 1: a term that is lost shows
-# Of the frequencies of 8 elements some are fast, some slow, one is in between.
+SHAPE |= {"initializer_range": 0.2}  # logits of about 1, so that a lost term shows
+# Of the frequencies of 8 elements, some are high, some low, and one is in between.
 LLAMA31 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0}
 LLAMA31 |= {"low_freq_factor": 0.1, "high_freq_factor": 4.0}
 LLAMA31 |= {"original_max_position_embeddings": 32}
@@ -146,7 +146,7 @@ FAMILIES = {
 
 
 def make_model(transformers, family: str, folder: Path) -> Path:
-    """A random model, as its makers' transformers saves it."""
+    """Save a random model of the family with transformers."""
     kind = "Mistral" if "mistral" in family else "Llama"
     config = getattr(transformers, f"{kind}Config")(**SHAPE | FAMILIES[family])
     torch.manual_seed(0)
@@ -160,9 +160,8 @@ def make_model(transformers, family: str, folder: Path) -> Path:
 
 @pytest.mark.hf
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_llama_comes_in_trains_on_two_ranks_and_goes_out(
-    transformers, family, pool, tokens, tmp_path
-):
+def test_a_round_trip_keeps_the_logits(transformers, family, pool, tokens, tmp_path):
+    """Import, three steps on two ranks, export."""
     theirs = make_model(transformers, family, tmp_path / "theirs")
     imported = convert("import", theirs, tmp_path / "imported")
     expected = their_logits(transformers, theirs)
@@ -172,13 +171,13 @@ def test_a_llama_comes_in_trains_on_two_ranks_and_goes_out(
     assert (logits - expected).abs().max() > 0.01  # it has learned something
     out = convert("export", path, tmp_path / "exported")
     torch.testing.assert_close(their_logits(transformers, out), logits, rtol=0, atol=1e-4)
-    # Its model has no name: the run's own checkpoints tell what it is.
+    # The run continues without the imported folder: its checkpoints describe the model.
     shutil.rmtree(imported)
     assert train_from(pool, imported, tokens, tmp_path / "run") == path
 
 
 @pytest.mark.hf
-def test_a_head_of_its_own_is_imported_untied(transformers, safetensors, tmp_path):
+def test_a_separate_head_is_imported_untied(transformers, safetensors, tmp_path):
     theirs = make_model(transformers, "llama 3.2", tmp_path / "theirs")
     weights = safetensors.torch.load_file(theirs / "model.safetensors")
     weights["lm_head.weight"] = weights[EMBEDDING] + torch.randn(32)
@@ -216,9 +215,7 @@ def trained_tokens(tokenizers, size: int) -> list[bytes]:
 
 @pytest.mark.hf
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_a_tokenizer_gives_the_same_tokens_as_its_tokenizer_json(
-    tokenizers, monkeypatch, name, tmp_path
-):
+def test_tokenizer_json_gives_the_same_tokens(tokenizers, monkeypatch, name, tmp_path):
     words = trained_tokens(tokenizers, 700)
     small_gpt2(monkeypatch, [*words, b"unreachable", b"aaaaa"])  # no merges lead to the last two
     encoding = tokenizer.load_encoding(name)
@@ -233,9 +230,7 @@ def test_a_tokenizer_gives_the_same_tokens_as_its_tokenizer_json(
 
 
 @pytest.mark.hf
-def test_a_model_comes_in_with_its_tokenizer_trains_and_goes_out(
-    transformers, tokenizers, pool, tmp_path, monkeypatch
-):
+def test_a_round_trip_keeps_the_tokenizer(transformers, tokenizers, pool, tmp_path, monkeypatch):
     theirs = tmp_path / "theirs"
     monkeypatch.setitem(SHAPE, "vocab_size", 900)
     make_model(transformers, "mistral 0.3", theirs)
@@ -253,7 +248,8 @@ def test_a_model_comes_in_with_its_tokenizer_trains_and_goes_out(
     out = convert("export", path, tmp_path / "exported")
     before = transformers.AutoTokenizer.from_pretrained(theirs)
     after = transformers.AutoTokenizer.from_pretrained(out)
-    assert type(before) is type(after) and after.eos_token == "</s>"
+    assert type(before) is type(after)
+    assert after.eos_token == "</s>"
     for line in [*UGLY, Path(__file__).read_text()]:
         ids = after(line)["input_ids"]
         assert ids == before(line)["input_ids"]
@@ -261,9 +257,7 @@ def test_a_model_comes_in_with_its_tokenizer_trains_and_goes_out(
 
 
 @pytest.mark.hf
-def test_a_tokenizer_that_does_not_fit_is_left_out_with_the_reason(
-    transformers, trained, tmp_path, capsys
-):
+def test_a_tokenizer_that_does_not_fit_is_left_out(transformers, trained, tmp_path, capsys):
     out = convert("export", trained, tmp_path / "out")
     spec = json.loads((out / "tokenizer.json").read_text())
     (end,) = spec["added_tokens"]
@@ -283,12 +277,16 @@ SIZES = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "hi
 SIZES |= {"intermediate_size": 8, "max_position_embeddings": 16, "num_key_value_heads": None}
 
 
-def test_what_a_config_json_leaves_out_is_as_in_transformers(tmp_path):
+def test_missing_fields_of_config_json_have_their_defaults(tmp_path):
     hf.write_json(tmp_path / "config.json", {"model_type": "llama"} | SIZES)
     config = hf.from_hf(tmp_path)
     assert (config.norm_eps, config.rope_theta, config.n_kv_head) == (1e-6, 10_000, 4)
-    assert not config.tied and config.rope_scaling is None
-    old = {"rope_scaling": {"type": "linear", "factor": 2.0}}  # until 2024
+    assert not config.tied
+    assert config.rope_scaling is None
+
+
+def test_an_unknown_rope_type_is_refused(tmp_path):
+    old = {"rope_scaling": {"type": "linear", "factor": 2.0}}  # as written until 2024
     hf.write_json(tmp_path / "config.json", {"model_type": "llama"} | SIZES | old)
     with pytest.raises(UsageError, match="the model needs rope_type 'linear'"):
         hf.from_hf(tmp_path)
@@ -309,7 +307,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("line", DAMAGE)
-def test_weights_that_are_not_those_of_config_json_are_refused(tmp_path, capsys, line):
+def test_weights_that_do_not_fit_config_json_are_refused(tmp_path, capsys, line):
     hf.write_json(tmp_path / "config.json", {"model_type": "llama"} | SIZES)
     weights = {}
     for name, weight in hf.meta_weights(hf.from_hf(tmp_path)).items():
@@ -321,4 +319,5 @@ def test_weights_that_are_not_those_of_config_json_are_refused(tmp_path, capsys,
         said = capsys.readouterr().err
         assert (status, said.count("\n")) == (2 * number, number)
     assert line in said
-    assert not (tmp_path / "1").exists() and not list(tmp_path.glob(".*"))
+    assert not (tmp_path / "1").exists()
+    assert not list(tmp_path.glob(".*"))

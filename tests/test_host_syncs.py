@@ -1,8 +1,8 @@
 """The host does not wait for the device in a step.
 
-On a CPU nothing waits. So everything counts for which a host would wait for a GPU: a tensor's value
-on the host, an operation whose result has a shape that depends on values, and a tensor that the
-host builds, which would be copied to the GPU.
+On a CPU the host never waits. The test counts everything that would make it wait for a GPU: reading
+a tensor's value on the host, an operation whose result has a shape that depends on values, and
+building a tensor on the host, which would then be copied to the GPU.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ import optim
 import train
 from runtime.profiling import HostSyncCounter, caller
 
-# What no operation of torch shows, on a CPU
+# Functions that run no operation of torch on a CPU by which they could be counted
 CALLS = [(torch.Tensor, "tolist"), (torch.Tensor, "cpu"), (torch.Tensor, "numpy")]
 CALLS += [(torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor")]
 
-# The two kinds of a step, with and without statistics, and all that an update can do besides
+# Steps with and without statistics, and everything else that an update can do
 FLAGS = "--micro_batch_size 1 --global_batch_size 4 --optim_metrics_interval 3"
 
 
 def clip_in_every_way():
-    """Let `--clip norm` be all strategies, one after another."""
+    """Make `--clip norm` run all clip strategies, one after another."""
     clips = list(optim.CLIPS.values())
 
     def clip(*arguments):
@@ -38,7 +38,7 @@ def clip_in_every_way():
 
 
 class HostSyncs(HostSyncCounter):
-    """Counts what our files do for which a host would wait: {"x.py item": 1}."""
+    """Counts what our files do that would make a host wait: {"x.py item": 1}."""
 
     def counting(self, owner, name: str):
         function = getattr(owner, name)
@@ -56,7 +56,7 @@ class HostSyncs(HostSyncCounter):
 
 
 def count_host_syncs(argv: list[str]) -> dict[str, int]:
-    """What train.py does from step 1 on for which a host would wait, but for evaluations."""
+    """Run train.py; return what would make the host wait from step 1 on, except evaluations."""
     syncs, stack = HostSyncs(), contextlib.ExitStack()
     build, step = train.build, train.train_step
 
@@ -88,12 +88,12 @@ MESHES = [("single", 1), ("ddp", 2), ("fsdp --optimizer muon", 2)]
 
 
 @pytest.mark.parametrize("mesh, ranks", MESHES)
-def test_the_host_reads_from_the_device_for_log_rows_only(on_ranks, mesh, ranks):
+def test_the_host_reads_from_the_device_only_for_log_rows(on_ranks, mesh, ranks):
     """Steps 1, 5 and 6 of 6 are logged; steps 3 and 6 have statistics, which rank 0 reads."""
     text = f"--strategy {mesh} {FLAGS} --max_steps 6 --checkpoint none --log_interval 5"
     of_rows = {"metrics.py tensor": 3, "metrics.py tolist": 3}
     at_start = {"data.py _local_scalar_dense": 1}  # a seed of torch's DataLoader, on the host
-    flag = {"agreement.py tensor": 6, "agreement.py numpy": 6}  # of a stop: stays on the host
+    flag = {"agreement.py tensor": 6, "agreement.py numpy": 6}  # the stop request, on the host
     expected = of_rows | at_start | flag
     rank_0, *others = on_ranks(ranks, count_host_syncs, text)
     assert rank_0 == expected | {"optim.py tolist": 2}
@@ -106,11 +106,11 @@ def cuda_steps(argv: list[str]) -> int:
     rates = metrics.Rates(run.world.device, run.run.tokens_per_step, 1.0, None)
     log = metrics.Log(Path(run.run.out), run.run, rates, 0, datetime.now())
     with clip_in_every_way():
-        for step in (1, 2, 3):  # the first allocates
+        for step in (1, 2, 3):  # the first steps allocate
             train_step(run, step)
         torch.cuda.set_sync_debug_mode("error")
         for step in (4, 5, 6):
-            values, _ = train_step(run, step)  # a table's rows wait
+            values, _ = train_step(run, step)  # reading a table would wait
             log.write_arrived_row()
             log.send_row(step, values | run.batches.take_waits())
     torch.cuda.set_sync_debug_mode("default")
@@ -121,5 +121,5 @@ def cuda_steps(argv: list[str]) -> int:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_no_sync_on_cuda(on_ranks, strategy):
+def test_a_step_on_cuda_does_not_synchronise(on_ranks, strategy):
     assert on_ranks(1, cuda_steps, f"--strategy {strategy} {FLAGS} --device cuda") == [0]
