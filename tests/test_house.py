@@ -1,6 +1,6 @@
-"""Imports point one way, files and functions stay small, and nothing changes what is not its own.
+"""Imports point one way, files and functions stay small, and no function changes its arguments.
 
-A leaf can be lifted into another project by copying one file.
+A leaf can be copied into another project as a single file.
 """
 
 import ast
@@ -62,7 +62,7 @@ def parse(path: Path) -> ast.Module:
 
 @functools.cache
 def imported_modules(path: Path) -> set[str]:
-    """Such as {"torch", "runtime.cli"}."""
+    """The modules that a file imports, for example {"torch", "runtime.cli"}."""
     modules = set()
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
@@ -75,13 +75,13 @@ def imported_modules(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_file_imports_only_files_of_the_floors_before_it(name):
+def test_a_module_imports_only_modules_of_earlier_floors(name):
     for module in imported_modules(MODULES[name]) & MODULES.keys():
         assert FLOOR[module] < FLOOR[name], f"{name} imports {module}"
 
 
 @pytest.mark.parametrize("name", FLOORS[0].split())
-def test_a_leaf_imports_only_torch_numpy_and_the_standard_library(name):
+def test_a_leaf_imports_only_torch_numpy_and_the_stdlib(name):
     roots = {module.split(".")[0] for module in imported_modules(MODULES[name])}
     assert roots <= {"torch", "numpy", *sys.stdlib_module_names}
 
@@ -99,14 +99,14 @@ def test_no_public_name_is_defined_twice_outside_tools():
     for name, path in MODULES.items():
         for node in parse(path).body:
             is_public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
-            # What every command has; dist.start, for notebooks, of launch.start
+            # Every command has the first three; start is in launch and, for notebooks, in dist
             if not is_public or node.name in ("build_parser", "run_command", "main", "start"):
                 continue
             if not name.startswith("tools."):
                 assert seen.setdefault(node.name, name) == name
 
 
-def test_packages_have_no_code_of_their_own():
+def test_every_init_file_is_empty():
     for path in PATHS:
         assert path.name != "__init__.py" or path.read_text() == ""
 
@@ -114,9 +114,9 @@ def test_packages_have_no_code_of_their_own():
 # --------------------------------------------------------------------------------------------------
 # Sizes
 
-# The lines that a room aims at. No code is shaped to an aim: a room may exceed it by 3%, and what
-# takes more room than that takes the place of something else. The next aims of the rooms above
-# them: 2,650 for the first, then 4,150, runtime/ 1,650, tools/ 3,900, all 10,550, tests/ 10,700.
+# The number of lines that each group of files aims at. A group may exceed its aim by 3%, so that no
+# code is packed to fit; a longer addition has to replace something. The next aims: 2,650 for the
+# first group, then 4,150, runtime/ 1,650, tools/ 3,900, all 10,550, tests/ 10,700.
 AIMS = {
     "train.py model.py data.py dist.py optim.py checkpoint.py": 2967,
     "*.py": 4774,
@@ -130,7 +130,7 @@ AIMS = {
 
 
 @pytest.mark.parametrize("room", AIMS)
-def test_a_room_keeps_to_its_aim(room):
+def test_a_group_of_files_keeps_to_its_line_limit(room):
     paths = [path for pattern in room.split() for path in ROOT.glob(pattern)]
     assert sum(len(path.read_text().splitlines()) for path in paths) <= 1.03 * AIMS[room]
 
@@ -154,8 +154,13 @@ def density(function: ast.FunctionDef, lines: list[str]) -> float:
     return count / len(code) if len(code) >= 6 else 0
 
 
+def test_a_name_of_a_test_has_at_most_60_characters():
+    found = [f.name for path in ROOT.glob("tests/test_*.py") for f in functions(parse(path))]
+    assert not [name for name in found if name.startswith("test_") and len(name) > 60]
+
+
 @pytest.mark.parametrize("name", MODULES)
-def test_a_code_line_has_ten_expressions_at_most(name):
+def test_a_code_line_has_at_most_ten_expressions(name):
     lines = MODULES[name].read_text().splitlines()
     dense = [f for f in functions(parse(MODULES[name])) if density(f, lines) > 10]
     assert not [f"{f.name}: {density(f, lines):.1f}" for f in dense]
@@ -170,7 +175,7 @@ TRACED_STEP = 3
 
 
 def trace(argv: list[str]) -> list[set[tuple[str, int, str]]]:
-    """The functions of ours that rank 0 enters before step 1, in step 1, in step 2, ...
+    """The functions of this project that rank 0 enters before step 1, in step 1, in step 2, ...
 
     Each is (file, line, name). Step n lasts from the n-th call of train_step to the next call, so
     that writing its row belongs to it. Only the main thread is traced, up to TRACED_STEP. Lambdas,
@@ -204,7 +209,7 @@ def trace(argv: list[str]) -> list[set[tuple[str, int, str]]]:
     return entered
 
 
-def test_few_functions_run_before_step_1_and_in_a_logged_step(on_ranks):
+def test_a_start_and_a_logged_step_enter_few_functions(on_ranks):
     text = f"--dtype float32 --strategy fsdp --max_steps {TRACED_STEP + 2}"
     entered, _ = on_ranks(2, trace, text)
     for step, limit in ((0, BEFORE_STEP_1), (TRACED_STEP, IN_A_LOGGED_STEP)):
@@ -218,7 +223,7 @@ def test_few_functions_run_before_step_1_and_in_a_logged_step(on_ranks):
 # Attributes of modules that are settings of the process.
 SETTINGS = {
     "os.environ",  # os.environ |= ... updates it in place
-    "sys.argv",  # what a script that runpy runs reads as its own
+    "sys.argv",  # what a script reads as its arguments under runpy
     "torch._dynamo.config.optimize_ddp",  # torch documents no other way to set it
 }
 # Classes of arguments that a function fills in: it may set the attributes of such an argument, but
@@ -254,13 +259,17 @@ def test_no_code_assigns_an_attribute_of_a_module(name):
     attributes = [node for node in changed(parse(MODULES[name])) if isinstance(node, ast.Attribute)]
     assigned = {ast.unparse(node) for node in attributes if owner(node) in imported}
     assert not assigned - SETTINGS
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_imports_unittest(name):
     assert "unittest" not in {module.split(".")[0] for module in imported_modules(MODULES[name])}
 
 
 def classes_of_arguments(function: ast.FunctionDef) -> dict[str, str]:
     """{argument: its class, or ""}, without self.
 
-    A name that is assigned an attribute of an argument counts as an argument, too.
+    A name that is assigned an attribute of an argument also counts as an argument.
     """
     classes = {}
     for argument in [node for node in ast.walk(function.args) if isinstance(node, ast.arg)]:

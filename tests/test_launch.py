@@ -44,7 +44,7 @@ def slurm_task(rank: int, **more: str) -> dict[str, str]:
         ("rack[1-2]node[3-4],login", "8(x4)", 3, "rack1node3", "8"),
     ],
 )
-def test_the_lists_of_slurm(hosts, tasks, node, address, local_size):
+def test_slurm_variables_become_those_of_torchrun(hosts, tasks, node, address, local_size):
     more = {"SLURM_STEP_NODELIST": hosts, "SLURM_STEP_TASKS_PER_NODE": tasks}
     variables = slurm_task(3, **more, SLURM_NODEID=str(node))
     expected = rank_variables(3, 4, port=23456) | {"MASTER_ADDR": address}
@@ -54,9 +54,14 @@ def test_the_lists_of_slurm(hosts, tasks, node, address, local_size):
             os.environ.pop(name, None)
         launch.read_slurm()
         assert {name: os.environ[name] for name in expected} == expected
-        os.environ |= {"RANK": "7", "MASTER_ADDR": "a"}  # torchrun's own numbers
+
+
+def test_variables_of_torchrun_override_those_of_slurm():
+    variables = slurm_task(3, SLURM_STEP_NODELIST="gpu07") | {"RANK": "7", "MASTER_ADDR": "a"}
+    with mock.patch.dict(os.environ, variables):
         launch.read_slurm()
-        assert os.environ["RANK"] == "7" and os.environ["MASTER_ADDR"] == "a"
+        assert os.environ["RANK"] == "7"
+        assert os.environ["MASTER_ADDR"] == "a"
 
 
 @pytest.mark.parametrize(
@@ -68,8 +73,8 @@ def test_the_lists_of_slurm(hosts, tasks, node, address, local_size):
         "RANK=2, WORLD_SIZE=2, MASTER_PORT=1, MASTER_ADDR=a",
     ],
 )
-def test_variables_that_are_incomplete_are_refused_at_once(monkeypatch, tokens, variables):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # of a rank other than 0
+def test_incomplete_variables_are_refused_at_once(monkeypatch, tokens, variables):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the pause of a rank other than 0
     for variable in variables.split(", "):
         monkeypatch.setenv(*variable.split("="))
     status, out, err = listen(flags(f"--data {tokens} --max_steps 1"))
@@ -81,7 +86,7 @@ def test_variables_that_are_incomplete_are_refused_at_once(monkeypatch, tokens, 
 # This process
 
 
-def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(monkeypatch):
+def test_each_rank_gets_its_own_gpu(monkeypatch):
     def see_gpus(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
@@ -99,14 +104,14 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(monkeypatch):
 
 
 def open_file_limits() -> list[int]:
-    """The soft limit before and after a start, and the hard one, where it begins low."""
+    """Start with a low soft limit; return both limits afterwards, and the hard limit before."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     launch.start("cpu")
     return [*resource.getrlimit(resource.RLIMIT_NOFILE), hard]
 
 
-def test_a_rank_may_open_as_many_files_as_the_system_grants(pool):
+def test_a_start_raises_the_limit_of_open_files(pool):
     ((soft, hard, hard_before),) = pool(1, open_file_limits)
     assert soft == hard == hard_before
 
@@ -114,13 +119,13 @@ def test_a_rank_may_open_as_many_files_as_the_system_grants(pool):
 def count_sockets() -> int:
     count = 0
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # what lists this folder
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that lists this folder
             count += "socket" in os.readlink(path)
     return count
 
 
 def sockets_of_groups(start: Callable) -> int:
-    """How many sockets a rank gets when three groups of four ranks are formed, and not used yet."""
+    """Return the number of sockets that a rank opens to form three groups of four ranks."""
     before = count_sockets()
     start("cpu")
     for _ in range(2):
@@ -128,11 +133,11 @@ def sockets_of_groups(start: Callable) -> int:
     return count_sockets() - before
 
 
-def test_ranks_connect_when_they_first_send_where_a_watchdog_runs(pool):
-    """Not in a notebook: there a rank would wait forever for one that died before."""
+def test_ranks_of_a_run_connect_when_they_first_send(pool):
+    """In a notebook they connect at once: no watchdog ends a rank that waits for one that died."""
     of_launch, of_notebook = [pool(4, sockets_of_groups, one.start) for one in (launch, dist)]
     for lazy, eager in zip(of_launch, of_notebook):
-        assert lazy + 4 < eager  # 9 connections, beside sockets that torch opens and closes
+        assert lazy + 4 < eager  # 9 connections; torch also opens and closes other sockets
 
 
 def wait_for_the_end(folder: Path) -> None:
@@ -150,7 +155,7 @@ def launch_two(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_ranks_end_when_their_launcher_has_gone_but_may_outlive_a_shell(tmp_path):
+def test_ranks_end_with_torchrun_but_outlive_a_shell(tmp_path):
     launcher = FORK.Process(target=launch_two, args=[tmp_path])
     launcher.start()
     launcher.join()
@@ -164,10 +169,10 @@ def test_ranks_end_when_their_launcher_has_gone_but_may_outlive_a_shell(tmp_path
 
 
 # --------------------------------------------------------------------------------------------------
-# The meeting of the ranks
+# The rendezvous of the ranks
 
 
-def test_ranks_that_do_not_join_are_named(monkeypatch):
+def test_the_error_names_ranks_that_do_not_join(monkeypatch):
     store, timeout = torch.distributed.HashStore(), timedelta(minutes=20)
     world = dist.World(1, 4, 1, 4, torch.device("cpu"), timeout, store)
     store.set("joined 0", "")
@@ -187,8 +192,8 @@ def test_ranks_that_do_not_join_are_named(monkeypatch):
         launch.start("cpu", timeout, join_timeout=timedelta(seconds=1))
 
 
-def test_a_missing_rank_is_named_in_each_attempt(monkeypatch):
-    """In torchrun's store, which also has what the attempt before has left."""
+def test_the_error_names_a_missing_rank_in_each_attempt(monkeypatch):
+    """The store of torchrun still contains the keys of the previous attempt."""
     port = free_port()
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     variables = rank_variables(0, 2, port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -199,10 +204,10 @@ def test_a_missing_rank_is_named_in_each_attempt(monkeypatch):
         line = "^1 of 2 ranks did not join within 0.5 s, first rank 1$"
         with pytest.raises(ConnectionError, match=line):
             launch.start("cpu", timedelta(seconds=5), join_timeout=timedelta(seconds=0.5))
-    assert store.port == port  # it was there until here
+    assert store.port == port  # keeps the store alive until here
 
 
-def test_ranks_that_do_not_reach_each_other_name_the_interface():
+def test_the_error_of_a_failed_connection_suggests_a_remedy():
     reason = "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:42420$1"
     line = cli.explain(RuntimeError(f"[/gloo/transport/tcp/pair.cc:152] {reason}"))
     assert f"cannot connect to another rank: {reason}; set GLOO_SOCKET_IFNAME (NCCL_SOCK" in line

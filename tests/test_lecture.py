@@ -1,4 +1,4 @@
-"""The documents' commands print the output shown, and planted bugs show.
+"""The documents' commands print the output shown, and planted bugs change it.
 
 Each chapter (## heading) of a document runs in its own copy of the project. Marks:
 
@@ -13,7 +13,7 @@ Each chapter (## heading) of a document runs in its own copy of the project. Mar
     <!-- code FILE -->      before a ```python block: lines of FILE
 
 A line ... stands for any lines. Words must match; numbers may differ, except the bytes that a step
-sends. If a bug changes only the numbers of the lines shown, those must match too.
+sends. If a bug changes only the numbers of the lines shown, the numbers must match as well.
 """
 
 import ast
@@ -34,7 +34,7 @@ from docs import play as game
 from docs.play import Block, chapters, start
 
 DOCUMENTS = [ROOT / "README.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])]
-# Such as 1m20s, 1,234.5, 1e-5, 12%
+# For example 1m20s, 1,234.5, 1e-5, 12%
 NUMBER = re.compile(r"(?<![A-Za-z_\d])(?:\d+[hm]\d+[ms]|[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?%?)")
 UNIT = re.compile(r"# ?(?:[kMGT]?B|us|ms|s|min|m|h)(?![A-Za-z])")
 # "5 x reduce_scatter over dp_shard: 3.38 MB a step": the same on every machine
@@ -44,7 +44,7 @@ LOG = re.compile(r"\[?[WIE]\d{3,4}[ :]|\*+$")
 
 
 # --------------------------------------------------------------------------------------------------
-# Does an output have the shape shown?
+# Does an output have the same shape as the output shown?
 
 
 def exact(line: str) -> str:
@@ -159,7 +159,7 @@ LECTURE_BLOCKS = [block for blocks in LECTURE.values() for block in blocks]
 BUGS = [block for block in LECTURE_BLOCKS if block.kind == "bug"]
 
 
-def test_each_bug_is_a_file_and_is_shown():
+def test_each_bug_has_a_patch_and_an_output():
     bugs = {bug.name: bug.text for bug in BUGS}
     assert [*bugs] == [block.name for block in LECTURE_BLOCKS if block.kind == "shows bug"]
     assert bugs == {path.stem: path.read_text() for path in ROOT.glob("docs/bugs/*.patch")}
@@ -168,7 +168,7 @@ def test_each_bug_is_a_file_and_is_shown():
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_bug_applies_in_the_function_that_its_mark_names(bug, tmp_path):
+def test_a_bug_changes_the_function_of_its_mark(bug, tmp_path):
     file, name = bug.place.split(":")
     shutil.copyfile(ROOT / file, tmp_path / Path(file).name)
     plant(bug.text, tmp_path, f"-p{1 + file.count('/')}")
@@ -176,19 +176,23 @@ def test_a_bug_applies_in_the_function_that_its_mark_names(bug, tmp_path):
     lines = zip(before.splitlines(), after.splitlines())
     first = next(i for i, (a, b) in enumerate(lines, start=1) if a != b)
     node = ast.parse(before)
-    for part in name.split("."):  # such as Head.__init__
+    for part in name.split("."):  # for example Head.__init__
         (node,) = (child for child in node.body if getattr(child, "name", None) == part)
     assert node.lineno <= first <= node.end_lineno
     assert game.missing(name, bug.place, before) == game.missing(bug.place, bug.place, before) == ""
 
 
-def test_code_and_numbers_shown_are_there():
-    """docs.play finds the measured number in the output, and it is the formula's or near it."""
+def test_the_code_that_the_lecture_shows_exists():
     for block in LECTURE_BLOCKS:
         if block.kind == "code":
             assert block.text in (ROOT / block.name).read_text()
         if block.kind == "write":
             assert f"\ndef {block.name}(" in (ROOT / "examples/zero.py").read_text()
+
+
+def test_the_output_shown_answers_each_question():
+    """docs.play finds the measured number by the pattern of the question."""
+    for block in LECTURE_BLOCKS:
         for question, formula, pattern in block.questions:
             assert re.search(r"\d|none|as before", formula), question
             assert block.output is None or re.findall(pattern, block.output), question
@@ -240,7 +244,7 @@ def play(project: Path, folder: Path, *arguments: str) -> subprocess.Popen:
     return start_process(command, cwd=project, env=environment, text=True, **pipes)
 
 
-def test_play_judges_predictions_explains_a_bug_and_keeps_the_score(tmp_path):
+def test_play_guides_a_reader_through_a_lesson(tmp_path):
     project = tmp_path / "project"
     (project / "tokens/python").mkdir(parents=True)
     (project / "docs").mkdir()
@@ -265,10 +269,14 @@ def test_play_judges_predictions_explains_a_bug_and_keeps_the_score(tmp_path):
     assert list(tmp_path.glob("play-*")) == []
 
 
-def test_play_understands_what_people_type():
+def test_play_understands_numbers():
     typed = ["844,928", "1 024", "3.38 MB", " ~24", "none", "24 cats", "24 or 25", "3 GB", "1.2.3"]
     numbers = [844_928, 1024, 3.38, 24, 0, None, None, None, None]
     assert [game.number(text, "MB a rank") for text in typed] == numbers
+    assert game.judge(12, "12", "24").startswith("right by the sum")
+
+
+def test_play_understands_names_of_functions():
     for answer in (" MESH_SHAPE ", "mesh shape", "dist.mesh_shape", "dist.py:mesh_shape()"):
         assert game.missing(answer, "dist.py:mesh_shape", "def mesh_shape(") == ""
         assert game.missing(answer, "dist.py:new_mesh_shape", "def mesh_shape(") == "no"
@@ -280,7 +288,9 @@ def test_play_understands_what_people_type():
     }.items():
         assert lacks in game.missing(answer, "model.py:Head.forward", source)
     assert game.missing("Head.forward", "model.py:Head.forward", source) == ""
-    assert game.judge(12, "12", "24").startswith("right by the sum")
+
+
+def test_play_chooses_the_next_exercise():
     every = dict.fromkeys(["1", "write x", "write y", "bug 1"], [1]) | {"2": [2], "bug 2": [2]}
     assert game.choose("bug", every, {}) == ["bug 1"]
     assert game.choose("bug", every, {"2": [1, 0, 0], "bug 2": [0]}) == ["bug 2"]
@@ -305,12 +315,12 @@ def test_play_asks_for_a_function_until_it_is_right(tmp_path):
     assert "equal to one rank's weights" in out and "functions written: 1" in out
 
 
-def test_play_leaves_nothing_after_ctrl_c(tmp_path):
+def test_play_leaves_no_folder_after_ctrl_c(tmp_path):
     process = play(ROOT, tmp_path, "bug", "3")
     for line in process.stdout:
         if line.startswith("(in "):
             break
-    time.sleep(1)  # torchrun has begun
+    time.sleep(1)  # torchrun has started by then
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert list(tmp_path.glob("play-*")) == []
@@ -336,20 +346,23 @@ def test_a_chapter_prints_what_it_shows(path, heading, project, tmp_path, capsys
 
 
 # --------------------------------------------------------------------------------------------------
-# What this file finds
+# What the checks of this file find
 
 
-def test_a_bug_shows_in_a_line_or_in_numbers_alone():
+def test_a_bug_shows_in_words_or_in_numbers_alone():
     assert shows_bug("hello 0 took 0 s", "hello 0 took 0 s", "hello 1 took 0 s") is None
     assert shows_bug("hello 0", "hello 1", "hello 1") == "not printed with the bug: hello 0"
     assert shows_bug("...", "hello 0", "hello 1") == "printed without the bug, too"
 
 
-def test_a_command_that_fails_and_a_mark_that_is_not_understood_are_found(tmp_path):
+def test_a_command_that_fails_is_found(tmp_path):
     (tmp_path / "project").mkdir()
     lesson = LESSON.replace("python one.py", "exit 3")
     (problem,) = run_chapter(chapters(lesson)["1. Sums"][:1], tmp_path / "project", tmp_path)
     assert "exit status 3" in problem
+
+
+def test_an_unknown_mark_is_refused():
     for mark in ("<!--run-->", "<!-- run -->\nthat is:"):
         with pytest.raises(ValueError):
             chapters(LESSON.replace("<!-- run -->", mark))

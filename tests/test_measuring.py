@@ -1,4 +1,4 @@
-"""tools/measuring: the products of a step, slow links, and hosts that are network namespaces."""
+"""tools/measuring: the matrix products of a step, slow links, and network namespaces as hosts."""
 
 import contextlib
 import json
@@ -26,11 +26,11 @@ from tools import bench, check
 from tools.measuring import parity, products
 
 # --------------------------------------------------------------------------------------------------
-# The products of a step, and links
+# Matrix products and links
 
 
 class Block(nn.Module):
-    """Products with a bias, without one, batched, and tied to an embedding, as in nanoGPT."""
+    """Products with a bias, without one, batched, and with a tied embedding, as in nanoGPT."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 def flops(counts: Counter) -> int:
-    """Of products (..., m, k) x (..., k, n), the last two operands."""
+    """The operations of products (..., m, k) x (..., k, n), whose factors are the last operands."""
     found = 0
     for (_, operands), count in counts.items():
         (*_, left), (*_, right) = operands[-2][:1], operands[-1][:1]
@@ -53,7 +53,7 @@ def flops(counts: Counter) -> int:
     return found
 
 
-def test_the_products_of_forward_and_backward_are_those_that_torch_counts():
+def test_products_counts_the_same_flops_as_torch():
     tokens = torch.randint(50, (3, 17))
     with products.Products() as counted, FlopCounterMode(display=False) as reference:
         Block()(tokens).backward()
@@ -72,7 +72,7 @@ for step in range(3):
 """
 
 
-def test_a_script_runs_as_it_is_and_its_second_step_is_timed(tmp_path, monkeypatch, capsys):
+def test_products_times_the_second_step_of_a_script(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(folder=str(tmp_path)))
     timed = []
@@ -81,14 +81,14 @@ def test_a_script_runs_as_it_is_and_its_second_step_is_timed(tmp_path, monkeypat
     monkeypatch.setattr(products, "seconds_of", lambda *product: timed.append(product) or 0.25)
     products.main([str(script), "--steps=3"])
     assert sys.getprofile() is None
-    # Forward, and the weight's gradient, each twice: the input needs none
+    # Forward and the weight's gradient, each twice; the input needs no gradient
     shapes = [[tuple(shape) for shape, *_ in operands] for _, operands in timed]
     assert shapes == [[(8, 64), (64, 32)], [(64, 8), (8, 32)]]
     assert bench.products_limit([capsys.readouterr().out], tokens=100) == 100 / 1.0
 
 
 def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
-    """What is found on a rank of hosts of `local_size`, if some links take longer."""
+    """Time the links of hosts of `local_size` ranks, some slowed down; return the problems."""
     dist.start("cpu")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
@@ -111,8 +111,8 @@ def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
     return found.problems
 
 
-def test_slow_links_are_named_and_no_other(pool):
-    """On two hosts of two ranks, within one and between them."""
+def test_only_slow_links_are_reported(pool):
+    """There are two hosts of two ranks. One slow link is within a host, the other between hosts."""
     slow = [(3, 2), (1, 3)]
     expected = [f"slow: the link from rank {a} to rank {b}" for a, b in slow]
     for lines in pool(4, find_slow_links, 2, set(slow)):
@@ -141,7 +141,7 @@ def namespaces(pid: int) -> list[str]:
 
 
 def processes(folder: Path) -> list[str]:
-    """The command lines that name `folder`: those of torchrun and of its ranks."""
+    """The command lines that contain `folder`: those of torchrun and of its ranks."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # the process has ended
@@ -151,7 +151,7 @@ def processes(folder: Path) -> list[str]:
 
 @pytest.fixture
 def box(tmp_path):
-    """A folder for the files of a tool; afterwards no file and no process is left of it.
+    """A folder for the files of a tool, which may leave no file there and no process.
 
     Skips the test where network namespaces cannot be created.
     """
@@ -163,19 +163,20 @@ def box(tmp_path):
     subprocess.run(["ip", "netns", "delete", probe], check=True)
     yield tmp_path
     assert not processes(tmp_path)
-    # The cache is torch's, of the rehearsal
+    # Except torch's cache, which the rehearsal fills
     assert not [path for path in tmp_path.iterdir() if "torchinductor" not in path.name]
 
 
 @pytest.mark.slow
-def test_all_strategies_across_hosts(box):
+def test_strategies_across_hosts_have_the_expected_order(box):
     process = start(box, "--json", "--hosts=2", "--steps=2")
     out, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors
     assert not namespaces(process.pid)
     rows = json.loads(out)["rows"]
     found = {row["strategy"]: median(row["tokens/s/device"]) for row in rows}
-    assert len(found) == 8 and all(0 < row["of the limit"][0] < 1 for row in rows)
+    assert len(found) == 8
+    assert all(0 < row["of the limit"][0] < 1 for row in rows)
     assert found["ddp"] > 2 * found["ddp, micro_batch"]
     assert found["ddp"] > 1.5 * found["fsdp"]
     assert found["hsdp"] > found["fsdp, micro_batch"]
@@ -188,7 +189,8 @@ def test_a_signal_leaves_nothing_behind(box, number, status):
     until = time.monotonic() + 120
     # both torchruns, and two ranks
     while sum("train.py" in line for line in processes(box)) < 4:
-        assert process.poll() is None and time.monotonic() < until
+        assert process.poll() is None
+        assert time.monotonic() < until
         time.sleep(0.1)
     assert len(namespaces(process.pid)) == 3  # two hosts and the switch
     os.killpg(process.pid, number)
@@ -197,7 +199,7 @@ def test_a_signal_leaves_nothing_behind(box, number, status):
     assert "Traceback" not in process.stderr.read()
 
 
-def test_what_namespaces_lack_is_one_line(monkeypatch, capsys):
+def test_missing_tools_of_namespaces_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr(shutil, "which", lambda tool: None)
     assert bench.main(["strategies", "--hosts", "2"]) == 2
     line = "tools.bench: error: hosts need root, and ip and tc: apt-get install iproute2\n"

@@ -1,4 +1,4 @@
-"""The memory of a rank: what is said, what there is, and that freed memory is used again."""
+"""The memory of a rank: the estimate, the real tensors, and the reuse of freed memory."""
 
 import contextlib
 import dataclasses
@@ -21,8 +21,8 @@ from config import blocks_per_unit
 from runtime.machine import keep_freed_memory, read_machine
 
 
-def test_auto_counts_the_parameters_of_the_run_and_the_start_says_the_sum(on_ranks):
-    """A vocabulary of 257 and the sizes of the flags, not those of the named size."""
+def test_the_printed_estimate_counts_the_runs_parameters(on_ranks):
+    """With a vocabulary of 257 and the sizes of the flags, not with those of the named size."""
     text = "--max_steps 1 --model gpt2-124m --d_model 512 --d_ff 2048"
     ((status, said, _), _) = on_ranks(2, listen, text)
     assert status == 0 and "mesh    ddp: dp_replicate 2 x dp_shard 1" in said
@@ -63,23 +63,23 @@ def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
         (4, "fsdp --tp 2 --grad_sync micro_batch --model tinyllama-1.1b --optimizer muon"),
     ],
 )
-def test_the_estimate_of_weights_gradients_and_optimizer_is_exact(on_ranks, ranks, strategy):
+def test_the_estimate_of_a_ranks_tensors_is_exact(on_ranks, ranks, strategy):
     text = f"--max_steps 2 --strategy {strategy} --micro_batch_size 1"
     for estimate, taken in on_ranks(ranks, state_bytes, text):
         for part, size in taken.items():
             assert estimate[part] == size, part
 
 
-def test_a_shard_counts_as_the_first_which_is_the_largest():
+def test_the_estimate_is_that_of_the_largest_shard():
     sizes = "--n_layer 1 --d_model 8 --d_ff 9 --dtype bfloat16 --global_batch_size 12"
     first = parts(f"{sizes} --strategy fsdp", vocab_size=10, world_size=3, device_type="cuda")
-    # Of 10 rows 4, of 8 rows 3, of 9 rows 3: embedding, attention, MLP, norms
+    # The first shard: 4 of 10 rows, 3 of 8, 3 of 9, in embedding, attention, MLP and norms
     numel = 4 * 8 + (3 * 8 + 2 * 2 * 8 + 3 * 8) + (3 * 8 + 3 * 8 + 3 * 9) + 3 * 3
     assert first["weights"] == 4 * numel
 
 
 def gradient_storages(argv: list[str]) -> tuple[dict[str, int], list[set[tuple[int, int]]]]:
-    """The estimate of a rank, and what holds the gradients before each backward of three steps.
+    """The estimate of a rank, and its gradients' storages before each backward of three steps.
 
     A storage is (address, bytes).
     """
@@ -97,8 +97,8 @@ def gradient_storages(argv: list[str]) -> tuple[dict[str, int], list[set[tuple[i
     return layout.estimate_memory(run.run, run.state.model), found
 
 
-def test_ddp_accumulates_gradients_in_its_bucket_and_nowhere_else(on_ranks):
-    """Also before the first is synchronized. In the second step DDP moves to its final bucket."""
+def test_ddp_accumulates_gradients_only_in_its_bucket(on_ranks):
+    """Even before its first all_reduce. In the second step DDP moves to its final bucket."""
     for estimate, found in on_ranks(2, gradient_storages, "--strategy ddp --micro_batch_size 1"):
         first_step, later_steps = found[:4], found[4:]
         for storages in (first_step, later_steps):
@@ -132,7 +132,7 @@ def kept_for_backward(net: torch.nn.Module) -> Iterator[dict[int, int]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_estimated_close_to_what_autograd_keeps(dtype):
+def test_the_estimate_of_activations_is_within_15_percent(dtype):
     sizes = {"d_model": 256, "d_ff": 704, "seq_len": 128}
     text = "".join(f" --{name} {size}" for name, size in sizes.items())
     estimate = parts(f"--dtype {dtype} --strategy single {text}", vocab_size=64)
@@ -146,7 +146,7 @@ def test_activations_are_estimated_close_to_what_autograd_keeps(dtype):
 
 
 def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
-    """What --strategy auto takes where ddp would use these shares of a rank's memory."""
+    """What --strategy auto chooses if ddp would use these shares of a rank's memory."""
     world = dist.start("cpu")
     text = " ".join(argv)
     one = resolve(f"{text} --strategy ddp", world_size=world.size)
@@ -160,7 +160,7 @@ def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     return found
 
 
-def test_auto_takes_ddp_up_to_80_percent_of_a_ranks_host_memory(on_ranks):
+def test_auto_chooses_ddp_up_to_80_percent_of_host_memory(on_ranks):
     text = "--loss_chunks 1 --dtype float32"
     for found in on_ranks(2, chosen_strategies, text, [0.79, 0.81]):
         assert found == ["ddp", "fsdp"]
@@ -178,7 +178,7 @@ def page_faults_of_a_large_tensor() -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
+def test_freed_memory_is_reused_without_page_faults(pool):
     (faults,) = pool(1, page_faults_of_a_large_tensor)
     assert faults < 100
 
@@ -195,7 +195,7 @@ def test_memory_of_a_freed_tensor_is_used_again_without_the_kernel(pool):
         ("auto", "llama3-8b", 1),  # 872 MB a block
     ],
 )
-def test_wrap_is_a_number_of_blocks_of_8_mb_by_default(wrap, size, blocks):
+def test_wrap_gives_the_number_of_blocks_per_unit(wrap, size, blocks):
     run = resolve(f"--model {size} --wrap {wrap}")
     assert blocks_per_unit(run.wrap) == blocks
 
@@ -213,7 +213,7 @@ def test_wrap_is_a_number_of_blocks_of_8_mb_by_default(wrap, size, blocks):
         (24, "--loss_chunks 3", 3),
     ],
 )
-def test_logits_fill_at_most_a_tenth_of_a_device_by_default(gigabytes, text, chunks):
+def test_logits_use_at_most_a_tenth_of_device_memory(gigabytes, text, chunks):
     base = "--model llama3-8b --dtype bfloat16 --strategy single --global_batch_size 4"
     base += " --micro_batch_size 1"
     facts = dataclasses.replace(FACTS, vocab_size=128256)
