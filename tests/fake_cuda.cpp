@@ -1,5 +1,5 @@
-// CUDA devices for a CPU build of torch: they have indices, streams and pinned host memory, but run
-// nothing. tests/test_fake_cuda.py says what for. Nothing here is public: look at each release.
+// Fake CUDA devices for a CPU build of torch: they have indices, streams and pinned host memory, but
+// run nothing. tests/fake_cuda.py uses them. All of this is private to torch: check each release.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

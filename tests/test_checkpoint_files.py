@@ -220,7 +220,7 @@ def fit_manifest(path: Path) -> None:
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_file_is_refused_in_one_line(path, tmp_path, case):
-    """Even if its checksums fit. Reading it takes less than 8 MB, which is Python's own memory."""
+    """It is refused even if its checksums fit. Loading takes less than 8 MB, which Python needs."""
     state = {"b": torch.zeros(3, dtype=torch.int64), "a": torch.zeros(6, 4)}
     checkpoint.load_state(path, state)
     assert torch.equal(state["a"], WHOLE)

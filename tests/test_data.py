@@ -226,7 +226,7 @@ def test_the_order_of_a_mixture_has_not_changed(mixture):
 
 
 def test_the_order_of_a_mixture_is_the_same_on_any_mesh(mixture):
-    """With any number of workers and micro-batch size, and from any start step."""
+    """Nor does it depend on the number of workers, the micro-batch size or the start step."""
     train = data.open_dataset(data.open_folders(mixture), "train", 16, seed=5)
     expected = train[list(range(96))]
     for ranks, micro_batch, workers, start_step in ((2, 2, 1, 1), (4, 1, 0, 7)):

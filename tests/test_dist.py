@@ -65,7 +65,7 @@ def place_on_mesh(shape: tuple[int, int, int], device: str = "cpu") -> tuple[int
     ],
 )
 def test_each_axis_of_a_mesh_has_a_group(pool, shape, groups_of_last):
-    """An axis of all ranks has one as well, so that its traffic is counted for this axis."""
+    """Even an axis of all ranks has its own group, so that its traffic counts for that axis."""
     world_size, tp = math.prod(shape), shape[-1]
     answers = pool(world_size, place_on_mesh, shape)
     assert [dp_rank for dp_rank, _ in answers] == [rank // tp for rank in range(world_size)]
@@ -162,7 +162,7 @@ UNLOCKED = ("lock", "<unlocked _thread.lock object")
     ],
 )
 def test_an_error_on_one_rank_is_raised_on_all(pool, how, kinds, on_rank_0, on_rank_1):
-    """With its text, and within seconds, even if the error or a result cannot be pickled."""
+    """All get its text within seconds, even if the error or a result cannot be pickled."""
     assert pool(2, outcome, how, kinds, timeout=8) == [on_rank_0, on_rank_1]
 
 

@@ -115,7 +115,7 @@ def words_of_the_code() -> set[str]:
 
 @documents
 def test_names_that_a_document_mentions_occur_in_the_code(path):
-    """Those with an underscore or inner capitals. The code may contain x instead of x_norm."""
+    """Only names with an underscore or inner capitals. For x_norm the code may contain x."""
     for text in inline_code(path):
         if re.fullmatch(r"[A-Za-z]+_\w+|[A-Z]+[a-z]\w*[A-Z]\w*", text):
             known = {text, text.removesuffix("_norm")} & (words_of_the_code() | NAMES_OF_OTHERS)
@@ -295,7 +295,7 @@ def test_a_shell_can_read_the_commands_of_a_document(path):
 # --------------------------------------------------------------------------------------------------
 # Figures
 
-# Figures on several pages. In each page, the pattern's group that matches has the same text.
+# Figures that several pages state: in each page that matches, the group has the same text.
 FACTS = [
     r"step 700/700  val_loss (\d\.\d+)|51\.8 \| (\d\.\d+) \|$",
     r"within 25% for (\d+) of 12|^\| further \| 12 \|.*\| (\d+) \|$",

@@ -106,7 +106,7 @@ def gpus(tmp_path_factory):
 
 @pytest.mark.parametrize("text, ranks, accum", CASES)
 def test_a_step_does_not_wait_for_the_gpu(gpus, tokens, tmp_path, text, ranks, accum):
-    """And no kernel refuses its operands. A run that saves also continues from its checkpoint."""
+    """Kernels accept their operands, and a run that saves continues from its checkpoint."""
     dp_size = ranks // 2 if "--tp 2" in text else ranks
     few = f"--n_layer 1 --micro_batch_size 1 --global_batch_size {accum * dp_size}"
     few += " --num_workers 0 --eval_sequences 1 --checkpoint none"

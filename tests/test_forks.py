@@ -28,7 +28,7 @@ def test_each_fork_has_a_page():
 
 
 def test_forks_compose_in_either_order(tmp_path):
-    """All pairs but the three that change the same lines of attention: see docs/forking.md."""
+    """All pairs except three, which change the same lines of attention: see docs/forking.md."""
     touched = re.findall(r"^--- a/(.+)", "".join(map(Path.read_text, PATCHES)), re.M)
     plain = {file: (ROOT / file).read_text() for file in touched}
     with_one = {patch: apply(patch, plain, tmp_path) for patch in PATCHES}
@@ -137,7 +137,7 @@ def test_z_loss_is_added_in_training_only__z_loss(fork):
     for run in (single, sharded, split, chunked):
         val_losses = [rows(one, "val_loss")[0]["val_loss"] for one in (run, plain)]
         assert val_losses[0] == pytest.approx(val_losses[1], rel=1e-6)
-        # At the start all of 320 logits are close to 0.
+        # At the start all 320 logits are close to 0.
         added = rows(run)[0]["loss"] - rows(plain)[0]["loss"]
         assert added == pytest.approx(0.01 * math.log(320) ** 2, rel=0.01)
 

@@ -114,7 +114,7 @@ def test_each_fault_causes_its_problems(pool, tmp_path, fault, draw, problems):
     assert bool(found.problems) == bool(problems), found.problems
     for beginning in problems:
         assert any(line.startswith(beginning) for line in found.problems), beginning
-    if "optimizer" in draw:  # Muon: an ulp raises this to 20 times the least limit
+    if "optimizer" in draw:  # with Muon, one ulp raises the limit to 20 times its minimum
         assert 2e-5 < found.limits["one rank's gradients"] < 1e-2
 
 

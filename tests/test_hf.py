@@ -161,7 +161,7 @@ def make_model(transformers, family: str, folder: Path) -> Path:
 @pytest.mark.hf
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_round_trip_keeps_the_logits(transformers, family, pool, tokens, tmp_path):
-    """Import, three steps on two ranks, export."""
+    """The model is imported, trained for three steps on two ranks and exported."""
     theirs = make_model(transformers, family, tmp_path / "theirs")
     imported = convert("import", theirs, tmp_path / "imported")
     expected = their_logits(transformers, theirs)

@@ -19,7 +19,7 @@ import optim
 import train
 from runtime.profiling import HostSyncCounter, caller
 
-# Functions that run no operation of torch on a CPU by which they could be counted
+# Functions that dispatch no torch operation on a CPU, so they are patched to be counted
 CALLS = [(torch.Tensor, "tolist"), (torch.Tensor, "cpu"), (torch.Tensor, "numpy")]
 CALLS += [(torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor")]
 

@@ -88,7 +88,7 @@ def shows_bug(shown: str, with_bug: str, without: str) -> str | None:
             return f"not printed with the bug: {missing}"
         if find(lines(shown, form), lines(without, form), anywhere=True) is not None:
             return None
-    return "printed without the bug, too"
+    return "also printed without the bug"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_a_chapter_prints_what_it_shows(path, heading, project, tmp_path, capsys
 def test_a_bug_shows_in_words_or_in_numbers_alone():
     assert shows_bug("hello 0 took 0 s", "hello 0 took 0 s", "hello 1 took 0 s") is None
     assert shows_bug("hello 0", "hello 1", "hello 1") == "not printed with the bug: hello 0"
-    assert shows_bug("...", "hello 0", "hello 1") == "printed without the bug, too"
+    assert shows_bug("...", "hello 0", "hello 1") == "also printed without the bug"
 
 
 def test_a_command_that_fails_is_found(tmp_path):

@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 def flops(counts: Counter) -> int:
-    """The operations of products (..., m, k) x (..., k, n), whose factors are the last operands."""
+    """Count the operations of products (..., m, k) x (..., k, n) of the last two operands."""
     found = 0
     for (_, operands), count in counts.items():
         (*_, left), (*_, right) = operands[-2][:1], operands[-1][:1]
@@ -151,7 +151,7 @@ def processes(folder: Path) -> list[str]:
 
 @pytest.fixture
 def box(tmp_path):
-    """A folder for the files of a tool, which may leave no file there and no process.
+    """A folder for the files of a tool. The test fails if the tool leaves a file or a process.
 
     Skips the test where network namespaces cannot be created.
     """

@@ -22,7 +22,7 @@ from runtime.machine import keep_freed_memory, read_machine
 
 
 def test_the_printed_estimate_counts_the_runs_parameters(on_ranks):
-    """With a vocabulary of 257 and the sizes of the flags, not with those of the named size."""
+    """It uses the vocabulary of 257 and the sizes of the flags, not those of the named size."""
     text = "--max_steps 1 --model gpt2-124m --d_model 512 --d_ff 2048"
     ((status, said, _), _) = on_ranks(2, listen, text)
     assert status == 0 and "mesh    ddp: dp_replicate 2 x dp_shard 1" in said
@@ -98,7 +98,7 @@ def gradient_storages(argv: list[str]) -> tuple[dict[str, int], list[set[tuple[i
 
 
 def test_ddp_accumulates_gradients_only_in_its_bucket(on_ranks):
-    """Even before its first all_reduce. In the second step DDP moves to its final bucket."""
+    """They are there before its first all_reduce. In the second step DDP uses its final bucket."""
     for estimate, found in on_ranks(2, gradient_storages, "--strategy ddp --micro_batch_size 1"):
         first_step, later_steps = found[:4], found[4:]
         for storages in (first_step, later_steps):
