@@ -102,8 +102,8 @@ def describe_evaluation(
     for part in val_data.parts:
         mean = part.folder.val_bytes / len(part.folder.tokens("val"))
         bytes_per_token += part.folder.share / 1000 * mean
-    bits = math.nan  # if meta.json lacks val_bytes
-    if bytes_per_token:
+    bits = math.nan  # if a meta.json lacks val_bytes
+    if all(part.folder.val_bytes for part in val_data.parts):
         bits = val_loss / math.log(2) / bytes_per_token
     perplexity = math.exp(min(val_loss, 700))  # exp(710) overflows
     count = min(run.eval_sequences, len(val_data))

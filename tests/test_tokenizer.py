@@ -101,6 +101,9 @@ def test_bits_per_byte_of_a_mixture_use_its_shares():
     run = resolve("--eval_sequences 1")
     (said,) = startup_lines.describe_evaluation(run, origin, math.log(2), val_data)
     assert f", {1 / 3.5:.6f} bits per byte (" in said
+    parts[0].folder.val_bytes = 0  # unknown: its meta.json lacks val_bytes
+    (said,) = startup_lines.describe_evaluation(run, origin, math.log(2), val_data)
+    assert ", nan bits per byte (" in said
 
 
 # --------------------------------------------------------------------------------------------------
