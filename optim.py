@@ -1,8 +1,8 @@
-"""AdamW or Muon, learning-rate schedules, clipping, skipped updates and statistics in one object.
+"""The optimizers (AdamW, Muon), with clipping, skipped updates, statistics and learning rates.
 
-Nothing here waits for the device: norms, decisions and counters stay on it. A new optimizer is one
-class and one entry in OPTIMIZERS, a clipping strategy one function and one entry in CLIPS, a
-schedule one entry in SCHEDULES; the help texts of their flags are in config.py.
+An update never waits for the device: norms, decisions and counters stay there. To add an
+optimizer, write a class and enter it in OPTIMIZERS. A clipping strategy is a function in CLIPS, a
+schedule a function in SCHEDULES. The help texts of the flags are in config.py.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 @dataclass(frozen=True)
 class Settings:
-    """What `Optimizer` and `learning_rate` read. train.py passes its Run, with the same names."""
+    """The settings of `Optimizer` and `learning_rate`. train.py's Run has the same attributes."""
 
     lr: float  # peak learning rate
     max_steps: int
@@ -35,17 +35,17 @@ class Settings:
     clip: str = "norm"  # a key of CLIPS
     max_grad_norm: float = 1.0
     max_grad_norm_ratio: float = 2.0
-    device: str = "cpu"  # a CPU needs another way to an exact norm: see all_reduce_squares
+    device: str = "cpu"  # on a CPU, norms are summed differently: see all_reduce_squares
 
 
 # --------------------------------------------------------------------------------------------------
 # Learning rate
 
-# A schedule returns a factor: at 1 the learning rate is lr, at 0 it is min_lr. Its progress is 0 in
-# the first step after warm-up, and would be 1 in the step after max_steps.
+# A schedule maps progress to a factor. Progress is 0 at the first step after warm-up and would be 1
+# at step max_steps + 1. At factor 1 the learning rate is lr, at factor 0 it is min_lr.
 SCHEDULES: dict[str, Callable[[float, Settings], float]] = {
     "cosine": lambda progress, settings: 0.5 * (1 + math.cos(math.pi * progress)),
-    # warm-up, stable, decay: falls only in the last fifth after warm-up (Hu et al. 2024)
+    # warm-up, stable, decay (Hu et al. 2024): decays in the last fifth of the steps after warm-up
     "wsd": lambda progress, settings: min(1.0, (1 - progress) / 0.2),
     "linear": lambda progress, settings: 1 - progress,
     "constant": lambda progress, settings: 1.0,
@@ -55,8 +55,8 @@ SCHEDULES: dict[str, Callable[[float, Settings], float]] = {
 def learning_rate(step: int, settings: Settings) -> float:
     """The learning rate of update `step`, counted from 1. Stateless, so resuming restores nothing.
 
-    Rises linearly to `lr` at step `warmup_steps`, then follows the schedule towards `min_lr`, which
-    it would reach at step max_steps + 1.
+    It rises linearly to `lr` at step `warmup_steps`, then follows the schedule. All schedules but
+    "constant" would reach `min_lr` at step max_steps + 1.
     """
     if step <= settings.warmup_steps:
         return settings.lr * step / settings.warmup_steps
@@ -71,11 +71,11 @@ def learning_rate(step: int, settings: Settings) -> float:
 #
 #     clip_x(settings, gradients) -> Clipped
 #
-# The update divides all gradients by `divisor`. A clip that scales each gradient by a factor of its
-# own multiplies gradients.local in place and returns a divisor of 1.
+# The update divides all gradients by `divisor`. A strategy that scales each gradient by a different
+# factor multiplies gradients.local in place and returns a divisor of 1.
 #
-# torch._foreach_* launch one kernel for many tensors. They have no public name, but torch.optim and
-# torch.nn.utils.clip_grad_norm_ use them, too.
+# The torch._foreach_* functions process many tensors in one kernel. They have no public names, but
+# torch.optim and torch.nn.utils.clip_grad_norm_ use them as well.
 
 
 class Gradients(NamedTuple):
@@ -84,12 +84,12 @@ class Gradients(NamedTuple):
     local: list[Tensor]  # this rank's parts, to scale in place
     norms: Tensor  # (n,) float32: the norm of each full gradient, over all ranks
     numels: Tensor  # (n,) int64: elements of each full gradient
-    averages: Tensor  # (n,) float32, saved with the run: what a clip may remember
-    skip: Tensor  # 0-d bool: this update is skipped, and `averages` must stay as it is
+    averages: Tensor  # (n,) float32: state for the clipping strategy, saved in checkpoints
+    skip: Tensor  # 0-d bool: if true, the update is skipped and `averages` must not change
 
 
 class Clipped(NamedTuple):
-    """What a clip decided about the n gradients of an update."""
+    """What a clipping strategy decided about the n gradients of an update."""
 
     divisor: Tensor  # 0-d
     clipped: Tensor  # (n,) bool: whether each gradient was clipped
@@ -98,7 +98,7 @@ class Clipped(NamedTuple):
 def clip_norm(settings: Settings, gradients: Gradients) -> Clipped:
     """Scale all gradients so that their total norm is at most max_grad_norm (Pascanu et al. 2013).
 
-    AdamW's kernel divides the gradients by the divisor as it reads them: no pass over memory here.
+    AdamW's kernel divides gradients by the divisor as it reads them, which saves a memory pass.
     """
     total_norm = gradients.norms.norm()
     divisor = ((total_norm + 1e-6) / settings.max_grad_norm).clamp(min=1.0)
@@ -109,7 +109,7 @@ def clip_norm(settings: Settings, gradients: Gradients) -> Clipped:
 def clip_adaptive(settings: Settings, gradients: Gradients) -> Clipped:
     """Limit each gradient's norm to max_grad_norm_ratio x the moving average of its clipped norms.
 
-    After OLMo's clipping (Groeneveld et al. 2024). The average starts at the first norm above 0.
+    OLMo clips in this way (Groeneveld et al. 2024). The average starts at the first norm above 0.
     """
     norms = gradients.norms
     averages = torch.where(gradients.averages > 0, gradients.averages, norms)
@@ -140,7 +140,7 @@ def assign_unless(skip: Tensor, tensor: Tensor, value: Tensor) -> None:
 
 
 def num_shards(parameter: Tensor) -> int:
-    """How many parts a parameter is split into; 1 if it is replicated."""
+    """The number of parts that a parameter is split into; 1 if it is replicated."""
     if not isinstance(parameter, DTensor):
         return 1
     axes = zip(parameter.placements, parameter.device_mesh.shape)
@@ -150,24 +150,25 @@ def num_shards(parameter: Tensor) -> int:
 # --------------------------------------------------------------------------------------------------
 # Optimizers
 #
-# Each is a class of three static functions:
+# Each optimizer is a class with three static methods:
 #
 #     takes(name, shape, hidden) -> bool    whether it updates a parameter; AdamW updates the rest
-#     slots(shape) -> {slot: shape}         its state for a parameter of this shape, in float32
-#     update(optimizer, names, update)
+#     slots(shape) -> {slot: shape}         its float32 state for a parameter of this shape
+#     update(optimizer, names, update)      updates the parameters that have a gradient
 #
-#     hidden        is_hidden(name), by the Optimizer's argument: names differ from model to model
-#     optimizer     the Optimizer: optimizer.settings; optimizer.parameters[name], a DTensor on a
-#                   mesh; its .grad, distributed like it; and optimizer.slots[slot][name]
-#     names         parameters that have a gradient
+#     hidden        is_hidden(name), an argument of Optimizer because names differ between models
+#     optimizer     the Optimizer. A class reads optimizer.settings, optimizer.parameters[name] (a
+#                   DTensor on a mesh), its .grad and optimizer.slots[slot][name]; the last two are
+#                   distributed like the parameter
 #
-# All state is in the one Optimizer, which clips, skips, measures and saves it alike for any class.
-# It is no torch.optim.Optimizer, whose state_dict numbers parameters: a checkpoint has their names.
+# All state is in one Optimizer object, so clipping, skipping, statistics and checkpoints work the
+# same for every class. It is not a torch.optim.Optimizer, whose state_dict identifies parameters by
+# number: a checkpoint identifies them by name.
 #
-# A slot has the shape of its parameter, and is distributed like it, or is a number, shape (), for
-# every parameter that has the slot. Slots begin as zeros. Checkpoints, statistics and the memory
-# estimate know slots only through slots(). A skipped update must leave weights and slots unchanged,
-# as `assign_unless` does, and the host must not read `skip`.
+# A slot starts at zero. It either has the shape and distribution of its parameter or is a number,
+# shape (); it is a number for all parameters that have the slot, or for none. Checkpoints,
+# statistics and the memory estimate learn about slots only from slots(). A skipped update must
+# leave weights and slots unchanged (see `assign_unless`) without a read of `skip` by the host.
 
 
 class Update(NamedTuple):
@@ -177,24 +178,24 @@ class Update(NamedTuple):
     lr: float
     weight_decay: float
     divisor: Tensor  # 0-d, on the device: divide the gradients by it
-    skip: Tensor  # 0-d bool, on the device: change nothing
+    skip: Tensor  # 0-d bool, on the device: if true, change nothing
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter 2019), by torch's fused kernel.
+    """AdamW (Loshchilov & Hutter 2019), with torch's fused kernel.
 
-    The kernel divides by `grad_scale` and does nothing if `found_inf` is 1, which is also how
-    torch.amp.GradScaler skips updates without waiting for the device.
+    The kernel divides gradients by `grad_scale` and does nothing if `found_inf` is 1.
+    torch.amp.GradScaler skips updates in the same way, without waiting for the device.
     """
 
     @staticmethod
     def takes(name: str, shape: torch.Size, hidden: bool) -> bool:
-        """Any parameter."""
+        """AdamW updates any parameter."""
         return True
 
     @staticmethod
     def slots(shape: torch.Size) -> dict[str, torch.Size]:
-        """A count of updates, and the moving averages of the gradient and of its square."""
+        """The number of updates, and moving averages of the gradient and of its square."""
         return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
 
     @staticmethod
@@ -202,7 +203,7 @@ class AdamW:
         """Update this rank's parts of the parameters, all of them in one kernel."""
         settings, slots = optimizer.settings, optimizer.slots
         parameters = [optimizer.parameters[name] for name in names]
-        # Local parts: the kernel takes tensors of one mesh, and under tp norms are on a smaller one
+        # Local parts: DTensors here must share a mesh, but under tp the norms are on a smaller one.
         adamw(
             [local(parameter) for parameter in parameters],
             [local(parameter.grad) for parameter in parameters],
@@ -226,15 +227,16 @@ class AdamW:
 class Muon:
     """Orthogonalized momentum (Jordan et al. 2024), for the matrices of hidden layers.
 
-    Updates have the size of AdamW's (Liu et al. 2025), so that one learning rate and one weight
-    decay serve both. torch.optim.Muon multiplies the shards of DTensors, and no tensor can skip it.
+    Updates are scaled to the size of AdamW's (Liu et al. 2025), so that both use one learning rate
+    and weight decay. torch.optim.Muon would communicate in each matrix product of sharded DTensors,
+    and cannot skip an update without waiting for the device.
     """
 
     MOMENTUM = 0.95  # as in both papers; --beta1 applies to AdamW's parameters
 
     @staticmethod
     def takes(name: str, shape: torch.Size, hidden: bool) -> bool:
-        """The matrices of hidden layers."""
+        """Muon updates the matrices of hidden layers."""
         return hidden and len(shape) == 2
 
     @staticmethod
@@ -247,15 +249,15 @@ class Muon:
         """Orthogonalize the momentum of each matrix, and subtract it from the weights."""
         world_size = optimizer.world_size
         matrices = optimizer.parameters
-        # The largest first, so that the ranks of a turn take about as long
+        # The largest first: matrices of one turn then take about the same time
         names = sorted(names, key=lambda name: -matrices[name].numel())
         for start in range(0, len(names), world_size):  # a turn: one matrix for each rank
             turn = names[start : start + world_size]
             directions = [Muon.direction(optimizer, name, update) for name in turn]
             parts = orthogonalize_turn([matrices[name] for name in turn], directions, world_size)
             for name, orthogonal in zip(turn, parts):
-                # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side), that of
-                # an AdamW update 0.2 to 0.4.
+                # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side). AdamW's
+                # updates have a root mean square of 0.2 to 0.4.
                 scale = 0.2 * math.sqrt(max(matrices[name].shape))
                 weight = local(matrices[name])
                 decayed = weight * (1 - update.lr * update.weight_decay)
@@ -264,7 +266,7 @@ class Muon:
 
     @staticmethod
     def direction(optimizer: "Optimizer", name: str, update: Update) -> Tensor:
-        """Nesterov momentum, this rank's part in bfloat16. Updates the momentum buffer."""
+        """Update the momentum; return this rank's part of the Nesterov momentum, in bfloat16."""
         gradient = local(optimizer.parameters[name].grad) / update.divisor
         buffer = local(optimizer.slots["momentum_buffer"][name])
         momentum = buffer.lerp(gradient, 1 - Muon.MOMENTUM)
@@ -275,10 +277,10 @@ class Muon:
 def orthogonalize_turn(matrices: list, directions: list, world_size: int) -> list[Tensor]:
     """Orthogonalize at most world_size directions, each on one rank.
 
-    Takes and returns this rank's part of each; direction k is distributed like matrix k. Of R
-    replicas, replica k % R collects it on one rank, and each of its ranks sends its part of the
-    result to the other replicas. With four matrices under hsdp on 2 replicas x 2 shards, A0 and A1
-    are the two shards of direction A:
+    `directions` and the result are this rank's parts; direction k is distributed like matrix k. If
+    there are R replicas, replica k % R collects direction k on one of its ranks and splits the
+    result again. Each rank then broadcasts its part to the other replicas. For example, with hsdp
+    on 2 replicas x 2 shards and four directions A to D, where A0 and A1 are the shards of A:
 
         rank                             0             1             2             3
         directions                  A0 B0 C0 D0   A1 B1 C1 D1   A0 B0 C0 D0   A1 B1 C1 D1
@@ -290,9 +292,9 @@ def orthogonalize_turn(matrices: list, directions: list, world_size: int) -> lis
     across, within = groups_of(matrices[0])
     replica, replicas = (across.rank(), across.size()) if across else (0, 1)
     rank, size = (within.rank(), within.size()) if within else (0, 1)
-    ranks = world_size // replicas  # of a replica: `size`, or fewer if the group is the world
+    ranks = world_size // replicas  # in one replica: `size`, or fewer if the group is the world
     start = rank - rank % ranks  # the replica's first rank in the group
-    own = slice(replica, None, replicas)  # what this replica orthogonalizes, on one rank each
+    own = slice(replica, None, replicas)  # what this replica orthogonalizes, one matrix per rank
     owners = slice(start, start + len(matrices[own]))
 
     nothing = directions[0].new_empty(0)
@@ -309,7 +311,7 @@ def orthogonalize_turn(matrices: list, directions: list, world_size: int) -> lis
 
     parts = [direction.new_empty(direction.shape) for direction in directions]
     parts[own] = all_to_all(collected, like=sent, group=within)[owners]
-    # One collective after the other: two in flight under gloo corrupt the heap.
+    # One broadcast at a time: with gloo, two in flight corrupt the heap.
     for k, part in enumerate(parts):
         if replicas > 1 and part.numel() > 0:
             torch.distributed.broadcast(part, group=across, group_src=k % replicas)
@@ -317,7 +319,7 @@ def orthogonalize_turn(matrices: list, directions: list, world_size: int) -> lis
 
 
 def groups_of(matrix: Tensor) -> tuple:
-    """The groups of this rank across the replicas and inside its own; None: this rank alone."""
+    """This rank's groups across replicas and within its replica; None if a group has one rank."""
     world = torch.distributed.group.WORLD
     if not isinstance(matrix, DTensor):
         return world, None
@@ -325,12 +327,12 @@ def groups_of(matrix: Tensor) -> tuple:
     axes = zip(mesh.mesh_dim_names, mesh.shape)
     groups = {axis: mesh.get_group(axis) for axis, size in axes if size > 1}
     across = groups.pop("dp_replicate", None)
-    # dp_shard and tp together have no group: the world, where other replicas send nothing
+    # No group spans dp_shard and tp: use the world, in which other replicas send nothing.
     return across, world if len(groups) > 1 else next(iter(groups.values()), None)
 
 
 def all_to_all(tensors: list[Tensor], like: list[Tensor], group) -> list[Tensor]:
-    """Send tensor r to rank r; return what each rank sent, of the shapes of the tensors `like`."""
+    """Send tensor r to rank r; return the tensors from all ranks, with the shapes of `like`."""
     if group is None:
         return tensors
     sent = torch.cat([tensor.flatten() for tensor in tensors])
@@ -343,17 +345,17 @@ def all_to_all(tensors: list[Tensor], like: list[Tensor], group) -> list[Tensor]
 
 
 def parts_of_ranks(full: Tensor, like: Tensor) -> list[Tensor]:
-    """Views of what each rank holds of a matrix that is distributed `like` another; some empty."""
+    """Return a view of each rank's part of `full`, distributed as `like` is. Parts may be empty."""
     parts = [full]
     axes = list(zip(like.placements, like.device_mesh.shape)) if isinstance(like, DTensor) else []
-    # From the last axis: FSDP, whose axis is before tp's, splits what tp has left.
+    # From the last axis to the first: tp, the last axis, splits first, and FSDP splits tp's parts.
     for placement, size in reversed(axes):
         parts = [chunk(part, placement, i, size) for i in range(size) for part in parts]
     return parts
 
 
 def chunk(x: Tensor, placement: Placement, i: int, size: int) -> Tensor:
-    """What rank i of `size` holds of a tensor: all of it, or a chunk like torch.chunk's."""
+    """The part of x on rank i of `size`: x if it is replicated, otherwise a chunk (torch.chunk)."""
     if placement.is_replicate():
         return x
     rows = x.movedim(placement.dim, 0)
@@ -362,9 +364,9 @@ def chunk(x: Tensor, placement: Placement, i: int, size: int) -> Tensor:
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Approximate U V^T of a matrix U S V^T by five Newton-Schulz steps: S becomes 0.7 to 1.2.
+    """Approximate U V^T for a matrix U S V^T in five Newton-Schulz steps: S becomes 0.7 to 1.2.
 
-    With the coefficients of Jordan et al., singular values near 0 grow by 3.4 a step.
+    With the coefficients of Jordan et al., singular values near 0 grow by a factor of 3.4 per step.
     """
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.mT if is_tall else matrix  # (m, n), m <= n
@@ -380,7 +382,7 @@ OPTIMIZERS = {"adamw": AdamW, "muon": Muon}
 
 
 def updater(optimizer: str, name: str, shape: torch.Size, hidden: bool) -> type:
-    """The class that updates a parameter when this key of OPTIMIZERS is chosen."""
+    """The class that updates a parameter if `optimizer`, a key of OPTIMIZERS, is chosen."""
     chosen = OPTIMIZERS[optimizer]
     return chosen if chosen.takes(name, shape, hidden) else AdamW
 
@@ -410,16 +412,16 @@ class ParameterTable:
 
 
 class Optimizer:
-    """One of OPTIMIZERS with clipping, schedule, skipped updates and statistics, on any mesh.
+    """One of OPTIMIZERS with clipping, skipped updates and statistics, on any mesh.
 
     parameters    (name, parameter) pairs, DTensors or plain tensors
     decays        decays(name): whether the parameter gets weight decay
     settings      Settings, or an object with the same attributes
-    is_hidden     is_hidden(name): whether the parameter is of a hidden layer, not the embedding,
-                  the head or the last norm; Muon takes the matrices of hidden layers
+    is_hidden     is_hidden(name): whether the parameter belongs to a hidden layer, not to the
+                  embedding, the head or the last norm; Muon updates the matrices of hidden layers
 
-    All ranks together skip an update whose gradient is not finite: it changes neither weights nor
-    slots. Raises ValueError if the chosen optimizer takes no parameter.
+    If the gradient is not finite, all ranks skip the update: weights and slots do not change.
+    Raises ValueError if the chosen optimizer updates none of the parameters.
     """
 
     def __init__(
@@ -459,18 +461,18 @@ class Optimizer:
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int, device=device)  # up to this update
 
     def allocate_slots(self, updaters: dict[str, type], device: torch.device) -> None:
-        """Create all slots: a run that does not fit fails early; a checkpoint loads in place."""
+        """Create all slots, so that lack of memory shows early and a checkpoint loads in place."""
         shapes: dict[str, dict[str, torch.Size]] = {}  # slot -> parameter -> shape
         for name, parameter in self.parameters.items():
             for slot, shape in updaters[name].slots(parameter.shape).items():
                 shapes.setdefault(slot, {})[name] = shape
         self.slots: dict[str, dict[str, Tensor]] = {}  # slot -> parameter -> tensor
-        self.numbers: dict[str, Tensor] = {}  # slot -> (parameters that have it,)
+        self.numbers: dict[str, Tensor] = {}  # slot -> (parameters with it,)
         for slot, shapes_of_slot in shapes.items():
             names = list(shapes_of_slot)
             if any(shapes_of_slot.values()):
                 tensors = [torch.zeros_like(self.parameters[name]) for name in names]
-            else:  # numbers, which a checkpoint holds as one tensor, not as thousands
+            else:  # numbers: a checkpoint contains them as one tensor, not as thousands
                 self.numbers[slot] = torch.zeros(len(names), device=device)
                 tensors = self.numbers[slot].unbind()  # views
             self.slots[slot] = dict(zip(names, tensors))
@@ -479,10 +481,10 @@ class Optimizer:
     def step(self, step: int, lr: float, measure: bool = False) -> dict:
         """Update the weights from their gradients, then free or zero the gradients.
 
-        `step` is counted from 1; `lr` is its learning rate. Returns lr, and 0-d tensors on the
-        device: grad_norm of the full gradient before clipping, and as integers clipped, 1 if any
-        gradient was, skipped_steps so far and skipped_in_a_row up to this update. `measure` adds
-        "parameters", a ParameterTable, for one more collective where weights are sharded.
+        `step` is counted from 1; `lr` is its learning rate. Returns lr, and as 0-d tensors on the
+        device grad_norm (of the full gradient before clipping) and the integers clipped (1 if any
+        gradient was clipped), skipped_steps (so far) and skipped_in_a_row (up to this update). With
+        `measure`, "parameters" is a ParameterTable; sharded weights need one more collective then.
         """
         gradients = self.local_gradients()
         (squared_norms,) = self.all_reduce_squares(gradients)  # (n,)
@@ -523,20 +525,20 @@ class Optimizer:
         for parameter in self.parameters.values():
             grad = parameter.grad
             if isinstance(grad, DTensor) and grad.placements != parameter.placements:
-                # Under tp without FSDP, each rank has its part of the sum of a norm's gradient.
+                # Under tp without FSDP, each rank has only a partial sum of a norm's gradient.
                 parameter.grad = grad.redistribute(placements=parameter.placements)
             gradients.append(self.empty_grad if grad is None else local(parameter.grad))
         return gradients
 
     def all_reduce_squares(self, *lists: list[Tensor]) -> Tensor:
-        """Sum the squares of full tensors over all ranks, each from the ranks' parts of it.
+        """Compute the squared norms of full tensors from the parts on all ranks.
 
-        lists      k lists of n tensors, one for each parameter and distributed like it
+        lists      k lists of n local tensors, the parts of tensors distributed like the parameters
         returns    (k, n): the squared norms of the full tensors, the same on all ranks
 
-        If a parameter is split into s shards, world_size / s ranks hold each element, and a sum
-        over all ranks counts it that many times: its overcount, by which each rank divides first.
-        On 4 ranks, with a tensor in 2 shards of squares 6 and 10, and one that is not split:
+        If a parameter is split into s shards, world_size / s ranks hold each element, so a sum over
+        all ranks counts it world_size / s times (its overcount). Each rank divides by this first.
+        For example, with 4 ranks, a tensor in 2 shards with squares 6 and 10, and an unsplit one:
 
             rank                        0     1     2     3
             squares of the first        6    10     6    10
@@ -547,8 +549,8 @@ class Optimizer:
         parts = list(itertools.chain(*lists))
         dtype = None
         if self.settings.device == "cpu":
-            # Row by row, then in float64: a CPU adds up all squares of a tensor one after the other
-            # in float32. The norm of 50,000 x 768 normal numbers would be 0.3% too small.
+            # By row, then over the rows in float64: on a CPU, torch adds a tensor's squares one by
+            # one in float32, and the norm of 50,000 x 768 normal numbers would be 0.3% too small.
             parts = [torch.linalg.vector_norm(part, dim=-1) for part in parts]
             dtype = torch.float64
         norms = torch.stack(torch._foreach_norm(parts, dtype=dtype)).float()
@@ -563,8 +565,8 @@ class Optimizer:
     ) -> ParameterTable:
         """One row per full parameter, the same on all ranks.
 
-        Norms of gradients before clipping, of weights and slots after the update; nan for a slot
-        that a parameter does not have.
+        Gradient norms are measured before clipping, weight and slot norms after the update. The
+        norm of a slot that a parameter does not have is nan.
         """
         weights = [local(p) for p in self.parameters.values()]
         lists = {"weight_norm": weights}
@@ -581,10 +583,10 @@ class Optimizer:
         return ParameterTable(list(self.parameters), list(columns), values)
 
     def state(self) -> dict:
-        """The live tensors by their names in a checkpoint, to save or to load in place."""
+        """The live tensors, by their names in a checkpoint, to save or to fill in place."""
         return {
             "skipped_steps": self.skipped_steps,
             "norm_average": self.norm_average,
             **self.slots,
-            **self.numbers,  # in place of their views
+            **self.numbers,  # these replace their views, which are in self.slots
         }
