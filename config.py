@@ -1,6 +1,6 @@
-"""The configuration of a run: a dataclass whose fields are the flags of train.py.
+"""The configuration of a run: the fields of the dataclass Config are the flags of train.py.
 
-python train.py --help
+`python train.py --help` prints them.
 """
 
 import argparse
@@ -23,14 +23,14 @@ BUILTIN = "tokens/python"
 
 
 def parse_wrap(text: str) -> str:
-    """The argparse type of --wrap."""
+    """Check the value of --wrap; the argparse type of the flag."""
     if text != "auto":
         blocks_per_unit(text)
     return text
 
 
 def blocks_per_unit(wrap: str) -> int | None:
-    """How many blocks an FSDP unit has by --wrap, which is not auto; None: it has all."""
+    """Return the number of blocks in an FSDP unit, None for all. `wrap` is --wrap, but not auto."""
     match = re.fullmatch(r"none|block(?:_group:(\d*[1-9]\d*))?", wrap)
     if not match:
         raise argparse.ArgumentTypeError(
@@ -40,13 +40,13 @@ def blocks_per_unit(wrap: str) -> int | None:
 
 
 def parse_window(text: str) -> str:
-    """The argparse type of --profile."""
+    """Check the value of --profile; the argparse type of the flag."""
     profile_window(text)
     return text
 
 
 def profile_window(profile: str) -> tuple[int, int]:
-    """The two steps of --profile START:STOP."""
+    """Return the two steps of --profile START:STOP as integers."""
     match = re.fullmatch(r"(\d+):(\d+)", profile)
     start, stop = map(int, match.groups()) if match else (0, 0)
     if start >= stop:
@@ -67,16 +67,16 @@ def flag(
     parse: Callable | None = None,
     resume: Literal["never", "refused", "allowed", "not compared"] = "refused",
 ):
-    """A field of Config: its group in --help, its default, its help text, and how it is parsed.
+    """Define a field of Config: its group in --help, default, help text, and how it is parsed.
 
-    Numbers must be in ge <= value < lt. `parse` is an argparse type, instead of the field's.
-    `resume` is what happens if the value differs from the value of the run that continues:
+    Numbers must satisfy ge <= value < lt. `parse` is an argparse type that replaces the field's
+    type. `resume` states what happens if a run continues with a different value:
 
-    never           refused: it would be another run
+    never           refused: it would be a different run
     refused         refused without --allow_changes: results would change
-    allowed         printed. If its default is None or "auto", layout.resolve computes the default
-                    in each start. Model and data are compared by themselves: fields, fingerprint.
-    not compared    nothing: it applies to one start, and a start that continues does not inherit it
+    allowed         accepted and printed. If the default is None or "auto", layout.resolve computes
+                    it in each start. Changes of model and data are detected separately.
+    not compared    ignored: the flag applies to one start, and later starts do not inherit it
     """
     metadata = {"group": group, "help": help, "ge": ge, "lt": lt, "resume": resume}
     return field(default=default, metadata=metadata | {"metavar": metavar, "parse": parse})
@@ -89,11 +89,11 @@ once = functools.partial(flag, resume="not compared")
 
 @dataclass(frozen=True)
 class Config:
-    """The flags and their defaults. To add a flag, add a field here; --help prints it.
+    """The flags and their defaults. To add a flag, add a field; --help then lists it.
 
-    A field with the name of a field of ModelConfig overrides it unless it is None. A run that
+    A field that is also a field of ModelConfig overrides it, unless it is None. A run that
     continues refuses a changed value unless the field is `free` or `once`. layout.resolve replaces
-    the defaults None and "auto" by values.
+    the defaults None and "auto" with values.
     """
 
     data: str = free("basics", BUILTIN, "token folder, or DIR:SHARE,...", metavar="DIR")
@@ -105,20 +105,19 @@ class Config:
     )
 
     model: Literal[tuple(SIZES)] = fixed(
-        "basics", "tiny", "named size; --n_layer ... --seq_len override its parts"
+        "basics", "tiny", "named size; the model flags, for example --n_layer, override it"
     )
     n_layer: int | None = free("model", None, "number of blocks", ge=1, lt=10_000)
     n_head: int | None = free("model", None, "number of attention heads", ge=1, lt=10_000)
-    n_kv_head: int | None = free("model", None, "key and value heads; fewer than n_head: GQA", ge=1)
+    n_kv_head: int | None = free("model", None, "key and value heads; GQA if below n_head", ge=1)
     d_model: int | None = free("model", None, "width of the residual stream", ge=1, lt=1_000_000)
     d_ff: int | None = free("model", None, "hidden width of the MLP", ge=1, lt=10_000_000)
     seq_len: int | None = free("model", None, "tokens per sequence", ge=1)
-
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = free(
         "basics", "auto", "auto: ddp if everything fits on a device, else fsdp, across hosts hsdp"
     )
     dp_replicate: int | None = free("mesh", None, "number of replicas (hsdp: one per host)", ge=1)
-    dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: those of a host)", ge=1)
+    dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: all of a host)", ge=1)
     tp: int = free("mesh", 1, "tensor parallelism: ranks that compute one forward together", ge=1)
     wrap: str = free(
         "mesh",
@@ -128,7 +127,7 @@ class Config:
         parse=parse_wrap,
     )
     reshard_after_forward: bool = free(
-        "mesh", True, "drop gathered weights after forward, gather them again; false: SHARD_GRAD_OP"
+        "mesh", True, "free gathered weights after forward and gather again; false: SHARD_GRAD_OP"
     )
     grad_sync: Literal["batch", "micro_batch", "shard"] = free(
         "mesh", "batch", "when gradients are averaged; shard: between hsdp's replicas once per step"
@@ -148,25 +147,25 @@ class Config:
         "memory", "none", "recompute blocks in backward; selective: all but matmuls and attention"
     )
     loss_chunks: int | None = free(
-        "memory", None, "chunks of tokens for logits and loss (default: by their size)", ge=1
+        "memory", None, "chunks of tokens for logits and loss (default: by size)", ge=1
     )
 
     max_steps: int = free("basics", 700, "optimizer steps of the run", ge=1)
     lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", ge=0)
-    min_lr: float = flag("optimizer", 0.0, "learning rate one step after the last", ge=0)
+    min_lr: float = flag("optimizer", 0.0, "learning rate one step after the last one", ge=0)
     warmup_steps: int = flag("optimizer", 50, "steps of linear warm-up from 0 to lr", ge=0)
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
-        "optimizer", "linear", "decay to min_lr; wsd: only in the last fifth after warm-up"
+        "optimizer", "linear", "decay to min_lr; wsd: in the last fifth of the steps after warm-up"
     )
     optimizer: Literal[tuple(optim.OPTIMIZERS)] = fixed(
-        "optimizer", "adamw", "muon: for the matrices of the blocks, AdamW for the rest"
+        "optimizer", "adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest"
     )
     weight_decay: float = flag("optimizer", 0.1, "not applied to norms and the embedding", ge=0)
     beta1: float = flag("optimizer", 0.9, "AdamW beta1", ge=0, lt=1)
     beta2: float = flag("optimizer", 0.95, "AdamW beta2", ge=0, lt=1)
     eps: float = flag("optimizer", 1e-8, "AdamW epsilon", ge=0)
     clip: Literal[tuple(optim.CLIPS)] = flag(
-        "optimizer", "norm", "norm: full gradient; adaptive: each parameter"
+        "optimizer", "norm", "norm: clip the full gradient; adaptive: clip each parameter's"
     )
     max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm", ge=1e-9)
     max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", ge=1e-9)
@@ -182,22 +181,22 @@ class Config:
         "cadence", 0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", ge=0
     )
     eval_interval: int = free("basics", 250, "steps between evaluations; 0: only at the end", ge=0)
-    eval_sequences: int = free("cadence", 512, "per evaluation, always the same", ge=1)
+    eval_sequences: int = free("cadence", 512, "sequences per evaluation, always the same", ge=1)
     eval_only: bool = once(
         "cadence", False, "print the validation loss of --out's latest checkpoint; write nothing"
     )
-    sample_tokens: int = free("cadence", 256, "sampled at the end if memory allows; 0: none", ge=0)
+    sample_tokens: int = free("cadence", 256, "tokens to sample at the end; 0: none", ge=0)
     profile: str | None = once(
-        "cadence", None, "steps to trace", metavar="START:STOP", parse=parse_window
+        "cadence", None, "trace steps START+1 ... STOP", metavar="START:STOP", parse=parse_window
     )
 
     save_interval: int = free("basics", 250, "steps between checkpoints; 0: only at the end", ge=0)
-    keep_last: int = flag("checkpoints", 2, "latest ones to keep; 0: all", ge=0)
-    keep_every: int = free("checkpoints", 0, "also keep those of every N-th step; 0: none", ge=0)
+    keep_last: int = flag("checkpoints", 2, "how many checkpoints to keep; 0: all", ge=0)
+    keep_every: int = free("checkpoints", 0, "also keep every N-th step's; 0: none", ge=0)
     checkpoint: Literal["sharded", "none"] = free(
         "checkpoints", "sharded", "sharded: one file per rank; none: the run cannot be continued"
     )
-    async_save: bool = free("checkpoints", False, "write while training continues")
+    async_save: bool = free("checkpoints", False, "write checkpoints while training continues")
     resume: str = once(
         "checkpoints",
         "auto",
@@ -209,18 +208,18 @@ class Config:
     )
     allow_changes: bool = once("checkpoints", False, "continue a run even if its results change")
 
-    dry_run: bool = once("stops", False, "build and check all up to the first step; write nothing")
+    dry_run: bool = once("stops", False, "build and check everything before step 1; write nothing")
     timeout: float = once(
         "stops",
         120.0,
-        "seconds without progress that end the run; 10 x to start or save",
+        "end the run after so many seconds without progress; 10 x for a start or a save",
         ge=1,
         lt=1e9,
     )
 
     device: Literal["auto", "cpu", "cuda"] = once("hardware", "auto", "auto: GPUs if available")
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "hardware", "auto", "compute dtype; auto: bfloat16 if the hardware has it"
+        "hardware", "auto", "compute dtype; auto: bfloat16 if the hardware supports it"
     )
     compile: bool = free("hardware", False, "compile the model, or its layers, with torch.compile")
     num_workers: int | None = free(
@@ -233,10 +232,10 @@ class Config:
 
 DEFAULTS = {f.name: f.default for f in dataclasses.fields(Config)}
 POLICIES = {f.name: f.metadata["resume"] for f in dataclasses.fields(Config)}
-# Flags of the mesh go together: if one of them is typed, none is taken from an earlier start.
+# Flags that define the mesh. If one of them is typed, a start inherits none of them.
 MESH = ("strategy", "dp_replicate", "dp_shard", "tp", "grad_sync")
-# Flags that have their default in each start if they were never typed: those that apply to one
-# start, and those whose default is computed for its ranks
+# Flags that are not inherited unless they were typed: they apply to one start, or their default is
+# computed from its ranks.
 PER_START = {
     f.name
     for f in dataclasses.fields(Config)
@@ -255,7 +254,7 @@ examples:
   torchrun --standalone --nproc_per_node 8 train.py --config configs/gpt2-124m.json
   python train.py --eval_only --out runs/mine
 
-docs/reference.md has the log's fields, exit statuses, file formats and guarantees.
+docs/reference.md describes the log's fields, exit statuses, file formats and guarantees.
 """
 
 
@@ -264,35 +263,35 @@ docs/reference.md has the log's fields, exit statuses, file formats and guarante
 
 
 def parse(argv: list[str]) -> dict:
-    """Return {name: value} of the flags that are typed, or that the --config file holds.
+    """Return {name: value} of the flags on the command line or in the --config file.
 
-    `out` is always there: its default follows from the flags that are typed. Raises UsageError.
+    The result always has `out`, whose default depends on the other flags. Raises UsageError.
     """
     flags = parse_flags(build_parser(), argv)
     for name in ("init_from", "resume"):
-        if flags.get(name) == "":  # a variable of the shell that is not set
-            raise UsageError(f"--{name} is empty: name a checkpoint or a run")
+        if flags.get(name) == "":  # for example "$RUN", if the shell has no such variable
+            raise UsageError(f"--{name} is empty: give the path of a checkpoint or a run")
     if "out" not in flags:
         flags["out"] = default_out(flags)
         named = named_run(flags)
         if flag_value(flags, "resume") == named or Path(flags["out"]) == Path(named or "."):
-            raise UsageError(f"name a new folder with --out: {named} has a run of its own")
+            raise UsageError(f"choose a new folder with --out: {named} contains another run")
     if Path.cwd().is_relative_to(Path(flags["out"]).resolve()):
         raise UsageError(
             f"--out {flags['out'] or repr('')} is the current folder or a folder above it: "
-            "name a folder for this run alone, such as runs/mine"
+            "choose a folder for this run alone, for example runs/mine"
         )
     if "init_from" in flags and flag_value(flags, "resume") not in ("auto", "never"):
         raise UsageError(
-            "--init_from begins a new run and --resume PATH continues one: give only one of them"
+            "--init_from starts a new run and --resume PATH continues one: give only one of them"
         )
     return flags
 
 
 def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
-    """Flag -> value; flags in `argv` override the flags of a --config file. Raises UsageError.
+    """Return {flag: value}; flags in `argv` override those in a --config file. Raises UsageError.
 
-    `parser` has at least the flags of `build_parser`. Those have no defaults here.
+    `parser` has at least the flags of `build_parser`, which are left out if they are not typed.
     """
     given = parser.parse_known_args(argv)[0]
     if given.config:
@@ -302,9 +301,9 @@ def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
 
 
 def default_out(flags: dict) -> str:
-    """runs/NAME, with the name of the model, run or imported checkpoint of a new run.
+    """Return runs/NAME, where NAME is the model, or the run or checkpoint of --init_from.
 
-    A checkpoint of a run gives RUN-step-N.
+    For a checkpoint in a run's folder, NAME is RUN-step-N.
     """
     path = Path(flags.get("init_from") or flag_value(flags, "model"))
     if path.parent.name == "checkpoints":
@@ -313,18 +312,18 @@ def default_out(flags: dict) -> str:
 
 
 def flag_value(flags: dict, name: str):
-    """The value of a flag as typed, else its default, whatever run continues."""
+    """Return the value of a flag as typed, else its default; nothing is inherited from a run."""
     return flags.get(name, getattr(Config, name))
 
 
 def named_run(flags: dict) -> str | None:
-    """The checkpoint or run that --resume or --init_from names."""
+    """Return the checkpoint or run that --resume or --init_from specifies, or None."""
     resume = flag_value(flags, "resume")
     return flags.get("init_from") if resume in ("auto", "never") else resume
 
 
 def build_parser() -> cli.Parser:
-    """A parser with one flag for each field of Config."""
+    """Return a parser with one flag for each field of Config."""
     parser = cli.Parser(
         prog="train.py",
         usage="train.py [--FLAG VALUE ...]",
@@ -347,15 +346,15 @@ def build_parser() -> cli.Parser:
 
 
 def add_flag(group, f: dataclasses.Field) -> None:
-    # Only a flag that is typed has a value: layout.resolve fills in the defaults.
+    # SUPPRESS: only flags that are typed get a value. layout.resolve fills in the defaults.
     options = {"default": argparse.SUPPRESS, "help": f.metadata["help"]}
     if f.default is not None:
         options["help"] += f" (default: {str(f.default).lower()})"
-    kind, *_ = get_args(f.type) or [f.type]  # int for int, and for int | None
+    kind, *_ = get_args(f.type) or [f.type]  # int, if the type is int or int | None
     if get_origin(f.type) is Literal:
         options["choices"] = get_args(f.type)
     elif kind is bool:
-        # --async_save alone is --async_save true
+        # "--async_save" alone means "--async_save true".
         options |= {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
     else:
         parse = f.metadata["parse"] or kind
@@ -372,16 +371,16 @@ def boolean(text: str) -> bool:
 
 
 def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
-    """Turn a saved config.json into flags, so that one parser checks both. Raises UsageError.
+    """Turn a saved config.json into flags, which the parser then checks. Raises UsageError.
 
-    Where another run began does not go into a new one in `out`.
+    If `file` belongs to a run other than `out`, leave out the checkpoint that run started from.
     """
-    left_out = {"allow_changes"}  # it applied to one start
+    left_out = {"allow_changes"}  # it applied to one start only
     run = Path(file).resolve().parent
     if out and (run / "starts.jsonl").exists() and Path(out).resolve() != run:
         left_out |= {"resume", "init_from"}
     if Path(file).is_dir():
-        raise UsageError(f"--config {file} is a folder: name a file, such as {file}/config.json")
+        raise UsageError(f"--config {file} is a folder: give a file, such as {file}/config.json")
     try:
         values = json.loads(Path(file).read_text("utf-8-sig"))
         if not isinstance(values, dict) or "config" in values:
@@ -391,6 +390,6 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
             if value is not None and name not in left_out:
                 flags.append(f"--{name}={value}")
         parser.parse_args(flags)
-    except (OSError, ValueError) as error:  # such as a UsageError
+    except (OSError, ValueError) as error:  # a UsageError is a ValueError
         raise UsageError(f"--config {file}: {error}") from None
     return flags

@@ -26,7 +26,7 @@ MISTAKES = {
         ("--lr nan", "argument --lr: nan must be at least 0 and finite"),
         ("--config {root}/nothing.json", "--config {root}/nothing.json: [Errno 2] No such"),
         ("--config {root}/comma.json", "comma.json: Expecting ',' delimiter"),
-        ("--config {other}", "--config {other} is a folder: name a file, such as {other}/config"),
+        ("--config {other}", "--config {other} is a folder: give a file, such as {other}/config"),
         # Flags that do not fit each other, the model or the number of ranks
         ("--device cuda", "PyTorch finds no CUDA device here"),
         ("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
@@ -64,7 +64,7 @@ MISTAKES = {
             "cannot continue --out {unsaved}: its run has --checkpoint none: choose",
         ),
         ("--resume {root}", "{root} contains no checkpoint: name a run folder such as"),
-        ("--resume {other} --init_from {other}", "--init_from begins a new run and --resum"),
+        ("--resume {other} --init_from {other}", "--init_from starts a new run and --resum"),
         ("--init_from {other} --d_ff 80", "has d_ff 64, and this run has 80: its weights d"),
         ("--eval_only --init_from {damaged}", "{damaged}: rank-00000.safetensors is mis", 1),
     ],
