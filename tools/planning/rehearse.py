@@ -1,10 +1,10 @@
-"""One optimizer step of one rank of any cluster, on this machine, without its arithmetic.
+"""Rehearse one optimizer step of one rank of any cluster, on this machine, without arithmetic.
 
-The training code lays out the model and runs the step: layout.py, dist.py, optim.py and
-train.train_step. Only two things are fake, both from torch: the process group, whose collectives
-return at once and send nothing, and the tensors, which have shapes, dtypes and storages but no
-values. So communication, allocations and arithmetic are counted, not derived from formulas, for
-one rank of thousands.
+The training code places the model on the mesh and runs the step: layout.py, dist.py, optim.py and
+train.train_step. Only the process group and the tensors are fake, both from torch. The group's
+collectives return at once and send nothing. The tensors have shapes, dtypes and storages, but no
+values. So the communication, allocations and operations of one rank out of thousands are counted,
+not derived from formulas.
 """
 
 import dataclasses
@@ -55,13 +55,13 @@ from runtime.profiling import CommunicationCounter, Traffic
 
 @dataclass(frozen=True)
 class Communication:
-    """What one rank sends on one axis in one optimizer step."""
+    """The calls of one collective over one axis by one rank, in one phase of an optimizer step."""
 
     axis: str  # dp_replicate, dp_shard, tp, world
-    collective: str  # as profiling.CommunicationCounter names them
+    collective: str  # a name that profiling.CommunicationCounter uses
     phase: str  # forward, backward, optimizer
     count: int
-    bytes: int  # of full tensors, as profiling.CommunicationCounter counts them
+    bytes: int  # the size of the full tensors, as profiling.CommunicationCounter counts it
 
 
 @dataclass
@@ -69,23 +69,23 @@ class Operation:
     """Identical operations of one rank in one optimizer step."""
 
     phase: str  # forward, backward, optimizer
-    name: str  # torch's operator
-    shape: tuple[int, ...]  # of the result; matrix products: (..., m, n, k); lists: ()
+    name: str  # the name of torch's operator
+    shape: tuple[int, ...]  # the result's shape; (..., m, n, k) for matrix products, () for lists
     count: int = 0
-    flops: float = 0.0  # of all, in matrix products
-    bytes: int = 0  # read and written by all of them
+    flops: float = 0.0  # FLOPs of matrix products, summed over all operations
+    bytes: int = 0  # bytes read and written, summed over all operations
 
 
-# A block was allocated, resized or freed: number of the phase as text, kind, bytes
+# A block was allocated, resized or freed: (number of the phase as text, kind, change in bytes)
 Change = tuple[str, str, int]
 
-# Kinds of memory. If several apply to a storage in its life, the first counts.
+# Kinds of memory. If several kinds apply to a storage during its life, the first of them counts.
 KINDS = (
     "parameters",
     "optimizer",
-    "gradients",  # that the optimizer reads, and those kept for a later micro-batch
+    "gradients",  # those that the optimizer reads, or that are kept for the next micro-batch
     "logits",
-    "gathered",  # FSDP's collective buffers, and weights in the compute dtype
+    "gathered",  # FSDP's communication buffers, and weights in the compute dtype
     "activations",
     "other",
 )
@@ -93,22 +93,22 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one optimizer step of one rank takes."""
+    """The memory, communication and operations of one optimizer step on one rank."""
 
     run: Run
-    parameters: int  # of the whole model
+    parameters: int  # number of parameters of the full model
     parameters_per_rank: int
-    memory: dict[str, int]  # bytes of tensors by KINDS, at the peak
-    state: dict[str, int]  # bytes of parameters, gradients, optimizer at the update
+    memory: dict[str, int]  # bytes of tensors at the peak, for each of KINDS
+    state: dict[str, int]  # bytes of parameters, gradients and optimizer state at the update
     communication: list[Communication]
     operations: list[Operation]
     flops: float  # per step, without recomputation and the update
     recomputed_flops: float
-    changes: list[Change] = field(default_factory=list, repr=False)  # until summed up
+    changes: list[Change] = field(default_factory=list, repr=False)  # empty once `memory` is known
 
     @property
     def peak(self) -> int:
-        """Peak bytes of tensors since the model's build."""
+        """The peak bytes of tensors since the model was built."""
         return sum(self.memory.values())
 
 
@@ -117,30 +117,30 @@ class Rehearsal:
 
 
 def rehearse(run: Run, rank: int = 0) -> Rehearsal:
-    """Run one optimizer step of a rank of `run`.
+    """Rehearse one optimizer step of the rank `rank` of `run`.
 
-    If the run's device is "cuda", the step allocates as on a GPU. The step is not compiled.
+    If the run's device is "cuda", the step allocates what it would on a GPU. It is not compiled.
     """
     world_size = math.prod(run.mesh_shape)
     with fake_group(rank, world_size) as store:
         world = dist.World(
             rank=rank,
             size=world_size,
-            local_rank=rank,  # hosts change no count
+            local_rank=rank,  # the number of hosts does not change any count
             local_size=world_size,
             device=torch.device("cpu"),  # on "cuda" FSDP would need a GPU's streams
             timeout=timedelta(minutes=1),
             store=store,
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run shows them
+            warnings.simplefilter("ignore")  # a real run shows them
             found = run_layers(dataclasses.replace(run, compile=False), world)
     return dataclasses.replace(found, run=run)
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Free a tensor when its last reference goes, and not when a collection happens to run."""
+    """Disable garbage collection, so that tensors are freed only with their last reference."""
     gc.disable()
     try:
         yield
@@ -150,7 +150,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
-    """A process group of `world_size` ranks; only this one exists."""
+    """Join a fake process group of `world_size` ranks, of which only this rank exists."""
     store = FakeStore()
     torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:
@@ -163,22 +163,22 @@ def leave_group() -> None:
     """Leave the process group, if any, so that this process can join another."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    # DTensor caches meshes by shape, with the names of groups that are gone.
+    # DTensor caches meshes by shape, with the names of groups that no longer exist.
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
 
 
 def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
-    """Build the model and the optimizer, run a step and sum up."""
+    """Build the model and the optimizer, run a step and return what was recorded."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fakes)
-    net = layout.empty_model(run)  # outside: a parameter that is followed cannot move
+    net = layout.empty_model(run)  # before recording: a recorded parameter cannot be moved
     if run.device != "cpu":
         choose_gpu_kernels(net)
     with fakes, recorder, loss_parallel(), no_garbage_collection():
         state, forward = train.build(run, mesh, net, init_weights=False)
         optimizer = recorder.follow(mesh, run, state, forward)
-        # How many micro-batches each rehearsed one stands for: the first, a middle one, the last
+        # Rehearse the first, a middle and the last micro-batch; the middle one counts n - 2 times
         n = run.grad_accum_steps
         all_times = [[1] * n if n <= 3 else [1, n - 2, 1]]
         if isinstance(forward, DistributedDataParallel):
@@ -210,35 +210,35 @@ REHEARSED_UNITS = 2  # of FSDP: the first and the last
 
 
 def run_layers(run: Run, world: dist.World) -> Rehearsal:
-    """The step of `run`, extended from a few layers if that is exact.
+    """Rehearse the step of `run`. If it is exact, rehearse fewer layers and extend the result.
 
-    Units between the first and the last do the same, in the same places of the step. What one unit
-    adds to these two, all others add too. Not for DDP, whose buckets end anywhere, nor for Muon,
-    whose matrices are dealt to all ranks.
+    All FSDP units between the first and the last do the same, at the same places of the step. What
+    a third unit adds to these two, each further unit adds as well. This does not apply to DDP,
+    whose buckets ignore the blocks, nor to Muon, which assigns matrices to all ranks in turn.
     """
-    mesh = dist.make_mesh(world, run.mesh_shape)  # once: DTensor keeps the groups of the first
+    mesh = dist.make_mesh(world, run.mesh_shape)  # one mesh: DTensor caches the first one's groups
 
     def rehearse_layers(n_layer: int) -> Rehearsal:
         model_config = dataclasses.replace(run.model_config, n_layer=n_layer)
         return run_step(dataclasses.replace(run, n_layer=n_layer, model_config=model_config), mesh)
 
     n_layer = run.n_layer
-    unit = blocks_per_unit(run.wrap) or n_layer  # one unit: nothing repeats
-    more = n_layer // unit - REHEARSED_UNITS  # units
+    unit = blocks_per_unit(run.wrap) or n_layer  # blocks in a unit; if it has all, none repeats
+    more = n_layer // unit - REHEARSED_UNITS  # the number of units to add
     few = n_layer - more * unit
     found = None
     repeats = run.optimizer != "muon" and (run.strategy != "ddp" or run.tp > 1)
     if more > REHEARSED_UNITS + 1 and repeats:
-        with suppress(ValueError):  # they do not: see `extend`
+        with suppress(ValueError):  # raised by `extend` if the units do not repeat
             found = extend(rehearse_layers(few), rehearse_layers(few + unit), more)
     found = found or rehearse_layers(n_layer)
     return dataclasses.replace(found, memory=at_peak(found.changes), changes=[])
 
 
 def extend(few, more, times: int):
-    """`few` plus `times` times what `more` has beyond it, in all its numbers and lists.
+    """Add the difference between `more` and `few` to `few`, `times` times.
 
-    Raises ValueError if the two differ otherwise.
+    Numbers are extrapolated, lists get inserted items again. Raises ValueError otherwise.
     """
     if few == more:
         return few
@@ -256,14 +256,14 @@ def extend(few, more, times: int):
 
 
 def extend_list(few: list, more: list, times: int) -> list:
-    """Repeats what `more` inserts `times` times; extends the rest pair by pair."""
+    """Insert what `more` inserts into `few`, `times` times; extend the other items in pairs."""
     found = []
     matcher = difflib.SequenceMatcher(None, few, more, autojunk=False)
     for _, i, i_end, j, j_end in matcher.get_opcodes():
         old, new = few[i:i_end], more[j:j_end]
         inserted = len(new) - len(old)
         if inserted < 0:
-            raise ValueError("a longer model lacks what a shorter one does")
+            raise ValueError("a longer model omits something that a shorter model does")
         if all(a[:2] == b[:2] for a, b in zip(old, new[inserted:])):  # phase and kind
             found += times * new[:inserted] + extend(old, new[inserted:], times)
         else:
@@ -272,7 +272,7 @@ def extend_list(few: list, more: list, times: int) -> list:
 
 
 def at_peak(changes: list[Change]) -> dict[str, int]:
-    """Bytes by kind when their sum first reaches its maximum."""
+    """Return bytes by kind at the first time when their sum is at its maximum."""
     totals = list(itertools.accumulate(size for _, _, size in changes))
     sizes = dict.fromkeys(KINDS, 0)
     for _, kind, size in changes[: totals.index(max(totals)) + 1]:
@@ -286,22 +286,22 @@ def at_peak(changes: list[Change]) -> dict[str, int]:
 
 @dataclass(eq=False)
 class Block:
-    """A storage that tensors share."""
+    """The storage of one tensor or of several that share it."""
 
-    phase: str  # in which it was allocated
+    phase: str  # the phase in which it was allocated
     kind: str
     reference: weakref.ref | None
     size: int = 0
 
     def resize(self, size: int) -> int:
-        """Set the size; return by how much it grew."""
+        """Set the size; return the change in bytes."""
         grown = size - self.size
         self.size = size
         return grown
 
 
 class Collectives(CommunicationCounter):
-    """Counts by axis, kind and phase, once per micro-batch that a collective stands for."""
+    """Counts by axis, kind and phase. A collective counts once per micro-batch it represents."""
 
     def __init__(self, mesh: dist.DeviceMesh, recorder: "Recorder"):
         super().__init__(mesh)
@@ -319,12 +319,12 @@ ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 
 
 def attention_product(q: Tensor, k: Tensor) -> int:
-    """FLOPs of one product with the scores (B, H, T, T); a causal kernel computes half."""
+    """Return the FLOPs of a product with the scores (B, H, T, T). A causal kernel does half."""
     B, H, T, d_head = q.shape
     return 2 * B * H * T * k.size(2) * d_head // 2
 
 
-# Operators that read few elements of their first operand
+# Operators that read only a few elements of their first operand
 SELECTING = {
     torch.ops.aten.embedding,
     torch.ops.aten.nll_loss_forward,
@@ -337,12 +337,12 @@ def tensors_in(tree) -> list[Tensor]:
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes; for an expanded tensor, of its storage."""
+    """Return a tensor's bytes; for an expanded tensor, the bytes of its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def moved_by(function, operands: list[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """The tensors that a kernel reads or writes; twice if it changes them in place."""
+    """Return the tensors that a kernel reads or writes; a tensor changed in place appears twice."""
     if function.overloadpacket in SELECTING:
         return results
     if any(word in function._schema.name for word in ("copy", "cat", "zero", "fill")):
@@ -351,22 +351,22 @@ def moved_by(function, operands: list[Tensor], results: list[Tensor]) -> list[Te
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations, collectives, and when each tensor's storage is allocated and freed.
+    """Records operations, collectives, and when the storage of each tensor is allocated and freed.
 
-    A storage's kind may be known late, a gradient's when the optimizer reads it, so the peak is
-    found at the end. Memory that one operation both allocates and frees is not seen.
+    A storage's kind may become known only later: for a gradient, when the optimizer reads it. So
+    the peak is computed at the end. Memory that an operation allocates and frees itself is missed.
     """
 
     def __init__(self, fakes: FakeTensorMode):
         super().__init__()
         self.fakes = fakes
         self.phase = "build"
-        self.times = 1  # micro-batches that the current one stands for
-        self.live: dict[int, Block] = {}  # by storage id
-        self.resizable: dict[int, Block] = {}  # the blocks of `live` that FSDP may resize
-        self.vocab_size = 0  # of this rank; `follow` sets it
-        self.phases = 0  # begun so far
-        self.events: list[tuple[int, Block, int]] = []  # Changes, before kinds are known
+        self.times = 1  # the number of micro-batches that the current one represents
+        self.live: dict[int, Block] = {}  # by the storage's id
+        self.resizable: dict[int, Block] = {}  # the blocks in `live` that FSDP may resize
+        self.vocab_size = 0  # the part on this rank; set by `follow`
+        self.phases = 0  # the number of phases started so far
+        self.events: list[tuple[int, Block, int]] = []  # Changes, whose kinds are still unknown
         self.collectives: Collectives | None = None
         self.flops: Counter[str] = Counter()
         self.operations: dict[tuple, Operation] = {}
@@ -377,16 +377,16 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types or AsyncCollectiveTensor in types:
-            return NotImplemented  # decomposes into operations on local tensors
-        if function is torch.ops.prim.device.default:  # every second operation
+            return NotImplemented  # DTensor then calls operations on local tensors
+        if function is torch.ops.prim.device.default:  # a short cut: every second call is this one
             return args[0].fake_device
         kwargs = kwargs or {}
         result = self.run(function, types, args, kwargs)
         if self.is_about_shapes(types):
             return result
         operands, results = tensors_in((args, kwargs)), tensors_in(result)
-        if not function.is_view:  # a view adds only gloo's buffers, split later
-            if self.phase != "optimizer":  # FSDP is done by then
+        if not function.is_view:  # the only new storage in a view is gloo's buffer, not yet split
+            if self.phase != "optimizer":  # FSDP resizes nothing in the optimizer
                 self.see_resized()
             for tensor in results:
                 self.see(tensor)
@@ -398,19 +398,19 @@ class Recorder(TorchDispatchMode):
         return result
 
     def run(self, function, types, args, kwargs):
-        """Run an operation, and do what the fake process group omits."""
+        """Run an operation, and complete what the fake process group omits."""
         if function is torch.ops.aten.new_empty.default and args[1] == [0] and args[0].is_meta:
-            # FSDP creates one per rank that gets no row of a weight, twelve million for llama3-70b
-            # on 16,384 ranks, and uses its own rank's.
+            # FSDP creates an empty tensor for each rank without rows of a weight (twelve million
+            # for llama3-70b on 16,384 ranks), of which it uses only this rank's.
             return self.empty
         if FakeTensor not in types and is_real(args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
         if function is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # a fake one would be a copy
+            return args[0]  # the fake operation would return a copy
         result = function(*args, **kwargs)
         if function is torch.ops.c10d.allreduce_.default:
-            # DDP reads the reduced bucket from the future, which the fake group leaves empty.
+            # DDP reads the reduced bucket from the future, which the fake group does not fill.
             tensors, _ = result
             future = torch.futures.Future()
             future.set_result(tensors)
@@ -420,8 +420,8 @@ class Recorder(TorchDispatchMode):
     def is_about_shapes(self, types) -> bool:
         """Whether DTensor is only computing a result's shape.
 
-        It then enters the mode once more and runs the operation on full tensors, which no rank
-        ever holds.
+        DTensor then enters the fake mode a second time, and runs the operation on full tensors,
+        which no rank allocates.
         """
         return len(self.fakes.enter_stack) > 1
 
@@ -447,9 +447,9 @@ class Recorder(TorchDispatchMode):
         self.resize(self.live[key], storage.nbytes())
 
     def see_resized(self) -> None:
-        """Record which storages FSDP has freed or regrown since the last call.
+        """Record which storages FSDP freed or resized since the last call.
 
-        Resizing a storage is not an operation that a mode sees.
+        A dispatch mode is not called when a storage is resized.
         """
         for block in self.resizable.values():
             size = block.reference().nbytes()
@@ -469,14 +469,14 @@ class Recorder(TorchDispatchMode):
         return self.live.get(id(tensor.untyped_storage()))
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of some tensors."""
+        """Set the kind of these tensors' blocks, unless an earlier one of KINDS applies to them."""
         for tensor in tensors:
             block = self.block_of(optim.local(tensor))
             if block and KINDS.index(kind) < KINDS.index(block.kind):
                 block.kind = kind
 
     def classify(self, function, operands: list[Tensor], results: list[Tensor]) -> None:
-        """Recognize FSDP's buffers and cast weights."""
+        """Recognize FSDP's buffers, and weights that were cast to the compute dtype."""
         if function is torch.ops.aten.empty.memory_format and self.phase in ("forward", "backward"):
             # FSDP allocates a gathered weight once, with torch.empty, and then resizes its storage.
             key = id(results[0].untyped_storage())
@@ -490,26 +490,26 @@ class Recorder(TorchDispatchMode):
                 self.mark(results, "gathered")
 
     def changes(self) -> list[Change]:
-        """What happened to blocks, now that their kinds are known."""
+        """Return all changes of blocks, with their final kinds."""
         return [(str(phase), block.kind, size) for phase, block, size in self.events]
 
     # FLOPs, kernels and collectives
 
     def count_flops(self, function, args, kwargs, result) -> float:
-        """FLOPs of a matrix product; adds them to the step's."""
+        """Add a matrix product's FLOPs to the step's and return them; 0 for other functions."""
         packet = function.overloadpacket
         repeated = 0.0
         if packet is ATTENTION:
             flops = 2 * attention_product(*args[:2])
         elif packet is ATTENTION_BACKWARD:
-            # Gradients of q, k, v and the scores, and the scores again, which were not kept
+            # Four for gradients (q, k, v, scores); one recomputes the scores, which were not kept
             repeated = attention_product(*args[1:3])
             flops = 5 * repeated
         elif formula := flop_registry.get(packet):
             flops = formula(*args, **kwargs, out_val=result)
         else:
             return 0.0
-        # In backward, autograd records only while a forward pass is recomputed.
+        # In backward, gradients are enabled only while a forward pass is recomputed.
         if self.phase == "backward" and torch.is_grad_enabled():
             repeated = flops
         if self.phase != "optimizer":
@@ -520,10 +520,10 @@ class Recorder(TorchDispatchMode):
     def count_operation(
         self, function, operands: list[Tensor], results: list[Tensor], flops: float
     ) -> None:
-        """Count a kernel: its FLOPs, and the bytes it reads and writes."""
+        """Count a kernel, its FLOPs, and the bytes that it reads and writes."""
         name = function._schema.name
         if function.is_view or any(word in name for word in ("prim", "empty", "view", "copy_in")):
-            return  # FSDP's copy_in of its own shard overlaps the rest
+            return  # FSDP's copy_in of this rank's shard overlaps with other work
         if function.namespace in ("c10d", "_c10d_functional"):
             return
         shape = tuple(results[0].shape) if results else ()
@@ -549,13 +549,13 @@ class Recorder(TorchDispatchMode):
     def follow(
         self, mesh: dist.DeviceMesh, run: Run, state: train.State, forward: nn.Module
     ) -> SimpleNamespace:
-        """Recognize the tensors of a built run, and the phases of its steps.
+        """Start to recognize the tensors of a run and the phases of its steps.
 
-        Returns what stands for the optimizer in train.train_step.
+        Returns an object that replaces the optimizer in train.train_step.
         """
         self.collectives = Collectives(mesh, self)
         net, optimizer = state.model, state.optimizer
-        self.vocab_size = run.model_config.vocab_size // run.tp  # of this rank
+        self.vocab_size = run.model_config.vocab_size // run.tp  # the part on this rank
         self.mark(net.parameters(), "parameters")
         self.mark(tree_leaves(optimizer.state()), "optimizer")
         self.mark_gradients(net)
@@ -577,11 +577,11 @@ class Recorder(TorchDispatchMode):
             self.times = 1
 
     def batches(self, batches: Iterator[Tensor], times: list[int]) -> Iterator[Tensor]:
-        """The micro-batches of a step; each stands for `times` equal ones."""
+        """Yield the micro-batches of a step; each represents `times` equal micro-batches."""
         for number, stands_for in enumerate(times):
             if number > 0:
                 self.mark_kept_gradients()
-            self.begin("build")  # the micro-batch, not counted
+            self.begin("build")  # creating the micro-batch does not count
             tokens = next(batches)
             self.begin("forward")
             self.times = stands_for
@@ -591,7 +591,7 @@ class Recorder(TorchDispatchMode):
         self.mark([p.grad for p in net.parameters() if p.grad is not None], "gradients")
 
     def mark_kept_gradients(self) -> None:
-        """What backward leaves for the next micro-batch is gradients, except scalars."""
+        """Mark what backward leaves for the next micro-batch as gradients, except scalars."""
         for block in self.live.values():
             is_new = KINDS.index(block.kind) > KINDS.index("gradients")
             if block.phase == "backward" and block.size > 8 and is_new:
@@ -610,11 +610,11 @@ class Recorder(TorchDispatchMode):
 
 
 def is_real(args, kwargs) -> bool:
-    """Whether an operation without fake operands stays real.
+    """Whether an operation without fake operands runs on real tensors.
 
-    torch reads the ranks of a mesh and the order of DDP's buckets: small int32 tensors on the CPU,
-    a dtype that the model does not use. On the meta device, where the model is before it gets
-    memory, fake tensors would only be slower.
+    torch reads the values of a mesh's ranks and of the order of DDP's buckets. They are small int32
+    tensors on the CPU, a dtype that the model does not use. On the meta device, where the model is
+    before it gets memory, fake tensors would only be slower.
     """
     tensors = tensors_in((args, kwargs))
     if not tensors:
@@ -627,13 +627,13 @@ def is_real(args, kwargs) -> bool:
 
 
 def choose_gpu_kernels(net: nn.Module) -> None:
-    """Make the model allocate on the CPU as on a GPU.
+    """Make the model on the CPU allocate what it would allocate on a GPU.
 
-    There attention is one kernel for any length. The CPU's keeps as much (q, k, v, result, a number
-    per token and head) and returns the result in q's layout, like cuDNN. A norm is one kernel, too.
+    There, attention of any length is one kernel, and so is a norm. The CPU's attention kernel keeps
+    as much (q, k, v, result, one number per token and head), with the result in q's layout (cuDNN).
     """
     kernels = GpuKernels()
-    # By module: autograd switches modes off in backward, where a block may be computed again.
+    # In each module: autograd switches modes off in backward, where a block may be recomputed.
     for module in net.modules():
         if isinstance(module, model.Attention | model.Embedding | model.RMSNorm):
             module.register_forward_pre_hook(kernels.enter)
@@ -641,7 +641,7 @@ def choose_gpu_kernels(net: nn.Module) -> None:
 
 
 class GpuKernels(TorchFunctionMode):
-    """Answers in place of the functions by which the model chooses a kernel."""
+    """Overrides the functions by which the model chooses a kernel."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -659,7 +659,7 @@ class GpuKernels(TorchFunctionMode):
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """Allocates as the GPU's kernel, whose operator has no CPU implementation."""
+    """Allocates what the GPU's kernel does, whose operator has no CPU implementation."""
 
     @staticmethod
     def forward(context, x: Tensor, weight: Tensor) -> Tensor:
