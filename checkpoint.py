@@ -2,21 +2,21 @@
 
     RUN/checkpoints/step-00000100/
         rank-00000.safetensors ...  the chunks of tensors that each rank wrote
-        full.safetensors            full format: one file, without rank-*; each tensor is one chunk
-        index.json                  which file contains which chunk of a tensor
-        tokenizer.*                 the tokenizer's file, if it has one
-        manifest.json               step, tokens, config, data, file sizes; checksums, also its own
+        full.safetensors            full format: one file instead, in which a tensor is one chunk
+        index.json                  the chunks of each tensor, and the files that contain them
+        tokenizer.*                 the tokenizer, if it is a file
+        manifest.json               step, tokens, config, data, file sizes, checksums (and its own)
 
-The manifest is written last: a directory without one is not a checkpoint. Loading these files never
-executes code. A safetensors file consists of 8 bytes with the size of its header, the header in
+The manifest is written last: a directory without one is not a checkpoint. Nothing in these files
+can be executed. A safetensors file consists of 8 bytes with the size of its header, the header in
 JSON and the bytes of its tensors (https://github.com/huggingface/safetensors#format). index.json is
 
     {"files": ["rank-00000.safetensors", "rank-00001.safetensors"],
      "tensors": {"model.embed.weight": {"dtype": "F32", "shape": [320, 64],
                                         "cuts": [[0, 160], [0]], "grid": [0, 1]}, ...}}
 
-`cuts` lists, for each dimension, the indices at which chunks start. `grid` lists the number of each
-chunk's file in "files", row by row. In its file, a chunk has the name of its tensor.
+`cuts` lists the indices at which chunks start in each dimension. `grid` lists the chunks' files, as
+positions in `files`, row by row. A file stores a chunk under the name of its tensor.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-FORMAT = 2  # the version of a run's files, described in docs/reference.md
+FORMAT = 2  # the version of the format of a run's files: see docs/reference.md
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -63,19 +63,19 @@ CHANGED = "has changed since it was written: its checksum differs"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read, or is damaged. The message is one line."""
+    """A checkpoint cannot be written or read: damage, an I/O error. The message is one line."""
 
     exit_status = 1
 
 
 class PathError(ValueError):
-    """A path is not a checkpoint, or none can be created there. The message is one line."""
+    """A path has no readable checkpoint, or none can be created there. The message is one line."""
 
     exit_status = 2
 
 
 def reason(error: BaseException) -> str:
-    """Return the last line of an error's text, or its repr if the text may be only a key."""
+    """The last line of an error's text, or repr(error) if the text may be empty or only a key."""
     lines = str(error).splitlines()
     if not lines or isinstance(error, LookupError):
         return repr(error)
@@ -83,15 +83,15 @@ def reason(error: BaseException) -> str:
 
 
 def this_rank() -> int:
-    """Return the rank of this process, or 0 without a process group."""
+    """The rank of this process; 0 without a process group."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 @contextlib.contextmanager
 def as_checkpoint_error(what: str | None = None) -> Iterator[None]:
-    """Turn any exception into a CheckpointError with the text "`what`: reason".
+    """Turn any exception into a CheckpointError: `what: reason`. The default `what` is "rank N".
 
-    Damaged JSON can raise almost any exception. `what` is this rank by default.
+    Damaged JSON can raise almost any exception.
     """
     try:
         yield
@@ -115,16 +115,16 @@ def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in the same memory."""
+    """This rank's part of a tensor, in the same memory."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
 
 def start_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the indices in the full tensor at which this rank's part starts."""
+    """The indices in the full tensor at which this rank's part starts."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
-    # Not public, but it also handles rows that are split twice, over tp and then over dp_shard.
+    # Not public, but it handles rows that are split twice, over tp and then over dp_shard.
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets)
 
@@ -136,26 +136,26 @@ def load_state(
     replicas: ProcessGroup | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill the tensors of `state` in place from a checkpoint, which any mesh may have saved.
+    """Fill the tensors of `state` in place, from a checkpoint of any mesh and format.
 
-    A mesh only decides how a tensor is cut: fsdp by rows, tp by rows or columns, single not at all.
+    A mesh only decides how a tensor is cut: by rows (fsdp), by rows or columns (tp) or not at all.
     On disk, a chunk is identified by the name of its tensor and the indices at which it starts in
     the full tensor, not by a rank. A rank's part is identified in the same way. Each rank copies
-    the overlap of its part and each chunk:
+    the overlap of its part with each chunk:
 
         saved by fsdp on 4 ranks       | rows 0-2 | rows 3-5 | rows 6-8 | 9 |
-        rank 0's part, with tp = 2     |    rows 0-4    |
+        part of rank 0 of 2, with tp   |    rows 0-4    |
         copied                          rows 0-2   3-4
 
-    Files are mapped into memory, so that only copied values are read. Each rank reads its own part,
-    unless `replicas` is given, a group of ranks with equal parts: then its first rank reads each
-    tensor and broadcasts it. `progress` is called after each tensor. Saved tensors that are not in
-    `state` are skipped. Values are converted to the dtype of the tensor that they fill. Raises
-    CheckpointError on the ranks that read; `state` may then be partly filled.
+    Files are mapped into memory, so that only the copied values are read. By default each rank
+    reads its part. With `replicas`, a group of ranks that hold the same parts, only the group's
+    first rank reads, and broadcasts each tensor. `progress` is called after each tensor. Tensors
+    that are not in `state` are skipped. Values are converted to the dtype of the tensor in `state`.
+    Raises CheckpointError on the ranks that read; part of `state` may then be filled.
 
-    Verifies the checksums of manifest.json and index.json, the sizes of the files that it reads,
-    and the name, dtype and shape of each chunk. Only `verify_files`, which reads all files, detects
-    changed values, and chunks or files that were exchanged and have equal shapes and headers.
+    Checks the checksums of manifest.json and index.json, the sizes of the files that it reads, and
+    the name, dtype and shape of each chunk. Only `verify_files`, which reads all files, detects
+    changed values, swapped chunks of equal shape and dtype, and swapped files with equal headers.
     """
     if verify_files and (problem := verify(path)):
         raise CheckpointError(f"cannot read {path}: {problem}")
@@ -176,21 +176,21 @@ def load_state(
 
 
 class Entry(NamedTuple):
-    """A tensor's entry in index.json."""
+    """A tensor of index.json."""
 
     full: Tensor  # its shape and dtype, on the meta device
-    edges: list[list[int]]  # for each dimension, where chunks start and where the last one ends
-    grid: np.ndarray  # the number of each chunk's file in "files"
+    edges: list[list[int]]  # where chunks start in each dimension, and where the last one ends
+    grid: np.ndarray  # the number of each chunk's file
 
 
 class Reader:
-    """The tensors of a checkpoint, verified as `load_state` describes. Raises CheckpointError."""
+    """The tensors of a checkpoint, with the checks of `load_state`. Raises CheckpointError."""
 
     def __init__(self, path: Path):
         self.path = path
         self.tensors: dict[str, Entry] = {}
-        self.map_file = functools.cache(map_safetensors)  # maps each file only once
-        self.entries = read_manifest(path)["files"]  # their sizes and checksums
+        self.map_file = functools.cache(map_safetensors)  # maps each file once
+        self.entries = read_manifest(path)["files"]  # sizes and checksums
         with as_checkpoint_error(f"cannot read {path}/index.json"):
             text = (path / "index.json").read_bytes()
             if f"{zlib.crc32(text):08x}" != self.entries["index.json"]["crc32"]:
@@ -202,7 +202,7 @@ class Reader:
                 edges = []
                 for cuts, size in zip(value["cuts"], full.shape, strict=True):
                     if cuts[0] != 0:
-                        raise ValueError(f"the first chunk of {name} begins late")
+                        raise ValueError(f"the first chunk of {name} does not start at index 0")
                     edges.append([*cuts, size])
                 grid = np.reshape(value["grid"], [len(edge) - 1 for edge in edges])
                 self.tensors[name] = Entry(full, edges, grid)
@@ -220,9 +220,9 @@ class Reader:
     def overlaps(
         self, name: str, start: Sequence[int], shape: Sequence[int]
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Yield the overlap of each saved chunk with a part: slices of the part, and the values.
+        """Yield the overlaps of saved chunks with a part of a tensor: (slices of the part, values).
 
-        The part has the shape `shape` and starts at the indices `start` of the full tensor.
+        The part starts at the indices `start` of the full tensor.
         """
         edges = self.tensors[name].edges
         along_dims = [overlaps_along(*dim) for dim in zip(edges, start, shape)]
@@ -232,10 +232,10 @@ class Reader:
             in_chunk = tuple(place for _, _, place in overlap)
             chunk, buffer = self.map_chunk(name, position)
             yield in_part, chunk[in_chunk]
-            buffer.madvise(mmap.MADV_DONTNEED)  # frees the pages that were read for the copy
+            buffer.madvise(mmap.MADV_DONTNEED)  # free the memory of the copied values
 
     def map_chunk(self, name: str, position: tuple[int, ...]) -> tuple[Tensor, mmap.mmap]:
-        """Return the chunk at this position of a tensor's grid, and the mapping of its file."""
+        """The chunk of a tensor at this position of its grid, and the mapping of its file."""
         full, edges, grid = self.tensors[name]
         shape = []
         for edge, i in zip(edges, position):
@@ -253,7 +253,7 @@ class Reader:
 
 
 def overlaps_along(edges: list[int], start: int, size: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (i, slice of the part, slice of chunk i) for each overlap along one dimension."""
+    """Yield (i, slice of the part, slice of chunk i) for the overlaps in one dimension."""
     for i, (low, high) in enumerate(itertools.pairwise(edges)):
         first = max(low, start)
         last = min(high, start + size)
@@ -264,7 +264,7 @@ def overlaps_along(edges: list[int], start: int, size: int) -> Iterator[tuple[in
 
 
 def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
-    """Return a safetensors file's tensors and its mapping. Raises CheckpointError if damaged."""
+    """The tensors of a safetensors file, and its mapping. Raises CheckpointError if damaged."""
     tensors = {}
     with as_checkpoint_error(f"cannot read {path}"), open(path, "rb") as file:
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -273,7 +273,7 @@ def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
         header.pop("__metadata__", None)
         data = torch.frombuffer(buffer, dtype=torch.uint8, offset=start)
         begins, ends = zip(*sorted(entry["data_offsets"] for entry in header.values()))
-        if (0, *ends) != (*begins, len(data)):  # each tensor must start where the previous one ends
+        if (0, *ends) != (*begins, len(data)):  # each starts where the previous one ends
             raise ValueError("its tensors overlap, or do not fill it")
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
@@ -289,23 +289,23 @@ def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
 
 
 def step_path(run: Path, step: int) -> Path:
-    """Return a checkpoint's folder, for example RUN/checkpoints/step-00000100 for step 100."""
+    """The folder of a run's checkpoint at this step: RUN/checkpoints/step-00000100, for example."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """Return 100 for step-00000100. Return None for other names, for example step-100."""
+    """100 for the folder step-00000100. None for other names, even step-100: a user's copy."""
     match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """Return a run's checkpoint folders, oldest first. They may be damaged or lack a manifest."""
+    """A run's checkpoints, oldest first. They are not verified, and may even lack a manifest."""
     return sorted(filter(step_of, run.glob("checkpoints/step-*")), key=step_of)
 
 
 def read_manifest(path: Path) -> dict:
-    """Read the manifest of the checkpoint `path`. Manifests of older versions have no "crc32".
+    """The manifest of the checkpoint `path`. Manifests of older versions have no "crc32".
 
     Raises CheckpointError if it is missing, changed or damaged, or if the folder was renamed, and
     PathError if its format is not FORMAT.
@@ -325,7 +325,7 @@ def read_manifest(path: Path) -> dict:
 
 
 def check_manifest(path: Path, manifest: dict) -> None:
-    """Raise ValueError for an invalid field, CheckpointError if the folder was renamed."""
+    """Raise ValueError for a wrong field, CheckpointError if the folder's name has a wrong step."""
     step = manifest.get("step")
     numbers = {"the manifest's step": step, "the manifest's tokens": manifest.get("tokens", 0)}
     if not manifest["files"]:
@@ -342,7 +342,7 @@ def check_manifest(path: Path, manifest: dict) -> None:
 
 
 def seal(manifest: dict) -> dict:
-    """Return the manifest as it will be read, with "crc32", a checksum of its other fields."""
+    """The manifest as it will be read, plus "crc32": the checksum of its other fields, sorted."""
     fields = json.loads(json.dumps(manifest))  # keys become strings
     fields.pop("crc32", None)
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -350,15 +350,15 @@ def seal(manifest: dict) -> dict:
 
 
 def total_bytes(manifest: dict) -> int:
-    """Return the size of a checkpoint's files in bytes, without manifest.json."""
+    """The size of a checkpoint's files in bytes, without its manifest.json."""
     return sum(file["bytes"] for file in manifest["files"].values())
 
 
 def verify(path: Path | str, part: int = 0, parts: int = 1) -> str | None:
-    """Compare a checkpoint with its manifest; return a description of the first problem, or None.
+    """Compare a checkpoint with its manifest: return the first problem, or None.
 
-    Compares sizes and checksums of every `parts`-th file, starting with file `part`, so that
-    `parts` ranks can share the work. CRC-32 detects damage, not forgery, at about 1 GB/s.
+    Compares the size and checksum of every `parts`-th file, from file number `part`, so that
+    `parts` ranks can share the files. CRC-32 detects damage, not forgery, at about 1 GB/s.
     """
     path = Path(path)
     try:
@@ -386,7 +386,7 @@ def verify(path: Path | str, part: int = 0, parts: int = 1) -> str | None:
 
 
 def sync(path: Path) -> None:
-    """Call fsync on a file or a directory (which makes new and renamed entries durable)."""
+    """fsync a file or a directory. For a directory, this puts its entries' names on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -395,7 +395,7 @@ def sync(path: Path) -> None:
 
 
 def write_file(path: Path, blocks: Iterable) -> dict:
-    """Write blocks of bytes to a file and sync it; return the file's entry in the manifest."""
+    """Write blocks of bytes to a file, and fsync it; return the file's entry in the manifest."""
     crc = 0
     with open(path, "wb") as file:
         for block in blocks:
@@ -412,11 +412,11 @@ def write_safetensors(
 ) -> dict:
     """Write tensors to a file; return the file's entry in the manifest.
 
-    `layout` gives names, dtypes and shapes. read(name) returns the values of one tensor: by default
-    the tensor in `layout`. If `read` is given, `layout` may be on the meta device.
+    `layout` gives their names, dtypes and shapes. read(name) returns the values of one tensor; with
+    it, `layout` may be on the meta device. Without it, the values in `layout` are written.
     """
     read = read or layout.__getitem__
-    # Tensors are aligned: the header is padded to 8 bytes, and the largest elements come first.
+    # The largest elements first, after a header padded to 8 bytes: so each tensor is aligned.
     names = sorted(layout, key=lambda name: -layout[name].itemsize)
     header: dict = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -441,7 +441,7 @@ def write_safetensors(
 
 
 def write_index(folder: Path, files: list[str], tensors: dict[str, dict]) -> dict:
-    """Write index.json (see the top of this file); return the file's entry in the manifest."""
+    """Write index.json (described at the top); return the file's entry in the manifest."""
 
     def blocks() -> Iterator[bytes]:
         separator = f'{{"files":{json.dumps(files)},"tensors":{{'
@@ -469,7 +469,7 @@ def complete(work: Path, path: Path, manifest: dict) -> None:
 
 
 def on_only_rank(function: Callable, *arguments) -> list:
-    """Call `function`, in a process that is the only rank. Raises ValueError on several ranks."""
+    """Call `function` in a process without other ranks. Raises ValueError if there are any."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise ValueError("on several ranks, save_state needs on_all_ranks=dist.on_all_ranks")
     return [function(*arguments)]
@@ -484,19 +484,19 @@ def save_state(
     parts: dict[str, Tensor] | None = None,
     index: dict[str, dict] | None = None,
 ) -> int:
-    """Save `state`, nested dicts of tensors and DTensors, as a checkpoint; return its size, bytes.
+    """Write `state`, nested dicts of tensors and DTensors, as a checkpoint; return its bytes.
 
-    All ranks call it together. The folder gets the name `path` only after everything is on disk. If
-    a rank is killed before, there is no new checkpoint, and earlier checkpoints are intact.
+    All ranks call it together. The folder gets its name only when all files are on disk: if a rank
+    is killed before that, there is no new checkpoint, and earlier ones are intact.
 
-    manifest       "step", and anything that the caller wants to read later
+    manifest       "step", and any other values that the caller wants to read later
     extra_files    {name: contents}, for example the tokenizer
-    on_all_ranks   dist.on_all_ranks, or a function like it: on_all_ranks(function, *arguments)
-                   returns the results of all ranks, or raises on all ranks. Optional on one rank
+    on_all_ranks   on_all_ranks(function, *arguments) returns the results of all ranks, or raises on
+                   all ranks, like dist.on_all_ranks; the default is for a single process
     parts          {name: values} to write instead of this rank's parts, for example copies of them
-    index          the result of an earlier choose_writers(state)
+    index          the result of an earlier `choose_writers` for this state
 
-    Raises CheckpointError on all ranks if one rank fails.
+    Raises CheckpointError on all ranks if one of them fails.
     """
     path = Path(path)
     extra_files = extra_files or {}
@@ -509,7 +509,7 @@ def save_state(
 
 @as_checkpoint_error()
 def begin_save(path: Path, manifest: dict, extra_files: dict[str, bytes]) -> None:
-    """Create the temporary folder, if the manifest can be saved."""
+    """Check that the manifest can be saved, then create the temporary folder on rank 0."""
     planned = dict.fromkeys(["index.json", *extra_files], {"bytes": 0})
     check_manifest(path, seal({**manifest, "files": planned}))
     if this_rank() == 0:
@@ -518,13 +518,13 @@ def begin_save(path: Path, manifest: dict, extra_files: dict[str, bytes]) -> Non
 
 
 def file_of(rank: int) -> str:
-    """Return the name of the file to which a rank writes its chunks."""
+    """The name of the file in which a rank writes its chunks."""
     return f"rank-{rank:05d}.safetensors"
 
 
 @as_checkpoint_error()
 def write_chunks(path: Path, state: dict, index: dict, parts: dict[str, Tensor] | None) -> dict:
-    """Write this rank's chunks, from `parts` or `state`; return their file's manifest entry."""
+    """Write this rank's chunks, from `parts` or else `state`; return the file's manifest entry."""
     rank = this_rank()
     parts = parts or local_parts(state)
     chunks = {name: parts[name] for name, entry in index.items() if rank in entry["grid"]}
@@ -546,7 +546,7 @@ def publish(
     for name, contents in extra_files.items():
         files[name] = write_file(work / name, [contents])
     files["index.json"] = write_index(work, [*chunk_files], index)
-    if os.path.lexists(path):  # it is damaged: otherwise the run would have continued from it
+    if os.path.lexists(path):  # damaged: the run would have resumed from a valid one
         os.rename(path, temporary(path, ".damaged"))
     complete(work, path, {**manifest, "files": files})
     remove_leftovers(path)
@@ -554,21 +554,21 @@ def publish(
 
 
 def temporary(path: Path, kind: str = "") -> Path:
-    """Return the name of an incomplete, replaced or removed checkpoint, in the folder of `path`."""
+    """The name of an incomplete, replaced or removed checkpoint, in the same folder as `path`."""
     return path.with_name(f".{path.name}{kind}.tmp")
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary folders of earlier saves next to `path`. Never raises."""
+    """Remove the temporary folders of earlier saves beside the checkpoint `path`. Never raises."""
     own = [temporary(path), temporary(path, ".damaged")]
     for leftover in [*own, *path.parent.glob(".step-*.tmp")]:
         shutil.rmtree(leftover, ignore_errors=True)
         with contextlib.suppress(OSError):
-            leftover.unlink()  # a symbolic link; its target remains
+            leftover.unlink()  # a symbolic link: its target stays
 
 
 def local_parts(state: dict) -> dict[str, Tensor]:
-    """Return this rank's parts of the tensors in nested dicts. Raises CheckpointError."""
+    """This rank's parts of the tensors in nested dicts. Raises CheckpointError."""
     parts = {}
     for name, value in flatten(state):
         kind = getattr(value, "dtype", type(value).__name__)
@@ -579,15 +579,15 @@ def local_parts(state: dict) -> dict[str, Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which rank writes which chunk
+# Who writes what
 
 
 def choose_writers(state: dict, on_all_ranks: Callable = on_only_rank) -> dict[str, dict]:
-    """Choose the rank that writes each chunk: among its holders, the one with the least to write.
+    """Choose which rank writes each chunk: of its holders, the one with the least to write so far.
 
-    Returns "tensors" of index.json, equal on all ranks and for all saves of a state. For example,
-    if ranks 0 and 2 hold rows 0-4 of a (10, 4) tensor under hsdp, and ranks 1 and 3 rows 5-9, its
-    grid may be [0, 3]. All ranks call it together. Raises CheckpointError on all ranks.
+    All ranks call it together. Returns "tensors" of index.json, the same on all ranks and for every
+    save of a state. For example, if ranks 0 and 2 hold rows 0-4 of a (10, 4) tensor under hsdp and
+    ranks 1 and 3 hold rows 5-9, its grid may be [0, 3]. Raises CheckpointError on all ranks.
     """
     bounds = on_all_ranks(find_bounds, state)
     tensors = dict(flatten(state))
@@ -599,7 +599,7 @@ def choose_writers(state: dict, on_all_ranks: Callable = on_only_rank) -> dict[s
     for name in sorted(tensors, key=lambda name: -tensors[name].numel()):  # the largest first
         tensor = tensors[name]
         cuts, numels, holders = layouts[layout_of(tensor)]
-        least = bytes_to_write[holders].argmin(axis=1)  # (chunks,): the copy to write
+        least = bytes_to_write[holders].argmin(axis=1)  # (chunks,): which holder
         grid = holders[np.arange(len(holders)), least]
         bytes_to_write[grid] += numels * tensor.itemsize
         dtype = DTYPE_NAMES[tensor.dtype]
@@ -608,7 +608,7 @@ def choose_writers(state: dict, on_all_ranks: Callable = on_only_rank) -> dict[s
 
 
 def layout_of(tensor: Tensor) -> tuple:
-    """Return the tensor's shape, placements and mesh. A model has about a dozen such layouts."""
+    """The tensor's shape and distribution. A model has only about a dozen different pairs."""
     if isinstance(tensor, DTensor):
         return tensor.shape, tensor.placements, tensor.device_mesh
     return (tensor.shape,)
@@ -616,7 +616,7 @@ def layout_of(tensor: Tensor) -> tuple:
 
 @as_checkpoint_error()
 def find_bounds(state: dict) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return, for each layout in the state, the start and the shape of this rank's part."""
+    """For each layout in the state: where this rank's part starts, and the part's shape."""
     bounds = {}
     parts = local_parts(state)
     for name, tensor in flatten(state):
@@ -626,14 +626,14 @@ def find_bounds(state: dict) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return list(bounds.values())
 
 
-@as_checkpoint_error("the ranks' parts do not make up the whole")
+@as_checkpoint_error("the ranks' parts do not make up the full tensor")
 def find_chunks(shape: torch.Size, bounds: Sequence) -> tuple[list, np.ndarray, np.ndarray]:
-    """Find the chunks of a tensor from the `bounds` of all ranks' parts.
+    """Find the chunks of a tensor in the `bounds` of all ranks.
 
-    Returns the indices at which chunks start in each dimension, and for the chunks, row by row, the
-    numbers of their elements, (chunks,), and the ranks that hold them, (chunks, copies).
+    Returns the indices at which chunks start in each dimension and, for the chunks row by row, the
+    number of elements, (chunks,), and the ranks that hold them, (chunks, copies).
     """
-    numel_of, holders_of = {}, {}  # by the start of a chunk
+    numel_of, holders_of = {}, {}  # keys: the indices at which a chunk starts
     for rank, (start, part) in enumerate(bounds):
         numel = math.prod(part)
         if numel > 0 or shape.numel() == 0:

@@ -98,7 +98,7 @@ class Clipped(NamedTuple):
 def clip_norm(settings: Settings, gradients: Gradients) -> Clipped:
     """Scale all gradients so that their total norm is at most max_grad_norm (Pascanu et al. 2013).
 
-    AdamW's kernel divides gradients by the divisor as it reads them, which saves a memory pass.
+    AdamW's kernel divides gradients by the divisor as it reads them. This saves a pass over memory.
     """
     total_norm = gradients.norms.norm()
     divisor = ((total_norm + 1e-6) / settings.max_grad_norm).clamp(min=1.0)
@@ -157,9 +157,8 @@ def num_shards(parameter: Tensor) -> int:
 #     update(optimizer, names, update)      updates the parameters that have a gradient
 #
 #     hidden        is_hidden(name), an argument of Optimizer because names differ between models
-#     optimizer     the Optimizer. A class reads optimizer.settings, optimizer.parameters[name] (a
-#                   DTensor on a mesh), its .grad and optimizer.slots[slot][name]; the last two are
-#                   distributed like the parameter
+#     optimizer     the Optimizer: optimizer.settings; optimizer.parameters[name], a DTensor on a
+#                   mesh; its .grad and optimizer.slots[slot][name], both distributed like it
 #
 # All state is in one Optimizer object, so clipping, skipping, statistics and checkpoints work the
 # same for every class. It is not a torch.optim.Optimizer, whose state_dict identifies parameters by
