@@ -1,22 +1,22 @@
-"""Train a language model: a run, from its flags to its last save, in the order in which it happens.
+"""Train a language model. The file follows a run in order, from its flags to its last checkpoint.
 
     torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
-Read `command`, `train` and `train_step`. What they call, by question:
+Start with `command`, `train` and `train_step`. Where to look for the rest:
 
-    the learning rate, its default             optim.learning_rate, layout.compute_defaults
-    clipping, an update                        optim.Optimizer.step, CLIPS
-    attention, the loss                        model.Attention, Head
-    how ranks average gradients                dist.gradient_sync
-    which rank reads which sequences           data.train_indices; data.py on packing
-    a checkpoint of one mesh on another        checkpoint.load_state
-    a row of the log, tokens/s, no host sync   metrics.StepMeter: send_row, compute_row
-    a flag, and what follows from it           config.Config, layout.resolve
+    the learning rate and its default          optim.learning_rate, layout.compute_defaults
+    gradient clipping, the weight update       optim.CLIPS, optim.Optimizer.step
+    attention, the loss                        model.Attention, model.Head
+    how gradients are averaged over ranks      dist.gradient_sync
+    which rank reads which sequences           data.train_indices; packing: the docstring of data.py
+    loading a checkpoint on another mesh       checkpoint.load_state
+    log rows and tokens/s without host syncs   metrics.StepMeter: send_row, compute_row
+    the flags, and values derived from them    config.Config, layout.resolve
     FSDP units                                 layout.choose_wrap, fsdp_units
     tensor parallelism, tied embeddings        model.Transformer.tensor_parallel_plan
-    how the ranks meet                         runtime.launch.start
-    an optimizer, model field, column of mine  docs/forking.md
+    how the ranks find each other              runtime.launch.start
     a rank that dies or hangs                  runtime.watchdog.Watchdog
+    adding an optimizer, model field, column   docs/forking.md
 """
 
 import contextlib
@@ -33,11 +33,12 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 if __name__ == "__main__":
-    # torch reads these on import. They silence the profiler's log, and C++ warnings about failed
-    # collectives, which tell less than the watchdog's line.
+    # torch reads these variables on import. They silence the profiler's log and C++ warnings about
+    # failed collectives, which are less informative than the watchdog's message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # FSDP allocates on four streams, each with blocks of its own: segments that grow leave no gaps.
+    # FSDP allocates on four streams, and torch's allocator keeps separate blocks for each stream.
+    # Segments that can grow avoid gaps between the blocks.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -69,23 +70,23 @@ from sample import closing_sample
 
 
 def command(argv: list[str]) -> int:
-    """From the command line to a resolved run; train or evaluate it; return the exit status."""
+    """Resolve the command line into a run; train or evaluate it; return the exit status."""
     flags = config.parse(argv)
     timeout = config.flag_value(flags, "timeout")
-    # Collectives get longer, since a rank may wait in one while another compiles or saves.
+    # Collectives get more time: a rank may wait in one while another rank compiles or saves.
     collective_timeout = timedelta(seconds=SLOW_FACTOR * timeout)
     device = config.flag_value(flags, "device")
     world = launch.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
-    # A rank that dies or hangs ends all ranks. torchrun --max-restarts or a scheduler starts them
-    # again, and they continue from the last checkpoint.
+    # If a rank dies or hangs, the watchdog ends all ranks. torchrun --max-restarts or a scheduler
+    # restarts them, and they continue from the latest valid checkpoint.
     watchdog = Watchdog(world.store, world.rank, world.size, timeout)
-    # Under tp each rank holds part of the logits, which loss_parallel() never gathers.
+    # Under tp each rank has part of the logits; loss_parallel() computes the loss from the parts.
     with contextlib.ExitStack() as held, watchdog, loss_parallel():
-        gc.disable()  # a collection on one rank delays all ranks: the loop collects on all at once
+        gc.disable()  # a collection on one rank delays all: the loop collects on all ranks at once
         held.callback(gc.enable)
-        if not config.flag_value(flags, "eval_only"):  # an evaluation may run beside its run
+        if not config.flag_value(flags, "eval_only"):  # which may run while the run trains
             lock = run_folder.hold_lock(Path(flags["out"]), timeout)
-            dist.on_rank0(held.enter_context, lock)  # until the end, on rank 0 alone
+            dist.on_rank0(held.enter_context, lock)  # rank 0 holds the lock until the end
         origin = preflight.find_origin(flags, world)
         data_path = layout.take_over(flags, origin)["data"]
         if data_path == config.BUILTIN:
@@ -96,16 +97,16 @@ def command(argv: list[str]) -> int:
             if world.rank == 0 and folders[0].tokenizer_file:
                 preflight.check_tokenizer(folders[0])
             run = layout.resolve(flags, machine, data.facts_of(folders), origin)
-            notes = []  # for the lines of the start
+            notes = []  # lines to print at the start
             if origin.path:
                 changes = preflight.find_changes(origin, run.manifest)
                 notes += [f"changed: {change}" for change in changes]
                 notes += [f"kept: {value}" for value in layout.new_defaults(run, machine)]
-            # A dtype that was typed may be emulated.
+            # Refuse hardware that only emulates bfloat16, unless --dtype was given.
             if run.dtype == "bfloat16" and not (run.eval_only or "dtype" in run.flags):
                 check_bfloat16(world)
         status = train(run, origin, folders, world, watchdog, notes)
-        torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
+        torch.distributed.barrier()  # a rank that leaves earlier would look dead to the others
     torch.distributed.destroy_process_group()
     return status
 
@@ -120,31 +121,31 @@ def train(
     handle_signals: bool = True,
     after_load: Callable[["State"], None] | None = None,
 ) -> int:
-    """A run from its model to its last line, in the order of events; returns the exit status.
+    """Build and load the model, then train, evaluate and save; return the exit status.
 
     `notes` are printed at the start. `after_load`, for tools.check, is called with the state before
     the ranks compare their weights.
 
-    In a step the host queues work and does not wait for the device: batches are copied from pinned
-    memory, tensors decide on clipping and skipping (optim.Optimizer), ranks agree to stop with CPU
-    tensors one step late (StopRequest), and a log row is an asynchronous copy (metrics.Log). An
-    .item(), a print or an `if` on a tensor would break that. The host waits only for an evaluation,
-    a save, the end, optim.jsonl, a host more than a step behind and, with --log_interval 1, the
-    previous row.
+    In a step the host queues work and does not wait for the device. Batches are copied from pinned
+    memory, device tensors decide on clipping and skipping (optim.Optimizer), ranks agree to stop
+    through CPU tensors one step late (StopRequest), and log rows are copied asynchronously
+    (metrics.Log). An .item(), a print or an `if` on a device tensor would make the host wait. It
+    waits only for an evaluation, a save, the end of the run, a row of optim.jsonl, a host that is
+    more than a step behind and, with --log_interval 1, the previous log row.
     """
     started = datetime.now().astimezone()
     if origin.step >= run.max_steps:
         startup_lines.say(world, startup_lines.describe_no_steps(run, origin, notes))
         return 0
 
-    # The model on the mesh, with its weights
+    # The model on the mesh, with initial or loaded weights
     mesh = dist.make_mesh(world, run.mesh_shape)
     state, forward = build(run, mesh)
     load(state, origin, mesh, watchdog)
     if after_load:
         after_load(state)
 
-    # The data, and whether all ranks together form one run
+    # The data, and a check that all ranks agree
     train_data = data.open_dataset(folders, "train", run.seq_len, run.seed)
     val_data = data.open_dataset(folders, "val", run.seq_len, seed=None)
     count = min(run.eval_sequences, len(val_data))
@@ -154,7 +155,7 @@ def train(
         )
     )
     with dist.raise_on_all_ranks():  # read once: a damaged file ends the run before its first step
-        # A rank with no sequences left reads any: it takes part in the forward, with weight 0.
+        # A rank without sequences evaluates sequence 0 with weight 0: a forward is collective.
         val_batches = [(len(indices), val_data[indices or [0]]) for indices in val_indices]
     first_indices = val_indices
     if not run.eval_only:
@@ -169,11 +170,11 @@ def train(
     if run.dry_run:
         return 0
 
-    # From here on the run writes
+    # From here on, the run writes to its folder
     out = Path(run.out)
     if world.rank == 0:
         run_folder.record_start(out, run.manifest, world, origin.step, started)
-    stop_request = agreement.StopRequest(world, handle_signals)  # signals end it in order
+    stop_request = agreement.StopRequest(world, handle_signals)  # signals end it after a step
     tokenizer_file = folders[0].tokenizer_file
     saver = Saver(out, run.async_save, run.keep_last, run.keep_every, world.timeout, tokenizer_file)
     batches = MicroBatches(run, mesh, train_data, watchdog, origin.step)
@@ -204,12 +205,12 @@ def train(
                 measure,
             )
         is_last = step == run.max_steps
-        # Whether any rank asked a step ago: all ranks stop after the same step.
+        # True if rank 0 knew of a stop request one step ago. All ranks stop after the same step.
         stop = stop_request.poll() and not is_last
         evaluates = is_last or is_due(step, run.eval_interval)
         saves = is_last or stop or is_due(step, run.save_interval)
         is_first = step == origin.step + 1
-        log.write_arrived_row()  # of an earlier step
+        log.write_arrived_row()  # the row of an earlier step
         if is_first or evaluates or saves or is_due(step, run.log_interval):
             log.send_row(step, values | batches.take_waits())
         if table and world.rank == 0:
@@ -221,7 +222,8 @@ def train(
                     save(run, state, saver, log.last_row["loss"], watchdog)
                 if evaluates:
                     log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
-                # After the evaluation: a kill between the two repeats both, and loses no row.
+                # Otherwise evaluate first: a run that resumes from this checkpoint would not
+                # evaluate this step again, and the log would lack the row.
                 if saves and not stop:
                     save(run, state, saver, log.last_row["loss"], watchdog)
         if saver.rows:
@@ -237,12 +239,13 @@ def train(
     log.checkpoints(saver.take_rows())
     if saver.failure:
         raise checkpoint.CheckpointError(saver.failure)
-    log.flush()  # on a GPU, a stop without a save has left its row pending
+    log.flush()  # on a GPU, the last row is still pending after a stop without a save
     log.say(log.goodput())
     if stop:
         return report_stop(run, state.step, log)
     if run.sample_tokens:
-        watchdog.progress(state.step, "sampling", slow=True, status=0)  # the run is complete
+        # The run is complete: even if sampling hangs, the exit status is 0.
+        watchdog.progress(state.step, "sampling", slow=True, status=0)
         text = closing_sample(forward, folders[0], run, world, watchdog)
         log.say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
     return 0
@@ -254,13 +257,13 @@ def train(
 
 @dataclass
 class State:
-    """What a step changes, and a checkpoint holds."""
+    """What a step changes and a checkpoint stores."""
 
-    step: int  # the last update, or the one in progress
+    step: int  # the last finished step, or the one in progress
     model: Transformer
     optimizer: optim.Optimizer | None  # None with --eval_only
-    # The live tensors, sharded: saved, and loaded in place. They are taken before the first
-    # forward, because FSDP's root shows gathered weights after an evaluation.
+    # This rank's shards: checkpoints are saved from them and loaded into them. Collected before the
+    # first forward, since after an evaluation the parameters of FSDP's root are full weights.
     tensors: dict
 
 
@@ -272,8 +275,8 @@ def build(
 ) -> tuple[State, nn.Module]:
     """Build the model with its initial weights and the optimizer, on the mesh.
 
-    Returns the state and the module that a step calls. `model` is on the meta device: by default a
-    new one. `init_weights`: see layout.place.
+    Return the state and the module that a step calls. `model`, by default a new one, is on the meta
+    device. `init_weights`: see layout.place.
     """
     model = model or layout.empty_model(run)
     forward = layout.place(model, mesh, run, init_weights)
@@ -282,12 +285,12 @@ def build(
     if not run.eval_only:
         optimizer = optim.Optimizer(model.named_parameters(), model.decays, run, model.is_hidden)
         tensors["optimizer"] = optimizer.state()
-    torch.cuda.empty_cache()  # full tensors, now that each rank has its shards; nothing on CPUs
+    torch.cuda.empty_cache()  # frees the full tensors that the shards were cut from; no-op on CPUs
     return State(0, model, optimizer, tensors), forward
 
 
 def load(state: State, origin: Origin, mesh: dist.DeviceMesh, watchdog: Watchdog) -> None:
-    """Fill the state from the checkpoint to continue from, or its weights from another run's."""
+    """Load the checkpoint that this run starts from, if any, or only its weights."""
     if origin.path:
         weights = {"model": state.tensors["model"]}
         tensors = weights if origin.only_weights else state.tensors
@@ -312,7 +315,7 @@ def check_ranks_agree(
     folders: list[data.TokenFolder],
     first_indices: Iterable[list[int]],
 ) -> None:
-    """Check that the ranks form one run: flags, code and data, weights, and who reads what.
+    """Check that ranks agree on flags, code, data, weights and on which rank reads which sequences.
 
     `first_indices` are the sequences that this rank reads first. Raises UsageError on all ranks.
     """
@@ -335,7 +338,7 @@ def check_ranks_agree(
 class MicroBatches:
     """An iterator over this rank's micro-batches (B, T + 1) on its device, after `start_step`.
 
-    (seed, step) gives their order. `waited` is the seconds spent waiting for them so far.
+    Their order depends only on (seed, step). `waited` is the seconds spent waiting for them so far.
     """
 
     def __init__(
@@ -354,7 +357,7 @@ class MicroBatches:
         self.start_step = start_step
         self.read = 0
         self.waited = 0.0
-        self.waited_before = 0.0  # when take_waits was last called
+        self.waited_before = 0.0  # `waited` at the last call of take_waits
 
     def __iter__(self) -> Iterator[Tensor]:
         return self
@@ -366,13 +369,13 @@ class MicroBatches:
         tokens = next(self.batches).to(self.run.device, non_blocking=True)  # from pinned memory
         self.waited += time.perf_counter() - began
         self.read += 1
-        is_first = step == self.start_step  # it allocates its memory and may compile
+        is_first = step == self.start_step  # the first step allocates memory and may compile
         doing = "compiling" if is_first and self.run.compile else "computing"
         self.watchdog.progress(step, doing, slow=is_first)
         return tokens
 
     def take_waits(self) -> dict[str, metrics.Column]:
-        """Columns of a row: the seconds that ranks waited since the last call."""
+        """Log columns: the most and the fewest seconds that a rank waited since the last call."""
         waited, self.waited_before = self.waited - self.waited_before, self.waited
         return {"data_wait": metrics.Maximum(waited), "data_wait_min": metrics.Minimum(waited)}
 
@@ -389,25 +392,24 @@ def train_step(
 ) -> tuple[dict, optim.ParameterTable | None]:
     """Train on one global batch. The host queues the work and does not wait for the device.
 
-    `forward` is the model, or DDP around it; `batches` yields this rank's micro-batches (B, T + 1);
-    a step takes grad_accum_steps. `lr` is the learning rate of the step. Returns the columns of a
-    log row, which metrics.Log.send_row describes, and with `measure` the statistics of the
-    parameters.
+    `forward` is the model, or DDP around it. `batches` yields this rank's micro-batches (B, T + 1);
+    a step reads grad_accum_steps of them. `lr` is the learning rate of the step. Return the columns
+    of a log row (see metrics.Log.send_row) and, if `measure`, statistics of each parameter.
     """
     n = grad_accum_steps
     loss = 0
     for micro_step in range(n):
         tokens = next(batches)  # (B, T + 1)
         with dist.gradient_sync(forward, grad_sync, is_last=micro_step == n - 1):
-            # Mean over the micro-batch / n: summed over micro-batches and averaged over ranks, it
-            # is the mean over the global batch.
+            # The mean over the micro-batch, divided by n. Its sum over micro-batches, averaged over
+            # ranks, is the mean over the global batch.
             micro_loss = forward(tokens[:, :-1], tokens[:, 1:]) / n
-            micro_loss.backward()  # in the last one, DDP and FSDP average the gradients
+            micro_loss.backward()  # in the last micro-batch, this averages gradients over ranks
         loss = loss + micro_loss.detach()
     # Clip and update the weights
     update = optimizer.step(step, lr, measure)
     table = update.pop("parameters", None)
-    # Equal on all ranks: the maximum is exact, where a mean would be rounded.
+    # These values are equal on all ranks. Their maximum is exact; their mean would be rounded.
     equal = {name: metrics.Maximum(value) for name, value in update.items()}
     return {"loss": loss, **equal}, table
 
@@ -420,7 +422,7 @@ def train_step(
 def evaluate(
     forward: nn.Module, val_batches: list[tuple[int, Tensor]], watchdog: Watchdog, step: int
 ) -> float:
-    """The mean loss over the fixed validation set, in nats per token.
+    """Return the mean loss over the fixed validation set, in nats per token.
 
     Every rank takes part in every forward, with weight 0 once it has no sequences left.
     """
@@ -432,7 +434,7 @@ def evaluate(
             tokens = tokens.to(device)
             total += forward(tokens[:, :-1], tokens[:, 1:]) * weight
             watchdog.progress(step, "evaluating")
-    # Under tp all ranks of a group count each of their sequences, in the loss and in the number.
+    # Under tp, all ranks of a group add the same sequences to both sums, so the ratio is right.
     count = sum(weight for weight, _ in val_batches)
     sums = torch.stack((total.double(), total.new_tensor(count, dtype=torch.float64)))
     torch.distributed.all_reduce(sums)
@@ -441,9 +443,10 @@ def evaluate(
 
 
 def save(run: Run, state: State, saver: Saver, loss: float, watchdog: Watchdog) -> None:
-    """Save a checkpoint, or start saving it with --async_save.
+    """Save a checkpoint; with --async_save, start to save it.
 
-    Refuses if it is not finite. If the weights of ranks have drifted apart, the run ends.
+    Do not save if the loss or a weight is not finite. If replicas of a weight differ between ranks,
+    do not save, and end the run.
     """
     watchdog.progress(state.step, "saving", slow=True)
     if not is_finite(state.tensors["model"], loss):
@@ -458,7 +461,8 @@ def save(run: Run, state: State, saver: Saver, loss: float, watchdog: Watchdog) 
 
 def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
     """Whether the last loss and all weights are finite, on all ranks."""
-    # A sum is not finite if a term is not; isfinite() of each takes 20 times as long on a CPU.
+    # The sum of a weight is not finite if an element is not. Calling isfinite() on all elements
+    # would take 20 times as long on a CPU.
     sums = [optim.local(weight).sum() for weight in weights.values()]
     finite = torch.stack(sums).isfinite().all().float()
     torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
@@ -466,14 +470,14 @@ def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
 
 
 def report_stop(run: Run, step: int, log: metrics.Log) -> int:
-    """Print that a run stopped before its end; return the exit status."""
+    """Print that the run stopped before its last step; return the exit status."""
     continues = "" if run.checkpoint == "none" else "; the same command continues"
     line = f"stopped after step {step}{continues}"
     log.say(line)
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once in the report of each host's torchrun
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's report on each host shows it once
         cli.write_root_cause(line)
-    # 75 tells a scheduler to try again. With torchrun --max-restarts, which would retry at once,
-    # return 0.
+    # Status 75 (EX_TEMPFAIL) asks a scheduler to start the run again. torchrun --max-restarts would
+    # restart it at once: return 0 instead.
     will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     return 0 if will_restart else os.EX_TEMPFAIL
 
@@ -484,5 +488,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # `record` puts the traceback of an unexpected error into torchrun's report.
+    # `record` adds the traceback of an unexpected error to torchrun's report.
     sys.exit(record(main)(sys.argv[1:]))
