@@ -1,9 +1,9 @@
 """The decoder: a Llama-3-style transformer, its named sizes, initial weights, FLOPs and tp plan.
 
-Every strategy runs this same arithmetic. Weights arrive in float32 (single, DDP) or already in the
-compute dtype (FSDP gathers them that way); each layer casts its weight to the dtype of its input.
+Every strategy runs the same arithmetic. Weights are in float32 (single, DDP) or already in the
+compute dtype (FSDP gathers them in it); each layer casts its weight to the dtype of its input.
 
-In shape comments B is sequences, T tokens of a sequence, H heads, and d_head = d_model / n_head.
+In shape comments there are B sequences of T tokens and H heads, and d_head = d_model / n_head.
 """
 
 import contextlib
@@ -54,9 +54,9 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, fields: dict) -> "ModelConfig":
-        """Read the model of a manifest. Fields newer than the manifest get their defaults.
+        """Create the config from a manifest's model. Missing optional fields get their defaults.
 
-        Raises ValueError, also for an unknown field: it changes the model.
+        Raises ValueError, also for an unknown field, which may stand for a different model.
         """
         try:
             check_fields("model", cls, fields)
@@ -66,7 +66,7 @@ class ModelConfig:
                 scaling = RopeScaling(**scaling)
             return cls(**fields | {"rope_scaling": scaling})
         except (TypeError, AttributeError, ArithmeticError) as error:
-            raise ValueError(f"its model has a value of a wrong kind: {error}") from None
+            raise ValueError(f"its model has an invalid value: {error}") from None
 
     def __post_init__(self):
         if self.d_model % self.n_head or self.d_model // self.n_head % 2:
@@ -90,15 +90,15 @@ class ModelConfig:
 
 
 def check_fields(what: str, cls: type, fields: dict) -> None:
-    """Raise ValueError if required fields of a dataclass are missing, or fields are unknown."""
+    """Raise ValueError if `fields` lacks required fields of a dataclass, or has unknown ones."""
     known = {field.name: field for field in dataclasses.fields(cls)}
     required = [name for name in known if known[name].default is dataclasses.MISSING]
     missing = ", ".join(name for name in required if name not in fields)
     unknown = ", ".join(name for name in fields if name not in known)
     if missing or unknown:
         raise ValueError(
-            f"its {what} has other fields than this code: "
-            f"missing: {missing or 'none'}; unknown: {unknown or 'none'}"
+            f"its {what} does not match this code: "
+            f"missing fields: {missing or 'none'}; unknown fields: {unknown or 'none'}"
         )
 
 
@@ -125,7 +125,7 @@ SIZES = {
 
 @wrap_torch_function(lambda x: (x,))
 def is_gpu(x: Tensor) -> bool:
-    """Whether to choose a GPU's kernels. The TorchFunctionMode of tools.plan overrides it."""
+    """Whether to use kernels for GPUs. The TorchFunctionMode of tools.plan overrides this."""
     return x.device.type != "cpu"
 
 
@@ -142,22 +142,22 @@ class Embedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         if not isinstance(self.weight, DTensor):
             return select_rows(tokens, self.weight)
-        # Under tp, torch's own rule would give every rank the gradient of all rows.
+        # Under tp, torch's rule for F.embedding would give every rank the gradient of all rows.
         mesh = tokens.device_mesh
         rows = self.weight.to_local()  # (vocab_size / tp, d_model)
         index = tokens.to_local() - mesh.get_local_rank() * len(rows)  # (B, T)
         is_elsewhere = (index < 0) | (index >= len(rows))
         x = select_rows(index.masked_fill(is_elsewhere, 0), rows)
         x = DTensor.from_local(x.masked_fill(is_elsewhere[..., None], 0), mesh, [Partial()])
-        # Not left to the tp style: it would not wait, and a compiled block cannot take that.
+        # RowwiseParallel would return an asynchronous tensor, which a compiled block cannot use.
         return x.redistribute(placements=[Shard(1)])
 
 
 def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
-    """F.embedding whose backward sums the gradients of equal tokens in float32.
+    """F.embedding, but its backward always sums the gradients of equal tokens in float32.
 
-    CPUs sum in the dtype of the weight, and so does CUDA for up to 3,072 tokens. In bfloat16, which
-    FSDP gathers, a sum stops growing at 256 times its addend.
+    torch sums them in the dtype of the weight on CPUs, and on CUDA for up to 3,072 tokens. FSDP
+    gathers weights in bfloat16, in which a sum stops growing at 256 times its addend.
     """
     if is_gpu(weight) and tokens.numel() > 3072:
         return F.embedding(tokens, weight)
@@ -168,7 +168,7 @@ class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in x's dtype.
 
     Under tp each rank sees some of the tokens, so its gradient of the weight is a partial sum,
-    marked `Partial`. FSDP adds the parts when it reduces gradients; without FSDP, optim.py does.
+    marked `Partial`. FSDP adds these sums when it reduces gradients; without FSDP, optim.py does.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,10 +179,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
-    """cos and sin of position x frequency (RoPE, Su et al. 2021): (2, T, d_head) in float32.
+    """Return cos and sin of position x frequency (RoPE, Su et al. 2021), (2, T, d_head) in float32.
 
-    Both elements of a pair share an angle; the first has -sin. Rebuilt on every forward: next to a
-    block that costs nothing, and a model without buffers has only parameters to place.
+    Both elements of a pair have the same angle; sin is negated for the first. The table is built in
+    every forward. It costs little compared with a block, and avoids a buffer to place on the mesh.
     """
     d_head = config.d_model // config.n_head
     exponents = -torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head
@@ -211,35 +211,35 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate each pair (i, i + d_head / 2) of x (B, H, T, d_head) by the angle of its position."""
     cos, sin = rope  # (T, d_head) each
     others = x.roll(x.size(-1) // 2, dims=-1)  # the other element of each pair
-    # The result takes the layout of its first operand: `others` is contiguous, x is not.
+    # A sum has the memory layout of its first operand, and `others` is contiguous while x is not.
     return (others * sin + x * cos).to(x.dtype)
 
 
-CPU_KERNEL_ABOVE = 512  # tokens; up to here written-out attention is faster on a CPU
+CPU_KERNEL_ABOVE = 512  # tokens; up to this length, written-out attention is faster on a CPU
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d_head) + causal mask) v, shaped like q.
 
-    q is (B, H, T, d_head); k and v may have fewer heads, if their number divides H.
+    q is (B, H, T, d_head). k and v may have fewer heads, if their number divides H.
     """
     B, H, T, d_head = q.shape
     on_gpu = is_gpu(q)
     writes_out = not on_gpu and T <= CPU_KERNEL_ABOVE
     group_size = H // k.size(1)  # query heads that share a key and value head
-    # In float32 a GPU's only kernel that does not write out the scores cannot share heads.
+    # In float32, the only GPU kernel that does not write out the scores cannot share heads.
     takes_groups = not writes_out and not (on_gpu and q.dtype == torch.float32)
     if group_size > 1 and not takes_groups:
         k = k.repeat_interleave(group_size, dim=1)
         v = v.repeat_interleave(group_size, dim=1)
         group_size = 1
     if not writes_out:
-        # torch picks the fastest kernel: since 2.11 cuDNN's on Hopper and Blackwell,
+        # torch picks the fastest kernel: since 2.11, cuDNN's on Hopper and Blackwell GPUs and
         # FlashAttention on other GPUs.
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
 
-    # The backward of torch's kernel takes twice as long here. In bfloat16 these scores are rounded,
-    # the kernel's are not; float32 scores would take a sixth longer.
+    # The backward of torch's CPU kernel takes twice as long for such lengths. In bfloat16, unlike
+    # in the kernel, the scores are rounded: float32 scores would take a sixth longer.
     mask = q.new_full((T, T), -math.inf).triu(1)
     q = q.flatten(0, 1)  # (B * H, T, d_head)
     k = k.flatten(0, 1)
@@ -252,7 +252,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al. 2023).
 
-    Change `flops_per_token`, `activation_bytes_of_block` and `tensor_parallel_plan` with it.
+    If you change it, also change `flops_per_token`, `activation_bytes_of_block` and the tp plan.
     """
 
     def __init__(self, config: ModelConfig):
@@ -274,7 +274,7 @@ class Attention(nn.Module):
         return self.out(y)  # (B, T, d_model)
 
     def split_heads(self, x: Tensor) -> Tensor:
-        # (B, T, H * d_head) -> (B, T, H, d_head) -> (B, H, T, d_head); under tp H is this rank's
+        # (B, T, H * d_head) -> (B, T, H, d_head) -> (B, H, T, d_head), H: heads of this tp rank
         return x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
 
 
@@ -302,20 +302,20 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        # By keyword: under tp, hooks turn a module's positional arguments into DTensors.
+        # rope is passed by keyword: under tp, hooks turn positional arguments into DTensors.
         x = x + self.attention(self.attention_norm(x), rope=rope)
         return x + self.mlp(self.mlp_norm(x))
 
 
 def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: str, tp: int) -> int:
-    """Bytes per token that a Block saves for backward on one rank of a tp group."""
+    """Return the bytes per token that a Block saves for backward on one rank of a tp group."""
     on_cpu = device_type == "cpu"
     d_kv = c.n_kv_head * c.d_model // c.n_head
     if dtype == torch.float32 and not on_cpu:
-        d_kv = c.d_model  # repeated: see `causal_attention`
+        d_kv = c.d_model  # k and v are repeated: see `causal_attention`
     gathered = 2 * c.d_model  # elements of the outputs of both norms
-    # Split by tokens: the inputs of both norms, the attention's output. Split by heads and hidden
-    # units: q and its attention, k, v; gate, up, silu(gate), product.
+    # Split by tokens: the inputs of both norms, the output of attention. Split by heads: q, k, v
+    # and the softmax(...) v of the heads. Split by hidden units: gate, up, silu(gate), product.
     split = 5 * c.d_model + 2 * d_kv + 4 * c.d_ff
     if on_cpu and c.seq_len <= CPU_KERNEL_ABOVE:
         split += c.n_head * c.seq_len  # the scores, which `causal_attention` writes out
@@ -328,8 +328,8 @@ class Head(Linear):
 
     `chunks` > 1 computes logits and loss of B * T / chunks tokens at a time: see ChunkedLoss.
 
-    A tied head has no parameter and takes the embedding's weight as an argument: a parameter that
-    two modules share would become two when the model leaves the meta device.
+    A tied head has no parameter; forward gets the embedding's weight as an argument. A parameter
+    shared by two modules would become two parameters when the model leaves the meta device.
     """
 
     def __init__(self, config: ModelConfig, chunks: int):
@@ -360,9 +360,9 @@ class Head(Linear):
 
 
 class TokenLoss(nn.Module):
-    """The cross-entropy of targets (N,), summed; x is (N, d_model), weight (vocab_size, d_model).
+    """The summed cross-entropy of targets (N,), for x (N, d_model), weight (vocab_size, d_model).
 
-    A module of its own, so that it can be compiled for the size of a chunk.
+    It is a separate module so that it can be compiled for the size of a chunk.
     """
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -372,9 +372,9 @@ class TokenLoss(nn.Module):
 class ChunkedLoss(torch.autograd.Function):
     """The sum of a TokenLoss over all tokens, with the logits of one chunk in memory at a time.
 
-    Forward also computes the gradients, while it has the logits, and backward only scales them, so
-    that no product is repeated (Hsu et al. 2024, Liger Kernel). The gradient of the weight is
-    summed in float32: a bfloat16 sum would be rounded for every chunk.
+    Forward also computes the gradients while it has the logits, and backward only scales them. This
+    way no matrix product is repeated (Hsu et al. 2024, Liger Kernel). The gradient of the weight is
+    summed in float32: a bfloat16 sum would be rounded after every chunk.
     """
 
     @staticmethod
@@ -397,16 +397,16 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale: Tensor):
         x_gradient, weight_gradient = ctx.saved_tensors
-        weight_gradient = (scale * weight_gradient).to(x_gradient.dtype)  # the weight's as well
+        weight_gradient = (scale * weight_gradient).to(x_gradient.dtype)  # also the weight's dtype
         return None, scale * x_gradient, weight_gradient, None, None
 
 
 class Transformer(nn.Module):
     """tokens (B, T) -> logits (B, T, vocab_size); with targets (B, T) -> their mean cross-entropy.
 
-    Logits are float32, activations `dtype`; the loss is in nats. Build a distributed model under
-    torch.device("meta") and fill it parameter by parameter with `init_tensor`, so that a rank holds
-    its shards and one full tensor at a time.
+    Logits are in float32, activations in `dtype`; the loss is in nats. Build a distributed model
+    under torch.device("meta") and fill one parameter after another with `init_tensor`, so that a
+    rank never has more in memory than its shards and one full tensor.
     """
 
     def __init__(
@@ -429,19 +429,20 @@ class Transformer(nn.Module):
         weight = self.embed.weight if self.config.tied else None
         y = self.head(x, targets=targets, weight=weight)
         if isinstance(y, DTensor):
-            # A copy, not a view: an in-place operation on a view, such as `loss /= 2` by a caller,
-            # would drop FSDP's hook, which gathers weights again before backward, without an error.
+            # Return a copy, not a view. An in-place operation on a view, for example `loss /= 2`,
+            # would silently drop the FSDP hook that gathers weights again before backward.
             y = y.full_tensor().clone()
         return y
 
     @torch.no_grad()
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
-        """Fill the full parameter `name` in place, depending only on seed, name and device type.
+        """Fill the full parameter `name` in place. Its values depend on seed, name and device type.
 
-        On GPUs large matrices also depend on the number of multiprocessors.
+        On GPUs, values of large matrices also depend on the number of multiprocessors.
 
-        Norms are 1. Matrices are normal with standard deviation 0.02; 0.02 / sqrt(2 * n_layer) in
-        the 2 * n_layer layers whose outputs the residual stream sums (GPT-2, Radford et al. 2019).
+        Norms are 1. Matrices are normal with a standard deviation of 0.02, but 0.02 /
+        sqrt(2 * n_layer) in the 2 * n_layer layers whose outputs are added to the residual stream
+        (GPT-2, Radford et al. 2019).
         """
         if tensor.dim() == 1:
             tensor.fill_(1.0)
@@ -449,33 +450,33 @@ class Transformer(nn.Module):
         std = 0.02
         if name.endswith(("attention.out.weight", "mlp.down.weight")):
             std /= math.sqrt(2 * self.config.n_layer)
-        # Hashed, since a CPU generator reads only 32 bits of its seed
+        # Hashed, because a CPU generator uses only 32 bits of its seed
         hashed = zlib.crc32(f"{seed} {name}".encode())
         generator = torch.Generator(tensor.device).manual_seed(hashed)
         tensor.normal_(0.0, std, generator=generator)
 
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        """How T ranks of a tp group split each layer, for torch's parallelize_module.
+        """Return how a tp group of size tp splits each layer, for torch's parallelize_module.
 
         After Megatron-LM (Shoeybi et al. 2019). A column-wise layer splits its outputs: a rank has
-        n_head / T heads, d_ff / T of the hidden layer, vocab_size / T of the logits. The row-wise
-        layer after it splits its inputs the same way, so each rank computes a partial sum.
+        n_head / tp heads, d_ff / tp hidden units or vocab_size / tp logits. The row-wise layer
+        after it splits its inputs the same way, so each rank computes a partial sum.
 
         Norms and the residual stream are split by tokens (Korthikanti et al. 2022). An all_gather
         of (B, T, d_model) precedes attention, MLP and head; a reduce_scatter adds the partial sums
-        after attention, MLP and embedding. Backward swaps the two. A norm's gradient is a partial
-        sum, too: see RMSNorm.
+        after attention, MLP and embedding. Backward swaps the two. The gradient of a norm is also a
+        partial sum: see RMSNorm.
 
-        A tied head is given the embedding's weight, whose rows are split: (vocab_size / T, d_model)
-        on a rank, Shard(0). Its product with the gathered x is split by vocabulary, like a
-        column-wise head's. Both gradients are Shard(0): autograd adds them without communication.
+        A tied head uses the embedding's weight, whose rows are split: each rank has
+        (vocab_size / tp, d_model), Shard(0). The logits are split by vocabulary, as in a
+        column-wise head. Both gradients are Shard(0), so autograd adds them without communication.
 
         Under torch's loss_parallel() the loss never gathers the logits.
         """
         tokens = Shard(1)  # of (B, T, d_model)
         column = ColwiseParallel()
         row = RowwiseParallel(output_layouts=tokens)
-        # The gradients from q, k and v (or gate and up) are added, then scattered once.
+        # Backward adds the gradients from q, k and v (or gate and up), then scatters them once.
         gather = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate())
         plan = {
             "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
@@ -501,29 +502,29 @@ class Transformer(nn.Module):
         return name != "embed.weight" and not name.endswith("norm.weight")
 
     def is_hidden(self, name: str) -> bool:
-        """Whether a parameter is of a block, not the embedding, the head or the last norm."""
+        """Whether a parameter belongs to a block, not to the embedding, the head or last norm."""
         return name.startswith("blocks.")
 
     def parameter_count(self) -> int:
-        """Elements of all parameters, over all ranks."""
+        """Return the number of elements of all parameters, over all ranks."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs per token (Chowdhery et al. 2022, appendix B).
+        """Return the training FLOPs per token (Chowdhery et al. 2022, appendix B).
 
-        A weight takes a multiply and an add in forward, and twice that in backward.
+        Each weight costs a multiply and an add in forward, and twice that in backward.
         """
         weights = sum(p.numel() for p in self.parameters() if p.dim() > 1)  # in matrix products
         if not self.config.tied:
             weights -= self.embed.weight.numel()  # only looked up
-        keys = seq_len / 2  # that a token attends to, on average: the causal mask hides the others
+        keys = seq_len / 2  # a token's keys, on average: the causal mask hides the other half
         attention = 2 * self.config.n_layer * self.config.d_model * keys  # scores, then values
         return 6 * (weights + attention)
 
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch the model to evaluation mode, in which a fork may differ, then restore each module."""
+    """Put the model in evaluation mode, for forks with dropout, then restore each module's mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

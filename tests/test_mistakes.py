@@ -89,7 +89,7 @@ MISTAKES = {
         ("--run {damaged}", "{damaged}: rank-00000.safetensors is missing; name another", 1),
         (
             "--run {forked}",
-            "its model has other fields than this code: missing: none; unknown: window",
+            "its model does not match this code: missing fields: none; unknown fields: window",
         ),
     ],
     "tools.checkpoint": [

@@ -185,7 +185,7 @@ def test_all_ranks_write_similar_amounts(shards):
 def test_a_save_without_some_part_of_a_tensor_is_refused(shards):
     bounds = bounds_of_parts(shards)
     bounds[-1] = bounds[0]  # with one shard, all ranks have the full tensor anyway
-    problem = pytest.raises(checkpoint.CheckpointError, match="do not make up the whole")
+    problem = pytest.raises(checkpoint.CheckpointError, match="do not make up the full tensor")
     with problem if shards > 1 else contextlib.nullcontext():
         checkpoint.choose_writers(WHOLE, lambda find_bounds, state: bounds)
 
