@@ -1,17 +1,18 @@
 """Token folder -> sequence n -> the batches of a dp_rank.
 
-A token folder holds `train.bin` and `val.bin` (token ids, little-endian, no header) and
-`meta.json`, as prepare.py writes them. nanoGPT's folders (uint16, no meta.json) work too; their
+A token folder contains `train.bin` and `val.bin` (token ids, little-endian, no header) and
+`meta.json`, as prepare.py writes them. nanoGPT's folders (uint16, no meta.json) also work; their
 `meta.pkl` is never unpickled.
 
 A window is the piece of a file that a sequence reads: T tokens and the token after them. A file of
-N tokens has (N - 1) // T windows. With epoch, i = divmod(n, windows), sequence n of a run is window
-i in the order of (seed, epoch): a pure function of (seed, n), whatever the number of ranks
-or workers, the micro-batch size or the step at which a run resumed. So a checkpoint needs no state
-of the data loader. In a mixture, n also decides which folder a sequence is from.
+N tokens has (N - 1) // T windows. Each epoch reads all windows, in an order that depends on
+(seed, epoch). With epoch, i = divmod(n, windows), sequence n of a run is window i in this order. It
+is a pure function of (seed, n): the number of ranks or workers, the micro-batch size and the step
+at which a run resumed do not change it, and a checkpoint needs no state of the data loader. In a
+mixture, n also decides from which folder a sequence comes.
 
-prepare.py ends each document with an end-of-text token and packs one after the other: a window may
-end in another document than it began in, and attention sees both.
+prepare.py ends each document with an end-of-text token and packs documents one after the other.
+A window may therefore contain parts of several documents, and attention sees all of them.
 """
 
 import dataclasses
@@ -42,43 +43,43 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """A folder of train.bin and val.bin, checked, and what its meta.json tells about them."""
+    """A checked folder of train.bin and val.bin, with the facts from its meta.json."""
 
     path: Path
     dtype: np.dtype  # of the files: uint16 or uint32
-    vocab_size: int  # ids are below it
-    # "bytes", "gpt2" or the name of a file in the folder. None: unknown, ids have no text.
+    vocab_size: int  # token ids are below it
+    # "bytes", "gpt2" or the name of a file in the folder. None: unknown, ids cannot be decoded.
     tokenizer_name: str | None
-    fingerprint: str  # changes when the tokens do
-    # That file as {name: contents}, to copy into checkpoints; empty without one
+    fingerprint: str  # changes when the tokens change
+    # The tokenizer's file as {name: contents}, to copy into checkpoints; empty if there is none
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
-    val_bytes: int = 0  # of val.bin's text; 0: unknown
-    share: int = 1000  # of a mixture's sequences, in thousandths
+    val_bytes: int = 0  # size of the text in val.bin; 0: unknown
+    share: int = 1000  # of the sequences of a mixture, in thousandths
 
     @property
     def tokenizer(self) -> str | None:
-        """What to load to make text of ids here: a built-in tokenizer or the path of a file."""
+        """The tokenizer that decodes the ids: a built-in one's name or the path of a file."""
         if self.tokenizer_file:
             return str(self.path.absolute() / self.tokenizer_name)
         return self.tokenizer_name
 
     @property
     def vocabulary(self) -> tuple:
-        """What the folders of a mixture must share, wherever they are: what an id means."""
+        """The meaning of an id, whatever the folder's path: equal for all folders of a mixture."""
         return self.vocab_size, self.tokenizer_name, self.tokenizer_file
 
     def tokens(self, split: str) -> np.ndarray:
-        """Map the tokens of train.bin or val.bin, (n_tokens,)."""
+        """Memory-map the tokens of train.bin or val.bin, (n_tokens,)."""
         return memmap_tokens(self.path / f"{split}.bin", self.dtype)
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a run needs to know of its data before it reads any."""
+    """What a run needs to know about its data before it reads any."""
 
     vocab_size: int
-    tokenizer: str | None  # its name in a checkpoint
-    fingerprint: str  # of all folders; changes when the tokens do
+    tokenizer: str | None  # its name, as recorded in checkpoints
+    fingerprint: str  # of all folders; changes when the tokens change
 
 
 def facts_of(folders: list[TokenFolder]) -> DataFacts:
@@ -102,7 +103,7 @@ def open_folders(data: str) -> list[TokenFolder]:
         if folder.vocabulary != folders[0].vocabulary:
             raise DataError(
                 f"--data {data}: {folder.path} and {folders[0].path} have different tokenizers; "
-                "prepare all folders of a mixture with one"
+                "prepare all folders of a mixture with the same tokenizer"
             )
     return folders
 
@@ -120,7 +121,7 @@ def parse_mixture(data: str) -> list[tuple[Path, int]]:
         match = SHARE.fullmatch(item)
         if not match:
             raise DataError(
-                f"--data {data} is not a folder, and as a mixture DIR:SHARE,DIR:SHARE,... it lacks "
+                f"--data {data} is not a folder; as a mixture DIR:SHARE,DIR:SHARE,... it lacks "
                 f"the share of {item}"
             )
         share = round(1000 * float(match[2]))
@@ -136,13 +137,13 @@ def parse_mixture(data: str) -> list[tuple[Path, int]]:
 
 
 def memmap_tokens(file: Path, dtype: np.dtype) -> np.ndarray:
-    """Map the whole tokens of a file; an empty file, which cannot be mapped, is an empty array."""
+    """Memory-map the complete tokens of a file; return an empty array if there are none to map."""
     count = file.stat().st_size // dtype.itemsize
     return np.memmap(file, dtype, "r", shape=count) if count else np.empty(0, dtype)
 
 
 def open_folder(path: Path) -> TokenFolder:
-    """Read and check a token folder, ours or nanoGPT's. Raises DataError."""
+    """Read and check a token folder of prepare.py or of nanoGPT. Raises DataError."""
     for name in ("train.bin", "val.bin"):
         if not (path / name).is_file():
             raise DataError(
@@ -153,13 +154,13 @@ def open_folder(path: Path) -> TokenFolder:
         return read_folder(path)
     except DataError:
         raise
-    except Exception as error:  # damaged files can raise most of them
+    except Exception as error:
         reason = f"meta.json lacks {error}" if isinstance(error, KeyError) else error
         raise DataError(f"--data {path} is damaged: {reason}; prepare it again") from None
 
 
 def read_folder(path: Path) -> TokenFolder:
-    """Read a folder that has both token files. Damaged ones can raise most exceptions."""
+    """Read and check a folder with both token files. Damaged files may raise any exception."""
     is_ours = (path / "meta.json").exists()
     meta = json.loads((path / "meta.json").read_bytes()) if is_ours else nanogpt_meta(path)
     dtype = np.dtype(meta["dtype"])
@@ -173,7 +174,7 @@ def read_folder(path: Path) -> TokenFolder:
         size = file.stat().st_size
         count = int(meta[f"{split}_tokens"]) if is_ours else size // dtype.itemsize
         if size != count * dtype.itemsize:
-            raise ValueError(f"{file} has {size:,} bytes, not {count:,} tokens of {dtype.itemsize}")
+            raise ValueError(f"{file} has {size:,} bytes, not {count:,} tokens x {dtype.itemsize}")
         tokens = memmap_tokens(file, dtype)
         digest.update(len(tokens).to_bytes(8))
         for block in spread_blocks(tokens):
@@ -199,7 +200,7 @@ def read_tokenizer_file(path: Path, name: str) -> dict[str, bytes]:
 
 
 def nanogpt_meta(path: Path) -> dict:
-    """Stand in for meta.json: GPT-2's vocabulary or, beside a meta.pkl, the ids that occur."""
+    """Replace a missing meta.json: GPT-2's vocabulary or, with a meta.pkl, the ids that occur."""
     dtype = np.dtype("<u2")
     meta = {"dtype": dtype, "vocab_size": 50257, "tokenizer": "gpt2"}
     if (path / "meta.pkl").exists():
@@ -224,10 +225,10 @@ def spread_blocks(tokens: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def check_range(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
-    """Raise DataError if a token of `file` is not below vocab_size."""
+    """Raise DataError if a token id in `file` is not below vocab_size."""
     highest = int(tokens.max(initial=0))
     if highest >= vocab_size:
-        problem = f"{file} holds token {highest}, above its vocabulary of {vocab_size}"
+        problem = f"{file} contains token id {highest}; ids must be below vocab_size {vocab_size}"
         raise DataError(f"{problem}; prepare it again with prepare.py")
 
 
@@ -236,12 +237,12 @@ def check_range(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
 
 
 def window_of(n: int, windows: int, seed: int) -> int:
-    """The window of sequence n: its place in a keyed pseudo-random permutation of range(windows).
+    """Return the window of sequence n, from a keyed pseudo-random permutation of range(windows).
 
-    Needs no table, so a large corpus costs nothing: a Feistel network on the smallest even number
-    of bits that holds `windows` is applied until the result falls inside, at most 4 times on
-    average ("cycle walking", Black & Rogaway 2002, Ciphers with arbitrary finite domains). Below
-    about 20 windows, pairs of n are not quite uniform.
+    The permutation needs no table, whatever the size of the corpus. A Feistel network on the
+    smallest even number of bits that can represent all windows is applied until the result is
+    below `windows`, at most 4 times on average ("cycle walking", Black & Rogaway 2002, Ciphers with
+    arbitrary finite domains). With fewer than about 20 windows, pairs of n are not quite uniform.
     """
     epoch, n = divmod(n, windows)
     key = b"%d %d" % (seed, epoch)
@@ -258,10 +259,10 @@ def window_of(n: int, windows: int, seed: int) -> int:
 
 
 class TokenDataset(Dataset):
-    """The sequences of one split; `dataset[[n, ...]]` is a batch, int64 (len, T + 1).
+    """The sequences of one split; `dataset[[n, ...]]` is a batch (B, T + 1) in int64.
 
-    A seed permutes the windows of each epoch; without one (the validation split), sequence n reads
-    window n.
+    With a seed, the windows of each epoch are permuted. Without one (the validation split),
+    sequence n reads window n.
     """
 
     def __init__(self, folder: TokenFolder, split: str, seq_len: int, seed: int | None):
@@ -275,7 +276,7 @@ class TokenDataset(Dataset):
         self.n_windows = (n_tokens - 1) // seq_len
         if self.n_windows < 1:
             raise DataError(
-                f"{self.file} holds {n_tokens:,} tokens: one sequence of "
+                f"{self.file} contains {n_tokens:,} tokens: one sequence of "
                 f"--seq_len {seq_len} needs {seq_len + 1:,}"
             )
 
@@ -300,22 +301,23 @@ class TokenDataset(Dataset):
 class Mixture(Dataset):
     """The sequences of one split of several folders, like TokenDataset for one folder.
 
-    With seeds, folders take turns in the same order in every thousand sequences, each with its own
-    epochs. Without, they stand one after the other, stretched to their shares, so that the evenly
-    spread `val_indices` meet each folder in proportion to its share, from beginning to end.
+    With seeds (training), folders take turns, in the same order in every thousand sequences. Each
+    folder has separate epochs. Without seeds (validation), the folders follow one another, each
+    stretched to its share of the length. The evenly spread `val_indices` then read each folder in
+    proportion to its share, from its start to its end.
 
     For example, folders A and B have the shares 0.7 and 0.3, and 60 and 25 sequences. With seeds,
     turn t of A is due at (t + 0.25) / 700 and turn t of B at (t + 0.75) / 300: the order is
-    A A B A A B A A A B ... Without, the length is 1000 * 60: numbers below 42,000 are stretched
-    over A (21,000 reads its sequence 30), and the other 18,000 over B.
+    A A B A A B A A A B ... Without seeds, the length is 1000 * 60. The first 42,000 numbers are
+    stretched over A (number 21,000 reads A's sequence 30), the other 18,000 over B.
     """
 
     def __init__(self, parts: list[TokenDataset]):
         self.parts = parts
         self.shares = [part.folder.share for part in parts]  # thousandths
-        turns = []  # a thousand of (when it is due, folder, turn of the folder)
+        turns = []  # 1,000 tuples (when the turn is due, folder, number of the folder's turn)
         for i, share in enumerate(self.shares):
-            stagger = (i + 0.5) / len(parts)  # keeps folders of equal share from coming in a row
+            stagger = (i + 0.5) / len(parts)  # or folders with equal shares would be due together
             turns += [((turn + stagger) / share, i, turn) for turn in range(share)]
         self.turns = sorted(turns)
 
@@ -323,7 +325,7 @@ class Mixture(Dataset):
         return 1000 * max(map(len, self.parts))
 
     def source(self, n: int) -> tuple[int, int]:
-        """Return (the folder that sequence n is from, its number there)."""
+        """Return (index of the folder that sequence n comes from, its number in that folder)."""
         if self.parts[0].seed is not None:
             thousand, place = divmod(n, 1000)
             _, i, turn = self.turns[place]
@@ -357,7 +359,7 @@ def train_indices(
     """Yield the sequence indices of each micro-batch of a dp_rank.
 
     Step s, counted from 1, trains on the B sequences (s - 1) * B ... s * B - 1. Each dp_rank reads
-    B / dp_size consecutive ones, micro-batch by micro-batch.
+    B / dp_size consecutive sequences, one micro-batch after another.
     """
     per_rank = global_batch_size // dp_size
     for step in steps:
@@ -371,8 +373,8 @@ def val_indices(
 ) -> Iterator[list[int]]:
     """Yield the batches of a dp_rank, from `count` sequences spread evenly over the val split.
 
-    The set is the same in every evaluation and on any mesh. Every dp_rank gets the same number of
-    batches, since a forward pass is collective; those past the end of the set are empty.
+    The sequences are the same in every evaluation and on any mesh. Every dp_rank gets the same
+    number of batches, since a forward pass is collective; batches past the last sequence are empty.
     """
     chosen = [i * n_sequences // count for i in range(count)]
     for start in range(0, count, micro_batch_size * dp_size):
@@ -383,9 +385,9 @@ def val_indices(
 def loader(
     dataset: Dataset, indices: Iterable[list[int]], workers: int = 0, pin: bool = False
 ) -> Iterator[Tensor]:
-    """Yield the batch of each list of `indices` in order, read ahead by `workers` processes.
+    """Yield the batch for each list in `indices`, in order, read ahead by `workers` processes.
 
-    With 0 workers this process reads each batch on demand. `pin` puts batches in pinned memory.
+    With 0 workers, this process reads each batch on demand. `pin` puts batches in pinned memory.
     Raises DataError.
     """
     batches = DataLoader(
@@ -401,7 +403,7 @@ def loader(
     except Exception as error:
         if workers:
             # The frames of the traceback hold torch's iterator in a reference cycle. If the garbage
-            # collector frees the iterator, the iterator waits 5 s for the end of each worker.
+            # collector frees the iterator, the iterator waits 5 s for each worker to end.
             traceback.clear_frames(error.__traceback__)
         if not isinstance(error, DataError):
             raise
@@ -414,6 +416,6 @@ def loader(
 def leave_process_group(worker: int) -> None:
     """Shield a worker from the signals that terminals and torchrun send to its parent's group.
 
-    SIGTERM would kill it, and with it the parent, before the parent has saved.
+    SIGTERM would kill the worker, and the parent would fail before it has saved a checkpoint.
     """
     os.setpgid(0, 0)

@@ -144,7 +144,7 @@ def test_the_start_reads_blocks_of_a_large_file_up_to_its_end(tmp_path):
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     tokens[511 * SURVEY - 1] = 257
     write_tokens(tmp_path, tokens, tokens[:100])
-    with pytest.raises(data.DataError, match="train.bin holds token 257, above its vocabulary"):
+    with pytest.raises(data.DataError, match="train.bin contains token id 257; ids must be"):
         data.open_folder(tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_a_batch_with_a_token_above_the_vocabulary_is_refused(tmp_path):
     tokens[SURVEY + 5] = 257  # in a block that the start does not read
     write_tokens(tmp_path, tokens, tokens[:100])
     dataset = data.TokenDataset(data.open_folder(tmp_path), "train", 8, None)
-    line = r"^\S+train.bin holds token 257, above its vocabulary of 257[^\n]*$"
+    line = r"^\S+train.bin contains token id 257; ids must be below vocab_size 257[^\n]*$"
     processes = multiprocessing.active_children()
     with no_garbage_collection():  # as in a run; a collection waits 5 s for each worker
         for workers in (0, 2):

@@ -36,7 +36,7 @@ MISTAKES = {
         # --data
         ("--data {root}/nowhere", "no train.bin there; create it with: python prepare.py"),
         ("--seq_len 100000", "one sequence of --seq_len 100000 needs 100,001"),
-        ("--data {high}", "train.bin holds token 300, above its vocabulary of 257; prepare"),
+        ("--data {high}", "train.bin contains token id 300; ids must be below vocab_size 257; pre"),
         ("--data {torn}", "torn/train.bin has 1,999 bytes, not "),
         ("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
         (
