@@ -42,7 +42,7 @@ class MeshError(ValueError):
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all."""
+    """The place of this process among all ranks."""
 
     rank: int
     size: int
@@ -50,7 +50,7 @@ class World:
     local_size: int
     device: torch.device
     timeout: timedelta  # of collectives
-    store: torch.distributed.Store  # a second connection to the store in which the ranks met
+    store: torch.distributed.Store  # a second connection to the store of the rendezvous
 
 
 # tp is last, so that its ranks, which communicate most, are neighbours on a host. A new axis also
@@ -66,7 +66,7 @@ def mesh_shape(
     dp_shard: int | None = None,
     tp: int = 1,
 ) -> tuple[int, int, int]:
-    """Return (dp_replicate, dp_shard, tp); the strategy fills in None. Raises MeshError."""
+    """Return (dp_replicate, dp_shard, tp). The strategy replaces None. Raises MeshError."""
     dp_size = max(1, world_size // tp)
     if strategy == "hsdp":
         if dp_replicate is None and dp_shard is None:
@@ -83,7 +83,7 @@ def mesh_shape(
     if size != world_size:
         raise MeshError(
             f"--strategy {strategy} with dp_replicate {shape[0]} x dp_shard {shape[1]} x tp {tp} "
-            f"takes {size} processes, but {world_size} were started: change --strategy, "
+            f"needs {size} processes, but {world_size} were started: change --strategy, "
             "--dp_replicate, --dp_shard, --tp or the number of processes"
         )
     return (*shape, tp)
@@ -93,8 +93,8 @@ def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
     """Create the mesh over all ranks; collectives on every axis have the world's timeout."""
     ranks = torch.arange(world.size).view(shape)
     is_cuda = world.device.type == "cuda"
-    # For NCCL, one group that is split once per axis. init_device_mesh would split the default
-    # group, and so connect gloo too on each axis, with a timeout of 30 minutes. Before torch 2.11,
+    # For NCCL, create one group and split it per axis. init_device_mesh would split the default
+    # group, which also connects gloo on each axis, with a timeout of 30 minutes. Before torch 2.11,
     # split_group can mix up two lines of 512 ranks: their colors were hashes, which may be equal.
     groups = []
     if is_cuda:
@@ -112,16 +112,16 @@ def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
 
 
 def dp_rank(mesh: DeviceMesh) -> int:
-    """Which part of the data this rank reads: 0 ... dp_size - 1, shared within a tp group."""
+    """Return which part of the data this rank reads, 0 ... dp_size - 1; equal in a tp group."""
     replicate_rank = mesh.get_local_rank("dp_replicate")
     shard_rank = mesh.get_local_rank("dp_shard")
     return replicate_rank * mesh["dp_shard"].size() + shard_rank
 
 
 def start(device: str = "cpu", timeout: timedelta = torch.distributed.default_pg_timeout) -> World:
-    """Join the process group of torchrun's ranks; without torchrun, form a group of this process.
+    """Join the process group of torchrun's ranks; without torchrun, form a group of one process.
 
-    runtime.launch.start also explains why ranks do not meet.
+    train.py calls runtime.launch.start, which also explains why ranks cannot connect.
     """
     if "RANK" in os.environ:
         store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))
@@ -136,9 +136,9 @@ def start(device: str = "cpu", timeout: timedelta = torch.distributed.default_pg
 
 
 def join_group(world: World, store: torch.distributed.Store) -> None:
-    """Form torch's default group of all ranks, which meet in `store`.
+    """Create torch's default process group of all ranks, which find each other through `store`.
 
-    gloo carries CPU tensors and objects, nccl carries CUDA tensors.
+    gloo carries CPU tensors and Python objects, nccl carries CUDA tensors.
     """
     is_cuda = world.device.type == "cuda"
     if is_cuda:
@@ -169,26 +169,26 @@ def parallelize(
     reshard_after_forward: bool = True,
     keep_gradients: bool = False,
 ) -> nn.Module:
-    """Lay a model built on the meta device out on the mesh; return the module to call.
+    """Lay out a model, built on the meta device, on the mesh; return the module to call.
 
     Weights stay in float32, FSDP gathers them in `dtype`, and gradients are averaged in float32
     over all dp ranks. Parameters keep their names.
 
-    init                    init(name, tensor) fills one full tensor; None: weights get no values
+    init                    init(name, tensor) fills one full tensor; None: values are undefined
     tp_plan                 how a tp group splits submodules, for parallelize_module (Shoeybi et al.
                             2019); other parameters are replicated
     fsdp_units              groups of submodules, in forward order, whose weights FSDP gathers
-                            together; the rest of the model is one more
-    reshard_after_forward   units drop gathered weights after forward and, if backward needs them,
+                            together; the rest of the model is one more unit
+    reshard_after_forward   units free gathered weights after forward and, if backward needs them,
                             gather them again; False: SHARD_GRAD_OP
-    keep_gradients          DDP's gradients exist from the start, as views of its buckets, where
-                            micro-batches that are not synchronized accumulate
+    keep_gradients          DDP's gradients exist from the start, as views of its buckets; there
+                            micro-batches accumulate their gradients until DDP synchronizes them
     """
     tp = mesh["tp"].size()
     if tp > 1:
         parallelize_module(model, mesh["tp"], tp_plan)
         distribute_module(model, mesh["tp"])  # replicates what the plan does not split
-    # DDP cannot hold tp's DTensors: ddp with tp is FSDP with replicas of one shard.
+    # DDP does not support the DTensors of tp: ddp with tp is FSDP with one shard per replica.
     if strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1):
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
@@ -203,20 +203,20 @@ def parallelize(
 def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
     """Choose whether the backward of this micro-batch averages gradients over ranks.
 
-    A context around forward *and* backward, since DDP decides at forward. `is_last` marks the last
-    micro-batch of a step. Modes, and what FSDP does in backward:
+    Use this context around forward *and* backward, since DDP decides in forward. `is_last` marks
+    the last micro-batch of a step. What FSDP does in backward, by mode:
 
                        a micro-batch before the last    the last
         batch          -                                reduce_scatter, all_reduce
         micro_batch    reduce_scatter, all_reduce       reduce_scatter, all_reduce
         shard          reduce_scatter                   reduce_scatter, all_reduce
 
-    batch: until the last micro-batch, gradients accumulate on each rank, under DDP in its buckets
-        (see `keep_gradients`), under FSDP unsharded in float32: 4 bytes x all parameters.
-    micro_batch: gradients stay sharded, 4 bytes x parameters / dp_shard, at grad_accum_steps times
-        the traffic.
-    shard, for hsdp: links are fast within dp_shard; the memory of micro_batch and, between hosts,
-        the traffic of batch.
+    batch: until the last micro-batch, gradients accumulate on each rank: with DDP in its buckets
+        (see `keep_gradients`), with FSDP unsharded in float32, 4 bytes x all parameters.
+    micro_batch: gradients stay sharded, 4 bytes x parameters / dp_shard, but the traffic is
+        grad_accum_steps times as high.
+    shard: for hsdp with fast links within dp_shard. It needs as little memory as micro_batch and,
+        between hosts, as little traffic as batch.
     """
     if isinstance(model, DistributedDataParallel) and mode == "batch" and not is_last:
         with model.no_sync():
@@ -233,7 +233,7 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
 def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Module:
     """Wrap the model in DDP over dp_replicate."""
     if keep_gradients:
-        # DDP moves existing gradients into its buckets now, others only when it synchronizes.
+        # DDP moves gradients that exist now into its buckets, later ones when it synchronizes.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -247,11 +247,11 @@ def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Mo
 
 
 def warm_up_buckets(model: DistributedDataParallel, *inputs: Tensor) -> None:
-    """Make DDP choose its final buckets now, by a forward and backward pass without effect.
+    """Make DDP choose its final buckets now, in a forward and backward pass without other effects.
 
     DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived.
-    On three ranks or more, buckets decide the order in which the parts of a gradient are added:
-    after this pass it is the same in every step, even the first ones after a restart.
+    With three or more ranks, the buckets decide in which order the gradients of the ranks are
+    added. After this pass the order is the same in all steps, even the first ones after a restart.
     """
     keep_gradients = any(p.grad is not None for p in model.parameters())
     model(*inputs).backward()
@@ -262,19 +262,19 @@ def shard(
     model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, units: Sequence[list], reshard: bool
 ) -> None:
     """Apply FSDP to each unit, then to the rest of the model."""
-    # Inputs keep their dtype: the model casts them, and keeps its rotations in float32.
+    # Inputs keep their dtype: the model casts them, except the RoPE table, which stays in float32.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for unit in units:
-        # Only the rest of the model runs between the last unit's forward and backward.
+        # The last unit keeps its weights: its backward follows soon after its forward.
         drops = reshard and unit is not units[-1]
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=drops)
         if all(isinstance(module, nn.Embedding) for module in unit):
-            unit[0].set_unshard_in_backward(False)  # the backward reads indices, no weight
+            unit[0].set_unshard_in_backward(False)  # backward needs the indices, not the weight
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    # Gather the weights of the next unit while this one computes. FSDP does so by itself in
-    # backward, and on a GPU, whose host runs ahead, in forward. CPUs need this call.
+    # Gather the weights of the next unit while this one computes. FSDP does this by itself in
+    # backward, and in forward on a GPU, where the host runs ahead. CPUs need this call.
     for unit, next_unit in itertools.pairwise(units):
         unit[-1].set_modules_to_forward_prefetch([next_unit[0]])
 
@@ -283,10 +283,10 @@ def shard(
 def materialize(
     model: nn.Module, device: torch.device, init: Callable[[str, Tensor], None] | None
 ) -> None:
-    """Give a model on the meta device memory and values.
+    """Allocate and fill the weights of a model on the meta device.
 
-    Every rank fills the same full tensor and keeps its part: weights are the same on every mesh,
-    without communication, and a rank holds at most its shard and one full tensor.
+    Every rank fills the same full tensor and keeps its part, then the next tensor. So weights are
+    the same on every mesh without communication, and a rank has one full tensor at a time.
     """
     model.to_empty(device=device)
     for name, tensor in model.named_parameters() if init else ():
@@ -295,7 +295,7 @@ def materialize(
             continue
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         init(name, full)
-        # src_data_rank=None: cut locally; all ranks have the full tensor
+        # src_data_rank=None: split locally, since all ranks have the full tensor
         part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(part)
 
@@ -305,7 +305,7 @@ def materialize(
 
 
 class RankError(RuntimeError):
-    """An exception of another rank, of a class that this rank cannot find or make."""
+    """An exception of another rank whose class this rank cannot import or construct."""
 
     exit_status = 1
 
@@ -313,8 +313,8 @@ class RankError(RuntimeError):
 def on_all_ranks(function: Callable, *arguments, group: ProcessGroup | None = None) -> list:
     """Call `function` on each rank of the group; return the results of all ranks, by rank.
 
-    If a rank raises, or its result cannot be pickled, all ranks raise, so that none waits: the
-    first rank that failed its own exception, the other ranks one of the same class and text.
+    If a rank raises, or its result cannot be pickled, all ranks raise, so that none waits forever.
+    The first rank that failed raises its exception, the others one of the same class and text.
     """
     error = None
     outcomes = [None] * torch.distributed.get_world_size(group)
@@ -333,7 +333,7 @@ def on_all_ranks(function: Callable, *arguments, group: ProcessGroup | None = No
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """A context that raises on all ranks if its block raises on one. Its end is a collective."""
+    """A context that raises on all ranks if its block raises on one. Leaving it is a collective."""
     outcome = Future()  # its result() raises what the block has raised
     try:
         yield
@@ -362,7 +362,7 @@ def on_rank0(function: Callable, *arguments):
 
 
 def class_and_text(error: Exception) -> tuple[str, str, str]:
-    """Return the module and name of the exception's class, and its text: all can be sent."""
+    """Return the module and name of the exception's class, and its text, as strings to send."""
     return type(error).__module__, type(error).__qualname__, str(error)
 
 
@@ -370,7 +370,7 @@ def exception_of(module: str, name: str, text: str) -> Exception:
     """Return an exception of this class and text, or a RankError if that is not possible."""
     with suppress(Exception):
         error_class = pkgutil.resolve_name(f"{module}:{name}")
-        error = error_class.__new__(error_class)  # not called: it may take other arguments
+        error = error_class.__new__(error_class)  # __init__ may need unknown arguments
         error.args = (text,)
         if str(error) == text:
             return error

@@ -29,7 +29,7 @@ def test_the_mesh_shape_follows_from_the_strategy(arguments, shape):
 
 
 def test_a_mesh_of_the_wrong_size_is_refused():
-    line = "4 x dp_shard 3 x tp 2 takes 24 processes, but 12 were started"
+    line = "4 x dp_shard 3 x tp 2 needs 24 processes, but 12 were started"
     with pytest.raises(dist.MeshError, match=line):
         dist.mesh_shape("hsdp", 12, 6, 4, 3, 2)
 

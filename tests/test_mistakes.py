@@ -32,7 +32,7 @@ MISTAKES = {
         ("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
         ("--warmup_steps 5", "--warmup_steps 5 is more than --max_steps 4"),
         ("--grad_sync shard", "--grad_sync shard is for --strategy hsdp, not single"),
-        ("--tp 2", "takes 2 processes, but 1 were started: change --strategy"),
+        ("--tp 2", "needs 2 processes, but 1 were started: change --strategy"),
         # --data
         ("--data {root}/nowhere", "no train.bin there; create it with: python prepare.py"),
         ("--seq_len 100000", "one sequence of --seq_len 100000 needs 100,001"),
@@ -202,4 +202,4 @@ def test_every_rank_reports_a_mesh_that_does_not_fit(on_ranks):
     for (status, out, err), name in zip(answers, ("error", "error on rank 1")):
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert err.startswith(f"train.py: {name}: --strategy single ")
-        assert "takes 1 processes, but 2 were started" in err
+        assert "needs 1 processes, but 2 were started" in err
