@@ -1,6 +1,6 @@
 """The log: rows of metrics.jsonl and optim.jsonl, and lines on the console.
 
-StepMeter measures: it times steps and gathers a row from all ranks. Log writes the rows.
+StepMeter times steps and gathers a row from all ranks. Log writes the rows.
 """
 
 import importlib
@@ -22,8 +22,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-# Dense bfloat16 TFLOP/s with float32 accumulation. The keys are the names that
-# torch.cuda.get_device_name returns. A figure quoted "with sparsity" is twice the dense one.
+# Dense bfloat16 TFLOP/s, accumulated in float32, by the name that torch.cuda.get_device_name
+# returns. Comments quote the vendors; a figure "with sparsity" is twice the dense one.
 PEAK_TFLOPS = {
     # A100 data sheet 1758950: 312 dense, PCIe and SXM
     "NVIDIA A100-PCIE-40GB": 312,
@@ -37,18 +37,18 @@ PEAK_TFLOPS = {
     # nvidia.com/en-us/data-center/h200, with sparsity: SXM 1,979, NVL 1,671
     "NVIDIA H200": 989,
     "NVIDIA H200 NVL": 835,
-    # nvidia.com/en-us/data-center/grace-hopper-superchip: equal to the H100 SXM
+    # nvidia.com/en-us/data-center/grace-hopper-superchip: as the H100 SXM
     "NVIDIA GH200 120GB": 989,
     "NVIDIA GH200 480GB": 989,
     "NVIDIA GH200 144G HBM3e": 989,
-    # Blackwell data sheet 3384703, with sparsity, for one GPU: HGX B200 4,500, GB200 5,000
+    # Blackwell data sheet 3384703, with sparsity, per GPU: HGX B200 4,500, GB200 5,000
     "NVIDIA B200": 2250,
     "NVIDIA GB200": 2500,
-    # nvidia.com/en-us/data-center/hgx and gb300-nvl72, with sparsity, for one GPU: 4,500, 5,000
+    # nvidia.com/en-us/data-center/hgx and gb300-nvl72, with sparsity, per GPU: 4,500, 5,000
     "NVIDIA B300 SXM6 AC": 2250,
     "NVIDIA GB300": 2500,
-    # amd.com, pages of the Instinct accelerators, dense. The MI355X's page rounds to 2,500; here it
-    # is 1,024 matrix cores x 512 multiply-adds per clock x 2 x 2.4 GHz.
+    # amd.com, pages of the Instinct accelerators, dense. The MI355X's page rounds to 2,500. This is
+    # 1,024 matrix cores x 512 multiply-adds per clock x 2 x 2.4 GHz.
     "AMD Instinct MI300X": 1307.4,
     "AMD Instinct MI325X": 1307.4,
     "AMD Instinct MI355X": 2516.6,
@@ -61,7 +61,7 @@ PEAK_TFLOPS = {
 }
 
 
-# torch 2.13 introduced the first name, and warns about the second one.
+# torch 2.13 introduced the name all_gather_single, and warns about the older one.
 all_gather_single = getattr(
     torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
 )
@@ -80,17 +80,17 @@ class Diverged(RuntimeError):
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or a CPU's architecture and the number of threads of this rank."""
+    """The name of a GPU, or the architecture of a CPU and the threads that this rank uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the peak so far of tensors on the device and of this process's resident memory, bytes.
+    """Peak bytes so far of tensors on the device, and of this process's resident memory.
 
-    Also return the peak bytes that torch's allocator reserved on the device, and how many times it
-    freed its cache and tried again, for which it waits for the device. On a CPU, all values but the
+    Also returns the peak bytes that torch's allocator has reserved on the device, and the number of
+    times it freed its cache to try again, which waits for the device. On a CPU, all values but the
     resident memory are 0.
     """
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
@@ -108,7 +108,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def replace_file(path: Path, text: str | bytes) -> None:
-    """Replace a file atomically. On failure, leave it unchanged and raise OSError with its path."""
+    """Replace a file atomically. On failure, it is unchanged; the OSError contains its path."""
     partial = path.with_name(f".{path.name}.tmp")
     try:
         partial.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -119,7 +119,7 @@ def replace_file(path: Path, text: str | bytes) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, object]]:
-    """Yield each line of a JSON-lines file and its value, which is None if it does not parse."""
+    """Yield each line of a JSON lines file with its value, or None if it does not parse."""
     for line in path.read_bytes().splitlines() if path.exists() else []:
         value = None
         with suppress(ValueError):
@@ -128,7 +128,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, object]]:
 
 
 def read_log(path: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl or optim.jsonl: JSON objects with a `step`.
+    """The rows of metrics.jsonl or optim.jsonl: JSON objects with a `step`.
 
     Other lines are skipped, for example a row that was cut short by a full disk.
     """
@@ -136,12 +136,12 @@ def read_log(path: Path) -> list[dict]:
 
 
 def is_row(value: object) -> bool:
-    """Whether the value of a line is a row (an object with a `step`), not a note by a user."""
+    """Whether a line's value is a row (an object with a `step`), not a note added by a user."""
     return isinstance(value, dict) and type(value.get("step")) is int
 
 
 def drop_rows_after(path: Path, step: int) -> list[dict]:
-    """Remove the rows after `step`, from which a run resumes; return the remaining rows."""
+    """Drop the rows after `step`, from which a run resumes; return the remaining rows."""
     if not path.exists():
         return []
     kept = [line for line, row in read_lines(path) if not is_row(row) or row["step"] <= step]
@@ -150,14 +150,14 @@ def drop_rows_after(path: Path, step: int) -> list[dict]:
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Whether `step` is a multiple of `interval`; never, if the interval is 0."""
+    """Whether `step` ends an interval; an interval of 0 never ends."""
     return interval > 0 and step % interval == 0
 
 
 def console_line(row: dict, max_steps: int, is_first: bool) -> str:
     """Format a training row for the console.
 
-    A process's first row shows no time left: its first step allocates memory and may compile.
+    A process's first step allocates and may compile, so it cannot predict the time left.
     """
     line = (
         f"{row['step'] / max_steps:4.0%}  loss {row['loss']:.4f}  "
@@ -167,13 +167,13 @@ def console_line(row: dict, max_steps: int, is_first: bool) -> str:
     if row["mfu"] is not None:
         line += f"  mfu {row['mfu']:.1%}"
     if not is_first:
-        left = round((max_steps - row["step"]) * row["step_time"])  # 59.7 seconds are 1m00s
+        left = round((max_steps - row["step"]) * row["step_time"])  # 59.7 s become 1m00s
         line += f"  {left // 60}m{left % 60:02}s left"
     return line
 
 
 def open_wandb(out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
-    """Start or continue the wandb run `run_id`, with files in `out`; return send(row)."""
+    """Start or continue the wandb run `run_id`, with its files in `out`; return send(row)."""
     wandb = importlib.import_module("wandb")  # an optional package
     options = {"project": "nanoshard", "name": out.name, "dir": out, "config": config}
     run = wandb.init(id=run_id, resume="allow", **options)
@@ -191,36 +191,36 @@ def open_wandb(out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
 
 @dataclass(frozen=True)
 class Column:
-    """A value of this rank. The row gets the mean over ranks, as it does for a plain value."""
+    """A value of this rank; the row gets the mean over ranks. Plain values are treated the same."""
 
     value: Tensor | float  # a tensor is 0-d, and may be on the device
     reduce = staticmethod(fmean)
 
 
 class Maximum(Column):
-    """A value of this rank. The row gets the largest value of any rank."""
+    """A value of this rank; the row gets the maximum over ranks."""
 
     reduce = staticmethod(max)
 
 
 class Minimum(Column):
-    """A value of this rank. The row gets the smallest value of any rank."""
+    """A value of this rank; the row gets the minimum over ranks."""
 
     reduce = staticmethod(min)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The constants that convert the time of a step into tokens/s and MFU."""
+    """The constants that convert the time of a step into rates."""
 
     device: torch.device
-    tokens_per_step: int  # on all ranks together
+    tokens_per_step: int  # of all ranks
     flops_per_token: float
-    peak_flops: float | None  # FLOP/s of one device; None if unknown
+    peak_flops: float | None  # per device; None if unknown
 
 
 class Mark:
-    """The start or end of a row's interval: now; on a GPU, when the work queued so far is done."""
+    """The start or end of a row's interval: now, or on a GPU after all work queued so far."""
 
     def __init__(self, device: torch.device, step: int):
         self.step = step
@@ -231,7 +231,7 @@ class Mark:
             self.event.record()
 
     def since(self, earlier: "Mark") -> float:
-        """Return the seconds from `earlier` to this mark; both have passed."""
+        """The seconds from an earlier mark to this one. Both must have been reached."""
         if self.event:
             return earlier.event.elapsed_time(self.event) / 1e3
         return self.host_time - earlier.host_time
@@ -242,7 +242,7 @@ class PendingRow:
     """A row on its way from the devices to the host."""
 
     began: Mark
-    ended: Mark  # once it has passed, `values` have arrived
+    ended: Mark  # `values` have arrived when this mark is reached
     columns: dict[str, Column]
     values: Tensor  # (world_size, columns), float64, in host memory
 
@@ -250,19 +250,19 @@ class PendingRow:
 class StepMeter:
     """Times steps and gathers rows from all ranks: `send_row`, and later `compute_row`.
 
-    rates           the constants of this device and model
-    step            the last finished step: the first row starts after it
-    useful_seconds  time spent in steps so far, lost steps excluded; only rank 0 knows it
+    rates           of this device and model
+    step            the number of steps so far; the first row starts after them
+    useful_seconds  the time spent in steps so far, without lost steps; known only on rank 0
     """
 
     def __init__(self, rates: Rates, step: int, useful_seconds: float):
         self.rates = rates
         self.useful_seconds = useful_seconds
-        self.began = Mark(rates.device, step)  # the start of the next row
+        self.began = Mark(rates.device, step)  # where the next row starts
         self.pending: PendingRow | None = None
 
     def send_row(self, step: int, values: dict[str, Column | Tensor | float]) -> None:
-        """Start one small all_gather and an asynchronous copy to the host: the pending row."""
+        """Create the pending row with one small all_gather and an asynchronous copy to the host."""
         device = self.rates.device
         values = values | {name: Maximum(value) for name, value in peak_memory(device).items()}
         tensors, numbers = {}, {}
@@ -287,7 +287,7 @@ class StepMeter:
         self.pending = PendingRow(began, self.began, tensors | numbers, gathered)
 
     def compute_row(self) -> dict:
-        """Wait for the pending row and compute it from the values of all ranks."""
+        """Wait for the pending row, and compute it from the values of all ranks."""
         pending, self.pending = self.pending, None
         if pending.ended.event:
             pending.ended.event.synchronize()
@@ -317,11 +317,10 @@ class StepMeter:
 
 
 def find_useful_seconds(row: dict, first_start: float) -> float:
-    """Return the useful seconds up to `row`, the last training row of a run that continues."""
-    # The difference is negative if starts.jsonl is missing: then `first_start` is this start, and
-    # earlier steps are not counted.
+    """The useful seconds of a resumed run up to `row`, its last training row."""
+    # Without starts.jsonl, this start counts as the first. The row is older: no steps count so far.
     age = max(0.0, datetime.fromisoformat(row["time"]).timestamp() - first_start)
-    if "useful_seconds" not in row:  # a row of an older version
+    if "useful_seconds" not in row:  # written by an older version
         return row["goodput"] * age
     return min(row["useful_seconds"], age)
 
@@ -331,13 +330,13 @@ def find_useful_seconds(row: dict, first_start: float) -> float:
 
 
 class Log:
-    """Writes rows and console lines on rank 0. All ranks take part in a training row.
+    """Writes rows and console lines on rank 0; every rank takes part in a training row.
 
     out         the run folder
-    run         the resolved run, or an object with the same attributes
-    rates       the constants of this device and model
-    start_step  the step after which the run continues; later rows are removed
-    first_start the time of the run's first start
+    run         the flags, or an object with the same attributes
+    rates       of this device and model
+    start_step  the run continues after this step; later rows are dropped
+    first_start when the run first started
     """
 
     def __init__(self, out: Path, run, rates: Rates, start_step: int, first_start: datetime):
@@ -345,7 +344,7 @@ class Log:
         self.run = run
         self.first_start = first_start.timestamp()
         self.is_rank0 = torch.distributed.get_rank() == 0
-        self.tracker = None  # or send(row)
+        self.tracker = None  # send(row)
         self.last_row: dict | None = None  # this process's last training row, on every rank
         useful_seconds = 0.0
         if self.is_rank0:
@@ -361,16 +360,16 @@ class Log:
     # Training rows
 
     def send_row(self, step: int, values: dict[str, Column | Tensor | float]) -> None:
-        """Gather the row of the steps since the last row; write it once it has arrived.
+        """Gather the row of the steps since the last row; write it as soon as it has arrived.
 
-        `values` are the columns, with the same names on all ranks: numbers, and 0-d tensors on the
-        device, for which the host does not wait. The row gets the mean of a column over ranks, or
-        the extreme if it is a Maximum or Minimum. Waits if the previous row has not arrived. Raises
-        Diverged on all ranks in the same step if training no longer makes progress.
+        `values` are its columns, with the same names on all ranks: numbers, and 0-d tensors on the
+        device, for which the host does not wait. The row gets the mean over ranks, except for a
+        Maximum or Minimum. Waits if the previous row has not arrived. Raises Diverged on all ranks
+        at the same step if training no longer makes progress.
         """
         self.flush()
         self.meter.send_row(step, values)
-        if self.meter.rates.device.type == "cpu":  # the row has already arrived
+        if self.meter.rates.device.type == "cpu":  # it has already arrived
             self.flush()
 
     def write_arrived_row(self) -> None:
@@ -383,8 +382,7 @@ class Log:
         """Wait for the pending row and write it. Raises Diverged as `send_row` does."""
         if self.meter.pending:
             self.write_row(self.meter.compute_row())
-        # Raise here, and not in write_arrived_row: all ranks flush in the same step, but a row may
-        # arrive on one rank earlier than on another.
+        # Checked only here: all ranks flush at the same step, but may receive a row at any time.
         row, limit = self.last_row, self.run.max_skipped
         if row and limit and row["skipped_in_a_row"] >= limit:
             raise Diverged(
@@ -394,7 +392,7 @@ class Log:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Write the pending row, then exclude the `with` block from the step time."""
+        """Write the pending row, then exclude the block of `with` from the step time."""
         self.flush()
         yield
         self.meter.began = Mark(self.meter.rates.device, self.meter.began.step)
@@ -422,12 +420,12 @@ class Log:
             raise Diverged(f"the validation loss of step {step} is {val_loss}. {REMEDY}")
 
     def checkpoints(self, rows: list[dict]) -> None:
-        """Write the rows of saves, which succeeded or failed."""
+        """Write the rows of saves that succeeded or failed."""
         for row in rows:
             self.checkpoint(row)
 
     def checkpoint(self, row: dict) -> None:
-        """Write and print the row of one save, which succeeded or failed."""
+        """Write the row of a save that succeeded or failed."""
         self.record(row)
         step, path = row["step"], row["path"]
         if row["event"] == "checkpoint_failed":
@@ -466,11 +464,11 @@ class Log:
             return
         if step is not None:
             line = f"step {step:>{len(str(self.run.max_steps))}}/{self.run.max_steps}  {line}"
-        with suppress(OSError):  # a run continues if its terminal or pipe is closed or a disk full
+        with suppress(OSError):  # a closed pipe or a full disk does not end the run
             print(line, flush=True)
 
     def goodput(self) -> str:
-        """Return the console line that states the goodput up to the last training row."""
+        """The console line that reports the goodput up to the last training row."""
         useful_seconds = self.last_row["useful_seconds"]
         age = time.time() - self.first_start
         return (
@@ -489,7 +487,7 @@ class Log:
                     row = row | {field: None}  # JSON has no nan
             lines.append(json.dumps(row) + "\n")
         try:
-            with open(self.out / name, "a") as file:  # closing it passes the rows to the kernel
+            with open(self.out / name, "a") as file:  # on closing, the kernel gets the rows
                 file.write("".join(lines))
         except OSError as error:
             self.say(f"cannot write {self.out / name}: {error}")

@@ -439,7 +439,7 @@ class Optimizer:
             group = (updaters[name], settings.weight_decay if decays(name) else 0.0)
             self.groups.setdefault(group, []).append(name)
         if OPTIMIZERS[chosen] not in updaters.values():
-            raise ValueError(f"{chosen} takes no parameter: check is_hidden and takes()")
+            raise ValueError(f"{chosen} updates no parameter: check is_hidden and takes()")
         grouped = torch.distributed.is_initialized()
         self.world_size = torch.distributed.get_world_size() if grouped else 1
         device = parameter.device
