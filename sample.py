@@ -1,4 +1,4 @@
-"""Sample text from a trained model, on one process, whatever mesh trained it.
+"""Sample text in one process from a model that was trained on any mesh.
 
 python sample.py --run runs/tiny --prompt "def "
 python sample.py --run runs/tiny/checkpoints/step-00000700 --temperature 0 --max_new_tokens 100
@@ -29,11 +29,11 @@ from text import tokenizer
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint tells about its model."""
+    """What a checkpoint's manifest contains about its model."""
 
     config: ModelConfig
-    tokenizer: str | None  # for tokenizer.load_encoding; None: unknown, ids have no text
-    vocab_size: int  # of the data; the model's is padded
+    tokenizer: str | None  # for tokenizer.load_encoding; None if unknown: the text is then ids
+    vocab_size: int  # of the data; the model's vocabulary is padded
 
 
 def read_trained(path: Path) -> Trained:
@@ -41,10 +41,10 @@ def read_trained(path: Path) -> Trained:
     manifest = checkpoint.read_manifest(path)
     needed = ("model", "tokens_in_vocabulary", "tokenizer")
     missing = ", ".join(name for name in needed if name not in manifest)
-    if missing:  # save_state has other callers than train.py
+    if missing:  # other programs than train.py may call save_state
         raise cli.UsageError(
             f"{path} is not a checkpoint of train.py: its manifest.json lacks {missing}; "
-            "name a checkpoint that train.py or tools.hf has written"
+            "give a checkpoint that was written by train.py or tools.hf"
         )
     config = read_model(path, manifest)
     vocab_size = manifest["tokens_in_vocabulary"]
@@ -70,12 +70,12 @@ def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transfo
 
 @dataclass(frozen=True)
 class Sampling:
-    """How `generate` draws tokens, and where it ends. See `draw`."""
+    """How `generate` draws tokens, and when it stops. See `draw`."""
 
     temperature: float = 1.0  # 0: take the most likely token
     top_k: int = 0  # 0: draw from all tokens
     top_p: float = 1.0
-    stop: int | None = None  # the token before which the text ends
+    stop: int | None = None  # this token ends the text, and is not part of it
     seed: int = 0
 
 
@@ -93,16 +93,16 @@ def generate(
 ) -> Iterator[int]:
     """Continue a prompt, which must not be empty: yield up to n tokens.
 
-    A token depends on the last seq_len tokens and comes from `draw`; ids of vocab_size and above
-    only pad the head and are never drawn. The same seed gives the same tokens. The `tp` ranks that
-    split a sequence divide seq_len. Raises RunError.
+    `draw` draws each token, given the last seq_len tokens. Ids of vocab_size and above only pad the
+    head and are never drawn. The same seed gives the same tokens. `tp` is the number of ranks that
+    split a sequence; it divides seq_len. Raises RunError.
     """
     tokens = list(prompt)
     generator = torch.Generator().manual_seed(sampling.seed)
     with eval_mode(model):
         for _ in range(n):
             context = tokens[-seq_len:]
-            padding = [0] * (-len(context) % tp)  # at the end, where causal attention does not look
+            padding = [0] * (-len(context) % tp)  # at the end, since attention is causal
             logits = model(torch.tensor([context + padding], device=device))  # (1, T, vocab_size)
             logits = logits[0, len(context) - 1, :vocab_size].cpu().double()
             if not logits.isfinite().all():
@@ -119,8 +119,8 @@ def generate(
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw a token from softmax(logits / temperature); at temperature 0 take the most likely.
 
-    top_k > 0 leaves the top_k most likely tokens, top_p < 1 the fewest whose probabilities add up
-    to top_p or more (nucleus sampling, Holtzman et al. 2020).
+    top_k > 0 keeps only the top_k most likely tokens. Then top_p < 1 keeps the fewest tokens whose
+    probabilities add up to at least top_p (nucleus sampling, Holtzman et al. 2020).
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -139,7 +139,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 def closing_sample(
     model: nn.Module, folder: data.TokenFolder, run: Run, world: dist.World, watchdog: Watchdog
 ) -> str:
-    """Continue the start of the validation set; text on rank 0. Collective, like every forward."""
+    """Continue the start of the validation set; return the text on rank 0. All ranks call it."""
     tokens = folder.tokens("val")[: max(1, run.seq_len // 4)].tolist()
     size = dict(seq_len=run.seq_len, vocab_size=folder.vocab_size, device=world.device, tp=run.tp)
     try:
@@ -155,21 +155,21 @@ def closing_sample(
 
 
 def gather_once(model: FSDPModule, run: Run, world: dist.World) -> None:
-    """Have FSDP gather all weights only once more. Raises RunError if a rank lacks the memory."""
-    size = model.parameter_count() * run.compute_dtype.itemsize // run.tp  # norms are not split
+    """Have FSDP keep the weights that it gathers. Raises RunError if a rank lacks the memory."""
+    size = model.parameter_count() * run.compute_dtype.itemsize // run.tp  # tp does not split norms
     if min(dist.on_all_ranks(free_memory, world)) < size:
         raise cli.RunError(f"all weights, {size / 1e9:.1f} GB, do not fit in a rank's free memory")
     model.set_reshard_after_forward(False)
 
 
 def free_memory(world: dist.World) -> int:
-    """Bytes that this rank may still fill: of its GPU, or its share of the host's."""
+    """The free memory of this rank's GPU in bytes, or this rank's share of the host's memory."""
     if world.device.type == "cuda":
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached
     if not (file := Path("/proc/meminfo")).exists():  # macOS
         return read_machine(world).device_memory
-    _, _, available = file.read_text().partition("MemAvailable:")  # the page cache included
+    _, _, available = file.read_text().partition("MemAvailable:")  # includes the page cache
     return int(available.split()[0]) * 1024 // world.local_size
 
 
@@ -196,7 +196,7 @@ def build_parser() -> cli.Parser:
     add_number("--max_new_tokens", 500, "tokens to sample, unless the document ends earlier")
     add_number("--temperature", 0.8, "0 takes the most likely token")
     add_number("--top_k", 0, "sample only from the N most likely tokens; 0: from all")
-    add_number("--top_p", 1.0, "and only from the fewest whose probabilities reach N", 1e-9)
+    add_number("--top_p", 1.0, "sample only from the fewest tokens with total probability N", 1e-9)
     add_number("--seed", 0, "the same seed gives the same text")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
     return parser
@@ -227,7 +227,7 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
     n = args.max_new_tokens
     tokens = generate(model, prompt, n, how, seq_len=seq_len, vocab_size=vocab_size, device=device)
     texts = tokenizer.decode(name, tokens, prompt if args.prompt else [])
-    beginning = next(texts, "")  # before printing the prompt: the model may prove broken
+    beginning = next(texts, "")  # before printing the prompt: the model may be broken
     shown = args.prompt if name else "".join(tokenizer.decode(None, prompt))
     print(shown, beginning, sep="", end="", flush=True)
     for text in texts:
@@ -240,7 +240,7 @@ def main(argv: list[str]) -> int:
         args = build_parser().parse_args(argv)
         device = launch.start(args.device).device
         if device.type == "cpu":
-            keep_freed_memory()  # each token takes the same activations
+            keep_freed_memory()  # each token needs the same buffers again
         try:
             sample(args, device)
         except torch.OutOfMemoryError as error:
