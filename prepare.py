@@ -1,4 +1,4 @@
-"""Text -> a token folder that train.py reads: train.bin, val.bin and meta.json.
+"""Tokenize text into a folder that train.py reads: train.bin, val.bin and meta.json.
 
 python prepare.py --source corpus/ --tokenizer gpt2 --out tokens/corpus
 python prepare.py --source 'web/*.jsonl.gz' --tokenizer tokenizer.json --out tokens/web
@@ -27,9 +27,9 @@ from text.sources import Corpus, SourceError, find_files
 
 
 def fill_empty_split(folder: Path, val_fraction: float, itemsize: int) -> None:
-    """Give both splits tokens if a corpus has too few documents, and report it."""
+    """If a split got no documents, move tokens from the other split, and print that."""
     train, val = folder / "train.bin", folder / "val.bin"
-    if not train.stat().st_size:  # the only documents fell to validation
+    if not train.stat().st_size:  # all documents were assigned to validation
         os.replace(val, train)
         val.touch()
     if val.stat().st_size:
@@ -48,8 +48,8 @@ def fill_empty_split(folder: Path, val_fraction: float, itemsize: int) -> None:
 def unfinished(out: Path) -> Iterator[Path]:
     """Yield a new folder beside `out`; remove it after an exception.
 
-    Replaces what a killed prepare.py left there. Raises UsageError if `out` exists or another
-    prepare.py is writing it.
+    Replaces a folder that a killed prepare.py left there. Raises UsageError if `out` exists or
+    another prepare.py is writing it.
     """
     folder = out.with_name(f".{out.name}.unfinished")
     lock_file = out.with_name(f".{out.name}.lock")
@@ -79,8 +79,8 @@ def prepare(
 ) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`.
 
-    `name` goes to tokenizer.load_encoding; `field` has the text in JSON, CSV and parquet. The
-    folder appears complete or, after an error, not at all.
+    `name` is passed to tokenizer.load_encoding. `field` is the field of JSON, CSV and parquet that
+    contains the text. The folder is created complete or, after an error, not at all.
     Raises UsageError, SourceError, TokenizerError and OSError.
     """
     encoding = tokenizer.load_encoding(name)
@@ -93,7 +93,7 @@ def prepare(
         splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads)
         if not splitter.size:
             found = corpus.describe_skipped() or plural(len(corpus.files), "file") + " without text"
-            raise SourceError(f"the sources hold no text ({found})")
+            raise SourceError(f"the sources contain no text ({found})")
         fill_empty_split(folder, val_fraction, encoder.dtype.itemsize)
         meta = describe_tokens(name, encoder, splitter, folder)
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -118,7 +118,7 @@ def describe_tokens(name: str, encoder: Encoder, splitter: Splitter, folder: Pat
             meta[f"{split}_tokens"] = os.fstat(tokens.fileno()).st_size // encoder.dtype.itemsize
             meta[f"{split}_sha256"] = hashlib.file_digest(tokens, "sha256").hexdigest()
     meta["val_bytes"] = splitter.val_size
-    if not all(splitter.documents.values()):  # val.bin got a tail of the tokens
+    if not all(splitter.documents.values()):  # see fill_empty_split
         n_tokens = meta["train_tokens"] + meta["val_tokens"]
         meta["val_bytes"] = splitter.size * meta["val_tokens"] // n_tokens
     return meta
@@ -137,8 +137,8 @@ def report(out: Path, corpus: Corpus, splitter: Splitter, meta: dict) -> None:
     if corpus.replaced:
         print(
             f"{plural(corpus.replaced, 'character')} became U+FFFD, the first in "
-            f"{corpus.first_replaced}: bytes that are not UTF-8 (convert the file, as with iconv "
-            "-f latin1 -t utf-8), or halves of a surrogate pair, such as \\ud83d alone in JSON"
+            f"{corpus.first_replaced}: bytes that are not UTF-8 (convert the file, for example "
+            "with iconv -f latin1 -t utf-8), or halves of a surrogate pair, like \\ud83d in JSON"
         )
     train, val = meta["train_tokens"], meta["val_tokens"]
     print(
@@ -152,7 +152,7 @@ def report(out: Path, corpus: Corpus, splitter: Splitter, meta: dict) -> None:
 
 
 def build_parser() -> cli.Parser:
-    """Flags with the names of the parameters of `prepare`."""
+    """Return a parser whose results are the arguments of `prepare`."""
     parser = cli.Parser(prog="prepare.py", description=__doc__)
     add = parser.add_argument
     add(
@@ -182,7 +182,7 @@ def build_parser() -> cli.Parser:
 
 
 def run_command(argv: list[str]) -> None:
-    """Prepare; after Ctrl-C or SIGTERM, report that nothing was created."""
+    """Run `prepare`; after Ctrl-C or SIGTERM, print that nothing was created."""
     args = build_parser().parse_args(argv)
     if args.sources and "" in args.sources:
         raise UsageError("--source '' is empty: name a file or a folder")
@@ -207,6 +207,6 @@ if __name__ == "__main__":
         status = main(sys.argv[1:])
     except SystemExit as ended:  # from argparse's --help or from exit_on_signal
         status = ended.code or 0
-    with suppress(OSError):  # the reader of a pipe is gone
+    with suppress(OSError):  # the reader of a pipe may have ended
         sys.stdout.flush()
-    os._exit(status)  # at once: sys.exit would wait for threads that still encode
+    os._exit(status)  # at once: sys.exit would wait for threads that are still encoding

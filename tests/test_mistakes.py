@@ -38,7 +38,7 @@ MISTAKES = {
         ("--seq_len 100000", "one sequence of --seq_len 100000 needs 100,001"),
         ("--data {high}", "train.bin contains token id 300; ids must be below vocab_size 257; pre"),
         ("--data {torn}", "torn/train.bin has 1,999 bytes, not "),
-        ("--data {misfit}", "is another tokenizer: it has 258 tokens, the model's 257"),
+        ("--data {misfit}", "is a different tokenizer: it has 258 tokens, the model's 257"),
         (
             "--data {ranks}",
             "llama3.tiktoken is not a tokenizer.json: prepare the data with the tokenizer.json of",
@@ -71,10 +71,10 @@ MISTAKES = {
     "prepare.py": [
         ("--source {text}/a", "the following arguments are required: --out"),
         ("--out {root}/new --source {root}/nowhere", "cannot be read (No such file or dire"),
-        ("--out {root}/new --source {skipped}", "holds no text (1 binary file, 1 empty fil"),
+        ("--out {root}/new --source {skipped}", "contains no text (1 binary file, 1 empty fil"),
         (
             "--out {root}/new --source {skipped}/binary --tokenizer {root}/tokenizer.json",
-            "is binary (a NUL byte in its first 8,192): leave it out; only --tokenizer bytes reads",
+            "is binary (a NUL byte in its first 8,192 bytes): leave it out; only --tokenizer bytes",
         ),
         ("--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose byt"),
         (

@@ -36,7 +36,7 @@ def test_prepared_documents_come_back_exactly(tmp_path, capsys):
 
 def test_sources_without_any_text_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("id,text\n")
-    with pytest.raises(sources.SourceError, match=r"hold no text \(1 file without text\)"):
+    with pytest.raises(sources.SourceError, match=r"contain no text \(1 file without text\)"):
         prepare.prepare([str(tmp_path)], tmp_path / "tokens")
 
 
@@ -137,7 +137,7 @@ def test_a_messy_corpus_gets_the_tokens_of_tiktoken(tmp_path, monkeypatch, capsy
     assert "1 broken line (not a JSON object), 2 empty" in skipped
     assert first_broken.endswith("6 packed.jsonl.gz, line 2: not a JSON object")
     assert replaced.startswith("3 characters became U+FFFD, the first in ")
-    assert "2 latin-1: bytes that are not UTF-8 (convert the file, as with iconv " in replaced
+    assert "2 latin-1: bytes that are not UTF-8 (convert the file, for example with" in replaced
 
 
 def test_progress_has_a_percentage_only_for_a_known_size():

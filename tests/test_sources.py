@@ -118,7 +118,7 @@ def test_a_json_object_or_csv_row_is_a_document(tmp_path, name):
 def test_only_a_named_file_must_have_the_field(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     (tmp_path / "text").write_text("text")
-    with pytest.raises(SourceError, match=f"{name} has no field text: give --field one of its"):
+    with pytest.raises(SourceError, match=f"{name} has no field text: set --field to one"):
         documents(tmp_path / name)
     corpus = find_files([str(tmp_path)], takes_binary=False)
     assert join(corpus.read()) == ["text"]
@@ -305,7 +305,7 @@ def test_a_damaged_compressed_file_is_an_error(tmp_path, pack):
 
 def test_parquet_without_text_is_refused_or_skipped(tmp_path):
     write_parquet(tmp_path / "a.parquet", DOCUMENTS)
-    with pytest.raises(SourceError, match=r"has no field body: .* its own \(id, text\)"):
+    with pytest.raises(SourceError, match=r"has no field body: .* its fields \(id, text\)"):
         find_files([str(tmp_path)], takes_binary=False, text_field="body")
     numbers = find_files([str(tmp_path)], takes_binary=False, text_field="id")
     assert not list(numbers.read())

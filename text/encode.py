@@ -1,4 +1,4 @@
-"""Documents -> the tokens of two splits, in threads and in order."""
+"""Encode documents into the tokens of two splits, in several threads but in a fixed order."""
 
 import hashlib
 import sys
@@ -17,7 +17,7 @@ from text.sources import STDIN, Corpus
 from text.tokenizer import JsonEncoding
 
 BATCH = 1 << 18  # characters that a thread encodes at a time
-PROGRESS_INTERVAL = 30.0  # seconds between lines of progress
+PROGRESS_INTERVAL = 30.0  # seconds between progress lines
 
 
 def choose_split(beginning: bytes, val_fraction: float) -> str:
@@ -49,7 +49,7 @@ class Splitter:
         split = None  # of the current document; None between documents
         for chunk in self.corpus.read():
             if split is None and not chunk.text.strip():
-                # A document does not begin with white space alone.
+                # A chunk of white space alone does not start a document.
                 if chunk.ends_document and chunk.text:
                     self.corpus.skipped["blank document"] += 1
                 continue
@@ -87,7 +87,7 @@ class Encoder:
 
 
 def join(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join the pieces of a document: tokens of the whole may differ from those of its pieces."""
+    """Join the pieces of each document, since separate pieces may have different tokens."""
     texts = []
     for piece in pieces:
         texts.append(piece.text)
@@ -97,7 +97,7 @@ def join(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces, since handing over short documents one by one takes longer."""
+    """Group pieces, since it is slower to hand short documents to threads one by one."""
     batch = []
     size = 0  # characters
     for piece in pieces:
@@ -114,8 +114,8 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def map_in_order(function: Callable, items: Iterable, num_threads: int) -> Iterator:
     """Call `function` on each item in threads; yield the results in order.
 
-    Takes few items ahead, so that memory stays flat. After an exception, such as a signal's, does
-    not wait for calls that have begun.
+    Reads only a few items ahead, so that memory stays flat. After an exception, for example from a
+    signal, does not wait for calls that have started.
     """
     ahead = deque()
     pool = ThreadPoolExecutor(num_threads)
@@ -133,7 +133,7 @@ def map_in_order(function: Callable, items: Iterable, num_threads: int) -> Itera
 def tokenize(
     corpus: Corpus, encoder: Encoder, folder: Path, val_fraction: float, num_threads: int
 ) -> Splitter:
-    """Write train.bin and val.bin into `folder`; return the counts."""
+    """Write train.bin and val.bin into `folder`; return the Splitter with its counts."""
     splitter = Splitter(corpus, val_fraction)
     pieces = splitter.pieces()
     if isinstance(encoder.encoding, JsonEncoding):
@@ -150,7 +150,7 @@ def tokenize(
 
 
 def describe_progress(splitter: Splitter, seconds: float) -> str:
-    """Such as "tokenizing: 52.4 MB of text read, 13.1 MB/s, 25%"; no share of a pipe."""
+    """For example "tokenizing: 52.4 MB of text read, 13.1 MB/s, 25%"; a pipe has no percentage."""
     corpus = splitter.corpus
     size = splitter.size / 1e6
     line = f"tokenizing: {size:,.1f} MB of text read, {size / seconds:,.1f} MB/s"

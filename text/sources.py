@@ -1,6 +1,6 @@
-"""Sources -> documents: text, JSON, CSV and parquet, compressed or not, in sorted order.
+"""Read documents from text, JSON, CSV and parquet files, compressed or not, in sorted order.
 
-Skipped and replaced text is counted; what cannot be read is an error.
+Skipped and replaced text is counted. A file that cannot be read is an error.
 """
 
 import bz2
@@ -28,38 +28,36 @@ from runtime.cli import plural
 # Separates the documents of a text file.
 SEPARATOR = "<|endoftext|>"
 # Characters read and encoded at a time, so that memory stays flat for a document of any size. A
-# chunk has at most twice as many: tiktoken's regular expressions overflow their stack on about a
-# million white-space characters in a row.
+# chunk has at most 2 * CHUNK characters, since tiktoken's regular expressions overflow their stack
+# on about a million white-space characters in a row.
 CHUNK = 1 << 18
-# GPT-2's pattern ends a piece between a letter or digit and a space or line break, so a cut there
-# does not change the tokens.
+# GPT-2's pattern always splits text between a letter or digit and a space or line break, so a cut
+# there does not change the tokens.
 LAST_WORD_END = re.compile(r".*[^\W_](?=[ \n])", re.DOTALL)
-# Half of a UTF-16 pair, not a character. Python reads a byte that is not UTF-8 as one, and JSON can
-# contain one, like "\ud83d".
+# A surrogate is half of a UTF-16 pair, not a character. With errors="surrogateescape", a byte that
+# is not UTF-8 is decoded to a surrogate. JSON can contain one as well, for example "\ud83d".
 SURROGATE = re.compile("[\ud800-\udfff]")
 # A file with a NUL byte in its first 8 KiB is binary.
 PROBE = 8192
 BLOCK = 1 << 16  # bytes read at a time
 PARQUET_ROWS = 256  # decoded at a time
-STDIN = Path("/dev/stdin")  # `-` in lists and messages
+STDIN = Path("/dev/stdin")  # stands for `-` in lists and messages
 
 
 class SourceError(ValueError):
-    """A source cannot be read, or is not what it seems to be."""
+    """A source cannot be read, or cannot be used."""
 
     exit_status = 2
 
 
 def unreadable(path: str | Path, error: Exception) -> SourceError:
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    return SourceError(
-        f"--source {path} cannot be read ({reason}): fix that, or name sources without it"
-    )
+    return SourceError(f"--source {path} cannot be read ({reason}): fix this, or leave it out")
 
 
 @contextmanager
 def source_errors(path: Path) -> Iterator[None]:
-    """Turn all that can be wrong with a file into a SourceError. pyarrow raises ValueErrors."""
+    """Turn any error of reading a file into a SourceError. pyarrow raises ValueErrors."""
     try:
         yield
     except SourceError:
@@ -68,18 +66,18 @@ def source_errors(path: Path) -> Iterator[None]:
         raise unreadable(path, error) from None
 
 
-# Files that are skipped in a folder, and the reason to refuse one that is named
+# Files that are skipped in a folder -> the error if one is given directly as --source
 REFUSED = {
     "special file": "is neither a file nor a folder; --source - reads a pipe",
-    "binary file": f"is binary (a NUL byte in its first {PROBE:,}): leave it out; only --tokenizer "
-    "bytes reads binary files",
+    "binary file": f"is binary (a NUL byte in its first {PROBE:,} bytes): leave it out; only "
+    "--tokenizer bytes reads binary files",
 }
 
 
 class NoField(SourceError):
     def __init__(self, path: Path, text_field: str, fields: Iterable[str]):
         super().__init__(
-            f"--source {path} has no field {text_field}: give --field one of its own "
+            f"--source {path} has no field {text_field}: set --field to one of its fields "
             f"({', '.join(map(str, fields))})"
         )
 
@@ -89,7 +87,7 @@ class NoField(SourceError):
 
 
 def builtin_sources() -> list[Path]:
-    """List the installed Python's own sources and documentation: about 12 MB, without a network."""
+    """List the sources and documentation of the installed Python: about 12 MB, no download."""
     suffixes = (".py", ".txt", ".html", ".rst")
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = []
@@ -100,7 +98,7 @@ def builtin_sources() -> list[Path]:
 
 
 def expand(source: str) -> list[Path]:
-    """List the files in a folder or behind a glob; follow links to folders. Raises SourceError."""
+    """List the files in a folder or glob, and follow links to folders. Raises SourceError."""
 
     def fail(error: OSError) -> None:  # os.walk would skip unreadable folders
         raise unreadable(error.filename, error)
@@ -108,7 +106,7 @@ def expand(source: str) -> list[Path]:
     matches = [source] if os.path.isdir(source) else glob.glob(source, recursive=True)
     if not matches:
         raise SourceError(f"--source {source} matches no file")
-    # Links can lead to a folder by several paths, and can form loops: each folder counts once.
+    # Links can give a folder several paths, and can form loops: visit each real folder only once.
     found = {}  # (real folder, name) -> path
     walked = set()  # real folders
     for match in sorted(matches):
@@ -122,7 +120,7 @@ def expand(source: str) -> list[Path]:
                 subfolders.clear()
                 continue
             walked.add(real_folder)
-            subfolders.sort()  # so that of two paths each machine takes the same
+            subfolders.sort()  # so that all machines choose the same of two paths
             for name in names:
                 found.setdefault((real_folder, name), Path(folder, name))
     return sorted(found.values())
@@ -133,7 +131,7 @@ class Corpus:
     """The files to read, in order, and what was skipped or replaced."""
 
     text_field: str = "text"  # of JSON lines and parquet rows
-    takes_binary: bool = False  # also keeps bytes that are not UTF-8, as surrogates
+    takes_binary: bool = False  # also keep bytes that are not UTF-8, as surrogates
     files: list[Path] = field(default_factory=list)
     size: int = 0  # bytes of `files` without standard input
     skipped: Counter[str] = field(default_factory=Counter)
@@ -187,14 +185,14 @@ class Corpus:
         return text
 
     def describe_skipped(self) -> str:
-        """Such as "1 binary file, 2 empty files"."""
+        """Return, for example, "1 binary file, 2 empty files"."""
         return ", ".join(plural(count, kind) for kind, count in sorted(self.skipped.items()))
 
 
 def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = "text") -> Corpus:
     """List the files under `sources` (None: the built-in set), in the same order on any machine.
 
-    Raises SourceError, also if one of them cannot be read.
+    Raises SourceError, for example if a file cannot be read.
     """
     corpus = Corpus(text_field, takes_binary)
     for path in builtin_sources() if sources is None else ():
@@ -209,18 +207,18 @@ def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = 
             corpus.add(Path(source), is_named=True)
     if not corpus.files:
         found = corpus.describe_skipped() or "no files"
-        raise SourceError(f"--source {' '.join(sources or ())} holds no text ({found})")
+        raise SourceError(f"--source {' '.join(sources or ())} contains no text ({found})")
     return corpus
 
 
 def classify(path: Path, text_field: str) -> str:
-    """Return the format of a file, or what else is at `path`. Raises SourceError and NoField."""
+    """Return the kind of the file at `path`, as `detect` does. Raises SourceError and NoField."""
     with source_errors(path):
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe, a socket or a device
             return "special file"
         with open(path, "rb") as file:
             kind, contents = detect(path, file)
-            if kind in ROWS:  # NoField if the first row lacks it; `read` counts broken lines
+            if kind in ROWS:  # raises NoField if the first row lacks the field
                 next(read_rows(Corpus(text_field), path, kind, contents), None)
             return kind
 
@@ -229,24 +227,24 @@ def classify(path: Path, text_field: str) -> str:
 # Bytes of a file, decompressed
 
 
-# How compressed files begin, and what decompresses them
+# The first bytes of compressed files -> the function that opens them
 COMPRESSED = {
     rb"\x1f\x8b": gzip.open,
     rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,
     rb"\xfd7zXZ\0": lzma.open,
 }
-# Suffix of a name, before that of a compressed file -> how its rows are read
+# Suffix of a file name without .gz, .bz2 or .xz -> key of ROWS
 SUFFIXES = {".csv": "CSV", ".tsv": "TSV"}
 SUFFIXES |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "JSON lines")
 
 
 def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
-    """Return what a file holds, and its contents: decompressed and, except for parquet, as text.
+    """Return a file's kind and its contents: decompressed and, except for parquet, as text.
 
-    That is one of ROWS, "text", "empty file" or a key of REFUSED. The first bytes tell compressed
-    files and parquet, whatever the name.
+    The kind is a key of ROWS, "text", "empty file" or "binary file". Compressed files are
+    recognised by their first bytes, whatever their names, parquet by these or its suffix.
     """
-    # A BufferedReader, unlike a pipe, fills each read but the last, so a peek sees enough.
+    # A BufferedReader, unlike a pipe, fills each read except the last, so peek() sees enough.
     contents = io.BufferedReader(file, BLOCK)
     magic = contents.peek(16)
     if magic.startswith(b"PAR1") or (magic and path.name.lower().endswith(".parquet")):
@@ -267,7 +265,7 @@ def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
         kind = SUFFIXES.get(Path(name).suffix, "text")
         if name.endswith(".json") and start.lstrip().startswith("["):
             kind = "JSON array"
-    # Bytes that are not UTF-8 are read as surrogates.
+    # Bytes that are not UTF-8 become surrogates.
     return kind, io.TextIOWrapper(contents, "utf-8-sig", errors="surrogateescape", newline="")
 
 
@@ -288,7 +286,7 @@ def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
         return
     if kind == "binary file":
         corpus.binary += 1
-        if not corpus.takes_binary:  # from standard input, or changed since
+        if not corpus.takes_binary:  # on standard input, or changed since `classify`
             raise SourceError(f"--source {path} {REFUSED[kind]}")
     if kind == "empty file":
         corpus.skipped[kind] += 1
@@ -300,7 +298,7 @@ def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
 
 
 def cut(file: TextIO, separator: str = "") -> Iterator[Chunk]:
-    """Yield text in chunks. The separator, if any, ends documents."""
+    """Yield text in chunks. The separator, if any, ends a document."""
     rest = ""
     while text := file.read(CHUNK):
         rest += text
@@ -309,8 +307,8 @@ def cut(file: TextIO, separator: str = "") -> Iterator[Chunk]:
             for document in documents:
                 yield Chunk(document, ends_document=True)
         if len(rest) >= CHUNK:
-            # Cut at the end of a word, else of a line. Without either, hold back enough that a
-            # separator is never cut in two.
+            # Cut at the end of a word, or else at the end of a line. If there is neither, keep back
+            # enough characters that a separator is never cut in two.
             word = LAST_WORD_END.match(rest)
             end = word.end() if word else rest.rfind("\n") + 1
             end = end or max(0, len(rest) - len(SEPARATOR))
@@ -320,7 +318,7 @@ def cut(file: TextIO, separator: str = "") -> Iterator[Chunk]:
 
 
 def cut_rows(corpus: Corpus, path: Path, rows: Iterator[str]) -> Iterator[Chunk]:
-    """Yield each row as a document; count those without text."""
+    """Yield each row as a document; count rows without text."""
     for text in rows:
         text = corpus.replace_surrogates(text, path)
         if not text:
@@ -332,9 +330,9 @@ def cut_rows(corpus: Corpus, path: Path, rows: Iterator[str]) -> Iterator[Chunk]
 
 
 def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) -> Iterator[str]:
-    """Yield the text of each row, "" for null; count broken ones. Raises SourceError."""
+    """Yield the text of each row, "" for null; count broken rows. Raises SourceError."""
     name = corpus.text_field
-    is_first = True  # no object was read yet
+    is_first = True  # no object has been read yet
     for number, row in enumerate(ROWS[kind](path, file, name), start=1):
         if row is BLANK:
             continue
@@ -345,11 +343,11 @@ def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) ->
         if name not in row and is_first:
             raise NoField(path, name, row)
         is_first = False
-        if any(row.get(None, ())):  # of CSV: a comma in the text, without quotes around it
+        if any(row.get(None, ())):  # in CSV: a comma in unquoted text
             corpus.skip_line(place, "more fields than columns")
             continue
         text = row.get(name, NO_TEXT)
-        if isinstance(text, bytes):  # of parquet
+        if isinstance(text, bytes):  # in parquet
             text = text.decode("utf-8", "surrogateescape")
         if text is None or isinstance(text, str):
             yield text or ""
@@ -359,19 +357,19 @@ def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) ->
 
 BLANK = object()  # the row of a blank line
 NO_TEXT = object()  # the text of a row without the field; null is an empty text
-JSON = json.JSONDecoder(parse_int=float)  # an int may have at most 4,300 digits
+JSON = json.JSONDecoder(parse_int=float)  # int() refuses more than 4,300 digits
 
 
 def parse_line(line: str) -> object:
-    """The value of a line, BLANK for a blank one, None for a broken one."""
+    """The value of a line: BLANK for a blank line, None for a broken line."""
     with suppress(ValueError, RecursionError):
         return BLANK if line.isspace() else JSON.decode(line)
 
 
 def read_csv(path: Path, file: TextIO, name: str, delimiter: str) -> Iterator[dict]:
-    """Yield rows; fields beyond the columns are under None. Raises SourceError and ValueError."""
+    """Yield rows; extra fields are under the key None. Raises SourceError and ValueError."""
     csv.field_size_limit(sys.maxsize)
-    # If it were not strict, a stray quote could hide rows and cut texts.
+    # strict, since otherwise a stray quote could hide rows and cut texts
     rows = csv.DictReader(file, delimiter=delimiter, strict=True)
     try:
         if (rows.fieldnames or []).count(name) > 1:
@@ -383,7 +381,7 @@ def read_csv(path: Path, file: TextIO, name: str, delimiter: str) -> Iterator[di
 
 
 def read_parquet(path: Path, file: BinaryIO, name: str) -> Iterator[dict]:
-    """Yield rows with the column `name` alone. Raises SourceError.
+    """Yield rows with only the column `name`. Raises SourceError.
 
     Without pre-buffering and with small buffers, memory stays flat for row groups of any size.
     """
@@ -400,7 +398,7 @@ def read_parquet(path: Path, file: BinaryIO, name: str) -> Iterator[dict]:
         yield from batch.to_pylist()
 
 
-# Formats with one document per row: how to read their rows
+# Formats with one document per row -> the function that reads their rows
 ROWS = {
     "JSON lines": lambda path, file, name: map(parse_line, file),
     "JSON array": lambda path, file, name: JSON.decode(file.read()),

@@ -1,4 +1,4 @@
-"""Text <-> tokens. A tokenizer is a tiktoken.Encoding, or a JsonEncoding with the same methods."""
+"""Tokenizers: each is a tiktoken.Encoding, or a JsonEncoding with the same methods."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
-# The first of these that a tokenizer.json has ends a document.
+# The first of these tokens that a tokenizer.json contains ends a document.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 
 
@@ -26,9 +26,9 @@ class TokenizerError(ValueError):
 
 
 def load_encoding(name: str) -> "tiktoken.Encoding | JsonEncoding":
-    """Return the encoding `bytes` (256 bytes and end-of-text), `gpt2`, or that of a tokenizer.json.
+    """Return the tokenizer: bytes (256 bytes and end-of-text), gpt2 or a tokenizer.json, by path.
 
-    Executes nothing. Raises TokenizerError.
+    Executes no code from a file. Raises TokenizerError.
     """
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
@@ -71,7 +71,7 @@ def find_in_folder(path: Path, name: str, vocab_size: int) -> str:
     Raises TokenizerError, also if the tokenizer does not have vocab_size tokens.
     """
     if name not in ("bytes", "gpt2"):
-        # Older manifests have the file's path in a token folder.
+        # Older manifests contain the path of the file in a token folder.
         file = path / Path(name).name
         if not file.is_file():
             raise TokenizerError(
@@ -81,7 +81,7 @@ def find_in_folder(path: Path, name: str, vocab_size: int) -> str:
     size = load_encoding(name).n_vocab
     if size != vocab_size:
         raise TokenizerError(
-            f"{name} is another tokenizer: it has {size:,} tokens, the model's {vocab_size:,}"
+            f"{name} is a different tokenizer: it has {size:,} tokens, the model's {vocab_size:,}"
         )
     return name
 
@@ -91,9 +91,9 @@ def find_in_folder(path: Path, name: str, vocab_size: int) -> str:
 
 
 class JsonEncoding:
-    """A tokenizer.json. Members named as in tiktoken.Encoding do the same.
+    """A tokenizer.json. Members with the names of tiktoken.Encoding's members do the same.
 
-    The package tokenizers encodes and decodes; all else comes from the file, without it.
+    The tokenizers package encodes and decodes. Everything else needs only the file.
     """
 
     def __init__(self, path: Path, contents: bytes):
@@ -112,7 +112,7 @@ class JsonEncoding:
         if not ends:
             raise ValueError(f"none of its special tokens is {', '.join(ENDS_OF_TEXT)}")
         self.eot_token = self.added_tokens[ends[0]]
-        unknown = {vocab.get(model.get("unk_token")), model.get("unk_id")}  # Unigram has its id
+        unknown = {vocab.get(model.get("unk_token")), model.get("unk_id")}  # Unigram stores the id
         self.special_ids = {self.added_tokens[name] for name in self.special_tokens_set} - unknown
         self.n_vocab = 1 + max(*vocab.values(), *self.added_tokens.values())
         # Byte fallback: `decode` waits for the last byte of a character.
@@ -120,7 +120,7 @@ class JsonEncoding:
 
     @functools.cached_property
     def package(self):
-        """The file as a tokenizers.Tokenizer that finds no special tokens in text."""
+        """The file as a tokenizers.Tokenizer that does not recognise special tokens in text."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare.py has its own threads
         try:
             import tokenizers
@@ -144,12 +144,12 @@ class JsonEncoding:
         package = self.package
         what = f"the {len(text):,} characters that begin with {text[:20]!r}"
         with package_errors(f"--tokenizer {self.path} cannot encode {what}"):
-            # Unlike encode, a batch lets other threads run; `fast` computes no offsets.
+            # Unlike encode(), a batch lets other threads run; "fast" means without offsets.
             (encoded,) = package.encode_batch_fast([text], add_special_tokens=False)
             ids = encoded.ids
             if self.special_ids.isdisjoint(ids):
                 return ids
-            # The model merged </s> from its letters, or has it as a word: split it again.
+            # The model merged the letters of </s>, or knows it as a word: split it into letters.
             for i, token in reversed(list(enumerate(ids))):
                 if token in self.special_ids:
                     letters = map(package.model.tokenize, package.id_to_token(token))
@@ -172,7 +172,7 @@ def package_errors(what: str) -> Iterator[None]:
         raise TokenizerError(f"{what}: {reason}") from None
 
 
-# A run loads a tokenizer.json once, for its start and for the sample at its end.
+# Cached: a run needs the same tokenizer.json at its start and for the sample at its end.
 load_json = functools.lru_cache(maxsize=1)(JsonEncoding)
 
 
@@ -181,7 +181,7 @@ load_json = functools.lru_cache(maxsize=1)(JsonEncoding)
 
 
 def token_ids(encoding: "tiktoken.Encoding | JsonEncoding", text: str) -> np.ndarray | list[int]:
-    """The tokens of `text`; a list only where it cannot be avoided, since it blocks threads."""
+    """The tokens of `text`: an array if possible, since building a list blocks other threads."""
     if isinstance(encoding, JsonEncoding):
         return encoding.encode_ordinary(text)
     if encoding.name == "bytes":  # tiktoken would lose bytes that are not UTF-8
@@ -207,9 +207,9 @@ def encode(name: str | None, text: str) -> list[int]:
 
 
 def decode(name: str | None, tokens: Iterable[int], before: Iterable[int] = ()) -> Iterator[str]:
-    """Yield the text of tokens as they come; a character of several tokens comes with the last.
+    """Yield the text of each token in turn; a character of several tokens comes with the last one.
 
-    `before` are the preceding tokens, since a tokenizer may drop the first space of a text.
+    `before` contains the preceding tokens: a tokenizer may drop the first space of a text.
     Raises TokenizerError.
     """
     if name is None:
@@ -232,5 +232,5 @@ def decode(name: str | None, tokens: Iterable[int], before: Iterable[int] = ()) 
 
 
 def added_text(encoding, before: list[int], new: list[int]) -> str:
-    """Return the text of the tokens `new` where they follow the tokens `before`."""
+    """Return the text of the tokens `new` when they follow the tokens `before`."""
     return encoding.decode(before + new)[len(encoding.decode(before)) :]
