@@ -118,7 +118,7 @@ def describe_tokens(name: str, encoder: Encoder, splitter: Splitter, folder: Pat
             meta[f"{split}_tokens"] = os.fstat(tokens.fileno()).st_size // encoder.dtype.itemsize
             meta[f"{split}_sha256"] = hashlib.file_digest(tokens, "sha256").hexdigest()
     meta["val_bytes"] = splitter.val_size
-    if not all(splitter.documents.values()):  # see fill_empty_split
+    if not all(splitter.documents.values()):  # fill_empty_split has moved tokens
         n_tokens = meta["train_tokens"] + meta["val_tokens"]
         meta["val_bytes"] = splitter.size * meta["val_tokens"] // n_tokens
     return meta

@@ -163,7 +163,7 @@ def gather_once(model: FSDPModule, run: Run, world: dist.World) -> None:
 
 
 def free_memory(world: dist.World) -> int:
-    """The free memory of this rank's GPU in bytes, or this rank's share of the host's memory."""
+    """The free memory in bytes: of this rank's GPU, or this rank's share of the host's."""
     if world.device.type == "cuda":
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached

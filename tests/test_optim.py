@@ -259,7 +259,7 @@ def test_an_optimizer_without_any_parameter_is_refused(monkeypatch, name):
     """For example Muon with a misspelled prefix, or Sgd for a model without an embedding."""
     monkeypatch.setitem(optim.OPTIMIZERS, "sgd", Sgd)
     parameters = torch.nn.Linear(3, 2).named_parameters()
-    with pytest.raises(ValueError, match=f"^{name} takes no parameter: check is_hidden"):
+    with pytest.raises(ValueError, match=f"^{name} updates no parameter: check is_hidden"):
         optim.Optimizer(parameters, str.isupper, settings(optimizer=name), str.isupper)
 
 

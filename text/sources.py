@@ -41,7 +41,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 PROBE = 8192
 BLOCK = 1 << 16  # bytes read at a time
 PARQUET_ROWS = 256  # decoded at a time
-STDIN = Path("/dev/stdin")  # stands for `-` in lists and messages
+STDIN = Path("/dev/stdin")  # stands for `-` in lists of files and in messages
 
 
 class SourceError(ValueError):
@@ -212,7 +212,7 @@ def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = 
 
 
 def classify(path: Path, text_field: str) -> str:
-    """Return the kind of the file at `path`, as `detect` does. Raises SourceError and NoField."""
+    """Return a file's kind: see `detect`; or "special file". Raises SourceError and NoField."""
     with source_errors(path):
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe, a socket or a device
             return "special file"
@@ -241,8 +241,8 @@ SUFFIXES |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "JSON lines")
 def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
     """Return a file's kind and its contents: decompressed and, except for parquet, as text.
 
-    The kind is a key of ROWS, "text", "empty file" or "binary file". Compressed files are
-    recognised by their first bytes, whatever their names, parquet by these or its suffix.
+    The kind is a key of ROWS, "text", "empty file" or "binary file". The first bytes
+    identify compressed files and parquet, whatever their names; so does the suffix .parquet.
     """
     # A BufferedReader, unlike a pipe, fills each read except the last, so peek() sees enough.
     contents = io.BufferedReader(file, BLOCK)
