@@ -113,6 +113,7 @@ class Config:
     d_model: int | None = free("model", None, "width of the residual stream", ge=1, lt=1_000_000)
     d_ff: int | None = free("model", None, "hidden width of the MLP", ge=1, lt=10_000_000)
     seq_len: int | None = free("model", None, "tokens per sequence", ge=1)
+
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = free(
         "basics", "auto", "auto: ddp if everything fits on a device, else fsdp, across hosts hsdp"
     )
