@@ -440,9 +440,8 @@ class Transformer(nn.Module):
 
         On GPUs, values of large matrices also depend on the number of multiprocessors.
 
-        Norms are 1. Matrices are normal with a standard deviation of 0.02, but 0.02 /
-        sqrt(2 * n_layer) in the 2 * n_layer layers whose outputs are added to the residual stream
-        (GPT-2, Radford et al. 2019).
+        Norms are 1. Matrices are normal with standard deviation 0.02, or 0.02 / sqrt(2 * n_layer)
+        for the 2 * n_layer layers whose outputs the residual stream adds (Radford et al. 2019).
         """
         if tensor.dim() == 1:
             tensor.fill_(1.0)

@@ -37,8 +37,7 @@ if __name__ == "__main__":
     # failed collectives, which are less informative than the watchdog's message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # FSDP allocates on four streams, and torch's allocator keeps separate blocks for each stream.
-    # Segments that can grow avoid gaps between the blocks.
+    # FSDP allocates on four streams, each with its own blocks: segments that grow avoid gaps.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -244,8 +243,7 @@ def train(
     if stop:
         return report_stop(run, state.step, log)
     if run.sample_tokens:
-        # The run is complete: even if sampling hangs, the exit status is 0.
-        watchdog.progress(state.step, "sampling", slow=True, status=0)
+        watchdog.progress(state.step, "sampling", slow=True, status=0)  # the run is complete
         text = closing_sample(forward, folders[0], run, world, watchdog)
         log.say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
     return 0
@@ -443,10 +441,9 @@ def evaluate(
 
 
 def save(run: Run, state: State, saver: Saver, loss: float, watchdog: Watchdog) -> None:
-    """Save a checkpoint; with --async_save, start to save it.
+    """Save a checkpoint, or start to save it with --async_save.
 
-    Do not save if the loss or a weight is not finite. If replicas of a weight differ between ranks,
-    do not save, and end the run.
+    Refuse to save values that are not finite. If replicas of a weight differ, also end the run.
     """
     watchdog.progress(state.step, "saving", slow=True)
     if not is_finite(state.tensors["model"], loss):
@@ -461,8 +458,7 @@ def save(run: Run, state: State, saver: Saver, loss: float, watchdog: Watchdog) 
 
 def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
     """Whether the last loss and all weights are finite, on all ranks."""
-    # The sum of a weight is not finite if an element is not. Calling isfinite() on all elements
-    # would take 20 times as long on a CPU.
+    # A sum is finite only if all elements are; isfinite() of each takes 20 times as long on a CPU.
     sums = [optim.local(weight).sum() for weight in weights.values()]
     finite = torch.stack(sums).isfinite().all().float()
     torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)

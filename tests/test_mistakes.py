@@ -48,7 +48,7 @@ MISTAKES = {
             "the shares, rounded to thousandths, add up to 0.9, not 1",
         ),
         # --out, --resume, --init_from
-        ("--out ''", "--out '' is the current folder or a folder above it: name a folder"),
+        ("--out ''", "--out '' is the current folder or a folder above it: choose a folder"),
         ("--out .", "--out . is the current folder or a folder above it"),
         ("--out /", "--out / is the current folder or a folder above it"),
         ("--out {other} --resume never", "--resume never would overwrite --out {other}: cho"),
@@ -131,7 +131,7 @@ MISTAKES = {
         ),
         ("import {quoted} {root}/new", "hidden_size is '32', not an integer from 1 to 999,999"),
         ("import {wide} {root}/new", "the model needs head_dim 16, but this decoder has only hid"),
-        ("import {good} {root}/new", "good has no model.safetensors: other formats are"),
+        ("import {good} {root}/new", "good has no model.safetensors: other formats cannot"),
     ],
 }
 CASES = [(command, *row) for command, rows in MISTAKES.items() for row in rows]
