@@ -1,7 +1,7 @@
-"""From flags and ranks to a run, and from a run to its model on the mesh.
+"""Resolve flags and ranks into a run, and place the run's model on the mesh.
 
-`resolve` fills in every default, `place` lays the model out, and `estimate_memory` says what a rank
-needs.
+`resolve` fills in every default, `place` distributes the model, and `estimate_memory` estimates the
+memory of a rank.
 """
 
 import collections
@@ -42,25 +42,25 @@ from runtime.preflight import NEW_RUN, Origin
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Config):
-    """A resolved run: every flag with its value, and what follows from flags, ranks and data.
+    """A resolved run: the value of every flag, and what follows from flags, ranks and data.
 
-    It is the same on all ranks, and a checkpoint's manifest holds it. No value is None or "auto",
-    with these exceptions: no init_from, no profile, a device whose peak_tflops is not known, data
-    without a tokenizer, a model without rope_scaling, and resume, whose "auto" names a behaviour.
+    It is equal on all ranks, and checkpoints record it in their manifests. No value is None or
+    "auto", with these exceptions: init_from and profile if not given, an unknown peak_tflops, data
+    without a tokenizer, a model without rope_scaling, and resume, for which "auto" is a behaviour.
     """
 
-    flags: dict  # as typed, for this start or an earlier one of the run
+    flags: dict  # the flags that were typed for this start or an earlier start of the run
     model_config: ModelConfig
     data_facts: DataFacts
     mesh_shape: tuple[int, int, int]  # dp_replicate, dp_shard, tp
     dp_size: int  # dp_replicate x dp_shard
     grad_accum_steps: int
-    tokens_per_step: int  # of all ranks
-    compute_dtype: torch.dtype  # of the forward pass
+    tokens_per_step: int  # on all ranks together
+    compute_dtype: torch.dtype  # the dtype of the forward pass
 
     @property
     def manifest(self) -> dict:
-        """What every checkpoint of the run records."""
+        """The part of the manifest that is equal in every checkpoint of the run."""
         return {
             "flags": self.flags,
             "config": {name: getattr(self, name) for name in DEFAULTS},
@@ -74,17 +74,17 @@ class Run(Config):
 # --------------------------------------------------------------------------------------------------
 # Flags -> run
 
-# Flags that override a part of the model
+# Flags that override a field of the model
 SIZE_FLAGS = DEFAULTS.keys() & {f.name for f in dataclasses.fields(ModelConfig)}
 
 
 def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW_RUN) -> Run:
-    """Fill in every default of a run. Reads no file, prints nothing and asks no hardware.
+    """Return the run with every default filled in. Reads no files or hardware, and prints nothing.
 
     flags     {name: value} of the flags that were typed, as config.parse returns them
     machine   the ranks and their hardware
     data      vocabulary, tokenizer and fingerprint of the data
-    origin    the checkpoint that this start takes over, if any
+    origin    the checkpoint that this start uses, if any
 
     Raises UsageError and MeshError if flags, ranks, data and model do not fit together.
     """
@@ -99,7 +99,7 @@ def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW
         typed |= {name: values[name] for name in ("model", *SIZE_FLAGS)}
     *preferred, last = possible_strategies(values, machine)
     for strategy in preferred:
-        with contextlib.suppress(dist.MeshError):  # such as hsdp on hosts of unequal sizes
+        with contextlib.suppress(dist.MeshError):  # for example hsdp on hosts of unequal sizes
             run = on_mesh(values, strategy, machine, typed, model_config, data)
             if fits(run, machine.device_memory):
                 return run
@@ -107,15 +107,15 @@ def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW
 
 
 def take_over(flags: dict, origin: Origin) -> dict:
-    """The value of every flag: as typed, else of the run that continues, else its default.
+    """Return the value of every flag: as typed, else from the run that continues, else its default.
 
-    A default that is to be computed is still None or "auto".
+    Defaults that `compute_defaults` computes are still None or "auto".
     """
     return DEFAULTS | origin.kept_values | origin.kept_flags | flags
 
 
 def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) -> dict:
-    """The values with the model's sizes, and without None or "auto" for a computed default."""
+    """Return the values with the model's sizes, and with None and "auto" replaced by defaults."""
     filled = values | {name: getattr(model_config, name) for name in SIZE_FLAGS}
     if filled["out"] is None:
         filled["out"] = default_out(values)
@@ -134,7 +134,7 @@ def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) 
 
 
 def new_defaults(run: Run, machine: Machine) -> list[str]:
-    """Describe the values that a run keeps, where this code would compute another default."""
+    """Describe the values that a run keeps although this code would compute another default."""
     now = compute_defaults(DEFAULTS | run.flags, run.model_config, machine)
     kept = []
     for name in DEFAULTS.keys() - PER_START:
@@ -145,10 +145,10 @@ def new_defaults(run: Run, machine: Machine) -> list[str]:
 
 
 def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> ModelConfig:
-    """The named size, or `saved`, the model of a checkpoint; flags named like its fields override.
+    """Return the model: the named size or `saved`, a checkpoint's model, with SIZE_FLAGS applied.
 
-    The vocabulary of a checkpoint stays if it has room for `vocab_size`; else it is padded to a
-    multiple of 64, where matrix kernels are fast. Raises UsageError.
+    A checkpoint's vocabulary is kept if `vocab_size` fits into it. Otherwise `vocab_size` is padded
+    to a multiple of 64, for which matrix kernels are fast. Raises UsageError.
     """
     size = saved or SIZES[values["model"]]
     overrides = {}
@@ -158,7 +158,7 @@ def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> M
         if values[name] is not None:
             overrides[name] = values[name]
     if size.n_kv_head == size.n_head and values["n_kv_head"] is None:
-        # A size without grouped queries gets them only from --n_kv_head.
+        # A size without grouped queries stays without them unless --n_kv_head is given.
         overrides["n_kv_head"] = overrides.get("n_head", size.n_head)
     try:
         model_config = dataclasses.replace(size, **overrides)
@@ -170,7 +170,7 @@ def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> M
 
 
 def check_choices(values: dict) -> None:
-    """Raise UsageError for a value of an earlier run that this code does not have."""
+    """Raise UsageError if an earlier run has a value that this code does not support."""
     for f in dataclasses.fields(Config):
         if get_origin(f.type) is Literal and values[f.name] not in get_args(f.type):
             raise UsageError(
@@ -180,9 +180,9 @@ def check_choices(values: dict) -> None:
 
 
 def check_steps(values: dict, typed: dict) -> None:
-    """Raise UsageError for steps or learning rates that contradict each other.
+    """Raise UsageError if steps or learning rates contradict each other.
 
-    The default of warmup_steps may be larger than max_steps: such a run is a trial.
+    The default of warmup_steps may exceed max_steps, because short runs are usually trials.
     """
     max_steps = values["max_steps"]
     if values["min_lr"] > values["lr"]:
@@ -199,7 +199,10 @@ def check_steps(values: dict, typed: dict) -> None:
 
 
 def possible_strategies(values: dict, machine: Machine) -> list[str]:
-    """--strategy; for auto, what is possible, least communication first. The last must do."""
+    """Return --strategy, or for auto the possible strategies, by increasing communication.
+
+    The last one is used even if it does not fit.
+    """
     if values["strategy"] != "auto":
         return [values["strategy"]]
     if machine.world_size == values["tp"]:
@@ -211,8 +214,8 @@ def possible_strategies(values: dict, machine: Machine) -> list[str]:
     return ["ddp", "fsdp"]
 
 
-# The most of a device's memory that logits fill before they are computed in chunks. Chunks cost
-# time: by tools.plan 0.8% of a step of llama3-8b on H100s for 2 chunks, and 2.4% for 8.
+# The share of a device's memory above which logits are computed in chunks. Chunks cost time: 0.8%
+# of a step for 2 chunks and 2.4% for 8, according to tools.plan for llama3-8b on H100s.
 LOGITS_SHARE = 0.1
 
 
@@ -224,9 +227,9 @@ def on_mesh(
     model_config: ModelConfig,
     data: DataFacts,
 ) -> Run:
-    """The run with a strategy: the shape of its mesh, and a rank's share of the batch.
+    """Return the run with a strategy, a mesh shape and a rank's share of the batch.
 
-    Raises UsageError, as for a batch that cannot be split, and MeshError.
+    Raises UsageError, for example if the batch cannot be split, and MeshError.
     """
     if values["grad_sync"] == "shard" and strategy != "hsdp":
         raise UsageError(f"--grad_sync shard is for --strategy hsdp, not {strategy}")
@@ -235,7 +238,7 @@ def on_mesh(
     dp_size = shape[0] * shape[1]
     global_batch_size = values["global_batch_size"]
     micro_batch_size = values["micro_batch_size"] or max(1, global_batch_size // dp_size)
-    per_forward = micro_batch_size * dp_size  # sequences of all ranks
+    per_forward = micro_batch_size * dp_size  # sequences on all ranks together
     if global_batch_size % per_forward and not values["eval_only"]:
         raise UsageError(
             f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
@@ -269,18 +272,18 @@ def on_mesh(
 # --------------------------------------------------------------------------------------------------
 # FSDP units
 
-# The most float32 weights in an FSDP unit under --wrap auto. With 8 blocks of 2.6 MB on 2 ranks
-# (gloo, Zen 3, medians of three rounds) a step took 386, 360, 346 and 335 ms with 1, 2, 3 and 4
-# blocks in a unit, and 311 ms with one unit. 8 MB takes half of that gain. Two units are in memory
-# at a time, one of them gathered ahead: with --wrap none it is the whole model.
+# The maximum size of an FSDP unit under --wrap auto, in bytes of float32 weights. With 8 blocks of
+# 2.6 MB on 2 ranks (gloo, Zen 3, medians of three rounds) a step took 386, 360, 346 and 335 ms with
+# 1, 2, 3 and 4 blocks in a unit, and 311 ms with one unit. 8 MB reaches half of that gain. Larger
+# units need more memory: two gathered units are in memory at a time, one of them ahead of its use.
 UNIT_BYTES = 8_000_000
 
 
 def choose_wrap(model_config: ModelConfig) -> str:
-    """--wrap auto: as many blocks as have UNIT_BYTES, or the whole model if it has no more.
+    """Return the value for --wrap auto: as many blocks as fit in UNIT_BYTES, or the full model.
 
-    A message costs time whatever its size, so small blocks go together; a model that fits into one
-    unit is gathered once a micro-batch.
+    Each message has a fixed cost, so small blocks are gathered together. If the full model fits
+    into one unit, it is gathered once per micro-batch.
     """
     with torch.device("meta"):
         model = Transformer(model_config)
@@ -291,10 +294,10 @@ def choose_wrap(model_config: ModelConfig) -> str:
 
 
 def fsdp_units(model: Transformer, wrap: str) -> list[list[nn.Module]]:
-    """The modules that FSDP gathers together; the rest of the model, its root, is one more unit.
+    """Return the groups of modules that FSDP gathers together. The rest, the root, is another unit.
 
-    Larger units send fewer, longer messages and need more memory for gathered weights. Untied, the
-    embedding and the head are units too. --wrap none: the whole model is the root.
+    Larger units send fewer, longer messages and need more memory for gathered weights. If they are
+    not tied, the embedding and the head are units as well. With --wrap none, the root has all.
     """
     size = blocks_per_unit(wrap)
     if size is None:
@@ -309,7 +312,7 @@ def fsdp_units(model: Transformer, wrap: str) -> list[list[nn.Module]]:
 
 
 def empty_model(run: Run) -> Transformer:
-    """The model on the meta device, without memory."""
+    """Return the model on the meta device, without memory."""
     with torch.device("meta"):
         return Transformer(run.model_config, run.compute_dtype, run.loss_chunks)
 
@@ -319,7 +322,7 @@ def place(
 ) -> nn.Module:
     """Place the model on the mesh; return the module to call.
 
-    `init_weights` False: weights get memory, but no values, as a rehearsal needs them.
+    If `init_weights` is False, weights get memory but no values, which is enough for a rehearsal.
     Under ddp this runs one forward and backward pass: see dist.warm_up_buckets.
     """
     if run.activation_checkpointing != "none":
@@ -328,7 +331,7 @@ def place(
     if run.compile:
         modules = [*model.blocks, model.head.loss]
         if run.tp > 1:
-            # Inductor silently gave wrong losses under torch's loss_parallel() (2.13, CPU).
+            # Under torch's loss_parallel(), Inductor silently computed wrong losses (2.13, CPU).
             modules.remove(model.head.loss)
         elif run.strategy == "single" and len(model.blocks) <= 4 and run.loss_chunks == 1:
             modules = [model]  # deeper models gain nothing and take longer to compile
@@ -355,8 +358,8 @@ def place(
 # Recomputation and compilation
 
 PRODUCT = torch.ops.aten.mm.default
-REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default  # tp's
-# What selective checkpointing keeps, with exceptions below: what costs most to compute.
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default  # called only for tp
+# Selective checkpointing keeps the results of these expensive operations, with exceptions below.
 SAVED_OPERATIONS = [
     PRODUCT,
     REDUCE_SCATTER,  # so that it is not sent twice
@@ -370,15 +373,15 @@ SAVED_OPERATIONS = [
 
 
 def selective_contexts(c: ModelConfig, tp: int) -> tuple:
-    """The contexts in which a block runs forward and is recomputed: see checkpoint_activations.
+    """Return the contexts for a block's forward and recomputation: see checkpoint_activations.
 
-    Called for each forward of a block, also when one is compiled, where no tensor is a DTensor.
+    Called for each forward of a block, and while a block is compiled, when no tensor is a DTensor.
     """
     # Backward does not need the result of mlp.down, which is only added to the residual stream.
     recomputed = [(c.d_ff // tp, c.d_model)]  # shapes of weights: in, out
     if tp > 1:
-        # attention.out computes a partial sum as large as the full output. The result of its
-        # reduce_scatter, 1 / tp as large, is kept.
+        # attention.out computes a partial sum as large as the full output. Instead of it, keep the
+        # result of its reduce_scatter, which is 1 / tp as large.
         recomputed.append((c.d_model // tp, c.d_model))
     scattered = collections.Counter()
 
@@ -396,13 +399,13 @@ def selective_contexts(c: ModelConfig, tp: int) -> tuple:
 def checkpoint_activations(
     blocks: Iterable[nn.Module], mode: str, c: ModelConfig, tp: int = 1
 ) -> None:
-    """Keep fewer activations of each block and recompute the others in backward (Chen et al. 2016).
+    """Keep fewer activations of each block; recompute the rest in backward (Chen et al. 2016).
 
-    full keeps only the input of a block, for a third more compute. selective keeps the results of
-    matrix products and attention and recomputes the rest (Korthikanti et al. 2022).
+    full keeps only the input of a block and costs a third more compute. selective keeps the results
+    of matrix products and attention and recomputes the rest (Korthikanti et al. 2022).
     """
     # By default checkpoint() also restores the random generators, so that dropout in a fork drops
-    # the same elements when a block is computed again.
+    # the same elements when a block is recomputed.
     options = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = functools.partial(selective_contexts, c, tp)
@@ -413,19 +416,19 @@ def checkpoint_activations(
 def compile_modules(modules: Iterable[nn.Module]) -> None:
     """Compile the forward and backward of each module for the shapes of its first call.
 
-    Replaces their forward. Other shapes (samples, the odd batch of an evaluation) run uncompiled.
-    Equal modules share one compilation. Call it before FSDP wraps them, so that gathering weights
-    stays outside the compiled region. Parameters keep their names.
+    Replaces their forward. Calls with other shapes (samples, the last batch of an evaluation) run
+    uncompiled. Equal modules share one compilation. Call it before FSDP wraps the modules, so that
+    gathering weights stays outside the compiled region. Parameters keep their names.
     """
     # By default Dynamo splits graphs at DDP's bucket boundaries, to send buckets during backward.
-    # Compiling layer by layer overlaps as well, and faster. No public name: torch's notes on DDP.
+    # Compiled layers overlap with sending as well, and faster. torch's notes on DDP use this name.
     torch._dynamo.config.optimize_ddp = False
     for module in modules:
         module.forward = compiled_for_one_shape(module.forward)
 
 
 def compiled_for_one_shape(forward: Callable) -> Callable:
-    """Compile a function; calls with other shapes than the first call's are not compiled."""
+    """Compile a function for the shapes of its first call; calls with other shapes run eagerly."""
     compiled = torch.compile(forward, dynamic=False)
     first_shapes = None
 
@@ -446,24 +449,24 @@ def compiled_for_one_shape(forward: Callable) -> Callable:
 
 
 def fits(run: Run, device_memory: int) -> bool:
-    """Whether a fifth of `device_memory` stays free for what `estimate_memory` leaves out."""
+    """Whether a fifth of `device_memory` stays free for memory that `estimate_memory` omits."""
     need = estimate_memory(run, empty_model(run))
     return sum(need.values()) <= 0.8 * device_memory
 
 
 def estimate_memory(run: Run, model: Transformer) -> dict[str, int]:
-    """Estimate the bytes that a rank needs, by part.
+    """Estimate the bytes that a rank needs, {part: bytes}.
 
-    Weights, gradients and optimizer are exact. Activations reach their peak before the gradients
-    do. What FSDP gathers, communication buffers and the process itself come on top: tools.plan
-    rehearses a step and counts them.
+    Weights, gradients and optimizer state are exact. The peak of the step may be lower than the
+    sum, because activations reach their peak before the gradients. It may be higher, because the
+    estimate omits gathered weights, communication buffers and the process; tools.plan counts them.
     """
     weights = gradients = optimizer = 0
-    # Until the last micro-batch, FSDP adds up gradients that are not sharded: dist.gradient_sync
+    # Until the last micro-batch, FSDP accumulates full gradients: see dist.gradient_sync
     accumulates_full = run.grad_sync == "batch" and run.grad_accum_steps > 1
     for name, parameter in model.named_parameters():
-        # FSDP splits the rows of all parameters, and pads the last shards to the size of the first;
-        # tp splits those of matrices.
+        # FSDP splits the rows of all parameters, and pads the last shards to the size of the first.
+        # tp splits only matrices.
         tp = run.tp if parameter.dim() > 1 else 1
         columns = parameter.numel() // len(parameter)
         local = math.ceil(len(parameter) / (run.dp_shard * tp)) * columns
@@ -476,15 +479,15 @@ def estimate_memory(run: Run, model: Transformer) -> dict[str, int]:
     block = activation_bytes_of_block(run.model_config, dtype, run.device, run.tp)  # per token
     activations = {
         "none": run.n_layer * block,
-        "selective": run.n_layer * block // 2,  # about
-        # Inputs, and a recomputed block
+        "selective": run.n_layer * block // 2,  # roughly
+        # The inputs of all blocks, and one recomputed block
         "full": run.n_layer * dtype.itemsize * run.d_model // run.tp + block,
     }
     tokens = run.micro_batch_size * run.seq_len
-    vocab_size = run.model_config.vocab_size // run.tp  # of this rank
+    vocab_size = run.model_config.vocab_size // run.tp  # the part on this rank
     logits = logit_bytes(dtype) * tokens * vocab_size // run.loss_chunks
     if run.loss_chunks > 1:
-        logits += 4 * run.d_model * vocab_size  # the head's gradient, summed over the chunks
+        logits += 4 * run.d_model * vocab_size  # the head's gradient, summed over chunks in float32
     return {
         "weights": weights,
         "gradients": gradients,
@@ -495,5 +498,5 @@ def estimate_memory(run: Run, model: Transformer) -> dict[str, int]:
 
 
 def logit_bytes(dtype: torch.dtype) -> int:
-    """Bytes of a logit and its gradient in float32, and once in another compute dtype."""
+    """Return the bytes of a logit and its gradient in float32, and of a copy in another dtype."""
     return 4 + 4 + (dtype.itemsize if dtype != torch.float32 else 0)
