@@ -257,7 +257,7 @@ def test_json_has_the_figures_of_the_text(monkeypatch, capsys):
         f"{one['tokens_per_second_per_device']:,.0f} tokens/s/device, MFU {one['mfu']:.1%}",
         f"{one['training_hours']:,.1f} hours x {one['mesh']['dp_shard']}",
         f"one in {predict.INTERRUPTION / 8:,.3g} hours; a save costs {goodput['save']:.3g} s",
-        f"{goodput['saving'][0]['share']:.1%} of the time trains",
+        f"{goodput['saving'][0]['share']:.1%} of the time is training",
     ):
         assert figure in printed
     assert goodput["save"] == one["checkpoint"]["bytes_per_rank"] / predict.WRITE

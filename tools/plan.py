@@ -4,8 +4,9 @@ python -m tools.plan --model llama3-70b --world_size 512 --strategy hsdp --dp_sh
     --micro_batch_size 1 --global_batch_size 1024 --device_type h200
 python -m tools.plan --run runs/tiny --peak_tflops 0.1
 
-Takes train.py's flags, rehearses one optimizer step of one rank with train.py's code, and predicts
-the step time from what it counts: see planning/rehearse.py and planning/predict.py.
+The command accepts the flags of train.py. It rehearses one optimizer step of one rank with the code
+of train.py (planning/rehearse.py), and predicts the step time from the operations and collectives
+that the rehearsal counts (planning/predict.py).
 """
 
 import argparse
@@ -48,30 +49,32 @@ def number(metavar: str, help: str, default: float | None = None) -> dict:
 
 # This command's flags beyond train.py's: name -> argparse options
 FLAGS = {
-    "world_size": count(None, "devices in all; required"),
-    "nproc_per_node": count(8, "devices of a host"),
+    "world_size": count(None, "total number of devices; required"),
+    "nproc_per_node": count(8, "devices per host"),
     "device_type": dict(
-        choices=DEVICES, default="h100", help="memory, speed and links (default: h100)"
+        choices=DEVICES, default="h100", help="sets memory, speed and links (default: h100)"
     ),
     "achieved": number(
         "X",
-        "share of its peak that your device reaches while it computes (default: by operation)",
+        "share of its peak that your device reaches in compute (default: estimated by operation)",
     ),
     "intra_host_bandwidth": number(
         "GB/s",
-        "of a device to the others of its host, in one direction, as nccl-tests' busbw "
-        "(default: 80%% of the data sheet's)",
+        "from a device to the other devices of its host, in one direction, like the busbw of "
+        "nccl-tests (default: 80%% of the data sheet)",
     ),
     "inter_host_bandwidth": number(
         "GB/s",
-        "of a host to others, in one direction, all its network cards together, which its devices "
-        "share (default: 80%% of the data sheet's)",
+        "from a host to other hosts, in one direction, over all its network cards, which its "
+        "devices share (default: 80%% of the data sheet)",
     ),
     "interruption": number(
-        "H", "device-hours from one to the next (default: Llama 3's, 50,700)", predict.INTERRUPTION
+        "H",
+        "device-hours between interruptions (default: 50,700, from Llama 3)",
+        predict.INTERRUPTION,
     ),
-    "tokens": number("N", "tokens to train on, such as 15e12: hours"),
-    "run": dict(metavar="DIR", help="plan a run that has trained, and show what it took"),
+    "tokens": number("N", "tokens to train on, for example 15e12: adds the hours"),
+    "run": dict(metavar="DIR", help="plan an existing run, and print its measured step"),
     "json": dict(action="store_true", help="print the figures, unrounded, as one JSON object"),
 }
 
@@ -81,8 +84,9 @@ def build_parser() -> cli.Parser:
     parser.prog = "tools.plan"
     parser.usage = "python -m tools.plan --world_size N [--FLAG VALUE ...], or --run DIR"
     parser.description = (
-        "Rehearse a step of train.py on any cluster, without it: what a rank holds,\n"
-        "sends and computes, and how long that takes. It takes all flags of train.py."
+        "Rehearse a step of train.py on any cluster, without the cluster: print what a\n"
+        "rank holds, sends and computes, and how long that takes.\n"
+        "The flags of train.py are accepted as well."
     )
     parser.epilog = "examples, and how the prediction is computed: docs/plan.md"
     add_flags(parser.add_argument_group("the cluster"), FLAGS)
@@ -91,16 +95,16 @@ def build_parser() -> cli.Parser:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run took. Times in seconds."""
+    """Measurements of a run. Times are medians in seconds."""
 
-    step_time: float  # the median
-    peak_memory: int  # bytes of tensors on a device; on CPUs of the whole process
-    save: float | None  # the median; None: there was none
-    restart: float | None
+    step_time: float
+    peak_memory: int  # bytes of tensors on a GPU, or bytes of the whole process on a CPU
+    save: float | None  # None if the run has saved no checkpoint
+    restart: float | None  # None if the run has not restarted
 
 
 def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None]:
-    """The run to plan, this command's own flags, and what the run took, if it is --run.
+    """Return the run to plan, the flags of this command, and with --run the measurements.
 
     Raises UsageError, MeshError and DataError.
     """
@@ -119,14 +123,14 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
     if named := config.named_run(flags):
         origin = preflight.read_named(flags, named, damaged={})
     request = Request(flags, cluster, read_facts(flags, typed, origin), origin)
-    predict.peak_flops(cluster, request.resolve())  # raises early if unknown
+    predict.peak_flops(cluster, request.resolve())  # raises early if the speed is unknown
     return request, options, None
 
 
 def read_facts(flags: dict, typed: set[str], origin: Origin) -> DataFacts:
-    """What is known of the data: of the token folder, if there is one, else of the model."""
+    """Return the facts of the token folder, or without one, those that follow from the model."""
     path = config.flag_value(flags, "data")
-    if "data" in typed or ("data" in flags and Path(path).exists()):  # a --config's may be missing
+    if "data" in typed or ("data" in flags and Path(path).exists()):  # in --config: may be missing
         return data.facts_of(data.open_folders(path))
     model_config = origin.model_config or SIZES[config.flag_value(flags, "model")]
     return DataFacts(model_config.vocab_size, tokenizer=None, fingerprint="")
@@ -135,7 +139,7 @@ def read_facts(flags: dict, typed: set[str], origin: Origin) -> DataFacts:
 def make_cluster(
     options: argparse.Namespace, world_size: int | None, local_size: int, device_type: str
 ) -> Cluster:
-    """Raises UsageError if ranks and hosts do not match."""
+    """Raises UsageError if the number of devices is missing or does not fill the hosts."""
     if world_size is None:
         raise UsageError("--world_size is missing: give the number of devices in all")
     local_size = min(local_size, world_size)
@@ -162,9 +166,9 @@ def make_cluster(
 
 
 def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measured]:
-    """The last start of --run, with `flags`, and what it took.
+    """Return the last start of --run as a request with additional `flags`, and its measurements.
 
-    Raises UsageError if it has no row.
+    Raises UsageError if this start has logged no training row.
     """
     folder = options.run
     log = read(folder, folder)
@@ -172,7 +176,7 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
     start = starts[-1]
     rows = [row for row in log.training if row["step"] > start["step"]]
     if not rows:
-        raise UsageError(f"{folder} has no training row of its last start yet: let it run on")
+        raise UsageError(f"{folder} has no training row of its last start yet: let it run longer")
     origin = recorded_origin(Path(folder), start)
     on_device = max(row["peak_device_memory"] for row in rows)
     device_type = "cpu"
@@ -193,7 +197,7 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
 
 
 def restarts(rows: list[dict], starts: list[dict]) -> list[float]:
-    """The seconds from the last row before each restart to the first row after it."""
+    """Return the seconds from the last row before each restart to the first row after it."""
     times = [seconds(row["time"]) for row in rows]
     waits = []
     for start in starts:
@@ -235,11 +239,11 @@ class Plan:
         return self.options.tokens / (self.speed.tokens_per_second_per_device * devices) / 3600
 
     def checkpoint(self) -> dict[str, int]:
-        """Bytes that a rank writes, and that both ways to save take on a host.
+        """Bytes that a rank writes, and memory of a host that a sharded and an async save need.
 
         Each replica writes a share of the weights and the optimizer state. A sharded save copies
-        tensors to the host one by one, at most what the rank writes. An async save copies all
-        that every rank holds.
+        tensors to the host one by one, at most those that its ranks write. An async save copies
+        all weights and optimizer state that its ranks hold.
         """
         local_size = self.request.cluster.links.local_size
         held = self.rehearsal.state["parameters"] + self.rehearsal.state["optimizer"]
@@ -251,9 +255,9 @@ class Plan:
         }
 
     def goodput(self) -> dict:
-        """Interruptions of the run, what they cost, and the share of its time that trains.
+        """The number and cost of interruptions, and the share of the time spent on training.
 
-        What a save and a restart cost is measured, else predicted.
+        The cost of a save and of a restart is the measured one if there is one, else a prediction.
         """
         saved, took = self.checkpoint(), self.measured
         write = saved["bytes_per_rank"] / predict.WRITE
@@ -295,7 +299,7 @@ def make_plan(
 ) -> Plan:
     """Rehearse a step of rank 0 and predict its speed. No rank holds more than rank 0.
 
-    Takes what `parse` returns. Raises UsageError and MeshError.
+    The arguments are what `parse` returns. Raises UsageError and MeshError.
     """
     rehearsal = rehearse(request.resolve())
     speed = predict.speed(rehearsal, request.cluster)
@@ -329,7 +333,7 @@ def figures(plan: Plan) -> dict:
 
 
 def report(plan: Plan) -> Iterator[str]:
-    """The lines for people: one screen, with the arithmetic."""
+    """Yield the lines of the printed report: one screen, which shows the arithmetic."""
     yield from describe_run(plan)
     yield from describe_memory(plan)
     yield from describe_communication(plan)
@@ -377,7 +381,7 @@ def describe_memory(plan: Plan) -> Iterator[str]:
 
 
 def parts_of(sizes: dict[str, int]) -> str:
-    """As a sum, without negligible parts."""
+    """Format sizes as a sum in GB, without negligible parts."""
     least = 1e-4 * sum(sizes.values())
     parts = [f"{kind} {gigabytes(size)}" for kind, size in sizes.items() if size > least]
     return " + ".join(parts)
@@ -444,19 +448,18 @@ def describe_step(plan: Plan) -> Iterator[str]:
 
 
 def describe_goodput(plan: Plan) -> Iterator[str]:
-    """Interruptions of the run, and the share of its time that trains."""
     found = plan.goodput()
     yield (
         "goodput     {interruptions:,.3g} interruptions, one in {hours_between:,.3g} hours; "
         "a save costs {save:.3g} s, a restart {restart:.3g} s".format(**found)
     )
     for saving in found["saving"]:
-        line = "{share:.1%} of the time trains, saving every {interval:,.0f} s, {name}"
+        line = "{share:.1%} of the time is training, saving every {interval:,.0f} s ({name})"
         yield " " * 12 + line.format(**saving)
 
 
 def gigabytes(size: int) -> str:
-    """In GB, to three significant digits below 100."""
+    """Format a size in GB, with three significant digits below 100."""
     if size == 0:
         return "0"
     number = size / 1e9
