@@ -4,9 +4,8 @@ python -m tools.plan --model llama3-70b --world_size 512 --strategy hsdp --dp_sh
     --micro_batch_size 1 --global_batch_size 1024 --device_type h200
 python -m tools.plan --run runs/tiny --peak_tflops 0.1
 
-The command accepts the flags of train.py. It rehearses one optimizer step of one rank with the code
-of train.py (planning/rehearse.py), and predicts the step time from the operations and collectives
-that the rehearsal counts (planning/predict.py).
+Accepts the flags of train.py, rehearses one optimizer step of one rank with the training code, and
+predicts the step time from the counts: see planning/rehearse.py and planning/predict.py.
 """
 
 import argparse
@@ -69,9 +68,7 @@ FLAGS = {
         "devices share (default: 80%% of the data sheet)",
     ),
     "interruption": number(
-        "H",
-        "device-hours between interruptions (default: 50,700, from Llama 3)",
-        predict.INTERRUPTION,
+        "H", "device-hours between interruptions (default: Llama 3's 50,700)", predict.INTERRUPTION
     ),
     "tokens": number("N", "tokens to train on, for example 15e12: adds the hours"),
     "run": dict(metavar="DIR", help="plan an existing run, and print its measured step"),
@@ -84,9 +81,8 @@ def build_parser() -> cli.Parser:
     parser.prog = "tools.plan"
     parser.usage = "python -m tools.plan --world_size N [--FLAG VALUE ...], or --run DIR"
     parser.description = (
-        "Rehearse a step of train.py on any cluster, without the cluster: print what a\n"
-        "rank holds, sends and computes, and how long that takes.\n"
-        "The flags of train.py are accepted as well."
+        "Rehearse a step of train.py on any cluster, without it: print what a rank holds,\n"
+        "sends and computes, and how long that takes. All flags of train.py are accepted."
     )
     parser.epilog = "examples, and how the prediction is computed: docs/plan.md"
     add_flags(parser.add_argument_group("the cluster"), FLAGS)

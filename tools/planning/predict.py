@@ -1,8 +1,8 @@
-"""The time of a step, predicted from a rehearsal: devices, links, and what overlaps.
+"""Predict the time of a step from a rehearsal, a table of devices and links, and what overlaps.
 
     step = compute + exposed communication + optimizer
 
-All constants are here, with their sources; those that are assumed say so.
+All constants are here, with their sources. Assumed ones are marked as such.
 """
 
 import math
@@ -18,103 +18,103 @@ from runtime.machine import Machine
 from runtime.preflight import NEW_RUN, Origin
 from tools.planning.rehearse import Communication, Operation, Rehearsal
 
-# Speed of attention relative to large matrix products. FlashAttention-2 forward: 178 to 187 of 271
-# TFLOP/s on an A100 (github.com/liangan1/GPU_travel, performance/flash-attn); backward: less.
+# Speed of attention relative to large matrix products. FlashAttention-2: forward 178 to 187 of 271
+# TFLOP/s on an A100 (github.com/liangan1/GPU_travel, performance/flash-attn), less in backward.
 ATTENTION = 0.6
 
-# Share of the data sheet's bandwidth that data-moving kernels reach: assumed, not measured
+# Share of the data sheet's memory bandwidth that kernels reach: assumed, not measured
 STREAM = 0.85
 
-# Seconds added to compute by each second of NCCL traffic beside it at the speed of the links within
-# a host: NCCL's kernels take multiprocessors and memory bandwidth. The only fitted constant, on the
-# 12 `fitted` rows of docs/published.json; 0.2 to 0.5 fit as well. Slower links carry less
-# per second, and slow compute less.
+# Seconds by which overlapping NCCL traffic slows compute, for each second that the traffic takes on
+# links within a host: NCCL's kernels occupy multiprocessors and memory bandwidth. Slower links
+# carry less per second, and slow compute less. This is the only fitted constant, on the 12 `fitted`
+# rows of docs/published.json; any value from 0.2 to 0.5 fits about as well.
 SLOWED = 0.4
 
-# Seconds for a host to launch one operation: assumed, at the low end for eager mode
+# Seconds that a host needs to launch one operation: assumed, at the low end for eager mode
 LAUNCH = 5e-6
 
-# NVLink carries 450 GB/s each way on an H100; NCCL's gathers and rings reach 360 to 370: a fifth is
-# protocol (github.com/NVIDIA/nccl-tests, issues 212 and 326).
+# NVLink carries 450 GB/s each way on an H100; NCCL's gathers and rings reach 360 to 370. Its
+# protocol takes the other fifth (github.com/NVIDIA/nccl-tests, issues 212 and 326).
 LINK_EFFICIENCY = 0.8
 
-# Bytes per second of a rank: to write a save, and to copy an async save to the host. Both assumed
+# Bytes per second at which a rank writes a save, or copies an async save to the host: both assumed
 WRITE, COPY = 1e9, 10e9
 
-# Half of the 54 `unseen` rows of docs/published.json took between so many times the predicted
-# seconds; a quarter took less, a quarter more.
+# Quartiles of measured / predicted seconds in the 54 `unseen` rows of docs/published.json: half of
+# the runs lie between the two, a quarter was faster, and a quarter was slower.
 TOOK = (1.00, 1.23)
 
-# Device-hours from one interruption to the next. Llama 3: 419 unexpected ones in 54 days of 16,384
-# GPUs (arXiv 2407.21783, section 3.3.4)
+# Device-hours between two interruptions. Llama 3 had 419 unexpected ones in 54 days on 16,384 GPUs
+# (arXiv 2407.21783, section 3.3.4).
 INTERRUPTION = 54 * 24 * 16_384 / 419
 
 # Share of a device's memory that tensors may fill. The rest is for the CUDA context, NCCL's buffers
-# and gaps in torch's caching allocator. --strategy auto fills 80%, by an estimate.
+# and gaps in torch's caching allocator. --strategy auto fills 80%, since it only estimates.
 USABLE = 0.9
 
 
 @dataclass(frozen=True)
 class Device:
-    """A row of the table. Bytes, and bytes per second in one direction, from data sheets.
+    """A row of DEVICES, from data sheets: bytes, and bytes per second in one direction.
 
-    `memory` is what torch reports, as in its errors: less than the data sheet's.
+    `memory` is what torch reports, for example in its errors: less than on the data sheet.
     """
 
-    kind: str  # as in torch: cuda or cpu
-    name: str | None  # in metrics.PEAK_TFLOPS
-    products: float  # share of that peak reached by the fastest matrix products
-    memory: int | None  # torch's total_memory; None: this machine's
+    kind: str  # torch's device type: cuda or cpu
+    name: str | None  # the key of its peak in metrics.PEAK_TFLOPS
+    products: float  # the share of that peak that the fastest matrix products reach
+    memory: int | None  # torch's total_memory; None stands for this machine's memory
     memory_bandwidth: float
-    intra_bandwidth: float  # of a device to the others of its host
+    intra_bandwidth: float  # from a device to the other devices of its host
     nic_bandwidth: float  # of a device's share of its host's network cards
 
 
 GIB = 1 << 30
-# Products: github.com/stas00/ml-engineering, compute/accelerator: 271.2 of 312 TFLOP/s on the A100,
-# 794.5 of 989 on H100 and H200, 828.6 of 989 on a GH200 of 900 W, 1,745 of 2,250 on the B200, 1,769
+# products: github.com/stas00/ml-engineering, compute/accelerator: 271.2 of 312 TFLOP/s on the A100,
+# 794.5 of 989 on H100 and H200, 828.6 of 989 on a 900 W GH200, 1,745 of 2,250 on the B200, 1,769
 # of 2,250 on the B300, 668.4 and 784.9 of 1,307 on MI300X and MI325X, 1,565 of 2,517 on the MI355X
 DEVICES = {
     # A100 data sheet 1758950: 2.0 TB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s
     "a100": Device("cuda", "NVIDIA A100-SXM4-80GB", 0.869, int(79.2 * GIB), 2.04e12, 300e9, 25e9),
     # nvidia.com/en-us/data-center/h100: 3.35 TB/s, 900 GB/s both ways; DGX H100: 8 x 400 Gb/s
     "h100": Device("cuda", "NVIDIA H100 80GB HBM3", 0.803, int(79.1 * GIB), 3.35e12, 450e9, 50e9),
-    # nvidia.com/en-us/data-center/h200: 4.8 TB/s, the rest as the H100
+    # nvidia.com/en-us/data-center/h200: 4.8 TB/s, the rest like the H100
     "h200": Device("cuda", "NVIDIA H200", 0.803, int(139.7 * GIB), 4.8e12, 450e9, 50e9),
     # DGX B200 data sheet: 8 TB/s, 1.8 TB/s both ways, 8 x 400 Gb/s
     "b200": Device("cuda", "NVIDIA B200", 0.776, int(178.3 * GIB), 8e12, 900e9, 50e9),
     # DGX B300 data sheet: 8 TB/s, 1.8 TB/s both ways, 8 x 800 Gb/s
     "b300": Device("cuda", "NVIDIA B300 SXM6 AC", 0.786, int(267.7 * GIB), 8e12, 900e9, 100e9),
-    # GH200 data sheet 3011356, 96 GB: 4 TB/s. Four in a host: 900 GB/s both ways. 200 Gb/s each, as
-    # in Alps (HPE Slingshot 11); other hosts have 400 Gb/s.
+    # GH200 data sheet 3011356, 96 GB: 4 TB/s; four in a host: 900 GB/s both ways. Each has a card
+    # of 200 Gb/s, as in Alps (HPE Slingshot 11); in other hosts it is 400 Gb/s.
     "gh200": Device("cuda", "NVIDIA GH200 120GB", 0.838, int(94.5 * GIB), 4e12, 450e9, 25e9),
-    # Data sheets: 5.3, 6 and 8 TB/s; 7 Infinity Fabric links of 128, 128 and 153 GB/s both ways. A
-    # card of 400 Gb/s each: MI325X in github.com/AMD-AGI/Primus, else assumed from it
+    # Data sheets: 5.3, 6 and 8 TB/s; 7 Infinity Fabric links of 128, 128 and 153 GB/s both ways.
+    # Each has a card of 400 Gb/s: from github.com/AMD-AGI/Primus for the MI325X, else assumed.
     "mi300x": Device("cuda", "AMD Instinct MI300X", 0.511, int(192.0 * GIB), 5.3e12, 448e9, 50e9),
     "mi325x": Device("cuda", "AMD Instinct MI325X", 0.600, int(256.0 * GIB), 6e12, 448e9, 50e9),
     "mi355x": Device("cuda", "AMD Instinct MI355X", 0.622, int(288.0 * GIB), 8e12, 535e9, 50e9),
-    # A server core, and 10 Gb/s Ethernet for 8 of them: set what yours reach
+    # A server core, with 10 Gb/s Ethernet for 8 cores: give the bandwidths of your own machines
     "cpu": Device("cpu", None, 1.0, None, 10e9, 2e9, 0.16e9),
 }
 
 
 @dataclass(frozen=True)
 class Links:
-    """What collectives reach: bytes per second in one direction, and seconds.
+    """Bandwidths (bytes per second in one direction) and latencies (seconds) of collectives.
 
-    The latencies are of one ring hop and of starting a collective. They default to NCCL's tuning
-    model for rings with the Simple protocol (src/graph/tuning.cc: hwLat of NVLink and network,
-    baseLat).
+    Two latencies are those of a ring hop, within a host and between hosts; the third starts a
+    collective. The defaults are from NCCL's tuning model for rings with the Simple protocol
+    (src/graph/tuning.cc: hwLat of NVLink and network, baseLat).
     """
 
-    local_size: int  # devices of a host
-    intra_bandwidth: float  # of a device to the others of its host
-    host_bandwidth: float  # of a host to others, over all its cards
+    local_size: int  # devices per host
+    intra_bandwidth: float  # from a device to the other devices of its host
+    host_bandwidth: float  # from a host to the other hosts, over all its network cards
     intra_latency: float = 3.4e-6
     inter_latency: float = 14.0e-6
     launch_latency: float = 8.4e-6
-    # What a rank sends in a reduce_scatter, in units of (n - 1) / n of the tensor. gloo sends as
-    # much as in an all_reduce.
+    # What a rank sends in a reduce_scatter, in units of (n - 1) / n of the tensor: 2 for gloo,
+    # which sends as much as in an all_reduce.
     scatter_passes: int = 1
 
 
@@ -129,14 +129,14 @@ def default_links(device: Device, local_size: int) -> Links:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machine a run is planned for."""
+    """The machines that a run is planned for."""
 
     world_size: int
     device_type: str  # in DEVICES
     device: Device
     device_memory: int
     links: Links
-    # Measured share of its peak that a device reaches while computing; None: by operation
+    # Measured share of its peak that a device reaches in compute; None: estimated by operation
     achieved: float | None = None
     has_bfloat16: bool = True
 
@@ -163,15 +163,15 @@ class Request:
     flags: dict  # as config.parse returns them
     cluster: Cluster
     data_facts: DataFacts
-    origin: Origin = NEW_RUN  # the checkpoint of --init_from or --resume, or of a run
+    origin: Origin = NEW_RUN  # the checkpoint of --init_from or --resume, or the run of --run
 
     def resolve(self) -> Run:
-        """The run on the cluster. Raises UsageError and MeshError."""
+        """Return the run on the cluster. Raises UsageError and MeshError."""
         return layout.resolve(self.flags, self.cluster.machine, self.data_facts, self.origin)
 
 
 def peak_flops(cluster: Cluster, run: Run) -> float:
-    """FLOP/s of a device in the compute dtype. Raises UsageError if unknown."""
+    """Return the peak FLOP/s of a device in the compute dtype. Raises UsageError if unknown."""
     if run.peak_tflops is None:
         raise UsageError(
             f"the speed of --device_type {cluster.device_type} with --dtype {run.dtype} is not "
@@ -181,11 +181,11 @@ def peak_flops(cluster: Cluster, run: Run) -> float:
 
 
 def operation_seconds(row: Operation, peak: float, cluster: Cluster) -> float:
-    """Seconds of a row's operations.
+    """Return the seconds of a row's operations.
 
-    A matrix product (m, k) x (k, n) reads its first operands before it computes and writes its
-    last results afterwards, so its traffic does not overlap its arithmetic. Its speed is
-    e(m, n, k) = 1 / (1 + ridge x (1 / m + 1 / n + 1 / k)) of the fastest products', with
+    A matrix product (m, k) x (k, n) reads its first operands before it computes, and writes its
+    last results afterwards, so its traffic is added to its arithmetic. In bfloat16 it reaches the
+    share 1 / (1 + ridge x (1 / m + 1 / n + 1 / k)) of the speed of the fastest products, where
     ridge = FLOP/s / (bytes/s).
     """
     moved = row.bytes / (STREAM * cluster.device.memory_bandwidth)
@@ -204,14 +204,14 @@ def operation_seconds(row: Operation, peak: float, cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one line of the mesh, or of the world."""
+    """The ranks along one axis of the mesh, or all ranks."""
 
     size: int
     hosts: int
 
 
 def group_of(axis: str, mesh_shape: tuple[int, int, int], local_size: int) -> Group:
-    """The group of rank 0 on an axis: rank = (replicate x dp_shard + shard) x tp + tp_rank."""
+    """Rank 0's group on an axis, where rank = (replicate x dp_shard + shard) x tp + tp_rank."""
     if axis not in dist.AXES:
         size = math.prod(mesh_shape)
         return Group(size, math.ceil(size / local_size))
@@ -223,28 +223,28 @@ def group_of(axis: str, mesh_shape: tuple[int, int, int], local_size: int) -> Gr
 
 
 def passes(collective: str, links: Links) -> int:
-    """How often a ring passes a tensor around; a broadcast ends before the rank that began it."""
+    """How often a ring passes a tensor around. A broadcast is one: it ends before its source."""
     return {"all_reduce": 2, "reduce_scatter": links.scatter_passes}.get(collective, 1)
 
 
 def wire_bytes(row: Communication, group: Group, links: Links) -> float:
-    """Bytes that a rank sends for a row, of row.bytes handed to torch."""
+    """Bytes that a rank sends for a row, whose row.bytes are handed to torch."""
     return passes(row.collective, links) * row.bytes * (group.size - 1) / group.size
 
 
 def collective_seconds(row: Communication, group: Group, links: Links) -> float:
-    """Seconds of a row's collectives, run one after the other.
+    """Return the seconds of a row's collectives, run one after the other.
 
     In each pass a rank of a ring sends (n - 1) / n of the tensor at the speed of the slowest link.
-    A pass takes n - 1 hops; hosts - 1 of them leave a host. An all_reduce has two passes, or uses
-    a tree, whose depth is the logarithm of the hosts. Broadcasts come from one rank of the ring
-    after the other, and follow each other around it: each adds one hop to those of the last.
+    A pass takes n - 1 hops; hosts - 1 of them leave a host. An all_reduce makes two passes, or uses
+    a tree whose depth is the logarithm of the number of hosts. Successive broadcasts come from
+    successive ranks and overlap: together they take n - 1 hops, and one more for each broadcast.
     """
     if group.size == 1:
         return 0.0
     sent = wire_bytes(row, group, links)
     if row.collective == "all_to_all" and group.hosts > 1:
-        sent *= group.size / group.hosts  # no ring: all ranks of a host send theirs to other hosts
+        sent *= group.size / group.hosts  # no ring: every rank of a host sends to other hosts
     bandwidth = links.intra_bandwidth
     if group.hosts > 1:
         # The other ranks of a host run the same collective at the same time on its other cards.
@@ -267,12 +267,12 @@ def collective_seconds(row: Communication, group: Group, links: Links) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """A predicted step and its consequences. Times in seconds."""
+    """A predicted step. Times in seconds."""
 
     compute: float
     optimizer: float
-    exposed: dict[str, float]  # axis -> communication not hidden
-    communication: dict[str, float]  # axis -> total
+    exposed: dict[str, float]  # axis -> communication that compute does not hide
+    communication: dict[str, float]  # axis -> all communication
     tokens: float  # per step and device
     peak: float  # FLOP/s of a device
     flops: float  # per step, without recomputation, as in train.py's MFU
@@ -292,27 +292,27 @@ class Speed:
 
 @dataclass
 class Queue:
-    """Communication beside the forward or the backward pass of one micro-batch."""
+    """Communication that overlaps the forward or the backward pass of one micro-batch."""
 
     seconds: Counter = field(default_factory=Counter)  # axis -> seconds
-    longest: float = 0.0  # of a single collective
-    slowed: float = 0.0  # seconds it adds to compute
-    count: float = 0.0  # of the most frequent kind
+    longest: float = 0.0  # of one collective
+    slowed: float = 0.0  # seconds that it adds to compute
+    count: float = 0.0  # collectives of the most frequent kind
 
     def add(self, row: Communication, seconds: float, slowed: float, micro_batches: int) -> None:
-        """Add a row that takes `seconds` in all, shared equally by `micro_batches`."""
+        """Add a row that takes `seconds` per step, shared equally by `micro_batches`."""
         self.seconds[row.axis] += seconds / micro_batches
         self.slowed += slowed / micro_batches
         self.count = max(self.count, row.count / micro_batches)
         self.longest = max(self.longest, seconds / row.count)
 
     def exposed(self, compute: float) -> Counter:
-        """Seconds by axis that `compute` seconds do not hide.
+        """Return axis -> seconds that `compute` seconds do not hide.
 
-        The work has as many parts as there are collectives, and each part overlaps its neighbour's
-        collective. One collective is always exposed, the first gather or the last reduction; so are
-        the others if they take longer than all parts but one. Hidden communication slows the
-        compute beside it.
+        The pass has as many parts as collectives, and each part overlaps the collective of the next
+        or the previous part. So one collective is always exposed: the first gather or the last
+        reduction. The others are exposed as far as they take longer than all parts but one. Hidden
+        communication slows the compute that it overlaps.
         """
         total = sum(self.seconds.values())
         if not total:
@@ -354,7 +354,7 @@ def speed(rehearsal: Rehearsal, cluster: Cluster) -> Speed:
 
 
 def overlap(rehearsal: Rehearsal, cluster: Cluster) -> tuple[dict[str, Queue], Counter, Counter]:
-    """Communication by the work it overlaps; seconds by axis that overlap none, and in total."""
+    """Return pass -> communication during it, axis -> seconds in no pass, axis -> all seconds."""
     run = rehearsal.run
     links = cluster.links
     n = run.grad_accum_steps
@@ -365,8 +365,8 @@ def overlap(rehearsal: Rehearsal, cluster: Cluster) -> tuple[dict[str, Queue], C
         seconds = collective_seconds(row, group, links)
         slowed = SLOWED * collective_seconds(row, Group(group.size, 1), links)
         total[row.axis] += seconds
-        on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # busy with it
-        # The next layer needs a sum over tp, and the update needs what it asks for, at once.
+        on_cores = cluster.device.kind == "cpu" and group.hosts == 1  # which copy the data
+        # Nothing runs meanwhile: the next layer needs the sum over tp, the update its collectives.
         if on_cores or row.axis in ("tp", "world") or row.phase == "optimizer":
             alone[row.axis] += seconds
         elif row.phase == "forward":
@@ -387,6 +387,6 @@ def is_last_only(row: Communication, grad_sync: str) -> bool:
 
 
 def training_share(interval: float, save: float, restart: float, between: float) -> float:
-    """The share of the time that trains what is kept (Daly 2006, equation 20). All in seconds."""
+    """Share of the time spent on training that is not lost (Daly 2006, equation 20). In seconds."""
     saves = (interval + save) / between
     return interval / between * math.exp(-restart / between - saves) / -math.expm1(-saves)
