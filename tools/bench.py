@@ -1,4 +1,4 @@
-"""Benchmarks. Each prints one table in Markdown, or with --json its numbers.
+"""Benchmarks. Each prints one table in Markdown, or the numbers with --json.
 
 python -m tools.bench strategies --nproc 2
 python -m tools.bench strategies --hosts 2 --link 200mbit
@@ -24,7 +24,7 @@ from tools.compare import markdown_table
 from tools.measuring.harness import PRODUCTS, TRAIN, run_all, training_rows
 from tools.measuring.hosts import hosts, torchrun
 
-# Flags of a run that only trains and logs every step
+# Flags of a run that only trains, and logs every step
 ONLY_STEPS = [
     *("--log_interval=1", "--eval_interval=0", "--eval_sequences=1"),
     *("--sample_tokens=0", "--checkpoint=none"),
@@ -36,17 +36,17 @@ STRATEGIES = {
     "SHARD_GRAD_OP": "--strategy fsdp --reshard_after_forward false",
     "hsdp": "--strategy hsdp",
 }
-# Defaults. Across hosts 2.4 million parameters: the network matters, yet a step takes seconds.
+# Defaults. With 2.4 million parameters across hosts, the network matters and steps take seconds.
 ONE_HOST = dict(model="tiny", micro_batch_size=16, steps=10, rounds=3)
 ACROSS_HOSTS = dict(model="tiny --d_model 192 --d_ff 768 --seq_len 64", micro_batch_size=1)
 ACROSS_HOSTS |= dict(steps=3, rounds=1, device="cpu")
 GRAD_ACCUM_STEPS = 8  # across hosts
-# nanoGPT's flags of size. Defaults: the CPU command in its README, with fewer steps.
+# nanoGPT's size flags. Their defaults are those of the CPU command in its README.
 NANOGPT = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12)
 
 
 def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """What to measure next, A B A B, so that load on the machine slows all equally."""
+    """Yield the names in turn, A B A B, so that load on the machine slows all of them equally."""
     for turn in range(1, rounds + 1):
         for name in names:
             print(f"round {turn}: {name} ...", file=sys.stderr, flush=True)
@@ -54,7 +54,7 @@ def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
 
 
 def compare_rounds(found: dict[str, list[tuple]], baseline: str, unit: str) -> dict[str, dict]:
-    """Name -> columns, from the tokens/s of each round and those of its matrix products alone."""
+    """Return {name: columns}; `found` has, per round, tokens/s and the limit of its products."""
     rows = {}
     of_baseline = [speed for speed, _ in found[baseline]]
     for name, rounds in found.items():
@@ -69,9 +69,9 @@ def compare_rounds(found: dict[str, list[tuple]], baseline: str, unit: str) -> d
 
 
 def products_limit(printed: list[str], tokens: int) -> float:
-    """Tokens/s/device if `tokens`, a micro-batch, took only the time of their matrix products."""
+    """Return tokens/s/device if a micro-batch of `tokens` tokens took only its products' time."""
     seconds = re.findall(r"matrix products of a micro-batch: (\S+) s", "".join(printed))
-    return tokens / statistics.median(map(float, seconds))  # of all ranks
+    return tokens / statistics.median(map(float, seconds))  # the median over ranks
 
 
 # --------------------------------------------------------------------------------------------------
@@ -79,14 +79,14 @@ def products_limit(printed: list[str], tokens: int) -> float:
 
 
 def strategies(args: Namespace) -> list[dict]:
-    """Speed of each strategy on one host, or across several.
+    """Compare the speed of the strategies on one host, or across several hosts.
 
-    --hosts lays the ranks in network namespaces of this machine, joined by --link, on CPUs. There
-    a step has eight micro-batches, after each of which the second row of a strategy averages
-    gradients. gloo's reduce-scatter sends as much as an all-reduce, twice what nccl's sends, which
-    makes this so much slower under fsdp. hsdp has two replicas, or one on each host.
+    With --hosts, the ranks run on CPUs in network namespaces of this machine, joined by --link. A
+    step then has eight micro-batches. In a strategy's second row, gradients are averaged after each
+    of them. That is slowest under fsdp, because gloo's reduce_scatter sends as much as an
+    all_reduce, twice as much as nccl's. hsdp has two replicas, or one on each host.
 
-    The limit is the speed of the matrix products alone, without attention's, in the same process.
+    The limit is the speed of the matrix products alone, except attention's, in the same process.
     """
     runs = flags_of_runs(args)
     found = {name: [] for name in runs}
@@ -106,7 +106,7 @@ def strategies(args: Namespace) -> list[dict]:
 
 
 def flags_of_runs(args: Namespace) -> dict[str, str]:
-    """The flags of train.py for each row of the table. Raises UsageError if no row is left."""
+    """Return the flags of train.py for each row. Raises UsageError if no row is left."""
     runs = {}
     for name in args.only or STRATEGIES:
         flags = f"--model {args.model} --micro_batch_size {args.micro_batch_size} "
@@ -133,12 +133,12 @@ def measure(
 ) -> tuple[float, float]:
     """Run train.py; return the median tokens/s/device of `steps` steps, and their limit.
 
-    The first two steps, which set up buffers and time products, do not count. Raises RunError.
+    The first two steps set up buffers and time products, and are not counted. Raises RunError.
     """
     script = [PRODUCTS, TRAIN, *ONLY_STEPS]
     script += [f"--max_steps={2 + steps}", f"--out={out}", *flags.split()]
     commands = torchrun(namespaces, nproc, script)
-    # torchrun leaves folders in TMPDIR.
+    # torchrun leaves folders behind in TMPDIR.
     printed = run_all(commands, out, OMP_NUM_THREADS="1", TMPDIR=str(out.parent))
     config = json.loads((out / "config.json").read_text())
     rows = training_rows(out)
@@ -153,18 +153,18 @@ def measure(
 
 
 def nanogpt(args: Namespace) -> list[dict]:
-    """nanoGPT's trainer and this one in turn, each also compiled, with models of the same size.
+    """Compare nanoGPT's trainer with this one, each also compiled, on models of the same size.
 
-    Both read the same data, with the same layers, width, heads and tokens per step, and as many
-    parameters in their blocks: SwiGLU's d_ff is 8/3 of the width, a multiple of 8. The rows of ddp
-    split the batch over ranks, on CPUs of one thread each. Ratios are to the faster of nanoGPT's
-    two modes, limits as in `strategies`. Needs a checkout of github.com/karpathy/nanoGPT with a
-    prepared data set.
+    Both use the same data, layers, width, heads, tokens per step and number of parameters in the
+    blocks: SwiGLU's d_ff is 8/3 of the width, rounded to a multiple of 8. The ddp rows split the
+    batch over ranks, which have one thread each on CPUs. Ratios are relative to the faster of
+    nanoGPT's two modes. Limits are defined as in `strategies`. Needs a checkout of
+    github.com/karpathy/nanoGPT with a prepared data set.
     """
     dataset = args.path / "data" / args.dataset
     if not (dataset / "train.bin").exists():
         raise cli.UsageError(
-            f"--path {args.path}: no nanoGPT with data/{args.dataset}/train.bin there: "
+            f"--path {args.path}: there is no nanoGPT with data/{args.dataset}/train.bin: "
             "clone it and run its prepare.py"
         )
     modes = [mode for mode in MODES if args.nproc > 1 or "ddp" not in mode]
@@ -184,10 +184,10 @@ def nanogpt(args: Namespace) -> list[dict]:
 
 
 def run_nanogpt(args: Namespace, out: Path, mode: str) -> tuple[list[float], list[str]]:
-    """Tokens/s of each step, from lines like "iter 7: loss 4.2000, time 250.00ms"; the output."""
+    """Return the tokens/s of each step (from "iter 7: ..., time 250.00ms"), and the output."""
     device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     values = {"device": device, "compile": "compiled" in mode, "out": out, "last": args.steps + 1}
-    # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters, here 100.
+    # Never evaluate. The schedule divides by lr_decay_iters - warmup_iters; warmup_iters is 100.
     flags = (
         "--n_layer={n_layer} --n_head={n_head} --n_embd={n_embd} --block_size={block_size} "
         "--batch_size={batch_size} --max_iters={last} --lr_decay_iters={last} --dropout=0.0 "
@@ -202,7 +202,7 @@ def run_nanogpt(args: Namespace, out: Path, mode: str) -> tuple[list[float], lis
 
 
 def run_nanoshard(args: Namespace, out: Path, mode: str) -> tuple[list[float], list[str]]:
-    """Tokens/s of each step, over all ranks, and the output; `mode` is a key of MODES."""
+    """Return the tokens/s of each step over all ranks, and the output. `mode` is in MODES."""
     strategy, nproc = ("ddp", args.nproc) if "ddp" in mode else ("single", 1)
     values = {"compile": "compiled" in mode, "last": args.steps + 2, "strategy": strategy}
     values["d_ff"] = 8 * round(args.n_embd / 3)
@@ -215,7 +215,7 @@ def run_nanoshard(args: Namespace, out: Path, mode: str) -> tuple[list[float], l
     script = [PRODUCTS, TRAIN, *ONLY_STEPS, *paths, *flags.split()]
     if nproc == 1:
         printed = run_all([[sys.executable, *script]], out)
-    else:  # torchrun gives each rank one thread, and leaves folders in TMPDIR
+    else:  # torchrun gives each rank one thread, and leaves folders behind in TMPDIR
         printed = run_all(torchrun([], nproc, script), out, TMPDIR=str(out.parent))
     return [row["tokens_per_second"] for row in training_rows(out)], printed
 
@@ -230,7 +230,7 @@ MODES |= {"nanoshard ddp": run_nanoshard, "nanoshard ddp compiled": run_nanoshar
 
 
 def count(default: int | None, what: str) -> dict:
-    """Options of a flag that takes a positive integer. `what` names a default that is None."""
+    """Return the options of a positive integer flag. `what` describes a default that is None."""
     help = what if default is None else f"{what} (default: {default})"
     return dict(type=cli.number(int, 1), default=default, metavar="N", help=help)
 
@@ -244,22 +244,22 @@ TABLES = {"strategies": strategies, "nanogpt": nanogpt}
 # table -> {flag: argparse options}
 FLAGS = {
     "strategies": {
-        "only": dict(nargs="+", choices=STRATEGIES, help="rows; the first is compared with"),
+        "only": dict(nargs="+", choices=STRATEGIES, help="rows; the first is the baseline"),
         "nproc": count(2, "processes on each host"),
         "hosts": count(1, "hosts; several need Linux, root and iproute2"),
-        "link": dict(default="200mbit", metavar="RATE", help="of a host (default: 200mbit)"),
-        "model": dict(choices=SIZES, help="(default: tiny; across hosts wider)"),
-        "micro_batch_size": count(None, "sequences (default: 16; across hosts 1)"),
-        "steps": count(None, "counted steps of each run (default: 10; across hosts 3)"),
-        "rounds": count(None, "rounds (default: 3; across hosts 1)"),
+        "link": dict(default="200mbit", metavar="RATE", help="a host's link (default: 200mbit)"),
+        "model": dict(choices=SIZES, help="named size (default: tiny; across hosts, wider)"),
+        "micro_batch_size": count(None, "sequences (default: 16; across hosts, 1)"),
+        "steps": count(None, "counted steps in each run (default: 10; across hosts, 3)"),
+        "rounds": count(None, "rounds (default: 3; across hosts, 1)"),
         **COMMON,
     },
     "nanogpt": {
         "path": dict(type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"),
-        "dataset": dict(default="shakespeare_char", help="a folder of its data/"),
-        "nproc": count(2, "ranks in the rows of ddp; 1: without these rows"),
+        "dataset": dict(default="shakespeare_char", help="a folder in its data/"),
+        "nproc": count(2, "ranks in the ddp rows; 1: no such rows"),
         **{name: count(size, "as in nanoGPT") for name, size in NANOGPT.items()},
-        "steps": count(200, "steps of each run"),
+        "steps": count(200, "steps in each run"),
         "rounds": count(3, "rounds"),
         **COMMON,
     },
@@ -273,7 +273,7 @@ def add_flags(parser: ArgumentParser, flags: dict[str, dict]) -> None:
 
 
 def parse(argv: list[str]) -> Namespace:
-    """The flags of a benchmark, each with a value."""
+    """Return the flags of a benchmark, each with a value."""
     parser = cli.Parser(prog="tools.bench", description="Measure nanoshard on this machine.")
     tables = parser.add_subparsers(dest="table", required=True, metavar="TABLE")
     for name, table in TABLES.items():
@@ -289,7 +289,7 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def bench(argv: list[str]) -> None:
-    """Run a benchmark and print its rows: column -> text or measurements."""
+    """Run a benchmark and print its rows, {column: text or measurements}."""
     args = parse(argv)
     rows = TABLES[args.table](args)
     if args.json:
@@ -302,7 +302,7 @@ def bench(argv: list[str]) -> None:
 
 
 def cell(value) -> str:
-    """Measurements as "median (smallest ... largest)", the rest as text."""
+    """Format measurements as "median (smallest ... largest)", other values as text."""
     if not isinstance(value, list):
         return str(value)
     median = three_digits(statistics.median(value))
@@ -312,7 +312,7 @@ def cell(value) -> str:
 
 
 def three_digits(number: float) -> str:
-    """Three significant digits, or a whole number from 100 on."""
+    """Format a number with three significant digits, or as an integer from 100 on."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 

@@ -1,11 +1,11 @@
-"""Does the planned run work on these ranks, as on one? Is a link slow?
+"""Check that a planned run works on these ranks as it does on one, and that no link is slow.
 
 torchrun --standalone --nproc_per_node 2 -m tools.check --json check.json
 torchrun --nnodes 4 --nproc_per_node 8 ... -m tools.check --model llama3-8b --strategy hsdp
 python -m tools.check --fuzz 60
 
-Takes the flags of the planned run, and is started like train.py. --fuzz draws small runs instead,
-and starts their ranks itself.
+It takes the flags of the planned run, and is started like train.py. --fuzz draws small random runs
+instead, and starts their ranks itself.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As train.py allocates
+    # As in train.py
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own log
@@ -66,15 +66,15 @@ from tools.measuring.parity import (
 from tools.planning import rehearse
 
 STEPS = 20
-GRAD_ACCUM_STEPS = 2  # of a rank: what it does between micro-batches is checked, too
-LEARNED = 0.995  # the most that is left of the loss in the second half of the steps
-LEAST_STEPS = 4  # the second half is profiled
-MICRO_BATCHES = 1000  # about as many for one rank, which computes those of all ranks
-# A link is slow if its best time exceeds SLOW times that of the faster ones.
+GRAD_ACCUM_STEPS = 2  # so that code between micro-batches is checked as well
+LEARNED = 0.995  # the maximum ratio of the losses in the second and the first half of the steps
+LEAST_STEPS = 4  # two in each half; the second half is profiled
+MICRO_BATCHES = 1000  # roughly the maximum for one rank, which computes the micro-batches of all
+# A link is slow if its best time is more than SLOW times as long as the faster links' times.
 SLOW, REPEATS = 1.4, 30
-LINK_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}  # at least what a switch may pass at once
-# Flags of every run; they override the planned run's. At a high learning rate two runs in bfloat16
-# drift apart within 20 steps.
+LINK_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}  # at least as much as a switch may buffer
+# Flags of every run, which override the planned run's flags. At a high learning rate, two runs in
+# bfloat16 would drift apart within 20 steps.
 SHORT = (
     f"--max_steps {STEPS} --warmup_steps 10 --schedule constant --log_interval 1 --save_interval 0 "
     "--keep_last 1 --eval_interval 0 --eval_sequences 1 --sample_tokens 0 --profile 0:1 "
@@ -88,19 +88,19 @@ SHORT = (
 
 
 class Ranks:
-    """This rank among the others: the planned run, cut short, on its mesh and on one rank."""
+    """Trains a short version of the planned run, on its mesh and on this rank alone."""
 
     def __init__(self, flags: dict, out: str | None, world: dist.World, watchdog: Watchdog):
         self.world = world
         self.watchdog = watchdog
         self.store = world.store.clone()
-        # `alone` leaves this group, which on rank 0, without torchrun, keeps the store's server.
+        # `alone` leaves this group. Without torchrun, rank 0's group keeps the store's server.
         self.first_group = torch.distributed.group.WORLD
         device = metrics.device_name(world.device)
         name = f"rank {world.rank} ({socket.gethostname()}, {device}, torch {torch.__version__})"
         self.names = dist.on_all_ranks(lambda: name)
         parent = Path(out or tempfile.gettempdir()).absolute()
-        parent.mkdir(parents=True, exist_ok=True)  # --out is that of a run that is only planned
+        parent.mkdir(parents=True, exist_ok=True)  # the planned run's --out may not exist yet
         self.folder = Path(dist.on_rank0(tempfile.mkdtemp, None, "check-", parent))
         if not all(dist.on_all_ranks(self.folder.exists)):
             raise cli.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
@@ -117,19 +117,19 @@ class Ranks:
         self.run = self.resolve(self.flags, self.machine)
 
     def resolve(self, flags: dict, machine: Machine) -> Run:
-        """The run of some flags, with the model of the checkpoint that they name, if any."""
+        """Resolve flags into a run, with the model of the checkpoint that they specify, if any."""
         return layout.resolve(flags, machine, data.facts_of(self.folders), self.origin)
 
     def train(self, run: Run, world: dist.World, name: str, seed: int | None = None) -> RunLog:
-        """Train as parity.train_watched does. A run of the same name continues."""
+        """Call parity.train_watched. If a run of this name exists, it continues."""
         run = dataclasses.replace(run, out=str(self.folder / name))
         return train_watched(run, self.origin, self.folders, world, self.watchdog, seed)
 
     def alone(self) -> tuple[RunLog, list[RunLog], list[rehearse.Communication]]:
-        """The run on one rank, perturbed ones, and what a rank sends in a rehearsed step of all."""
+        """Train on this rank alone; return its log, perturbed logs and a step's planned traffic."""
         rehearse.leave_group()
         found = rehearse.rehearse(self.run, self.world.rank)
-        # Each rank is a world of its own.
+        # Each rank forms a separate world.
         store = torch.distributed.HashStore()
         one = dict(rank=0, size=1, local_rank=0, local_size=1, store=store)
         world = dataclasses.replace(self.world, **one)
@@ -143,18 +143,18 @@ class Ranks:
         run = self.resolve(self.flags | mesh | rest, machine)
         folder = f"alone on rank {self.world.rank}"
         log = self.train(run, world, folder)
-        # Each rank has a share of the perturbed runs.
+        # Each rank trains a share of the perturbed runs.
         seeds = range(self.world.rank, PERTURBED, self.world.size)
         perturbed = [self.train(run, world, f"{folder}, {seed}", seed) for seed in seeds]
-        gc.collect()  # a group still referenced keeps its connections
+        gc.collect()  # a group that is still referenced keeps its connections
         rehearse.leave_group()
         dist.join_group(self.world, torch.distributed.PrefixStore("after", self.store))
         return log, perturbed, found.communication
 
 
 def shorten(planned: Run) -> dict:
-    """The flags of a run cut to two blocks and two micro-batches per rank, on the same mesh."""
-    per_forward = planned.micro_batch_size * planned.dp_size  # sequences of all ranks
+    """Return the flags of a run with two blocks and two micro-batches, on the same mesh."""
+    per_forward = planned.micro_batch_size * planned.dp_size  # sequences on all ranks together
     return planned.manifest["config"] | {
         "n_layer": min(2, planned.n_layer),
         "global_batch_size": GRAD_ACCUM_STEPS * per_forward,
@@ -167,7 +167,7 @@ def shorten(planned: Run) -> dict:
 
 
 def links(ranks: Ranks, check: Check) -> None:
-    """Time transfers between neighbours, on a host and across hosts, and name slow links."""
+    """Time transfers between neighbours, on a host and across hosts, and report slow links."""
     size, local_size = ranks.world.size, ranks.world.local_size
     # Round -> pairs (sender, receiver). A host is in one pair of a round, so that N adds no rounds.
     on_host, across = defaultdict(list), defaultdict(list)
@@ -175,7 +175,9 @@ def links(ranks: Ranks, check: Check) -> None:
         host, place = divmod(rank, local_size)
         on_host[place].append((rank, rank - place + (place + 1) % local_size))
         peer = (rank + local_size) % size
-        turn = 2 if peer < rank and host % 2 == 0 else host % 2  # 2: the last of an odd number
+        turn = (
+            2 if peer < rank and host % 2 == 0 else host % 2
+        )  # 2: the last of an odd number of hosts
         across[place, turn].append((rank, peer))
     if local_size > 1:
         time_links(ranks, check, "on a host", [*on_host.values()])
@@ -184,35 +186,35 @@ def links(ranks: Ranks, check: Check) -> None:
 
 
 def time_links(ranks: Ranks, check: Check, kind: str, rounds: list[list[tuple]]) -> None:
-    """Time the links from a sender to a receiver, and name those that are slow twice."""
+    """Time links (sender, receiver), and report the links that are slow twice."""
     device = ranks.world.device
     best = best_times(rounds, device)
     check.figures[f"{kind} GB/s"] = LINK_BYTES[device.type] / max(best.values()) / 1e9
     slow = slow_links(best)
-    if slow:  # perhaps other work on these hosts was in the way
+    if slow:  # measure again: other work on these hosts may have slowed them
         again = slow_links(best_times(rounds, device))
         slow = {pair: ratio for pair, ratio in again.items() if pair in slow}
     for (sender, receiver), ratio in slow.items():
         link = f"the link from {ranks.names[sender]} to {ranks.names[receiver]}"
-        check.problems.append(f"slow: {link}, {ratio:.1f} x as long as others")
+        check.problems.append(f"slow: {link}, {ratio:.1f} x as long as other links")
 
 
 def best_times(rounds: list[list[tuple]], device: torch.device) -> dict[tuple[int, int], float]:
-    """The least seconds of a transfer over each link, one round after the other; on all ranks."""
-    best = min(transfer(pairs, device) for pairs in rounds * REPEATS)  # of the link to this rank
+    """Time one round after another; return the least seconds of each link, on all ranks."""
+    best = min(transfer(pairs, device) for pairs in rounds * REPEATS)  # for the link to this rank
     of_ranks = dist.on_all_ranks(lambda: best)
     return {pair: of_ranks[pair[1]] for pairs in rounds for pair in pairs}
 
 
 def slow_links(best: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """The links that take over SLOW times as long as the faster ones, and how many times."""
+    """Return {link: ratio} for links that take more than SLOW times as long as the faster links."""
     by_time = sorted(best.values())
-    typical = by_time[len(best) // 4]  # one slow host slows many links
+    typical = by_time[len(best) // 4]  # not the median: one slow host may slow many links
     return {pair: least / typical for pair, least in best.items() if least > SLOW * typical}
 
 
 def transfer(pairs: list[tuple[int, int]], device: torch.device) -> float:
-    """Seconds of a transfer to this rank; inf if there is none. All ranks of the world call it."""
+    """Return the seconds of the transfer to this rank, inf if there is none. All ranks call it."""
     tensor = torch.zeros(LINK_BYTES[device.type] // 4, device=device)
     rank = torch.distributed.get_rank()
     operations = []
@@ -232,7 +234,7 @@ def transfer(pairs: list[tuple[int, int]], device: torch.device) -> float:
 
 
 def parity(ranks: Ranks, check: Check) -> None:
-    """A run on the mesh is that of one rank, sends what is rehearsed, never waits, and resumes."""
+    """Check that a run on the mesh equals one rank's, sends what is rehearsed, and resumes."""
     alone, perturbed, sent = ranks.alone()
     spreads = dist.on_all_ranks(lambda: [spread(alone, log) for log in perturbed])
     limits = rounding_limits(itertools.chain(*spreads), ranks.run.compute_dtype)
@@ -255,7 +257,7 @@ def parity(ranks: Ranks, check: Check) -> None:
     except checkpoint.CheckpointError as error:
         check.problems.append(str(error))
         return
-    # Bit for bit on CPUs. On GPUs attention's backward is not deterministic.
+    # Equal bit for bit on CPUs. On GPUs, the backward of attention is not deterministic.
     is_exact = ranks.world.device.type == "cpu"
     resumed_limits = dict.fromkeys(limits, 0.0) if is_exact else limits
     compare(check, "resumed", mesh.rows, resumed.rows, resumed_limits)
@@ -265,16 +267,16 @@ def parity(ranks: Ranks, check: Check) -> None:
 
 
 def check_learning(check: Check, log: RunLog, run: Run) -> None:
-    """Limit the loss of the second half by the first half's, and look at each parameter.
+    """Check that the loss falls, and that each parameter gets gradients and updates.
 
-    Two dead models agree. Each tensor needs a gradient after the first step, when a block may not
-    get one yet, and an update larger than weight decay alone could make it.
+    Two models that learn nothing would agree. A gradient must be above 0 after the first step, in
+    which blocks may get none, and an update larger than weight decay alone can make it.
     """
     half = len(log.rows) // 2
     losses = [row["loss"] for row in log.rows]
     ratio = sum(losses[-half:]) / sum(losses[:half])
     check.limit("loss, second half / first", ratio, LEARNED)
-    decay = 2 * run.lr * run.weight_decay  # twice, since weights may shrink
+    decay = 2 * run.lr * run.weight_decay  # a factor of 2, because weights may shrink
     names, with_gradient, updated = set(), set(), set()
     for row in log.of_parameters:
         names.add(row["parameter"])
@@ -284,14 +286,14 @@ def check_learning(check: Check, log: RunLog, run: Run) -> None:
             updated.add(row["parameter"])
     for fault, found in (
         ("no gradient", names - with_gradient),
-        ("no update beside weight decay", names - updated),
+        ("no update except weight decay", names - updated),
     ):
         if found:
             check.problems.append(f"{fault}: {len(found)} parameters, such as {min(found)}")
 
 
 def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication]) -> None:
-    """Limit the figures of --profile, and compare what a step sends with the rehearsal."""
+    """Check that --profile found no host syncs, and compare its traffic with the rehearsal."""
     syncs = profile["host_syncs"]
     check.limit("host syncs", sum(syncs.values()), 0)
     for place in syncs:
@@ -312,16 +314,16 @@ def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
-    """This command's own flags, and the flags of the planned run. Raises UsageError."""
+    """Return this command's options and the flags of the planned run. Raises UsageError."""
     parser = config.build_parser()
     parser.prog = "tools.check"
     parser.usage = (
         "torchrun ... -m tools.check [--FLAG VALUE ...]\n"
         "       python -m tools.check --fuzz N [--seed S]"
     )
-    parser.description = "Check the ranks, with the flags of the run that is planned: train.py's."
+    parser.description = "Check the ranks with the flags of a planned run of train.py."
     add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="write the results there")
+    add("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     add(
         "--fuzz", type=cli.number(int, 1), metavar="N", help="draw N runs of up to 4 ranks (--seed)"
     )
@@ -339,7 +341,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
 
 
 def command(argv: list[str]) -> int:
-    """Check ranks or draws; return the exit status, 1 if a check failed."""
+    """Check the ranks or random runs; return the exit status, 1 if a check failed."""
     options, flags = parse(argv)
     if options.fuzz or options.draw:
         return fuzz.fuzz(options.fuzz, config.flag_value(flags, "seed"), options.draw)
@@ -362,13 +364,13 @@ def check_ranks(options: argparse.Namespace, flags: dict) -> int:
                 write_json(ranks, options, check)
             if not check.problems:
                 shutil.rmtree(ranks.folder, ignore_errors=True)
-        torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
+        torch.distributed.barrier()  # a rank that leaves earlier would look dead to the others
     torch.distributed.destroy_process_group()
     return int(check.status == "FAIL")
 
 
 def run_check(ranks: Ranks) -> Check:
-    """What all ranks found; of several that found problems, the first."""
+    """Run all checks; return them with the problems of the first rank that has any."""
     check = Check()
     with warnings.catch_warnings(action="ignore"):
         links(ranks, check)
@@ -383,7 +385,7 @@ def run_check(ranks: Ranks) -> Check:
 
 
 def write_json(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
-    """Write the results, and the machines and code they came from."""
+    """Write the results, with the machines and the code that produced them."""
     found = {
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
         "code": agreement.source_hash(),
